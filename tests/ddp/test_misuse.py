@@ -7,17 +7,30 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric import Fabric
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.plugins.precision import Precision
 from torch import nn
 from torch.distributed import is_nccl_available
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_bytescheduler import ByteSchedulerStrategy, DiLoCoStrategy, OptionError, UnsupportedError
+from lightning_bytescheduler import (
+    ByteSchedulerFabricStrategy,
+    ByteSchedulerStrategy,
+    DiLoCoStrategy,
+    OptionError,
+    UnsupportedError,
+)
 from lightning_bytescheduler.ddp import rank_strategy
 from lightning_bytescheduler.ddp.ddp_arguments import check_hooks, check_module
 from lightning_bytescheduler.ddp.scheduler_hooks import SchedulerHooks
+from tests.support.fabric_loops import SIZES as FABRIC_SIZES
+from tests.support.fabric_loops import tower
+from tests.support.fit import Recipe, Run, train
+from tests.support.models import Tower
+from tests.support.rank_pool import RankPool
 
 
 @pytest.mark.parametrize("option", ["partition_size", "credit"])
@@ -288,3 +301,28 @@ def test_a_checkpoint_of_diloco_is_said_to_leave_something_out(caplog: pytest.Lo
         caplog.clear()
         hooks.on_load_checkpoint(None, None, {})  # type: ignore[arg-type]
         assert not caplog.text
+
+
+class Joins(Tower):
+    """Tries what DDP has for uneven data."""
+
+    def on_train_start(self) -> None:
+        model: Any = self.trainer.model
+        for enter in (lambda: Join([model]), model.join):
+            with pytest.raises(UnsupportedError, match=r"Join cannot .*weighting='samples'\) with a Trainer"):
+                enter()
+
+
+def try_to_join(rank: int) -> None:
+    assert train(rank, Recipe(model=Joins, steps=3), Run()).error is None
+    strategy = ByteSchedulerFabricStrategy(**FABRIC_SIZES)
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
+    fabric.launch()
+    wrapped: Any = fabric.setup(tower())
+    with pytest.raises(UnsupportedError, match=r"weighting='samples'\) with a Trainer"):
+        Join([wrapped._forward_module])
+    strategy.end()
+
+
+def test_join_is_refused_at_the_with(two_ranks: RankPool) -> None:
+    two_ranks.run(try_to_join)

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import threading
+from collections import UserDict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_bytescheduler import ByteSchedulerStrategy, OptionError
+from lightning_bytescheduler import ByteSchedulerStrategy, OptionError, PerformanceMonitor
 from lightning_bytescheduler.collectives import number_exchange
 from lightning_bytescheduler.collectives.number_exchange import NumberExchange, PostedNumbers
 from lightning_bytescheduler.ddp.sample_weights import SampleCounter, SampleWeights, StepWeight
-from lightning_bytescheduler.exceptions import RankFailedError, RanksDifferError
+from lightning_bytescheduler.exceptions import RankFailedError, RanksDifferError, UnsupportedError
 from tests.parity.weighted_fits import Case, fitted
 from tests.support.fit import SIZES, Recipe, Run, train
 from tests.support.models import Tower
@@ -58,6 +61,12 @@ def test_ranks_that_weigh_differently_are_refused(two_ranks: RankPool) -> None:
 # ---------------------------------------------------------------------- counting
 
 
+@dataclass
+class Pair:
+    x: torch.Tensor
+    y: torch.Tensor
+
+
 @pytest.mark.parametrize(
     ("batch", "number"),
     [
@@ -66,10 +75,35 @@ def test_ranks_that_weigh_differently_are_refused(two_ranks: RankPool) -> None:
         ({"text": "words", "ids": torch.zeros(7, 4)}, 7),
         (torch.zeros(0, 2), 0),
         (torch.tensor(1.0), 1),
+        ((torch.zeros(4, 9), {"length": torch.zeros(4), "rate": torch.tensor(0.1)}), 4),
+        (UserDict(input_ids=torch.zeros(6, 9), labels=torch.zeros(6, 9), text=["a"] * 6), 6),
+        ({"scale": torch.tensor(2.0), "x": torch.zeros(5, 2), "n": 3}, 5),
+        (SimpleNamespace(num_graphs=4, x=torch.zeros(120, 3)), 4),
+        ((SimpleNamespace(num_graphs=4, x=torch.zeros(120, 3)), torch.zeros(4)), 4),
+        (Pair(torch.zeros(3, 2), torch.zeros(3)), 3),
+        ([torch.zeros(3, 2), np.zeros((7, 7))], 3),
     ],
 )
-def test_a_batch_has_as_many_samples_as_lightning_finds(batch: Any, number: int) -> None:
-    assert SampleCounter(None, 0).count(batch) == number
+def test_a_batch_has_as_many_samples_as_its_tensors_are_long(batch: Any, number: int) -> None:
+    assert SampleCounter(None, 0).count(batch) == PerformanceMonitor().batch_samples(batch) == number
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        {"nodes": torch.zeros(120, 3), "edges": torch.zeros(2, 400), "graph_labels": torch.zeros(4)},
+        [torch.zeros(36, 3), torch.zeros(12)],
+        {"a": torch.zeros(4, 2), "b": torch.zeros(12, 2)},
+        ([torch.zeros(3, 8, 8)] * 2, [{"boxes": torch.zeros(5, 4)}, {"boxes": torch.zeros(1, 4)}]),
+        (SimpleNamespace(num_graphs=4), torch.zeros(120)),
+    ],
+    ids=["nodes of graphs", "a list", "several loaders", "images and boxes", "labels of nodes"],
+)
+def test_a_batch_of_unlike_lengths_is_an_error_that_names_the_way_out(batch: Any) -> None:
+    with pytest.raises(OptionError, match=r"different lengths \(.*Give weighting= a function of the batch"):
+        SampleCounter(None, 0).count(batch)
+    with pytest.raises(UnsupportedError, match=r"different lengths \(.*whose batch_samples\(batch\) says it"):
+        PerformanceMonitor().batch_samples(batch)
 
 
 @pytest.mark.parametrize(

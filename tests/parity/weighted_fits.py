@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,12 +13,12 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from tests.support.fit import SIZES, Outcome, Recipe, Run, train
 from tests.support.models import Tower
 
-__all__ = ["Case", "alone", "fitted", "fitted_all"]
+__all__ = ["Case", "Stream", "Unequal", "alone", "batches_of", "fitted", "fitted_all"]
 
 OPTIMIZERS: Any = {
     "SGD": partial(SGD, lr=0.1, momentum=0.9, weight_decay=0.01),
@@ -31,7 +31,8 @@ class Case:
     """What is trained.
 
     Attributes:
-        sizes: Of each rank's batches, one after the other.
+        sizes: Of each rank's batches, one after the other; ranks may have unequally many.
+        stream: Whether nobody knows how many.
         optimizer: A name.
         accumulate: Batches of a step.
         clip: Limit and algorithm, if any.
@@ -42,6 +43,7 @@ class Case:
     """
 
     sizes: Sequence[Sequence[int]]
+    stream: bool = False
     optimizer: str = "SGD"
     accumulate: int = 1
     clip: tuple[float, str] | None = None
@@ -64,6 +66,16 @@ def batches_of(case: Case, rank: int) -> list[tuple[Tensor, Tensor]]:
     return made
 
 
+class Stream(IterableDataset[Any]):
+    """Has no length."""
+
+    def __init__(self, batches: Sequence[Any]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+
 class Unequal(Tower):
     """Brings batches of its rank's sizes."""
 
@@ -78,7 +90,8 @@ class Unequal(Tower):
         self.automatic_optimization = not case.manual
 
     def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(batches_of(self.case, self.rank), batch_size=None)  # type: ignore[arg-type]
+        batches: Any = batches_of(self.case, self.rank)
+        return DataLoader(Stream(batches) if self.case.stream else batches, batch_size=None)
 
     def configure_optimizers(self) -> Any:
         if not self.case.manual:
@@ -150,10 +163,10 @@ def alone(case: Case) -> dict[str, Tensor]:
     optimizers = made[0]
     schedules = [each["scheduler"] if isinstance(each, dict) else each for each in made[1]]
     batches = [batches_of(case, rank) for rank in range(len(case.sizes))]
-    count = len(case.sizes[0])
+    count = max(map(len, case.sizes))
     for first in range(0, count, case.accumulate):
         window = range(first, min(first + case.accumulate, count))
-        together = [batches[rank][number] for rank in range(len(case.sizes)) for number in window]
+        together = [each[number] for each in batches for number in window if number < len(each)]
         inputs, targets = (torch.cat(parts) for parts in zip(*together, strict=True))
         for optimizer, schedule in zip(optimizers, schedules, strict=True):
             module.zero_grad()

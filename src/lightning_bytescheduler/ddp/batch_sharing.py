@@ -92,6 +92,7 @@ class BatchSharing:
         trainer: pl.Trainer,
         runtime: SchedulerRuntime | None,
         meet: Callable[[str, Mapping[str, str]], None] | None,
+        several: bool,
     ) -> object:
         """Have each rank take its share of every batch, where that is asked for; all ranks at once.
 
@@ -100,6 +101,7 @@ class BatchSharing:
             trainer: Whose batches are trained on.
             runtime: This rank's, once the model is wrapped.
             meet: Makes sure that facts are the same on all ranks, by the name of the meeting; ``None`` on one rank.
+            several: Whether another loader was loaded with this one.
 
         Returns:
             The loader to train on.
@@ -128,7 +130,7 @@ class BatchSharing:
             facts = plan.facts if plan is not None else _facts(loader)  # type: ignore[arg-type]  # balanceable
             meet(f"batches {self._loaders}", facts)
         before = None if self.batches is None else self.batches.shares  # of a loader that Lightning has made anew
-        batches = _Sharing(weighting, trainer, runtime, before, alone=meet is None)
+        batches = _Sharing(weighting, trainer, runtime, before, alone=meet is None, several=several)
         self.batches = batches.of_slices(loader, plan) if plan is not None else batches.of_loader(loader, self._resumed)  # type: ignore[arg-type]
         return self.batches.loader
 
@@ -167,8 +169,10 @@ class _Sharing:
         before: AgreedShares | EqualShares | None,
         *,
         alone: bool,
+        several: bool,
     ) -> None:
         self.before = before
+        self.several = several
         self.weighting = weighting
         self.trainer = trainer
         self.runtime = None if alone else runtime
@@ -215,7 +219,7 @@ class _Sharing:
 
     def _require_one_for_each(self, option: str, total: int) -> None:
         how = self.weighting.batch_size
-        if self.runtime is not None and (self.runtime.engine.weights is None or self._has_shared):
+        if self.several and self.runtime is not None:
             raise UnsupportedError(
                 f"batch_size={how!r} shares out the batches of one DataLoader, and there are several. Make one data "
                 "set of them, or leave batch_size out."
@@ -223,11 +227,6 @@ class _Sharing:
         if total < self.ranks:
             hint = f"With batch_size={how!r} in the strategy it counts for all {self.ranks} ranks together."
             raise OptionError(option, total, f"{self.ranks} or more, one for each rank", hint)
-
-    @property
-    def _has_shared(self) -> bool:
-        weights = None if self.runtime is None else self.runtime.engine.weights
-        return weights is not None and weights.waits_to_share
 
     def _shares(self, total: int, drawn: int) -> AgreedShares | EqualShares:
         if not self.weighting.by_pace or self.runtime is None:

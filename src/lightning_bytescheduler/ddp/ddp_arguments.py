@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from datetime import timedelta
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,7 @@ __all__ = [
     "check_launch_options",
     "check_module",
     "known_ddp_options",
+    "refuse_join",
 ]
 
 ELSEWHERE = {
@@ -234,3 +236,18 @@ def check_hooks(module: nn.Module) -> None:
             f"{len(hooked)} parameters have). It sees this rank's gradient, before the average over ranks, as with "
             "DDP: an optimizer that steps there leaves each rank with weights of its own."
         )
+
+
+def refuse_join(**_: object) -> NoReturn:
+    """In place of :meth:`DistributedDataParallel.join_hook`.
+
+    What a rank does there once its data is used up meets DDP's collectives, and the scheduler has others.
+
+    Raises:
+        UnsupportedError: Says what to do instead.
+    """
+    raise UnsupportedError(
+        "torch.distributed.algorithms.Join cannot stand in for a rank whose data is used up, as gradients travel by "
+        "the scheduler. Leave it out, and use ByteSchedulerStrategy(weighting='samples') with a Trainer: such a rank "
+        "then takes part with empty batches until all are done."
+    )

@@ -38,13 +38,14 @@ from torch.optim import Optimizer
 
 from lightning_bytescheduler.collectives.transport import GradientTransport
 from lightning_bytescheduler.ddp.compressed_reduction import GradientCompression
+from lightning_bytescheduler.ddp.ddp_arguments import refuse_join
 from lightning_bytescheduler.ddp.ddp_mode import StepMode
 from lightning_bytescheduler.ddp.entry_points import FunctionTouches, before_forks
 from lightning_bytescheduler.ddp.gates import FirstUseObserver, Opening
 from lightning_bytescheduler.ddp.gradient_transforms import PendingScale, Unscale
 from lightning_bytescheduler.ddp.merged_buckets import DdpModeStep
 from lightning_bytescheduler.ddp.overlapped_step import OverlappedStep
-from lightning_bytescheduler.ddp.sample_weights import SampleWeights
+from lightning_bytescheduler.ddp.sample_weights import NOTHING, SampleWeights
 from lightning_bytescheduler.ddp.sparse_gradients import SparseGradients
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
 from lightning_bytescheduler.ddp.steps import ForwardPass, StepContext, StepListener, SynchronisedStep, TrainingStep
@@ -165,6 +166,7 @@ class GradientEngine:
         """Take the place of the communication of ``model``."""
         self._context.own_gradients.know(model)
         model.register_comm_hook(self, schedule_bucket)
+        model.join_hook = refuse_join  # type: ignore[method-assign]
         # Dynamo cuts compiled graphs at DDP's bucket size, which it wants no smaller than DDP's first bucket.
         model.bucket_bytes_cap = max(model.bucket_bytes_cap, dist._DEFAULT_FIRST_BUCKET_BYTES)
 
@@ -323,7 +325,7 @@ class GradientEngine:
         """Before ``training_step`` with ``batch``: observe the first use of parameters.
 
         Args:
-            batch: Of this rank.
+            batch: Of this rank; ``NOTHING`` if it has none.
             looks: Whether all ranks come here, and none calls :meth:`look` elsewhere.
         """
         context, number = self._context, self._step.number + 1
@@ -337,7 +339,9 @@ class GradientEngine:
         self.phase = f"in training_step, step {number}"
         context.forward = ForwardPass(context.clock())
         context.own_gradients.begin_forward()
-        if self.options.overlapped:
+        if batch is NOTHING:
+            self._step.finish()  # nobody will touch what is due
+        elif self.options.overlapped:
             self._function_touches.begin()
             self._first_use.begin(context.unseen)
             context.reads.begin(number, None if context.on_open is None else self._tell_touch)

@@ -29,6 +29,7 @@ import operator
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -40,14 +41,28 @@ from lightning_bytescheduler.collectives.number_exchange import NumberExchange, 
 from lightning_bytescheduler.ddp.balanced_batches import AgreedShares, EqualShares
 from lightning_bytescheduler.ddp.device_time import DeviceTime
 from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.lightning_api import MisconfigurationException, extract_batch_size
 
-__all__ = ["NUMBERS", "BatchSizes", "SampleCounter", "SampleWeights", "StepWeight", "Weighting", "name_of"]
+__all__ = [
+    "NOTHING",
+    "NUMBERS",
+    "BatchSizes",
+    "SampleCounter",
+    "SampleWeights",
+    "StepWeight",
+    "Weighting",
+    "name_of",
+    "samples_in",
+    "tensors_in",
+]
 
 NUMBERS = 3
 """What a rank posts with a batch: its samples, and samples and nanoseconds of the batch before where that is known."""
 
+NOTHING = object()
+"""In place of a batch of a rank that has none."""
+
 _WEIGHTINGS = ("ranks", "samples")
+_LENGTHS_SHOWN = 4
 _MOST = 1 << 40  # samples of a batch: sums stay far below what 64 bits hold
 _WAY_OUT = "Give weighting= a function of the batch that returns how many samples it has: a whole number, 0 or more."
 
@@ -59,11 +74,47 @@ class BatchSizes(Protocol):
         """Samples of this rank in a batch of the epoch, 0 if it computes on another's; ``None`` if it is not known."""
 
 
+def tensors_in(batch: Any) -> Iterator[torch.Tensor | int]:
+    """The tensors of a batch, in order, however they are nested; of a batch of graphs, how many those are."""
+    graphs: Any = getattr(batch, "num_graphs", None)  # torch_geometric: its tensors have a row for each node or edge
+    if isinstance(batch, torch.Tensor) or is_whole(graphs):
+        yield batch if isinstance(batch, torch.Tensor) else graphs
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from tensors_in(value)
+    elif isinstance(batch, Iterable) and not (isinstance(batch, (str, bytes, Iterator)) or hasattr(batch, "__array__")):
+        for value in batch:
+            yield from tensors_in(value)
+    elif is_dataclass(batch):
+        for field in fields(batch):
+            yield from tensors_in(getattr(batch, field.name))
+
+
+def samples_in(batch: Any) -> int:
+    """How many samples a batch has: the length that all of its tensors have in common.
+
+    Tensors without a dimension do not count, unless there are no others.
+
+    Raises:
+        ValueError: If there is no tensor, or their lengths differ; says so.
+    """
+    found = list(tensors_in(batch))
+    lengths = {one if isinstance(one, int) else len(one) for one in found if isinstance(one, int) or one.ndim}
+    if len(lengths) == 1:
+        return lengths.pop()
+    if lengths:
+        shown = ", ".join(map(str, sorted(lengths)[:_LENGTHS_SHOWN]))
+        raise ValueError(f"its tensors have different lengths ({shown}), so that none says how many samples there are")
+    if found:
+        return 1
+    raise ValueError(f"it is a {type(batch).__name__} without a tensor")
+
+
 class SampleCounter:
     """Says how many samples a batch of this rank has.
 
     Args:
-        samples: The user's function of the batch; Lightning's ``extract_batch_size`` if there is none.
+        samples: The user's function of the batch; :func:`samples_in` if there is none.
         rank: For messages.
     """
 
@@ -83,10 +134,9 @@ class SampleCounter:
             raise self._error("samples", "training_step(dataloader_iter) has no batch to count samples of")
         if self._samples is None:
             try:
-                return extract_batch_size(batch)
-            except (MisconfigurationException, RecursionError, TypeError) as error:
-                what = f"it is a {type(batch).__name__} in which Lightning finds no tensor"
-                raise self._error("samples", f"its batch has no size: {what}") from error
+                return samples_in(batch)
+            except (ValueError, RecursionError, TypeError) as error:
+                raise self._error("samples", f"its batch has no size: {error}") from error
         try:
             number = self._samples(batch)
         except Exception as error:
@@ -107,8 +157,8 @@ class Weighting:
     """What a rank's gradient counts by, as the user said.
 
     Args:
-        weighting: ``"ranks"`` or ``"samples"``, counted by Lightning's ``extract_batch_size``; or a function that says
-            how many samples a batch has.
+        weighting: ``"ranks"`` or ``"samples"``, counted by :func:`samples_in`; or a function that says how many samples
+            a batch has.
         batch_size: ``"balanced"`` for batches that follow each rank's pace, ``"global"`` for a DataLoader whose batch
             size is that of all ranks; or ``{"balanced": most}``, with the most samples that a rank may have in a batch:
             one number, or one for each rank.
@@ -147,6 +197,11 @@ class Weighting:
     def name(self) -> str:
         """``"ranks"`` or ``"samples"``."""
         return "samples" if self.by_samples else "ranks"
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether a rank whose data is used up takes part with empty batches; shared batches are used up together."""
+        return self.by_samples and self.batch_size is None
 
     @property
     def facts(self) -> dict[str, object]:
@@ -218,9 +273,6 @@ class SampleWeights:
         exposed: For how many seconds the training thread has waited for gradients so far.
         clock: Seconds.
         device_time: Takes the time of batches on a GPU, which the clock does not tell.
-
-    Attributes:
-        waits_to_share: Whether batches are to be shared out, and none has begun.
     """
 
     def __init__(
@@ -244,12 +296,16 @@ class SampleWeights:
         self._took = [0, 0]  # the last batch: samples and nanoseconds
         self._sizes: BatchSizes | None = None
         self._shares: AgreedShares | EqualShares | None = None
-        self.waits_to_share = False
         self._position: Callable[[], int] = lambda: 0
         self._added = -1  # the batch whose numbers were added last
         self._batch: tuple[int, PostedNumbers] | None = None
         self._step: list[tuple[int, PostedNumbers]] = []  # batches since the last pass that communicated
         self._in_backward = False
+        self._is_empty = False
+
+    def has_batch(self, has: bool) -> PostedNumbers:
+        """Tell all ranks whether this one has drawn a batch, and hear whether they have."""
+        return self._exchange.post([int(has), *[0] * (NUMBERS - 1)])
 
     def begin_batch(self, batch: Any) -> None:
         """A forward pass of ``batch`` begins: tell its number of samples to all ranks, and do not wait for theirs.
@@ -258,14 +314,14 @@ class SampleWeights:
             OptionError: If the number cannot be told. Nothing was sent then.
         """
         size = None if self._sizes is None else self._sizes.size_of(self._position())
-        number = 0 if size == 0 else self._counter.count(batch)
+        number = 0 if size == 0 or batch is NOTHING else self._counter.count(batch)
+        self._is_empty = batch is NOTHING
         if self._device_time is not None:
             self._took = self._device_time.latest()
         posted = self._exchange.post([number, *self._took])
-        if self._shares is not None and (self._added != self._position() or self.waits_to_share):
+        if self._shares is not None and self._added != self._position():
             self._added = self._position()  # a closure may run more than once for a batch
             self._shares.add(posted)
-            self.waits_to_share = False
         self._batch = number, posted
         self._own = size or 0
         self._took = [self._own, 0]
@@ -301,8 +357,7 @@ class SampleWeights:
             sizes: Knows how many samples of a batch are this rank's own.
             position: Number of the present batch in its epoch.
         """
-        self._shares, self._sizes, self._position = shares, sizes, position
-        self.waits_to_share = True
+        self._shares, self._sizes, self._position, self._added = shares, sizes, position, -1
 
     def leaves_out(self, *, communicates: bool) -> bool:
         """Whether a backward pass of this batch, which has no sample, is better not begun.
@@ -327,7 +382,7 @@ class SampleWeights:
         hooks = []
         if share != 1.0 and loss.requires_grad:
             hooks.append(loss.register_hook(lambda gradient: gradient * share))
-        if first and not number:  # zero times a mean over no sample is not zero
+        if first and not number and not self._is_empty:  # zero times a mean over no sample is not zero
             with torch._C.DisableTorchFunctionSubclass():  # not opening gates
                 hooks += [p.register_hook(torch.zeros_like) for p in self._parameters if p.requires_grad]
         self._in_backward = True

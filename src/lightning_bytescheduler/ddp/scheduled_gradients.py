@@ -55,11 +55,12 @@ from lightning_bytescheduler.ddp.plan import (
 from lightning_bytescheduler.ddp.read_warnings import EarlyReads
 from lightning_bytescheduler.ddp.residuals import Residuals
 from lightning_bytescheduler.ddp.runtime import SchedulerRuntime
-from lightning_bytescheduler.ddp.sample_weights import SampleCounter
+from lightning_bytescheduler.ddp.sample_weights import NOTHING, SampleCounter
 from lightning_bytescheduler.ddp.sparse_gradients import sparse_layers
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
 from lightning_bytescheduler.ddp.steps import StepListener
 from lightning_bytescheduler.ddp.tuned_fit import FitTuning
+from lightning_bytescheduler.ddp.uneven_data import log_nothing, loss_of_nothing
 from lightning_bytescheduler.exceptions import SchedulerClosedError, UnsupportedError
 from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.lightning_api import DDPStrategy, pl, rank_zero_info, rank_zero_warn
@@ -425,11 +426,6 @@ class ScheduledGradients:
         if weights is not None and module is not None and module.automatic_optimization:
             weights.begin_epoch()
 
-    def loaders_are_made(self) -> None:
-        """What loads training data from here on takes the place of what did."""
-        if self.runtime is not None and self.runtime.engine.weights is not None:
-            self.runtime.engine.weights.waits_to_share = False
-
     def validate(self) -> None:
         """Something else than batches of a training comes before the next one."""
         if self._buffers is not None:
@@ -458,6 +454,16 @@ class ScheduledGradients:
             self.runtime.engine.end_forward()
         if self._buffers is not None:
             self._buffers.after_forward()
+
+    def step_without_batch(self) -> torch.Tensor:
+        """In place of ``training_step``, on a rank that has no batch."""
+        model, module = self._strategy.model, self._strategy.lightning_module
+        if not isinstance(model, DistributedDataParallel) or module is None:
+            raise RuntimeError("The model is not wrapped.")
+        with self.forward(NOTHING):
+            loss: torch.Tensor = loss_of_nothing(model, module, may_be_unused=model.find_unused_parameters)
+            log_nothing(module.trainer)
+        return loss
 
     def leaves_out(self) -> bool:
         """Whether a backward pass is better not begun, as the batch has no sample."""

@@ -99,17 +99,7 @@ class SchedulerHooks(pl.Callback):
         """End here if a SIGTERM ends all."""
         self._strategy.begin_evaluation_batch()
 
-    def on_test_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        """End here if a SIGTERM ends all."""
-        self._strategy.begin_evaluation_batch()
-
-    def on_predict_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        """End here if a SIGTERM ends all."""
-        self._strategy.begin_evaluation_batch()
+    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_bytescheduler.checks import require_bool, require_known
+from lightning_bytescheduler.collectives.number_exchange import PostedNumbers
 from lightning_bytescheduler.ddp.batch_sharing import BatchSharing
 from lightning_bytescheduler.ddp.compression_rules import CompressionRules
 from lightning_bytescheduler.ddp.ddp_arguments import (
@@ -46,7 +47,8 @@ from lightning_bytescheduler.ddp.scheduler_hooks import SchedulerHooks
 from lightning_bytescheduler.ddp.sigterm import SigtermForAll
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
 from lightning_bytescheduler.ddp.tuned_fit import FitTuning
-from lightning_bytescheduler.exceptions import RanksDifferError, RanksDivergedError
+from lightning_bytescheduler.ddp.uneven_data import UnevenLoader, gather_lengths, stateful_or_not
+from lightning_bytescheduler.exceptions import RanksDifferError, RanksDivergedError, UnsupportedError
 from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.failures.startup_check import Introduction
 from lightning_bytescheduler.lightning_api import (
@@ -121,8 +123,8 @@ class ByteSchedulerStrategy(RankStrategy):
         max_error: For ``compression="auto"``: the most that compressing may leave out of a part, in norm, relative to
             its gradient; 0.2 when left out.
         weighting: ``"ranks"``: the gradient is the mean of the ranks', as DDP's. ``"samples"``: each rank's counts by
-            its samples of the step, as one process's on all of them would. How many samples a batch has is found as
-            Lightning does, or by a function of the batch in place of the word.
+            its samples of the step, as one process's on all of them would, and one without a batch any more counts 0.
+            A batch has as many samples as its tensors are long, or as a function of it says, in place of the word.
         batch_size: ``"balanced"``: the loader's batch size times the ranks is that of all together, and each rank's
             share follows its pace; ``{"balanced": most}`` says how many samples a rank may have at most, as one number
             or a list with one for each rank. ``"global"``: the loader's is that of all together, however many there
@@ -211,6 +213,8 @@ class ByteSchedulerStrategy(RankStrategy):
         self._rules = CompressionRules.resolve(compression, compression_min_size, max_error)
         self._weighting = Weighting(weighting, batch_size)
         self._sharing = BatchSharing(self._weighting)
+        self._loaded: list[object] = []  # loaders of the training data, at once
+        self._uneven: UnevenLoader | None = None  # of the training data, where ranks may have unequally many batches
         self._servers = ServerOptions.resolve(servers, self._rules)
         self._log_metrics = log_metrics
         self._hooks: SchedulerHooks | None = None
@@ -293,6 +297,7 @@ class ByteSchedulerStrategy(RankStrategy):
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             self._gradients.begin_anew()
             self._sharing.begin()
+            self._loaded, self._uneven = [], None
         if trainer is not None and self.world_size > 1:
             self._board = FaultBoard.open(rank=self.global_rank, world_size=self.world_size)
             self._meet("options", introduce(self.global_rank, "bytescheduler", self._common_options(), trainer))
@@ -335,12 +340,61 @@ class ByteSchedulerStrategy(RankStrategy):
         module = self.lightning_module
         if module is None or module.trainer.state.stage != RunningStage.TRAINING:
             return dataloader
+        self._loaded.append(dataloader)
+        if self._weighting.goes_on and self._board is not None and not hasattr(dataloader, "plan"):  # of slices
+            return self._go_on(dataloader, module)
         meet = None if self._board is None else self._meet_with
         with self._explained():
-            made = self._sharing.share_out(dataloader, module.trainer, self.runtime, meet)
+            made = self._sharing.share_out(dataloader, module.trainer, self.runtime, meet, len(self._loaded) > 1)
         if made is not dataloader:
             self._fit.enter_context(loader_resumes())
         return made
+
+    def _go_on(self, dataloader: object, module: pl.LightningModule) -> object:
+        """Have the training data last until all ranks' is used up."""
+        with self._explained():
+            least, most, certain = gather_lengths(dataloader, self.root_device)
+        if certain and least == most:
+            return dataloader
+        if not module.automatic_optimization:
+            if least != most:
+                raise UnsupportedError(
+                    f"weighting='samples': ranks have {least} to {most} batches, and {type(module).__name__} optimizes "
+                    "by hand: what a rank without a batch would have to do is known to its training_step alone. Give "
+                    "all ranks as many batches, or use automatic optimization."
+                )
+            return dataloader
+        self._uneven = stateful_or_not(dataloader)(
+            dataloader,
+            length=most,
+            trusted=certain,
+            has_batch=self._has_batch,
+            failure=lambda: None if self.runtime is None else self.runtime.failure(),
+            loaded=self._loaded,
+        )
+        return self._uneven
+
+    def _has_batch(self, has: bool) -> PostedNumbers:
+        weights = None if self.runtime is None else self.runtime.engine.weights
+        if weights is None:
+            raise UnsupportedError(
+                "weighting='samples': training data without a length was loaded before the model is wrapped, as by "
+                "trainer.estimated_stepping_batches in setup. Ask for that in configure_optimizers, or later."
+            )
+        return weights.has_batch(has)
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """See DDPStrategy. A batch begins here, which may be an empty one."""
+        if self._uneven is not None and self.lightning_module is not None and self.lightning_module.trainer.training:
+            self._uneven.begin_batch()
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """See DDPStrategy. Without a batch, this rank takes part all the same."""
+        if self._uneven is None or not self._uneven.is_empty:
+            return super().training_step(*args, **kwargs)
+        with self._explained():
+            return self._gradients.step_without_batch()
 
     def _meet_with(self, what: str, facts: Mapping[str, str]) -> None:
         self._meet(what, Introduction(rank=self.global_rank, facts=facts))
@@ -353,7 +407,7 @@ class ByteSchedulerStrategy(RankStrategy):
 
     def loaders_are_made(self) -> None:
         """See ``SchedulerHooks``."""
-        self._gradients.loaders_are_made()
+        self._loaded = []
 
     def _common_options(self) -> dict[str, object]:
         """What has to be the same on all ranks."""

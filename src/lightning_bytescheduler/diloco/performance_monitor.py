@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from lightning_bytescheduler.checks import options_by_name, require_bool
+from lightning_bytescheduler.ddp.sample_weights import samples_in, tensors_in
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 from lightning_bytescheduler.lightning_api import pl, rank_zero_warn
 from lightning_bytescheduler.registration import require_same_package
@@ -56,22 +57,24 @@ class PerformanceMonitor(pl.Callback):
         self._last_loss: Tensor | None = None
 
     def batch_samples(self, batch: Any) -> int:
-        """How many samples a batch has: the length of the first tensor in it. To be overridden where that is not so.
+        """How many samples a batch has: the length that all its tensors have. To be overridden where that is not so.
 
         Raises:
-            UnsupportedError: If there is no tensor in it.
+            UnsupportedError: If there is no tensor in it, or their lengths differ.
         """
-        for tensor in _tensors(batch):
-            return len(tensor)
-        raise UnsupportedError(
-            f"The samples of a batch of type {type(batch).__name__} cannot be counted: there is no tensor in it. "
-            "Derive a class from PerformanceMonitor whose batch_samples(batch) says it, and pass it to the Trainer."
-        )
+        try:
+            return samples_in(batch)
+        except ValueError as error:
+            raise UnsupportedError(
+                f"The samples of a batch of type {type(batch).__name__} cannot be counted: {error}. Derive a class "
+                "from PerformanceMonitor whose batch_samples(batch) says it, and pass it to the Trainer."
+            ) from error
 
     def batch_tokens(self, batch: Any) -> int:
         """How many tokens a batch has: the elements of its first tensor, if those are whole numbers, else 0."""
-        for tensor in _tensors(batch):
-            return 0 if tensor.is_floating_point() else tensor.numel()
+        for tensor in tensors_in(batch):
+            if isinstance(tensor, Tensor) and tensor.ndim:
+                return 0 if tensor.is_floating_point() else tensor.numel()
         return 0
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -151,16 +154,3 @@ def _whole(method: str, value: Any, *, least: int) -> int:
 
 def _finite(loss: Tensor) -> float | None:
     return float(loss) if bool(torch.isfinite(loss)) else None
-
-
-def _tensors(batch: Any) -> Iterator[Tensor]:
-    """The tensors in a batch that have a length, in order."""
-    if isinstance(batch, Tensor):
-        if batch.ndim:
-            yield batch
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from _tensors(value)
-    elif isinstance(batch, (list, tuple)):
-        for value in batch:
-            yield from _tensors(value)

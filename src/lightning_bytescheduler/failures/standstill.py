@@ -46,9 +46,9 @@ __all__ = [
 
 _RANKS_SHOWN = 16
 _EVEN = (
-    "Give each as many: leave Trainer(use_distributed_sampler=True), use a sampler that pads or drops, such as "
-    "DistributedSampler(dataset, drop_last=True), or SliceDataModule for data without a length, or bound all with "
-    "Trainer(limit_train_batches=N)."
+    "ByteSchedulerStrategy(weighting='samples') trains on all of them. Or give each as many: leave "
+    "Trainer(use_distributed_sampler=True), use a sampler that pads or drops, such as DistributedSampler(dataset, "
+    "drop_last=True), or SliceDataModule for data without a length, or bound all with Trainer(limit_train_batches=N)."
 )
 _STOPPED = (
     " A rank that leaves the fit within an epoch was stopped by itself, as by trainer.should_stop or max_time: let all "

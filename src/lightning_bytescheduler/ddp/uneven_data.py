@@ -1,0 +1,252 @@
+"""``weighting="samples"``: a rank whose training data is used up takes part with empty batches until all ranks' is.
+
+*Until when.* Where every rank's loader has a length that is to be trusted, the longest counts, and nothing is said.
+Else each rank says with every batch that it draws whether it has one (``number_exchange.py``). One that has goes on at
+once. One that has none waits for the word of the others: if any has one, this is a batch of all, an empty one here;
+else the epoch is over. Why that wait ends: a rank draws its next batch, and says so, before it trains on the one that
+it has, and gets to draw it as ranks step together.
+
+*What an empty batch is.* ``training_step`` is not called: nothing is computed twice, no metric counts a sample twice,
+no buffer changes, and no random number is drawn. A function of all trained parameters takes its place, in DDP's own
+forward pass, whose gradients are 0. Hooks around the step run as ever, and are given the rank's last batch. What a
+step logs for all ranks at once (``sync_dist=True``) the others wait for, so it is logged here, too, so that it changes
+as little as can be (:func:`log_nothing`).
+
+*Who is without a batch.* Lightning may draw a batch ahead. So the loader notes of each that it hands out whether it is
+empty, and the strategy asks when Lightning moves a batch to its device, which is the same order.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import IterableDataset
+
+from lightning_bytescheduler.collectives.number_exchange import PostedNumbers
+from lightning_bytescheduler.ddp.sparse_gradients import sparse_layers
+from lightning_bytescheduler.exceptions import UnsupportedError
+from lightning_bytescheduler.lightning_api import pl
+
+__all__ = ["UnevenLoader", "gather_lengths", "log_nothing", "loss_of_nothing", "stateful_or_not"]
+
+_USED_UP = "lightning_bytescheduler.used_up"
+_UNKNOWN = -1
+
+
+class UnevenLoader:
+    """A rank's loader of training data that goes on until all ranks' are used up.
+
+    Whatever else is asked of it, or set, is the loader's.
+
+    Args:
+        loader: This rank's own.
+        length: Of the longest of all ranks; ``None`` if a rank does not know its own.
+        trusted: Whether all know theirs for certain.
+        has_batch: Says to all ranks whether this one has a batch, and returns what all have said.
+        failure: Why other ranks will say nothing any more, if so.
+        loaded: Training data that is loaded at once; several loaders are left as they are.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        *,
+        length: int | None,
+        trusted: bool,
+        has_batch: Callable[[bool], PostedNumbers],
+        failure: Callable[[], BaseException | None],
+        loaded: list[object],
+    ) -> None:
+        self.__dict__.update(loader=loader, length=length, trusted=trusted, loaded=loaded)
+        self.__dict__.update(has_batch=has_batch, failure=failure, present=None, is_empty=False)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__.get("loader"), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__:
+            self.__dict__[name] = value
+        else:
+            setattr(self.loader, name, value)
+
+    def __len__(self) -> int:
+        if len(self.loaded) > 1:
+            return len(self.loader)
+        if self.length is None:
+            raise TypeError("Not every rank knows how many batches it has.")
+        return int(self.length)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.is_empty = False
+        self.present = None if len(self.loaded) > 1 else _Pass(self)
+        return iter(self.loader) if self.present is None else self.present
+
+    def begin_batch(self) -> None:
+        """The next of the batches that were handed out is trained on."""
+        present: _Pass | None = self.present
+        self.is_empty = present is not None and bool(present.handed_out) and present.handed_out.popleft()
+
+
+class _StatefulUnevenLoader(UnevenLoader):
+    def state_dict(self) -> dict[str, Any]:
+        """See Lightning's loops. Rank 0's is saved, and counts for all."""
+        if self.present is not None and self.present.is_used_up:
+            return {_USED_UP: True}
+        state: dict[str, Any] = self.loader.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See Lightning's loops.
+
+        Raises:
+            UnsupportedError: If it does not say where all ranks' data stood.
+        """
+        if _USED_UP in state:
+            raise UnsupportedError(
+                "The checkpoint was saved in the middle of an epoch, when rank 0's training data was used up and other "
+                "ranks' was not: the state of its data loader does not say where theirs stood. Go on from a checkpoint "
+                "of an epoch's end, or from one that was saved while rank 0 had batches."
+            )
+        self.loader.load_state_dict(state)
+
+
+def stateful_or_not(loader: Any) -> type[UnevenLoader]:
+    """The class for ``loader``: Lightning asks loaders for their states that have both methods."""
+    stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+    return _StatefulUnevenLoader if stateful else UnevenLoader
+
+
+class _Pass:
+    """One time through the data.
+
+    Attributes:
+        handed_out: Of each batch that was handed out, and has not begun, whether it is empty.
+    """
+
+    def __init__(self, loader: UnevenLoader) -> None:
+        self.handed_out: deque[bool] = deque()
+        self._loader = loader
+        self._own: Iterator[Any] | None = iter(loader.loader)
+        self._drawn = 0
+        self._last: Any = ()
+        self._ended = False
+
+    @property
+    def is_used_up(self) -> bool:
+        """Whether this rank has no batch any more, and another one has."""
+        return self._own is None and not self._ended
+
+    def __iter__(self) -> _Pass:
+        return self
+
+    def __next__(self) -> Any:
+        if self._ended:
+            raise StopIteration
+        if self._own is not None:
+            try:
+                self._last = next(self._own)
+            except StopIteration:
+                self._own = None
+        empty = self._own is None
+        if not self._goes_on():
+            self._ended, self._last = True, ()
+            raise StopIteration
+        self._drawn += 1
+        self._ended = self._loader.trusted and self._drawn == self._loader.length
+        self.handed_out.append(empty)
+        return () if self._last is None and empty else self._last
+
+    def _goes_on(self) -> bool:
+        """Whether any rank has one more batch."""
+        if self._loader.trusted:
+            return bool(self._drawn < self._loader.length)
+        said = self._loader.has_batch(self._own is not None)
+        if self._own is not None:
+            return True
+        said.wait(self._loader.failure)
+        return any(row[0] for row in said.rows)
+
+
+def gather_lengths(loader: object, device: torch.device) -> tuple[int | None, int | None, bool]:
+    """The least and the most batches that ranks have, and whether that is certain; all ranks at once.
+
+    ``None`` for a number that a rank does not know. What a data set without numbered samples says is a guess.
+    """
+    try:
+        own = len(loader)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        own = _UNKNOWN
+    guessed = own == _UNKNOWN or isinstance(getattr(loader, "dataset", None), IterableDataset)
+    message = torch.tensor([own, -own, guessed], device=device)
+    dist.all_reduce(message, op=dist.ReduceOp.MAX)
+    most, least, guessed = int(message[0]), -int(message[1]), bool(message[2])
+    return (None, None, False) if least == _UNKNOWN else (least, most, not guessed)
+
+
+class _Nothing(torch.autograd.Function):
+    """A loss of all parameters whose gradients are 0, and which reads none of them."""
+
+    @staticmethod
+    def forward(ctx: Any, makers: list[Callable[[], torch.Tensor | None]], *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.makers = makers
+        return torch.zeros((), device=parameters[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return None, *(make() for make in ctx.makers)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def loss_of_nothing(model: nn.Module, module: nn.Module, *, may_be_unused: bool) -> torch.Tensor:
+    """A forward pass of DDP's that computes nothing, for a backward pass that brings all parameters gradients of 0.
+
+    Args:
+        model: DDP's.
+        module: Inside of it.
+        may_be_unused: Whether DDP looks for parameters that no rank uses. They are to have no gradient: then this
+            brings none, as a rank that does not use them, but where the user's hooks expect one.
+    """
+    sparse = {id(module.get_submodule(name).weight) for name in sparse_layers(module)}
+    parameters = [p for p in module.parameters() if p.requires_grad]
+
+    def maker(parameter: nn.Parameter) -> Callable[[], torch.Tensor | None]:
+        if id(parameter) in sparse:
+            return lambda: torch.sparse_coo_tensor(
+                torch.zeros(1, 0, dtype=torch.int64), parameter.new_zeros(0, *parameter.shape[1:]), parameter.shape
+            )
+        hooked = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+        if may_be_unused and not hooked:
+            return lambda: None
+        return lambda: torch.zeros_like(parameter)
+
+    makers, forward = [maker(p) for p in parameters], module.forward
+    module.forward = lambda *_, **__: _Nothing.apply(makers, *parameters)  # type: ignore[no-untyped-call]
+    try:
+        loss: torch.Tensor = model()
+    finally:
+        module.forward = forward
+    return loss
+
+
+def log_nothing(trainer: pl.Trainer) -> None:
+    """Take part in what ``training_step`` logs for all ranks at once, with nothing to say.
+
+    In a sum, a minimum or a maximum this rank changes nothing. A mean of ranks has its last value again; the mean of an
+    epoch goes by numbers of samples, of which it adds none.
+    """
+    for result in trainer.fit_loop.epoch_loop._results.values():
+        meta = result.meta
+        if meta.fx != "training_step" or not (meta.sync.should or not result.is_tensor):
+            continue
+        if result.is_tensor and meta.on_step:
+            default = result._defaults["value"]
+            value = default if not meta.is_mean_reduction or result._forward_cache is None else result._forward_cache
+            result._forward_cache = meta.sync(value.clone())
+            if not meta.on_epoch:
+                result.value = result._forward_cache
+        result.has_reset = False
