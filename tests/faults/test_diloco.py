@@ -82,3 +82,20 @@ def test_any_rank_of_a_worker_is_named(nursery: Nursery, tmp_path: Path) -> None
             assert survivor.ended - start < _BOUND_S, survivor.log
             assert f"Rank {failed} failed: {says}" in survivor.log, survivor.log
             assert "THREADS []" in survivor.log, survivor.log
+
+
+@pytest.mark.parametrize("kind", ["raise", "SIGTERM"])
+def test_a_fit_that_fails_leaves_its_last_whole_checkpoint(kind: str, nursery: Nursery, tmp_path: Path) -> None:
+    """In a round's middle, three steps behind the last checkpoint; none is written that is of no one moment."""
+    saved = tmp_path / "saved"
+    options = {"kind": kind, "rank": 0, "step": 8, "inner_steps": 20, "checkpoint": str(saved)}
+    ranks = nursery.run(_SCRIPT, options, world_size=2, folder=tmp_path, timeout=60.0)
+    assert "FAILED_AT" in ranks[0].log
+    assert f"writes no checkpoint, as it would be of no one moment. The last whole one is {saved}/" in ranks[0].log
+    assert sorted(file.name for file in saved.iterdir()) == ["last.ckpt", "step=5.ckpt"]
+    resumed = tmp_path / "resumed"
+    resumed.mkdir()
+    options = {**options, "rank": -1, "resume": str(saved / "last.ckpt"), "max_steps": 30, "checkpoint": str(resumed)}
+    for rank in nursery.run(_SCRIPT, options, world_size=2, folder=resumed, timeout=60.0):
+        assert rank.code == 0, rank.log
+        assert "another strategy" not in rank.log

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch.utils.data import DataLoader
@@ -58,6 +59,13 @@ class Noise(BoringModel):
         return DataLoader(torch.randn(4096, 32))  # type: ignore[arg-type]
 
 
+def saved_in(folder: str) -> list[Callback]:
+    return [
+        ModelCheckpoint(folder, filename="{step}", every_n_train_steps=5, save_last="link", save_on_exception=True),
+        OnExceptionCheckpoint(folder),
+    ]
+
+
 def main(options: dict[str, Any]) -> None:
     rank_zero_only.rank = int(os.environ["RANK"])
     trainer = Trainer(
@@ -66,16 +74,19 @@ def main(options: dict[str, Any]) -> None:
         strategy=DiLoCoStrategy(
             inner_steps=options["inner_steps"], timeout=timedelta(seconds=16), **options.get("groups", {})
         ),
-        callbacks=[Fails(options["kind"], options["rank"], options["step"], options.get("everybody"))],
+        callbacks=[
+            Fails(options["kind"], options["rank"], options["step"], options.get("everybody")),
+            *(saved_in(options["checkpoint"]) if "checkpoint" in options else ()),
+        ],
         max_steps=options.get("max_steps", 2000),
         logger=False,
-        enable_checkpointing=False,
+        enable_checkpointing="checkpoint" in options,
         enable_progress_bar=False,
         enable_model_summary=False,
         limit_val_batches=0,
     )
     try:
-        trainer.fit(Noise())
+        trainer.fit(Noise(), ckpt_path=options.get("resume"))
     finally:
         say(f"THREADS {[t.name for t in threading.enumerate() if t.name.startswith('bytescheduler')]}")
 

@@ -14,7 +14,7 @@ from lightning_bytescheduler.diloco.epoch_shares import share_of, shared_loader
 from lightning_bytescheduler.diloco.runtime import FollowingRuntime, LeadingRuntime
 from lightning_bytescheduler.diloco.worker_restart import Resumed, WorkerStates
 from lightning_bytescheduler.diloco.worker_strategy import WorkerStrategy
-from lightning_bytescheduler.lightning_api import TrainerFn, pl
+from lightning_bytescheduler.lightning_api import TrainerFn, pl, rank_zero_warn
 
 if TYPE_CHECKING:
     from lightning_bytescheduler.diloco.coordination import Coordination
@@ -37,6 +37,7 @@ class CheckpointedStrategy(WorkerStrategy):
         self._resumed: Resumed | None = None
         self._states: WorkerStates | None = None
         self._next_epoch: Callable[[], None] | None = None
+        self._last_whole: object = None  # path of the last checkpoint that was written
         self._open = ExitStack()
         super().__init__(**options)
 
@@ -60,13 +61,35 @@ class CheckpointedStrategy(WorkerStrategy):
             weights: dict[str, Any] = super().lightning_module_state_dict()
             return {name: value.clone() if isinstance(value, Tensor) else value for name, value in weights.items()}
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """See DDPStrategy. However long it takes, another rank's failure does not end this process meanwhile."""
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """See DDPStrategy. However long it takes, another rank's failure does not end this process meanwhile.
+
+        A fit that fails writes none: amid a round, weights are those of its begin, and the optimizer is steps ahead.
+        """
+        if self._failed:
+            self._say_not_written()
+            return
         with nullcontext() if self._board is None else self._board.patient():
-            if self._states is not None and not self._failed:
+            if self._states is not None:
                 self._states.complete(checkpoint)
-            if self._coordination is None or self._coordination.leads or self._failed:
-                super().save_checkpoint(checkpoint, *args, **kwargs)
+            if self._coordination is None or self._coordination.leads:
+                super().save_checkpoint(checkpoint, filepath, storage_options)
+                self._last_whole = filepath
+
+    def _end_with(self, cause: BaseException) -> None:
+        module = self.lightning_module
+        for callback in () if module is None else module.trainer.checkpoint_callbacks:
+            # It would take note of a file that is not written, and remove or link others because of it.
+            vars(callback)["on_exception"] = self._say_not_written
+            self._open.callback(vars(callback).pop, "on_exception", None)
+
+    def _say_not_written(self, *_: object) -> None:
+        last = (
+            f"The last whole one is {self._last_whole}"
+            if self._last_whole
+            else "There is no whole one of this training"
+        )
+        rank_zero_warn(f"diloco: a fit that fails writes no checkpoint, as it would be of no one moment. {last}.")
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """See DDPStrategy; with what this rank's worker had."""

@@ -95,9 +95,10 @@ class DiLoCoStrategy(CheckpointedStrategy):
       together, each with its share of the data. Metrics logged with ``sync_dist=True``, and torchmetrics in attributes
       of the module, are over all ranks then, as with DDP. Everything logged while training is the worker's own.
     * Validation, checkpoints and the end of ``fit`` have the global weights. A checkpoint that is written amid a round
-      is of the round's begin. It is a plain Lightning checkpoint of worker 0's leader; under one key more it has the
-      outer state, and what each other worker alone has, so that as many workers go on exactly. Another number of
-      workers, of any number of ranks, can go on from it, too: new ones with worker 0's optimizer.
+      is of the round's begin, and a fit that fails writes none. It is a plain Lightning checkpoint of worker 0's
+      leader; under one key more it has the outer state, and what each other worker alone has, so that as many workers
+      go on exactly. Another number of workers, of any number of ranks, can go on from it, too: new ones with worker 0's
+      optimizer.
     * Buffers, such as running statistics, stay each worker's own; within a worker they are DDP's.
     * A SIGTERM on one process, an error or a death ends all with an error that names the rank.
 
@@ -490,6 +491,7 @@ class DiLoCoStrategy(CheckpointedStrategy):
         return {} if self._boundaries is None or self._runtime is None else self._runtime.session.progress()
 
     def _end_with(self, cause: BaseException) -> None:
+        super()._end_with(cause)
         if self._slices is not None:
             self._slices.close(failed=True)
         if self._runtime is not None:
