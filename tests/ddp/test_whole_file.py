@@ -10,7 +10,7 @@ import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.plugins import AsyncCheckpointIO
 
-from lightning_bytescheduler.ddp.whole_file import written_whole
+from lightning_bytescheduler.ddp.whole_file import digest_of, written_whole
 
 
 def save(path: Path, value: int) -> None:
@@ -46,3 +46,25 @@ def test_other_writers_and_other_places_are_left_alone(tmp_path: Path) -> None:
     for writer, path in ((AsyncCheckpointIO(), tmp_path / "a.ckpt"), (TorchCheckpointIO(), "s3://bucket/a.ckpt")):
         with written_whole(writer, path) as file:
             assert file == path
+
+
+def test_copies_have_one_digest_and_other_values_another(tmp_path: Path) -> None:
+    files = [tmp_path / name for name in ("one.ckpt", "copied.ckpt", "written.ckpt", "moved.ckpt", "later.ckpt")]
+    moments = torch.ones(1000)
+    torch.save({"step": 3, "moments": moments}, files[0])
+    shutil.copy(files[0], files[1])
+    torch.save({"step": 3, "moments": moments}, files[2])
+    moments[700] += 1e-3
+    torch.save({"step": 3, "moments": moments}, files[3])
+    torch.save({"step": 4, "moments": torch.ones(1000)}, files[4])
+    one, copied, written, *others = map(digest_of, files)
+    assert one == copied == written
+    assert len({one, *others}) == 3
+
+
+def test_a_digest_of_what_is_no_archive(tmp_path: Path) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    one.write_bytes(b"0" * 100)
+    other.write_bytes(b"0" * 99 + b"1")
+    assert digest_of(one) != digest_of(other)
+    assert digest_of(tmp_path) == digest_of(tmp_path / "absent") == "unknown"

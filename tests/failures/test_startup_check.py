@@ -53,7 +53,7 @@ def test_whoever_is_missing_is_named_and_then_given_up(caplog: pytest.LogCapture
     with caplog.at_level(logging.WARNING), pytest.raises(SchedulerTimeoutError) as caught:
         hold_roll_call(store, introduction(0), timeout=1.0, **arguments)
     assert "ranks 1, 3 of 4 did not join this training" in str(caught.value)
-    assert "(here: ranks 0, 2, on host0, host1)" in str(caught.value)
+    assert "(here: ranks 0, 2 (host0, host1))" in str(caught.value)
     assert "strategy='ddp'" in str(caught.value)
     assert 2 <= len(caplog.records) <= 4  # after 0.1, 0.2, 0.4 and 0.8 s: ever more seldom
     caplog.clear()
@@ -61,6 +61,16 @@ def test_whoever_is_missing_is_named_and_then_given_up(caplog: pytest.LogCapture
     with caplog.at_level(logging.WARNING), pytest.raises(SchedulerTimeoutError, match="rank 1 of 4"):
         hold_roll_call(store, introduction(2), timeout=0.5, **arguments)
     assert not caplog.records  # the first one speaks for all
+
+
+def test_a_rank_that_is_connected_is_given_up_with_the_third_hint(caplog: pytest.LogCaptureFixture) -> None:
+    arguments: dict[str, Any] = {"world_size": 2, "warn_after": 0.1, "timeout": 20.0, "connected": True}
+    with caplog.at_level(logging.WARNING), pytest.raises(RanksDifferError) as caught:
+        hold_roll_call(dist.HashStore(), introduction(0, strategy="'diloco'"), **arguments)
+    assert len(caplog.records) == 2
+    assert str(caught.value).startswith("rank 1 of 2 did not join this training within ")
+    assert "(here: rank 0 (host0))" in str(caught.value)
+    assert "runs another strategy than 'diloco', such as 'ddp'" in str(caught.value)
 
 
 def test_a_late_rank_is_waited_for() -> None:

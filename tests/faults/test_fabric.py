@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -41,3 +43,27 @@ def test_an_exception_on_one_rank_ends_the_other_with_its_name(step: int) -> Non
     done = run(f"fails in step {step}")
     assert done.returncode != 0
     assert "RankFailedError: Rank 1 failed: ValueError: sample 17 is broken" in done.stderr
+
+
+@pytest.mark.parametrize("other", ["moved", "absent", "same"])
+def test_ranks_load_the_same_checkpoint(other: str, tmp_path: Path) -> None:
+    """Or none of them trains: each file, and each rank, is named."""
+    model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8))
+    state = {"model": model.state_dict(), "optimizer": torch.optim.SGD(model.parameters(), lr=0.1).state_dict()}
+    torch.save(state, tmp_path / "0.ckpt")
+    if other == "moved":
+        state["model"]["0.bias"][0] += 1e-3
+    if other != "absent":
+        torch.save(state, tmp_path / "1.ckpt")
+    done = run(f"loads{tmp_path}")
+    if other == "same":
+        assert done.returncode == 0, done.stderr
+        return
+    assert done.returncode == 1
+    digest = r"one with digest \w{8} on rank"
+    differs = {
+        "moved": rf"checkpoint is {digest} 0 \(.*/0.ckpt\), but {digest} 1 \(.*/1.ckpt\)",
+        "absent": "what comes next is the checkpoint on rank 0 .*/0.ckpt.*, but the first backward pass on rank 1",
+    }
+    found = re.findall(rf"\[rank(\d)\]: .*RanksDifferError: .*{differs[other]}", done.stderr)
+    assert set(found) == {"0", "1"}, done.stderr

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import signal
+import socket
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from tests.faults.ranks import quiet_environment
 from tests.faults.scenario import BOUND_S
@@ -74,3 +79,48 @@ def test_a_sigterm_is_the_exit_code(tmp_path: Path) -> None:
     for (code, _, text), expected in zip(results, (143, 1), strict=True):  # torchrun's own code for a rank that failed
         assert code == expected, text
         assert text.count("ends training: exit code 143") == 2, text
+
+
+@pytest.mark.parametrize("strategy", ["bytescheduler", "diloco"])
+def test_a_taken_master_port_leaves_no_process_behind(strategy: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, sys\n"
+        "print('PROCESS', os.getpid(), flush=True)\n"
+        "from lightning.pytorch import Trainer\n"
+        "from lightning.pytorch.demos.boring_classes import BoringModel\n"
+        "import lightning_bytescheduler\n"
+        "Trainer(accelerator='cpu', devices=2, strategy=sys.argv[1], logger=False).fit(BoringModel())\n"
+    )
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(_FOREIGN)}
+    with socket.create_server(("127.0.0.1", 0)) as taken, (tmp_path / "log.txt").open("wb") as log:
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
+        done = subprocess.run(
+            [sys.executable, str(script), strategy],
+            env={**environment, **quiet_environment(), **place},
+            cwd=tmp_path,
+            stdout=log,
+            stderr=log,
+            timeout=100,
+        )
+    text = (tmp_path / "log.txt").read_text(errors="replace")
+    assert done.returncode == 1, text
+    assert "EADDRINUSE" in text
+    started = [int(process) for process in re.findall(r"PROCESS (\d+)", text)]
+    assert started, text
+    deadline = time.monotonic() + 20.0
+    try:
+        while alive := [process for process in started if _runs(process, script)]:
+            assert time.monotonic() < deadline, (alive, text)
+            time.sleep(0.1)
+    finally:
+        for process in (process for process in started if _runs(process, script)):
+            os.kill(process, signal.SIGKILL)
+
+
+def _runs(process: int, script: Path) -> bool:
+    """Whether a process is there and is one of the script's."""
+    try:
+        return str(script).encode() in Path(f"/proc/{process}/cmdline").read_bytes()
+    except OSError:
+        return False

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.faults.ranks import Nursery
 from tests.faults.test_apart import Case, check, run
 
@@ -28,14 +30,17 @@ def test_other_options_and_variables_are_an_error_on_every_rank(nursery: Nursery
     check(outer, "RanksDifferError: ", "inner_steps is 2 on rank 0 (", ", but 4 on rank 1 (")
 
 
-def test_a_rank_with_plain_ddp_is_named(nursery: Nursery, tmp_path: Path) -> None:
-    cases: list[Case] = [(SOON, {rank: {"strategy": "ddp", "timeout": 12.0}}) for rank in (0, 1)]
+@pytest.mark.parametrize("strategy", ["bytescheduler", "diloco"])
+def test_a_rank_with_plain_ddp_ends_all_with_the_third_hint(strategy: str, nursery: Nursery, tmp_path: Path) -> None:
+    patient = {"strategy": strategy, "warn_after": 1.0, "timeout": 60.0}
+    cases: list[Case] = [(patient, {rank: {"strategy": "ddp", "timeout": 12.0}}) for rank in (0, 1)]
     for plain, ranks in enumerate(run(nursery, tmp_path, *cases)):
         waiting = ranks[1 - plain]
-        assert waiting.code == 1, waiting.log
-        assert waiting.log.count(f"bytescheduler: rank {plain} of 2 did not join this training within") >= 2
-        assert "SchedulerTimeoutError: " in waiting.log
-        assert "A process with strategy='ddp' waits for others without joining" in waiting.log
+        assert [rank.code for rank in ranks] == [1, 1], waiting.log
+        assert waiting.log.count(f"bytescheduler: rank {plain} of 2 did not join this training within") == 2
+        assert f"RanksDifferError: rank {plain} of 2 did not join this training within 4 s" in waiting.log
+        assert f"(here: rank {1 - plain} (" in waiting.log
+        assert f"runs another strategy than '{strategy}', such as 'ddp'" in waiting.log
 
 
 def test_a_rank_that_is_not_there_is_named_while_ranks_look_for_each_other(nursery: Nursery, tmp_path: Path) -> None:

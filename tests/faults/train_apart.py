@@ -56,6 +56,8 @@ class Model(LightningModule):
             time.sleep(7.0)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        if "resume" in self.options:
+            say("TRAINED")
         self.at("training_step")
         if batch_idx == 2 and "broadcasts" in self.options:
             dist.broadcast(torch.zeros(self.options["broadcasts"]), src=0)
@@ -78,7 +80,7 @@ class Model(LightningModule):
         self.at("on_validation_epoch_end")
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
+        return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
 
     def train_dataloader(self) -> DataLoader[Any]:
         batches = self.options["batches"]
@@ -122,7 +124,7 @@ def main(options: Options) -> None:
     startup_check._WARN_S = options.get("warn_after", 30.0)
     callbacks: list[Callback] = [Ends()]
     if "checkpoint" in options:
-        callbacks.append(ModelCheckpoint(options["checkpoint"], filename="saved"))
+        callbacks.append(ModelCheckpoint(options["checkpoint"], filename="{step}", save_top_k=-1))
     trainer = Trainer(
         accelerator="cpu",
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
@@ -133,7 +135,7 @@ def main(options: Options) -> None:
         limit_train_batches=options.get("limit", 1.0),
         accumulate_grad_batches=options.get("accumulate", 1),
         use_distributed_sampler=False,
-        num_sanity_val_steps=0,
+        num_sanity_val_steps=options.get("sanity", 0),
         enable_checkpointing="checkpoint" in options,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -141,7 +143,7 @@ def main(options: Options) -> None:
         callbacks=callbacks,
     )
     try:
-        trainer.fit(Model(options))
+        trainer.fit(Model(options), ckpt_path=options.get("resume"))
     except BaseException as error:
         say(f"FAILED {time.time()} {type(error).__name__}")
         raise

@@ -185,7 +185,7 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
         self._set_up = 0
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._excepthook: Callable[..., Any] | None = None
-        self._exiting = self._lost_at_exit = False
+        self._exiting = self._lost_at_exit = self._trains = False
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -236,7 +236,8 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
         self._failed = False
         atexit.register(self._exit_with_failure)  # so it comes after all that is registered later
         self._board = FaultBoard.open(rank=self.global_rank, world_size=self.world_size)
-        self._meet("options", introduce(self.global_rank, "bytescheduler in Fabric", self._common_options()))
+        own = introduce(self.global_rank, "bytescheduler in Fabric", self._common_options())
+        self._meet("options", own, connected=self._just_connected)
         self._publish_uncaught()
         self._end_before_exit()
 
@@ -321,6 +322,9 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
         """See DDPStrategy."""
         if self._board is not None and self._board.fault is not None:
             raise self._board.fault
+        if not self._trains:  # another rank may have a checkpoint that this one does not load
+            self._trains = True
+            self._meet("the first backward pass", Introduction(rank=self.global_rank, facts={}))
         with self._explained(), ExitStack() as stack:
             for gradients in self._gradients:
                 stack.enter_context(gradients.backward())
@@ -384,6 +388,11 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
         self._check_weights()
         with nullcontext() if self._board is None else self._board.patient():
             super().save_checkpoint(path, dict(state), *args, **kwargs)
+
+    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """See DDPStrategy. All ranks load the same one."""
+        self._compare_checkpoints(path)
+        return super().load_checkpoint(path, *args, **kwargs)
 
     def _check_weights(self) -> None:
         for runtime in self._runtimes():

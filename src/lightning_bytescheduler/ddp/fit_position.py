@@ -21,7 +21,7 @@ from lightning_bytescheduler.__about__ import __version__
 from lightning_bytescheduler.ddp.runtime import SchedulerRuntime
 from lightning_bytescheduler.failures.standstill import Standing
 from lightning_bytescheduler.failures.startup_check import Introduction
-from lightning_bytescheduler.lightning_api import PACKAGE, pl
+from lightning_bytescheduler.lightning_api import PACKAGE, TrainerFn, pl
 
 __all__ = ["FitPosition", "introduce", "optimizer_facts", "parameter_facts", "place_of", "shape_facts"]
 
@@ -65,6 +65,15 @@ class FitPosition:
     def end(self) -> None:
         """The run is over; this rank takes no step any more."""
         self._last = self.standing(ended=True)
+
+    @property
+    def reached(self) -> dict[str, str]:
+        """What has to be the same on all ranks when a fit begins."""
+        trainer = self._trainer
+        if trainer.state.fn != TrainerFn.FITTING:
+            return {}
+        batch = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        return {"progress": f"epoch {trainer.current_epoch}, batch {batch}, step {trainer.global_step}"}
 
     def standing(self, *, ended: bool = False) -> Standing:
         """For the other ranks."""

@@ -5,18 +5,23 @@ A failure is published before anything else is done about it, and what others br
 
 from __future__ import annotations
 
+import atexit
 import os
+import socket
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch.distributed as dist
+from msgspec.structs import replace
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
 from lightning_bytescheduler.collectives.interface import VARIABLE, choose_interface
 from lightning_bytescheduler.ddp.runtime import SchedulerRuntime
+from lightning_bytescheduler.ddp.whole_file import digest_of
 from lightning_bytescheduler.exceptions import RankFailedError
 from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.failures.incarnation import agent_keeps_store, name_incarnation
@@ -31,6 +36,10 @@ __all__ = ["JoinedRanks"]
 
 _T = TypeVar("_T")
 _TIMEOUT_S = 1800.0
+_NEXT = "what comes next"
+_ONE_CHECKPOINT = (
+    "Have each rank resume from the same file: copy it to every machine, or use a folder that all of them share."
+)
 
 
 class JoinedRanks:
@@ -44,8 +53,11 @@ class JoinedRanks:
     global_rank: int
     _timeout: timedelta | None
 
+    _launcher: Any
+
     _board: FaultBoard | None = None
     _failed: bool = False
+    _just_connected: bool = False
 
     def _runtimes(self) -> Iterable[SchedulerRuntime]:
         """The schedulers that are at work."""
@@ -57,11 +69,14 @@ class JoinedRanks:
         """Have the cluster environment know this rank, and how many there are."""
         raise NotImplementedError
 
-    def _watched_rendezvous(self, strategy: str, ranks: int) -> AbstractContextManager[RendezvousWatch | None]:
+    @contextmanager
+    def _watched_rendezvous(self, strategy: str, ranks: int) -> Iterator[RendezvousWatch | None]:
         """Around the wait for the other ranks: who is missing is said, and that one of them failed."""
         environment = self.cluster_environment
+        self._just_connected = False
         if environment is None or ranks == 1 or dist.is_initialized():
-            return nullcontext()
+            yield None
+            return
         self._know_ranks()
         if self.num_nodes > 1:
             interface = choose_interface(environment.main_address)
@@ -70,13 +85,21 @@ class JoinedRanks:
                     f"bytescheduler: ranks connect through {interface}, which leads to {environment.main_address}, as "
                     f"this machine's name does not ({VARIABLE} chooses another one)."
                 )
-        return RendezvousWatch(
+        # The processes that this one has launched would look for a store for half an hour that it could not open.
+        orphans = list(getattr(self._launcher, "procs", ()))
+        for process in orphans:
+            atexit.register(process.kill)
+        with RendezvousWatch(
             environment.main_address,
             environment.main_port,
             rank=self.global_rank,
             world_size=ranks,
             strategy=strategy,
-        )
+        ) as watch:
+            yield watch
+        for process in orphans:
+            atexit.unregister(process.kill)
+        self._just_connected = True
 
     def _own_store(self, ranks: int, watch: RendezvousWatch | None) -> dist.Store | None:
         """A part of the store of torchrun's agent that no earlier start has written to; ``None`` without that agent.
@@ -103,21 +126,45 @@ class JoinedRanks:
             watch.meet_as(name)
         return dist.PrefixStore(name, store)
 
-    def _meet(self, what: str, own: Introduction) -> None:
+    def _meet(self, what: str, own: Introduction, *, connected: bool = False, **way_out: str) -> None:
         """Make sure with all other ranks that they are in the same training.
 
         Args:
             what: Is compared.
             own: What this rank has to say of it.
+            connected: Whether they come from connecting to each other, and from nowhere else.
+            **way_out: See :func:`require_alike`.
         """
         board = self._board
         if board is None:
             return
 
         with self._explained():
-            place, seconds = board.meeting_place(what), self._longest_wait_s
-            ranks = hold_roll_call(place, own, world_size=board.world_size, timeout=seconds, failure=self._no_hope)
-            require_alike(ranks, warn=rank_zero_warn)
+            ranks = hold_roll_call(
+                board.next_meeting(),
+                replace(own, facts={_NEXT: what, **own.facts}),
+                world_size=board.world_size,
+                timeout=self._longest_wait_s,
+                failure=self._no_hope,
+                connected=connected,
+            )
+            require_alike([replace(one, facts={_NEXT: one.facts[_NEXT]}, noted={}) for one in ranks])
+            require_alike(ranks, warn=rank_zero_warn, **way_out)
+
+    def _compare_checkpoints(self, path: str | Path | None, written: str = "", **facts: str) -> None:
+        """Make sure with all other ranks that they go on from the same checkpoint.
+
+        Args:
+            path: This rank's; ``None`` if it has none.
+            written: When that was written.
+            **facts: What has to be the same besides.
+        """
+        if self._board is not None:
+            host, found = socket.gethostname(), "none"
+            if path is not None:
+                host, found = f"{host}: {path}", f"one with digest {digest_of(path)}{written}"
+            own = Introduction(rank=self.global_rank, facts={"checkpoint": found, **facts}, host=host)
+            self._meet("the checkpoint", own, way_out=_ONE_CHECKPOINT)
 
     @property
     def _longest_wait_s(self) -> float:

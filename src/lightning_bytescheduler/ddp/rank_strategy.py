@@ -46,6 +46,7 @@ OUTER_STATE = "lightning_bytescheduler.diloco"
 """Where a checkpoint of ``diloco`` has what ``bytescheduler`` has no use for."""
 
 _OUTCOME = "lightning_bytescheduler"
+_RESTORED = "_CheckpointConnector.resume_end"  # Lightning's barrier, whether it had a checkpoint or not
 
 
 class _Outcome:
@@ -104,6 +105,7 @@ class RankStrategy(JoinedRanks, DDPStrategy):
     def __init__(self, **options: Any) -> None:
         self._position: FitPosition | None = None  # where all ranks train together
         self._gradients: ScheduledGradients | None = None  # where ByteScheduler carries them
+        self._loaded: tuple[Any, str] | None = None  # a checkpoint's path, and where it was written
         check_launch_options(
             options,
             {
@@ -206,6 +208,8 @@ class RankStrategy(JoinedRanks, DDPStrategy):
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """See DDPStrategy. What one rank by itself does not go on with is said."""
         checkpoint: dict[str, Any] = super().load_checkpoint(*args, **kwargs)
+        path = args[0] if args else kwargs["checkpoint_path"]
+        self._loaded = path, f" of epoch {checkpoint.get('epoch')}, step {checkpoint.get('global_step')}"
         if self.world_size == 1 and COMPRESSION in checkpoint and self._gradients is not None:
             rank_zero_info(
                 "bytescheduler: the checkpoint has what compression left to be sent, and one rank sends nothing: that "
@@ -220,6 +224,13 @@ class RankStrategy(JoinedRanks, DDPStrategy):
             return
         with written_whole(self.checkpoint_io, filepath) as path:
             super().save_checkpoint(checkpoint, path, storage_options)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """See DDPStrategy. Ranks that have restored compare checkpoints, before any of them validates or trains."""
+        if args[:1] == (_RESTORED,) and not self._failed:
+            (path, written), self._loaded = self._loaded or (None, ""), None
+            self._compare_checkpoints(path, written, **({} if self._position is None else self._position.reached))
+        super().barrier(*args, **kwargs)
 
     # ------------------------------------------------------------------ failures
 

@@ -300,7 +300,8 @@ class ByteSchedulerStrategy(RankStrategy):
             self._loaded, self._uneven = [], None
         if trainer is not None and self.world_size > 1:
             self._board = FaultBoard.open(rank=self.global_rank, world_size=self.world_size)
-            self._meet("options", introduce(self.global_rank, "bytescheduler", self._common_options(), trainer))
+            own = introduce(self.global_rank, "bytescheduler", self._common_options(), trainer)
+            self._meet("options", own, connected=self._just_connected)
             self._position = FitPosition(trainer)
             self._board.stands(self._position.standing)
             self._hooks = SchedulerHooks(self, log_metrics=self._log_metrics)

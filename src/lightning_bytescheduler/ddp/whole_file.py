@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or not there, whenever the process that writes them is killed.
+"""Checkpoints that are whole or not there, whenever the process that writes them is killed; and what tells two apart.
 
 Lightning writes to the system's folder for temporary files and moves the file from there. Where that is on another disk
 than the checkpoints, as it is where several machines share those, moving is copying: a kill meanwhile leaves half a
@@ -8,13 +8,40 @@ checkpoint in the place of the last one. So it is moved to a name of its own bes
 from __future__ import annotations
 
 import os
+import zipfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import fsspec
+
 from lightning_bytescheduler.lightning_api import TorchCheckpointIO
 
-__all__ = ["written_whole"]
+__all__ = ["digest_of", "written_whole"]
+
+
+def digest_of(path: str | Path) -> str:
+    """The same for copies of a checkpoint, and another for any other.
+
+    Torch writes an archive whose directory has a check sum of each part, so that little of a large file is read.
+
+    Args:
+        path: Of the checkpoint, or its URL. Where it is no file, nothing is told.
+    """
+    try:
+        with fsspec.open(str(path), "rb") as file:
+            if zipfile.is_zipfile(file):
+                with zipfile.ZipFile(file) as archive:
+                    # The name of the file that torch wrote to stands before each part's.
+                    parts = [(part.filename.partition("/")[2], part.CRC) for part in archive.infolist()]
+                whole = repr(parts).encode()
+            else:
+                file.seek(0)
+                whole = file.read()
+    except (OSError, ImportError):  # a folder, or a place that only another plugin can read
+        return "unknown"
+    return f"{zlib.crc32(whole):08x}"
 
 
 @contextmanager

@@ -32,6 +32,7 @@ def meet_all(
     timeout: timedelta | None,
     watch: RendezvousWatch | None,
     store: dist.Store,
+    connected: bool,
 ) -> None:
     """Make sure with the other ranks that they are in the same training; before there are groups.
 
@@ -42,6 +43,7 @@ def meet_all(
         timeout: Longest wait for them.
         watch: Knows what has gone wrong meanwhile.
         store: That all share.
+        connected: Whether all have just connected to it.
 
     Raises:
         RanksDifferError: If they are not.
@@ -53,6 +55,7 @@ def meet_all(
         world_size=ranks,
         timeout=options.outer(timeout).timeout,
         failure=lambda: None if watch is None else watch.difference,
+        connected=connected,
     )
     require_alike(met, warn=rank_zero_warn)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import itertools
 import os
 import threading
 import time
@@ -66,6 +67,7 @@ class FaultBoard(FaultWatcher):
         hosts_store: bool = False,
     ) -> None:
         self._hosts_store = hosts_store
+        self._meetings = itertools.count(1)
         self._process = os.getpid()
         super().__init__(store, rank=rank, world_size=world_size, presence=presence, watchdog=watchdog)
         atexit.register(self.close)  # a thread inside torch while the interpreter ends would abort the process
@@ -101,6 +103,10 @@ class FaultBoard(FaultWatcher):
             name: Of what they do.
         """
         return dist.PrefixStore(f"meetings/{name}", self._store)
+
+    def next_meeting(self) -> dist.Store:
+        """A part of the store for what all ranks compare next, which is the same thing if they run the same program."""
+        return self.meeting_place(str(next(self._meetings)))
 
     @property
     def fault(self) -> RankFailedError | None:

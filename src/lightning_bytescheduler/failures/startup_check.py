@@ -9,15 +9,16 @@ thread ends within seconds of the wait that it watches.
 
 *Before ranks wait for each other in a training*, each introduces itself with a few facts and reads what all others say
 (:func:`hold_roll_call`). A fact that has to be equal and is not is an error on every rank, which names ranks, hosts and
-values (:func:`require_alike`). A rank that does not come, as one that runs plain DDP, is named after half a minute. All
-of it goes through the training thread's own connection, in requests that do not block; nothing is sent through process
-groups.
+values (:func:`require_alike`). A rank that does not come is named after half a minute. One that was connected already
+runs something else, such as plain DDP: that is an error after two minutes. All of it goes through the training thread's
+own connection, in requests that do not block; nothing is sent through process groups.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
+import math
 import os
 import re
 import socket
@@ -40,6 +41,7 @@ __all__ = ["Introduction", "RendezvousWatch", "hold_roll_call", "names_of", "req
 log = logging.getLogger(__name__)
 
 _WARN_S = 30.0  # until missing ranks are named
+_LAST_HINT = 4.0  # times as long: the third one
 _SHORTEST_S, _LONGEST_S = 0.002, 0.25  # between two looks of the roll call
 _FIRST_S, _LOOK_S = 2.0, 1.0  # before the rendezvous thread's first look, and between two
 _CONNECT_S = 2.0
@@ -52,6 +54,7 @@ _NO_ADDRESS = "Unable to find address for"
 _NO_CONNECTION = "connectFullMesh failed"  # as gloo says it
 _watches = itertools.count()
 _ABSENT = "nothing"
+_WAY_OUT = "Start all of them with the same packages, the same code, the same options and variables."
 
 
 class Introduction(StoreMessage, frozen=True, kw_only=True):
@@ -59,7 +62,7 @@ class Introduction(StoreMessage, frozen=True, kw_only=True):
 
     Attributes:
         rank: Which it is.
-        host: Where it runs.
+        host: Where it runs, in words.
         facts: By name: what has to be the same on all ranks.
         noted: By name: what may differ, but is worth saying.
     """
@@ -78,6 +81,7 @@ def hold_roll_call(
     timeout: float,
     failure: Callable[[], BaseException | None] = lambda: None,
     warn_after: float | None = None,
+    connected: bool = False,
 ) -> list[Introduction]:
     """Introduce this rank, and wait until all others have done so.
 
@@ -88,16 +92,20 @@ def hold_roll_call(
         timeout: Longest wait for the others, in seconds.
         failure: Asked while others are waited for: why they will not come, if they will not.
         warn_after: Seconds until missing ranks are named, and again after twice as long, and so on; 30 if left out.
+        connected: Whether all ranks have just connected to each other. Then nothing keeps them from coming here, and
+            those that do not run something else: that is an error with the third hint.
 
     Returns:
         All introductions, by rank.
 
     Raises:
         SchedulerTimeoutError: If ranks are still missing; names them.
+        RanksDifferError: If they are connected, and missing.
         BaseException: What ``failure`` says.
     """
     store.set(str(own.rank), own.encode())
     started, pause, warn_at = time.monotonic(), _SHORTEST_S, _WARN_S if warn_after is None else warn_after
+    patience = _LAST_HINT * warn_at if connected else math.inf
     keys = [str(rank) for rank in range(world_size)]
     while not store.check(keys):
         cause = failure()
@@ -107,8 +115,18 @@ def hold_roll_call(
         if waited >= min(warn_at, timeout):
             here = [rank for rank, key in enumerate(keys) if store.check([key])]
             missing = [rank for rank in range(world_size) if rank not in here]
-            hosts = sorted({Introduction.decode(store.get(keys[rank])).host for rank in here})
-            text = _missing(missing, here, hosts, waited)
+            known = [Introduction.decode(store.get(keys[rank])) for rank in here]
+            text = f"{names_of(missing)} of {world_size} did not join this training within {waited:.0f} s "
+            text += f"(here: {_who(known)})."
+            if missing and waited >= patience:
+                raise RanksDifferError(
+                    f"{text} A rank that is connected and does not join runs another strategy than "
+                    f"{own.facts.get('strategy', 'these')}, such as 'ddp'. Give all ranks the same one."
+                )
+            text += (
+                " Is it started there, and with the same strategy? A process with strategy='ddp' waits for others "
+                "without joining."
+            )
             if waited >= timeout:
                 raise SchedulerTimeoutError(text)
             if missing and here[0] == own.rank:
@@ -119,12 +137,15 @@ def hold_roll_call(
     return [Introduction.decode(text) for text in _values(store, keys)]
 
 
-def require_alike(introductions: Sequence[Introduction], *, warn: Callable[[str], object] | None = None) -> None:
+def require_alike(
+    introductions: Sequence[Introduction], *, warn: Callable[[str], object] | None = None, way_out: str = _WAY_OUT
+) -> None:
     """Make sure that all ranks are in the same training.
 
     Args:
         introductions: Of all ranks, by rank.
         warn: Told what differs and may.
+        way_out: What to do about a difference.
 
     Raises:
         RanksDifferError: Names each fact that differs, and who says what.
@@ -136,10 +157,7 @@ def require_alike(introductions: Sequence[Introduction], *, warn: Callable[[str]
         differences = [*differences[:_DIFFERENCES_SHOWN], f"and {more} more differ"]
     if differences:
         also = f" ({'; '.join(noted)})" if noted else ""
-        raise RanksDifferError(
-            f"The ranks are not in the same training: {'; '.join(differences)}{also}. "
-            "Start all of them with the same packages, the same code, the same options and variables."
-        )
+        raise RanksDifferError(f"The ranks are not in the same training: {'; '.join(differences)}{also}. {way_out}")
     if noted and warn is not None:
         warn(f"bytescheduler: not the same on all ranks: {'; '.join(noted)}.")
 
@@ -149,14 +167,6 @@ def names_of(ranks: Sequence[int]) -> str:
     shown = ", ".join(map(str, ranks[:_RANKS_SHOWN]))
     more = f" and {len(ranks) - _RANKS_SHOWN} more" if len(ranks) > _RANKS_SHOWN else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
-
-
-def _missing(missing: Sequence[int], here: Sequence[int], hosts: Sequence[str], waited: float) -> str:
-    return (
-        f"{names_of(missing)} of {len(missing) + len(here)} did not join this training within {waited:.0f} s "
-        f"(here: {names_of(here)}, on {', '.join(hosts[:_RANKS_SHOWN])}). Is it started there, and with the same "
-        "strategy? A process with strategy='ddp' waits for others without joining."
-    )
 
 
 def _values(store: dist.Store, keys: Sequence[str]) -> list[bytes]:
