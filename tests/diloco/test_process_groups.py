@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import sys
 import threading
 import time
 from functools import partial
@@ -108,23 +105,3 @@ def threads_of_trainings(rank: int) -> list[int]:
 def test_a_training_ends_the_threads_of_those_before_it(three_plain_ranks: RankPool) -> None:
     for counts in three_plain_ranks.run(threads_of_trainings):
         assert len(set(counts)) == 1, counts
-
-
-def traceback_of(rank: int) -> str:
-    """What a process that an error ends would write."""
-    before = sys.excepthook
-    try:
-        for _ in range(2):  # as two trainings in one process
-            world = WorkerWorld.join(rank=rank, size=3, backend="gloo", timeout=None)
-            let_go()
-            world.leave(idle=True)
-        text = io.StringIO()
-        with contextlib.redirect_stderr(text):
-            sys.excepthook(ValueError, ValueError("boom"), None)
-        return text.getvalue()
-    finally:
-        sys.excepthook = before
-
-
-def test_a_traceback_has_the_rank_among_all(three_plain_ranks: RankPool) -> None:
-    assert three_plain_ranks.run(traceback_of) == [f"[rank{rank}]: ValueError: boom\n" for rank in range(3)]

@@ -15,7 +15,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.plugins import MixedPrecision
 from torch.optim import AdamW
 
-from lightning_bytescheduler.ddp import fit_report, rank_strategy
+from lightning_bytescheduler.ddp import fit_report
 from lightning_bytescheduler.exceptions import OptionError, RanksDifferError
 from lightning_bytescheduler.scheduler.lateness import LateTransfers, LinkPace
 from tests.parity.checks import DDP, assert_overlapped, assert_same, train_on
@@ -523,21 +523,6 @@ def test_a_tensor_without_elements_is_no_hindrance_to_factors(two_ranks: RankPoo
     recipe = Recipe(model=Placeholder, steps=6)
     (ours,) = train_on(two_ranks, recipe, Run(options={**INT8, "compression": "powersgd:1"}))
     assert same_weights(ours[0], ours[1])
-
-
-def resume_alone(rank: int, saved: str) -> list[str]:
-    said: list[str] = []
-    with patch.object(rank_strategy, "rank_zero_info", said.append):
-        train(rank, Recipe(model=partial(Tower, optimizer=adamw), steps=17, resume=saved), Run(options=INT8))
-    return said
-
-
-def test_one_rank_that_goes_on_says_what_it_leaves_out(two_ranks: RankPool, tmp_path: Path) -> None:
-    saving = Recipe(model=partial(Tower, optimizer=adamw), callbacks=(partial(SaveAt, 15, tmp_path),))
-    train_on(two_ranks, saving, Run(options=INT8))
-    with RankPool(1) as alone:
-        (said,) = alone.run(resume_alone, saved=str(tmp_path / "ByteSchedulerStrategy.ckpt"))
-    assert any("what compression left to be sent, and one rank sends nothing" in line for line in said)
 
 
 AUTO = {**SIZES, "compression": "auto", "compression_min_size": 40}

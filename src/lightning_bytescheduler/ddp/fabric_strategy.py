@@ -28,12 +28,12 @@ from lightning_bytescheduler.ddp.ddp_arguments import (
     known_ddp_options,
 )
 from lightning_bytescheduler.ddp.fabric_module import FabricModuleGradients, SetUpOptions, take_final
-from lightning_bytescheduler.ddp.fit_position import introduce, parameter_facts, shape_facts
+from lightning_bytescheduler.ddp.fit_position import introduce, parameter_facts
 from lightning_bytescheduler.ddp.joined_ranks import JoinedRanks
 from lightning_bytescheduler.ddp.plan import OverlapPlan
 from lightning_bytescheduler.ddp.runtime import SchedulerRuntime
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
-from lightning_bytescheduler.exceptions import RanksDifferError, UnsupportedError
+from lightning_bytescheduler.exceptions import UnsupportedError
 from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.failures.startup_check import Introduction, hold_roll_call
 from lightning_bytescheduler.lightning_api import (
@@ -54,22 +54,10 @@ __all__ = ["ByteSchedulerFabricStrategy"]
 
 _END_S = 10.0  # for the other ranks to end, too
 
-_OF_THE_TRAINER = {
-    **dict.fromkeys(
-        ("tuning",),
-        "sizes are tuned by a callback of the Trainer. Give credit and partition_size, or leave them to the link",
-    ),
-    "log_metrics": "a loop of one's own logs what it likes: read fabric.strategy.statistics",
-    **dict.fromkeys(
-        ("compression", "compression_min_size", "max_error"),
-        "what error feedback has left to be sent goes with the Trainer's checkpoints",
-    ),
-    **dict.fromkeys(
-        ("weighting", "batch_size"),
-        "a batch's samples are known where the Trainer hands the batch to training_step",
-    ),
-    "servers": "parameter servers take part in one fit of the Trainer, and leave it",
-}
+_OF_THE_TRAINER = (
+    *("tuning", "log_metrics", "compression", "compression_min_size", "max_error"),
+    *("weighting", "batch_size", "servers"),
+)
 
 
 class _PublishingLauncher(_FabricLauncher):
@@ -144,11 +132,11 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
         gradient_as_bucket_view: bool = True,
         **kwargs: Any,
     ) -> None:
-        for option, reason in _OF_THE_TRAINER.items():
+        for option in _OF_THE_TRAINER:
             if option in kwargs:
                 raise UnsupportedError(
-                    f"ByteSchedulerFabricStrategy cannot honour {option}={kwargs[option]!r}: {reason}. It is an option "
-                    "of ByteSchedulerStrategy, for Trainer."
+                    f"ByteSchedulerFabricStrategy cannot honour {option}={kwargs[option]!r}: it is an option of "
+                    "ByteSchedulerStrategy, for Trainer."
                 )
         own = [name for name in inspect.signature(ByteSchedulerFabricStrategy).parameters if name != "kwargs"]
         require_known(kwargs, [*own, *known_ddp_options()], of="ByteSchedulerFabricStrategy")
@@ -266,7 +254,7 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
             return super().setup_module(module)
         self.barrier()  # notices a rank that died on the way here, which the store does not
         self._set_up += 1
-        self._require_same_model(module)
+        self._meet("a model", Introduction(rank=self.global_rank, facts=parameter_facts(module.parameters())))
         self._close_gone()
         if self.root_device.type != "cpu" and self._gradients:
             rank_zero_info(
@@ -293,14 +281,6 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
 
     def _options_of(self, number: int) -> SchedulerOptions:
         return self._options if number == 1 else self._options.for_module(number)
-
-    def _require_same_model(self, module: nn.Module) -> None:
-        what, rank = f"model {self._set_up}", self.global_rank
-        try:
-            self._meet(what, Introduction(rank=rank, facts=parameter_facts(module.parameters())))
-        except RanksDifferError:  # on every rank alike, so that all come here, too
-            self._meet(f"shapes of {what}", Introduction(rank=rank, facts=shape_facts(module.named_parameters())))
-            raise
 
     def _close_gone(self) -> None:
         """Close the schedulers of modules that nobody has any more, on all ranks."""

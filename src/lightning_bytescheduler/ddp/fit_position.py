@@ -23,7 +23,7 @@ from lightning_bytescheduler.failures.standstill import Standing
 from lightning_bytescheduler.failures.startup_check import Introduction
 from lightning_bytescheduler.lightning_api import PACKAGE, TrainerFn, pl
 
-__all__ = ["FitPosition", "introduce", "optimizer_facts", "parameter_facts", "place_of", "shape_facts"]
+__all__ = ["FitPosition", "introduce", "optimizer_facts", "parameter_facts", "place_of"]
 
 
 class FitPosition:
@@ -178,11 +178,6 @@ def parameter_facts(parameters: Iterable[nn.Parameter]) -> dict[str, str]:
     digest = hashlib.sha256(repr(shapes).encode()).hexdigest()[:8]
     values = sum(torch.Size(shape).numel() for shape, _ in shapes)
     return {"trained model": f"{len(shapes)} tensors of {values:,} values (digest of shapes and types {digest})"}
-
-
-def shape_facts(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, str]:
-    """Shape and type of each parameter that is trained, by name: to be compared where models are known to differ."""
-    return {f"parameter {name!r}": f"{tuple(p.shape)} {p.dtype}" for name, p in parameters if p.requires_grad}
 
 
 def optimizer_facts(optimizers: Sequence[Optimizer]) -> tuple[dict[str, str], dict[str, str]]:

@@ -24,9 +24,9 @@ from lightning_bytescheduler.ddp.runtime import SchedulerRuntime
 from lightning_bytescheduler.ddp.whole_file import digest_of
 from lightning_bytescheduler.exceptions import RankFailedError
 from lightning_bytescheduler.failures.board import FaultBoard
-from lightning_bytescheduler.failures.incarnation import agent_keeps_store, name_incarnation
 from lightning_bytescheduler.failures.messages import phrase
 from lightning_bytescheduler.failures.startup_check import Introduction, RendezvousWatch, hold_roll_call, require_alike
+from lightning_bytescheduler.failures.store import agent_keeps_store, name_incarnation
 from lightning_bytescheduler.lightning_api import SIGTERMException, rank_zero_info, rank_zero_warn
 
 if TYPE_CHECKING:
@@ -52,8 +52,6 @@ class JoinedRanks:
     num_nodes: int
     global_rank: int
     _timeout: timedelta | None
-
-    _launcher: Any
 
     _board: FaultBoard | None = None
     _failed: bool = False
@@ -86,15 +84,11 @@ class JoinedRanks:
                     f"this machine's name does not ({VARIABLE} chooses another one)."
                 )
         # The processes that this one has launched would look for a store for half an hour that it could not open.
-        orphans = list(getattr(self._launcher, "procs", ()))
+        orphans = list(getattr(getattr(self, "_launcher", None), "procs", ()))
         for process in orphans:
             atexit.register(process.kill)
         with RendezvousWatch(
-            environment.main_address,
-            environment.main_port,
-            rank=self.global_rank,
-            world_size=ranks,
-            strategy=strategy,
+            environment.main_address, environment.main_port, rank=self.global_rank, world_size=ranks, strategy=strategy
         ) as watch:
             yield watch
         for process in orphans:

@@ -33,7 +33,6 @@ from lightning_bytescheduler.lightning_api import (
     SIGTERMException,
     _MultiProcessingLauncher,
     pl,
-    rank_zero_info,
     rank_zero_warn,
 )
 
@@ -46,7 +45,6 @@ OUTER_STATE = "lightning_bytescheduler.diloco"
 """Where a checkpoint of ``diloco`` has what ``bytescheduler`` has no use for."""
 
 _OUTCOME = "lightning_bytescheduler"
-_RESTORED = "_CheckpointConnector.resume_end"  # Lightning's barrier, whether it had a checkpoint or not
 
 
 class _Outcome:
@@ -205,16 +203,10 @@ class RankStrategy(JoinedRanks, DDPStrategy):
         else:
             self._gradients.take_over(self.model)
 
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """See DDPStrategy. What one rank by itself does not go on with is said."""
-        checkpoint: dict[str, Any] = super().load_checkpoint(*args, **kwargs)
-        path = args[0] if args else kwargs["checkpoint_path"]
-        self._loaded = path, f" of epoch {checkpoint.get('epoch')}, step {checkpoint.get('global_step')}"
-        if self.world_size == 1 and COMPRESSION in checkpoint and self._gradients is not None:
-            rank_zero_info(
-                "bytescheduler: the checkpoint has what compression left to be sent, and one rank sends nothing: that "
-                "is left out, here and in the next checkpoint."
-            )
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """See DDPStrategy."""
+        checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        self._loaded = checkpoint_path, f" of epoch {checkpoint.get('epoch')}, step {checkpoint.get('global_step')}"
         return checkpoint
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
@@ -227,7 +219,8 @@ class RankStrategy(JoinedRanks, DDPStrategy):
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """See DDPStrategy. Ranks that have restored compare checkpoints, before any of them validates or trains."""
-        if args[:1] == (_RESTORED,) and not self._failed:
+        # Lightning comes here whether it had a checkpoint or not.
+        if args[:1] == ("_CheckpointConnector.resume_end",) and not self._failed:
             (path, written), self._loaded = self._loaded or (None, ""), None
             self._compare_checkpoints(path, written, **({} if self._position is None else self._position.reached))
         super().barrier(*args, **kwargs)

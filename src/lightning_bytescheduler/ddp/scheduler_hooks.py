@@ -7,48 +7,15 @@ publishes a failure before anyone else may block on it, and lands what is pendin
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
-from lightning_bytescheduler.ddp.rank_strategy import COMPRESSION, OUTER_STATE
+from lightning_bytescheduler.ddp.rank_strategy import COMPRESSION
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
-from lightning_bytescheduler.lightning_api import pl, rank_zero_info
+from lightning_bytescheduler.lightning_api import pl
 
 __all__ = ["SchedulerHooks"]
 
 log = logging.getLogger(__name__)
-
-
-class _Hooked(Protocol):
-    """What the strategy does when it is told."""
-
-    @property
-    def statistics(self) -> SchedulerStatistics | None: ...
-
-    @property
-    def compresses(self) -> bool: ...
-
-    def loaders_are_made(self) -> None: ...
-
-    def count_epoch(self) -> None: ...
-
-    def count_batch(self) -> None: ...
-
-    def begin_evaluation_batch(self) -> None: ...
-
-    def end_training(self) -> None: ...
-
-    def share_metrics(self) -> Mapping[str, float]: ...
-
-    def flush(self) -> None: ...
-
-    def say_end(self) -> None: ...
-
-    def compression_state(self) -> dict[str, Any] | None: ...
-
-    def load_compression_state(self, state: Mapping[str, Any] | None) -> None: ...
-
-    def publish_failure(self, exception: BaseException) -> None: ...
 
 
 class SchedulerHooks(pl.Callback):
@@ -66,11 +33,11 @@ class SchedulerHooks(pl.Callback):
     a step would take with equal shares).
 
     Args:
-        strategy: Whose hooks these are.
+        strategy: The ``ByteSchedulerStrategy`` whose hooks these are; it imports this module.
         log_metrics: Whether to log.
     """
 
-    def __init__(self, strategy: _Hooked, *, log_metrics: bool) -> None:
+    def __init__(self, strategy: Any, *, log_metrics: bool) -> None:
         self._strategy = strategy
         self._log_metrics = log_metrics
         self._logged = SchedulerStatistics()
@@ -155,13 +122,8 @@ class SchedulerHooks(pl.Callback):
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Go on with what error feedback had left to be sent; say what of the checkpoint is left out."""
+        """Go on with what error feedback had left to be sent."""
         self._strategy.load_compression_state(checkpoint.get(COMPRESSION))
-        if OUTER_STATE in checkpoint:
-            rank_zero_info(
-                "bytescheduler: the checkpoint is of strategy 'diloco': weights, optimizers and progress go on, and "
-                "its outer optimizer is left out."
-            )
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Publish the failure before other callbacks or the teardown can block."""

@@ -32,7 +32,6 @@ from lightning_bytescheduler.ddp.fit_position import (
     introduce,
     optimizer_facts,
     parameter_facts,
-    shape_facts,
 )
 from lightning_bytescheduler.ddp.fit_report import say_if_tiny
 from lightning_bytescheduler.ddp.parameter_servers import ServerOptions
@@ -48,7 +47,7 @@ from lightning_bytescheduler.ddp.sigterm import SigtermForAll
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
 from lightning_bytescheduler.ddp.tuned_fit import FitTuning
 from lightning_bytescheduler.ddp.uneven_data import UnevenLoader, gather_lengths, stateful_or_not
-from lightning_bytescheduler.exceptions import RanksDifferError, RanksDivergedError, UnsupportedError
+from lightning_bytescheduler.exceptions import RanksDivergedError, UnsupportedError
 from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.failures.startup_check import Introduction
 from lightning_bytescheduler.lightning_api import (
@@ -60,7 +59,6 @@ from lightning_bytescheduler.lightning_api import (
     _init_dist_connection,
     default_pg_timeout,
     pl,
-    rank_zero_info,
 )
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
 
@@ -442,7 +440,7 @@ class ByteSchedulerStrategy(RankStrategy):
         if self._board is not None:
             if module is not None:
                 self.barrier("model")  # notices a rank that died on the way here, which the store does not
-                self._require_same_model(module)
+                self._meet_with("the model", parameter_facts(module.parameters()))
             self._gradients.prepare(self._board)
         if self._position is not None:
             self._position.begin(self.runtime)
@@ -467,13 +465,6 @@ class ByteSchedulerStrategy(RankStrategy):
         """End here if a SIGTERM ends all ranks: it has come in the last batch, or after it."""
         if self._sigterm is not None:
             self._sigterm.end_training()
-
-    def _require_same_model(self, module: pl.LightningModule) -> None:
-        try:
-            self._meet("model", Introduction(rank=self.global_rank, facts=parameter_facts(module.parameters())))
-        except RanksDifferError:  # on every rank alike, so that all come here, too
-            self._meet("shapes", Introduction(rank=self.global_rank, facts=shape_facts(module.named_parameters())))
-            raise
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         """Make them, and see that they are the same on all ranks; see DDPStrategy."""
@@ -536,11 +527,6 @@ class ByteSchedulerStrategy(RankStrategy):
         if self._rules is not None:
             self.flush()
             self._gradients.residuals.load(state, self.world_size)
-        elif state is not None:
-            rank_zero_info(
-                "bytescheduler: the checkpoint is of a training with compressed gradients. What was left to be sent is "
-                "left out, as compression is off."
-            )
 
     # ------------------------------------------------------------------ failures
 

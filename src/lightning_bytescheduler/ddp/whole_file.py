@@ -27,21 +27,15 @@ def digest_of(path: str | Path) -> str:
     Torch writes an archive whose directory has a check sum of each part, so that little of a large file is read.
 
     Args:
-        path: Of the checkpoint, or its URL. Where it is no file, nothing is told.
+        path: Of the checkpoint, or its URL. Nothing is told of what another plugin wrote.
     """
     try:
-        with fsspec.open(str(path), "rb") as file:
-            if zipfile.is_zipfile(file):
-                with zipfile.ZipFile(file) as archive:
-                    # The name of the file that torch wrote to stands before each part's.
-                    parts = [(part.filename.partition("/")[2], part.CRC) for part in archive.infolist()]
-                whole = repr(parts).encode()
-            else:
-                file.seek(0)
-                whole = file.read()
-    except (OSError, ImportError):  # a folder, or a place that only another plugin can read
+        with fsspec.open(str(path), "rb") as file, zipfile.ZipFile(file) as archive:
+            # The name of the file that torch wrote to stands before each part's.
+            parts = [(part.filename.partition("/")[2], part.CRC) for part in archive.infolist()]
+    except (OSError, ImportError, zipfile.BadZipFile):  # what only the plugin that wrote it can read
         return "unknown"
-    return f"{zlib.crc32(whole):08x}"
+    return f"{zlib.crc32(repr(parts).encode()):08x}"
 
 
 @contextmanager

@@ -9,11 +9,11 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from typing import Any, Literal
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_bytescheduler.checks import (
@@ -51,7 +51,6 @@ __all__ = [
     "OuterOptions",
     "common_options",
     "ddp_options",
-    "description",
     "inner_of",
     "scheduler_options",
     "with_defaults",
@@ -397,10 +396,3 @@ def common_options(options: DiLoCoOptions) -> dict[str, object]:
     """What must be the same on all ranks, by name."""
     own = ("timeline", "batch_size", "outer_optimizer")
     return {field.name: getattr(options, field.name) for field in fields(options) if field.name not in own}
-
-
-def description(module: nn.Module, options: DiLoCoOptions) -> str:
-    """What must be the same on all ranks, in words."""
-    parameters = [(name, tuple(p.shape), p.requires_grad) for name, p in module.named_parameters()]
-    alike = replace(options, outer_optimizer=None, timeline=None, batch_size=None)
-    return f"{parameters} {alike}"

@@ -18,16 +18,11 @@ Waits end with the group's timeout, the strategy's, or when a rank that has died
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import io
 import math
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from types import TracebackType
 from typing import Any, cast
 
 import torch
@@ -145,7 +140,6 @@ class WorkerWorld:
         meet(dist.PrefixStore("meeting", store), connected)
         collect_left()
         worker, place = divmod(rank, inner_size)
-        before = sys.excepthook
         dist.init_process_group(
             backend,
             store=dist.PrefixStore(worker_name(worker), store),
@@ -154,7 +148,6 @@ class WorkerWorld:
             timeout=timeout,
             **options,
         )
-        _name_in_tracebacks(rank, before)
 
         def group(name: str, rank: int, size: int, timeout: timedelta = timeout) -> dist.ProcessGroup:
             made = dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, timeout)
@@ -186,40 +179,6 @@ class WorkerWorld:
                 give_up(group, idle=idle)
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-class _NamesRank:
-    """Begins each line of the traceback that ends this process with its rank among all.
-
-    ``init_process_group`` has torch do that, with the rank in the default group: 0 on each worker of one process.
-
-    Args:
-        rank: Among all ranks.
-        shows: Writes the traceback.
-    """
-
-    def __init__(self, rank: int, shows: Callable[..., object]) -> None:
-        self._rank = rank
-        self.shows = shows
-
-    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        text = io.StringIO()
-        with contextlib.redirect_stderr(text):
-            self.shows(kind, error, trace)
-        lines = text.getvalue().split("\n")
-        sys.stderr.write("\n".join(f"[rank{self._rank}]: {line}" if line else "" for line in lines))
-        sys.stderr.flush()
-
-
-def _name_in_tracebacks(rank: int, before: Callable[..., object]) -> None:
-    """Put this rank's number in the place of the one that torch has just given, if it has.
-
-    Args:
-        rank: Among all ranks.
-        before: What showed tracebacks before.
-    """
-    if sys.excepthook is not before:
-        sys.excepthook = _NamesRank(rank, before.shows if isinstance(before, _NamesRank) else before)
 
 
 class JointCollectives:
@@ -280,23 +239,6 @@ class JointCollectives:
             copy = tensor.detach().to("cpu", copy=True).contiguous()
             broadcast_from_first(self.group, copy).wait()
             tensor.copy_(copy)
-
-    def check_alike(self, text: str, what: str) -> None:
-        """Make sure that all ranks have the same text.
-
-        Args:
-            text: What is to be the same.
-            what: The same in words.
-
-        Raises:
-            UnsupportedError: If a rank's text differs from rank 0's; on every rank, with the ranks' numbers.
-        """
-        digest = torch.tensor(list(hashlib.sha256(text.encode()).digest()))
-        digests = self.gather(digest)
-        different = [rank for rank in range(len(digests)) if not torch.equal(digests[rank], digests[0])]
-        if different:
-            ranks = ", ".join(map(str, different))
-            raise UnsupportedError(f"All processes need {what}, but those of rank {ranks} differ from rank 0's.")
 
 
 class WorkerGroup:

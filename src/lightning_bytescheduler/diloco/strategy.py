@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_bytescheduler.checks import options_by_name
+from lightning_bytescheduler.ddp.fit_position import parameter_facts
 from lightning_bytescheduler.ddp.rank_strategy import callbacks_of
 from lightning_bytescheduler.ddp.requeue import worker_signals
 from lightning_bytescheduler.ddp.scheduled_gradients import ScheduledGradients
@@ -27,7 +28,6 @@ from lightning_bytescheduler.diloco.options import (
     OPTIONS_ELSEWHERE,
     DiLoCoOptions,
     ddp_options,
-    description,
     inner_of,
     scheduler_options,
     with_defaults,
@@ -40,6 +40,7 @@ from lightning_bytescheduler.diloco.runtime import make_runtime
 from lightning_bytescheduler.diloco.training_loop import RoundBoundaries, RoundHooks
 from lightning_bytescheduler.exceptions import UnsupportedError
 from lightning_bytescheduler.failures.board import FaultBoard
+from lightning_bytescheduler.failures.startup_check import Introduction
 from lightning_bytescheduler.lightning_api import (
     CheckpointIO,
     ClusterEnvironment,
@@ -328,7 +329,7 @@ class DiLoCoStrategy(CheckpointedStrategy):
         if module is None or joint is None:
             raise UnsupportedError("Strategy 'diloco' trains LightningModules, through a Trainer.")
         with self._explained():
-            joint.check_alike(description(module, self._options), "the same model and the same options of 'diloco'")
+            self._meet("the model", Introduction(rank=self.global_rank, facts=parameter_facts(module.parameters())))
             joint.broadcast([*module.parameters(), *module.buffers()])
             if self._coordination is not None and self._board is not None and self._world is not None:
                 self._runtime = self._coordination.connect(

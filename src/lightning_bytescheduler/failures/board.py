@@ -25,12 +25,7 @@ import torch.distributed as dist
 from lightning_bytescheduler.exceptions import RankFailedError, SchedulerTimeoutError
 from lightning_bytescheduler.failures.messages import FaultNotice, brief, is_communication_error, is_timeout
 from lightning_bytescheduler.failures.standstill import explain_death
-from lightning_bytescheduler.failures.store import (
-    StorePresence,
-    connect_to_store,
-    open_board,
-    store_lives_with_rank_zero,
-)
+from lightning_bytescheduler.failures.store import StorePresence, agent_keeps_store, connect_to_store, open_board
 from lightning_bytescheduler.failures.watchdog import Watchdog
 from lightning_bytescheduler.failures.watcher import FaultWatcher
 
@@ -91,7 +86,7 @@ class FaultBoard(FaultWatcher):
             rank=rank,
             world_size=world_size,
             presence=presence,
-            hosts_store=rank == 0 and store_lives_with_rank_zero(),
+            hosts_store=rank == 0 and not agent_keeps_store(),
         )
 
     def meeting_place(self, name: str) -> dist.Store:
@@ -261,6 +256,6 @@ def _no_sign_of_life(silent: Sequence[int]) -> str:
 
 
 def _store_gone(broken: str) -> RankFailedError:
-    if store_lives_with_rank_zero():
+    if not agent_keeps_store():
         return RankFailedError(0, f"its process is gone, and the rendezvous store with it; {broken}")
     return RankFailedError(None, f"the rendezvous agent is gone; {broken}")

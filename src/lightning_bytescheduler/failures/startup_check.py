@@ -33,8 +33,8 @@ import msgspec
 import torch.distributed as dist
 
 from lightning_bytescheduler.exceptions import RanksDifferError, RanksUnreachableError, SchedulerTimeoutError
-from lightning_bytescheduler.failures.incarnation import agent_keeps_store
 from lightning_bytescheduler.failures.messages import StoreMessage
+from lightning_bytescheduler.failures.store import agent_keeps_store
 
 __all__ = ["Introduction", "RendezvousWatch", "hold_roll_call", "names_of", "require_alike"]
 
@@ -226,7 +226,6 @@ class RendezvousWatch:
         self._failed = "" if agent_keeps_store() else f"failed/{next(_watches)}"
         self._error: BaseException | None = None  # this rank's
         self._elsewhere = ""  # another rank's
-        self._answers = ""  # what came in place of a store, if anything
         self._differ: RanksDifferError | None = None
         self._prefix = f"bytescheduler-rendezvous/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self._thread = threading.Thread(target=self._run, name="bytescheduler-rendezvous", daemon=True)
@@ -294,9 +293,6 @@ class RendezvousWatch:
                     return
             except RuntimeError:  # the store has gone; whoever waits for it will say so
                 store = None
-                if self._answers and waited >= warn_at:
-                    warn_at *= 2
-                    self._say(False, {}, waited)
         if self._error is not None:
             self._tell(store)
 
@@ -335,11 +331,9 @@ class RendezvousWatch:
             socket.create_connection((self._host, self._port), timeout=_CONNECT_S).close()
         except OSError:
             return None
-        self._answers = f"Something answers at {self._host}:{self._port}, but it is no rendezvous store of torch. "
         tcp = dist.TCPStore(
             self._host, self._port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_CONNECT_S)
         )
-        self._answers = ""
         store = dist.PrefixStore(self._prefix, tcp)
         store.set(str(self._rank), f"{self._strategy} on {socket.gethostname()}")
         return store
@@ -352,9 +346,9 @@ class RendezvousWatch:
     def _say(self, reached: bool, here: dict[int, str], waited: float) -> None:
         if not reached:
             log.warning(
-                "bytescheduler: rank %d has been waiting for %.0f s for rank 0 to open %s:%d. %sIs rank 0 started, and "
+                "bytescheduler: rank %d has been waiting for %.0f s for rank 0 to open %s:%d. Is rank 0 started, and "
                 "can it be reached from %s? MASTER_ADDR and MASTER_PORT say where it is.",
-                self._rank, waited, self._host, self._port, self._answers, socket.gethostname(),
+                self._rank, waited, self._host, self._port, socket.gethostname(),
             )  # fmt: skip
             return
         if min(here, default=self._rank) != self._rank:
