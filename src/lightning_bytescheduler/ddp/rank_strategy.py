@@ -103,7 +103,7 @@ class RankStrategy(JoinedRanks, DDPStrategy):
     def __init__(self, **options: Any) -> None:
         self._position: FitPosition | None = None  # where all ranks train together
         self._gradients: ScheduledGradients | None = None  # where ByteScheduler carries them
-        self._loaded: tuple[Any, str] | None = None  # a checkpoint's path, and where it was written
+        self._checkpoint: tuple[Any, str] | None = None  # a checkpoint's path, and where it was written
         check_launch_options(
             options,
             {
@@ -206,7 +206,7 @@ class RankStrategy(JoinedRanks, DDPStrategy):
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """See DDPStrategy."""
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
-        self._loaded = checkpoint_path, f" of epoch {checkpoint.get('epoch')}, step {checkpoint.get('global_step')}"
+        self._checkpoint = checkpoint_path, f" of epoch {checkpoint.get('epoch')}, step {checkpoint.get('global_step')}"
         return checkpoint
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
@@ -221,7 +221,7 @@ class RankStrategy(JoinedRanks, DDPStrategy):
         """See DDPStrategy. Ranks that have restored compare checkpoints, before any of them validates or trains."""
         # Lightning comes here whether it had a checkpoint or not.
         if args[:1] == ("_CheckpointConnector.resume_end",) and not self._failed:
-            (path, written), self._loaded = self._loaded or (None, ""), None
+            (path, written), self._checkpoint = self._checkpoint or (None, ""), None
             self._compare_checkpoints(path, written, **({} if self._position is None else self._position.reached))
         super().barrier(*args, **kwargs)
 

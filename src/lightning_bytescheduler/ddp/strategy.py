@@ -211,7 +211,7 @@ class ByteSchedulerStrategy(RankStrategy):
         self._rules = CompressionRules.resolve(compression, compression_min_size, max_error)
         self._weighting = Weighting(weighting, batch_size)
         self._sharing = BatchSharing(self._weighting)
-        self._loaded: list[object] = []  # loaders of the training data, at once
+        self._loaders: list[object] = []  # loaders of the training data, at once
         self._uneven: UnevenLoader | None = None  # of the training data, where ranks may have unequally many batches
         self._servers = ServerOptions.resolve(servers, self._rules)
         self._log_metrics = log_metrics
@@ -295,7 +295,7 @@ class ByteSchedulerStrategy(RankStrategy):
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             self._gradients.begin_anew()
             self._sharing.begin()
-            self._loaded, self._uneven = [], None
+            self._loaders, self._uneven = [], None
         if trainer is not None and self.world_size > 1:
             self._board = FaultBoard.open(rank=self.global_rank, world_size=self.world_size)
             own = introduce(self.global_rank, "bytescheduler", self._common_options(), trainer)
@@ -339,12 +339,12 @@ class ByteSchedulerStrategy(RankStrategy):
         module = self.lightning_module
         if module is None or module.trainer.state.stage != RunningStage.TRAINING:
             return dataloader
-        self._loaded.append(dataloader)
+        self._loaders.append(dataloader)
         if self._weighting.goes_on and self._board is not None and not hasattr(dataloader, "plan"):  # of slices
             return self._go_on(dataloader, module)
         meet = None if self._board is None else self._meet_with
         with self._explained():
-            made = self._sharing.share_out(dataloader, module.trainer, self.runtime, meet, len(self._loaded) > 1)
+            made = self._sharing.share_out(dataloader, module.trainer, self.runtime, meet, len(self._loaders) > 1)
         if made is not dataloader:
             self._fit.enter_context(loader_resumes())
         return made
@@ -369,7 +369,7 @@ class ByteSchedulerStrategy(RankStrategy):
             trusted=certain,
             has_batch=self._has_batch,
             failure=lambda: None if self.runtime is None else self.runtime.failure(),
-            loaded=self._loaded,
+            loaded=self._loaders,
         )
         return self._uneven
 
@@ -406,7 +406,7 @@ class ByteSchedulerStrategy(RankStrategy):
 
     def loaders_are_made(self) -> None:
         """See ``SchedulerHooks``."""
-        self._loaded = []
+        self._loaders = []
 
     def _common_options(self) -> dict[str, object]:
         """What has to be the same on all ranks."""
