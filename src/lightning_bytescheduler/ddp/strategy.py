@@ -370,6 +370,7 @@ class ByteSchedulerStrategy(RankStrategy):
             has_batch=self._has_batch,
             failure=lambda: None if self.runtime is None else self.runtime.failure(),
             loaded=self._loaders,
+            progress=module.trainer.fit_loop.epoch_loop.batch_progress,
         )
         return self._uneven
 

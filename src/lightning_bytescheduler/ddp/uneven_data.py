@@ -14,6 +14,10 @@ as little as can be (:func:`log_nothing`).
 
 *Who is without a batch.* Lightning may draw a batch ahead. So the loader notes of each that it hands out whether it is
 empty, and the strategy asks when Lightning moves a batch to its device, which is the same order.
+
+*A resume after an epoch's last batch.* Lightning has the loader go on where it stood. There it has no batch, on any
+rank: where Lightning goes on with the next epoch, the data begins anew. Where it has to end the epoch first, as after
+a validation, it is given none.
 """
 
 from __future__ import annotations
@@ -50,6 +54,7 @@ class UnevenLoader:
         has_batch: Says to all ranks whether this one has a batch, and returns what all have said.
         failure: Why other ranks will say nothing any more, if so.
         loaded: Training data that is loaded at once; several loaders are left as they are.
+        progress: Lightning's, in the epoch.
     """
 
     def __init__(
@@ -61,9 +66,10 @@ class UnevenLoader:
         has_batch: Callable[[bool], PostedNumbers],
         failure: Callable[[], BaseException | None],
         loaded: list[object],
+        progress: Any,
     ) -> None:
-        self.__dict__.update(loader=loader, length=length, trusted=trusted, loaded=loaded)
-        self.__dict__.update(has_batch=has_batch, failure=failure, present=None, is_empty=False)
+        self.__dict__.update(loader=loader, length=length, trusted=trusted, loaded=loaded, progress=progress)
+        self.__dict__.update(has_batch=has_batch, failure=failure, present=None, is_empty=False, at_end=False)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__.get("loader"), name)
@@ -106,13 +112,15 @@ class _StatefulUnevenLoader(UnevenLoader):
         Raises:
             UnsupportedError: If it does not say where all ranks' data stood.
         """
-        if _USED_UP in state:
+        self.at_end = self.progress.is_last_batch
+        if _USED_UP not in state:
+            self.loader.load_state_dict(state)
+        elif not self.at_end:
             raise UnsupportedError(
                 "The checkpoint was saved in the middle of an epoch, when rank 0's training data was used up and other "
                 "ranks' was not: the state of its data loader does not say where theirs stood. Go on from a checkpoint "
                 "of an epoch's end, or from one that was saved while rank 0 had batches."
             )
-        self.loader.load_state_dict(state)
 
 
 def stateful_or_not(loader: Any) -> type[UnevenLoader]:
@@ -131,10 +139,14 @@ class _Pass:
     def __init__(self, loader: UnevenLoader) -> None:
         self.handed_out: deque[bool] = deque()
         self._loader = loader
+        self._ended = False
+        if loader.at_end:
+            next(iter(loader.loader), None)  # a generator begins, and so forgets its state, when it is first asked
+            batches = loader.progress.current
+            loader.at_end, self._ended = False, batches.completed == batches.processed
         self._own: Iterator[Any] | None = iter(loader.loader)
         self._drawn = 0
         self._last: Any = ()
-        self._ended = False
 
     @property
     def is_used_up(self) -> bool:
