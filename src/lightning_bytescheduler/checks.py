@@ -60,7 +60,7 @@ GONE: dict[str, str] = {
     "max_batch_size": "Use batch_size={'balanced': most}.",
     "partition_tuning": "Use tuning='both', or 'partition' where the credit stays as it is.",
     **dict.fromkeys(("--cert", "--key", "--client-ca"), "Write --tls CERT KEY, or --tls CERT KEY CLIENT_CA."),
-    "--rounds-file": "The record is rounds.jsonl, in the folder of --state.",
+    "--rounds-file": "The record is rounds.jsonl in the folder of --state, if it is one of this machine.",
     "--seed": "A coordinator hands slices out in one order, that of the seed 0.",
     **dict.fromkeys(("--spool", "--spool-bytes"), "Updates that wait share 4 GiB; TMPDIR says where."),
     "--step-cap": "Use --equal-steps where no worker may take more steps than others.",

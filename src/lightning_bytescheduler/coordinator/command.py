@@ -185,7 +185,7 @@ def _slices(options: argparse.Namespace) -> SliceRoutes | None:
 
 
 def _announce(server: CoordinatorServer, options: argparse.Namespace, access: ServerAccess) -> None:
-    token = "" if access.token is None else f", with the token in {TOKEN_VARIABLE} or token_file="
+    token = f"; or {{'url': ..., 'token_file': FILE}}, or {TOKEN_VARIABLE}, for the token" if access.token else ""
     print(
         f'The coordinator listens at {server.url}. A worker joins with DiLoCoStrategy(coordinator="{server.url}")'
         f"{token}. End it with Ctrl+C.",

@@ -70,7 +70,7 @@ def _metrics(status: RunStatus) -> Iterator[Metric]:
     info = GaugeMetricFamily(f"{_PREFIX}info", "Version of the package.", labels=["version"])
     info.add_metric([status.version], 1)
     yield info
-    yield from gauge("uptime_seconds", "Since this coordinator acts.", status.uptime)
+    yield from gauge("uptime_seconds", "Since this coordinator was started.", status.uptime)
     yield from gauge("round", "That is on.", status.round)
     yield from gauge("round_left", "To go in this round, in the target's unit.", status.left)
     yield from gauge("weights_version", "Rounds that are part of the weights.", status.weights_version)
@@ -107,7 +107,7 @@ def _metrics(status: RunStatus) -> Iterator[Metric]:
         samples = {"all": status.slices.samples, "trained": status.slices.trained, "dropped": status.slices.dropped}
         samples["trained_of_the_next"] = status.slices.ahead
         yield by(GaugeMetricFamily, "epoch_samples", "Of the data in this epoch.", "state", samples)
-    yield by(CounterMetricFamily, "events", "Since this coordinator acts.", "event", status.counters)
+    yield by(CounterMetricFamily, "events", "Since this coordinator was started.", "event", status.counters)
 
 
 def _words(values: Mapping[str, float]) -> dict[str, float]:

@@ -109,7 +109,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         version: Of this package.
-        uptime: Seconds since this coordinator acts.
+        uptime: Seconds since this coordinator was started.
         round: The round that is on; 0 before the first.
         phase: ``"waiting"`` (for weights or workers), ``"training"``, ``"collecting"``, ``"merging"`` or
             ``"finished"``.
@@ -125,7 +125,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
         workers: Everyone known, by name.
         rounds: The last rounds, oldest first.
         slices: Of the data, or ``None`` where workers bring their own.
-        counters: Events since the coordinator acts, by name: ``joined``, ``rejoined``, ``left``, ``silent``,
+        counters: Events since it was started, by name: ``joined``, ``rejoined``, ``left``, ``silent``,
             ``expired``, ``refused_hellos``, ``wrong_frames``, ``slow_downs``, ``updates_added``, ``updates_late``,
             ``updates_dropped``, ``updates_refused``, ``updates_broken``, ``updates_again``, ``rounds``,
             ``empty_rounds``, ``bytes_in``, ``bytes_out``,

@@ -30,7 +30,7 @@ class StatusSource(Protocol):
 
     @property
     def uptime(self) -> float:
-        """Seconds since the coordinator acts."""
+        """Seconds since it was started."""
 
     @property
     def parameters(self) -> int:

@@ -71,8 +71,8 @@ class DiLoCoStrategy(CheckpointedStrategy):
 
     What Lightning's notions mean here:
 
-    * Each worker is one process, or ``inner_size`` of them that train together (``inner``), and a Lightning world of
-      its own: ``trainer.world_size`` is its number of processes, and the default process group has these ranks.
+    * Each worker is one process, or as many as ``inner`` says, which train together, and a Lightning
+      world of its own: ``trainer.world_size`` is its number of processes, those of the default process group.
       ``trainer.global_rank`` counts all processes; rank 0 writes logs and checkpoints. Distributed samplers split the
       data among all processes, and ``batch_size`` is each process's.
     * The ranks of a worker take every step together, whose samples are those of all of them. One of them, the leader,
