@@ -146,9 +146,7 @@ def test_the_end_of_the_run() -> None:
 
 
 def test_the_cap_is_told_at_the_start() -> None:
-    assert Bench(step_cap=7).say(JoinRounds(worker="a")) == {"a": [StartRound(round=1, step_cap=7)]}
     assert Bench(FastestSteps(5)).say(JoinRounds(worker="a")) == {"a": [StartRound(round=1, step_cap=5)]}
-    assert Bench(FastestSteps(5), step_cap=3).say(JoinRounds(worker="a")) == {"a": [StartRound(round=1, step_cap=3)]}
 
 
 def test_a_joiner_begins_in_the_round_that_is_on() -> None:
@@ -371,8 +369,6 @@ def test_a_run_that_was_over_stays_over() -> None:
     [
         {"outer_steps": 0},
         {"start_workers": 0},
-        {"step_cap": 0},
-        {"lead_steps": 0},
         {"quorum": 1.1},
         {"grace": -1.0},
         {"silent_after": float("nan")},

@@ -94,8 +94,6 @@ def test_the_defaults_of_rounds() -> None:
         "closing_rounds": 0,
         "start_workers": 1,
         "restart_workers": 1,
-        "step_cap": None,
-        "lead_steps": 3,
         "quorum": 0.5,
         "quorum_workers": 1,
         "grace": 60.0,

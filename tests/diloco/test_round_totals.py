@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from lightning_bytescheduler.diloco.batch_scheduler import BatchScheduler
 from lightning_bytescheduler.diloco.projection import Pace
 from lightning_bytescheduler.diloco.round_end import FastestSteps, FixedSteps, RoundOptions, RoundTarget, SampleTarget
+from lightning_bytescheduler.diloco.round_roster import LEAD_STEPS
 from lightning_bytescheduler.diloco.round_totals import RunningMaximum, RunningSum, Tally
 from lightning_bytescheduler.diloco.worker_progress import WorkerProgress
 from tests.diloco.simulated_run import Machine, simulate
@@ -58,9 +59,9 @@ class Plain(BatchScheduler):
             return {worker.name: None for worker in told}, pytest.approx(transfer)
         # One who has begun late is counted on for what it has shown, and not at all where steps are capped.
         paces = {
-            worker.name: worker.pace(self._step_cap)
+            worker.name: worker.pace(self._target.step_cap)
             for worker in training
-            if not worker.began_late or (worker.steps and self._step_cap is None)
+            if not worker.began_late or (worker.steps and self._target.step_cap is None)
         }
         known = {name: pace for name, pace in paces.items() if pace is not None}
         left = self.left_of([*training, *(worker for worker in members if worker.has_ended)])
@@ -72,7 +73,7 @@ class Plain(BatchScheduler):
             return None
         slowest = max(pace.step_seconds for pace in known.values())
         in_time = max((pace.committed + 1) * pace.step_seconds for pace in known.values())
-        lead = max(self._options.lead_steps * slowest, in_time)
+        lead = max(LEAD_STEPS * slowest, in_time)
         plan = self._target.plan(left, list(known.values()), now=now, within=lead)
         if plan is None:
             return None
@@ -108,18 +109,15 @@ targets = st.one_of(
 @given(
     crowd=st.lists(machines, min_size=1, max_size=6),
     target=targets,
-    cap=st.sampled_from([None, None, 15]),
     seed=st.integers(0, 10_000),
     loss=st.sampled_from([0.0, 0.0, 0.1]),
 )
 def test_the_decision_is_that_of_a_plain_look_at_all(
-    crowd: list[Machine], target: RoundTarget, cap: int | None, seed: int, loss: float
+    crowd: list[Machine], target: RoundTarget, seed: int, loss: float
 ) -> None:
     """After every message, whether the end is decided, who sends after how many steps, and until when that is waited
     for."""
-    options = RoundOptions(
-        outer_steps=6, grace=4.0, silent_after=1.0, first_step_limit=20.0, step_cap=cap, start_workers=1
-    )
+    options = RoundOptions(outer_steps=6, grace=4.0, silent_after=1.0, first_step_limit=20.0, start_workers=1)
     run = simulate([*crowd, Machine(batch_size=8, step_seconds=0.2)], target, options, seed=seed, loss=loss, kind=Plain)
     assert len(run.rounds) == 6
 

@@ -139,7 +139,7 @@ def test_a_blip_costs_that_round_and_a_lasting_change_one_round() -> None:
 @pytest.mark.parametrize("loss", [0.0, 0.2])
 def test_a_racer_stops_at_the_cap(loss: float) -> None:
     machines = [Machine(batch_size=1, step_seconds=0.01, delay=0.001), Machine(batch_size=1, step_seconds=1.0)]
-    run = play(machines, SampleTarget(100), options={"step_cap": 20}, loss=loss, rounds=5)
+    run = play(machines, FastestSteps(20), loss=loss, rounds=5)
     assert len(run.rounds) == 5
     assert all(worker.steps <= 20 for record in run.rounds for worker in record.workers)
 

@@ -290,12 +290,6 @@ def test_quarantine_ends_the_epoch_without_the_slice_and_the_next_ones_too():
     worker.ask()
     finish(tracker, [worker], clock)
     assert (tracker.report().trained, tracker.report().dropped) == (4, 4)
-    assert tracker.lift_quarantine(broken.key)
-    assert not tracker.lift_quarantine(broken.key)
-    worker.epoch = 2
-    worker.ask()
-    finish(tracker, [worker], clock)
-    assert tracker.report().trained == 8
 
 
 def test_where_nothing_can_be_read_whoever_asks_is_told_instead_of_going_from_epoch_to_epoch():
@@ -305,20 +299,6 @@ def test_where_nothing_can_be_read_whoever_asks_is_told_instead_of_going_from_ep
         tracker.quarantine(QuarantineSlice(session=worker.session, key=key, reason="wrong checksum"))
     with pytest.raises(OptionError, match=r"2 slices.*all are quarantined"):
         worker.ask()
-    tracker.lift_quarantine("slice0")
-    worker.epoch = 1
-    assert worker.ask().slice.key == "slice0"
-
-
-def test_a_slice_whose_quarantine_was_lifted_and_that_is_broken_still_counts_once():
-    tracker = make_tracker([4, 4])
-    worker = Worker(tracker, "0", Counter())
-    told = QuarantineSlice(session=worker.session, key="slice0", reason="wrong checksum")
-    tracker.quarantine(told)
-    tracker.lift_quarantine("slice0")
-    tracker.quarantine(told)
-    assert (tracker.report().dropped, tracker.report().unfinished) == (4, 1)
-    finish(tracker, [worker], Clock())
 
 
 def test_the_next_epoch_opens_while_the_last_slices_of_this_one_are_held():

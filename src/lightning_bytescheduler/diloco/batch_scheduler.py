@@ -89,12 +89,10 @@ class BatchScheduler:
         self._target = target
         self._options = RoundOptions() if options is None else options
         self._observer = observer
-        caps = [cap for cap in (target.step_cap, self._options.step_cap) if cap is not None]
-        self._step_cap = min(caps, default=None)
         self._phase = _Phase.IDLE
         self._round = 0
         self._samples = 0
-        self._roster = RoundRoster(target, self._options, self._step_cap)
+        self._roster = RoundRoster(target, self._options)
         self._first = self._options.start_workers  # that the next round waits for
         self._now = 0.0
         self._started = 0.0
@@ -347,7 +345,9 @@ class BatchScheduler:
         if worker.state in (WorkerState.WAITING, WorkerState.LOST):
             self._tell(worker.name, WaitForRound(round=self._round + 1))
         elif worker.state is WorkerState.STARTING:
-            self._tell(worker.name, StartRound(round=self._round, step_cap=0 if self._closes else self._step_cap))
+            self._tell(
+                worker.name, StartRound(round=self._round, step_cap=0 if self._closes else self._target.step_cap)
+            )
         elif worker.state is WorkerState.TRAINING and self._phase is _Phase.COLLECTING:
             self._tell_to_send(worker)
         else:

@@ -25,9 +25,6 @@ class RoundOptions:
         start_workers: Workers that the first round waits for. Whoever joins later trains in the round that is on, if
             its end is not decided; where all take equally many steps, from the next round on.
         restart_workers: The same for the first round after a restart.
-        step_cap: Steps that no worker exceeds in a round, or ``None``. A worker that has raced ahead waits there.
-        lead_steps: The end of a round is decided when it is this many steps of the slowest worker away. Fewer make a
-            better forecast; with one, a worker may be in the middle of a step that it should not have begun.
         quorum: Share of a round's workers whose pseudo-gradients an outer step needs; with fewer, the weights stay as
             they are. Where a round synchronises one fragment only, so does its quorum. A round's workers are those that
             were told of its end; who joins later is none of them, and who had left before is none either.
@@ -48,8 +45,6 @@ class RoundOptions:
     closing_rounds: int = 0
     start_workers: int = 1
     restart_workers: int = 1
-    step_cap: int | None = None
-    lead_steps: int = 3
     quorum: float = 0.5
     quorum_workers: int = 1
     grace: float | Literal["auto"] = 60.0
@@ -59,10 +54,9 @@ class RoundOptions:
     expiry: float = 3600.0
 
     def __post_init__(self) -> None:
-        for option in ("outer_steps", "step_cap"):
-            if getattr(self, option) is not None:
-                require_whole(option, getattr(self, option), 1)
-        for option in ("start_workers", "restart_workers", "lead_steps", "quorum_workers"):
+        if self.outer_steps is not None:
+            require_whole("outer_steps", self.outer_steps, 1)
+        for option in ("start_workers", "restart_workers", "quorum_workers"):
             require_whole(option, getattr(self, option), 1)
         require_whole("closing_rounds", self.closing_rounds, 0)
         require_share("quorum", self.quorum)

@@ -21,7 +21,11 @@ from lightning_bytescheduler.diloco.round_options import RoundOptions
 from lightning_bytescheduler.diloco.round_totals import RunningMaximum, RunningSum, Tally
 from lightning_bytescheduler.diloco.worker_progress import StepTimeState, WorkerProgress, WorkerState
 
-__all__ = ["RoundRoster"]
+__all__ = ["LEAD_STEPS", "RoundRoster"]
+
+LEAD_STEPS = 3
+"""The end of a round is decided so many steps of the slowest worker before it: fewer make a better forecast, and with
+one, a worker may be in the middle of a step that it should not have begun."""
 
 _MOST_LOST = 1024
 _MOST_REMEMBERED = 4096
@@ -43,14 +47,12 @@ class RoundRoster:
     Args:
         target: What ends a round.
         options: How long a worker may be silent, and for how long it is remembered.
-        step_cap: Steps that no worker exceeds in a round.
     """
 
-    def __init__(self, target: RoundTarget, options: RoundOptions, step_cap: int | None) -> None:
+    def __init__(self, target: RoundTarget, options: RoundOptions) -> None:
         self.workers: dict[str, WorkerProgress] = {}
         self._target = target
         self._options = options
-        self._step_cap = step_cap
         self._numbers = 0
         self._departed: list[WorkerProgress] = []  # who has left in this round, and has sent
         self._remembered: OrderedDict[str, _Remembered] = OrderedDict()  # who left first is first
@@ -206,7 +208,7 @@ class RoundRoster:
         else:
             self._outlook.set(key, pace)
             # The end is decided some steps of the slowest before it; and each must hear of it before its last step.
-            self._leads.set(key, max(self._options.lead_steps, pace.committed + 1) * pace.step_seconds)
+            self._leads.set(key, max(LEAD_STEPS, pace.committed + 1) * pace.step_seconds)
         untimed = training and not worker.step_time.is_known and not worker.began_late
         (self._untimed.add if untimed else self._untimed.discard)(key)
 
@@ -216,9 +218,9 @@ class RoundRoster:
         Steps of one who has begun late are taken as they come where the round ends with the fastest worker's. Its first
         one is counted on nowhere: if it is not there when the end is decided, it is for the next round.
         """
-        if worker.began_late and (self._step_cap is not None or not worker.steps):
+        if worker.began_late and (self._target.step_cap is not None or not worker.steps):
             return None
-        return worker.pace(self._step_cap)
+        return worker.pace(self._target.step_cap)
 
     def _watch(self, worker: WorkerProgress, silent_at: float) -> None:
         key = worker.number

@@ -278,14 +278,6 @@ class SliceTracker:
         self._roll()
         return True
 
-    def lift_quarantine(self, key: str) -> bool:
-        """Hand a slice out again from the next epoch that begins on; returns whether it was quarantined.
-
-        Raises:
-            OptionError: If there is no such slice.
-        """
-        return self._epochs.quarantined.pop(self._index(key), None) is not None
-
     @property
     def epoch(self) -> int:
         """The running epoch, from 0: the first of which something may be left."""
