@@ -53,11 +53,15 @@ def test_what_is_let_through_and_what_is_refused(
 
 def test_what_is_gone_says_what_to_use_instead() -> None:
     with pytest.raises(OptionError) as caught:
-        checks.require_known({"staleness": 1}, ["partition_size"], of="Some", elsewhere={"staleness": "Elsewhere."})
-    assert checks.GONE["staleness"] in str(caught.value)
+        checks.require_known(
+            ["samples"], ["weighting"], of="ByteSchedulerStrategy", elsewhere={"samples": "Elsewhere."}
+        )
+    assert checks.GONE["ByteSchedulerStrategy"]["samples"] in str(caught.value)
+    with pytest.raises(OptionError, match=r"Other has no option 'samples'\. Elsewhere\. Its"):
+        checks.require_known(["samples"], ["weighting"], of="Other", elsewhere={"samples": "Elsewhere."})
     with pytest.raises(OptionError) as caught:
         checks.require_one_of("placement", "djb2", ["balanced", "mixed"])
-    assert str(caught.value).endswith(checks.GONE["placement=djb2"])
+    assert str(caught.value).endswith(checks.GONE[""]["placement=djb2"])
     assert checks.gone("partition_size", 1) == checks.gone("placement", "balanced") == ""
 
 

@@ -257,6 +257,8 @@ def test_without_arguments_it_prints_help(capsys: pytest.CaptureFixture[str]) ->
         (["tunning", "x"], "did you mean tuning?"),
         (["paint"], "there is no command 'paint'. Commands: timeline, predict, advise"),
         (["--verison"], "there is no option --verison; did you mean --version?"),
+        (["predict", "--key", "3"], "there is no option --key. Try"),
+        (["slices", "make", "--seed", "3"], "there is no option --seed. Try"),
         (["tuning", "run", "--pgn", "a.png"], "there is no option --pgn; did you mean --png?"),
         (["tuning", "--pgn=a.png"], "there is no option --pgn; did you mean --png?"),
         (["tuning", "run", "more"], "more is one argument too many"),

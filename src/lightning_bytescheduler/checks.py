@@ -53,53 +53,65 @@ __all__ = [
 _T = TypeVar("_T")
 _Class = TypeVar("_Class", bound=type)
 
-GONE: dict[str, str] = {
-    "architecture": "Leave it out for all-reduce; servers=0 or more has parameter servers average gradients.",
-    "credit_tuning": "Use tuning='credit', or tuning=False.",
-    "group": "Use servers={'spare': k, 'group': 'node'}.",
-    "max_batch_size": "Use batch_size={'balanced': most}.",
-    "partition_tuning": "Use tuning='both', or 'partition' where the credit stays as it is.",
-    **dict.fromkeys(("--cert", "--key", "--client-ca"), "Write --tls CERT KEY, or --tls CERT KEY CLIENT_CA."),
-    "--rounds-file": "The record is rounds.jsonl in the folder of --state, if it is one of this machine.",
-    "--seed": "A coordinator hands slices out in one order, that of the seed 0.",
-    **dict.fromkeys(("--spool", "--spool-bytes"), "Updates that wait share 4 GiB; TMPDIR says where."),
-    "--step-cap": "Use --equal-steps where no worker may take more steps than others.",
-    "--shards": "A coordinator adds up in threads of its own; --wire-dtype int8 or sparse is less work for it.",
-    "--standby": "Have what runs the coordinator start it again: it goes on from --state, and workers wait for it.",
-    "--state-lease-s": "A second coordinator on the same --state is refused while the first lives.",
-    "late=aligned": "Use 'discount', which counts a late update by how late it is.",
-    "batch_size=global-balanced": "Use 'balanced', with the loader's batch size divided by the number of ranks.",
-    "placement": "Use servers={'spare': k, 'placement': 'mixed'}.",
-    "compression=dithering": "Use 'int8' or 'int4', which round at random in 'int8:stochastic' and lose less.",
-    "compression=lossless": "Leave compression out for exact gradients, or use 'bf16', which sends half the bytes.",
-    "compression=randomk": "Use 'topk:DENSITY', which sends the largest elements and loses less.",
-    **dict.fromkeys(("policy=tictac", "policy=us-byte"), "Use 'bytescheduler', which goes by first use, too."),
-    **dict.fromkeys(
-        [f"placement={how}" for how in ("naive", "djb2", "sdbm", "built_in", "random")],
-        "Use 'balanced', which divides bytes by the links' shares, or BytePS's 'mixed'.",
-    ),
-    "inner_size": "Write inner={'strategy': 'ddp', 'size': ...}.",
-    "inner_options": "Write inner={'strategy': ..., 'size': ..., 'find_unused_parameters': ...}.",
-    "coordinator_ca": "Write coordinator={'url': ..., 'authority': FILE}.",
-    "coordinator_certificate": "Write coordinator={'url': ..., 'certificate': FILE, 'key': FILE}.",
-    "coordinator_key": "Write coordinator={'url': ..., 'certificate': FILE, 'key': FILE}.",
-    "token_file": "Write coordinator={'url': ..., 'token_file': FILE}.",
-    "worker_name": "Write coordinator={'url': ..., 'name': ...}.",
-    "density": "Write wire_dtype='sparse:0.01'.",
-    "--density": "Write --wire-dtype sparse:0.01.",
-    **dict.fromkeys(("mixing", "--mixing"), "A merge keeps half of the local weights with overlap, and none without."),
-    **dict.fromkeys(("lead_steps", "--lead-steps"), "A round's end is decided three steps ahead."),
-    "rounds_file": "The record is rounds.jsonl, in the logger's folder or in Trainer(default_root_dir=...).",
-    "samples": "Give weighting= the function, in place of weighting='samples'.",
-    "shuffle_samples": "Write shuffle='samples'.",
-    "prefetch_factor": "Each process reads two batches ahead.",
-    "pin_memory": "Batches are pinned where there is a GPU.",
-    "prefetch": "Slices are fetched ahead as the speeds need it.",
-    "attempts": "A chunk that is short or wrong is fetched three times.",
-    "lease": "A worker is taken for dead after 300 s without a word.",
-    "staleness": "Leave it out for exact steps, or use DiLoCoStrategy where ranks should wait less for each other.",
+GONE: dict[str, dict[str, str]] = {
+    "ByteSchedulerStrategy": {
+        "architecture": "Leave it out for all-reduce; servers=0 or more has parameter servers average gradients.",
+        "credit_tuning": "Use tuning='credit', or tuning=False.",
+        "group": "Use servers={'spare': k, 'group': 'node'}.",
+        "max_batch_size": "Use batch_size={'balanced': most}.",
+        "partition_tuning": "Use tuning='both', or 'partition' where the credit stays as it is.",
+        "placement": "Use servers={'spare': k, 'placement': 'mixed'}.",
+        "samples": "Give weighting= the function, in place of weighting='samples'.",
+        "staleness": "Leave it out for exact steps, or use DiLoCoStrategy where ranks should wait less for each other.",
+    },
+    "DiLoCoStrategy": {
+        "inner_size": "Write inner={'strategy': 'ddp', 'size': ...}.",
+        "inner_options": "Write inner={'strategy': ..., 'size': ..., 'find_unused_parameters': ...}.",
+        "coordinator_ca": "Write coordinator={'url': ..., 'authority': FILE}.",
+        "coordinator_certificate": "Write coordinator={'url': ..., 'certificate': FILE, 'key': FILE}.",
+        "coordinator_key": "Write coordinator={'url': ..., 'certificate': FILE, 'key': FILE}.",
+        "token_file": "Write coordinator={'url': ..., 'token_file': FILE}.",
+        "worker_name": "Write coordinator={'url': ..., 'name': ...}.",
+        "density": "Write wire_dtype='sparse:0.01'.",
+        "mixing": "A merge keeps half of the local weights with overlap, and none without.",
+        "lead_steps": "A round's end is decided three steps ahead.",
+        "rounds_file": "The record is rounds.jsonl, in the logger's folder or in Trainer(default_root_dir=...).",
+    },
+    "SliceDataModule": {
+        "shuffle_samples": "Write shuffle='samples'.",
+        "prefetch_factor": "Each process reads two batches ahead.",
+        "pin_memory": "Batches are pinned where they go to a GPU.",
+        "prefetch": "Slices are fetched ahead as the speeds need it.",
+        "attempts": "A chunk that is short or wrong is fetched three times.",
+        "lease": "A worker is taken for dead after 300 s without a word.",
+    },
+    "coordinator": {
+        **dict.fromkeys(("--cert", "--key", "--client-ca"), "Write --tls CERT KEY, or --tls CERT KEY CLIENT_CA."),
+        "--density": "Write --wire-dtype sparse:0.01.",
+        "--lead-steps": "A round's end is decided three steps ahead.",
+        "--mixing": "A merge keeps half of the local weights with overlap, and none without.",
+        "--rounds-file": "The record is rounds.jsonl in the folder of --state, if it is one of this machine.",
+        "--seed": "A coordinator hands slices out in one order, that of the seed 0.",
+        **dict.fromkeys(("--spool", "--spool-bytes"), "Updates that wait share 4 GiB; TMPDIR says where."),
+        "--step-cap": "Use --equal-steps where no worker may take more steps than others.",
+        "--shards": "A coordinator adds up in threads of its own; --wire-dtype int8 or sparse is less work for it.",
+        "--standby": "Have what runs the coordinator start it again: it goes on from --state, and workers wait for it.",
+        "--state-lease-s": "A second coordinator on the same --state is refused while the first lives.",
+    },
+    "": {
+        "late=aligned": "Use 'discount', which counts a late update by how late it is.",
+        "batch_size=global-balanced": "Use 'balanced', with the loader's batch size divided by the number of ranks.",
+        "compression=dithering": "Use 'int8' or 'int4', which round at random in 'int8:stochastic' and lose less.",
+        "compression=lossless": "Leave compression out for exact gradients, or use 'bf16', which sends half the bytes.",
+        "compression=randomk": "Use 'topk:DENSITY', which sends the largest elements and loses less.",
+        **dict.fromkeys(("policy=tictac", "policy=us-byte"), "Use 'bytescheduler', which goes by first use, too."),
+        **dict.fromkeys(
+            [f"placement={how}" for how in ("naive", "djb2", "sdbm", "built_in", "random")],
+            "Use 'balanced', which divides bytes by the links' shares, or BytePS's 'mixed'.",
+        ),
+    },
 }
-"""What to use in place of what is gone, a sentence by ``option`` or ``option=value``; for this release only."""
+"""What to use in place of what is gone, by whose ``option`` it was, or by ``option=value``; for this release only."""
 
 _FLOAT_BYTES = 4
 _BYTES = re.compile(r"\s*(\d[\d_]*(?:\.\d+)?)\s*([kmgt]?)(i?)(b|bytes?)?\s*", re.IGNORECASE)
@@ -129,12 +141,12 @@ def importing(feature: str, *, extra: str | None = None) -> Iterator[None]:
         raise ImportError(f"{feature} needs {package}, which {state}: pip install {install}", name=name) from error
 
 
-def gone(option: str, value: object = None) -> str:
-    """What to use in place of an option, or of its value, that is gone: a sentence of :data:`GONE`, empty if none is.
+def gone(option: str, value: object = None, *, of: str = "") -> str:
+    """What to use in place of an option of a class or command, or of a value, that is gone: a sentence of :data:`GONE`.
 
-    Checks of names and of values ask this before they guess what was meant.
+    Empty if none is. Checks of names and of values ask this before they guess what was meant.
     """
-    return GONE.get(option if value is None else f"{option}={value}", "")
+    return GONE.get(of, {}).get(option if value is None else f"{option}={value}", "")
 
 
 def is_whole(value: object, least: int = 0) -> TypeGuard[int]:
@@ -436,7 +448,7 @@ def require_known(
     for name in given:
         if name not in known:
             listed = ", ".join(known)
-            hint = gone(name) or (elsewhere or {}).get(name) or did_you_mean(name, known)
+            hint = gone(name, of=of) or (elsewhere or {}).get(name) or did_you_mean(name, known)
             raise OptionError(
                 name,
                 values.get(name),

@@ -181,7 +181,7 @@ class _Parser(argparse.ArgumentParser):
                 break  # what follows is for others
             name = argument.partition("=")[0]
             if re.match(r"--?[a-zA-Z]", name) and not any(option.startswith(name) for option in known):
-                if instead := gone(name):
+                if instead := gone(name, of=self.prog.rpartition(" ")[2]):
                     return f"there is no option {name} any more: {instead.removesuffix('.')}"
                 return f"there is no option {name}{_like(name, known)}"
         return ""

@@ -373,10 +373,10 @@ def ddp_options(inner: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
     scheduled = inner == "bytescheduler"
     if scheduled:
         check_ddp_options(given)
+    own = {field.name for field in fields(DiLoCoOptions)} - {"coordinated", "inner_options", "inner_size"}
     elsewhere = {
         **ELSEWHERE,
-        **{field.name: "It is an option of DiLoCoStrategy itself." for field in fields(DiLoCoOptions)},
-        **dict.fromkeys(_LAUNCH, "It is an option of DiLoCoStrategy itself."),
+        **dict.fromkeys((*own, *_LAUNCH), "It is an option of DiLoCoStrategy itself."),
         **dict.fromkeys(_SCHEDULED, "Only strategy 'bytescheduler' has it."),
     }
     known = [*_SCHEDULED * scheduled, *known_ddp_options()]
