@@ -26,7 +26,14 @@ __all__ = ["BufferPool", "Spool", "Spooled", "view_of"]
 _SMALL = 1 << 16  # always in memory: many small ones are no load, and each file costs more than that
 _LARGE = 1 << 22  # bytes from which on buffers are used again
 _FREE = 3  # of other lengths, as of another fragment, that are kept
-_REFERENCES = 3  # to an array that nobody uses: the pool's, the loop's, and the call's that counts them
+
+
+def _references(arrays: list[Any]) -> list[int]:
+    """How many there are to each; with those of the list, the loop and the call, whose number is Python's affair."""
+    return [sys.getrefcount(array) for array in arrays]
+
+
+_UNUSED = _references([object()])[0]
 
 
 def view_of(payload: Tensor) -> memoryview:
@@ -52,8 +59,8 @@ class BufferPool:
             return torch.empty(length, dtype=torch.uint8)
         with self._lock:
             free = []
-            for array in self._arrays:
-                if sys.getrefcount(array) == _REFERENCES:
+            for array, references in zip(self._arrays, _references(self._arrays), strict=True):
+                if references == _UNUSED:
                     if array.nbytes == length:
                         return torch.from_numpy(array)
                     free.append(id(array))

@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 
 _KEPT = 3
 _STOP_SECONDS = 60.0
+_TAKEOVER_SECONDS = 30.0  # one that is started again may come while the old one still saves
 _NAME = re.compile(r"state-\d{10}\.safetensors")
 _PART = "state.part"
 _TENSOR = "$tensor"
@@ -84,9 +85,13 @@ class StateStore:
             return
         with importing("coordinator", extra="coordinator"):
             import filelock
-        self._lock = filelock.FileLock(os.path.join(self._disk, "lock"), timeout=0, thread_local=False)
+        self._lock = filelock.FileLock(os.path.join(self._disk, "lock"), thread_local=False)
         try:
-            self._lock.acquire()
+            with contextlib.suppress(filelock.Timeout):
+                self._lock.acquire(timeout=0)
+                return
+            log.warning("Another coordinator has %s, and is waited for, for %.0f s.", self.url, _TAKEOVER_SECONDS)
+            self._lock.acquire(timeout=_TAKEOVER_SECONDS)
         except filelock.Timeout:
             allowed = "one that no other coordinator has, and one that lives has this"
             raise OptionError("state", self.url, allowed, "End that one, or take another folder.") from None
@@ -195,7 +200,9 @@ class StateStore:
         wrong = []
         for name in reversed(self._names()):
             try:
-                return self._read(name)
+                state = self._read(name)
+                self.saved_round = int(state["run"]["version"])
+                return state
             except ValueError as error:
                 wrong.append(f"{join(self.url, name)}: {error}")
                 log.warning("A saved state is damaged, and the one before is taken: %s", wrong[-1])
