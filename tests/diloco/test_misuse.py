@@ -23,6 +23,7 @@ from lightning_bytescheduler import (
     PerformanceMonitor,
     UnsupportedError,
 )
+from lightning_bytescheduler.coordinator.options import run_options
 from lightning_bytescheduler.diloco import FastestSteps, FixedSteps, SampleTarget
 from lightning_bytescheduler.diloco.batch_size import with_batch_size
 from lightning_bytescheduler.diloco.fit_start import refuse_searches
@@ -95,6 +96,7 @@ def test_options_that_exclude_each_other(options: dict[str, Any]) -> None:
         ("inner_size", r"Write inner={'strategy': 'ddp', 'size': ...}"),
         ("coordinator_ca", r"Write coordinator={'url': ..., 'authority': FILE}"),
         ("density", "Write wire_dtype='sparse:0.01'"),
+        ("samples", "Did you mean 'samples_per_round'"),
         ("num_nodes", r"It is an option of Trainer: Trainer\(num_nodes=...\)"),
     ],
 )
@@ -114,6 +116,10 @@ def test_what_sparse_does_not_send_acts_as_momentum_too() -> None:
     options = DiLoCoStrategy(wire_dtype="sparse:0.1", outer_lr=0.5, outer_momentum=0.3)._options
     assert (options.outer_lr, options.outer_momentum, options.outer(None).wire.density) == (0.5, 0.3, 0.1)
     assert common_options(options)["wire_dtype"] == "sparse:0.1"  # the same on all ranks, or they are refused
+    strategy = DiLoCoStrategy(wire_dtype="sparse:0.02", coordinator="http://127.0.0.1:1")
+    assert strategy._coordination is not None
+    assert strategy._coordination._given["wire_dtype"] == common_options(strategy._options)["wire_dtype"] == "sparse"
+    assert run_options(wire_dtype="sparse:0.02").wire_dtype == "sparse"
     assert DiLoCoStrategy(wire_dtype="sparse", outer_optimizer=SGD)._options.outer_lr is None
 
 

@@ -159,6 +159,11 @@ def test_the_search_for_a_batch_size_may_set_it(tmp_path: Path) -> None:
     assert len(fit(data).batches) == 2
 
 
+def test_shuffle_is_no_number(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=r"shuffle must be True, False or 'samples'"):
+        SliceDataModule(str(tmp_path), batch_size=2, shuffle=1)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("option", "value"),
     [

@@ -68,6 +68,11 @@ class WireFormat:
         self._codec()
 
     @property
+    def name(self) -> str:
+        """As options say it, in one way only: texts are compared."""
+        return self.dtype if self.density in (None, DENSITY) else f"{self.dtype}:{self.density}"
+
+    @property
     def keeps_residuals(self) -> bool:
         """Whether enough is lost for error feedback to be worth its memory."""
         return self.dtype in ("int8", "int4", "sparse")

@@ -71,7 +71,9 @@ def run_options(**given: Any) -> RunOptions:
         OptionError: Names the option that is not allowed.
     """
     chosen = {name: value for name, value in given.items() if value is not None}
-    if wire_of(RunOptions(**chosen)).dtype == "sparse":
+    wire = wire_of(RunOptions(**chosen))
+    chosen["wire_dtype"] = wire.name
+    if wire.dtype == "sparse":
         chosen = {**SPARSE_DEFAULTS, **chosen}
     options = RunOptions(**chosen)
     if options.samples_per_round is not None:
@@ -88,7 +90,6 @@ def run_options(**given: Any) -> RunOptions:
     require_share("outer_momentum", options.outer_momentum)
     require_weighting("weighting", options.weighting)
     FragmentOptions(fragments=options.fragments, overlap_steps=options.overlap_steps)
-    wire_of(options)
     overlap_of(options)
     return options
 

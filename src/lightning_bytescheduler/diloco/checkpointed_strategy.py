@@ -37,7 +37,7 @@ class CheckpointedStrategy(WorkerStrategy):
         self._resumed: Resumed | None = None
         self._states: WorkerStates | None = None
         self._next_epoch: Callable[[], None] | None = None
-        self._last_whole: object = None  # path of the last checkpoint that was written
+        self._last_whole: object = None  # path of the last checkpoint that was written in this fit
         self._open = ExitStack()
         super().__init__(**options)
 
@@ -79,17 +79,14 @@ class CheckpointedStrategy(WorkerStrategy):
     def _end_with(self, cause: BaseException) -> None:
         module = self.lightning_module
         for callback in () if module is None else module.trainer.checkpoint_callbacks:
-            # It would take note of a file that is not written, and remove or link others because of it.
-            vars(callback)["on_exception"] = self._say_not_written
-            self._open.callback(vars(callback).pop, "on_exception", None)
+            if getattr(callback, "save_on_exception", True):
+                # It would take note of a file that is not written, and remove or link others because of it.
+                vars(callback)["on_exception"] = self._say_not_written
+                self._open.callback(vars(callback).pop, "on_exception", None)
 
     def _say_not_written(self, *_: object) -> None:
-        last = (
-            f"The last whole one is {self._last_whole}"
-            if self._last_whole
-            else "There is no whole one of this training"
-        )
-        rank_zero_warn(f"diloco: a fit that fails writes no checkpoint, as it would be of no one moment. {last}.")
+        last = f" The last whole one is {self._last_whole}." if self._last_whole else ""
+        rank_zero_warn(f"diloco: a fit that fails writes no checkpoint, as it would be of no one moment.{last}")
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """See DDPStrategy; with what this rank's worker had."""

@@ -23,6 +23,7 @@ from lightning_bytescheduler.diloco.coordinated_loop import CoordinatedBoundarie
 from lightning_bytescheduler.diloco.coordinated_runtime import CoordinatedRuntime
 from lightning_bytescheduler.diloco.coordination import Coordination
 from lightning_bytescheduler.diloco.coordinator_address import resolve_coordinator
+from lightning_bytescheduler.diloco.coordinator_protocol import wire_named
 from lightning_bytescheduler.diloco.fit_start import meet_all, open_rounds_file, refuse_searches, slices_of
 from lightning_bytescheduler.diloco.options import (
     OPTIONS_ELSEWHERE,
@@ -212,7 +213,7 @@ class DiLoCoStrategy(CheckpointedStrategy):
             "weighting": weighting,
             "fragments": fragments,
             "overlap_steps": overlap_steps,
-            "wire_dtype": wire_dtype,
+            "wire_dtype": wire_dtype and wire_named("wire_dtype", wire_dtype).name,
         }
         address = resolve_coordinator(coordinator)
         self._options = DiLoCoOptions(
@@ -271,7 +272,7 @@ class DiLoCoStrategy(CheckpointedStrategy):
     def setup_environment(self) -> None:
         """Join the other ranks, and know of their failures from here on; see DDPStrategy."""
         self._release()  # a failed fit whose teardown was skipped
-        self._failed = False
+        self._failed, self._last_whole = False, None
         super().setup_environment()
         trainer = None if self.lightning_module is None else self.lightning_module._trainer
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING:

@@ -6,8 +6,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-import torch
-
 from lightning_bytescheduler.checks import options_by_name, require_one_of, require_whole
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 from lightning_bytescheduler.lightning_api import rank_zero_info, rank_zero_warn
@@ -153,7 +151,8 @@ class SliceDataModule(CoordinatedDataModule):
         self.eval_batch_size = (
             None if eval_batch_size is None else require_batch_size("eval_batch_size", eval_batch_size)
         )
-        require_one_of("shuffle", shuffle, (True, False, "samples"))
+        if not isinstance(shuffle, bool) and shuffle != "samples":
+            raise OptionError("shuffle", shuffle, "True, False or 'samples'")
         self._loading = LoaderOptions(
             num_workers=num_workers,
             shuffle=shuffle == "samples" or shuffle,
@@ -436,7 +435,7 @@ class SliceDataModule(CoordinatedDataModule):
             reader,
             collate=loading.collate or collate_samples,
             num_workers=loading.num_workers,
-            pin_memory=torch.cuda.is_available(),
+            pin_memory=self.trainer is not None and self.trainer.strategy.root_device.type == "cuda",
         )
         return self._workers[split]
 
