@@ -10,7 +10,8 @@ it has, and gets to draw it as ranks step together.
 no buffer changes, and no random number is drawn. A function of all trained parameters takes its place, in DDP's own
 forward pass, whose gradients are 0. Hooks around the step run as ever, and are given the rank's last batch. What a
 step logs for all ranks at once (``sync_dist=True``) the others wait for, so it is logged here, too, so that it changes
-as little as can be (:func:`log_nothing`).
+as little as can be (:func:`log_nothing`). Which values these are is known from the rank's own batches: so it has to
+have had one, and each of them has to log the same values, in one order on all ranks.
 
 *Who is without a batch.* Lightning may draw a batch ahead. So the loader notes of each that it hands out whether it is
 empty, and the strategy asks when Lightning moves a batch to its device, which is the same order.
