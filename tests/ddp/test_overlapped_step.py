@@ -194,6 +194,23 @@ def test_a_flush_in_the_middle_of_an_update_leaves_that_to_be_finished(
     assert update.due is None
 
 
+def test_a_fork_in_the_middle_of_an_update_leaves_that_to_be_finished(
+    step: OverlappedStep, parameter: nn.Parameter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a signal's handler, between what says that it is under way and what it is."""
+    update = due(step, parameter)
+    own = BucketUpdate.update
+
+    def interrupted(update: BucketUpdate) -> None:
+        step.before_fork()
+        own(update)
+
+    monkeypatch.setattr(BucketUpdate, "update", interrupted)
+    step.flush()
+    assert parameter.tolist() == [0.0, 0.0, 0.0]
+    assert update.due is None
+
+
 def test_nothing_leads_to_a_step_that_is_finished(step: OverlappedStep, parameter: nn.Parameter) -> None:
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     update = arrived(step, parameter)

@@ -62,6 +62,10 @@ def test_copies_have_one_digest_and_other_values_another(tmp_path: Path) -> None
     assert len({one, *others}) == 3
 
 
+def test_nothing_is_told_of_what_only_a_plugin_reads() -> None:
+    assert digest_of("mydb://runs/last.ckpt") == "unknown"
+
+
 def test_nothing_is_told_of_what_is_no_archive(tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.write_bytes(b"0" * 100)

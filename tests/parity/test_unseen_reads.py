@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import AdamW
 
@@ -143,6 +144,22 @@ class SilentInside(Tower):
         return super().predict(hidden)
 
 
+class SilentInSecondPass(SilentInside):
+    """The backward pass is two, over parameters that are not the same; what is read unseen has its gradient late."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        inputs, targets = batch
+        with torch._C.DisableTorchFunctionSubclass():
+            hidden = inputs + self.offset
+        self.parts = F.mse_loss(Tower.predict(self, inputs), targets), hidden.square().mean()
+        self.losses.extend(part.item() for part in self.parts)
+        return self.parts[0] + self.parts[1]
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        for part in self.parts:
+            part.backward()
+
+
 class VectorisedOverWeights(Tower):
     """Maps over the rows of a weight, which torch.vmap takes without a word."""
 
@@ -176,6 +193,11 @@ def test_in_the_forward_pass(two_ranks: RankPool, model: Any) -> None:
     _, ours = assert_same_as_ddp(two_ranks, recipe, options=SIZES, network="late", overlap=False)
     assert ours[0].statistics is not None
     assert ours[0].statistics.deferred_share > 0.6, "what is seen keeps its overlap"
+
+
+def test_with_gradients_of_a_second_pass(two_ranks: RankPool) -> None:
+    recipe = Recipe(model=partial(SilentInSecondPass, optimizer=adamw), steps=STEPS)
+    assert_same_as_ddp(two_ranks, recipe, options=SIZES, network="late", overlap=False)
 
 
 @pytest.mark.parametrize("model", KNOWN_BEFOREHAND)

@@ -146,7 +146,7 @@ class GradientEngine:
         self._step: TrainingStep = self._nothing_pending(0)
         self._last_index = sys.maxsize  # of the buckets of this backward pass
         self._backward_start = 0.0
-        self._in_backward = False
+        self._in_backward = 0  # of the thread that is in the strategy's, its id
         before_forks(self)
 
     def begin_fit(self, options: EngineOptions, listener: StepListener | None = None) -> None:
@@ -177,7 +177,7 @@ class GradientEngine:
         """The step whose gradients the training thread waits for, 0 if it does not."""
         number = self._step.number
         # At the end of a backward pass DDP waits for its futures.
-        at_its_end = self._in_backward and self.steps_offered == number > self.steps_handed_over
+        at_its_end = self._in_backward != 0 and self.steps_offered == number > self.steps_handed_over
         return number if self._context.waiting or at_its_end else 0
 
     @property
@@ -367,7 +367,7 @@ class GradientEngine:
         self._step.finish()
         if context.compression is not None:
             context.compression.before_backward()
-        self._in_backward = True
+        self._in_backward = threading.get_ident()
         context.reads.before_backward()
         self._step = self._nothing_pending(self._step.number)
         self.phase = f"in the backward pass, step {self._step.number + 1}"
@@ -375,13 +375,24 @@ class GradientEngine:
         self._backward_start = context.clock()
 
     @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around the strategy's backward pass, or passes."""
+        try:
+            self.before_backward()
+            yield
+            self.after_backward()
+        finally:
+            self._in_backward = 0  # as user code may catch what has failed, and go on
+
+    @contextmanager
     def backward_pass(self) -> Iterator[None]:
         """Around each pass that adds to gradients, the strategy's or the user's: see ``entry_points.Accumulating``."""
+        if self._in_backward not in (0, threading.get_ident()):
+            yield  # another thread's: what is under way is the training's pass
+            return
         self._step.open_all("another backward pass")
         with self._context.own_gradients.backward_pass():
             yield
-        if self._in_backward:
-            self._find_unseen()  # not after a pass that comes besides, which has gradients of other layers
         self._step.end_backward()
 
     def after_backward(self) -> None:
@@ -390,9 +401,10 @@ class GradientEngine:
         step.count_exposed()
         if context.weights is not None:
             context.weights.end_backward()
+        self._find_unseen()  # when all passes of it have ended, each of which may have gradients of other layers
         self.phase = f"after the backward pass, step {step.number}"
         self.steps_handed_over = step.number
-        self._in_backward = False
+        self._in_backward = 0
         context.record_backward(step, self._backward_start, communicated=self._last_index != sys.maxsize)
 
     def _find_unseen(self) -> None:

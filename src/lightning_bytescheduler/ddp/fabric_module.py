@@ -18,7 +18,7 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -247,14 +247,11 @@ class FabricModuleGradients:
     def backward(self) -> Iterator[None]:
         """Around a backward pass, of this module or others."""
         runtime = self.runtime
-        if runtime is not None:
-            if self._has_run:
-                self._has_run = False
-                runtime.engine.look()
-            runtime.engine.before_backward()
-        yield
-        if runtime is not None:
-            runtime.engine.after_backward()
+        if runtime is not None and self._has_run:
+            self._has_run = False
+            runtime.engine.look()
+        with nullcontext() if runtime is None else runtime.engine.backward():
+            yield
 
     def step(self, take: Callable[..., Any], optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
         """Defer the optimizer's step where its gradients are still on their way, else take it.

@@ -369,10 +369,11 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
         with nullcontext() if self._board is None else self._board.patient():
             super().save_checkpoint(path, dict(state), *args, **kwargs)
 
-    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """See DDPStrategy. All ranks load the same one."""
-        self._compare_checkpoints(path)
-        return super().load_checkpoint(path, *args, **kwargs)
+    def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """See DDPStrategy. All ranks load the same one with ``fabric.load``; ``load_raw`` is each rank's own."""
+        if not isinstance(state, (nn.Module, Optimizer)):
+            self._compare_checkpoints(path)
+        return super().load_checkpoint(path, state, *args, **kwargs)
 
     def _check_weights(self) -> None:
         for runtime in self._runtimes():

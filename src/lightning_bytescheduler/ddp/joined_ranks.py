@@ -38,7 +38,8 @@ _T = TypeVar("_T")
 _TIMEOUT_S = 1800.0
 _NEXT = "what comes next"
 _ONE_CHECKPOINT = (
-    "Have each rank resume from the same file: copy it to every machine, or use a folder that all of them share."
+    "Have each rank resume from the same file: copy it to every machine, or use a folder that all of them share. In "
+    "Fabric, what one rank alone looks at is read with fabric.load_raw or torch.load."
 )
 
 
@@ -93,7 +94,8 @@ class JoinedRanks:
             yield watch
         for process in orphans:
             atexit.unregister(process.kill)
-        self._just_connected = True
+        # Each rank of gloo has connected to each other one; others may connect at the first collective.
+        self._just_connected |= dist.is_initialized() and dist.get_backend() == "gloo"
 
     def _own_store(self, ranks: int, watch: RendezvousWatch | None) -> dist.Store | None:
         """A part of the store of torchrun's agent that no earlier start has written to; ``None`` without that agent.
@@ -118,6 +120,7 @@ class JoinedRanks:
         )
         if watch is not None:
             watch.meet_as(name)
+        self._just_connected = True
         return dist.PrefixStore(name, store)
 
     def _meet(self, what: str, own: Introduction, *, connected: bool = False, **way_out: str) -> None:

@@ -430,7 +430,8 @@ class OverlappedStep(TrainingStep):
 
     def before_fork(self) -> None:
         """See :class:`TrainingStep`."""
-        if self._all_closed:
+        # Not where a signal's handler forks in the middle of an update, which goes on in the parent.
+        if self._all_closed and not any(update.state is UpdateState.OPENING for update in self.updates):
             self._flush()
 
     def end_forward(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:

@@ -6,7 +6,8 @@ The buckets are DDP's memory: it copies gradients there, and from then on they a
   ``detach_()``, and whoever gives it other memory (``.grad.data = ...``, ``vector_to_parameters``) takes DDP's bucket
   apart. What the optimizer finds there is what it steps with, whosever memory that is;
 - *what somebody has kept* from before the pass, such as views of one flat buffer, gets the mean at its end, and is
-  ``.grad`` again. A gradient that was kept and is not ``.grad`` any more has memory of its own from the next pass on;
+  ``.grad`` again. A gradient that was kept and is not ``.grad`` any more has memory of its own from the next pass on.
+  A view of it (``detach()``, ``numpy()``) shares the bucket's memory, and is written over;
 - *in a backward pass*, a hook that looks at another layer's gradient finds a copy of what this rank has, and the mean
   takes its place at the end. Whose gradients are looked at shows in the first two passes: from then on they are copied
   before their bucket leaves. Who begins later is told.
@@ -17,6 +18,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from threading import get_ident
 from typing import cast
 
 import torch
@@ -56,15 +58,14 @@ class OwnGradients:
         self._await_means = await_means
         self._beside: Gradients = {}  # over the buckets' memory, as DDP's own views are
         self._kept: Gradients = {}  # by somebody, from before this pass
-        self._kept_memory: set[int] = set()  # of those, the memory and not the tensor
         self._had: list[tuple[nn.Parameter, torch.Tensor, int]] = []
         self._armed: list[nn.Parameter] = []
         self._copies: Gradients = {}  # for hooks of this pass
         self._looked_at: dict[int, nn.Parameter] = {}  # by hooks of any pass
         self._handed_over: set[int] = set()  # in this pass
         self._passes = 0  # that have communicated
-        self._under_way = self._looked_late = False
-        self._needed = self._static = False
+        self._under_way = 0  # of the thread whose pass it is, its id
+        self._looked_late = self._needed = self._static = False
 
     def know(self, model: DistributedDataParallel) -> None:
         """Know the options of what has the buckets."""
@@ -74,7 +75,7 @@ class OwnGradients:
     def close(self) -> None:
         """Have nothing to do with gradients any more."""
         self._look_at([])
-        self._parameters, self._beside, self._looked_at = [], {}, {}
+        self._parameters, self._beside, self._looked_at, self._had = [], {}, {}, []
 
     def begin_forward(self) -> None:
         """A forward pass begins, perhaps the one in which DDP makes its other buckets and has gradients there."""
@@ -96,20 +97,22 @@ class OwnGradients:
     @contextmanager
     def backward_pass(self) -> Iterator[None]:
         """Around a backward pass that adds to gradients, when what was under way has landed."""
-        if self._under_way or not self._needed:  # on another thread
+        if not self._needed:
             yield
             return
-        self._under_way = True
+        own = self._under_way = get_ident()
         try:
             with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
                 self._begin()
             yield
-            with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-                self._end()
+            if self._under_way == own:  # else the training's has begun meanwhile
+                with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+                    self._end()
         finally:
-            self._look_at([])
-            self._kept, self._copies, self._handed_over = {}, {}, set()
-            self._under_way = False
+            if self._under_way == own:
+                self._look_at([])
+                self._kept, self._copies, self._handed_over = {}, {}, set()
+                self._under_way = 0
         if self._looked_late:
             self._looked_late = False
             rank_zero_warn(_LATE)
@@ -140,8 +143,6 @@ class OwnGradients:
             key, gradient = id(parameter), parameter.grad
             if gradient is None or not gradient.numel():
                 continue
-            if key in self._kept_memory and first <= own[key][1].data_ptr() < end:
-                del own[key], self._kept[key]  # DDP's own, from before it has made other buckets
             if first <= gradient.data_ptr() < end:
                 parameter.grad = self._put_beside(parameter, gradient)
             if self._static and not self._passes:
@@ -170,7 +171,6 @@ class OwnGradients:
         memory = kept_elsewhere([(p, g) for p, g in there if id(p) not in ours])
         kept = [(p, g) for p, g in there if sys.getrefcount(g) > _IN_GRAD + (id(p) in ours)]
         self._kept = {id(p): (p, g) for p, g in memory + kept}
-        self._kept_memory = self._kept.keys() - {id(p) for p, _ in kept}
         everywhere = self._passes < _LOOK_FIRST or self._passes % _LOOK_EVERY == 0
         self._look_at(self._parameters if everywhere else self._looked_at.values())
 

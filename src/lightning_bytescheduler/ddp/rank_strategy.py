@@ -140,6 +140,11 @@ class RankStrategy(JoinedRanks, DDPStrategy):
     def _know_ranks(self) -> None:
         self.set_world_ranks()
 
+    def setup_environment(self) -> None:
+        """See DDPStrategy."""
+        self._checkpoint = None  # a fit that failed may have loaded it
+        super().setup_environment()
+
     def setup(self, trainer: pl.Trainer) -> None:
         """See DDPStrategy."""
         with sigterm_ends_at_once(self.cluster_environment):

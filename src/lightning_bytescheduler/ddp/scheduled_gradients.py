@@ -475,13 +475,13 @@ class ScheduledGradients:
     def backward(self, loss: torch.Tensor | None = None) -> Iterator[None]:
         """Around a backward pass of ``loss``."""
         self._await_batch()  # gradients are handed over of batches that the others have
-        weights = None if self.runtime is None else self.runtime.engine.weights
-        if self.runtime is not None:
-            self.runtime.engine.before_backward()
-        with nullcontext() if weights is None or loss is None else weights.backward(loss):
+        engine = None if self.runtime is None else self.runtime.engine
+        weights = None if engine is None else engine.weights
+        with (
+            nullcontext() if engine is None else engine.backward(),
+            nullcontext() if weights is None or loss is None else weights.backward(loss),
+        ):
             yield
-        if self.runtime is not None:
-            self.runtime.engine.after_backward()
 
     def step(
         self, take: Callable[..., Any], optimizer: Optimizer, closure: Callable[[], Any], *, deferrable: bool

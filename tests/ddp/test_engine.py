@@ -1,0 +1,71 @@
+"""Backward passes that end in an error, or that another thread takes meanwhile."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_bytescheduler.ddp.engine import GradientEngine
+from lightning_bytescheduler.ddp.own_gradients import OwnGradients
+from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
+
+
+@pytest.fixture
+def engine() -> GradientEngine:
+    transport: Any = SimpleNamespace(
+        group=SimpleNamespace(size=lambda: 2),
+        streams=None,
+        host_copies=None,
+        wire_device=torch.device("cpu"),
+        push_pull=None,
+        all_reduce=None,
+        wire_share=1.0,
+    )
+    return GradientEngine(
+        core=Mock(),
+        transport=transport,
+        parameters=[nn.Parameter(torch.ones(3))],
+        device=torch.device("cpu"),
+        timeout=5.0,
+        statistics=SchedulerStatistics(),
+    )
+
+
+def test_updates_land_after_a_backward_pass_that_failed(engine: GradientEngine) -> None:
+    with pytest.raises(ValueError, match="boom"), engine.backward():
+        raise ValueError("boom")
+    engine._step = step = Mock()
+    engine.flush()
+    step.flush.assert_called_once_with()
+
+
+def test_another_threads_pass_leaves_the_trainings_alone(engine: GradientEngine) -> None:
+    def passes() -> None:
+        with engine.backward_pass():
+            pass
+
+    with engine.backward(), ThreadPoolExecutor(1) as another:
+        engine._step = step = Mock()
+        another.submit(passes).result()
+        assert not step.mock_calls
+        passes()
+        step.open_all.assert_called_once_with("another backward pass")
+
+
+def test_a_pass_that_began_before_the_trainings_ends_nothing_of_it() -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    own = OwnGradients([parameter], lambda _: None)
+    own._needed = True
+    elsewhere = own.backward_pass()
+    with ThreadPoolExecutor(1) as another:
+        another.submit(elsewhere.__enter__).result()
+        with own.backward_pass():
+            another.submit(elsewhere.__exit__, None, None, None).result()
+            assert own.look(parameter), "the training's pass is under way"
+    assert not own.look(parameter)
