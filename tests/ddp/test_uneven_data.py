@@ -240,18 +240,20 @@ def test_a_checkpoint_that_does_not_say_where_ranks_stood_is_refused(two_ranks: 
         assert "when rank 0's training data was used up" in said
 
 
-def by_hand(rank: int) -> str:
+def refused(rank: int, manual: bool) -> str:
+    options = {} if manual else {"static_graph": True}
     try:
-        fitted(rank, Case(sizes=[(4, 3), (6,)], manual=True))
+        fitted(rank, Case(sizes=[(4, 3), (6,)], manual=manual, options=options))
     except UnsupportedError as error:
         return str(error)
     return ""
 
 
-def test_optimizing_by_hand_is_refused_with_the_way_out(two_ranks: RankPool) -> None:
-    for said in two_ranks.run(by_hand):
-        assert "ranks have 1 to 2 batches, and Unequal optimizes by hand" in said
-        assert "use automatic optimization" in said
+@pytest.mark.parametrize("manual", [True, False], ids=["by hand", "static graph"])
+def test_what_an_empty_batch_cannot_do_is_refused_with_the_way_out(two_ranks: RankPool, manual: bool) -> None:
+    for said in two_ranks.run(refused, manual=manual):
+        assert "ranks have 1 to 2 batches, and Unequal optimizes by hand or has static_graph=True" in said
+        assert "use automatic optimization without static_graph" in said
 
 
 class Several(Unequal):
@@ -272,3 +274,63 @@ def fit_several(rank: int, case: Case) -> int:
 
 def test_several_loaders_are_left_as_they_are(two_ranks: RankPool) -> None:
     assert two_ranks.run(fit_several, case=Case(sizes=[(3, 3, 3)] * 2, stream=True)) == [3, 3]
+
+
+class Anew(Unequal):
+    """Has unequally many batches in the first epoch, which ends early, and as many on all ranks in the second one."""
+
+    def train_dataloader(self) -> Any:
+        if self.trainer.current_epoch == 0:
+            return super().train_dataloader()
+        return DataLoader(batches_of(Case(sizes=[(2, 2)] * 2), self.rank), batch_size=None)  # type: ignore[arg-type]
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if batch_idx == 1 and self.trainer.current_epoch == 0 else None
+
+
+def fit_anew(rank: int, case: Case) -> int:
+    each = {"use_distributed_sampler": False, "max_epochs": 2, "reload_dataloaders_every_n_epochs": 1}
+    recipe = Recipe(model=partial(Anew, case, rank), steps=-1, trainer=each)
+    return len(train(rank, recipe, Run(options={**SIZES, "weighting": "samples"})).losses)
+
+
+def test_loaders_that_are_made_anew_forget_the_batches_that_were_drawn_ahead(two_ranks: RankPool) -> None:
+    assert two_ranks.run(fit_anew, case=Case(sizes=[(4,), (4, 3, 2)], stream=True)) == [1 + 2, 1 + 2]
+
+
+class Opened(Loader):
+    """Notes whether a pass through it is held, as a DataLoader's workers are."""
+
+    is_open = False
+
+    def __iter__(self) -> Iterator[Any]:
+        self.is_open = True
+        try:
+            yield from super().__iter__()
+        finally:
+            self.is_open = False
+
+
+class Holds(Unequal):
+    def __init__(self, case: Case, rank: int) -> None:
+        super().__init__(case, rank)
+        self.opened = Opened(batches_of(case, rank))
+
+    def train_dataloader(self) -> Any:
+        return self.opened
+
+
+def fit_held(rank: int, case: Case) -> bool:
+    left: list[bool] = []
+    recipe = Recipe(
+        model=partial(Holds, case, rank),
+        trainer={"use_distributed_sampler": False, "max_epochs": 1},
+        steps=-1,
+        after=lambda _, model: left.append(model.opened.is_open),
+    )
+    assert train(rank, recipe, Run(options={**SIZES, "weighting": "samples"})).losses
+    return left[0]
+
+
+def test_no_pass_through_the_data_is_held_after_the_fit(two_ranks: RankPool) -> None:
+    assert two_ranks.run(fit_held, case=Case(sizes=[(4, 3, 2), (6,)])) == [False, False]

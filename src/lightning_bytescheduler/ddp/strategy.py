@@ -295,7 +295,6 @@ class ByteSchedulerStrategy(RankStrategy):
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             self._gradients.begin_anew()
             self._sharing.begin()
-            self._loaders, self._uneven = [], None
         if trainer is not None and self.world_size > 1:
             self._board = FaultBoard.open(rank=self.global_rank, world_size=self.world_size)
             own = introduce(self.global_rank, "bytescheduler", self._common_options(), trainer)
@@ -351,16 +350,17 @@ class ByteSchedulerStrategy(RankStrategy):
 
     def _go_on(self, dataloader: object, module: pl.LightningModule) -> object:
         """Have the training data last until all ranks' is used up."""
+        self._uneven = None  # of the epoch before, where loaders are made anew
         with self._explained():
             least, most, certain = gather_lengths(dataloader, self.root_device)
         if certain and least == most:
             return dataloader
-        if not module.automatic_optimization:
+        if not module.automatic_optimization or self._ddp_kwargs.get("static_graph"):
             if least != most:
                 raise UnsupportedError(
                     f"weighting='samples': ranks have {least} to {most} batches, and {type(module).__name__} optimizes "
-                    "by hand: what a rank without a batch would have to do is known to its training_step alone. Give "
-                    "all ranks as many batches, or use automatic optimization."
+                    "by hand or has static_graph=True: a rank without a batch cannot do what a step does there. Give "
+                    "all ranks as many batches, or use automatic optimization without static_graph."
                 )
             return dataloader
         self._uneven = stateful_or_not(dataloader)(
@@ -500,6 +500,9 @@ class ByteSchedulerStrategy(RankStrategy):
         if board is not None:
             board.close()
         self._position = None
+        if self._uneven is not None:
+            self._uneven.present = None  # the Trainer keeps the loader, and it a DataLoader's workers
+        self._loaders, self._uneven = [], None
         trainer = None if self.lightning_module is None else self.lightning_module._trainer
         if trainer is not None and self._hooks in callbacks_of(trainer):
             callbacks_of(trainer).remove(self._hooks)
