@@ -43,9 +43,9 @@ def test_a_seed_is_a_training() -> None:
         assert all(allowed(*pair) for pair in map(tuple, pairs_in(case(seed)[0].items())))
 
 
-def test_about_half_of_the_trainings_overlap() -> None:
+def test_many_of_the_trainings_overlap_and_many_do_not() -> None:
     modes = [rule.mode(case(seed)[0]) for seed in range(400)]
-    assert 0.4 < modes.count(rule.Mode.OVERLAPPED) / len(modes) < 0.7
+    assert 0.35 < modes.count(rule.Mode.OVERLAPPED) / len(modes) < 0.65
     assert set(modes) == set(rule.Mode)
 
 
@@ -57,8 +57,15 @@ def test_trainings_that_are_ddps(pool: RankPool) -> None:
 
 
 def test_it_stops_at_the_first_that_is_not(pool: RankPool) -> None:
-    plain = {"loop": "reads-gradients", "precision": "32-true", "ddp": "default", "clipping": "unclipped"}
-    reads = first(lambda c, _: all(getattr(c, factor) == value for factor, value in plain.items()))
+    plain = {
+        "optimizer": "Adam",
+        "loop": "reads-gradients",
+        "precision": "32-true",
+        "ddp": "default",
+        "clipping": "unclipped",
+    }
+    wanted = plain.items()
+    reads = first(lambda c, _: rule.mode(c) is not rule.Mode.SYNCHRONISED and wanted <= set(c.items()))
     compared = []
 
     def sabotaged(pool: RankPool, combination: Any, folder: Path, scale: Any) -> None:

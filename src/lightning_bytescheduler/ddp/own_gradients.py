@@ -252,8 +252,8 @@ def _there(parameters: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, torch
 
 
 # What Python and PyTorch hold themselves differs between versions, so it is measured.
-_parameter = nn.Parameter(torch.zeros(1))
-_known = {0: (_parameter, torch.zeros(1))}
+_parameter = nn.Parameter(torch.zeros(1, dtype=torch.float32))
+_known = {0: (_parameter, torch.zeros(1, dtype=torch.float32))}
 _KNOWN = max(sys.getrefcount(g) for _, g in _known.values())
-_parameter.grad = torch.zeros(1)
+_parameter.grad = torch.zeros(1, dtype=torch.float32)
 _IN_GRAD = max(sys.getrefcount(g) for _, g in _there([_parameter]))

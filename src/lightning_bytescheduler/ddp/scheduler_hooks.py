@@ -9,9 +9,9 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from lightning_bytescheduler.ddp.rank_strategy import COMPRESSION
+from lightning_bytescheduler.ddp.rank_strategy import COMPRESSION, OUTER_STATE
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
-from lightning_bytescheduler.lightning_api import pl
+from lightning_bytescheduler.lightning_api import pl, rank_zero_info
 
 __all__ = ["SchedulerHooks"]
 
@@ -122,8 +122,13 @@ class SchedulerHooks(pl.Callback):
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Go on with what error feedback had left to be sent."""
+        """Go on with what error feedback had left to be sent; say what of the checkpoint is left out."""
         self._strategy.load_compression_state(checkpoint.get(COMPRESSION))
+        if OUTER_STATE in checkpoint:
+            rank_zero_info(
+                "bytescheduler: the checkpoint is of strategy 'diloco': weights, optimizers and progress go on, and "
+                "its outer optimizer is left out."
+            )
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Publish the failure before other callbacks or the teardown can block."""

@@ -207,7 +207,7 @@ class _Nothing(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, makers: list[Callable[[], torch.Tensor | None]], *parameters: torch.Tensor) -> torch.Tensor:
         ctx.makers = makers
-        return torch.zeros((), device=parameters[0].device)
+        return parameters[0].new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
