@@ -58,7 +58,6 @@ def test_trainings_that_are_ddps(pool: RankPool) -> None:
 
 def test_it_stops_at_the_first_that_is_not(pool: RankPool) -> None:
     plain = {
-        "optimizer": "Adam",
         "loop": "reads-gradients",
         "precision": "32-true",
         "ddp": "default",
