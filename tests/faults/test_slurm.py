@@ -44,7 +44,7 @@ def requeued_job(folder: Path, tasks: tuple[int, int], strategy: str) -> str:
     job.send_signal(signal.SIGUSR1)
     until((folder / "scontrol").exists, job, folder)
     job.send_signal(signal.SIGTERM)
-    assert job.wait(30.0) == 0, (folder / "log").read_text()
+    assert job.wait(30.0) == 143, (folder / "log").read_text()
     assert (folder / "scontrol").read_text() == "requeue 4711\n"
     assert [file.name for file in folder.glob("*.ckpt")] == ["hpc_ckpt_1.ckpt"]
     assert run_job(folder, tasks[1], strategy).wait(90.0) == 0, (folder / "log").read_text()
