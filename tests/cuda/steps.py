@@ -261,9 +261,8 @@ def _train_scheduled(
             loss = model(batch).pow(2).mean()
             engine.end_forward()
             optimizer.zero_grad()
-            engine.before_backward()
-            loss.backward()
-            engine.after_backward()
+            with engine.backward():
+                loss.backward()
             if case.max_norm is not None and not engine.clip_norm(optimizer, case.max_norm):
                 torch.nn.utils.clip_grad_norm_(model.parameters(), case.max_norm)
             if engine.options.overlapped:

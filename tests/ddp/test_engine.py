@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -14,22 +12,14 @@ from torch import nn
 from lightning_bytescheduler.ddp.engine import GradientEngine
 from lightning_bytescheduler.ddp.own_gradients import OwnGradients
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
+from tests.ddp.transports import idle_transport
 
 
 @pytest.fixture
 def engine() -> GradientEngine:
-    transport: Any = SimpleNamespace(
-        group=SimpleNamespace(size=lambda: 2),
-        streams=None,
-        host_copies=None,
-        wire_device=torch.device("cpu"),
-        push_pull=None,
-        all_reduce=None,
-        wire_share=1.0,
-    )
     return GradientEngine(
         core=Mock(),
-        transport=transport,
+        transport=idle_transport(),
         parameters=[nn.Parameter(torch.ones(3))],
         device=torch.device("cpu"),
         timeout=5.0,

@@ -19,6 +19,7 @@ from lightning_bytescheduler.ddp.reduction import GradientBucket
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
 from lightning_bytescheduler.ddp.steps import StepContext, StepListener
 from lightning_bytescheduler.scheduler.task import CommTask, TaskKey
+from tests.ddp.transports import idle_transport
 
 
 class Listener(StepListener):
@@ -55,16 +56,7 @@ def parameter() -> nn.Parameter:
 
 @pytest.fixture
 def step(parameter: nn.Parameter) -> OverlappedStep:
-    transport: Any = SimpleNamespace(
-        group=SimpleNamespace(size=lambda: 2),
-        streams=None,
-        host_copies=None,
-        wire_device=torch.device("cpu"),
-        push_pull=None,
-        all_reduce=None,
-        wire_share=1.0,
-        join=lambda task, timeout: task.wait(timeout),
-    )
+    transport = idle_transport(join=lambda task, timeout: task.wait(timeout))
     core: Any = SimpleNamespace(abort=lambda error: None)
     context = StepContext(
         core=core,

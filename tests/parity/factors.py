@@ -32,7 +32,7 @@ FACTORS: Mapping[str, Mapping[str, str]] = {
         "Rprop": "`Rprop`",
         "LBFGS": "`LBFGS`",
         "own-step": "most third-party optimizers",
-        "own-part": "most third-party optimizers",
+        "own-part": "subclasses that replace what a torch optimizer's `step` calls",
     },
     "groups": {
         "one-group": "one parameter group",

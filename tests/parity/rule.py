@@ -44,8 +44,8 @@ _MANUAL = Effect(Mode.SYNCHRONISED, "manual", "the step is yours", "automatic op
 
 EFFECTS: Mapping[tuple[str, str], Effect] = {
     ("optimizer", "LBFGS"): Effect(Mode.SYNCHRONISED, "LBFGS", _OPTIMIZER, "one of the above"),
-    ("optimizer", "own-step"): Effect(Mode.SYNCHRONISED, "Sign", _OPTIMIZER, "one of the above"),
-    ("optimizer", "own-part"): Effect(Mode.SYNCHRONISED, "Sign", _OPTIMIZER, "one of the above"),
+    ("optimizer", "own-step"): Effect(Mode.SYNCHRONISED, "SignDescent", _OPTIMIZER, "one of the above"),
+    ("optimizer", "own-part"): Effect(Mode.SYNCHRONISED, "SignedMomentum", _OPTIMIZER, "one of the above"),
     ("model", "sparse"): Effect(
         Mode.SYNCHRONISED, "sparse", "sparse gradients cannot be cut into partitions", "`sparse=False`"
     ),

@@ -43,9 +43,9 @@ def test_a_seed_is_a_training() -> None:
         assert all(allowed(*pair) for pair in map(tuple, pairs_in(case(seed)[0].items())))
 
 
-def test_many_of_the_trainings_overlap_and_many_do_not() -> None:
-    modes = [rule.mode(case(seed)[0]) for seed in range(400)]
-    assert 0.35 < modes.count(rule.Mode.OVERLAPPED) / len(modes) < 0.65
+def test_about_half_of_the_trainings_overlap() -> None:
+    modes = [rule.mode(case(seed)[0]) for seed in range(2000)]
+    assert 0.4 < modes.count(rule.Mode.OVERLAPPED) / len(modes) < 0.7
     assert set(modes) == set(rule.Mode)
 
 

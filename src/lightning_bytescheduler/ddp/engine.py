@@ -360,27 +360,30 @@ class GradientEngine:
         self.phase = f"after training_step, step {number}"
         context.record("forward", COMPUTE, forward.start, step=number)
 
-    def before_backward(self) -> None:
-        """Before a backward pass writes the buckets: everything of the last step must have landed."""
-        context = self._context
-        context.stream.is_here()
-        self._step.finish()
-        if context.compression is not None:
-            context.compression.before_backward()
-        self._in_backward = threading.get_ident()
-        context.reads.before_backward()
-        self._step = self._nothing_pending(self._step.number)
-        self.phase = f"in the backward pass, step {self._step.number + 1}"
-        self._last_index = sys.maxsize
-        self._backward_start = context.clock()
-
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Around the strategy's backward pass, or passes."""
+        """Around the strategy's backward pass, or passes, which write the buckets: the last step lands before."""
+        context = self._context
         try:
-            self.before_backward()
+            context.stream.is_here()
+            self._step.finish()
+            if context.compression is not None:
+                context.compression.before_backward()
+            self._in_backward = threading.get_ident()
+            context.reads.before_backward()
+            self._step = self._nothing_pending(self._step.number)
+            self.phase = f"in the backward pass, step {self._step.number + 1}"
+            self._last_index = sys.maxsize
+            self._backward_start = context.clock()
             yield
-            self.after_backward()
+            step = self._step
+            step.count_exposed()
+            if context.weights is not None:
+                context.weights.end_backward()
+            self._find_unseen()  # when all passes of it have ended, each of which may have gradients of other layers
+            self.phase = f"after the backward pass, step {step.number}"
+            self.steps_handed_over = step.number
+            context.record_backward(step, self._backward_start, communicated=self._last_index != sys.maxsize)
         finally:
             self._in_backward = 0  # as user code may catch what has failed, and go on
 
@@ -394,18 +397,6 @@ class GradientEngine:
         with self._context.own_gradients.backward_pass():
             yield
         self._step.end_backward()
-
-    def after_backward(self) -> None:
-        """After a backward pass: account for its time."""
-        context, step = self._context, self._step
-        step.count_exposed()
-        if context.weights is not None:
-            context.weights.end_backward()
-        self._find_unseen()  # when all passes of it have ended, each of which may have gradients of other layers
-        self.phase = f"after the backward pass, step {step.number}"
-        self.steps_handed_over = step.number
-        self._in_backward = 0
-        context.record_backward(step, self._backward_start, communicated=self._last_index != sys.maxsize)
 
     def _find_unseen(self) -> None:
         """Take updates in the step from here on. Ranks need not agree: it changes who waits, not what is sent."""

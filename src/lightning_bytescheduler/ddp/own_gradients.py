@@ -124,9 +124,8 @@ class OwnGradients:
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             if not bucket.buffer().is_sparse:
                 self._put(cast("list[nn.Parameter]", bucket.parameters()), bucket.buffer())
-            if (
-                self._kept or self._copies
-            ):  # DDP comes after that, wherever its last bucket is, and looks for its memory
+            # DDP comes after that, wherever its last bucket is, and looks for its memory.
+            if self._kept or self._copies:
                 Variable._execution_engine.queue_callback(self._give_back)
 
     def _put(self, parameters: list[nn.Parameter], buffer: torch.Tensor) -> None:
