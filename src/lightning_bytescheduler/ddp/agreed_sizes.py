@@ -76,7 +76,7 @@ def agree_on_sizes(
     own = options.policy.own_partition_size(count)
     if own is not None:
         partition = credit = partition or own
-    message = torch.tensor([partition, credit, int(in_shards), options.mode == "auto"], device="cpu")
+    message = torch.tensor([partition, credit, int(in_shards), _chooses(options)], device="cpu")
     dist.broadcast(message, src=0, group=groups.control)
     partition, credit, in_shards, chooses = message.tolist()
     link, far = None, False
@@ -124,6 +124,11 @@ def agree_on_sizes(
                 bucket_bytes=max(sizes.bucket_bytes, min(partition * width, 25 * 1024 * 1024)),
             )
     return AgreedSizes(sizes=sizes, link=link, far=far)
+
+
+def _chooses(options: SchedulerOptions) -> bool:
+    """Whether how long a message is under way decides anything, where sizes are given."""
+    return options.mode == "auto"
 
 
 def _near_or_far(link: LinkEstimate, world_size: int, goes_straight: bool) -> tuple[LinkEstimate, bool]:
