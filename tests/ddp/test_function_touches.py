@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._functorch import utils
 
+from lightning_bytescheduler.ddp import entry_points
 from lightning_bytescheduler.ddp.entry_points import FunctionTouches
 from lightning_bytescheduler.ddp.gates import FirstUseObserver, GatedParameter, arm, disarm
 
@@ -83,16 +83,19 @@ class Nested(torch.autograd.Function):
         return gradients[0], None
 
 
+OWNER, NAME = entry_points._OWNER, entry_points._NAME
 kept: Callable[..., Tensor] = Product.apply
 VALUE = torch.ones(3)
 USES: dict[str, Callable[[nn.Parameter], Tensor]] = {
     "plain": lambda p: Product.apply(VALUE, p),
-    "kept as a function": lambda p: kept(VALUE, p),
     "setup_context": lambda p: WithSetup.apply(VALUE, p),
     "once_differentiable": lambda p: Once.apply(VALUE, p),
     "overridden apply": lambda p: OverridesApply.apply(VALUE, p),
     "nested": lambda p: Nested.apply(VALUE, {"layers": (p, None)}),
 }
+
+if NAME != "apply":  # before PyTorch 2.14
+    USES["kept as a function"] = lambda p: kept(VALUE, p)
 
 
 def _takes_keywords() -> bool:
@@ -161,27 +164,27 @@ def test_a_gate_that_stays_closed_lets_the_function_run(touches: FunctionTouches
 
 
 def test_pytorch_is_left_as_it_was_when_the_last_user_ends() -> None:
-    before, apply = utils.unwrap_dead_wrappers, torch.autograd.Function.apply
+    before, apply = vars(OWNER)[NAME], torch.autograd.Function.apply
     one, other = FunctionTouches(), FunctionTouches()
     one.begin()
     one.begin()
     other.begin()
-    assert torch.autograd.Function.apply == apply
+    assert (torch.autograd.Function.apply == apply) is (NAME != "apply")
     one.end()
     one.end()
-    assert utils.unwrap_dead_wrappers is not before
+    assert vars(OWNER)[NAME] is not before
     other.end()
-    assert utils.unwrap_dead_wrappers is before
+    assert vars(OWNER)[NAME] is before
 
 
 def test_what_somebody_else_put_there_meanwhile_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(utils, "unwrap_dead_wrappers", utils.unwrap_dead_wrappers)
+    monkeypatch.setattr(OWNER, NAME, vars(OWNER)[NAME])
     seen = FunctionTouches()
     seen.begin()
     theirs = lambda args: args  # noqa: E731
-    utils.unwrap_dead_wrappers = theirs
+    setattr(OWNER, NAME, theirs)
     seen.end()
-    assert utils.unwrap_dead_wrappers is theirs
+    assert vars(OWNER)[NAME] is theirs
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does

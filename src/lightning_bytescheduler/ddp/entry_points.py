@@ -16,7 +16,8 @@ Each is replaced where PyTorch looks it up, by a function that opens gates and g
   ``torch._functorch.utils.unwrap_dead_wrappers`` first, looked up at each call. ``apply`` itself stays what it is, so
   this holds for ``apply`` methods that were kept as functions (``attention = Attention.apply``), for subclasses that
   override it and call what they inherit, and for Dynamo, which recognises custom functions by their ``apply`` and
-  traces what is inside.
+  traces what is inside. PyTorch 2.14 has ``apply`` in C, where nothing is looked up: ``apply`` itself is replaced, and
+  one that was kept as a function before the fit is not seen.
 
 Why there are two ways to replace. Entry points (:func:`watch_entry_points`) are replaced for a whole fit, by functions
 that Dynamo may follow: they do nothing while it compiles, so what it compiles does not come to depend on gates. What
@@ -62,20 +63,32 @@ from lightning_bytescheduler.ddp.gates import GatedParameter, any_closed, open_g
 
 __all__ = ["Accumulating", "Forkable", "FunctionTouches", "before_forks", "watch_entry_points"]
 
-_NAME = "unwrap_dead_wrappers"
+_FUNCTION = torch.autograd.Function
+_IN_PYTHON = isinstance(vars(_FUNCTION)["apply"], classmethod)
+_OWNER, _NAME = (utils, "unwrap_dead_wrappers") if _IN_PYTHON else (_FUNCTION, "apply")
 _functions_lock = threading.Lock()
 _users = 0
-_original: Callable[[tuple[Any, ...]], tuple[Any, ...]] | None = None
+_original: Any = vars(_OWNER).get(_NAME)
 
 
 def unwrap_and_open(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Open the gates among ``args``, then do what PyTorch does with them."""
     open_gates(args)
-    return args if _original is None else _original(args)
+    return _original(args)  # type: ignore[no-any-return]
+
+
+def apply_and_open(function: type[torch.autograd.Function], /, *args: Any, **kwargs: Any) -> Any:
+    """Open the gates among the arguments, then apply ``function``."""
+    open_gates((args, kwargs))
+    return _original.__get__(None, function)(*args, **kwargs)
 
 
 # Dynamo, where it gave up on a custom function and runs it as it is, must not look into what is around it.
-_replacement: Callable[[tuple[Any, ...]], tuple[Any, ...]] = torch.compiler.disable(unwrap_and_open)
+_replacement: Any = (
+    torch.compiler.disable(unwrap_and_open)
+    if _IN_PYTHON
+    else classmethod(torch.compiler.disable(apply_and_open, recursive=False))
+)
 
 
 class FunctionTouches:
@@ -93,10 +106,10 @@ class FunctionTouches:
             self._begun = True
             _users += 1
             if _users == 1:
-                found = getattr(utils, _NAME, None)
+                found = vars(_OWNER).get(_NAME)
                 if found is not None and found is not _replacement:
                     _original = found
-                    setattr(utils, _NAME, _replacement)
+                    setattr(_OWNER, _NAME, _replacement)
 
     def end(self) -> None:
         """End, and leave PyTorch as it was once nobody needs this any more; again: nothing happens."""
@@ -106,8 +119,8 @@ class FunctionTouches:
                 return
             self._begun = False
             _users -= 1
-            if _users == 0 and getattr(utils, _NAME, None) is _replacement:
-                setattr(utils, _NAME, _original)
+            if _users == 0 and vars(_OWNER).get(_NAME) is _replacement:
+                setattr(_OWNER, _NAME, _original)
 
 
 class Forkable(Protocol):

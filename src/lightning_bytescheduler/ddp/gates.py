@@ -502,7 +502,7 @@ def caller() -> str:
         code, file = frame.f_code, frame.f_code.co_filename
         if not function and code.co_name == "__torch_function__" and file.startswith(_OWN_FILES):
             function = _name_of(frame.f_locals.get("func"))
-        elif not function and code.co_name == "unwrap_and_open" and file.startswith(_OWN_FILES):
+        elif not function and code.co_name in ("unwrap_and_open", "apply_and_open") and file.startswith(_OWN_FILES):
             function = "autograd.Function.apply"
         elif module is None and code.co_name == "forward" and isinstance(frame.f_locals.get("self"), nn.Module):
             module = _place(frame)
