@@ -35,9 +35,9 @@ from aiohttp import web
 from benchmarks.report_workers import ReportWorker, report
 from lightning_bytescheduler.__about__ import __version__
 from lightning_bytescheduler.compression.wire_format import WIRE_DTYPES, WireDtype, WireFormat
-from lightning_bytescheduler.coordinator.garbage import Garbage
 from lightning_bytescheduler.coordinator.options import CoordinatorOptions, run_options
 from lightning_bytescheduler.coordinator.server import CoordinatorServer
+from lightning_bytescheduler.coordinator.service import Garbage
 from lightning_bytescheduler.coordinator.spool import view_of
 from lightning_bytescheduler.diloco import coordinator_protocol as protocol
 from lightning_bytescheduler.diloco import messages

@@ -13,8 +13,7 @@ import msgspec
 import pytest
 
 from lightning_bytescheduler.cli import main
-from lightning_bytescheduler.coordinator.run_status import RunStatus
-from lightning_bytescheduler.coordinator.status_report import summary_of
+from lightning_bytescheduler.coordinator.run_status import RunStatus, summary_of
 from lightning_bytescheduler.diloco.round_record import RoundRecord
 from lightning_bytescheduler.serving import Refusals, ServerAccess, guard
 from tests.coordinator.made_up_status import made_up_status
@@ -22,7 +21,7 @@ from tests.coordinator.runs import options_of
 
 web = pytest.importorskip("aiohttp.web")
 parser = pytest.importorskip("prometheus_client.parser")
-metrics = pytest.importorskip("lightning_bytescheduler.coordinator.metrics")
+
 page = pytest.importorskip("lightning_bytescheduler.coordinator.page")
 SECRET = "sesame-77aa"
 
@@ -112,7 +111,7 @@ def test_an_empty_run_has_a_status(capsys):
     with served(empty) as url:
         assert main(["status", url, "--once"]) == 0
     assert "Nobody is here." in capsys.readouterr().out
-    assert b"bytescheduler_round 0.0" in metrics.metrics_text(empty)
+    assert b"bytescheduler_round 0.0" in page.metrics_text(empty)
 
 
 def test_json_is_the_status(capsys):
@@ -168,7 +167,7 @@ def test_misuse_is_one_line(capsys, arguments, said):
 def test_prometheus_reads_the_metrics():
     families = {
         family.name: family
-        for family in parser.text_string_to_metric_families(metrics.metrics_text(made_up_status()).decode())
+        for family in parser.text_string_to_metric_families(page.metrics_text(made_up_status()).decode())
     }
     samples = {
         (sample.name, *sample.labels.values()): sample.value
@@ -190,10 +189,10 @@ def test_names_from_outside_make_no_time_series():
     few, many = made_up_status(1), made_up_status(1000)
     strange = {f"evil {number}": 1 for number in range(1000)} | {f"x{number}": 1 for number in range(1000)}
     many = msgspec.structs.replace(many, counters=few.counters)
-    text = metrics.metrics_text(many)
-    assert text.count(b"\n") == metrics.metrics_text(few).count(b"\n")
+    text = page.metrics_text(many)
+    assert text.count(b"\n") == page.metrics_text(few).count(b"\n")
     assert b"node-" not in text
-    text = metrics.metrics_text(msgspec.structs.replace(few, counters=strange))
+    text = page.metrics_text(msgspec.structs.replace(few, counters=strange))
     assert text.count(b"bytescheduler_events_total{") == 60
     assert b"evil" not in text
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_bytescheduler.checks import importing
 from lightning_bytescheduler.compression.wire_format import WIRE_DTYPES
-from lightning_bytescheduler.coordinator.garbage import Garbage
 from lightning_bytescheduler.coordinator.options import CoordinatorOptions, run_options
 from lightning_bytescheduler.diloco.coordinator_address import TOKEN_VARIABLE
 from lightning_bytescheduler.diloco.round_options import RoundOptions
@@ -197,6 +196,8 @@ def _announce(server: CoordinatorServer, options: argparse.Namespace, access: Se
 
 def _wait(server: CoordinatorServer, *, stays: bool) -> int:
     """Serve until the run or somebody ends it; then the state is saved, and workers are told that nothing is lost."""
+    from lightning_bytescheduler.coordinator.service import Garbage
+
     stop = threading.Event()
     former: dict[signal.Signals, Any] = {}
     if threading.current_thread() is threading.main_thread():

@@ -15,9 +15,8 @@ from functools import partial
 
 from aiohttp import WebSocketError, WSCloseCode, WSMsgType, web
 
+from lightning_bytescheduler.coordinator.limits import RateLimit, Stalls
 from lightning_bytescheduler.coordinator.membership import Member
-from lightning_bytescheduler.coordinator.rate_limit import RateLimit
-from lightning_bytescheduler.coordinator.stalls import Stalls
 from lightning_bytescheduler.diloco.coordinator_protocol import (
     Batch,
     FromCoordinator,

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from lightning_bytescheduler.checks import importing
-from lightning_bytescheduler.coordinator.pieces import PiecedFormat
 from lightning_bytescheduler.coordinator.spool import BufferPool, view_of
-from lightning_bytescheduler.coordinator.update_sum import Inspection, UpdateSum
+from lightning_bytescheduler.coordinator.update_sum import Inspection, PiecedFormat, UpdateSum
 from lightning_bytescheduler.diloco.coordinator_protocol import ModelParameter, RunOptions, wire_of
 from lightning_bytescheduler.diloco.fragments import split_fragments
 from lightning_bytescheduler.diloco.outer_optimizer import OuterOptimizer

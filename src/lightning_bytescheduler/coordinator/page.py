@@ -3,6 +3,9 @@
 The page is one file without anything from elsewhere, and is served with a policy that lets it load nothing else and
 send nothing anywhere but to this coordinator. It holds no secret, so it needs no token; the status that it asks for
 does. Where there is a token the page asks for it, keeps it in memory alone, and forgets it with the tab.
+
+Metrics are read from the status at a scrape, in a registry of their own. No label has a value that comes from outside:
+workers come and go, and a time series for each would fill Prometheus's memory.
 """
 
 from __future__ import annotations
@@ -10,16 +13,117 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from importlib.resources import files
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from lightning_bytescheduler.coordinator.metrics import CONTENT_TYPE, metrics_text
+from lightning_bytescheduler.checks import importing
 from lightning_bytescheduler.coordinator.run_status import RunStatus
 from lightning_bytescheduler.diloco.coordinator_protocol import HEALTH_PATH, METRICS_PATH
 
-__all__ = ["PAGE_PATH", "PUBLIC_PATHS", "add_pages", "page_headers"]
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
+__all__ = ["CONTENT_TYPE", "PAGE_PATH", "PUBLIC_PATHS", "add_pages", "metrics_text", "page_headers"]
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_PREFIX = "bytescheduler_"
+_WORD = re.compile(r"[a-z][a-z0-9_]{0,39}")
+_MOST_WORDS = 60
+_STATES = ("waiting", "starting", "training", "sending", "arrived", "lost", "paused", "joining")
+
+
+def metrics_text(status: RunStatus) -> bytes:
+    """The status in Prometheus's text format.
+
+    Args:
+        status: Of the run.
+
+    Raises:
+        ImportError: If the package prometheus-client is missing.
+    """
+    with importing("/metrics", extra="coordinator"):
+        from prometheus_client import CollectorRegistry, generate_latest
+
+    class Collected:
+        def collect(self) -> Iterator[Metric]:
+            return _metrics(status)
+
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_as_collector(Collected()))
+    text: bytes = generate_latest(registry)
+    return text
+
+
+def _as_collector(collected: Any) -> Any:
+    return collected
+
+
+def _metrics(status: RunStatus) -> Iterator[Metric]:
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+    def gauge(name: str, text: str, value: float | None) -> Iterator[Metric]:
+        if value is not None:
+            yield GaugeMetricFamily(f"{_PREFIX}{name}", text, value=value)
+
+    def by(family: Callable[..., Any], name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+        made = family(f"{_PREFIX}{name}", text, labels=[label])
+        for word, value in _words(values).items():
+            made.add_metric([word], value)
+        metric: Metric = made
+        return metric
+
+    info = GaugeMetricFamily(f"{_PREFIX}info", "Version of the package.", labels=["version"])
+    info.add_metric([status.version], 1)
+    yield info
+    yield from gauge("uptime_seconds", "Since this coordinator was started.", status.uptime)
+    yield from gauge("round", "That is on.", status.round)
+    yield from gauge("round_left", "To go in this round, in the target's unit.", status.left)
+    yield from gauge("weights_version", "Rounds that are part of the weights.", status.weights_version)
+    yield from gauge("parameters", "Numbers that are trained.", status.parameters)
+    yield from gauge("saved_round", "The last round that is part of a saved state.", status.saved_round)
+    yield from gauge("spool_bytes", "Held by updates that are not merged yet.", status.spool_bytes)
+    yield CounterMetricFamily(f"{_PREFIX}samples", "That have become part of the weights.", value=status.samples)
+
+    states = Counter(worker.state if worker.state in _STATES else "other" for worker in status.workers)
+    known: dict[str, float] = {state: states.get(state, 0) for state in (*_STATES, "other")}
+    yield by(GaugeMetricFamily, "workers", "By what they do.", "state", known)
+    connected = [worker for worker in status.workers if worker.connected]
+    yield from gauge("workers_connected", "Whose connection is open.", len(connected))
+    speeds = [worker.samples_per_second for worker in connected if worker.samples_per_second is not None]
+    yield from gauge("samples_per_second", "Of all connected workers.", sum(speeds))
+    yield from gauge("samples_per_second_slowest", "Of the slowest worker.", min(speeds, default=None))
+    yield from gauge("samples_per_second_fastest", "Of the fastest worker.", max(speeds, default=None))
+    longest = max((worker.heard_ago for worker in status.workers), default=None)
+    yield from gauge("heard_ago_seconds_longest", "Of the worker that was silent for longest.", longest)
+
+    if status.rounds:
+        last = status.rounds[-1]
+        yield from gauge("last_round_seconds", "That the last round took.", last.seconds)
+        yield from gauge("last_round_samples", "That were merged in it.", last.samples)
+        yield from gauge("last_round_merged", "Workers whose updates were merged in it.", last.merged)
+        yield from gauge("loss", "Mean of the last round, where workers report one.", last.loss)
+    if status.slices is not None:
+        slices = {
+            "unfinished": float(status.slices.unfinished),
+            "quarantined": float(status.slices.quarantined),
+        }
+        yield from gauge("epoch", "Of the data.", status.slices.epoch)
+        yield by(GaugeMetricFamily, "slices", "Of the data in this epoch.", "state", slices)
+        samples = {"all": status.slices.samples, "trained": status.slices.trained, "dropped": status.slices.dropped}
+        samples["trained_of_the_next"] = status.slices.ahead
+        yield by(GaugeMetricFamily, "epoch_samples", "Of the data in this epoch.", "state", samples)
+    yield by(CounterMetricFamily, "events", "Since this coordinator was started.", "event", status.counters)
+
+
+def _words(values: Mapping[str, float]) -> dict[str, float]:
+    """Only words such as this package has, and not more of them than there can be."""
+    words = [word for word in values if _WORD.fullmatch(word)]
+    return {word: values[word] for word in sorted(words)[:_MOST_WORDS]}
+
 
 PAGE_PATH = "/"
 PUBLIC_PATHS = (PAGE_PATH, HEALTH_PATH)

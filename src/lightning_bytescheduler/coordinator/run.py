@@ -18,11 +18,16 @@ from typing import Any
 
 import msgspec
 
-from lightning_bytescheduler.coordinator.admission import difference
-from lightning_bytescheduler.coordinator.contributions import Contribution, Contributions, Seen, corrected
-from lightning_bytescheduler.coordinator.membership import Member, Membership
+from lightning_bytescheduler.coordinator.contributions import (
+    Contribution,
+    Contributions,
+    Offer,
+    Seen,
+    UpdateRules,
+    corrected,
+)
+from lightning_bytescheduler.coordinator.membership import Member, Membership, difference
 from lightning_bytescheduler.coordinator.options import CoordinatorOptions, target_of
-from lightning_bytescheduler.coordinator.update_rules import Offer, UpdateRules
 from lightning_bytescheduler.diloco.batch_scheduler import BatchScheduler, BatchSchedulerState
 from lightning_bytescheduler.diloco.coordinator_protocol import (
     FromCoordinator,

@@ -5,11 +5,13 @@ Plain values only, and no secrets: no token, no session, no address of a worker.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 from lightning_bytescheduler.diloco.round_record import RoundRecord
 
-__all__ = ["RoundSummary", "RunStatus", "SliceStatus", "WorkerStatus"]
+__all__ = ["RoundSummary", "RunStatus", "SliceStatus", "WorkerStatus", "summary_of"]
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -154,3 +156,24 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     spool_bytes: int = 0
     saved_round: int | None = None
     timeline: tuple[RoundRecord, ...] = ()
+
+
+def summary_of(record: RoundRecord, metrics: Mapping[str, float], ended: float) -> RoundSummary:
+    """A round, in a line.
+
+    Args:
+        record: Of the round.
+        metrics: Means over it.
+        ended: When, in seconds since the epoch.
+    """
+    return RoundSummary(
+        round=record.round,
+        seconds=record.end - record.start,
+        ended=ended,
+        samples=record.samples,
+        merged=len(record.merged),
+        workers=len(record.workers),
+        deadline=None if record.deadline is None else record.deadline - record.start,
+        loss=metrics.get("loss"),
+        metrics={name: value for name, value in metrics.items() if name != "loss"},
+    )

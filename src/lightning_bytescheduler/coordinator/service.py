@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -22,23 +24,19 @@ from aiohttp import WSMsgType, web
 from aiohttp.typedefs import Middleware
 from torch import Tensor
 
+from lightning_bytescheduler.__about__ import __version__
 from lightning_bytescheduler.coordinator.connection import Connection, refuse, release
-from lightning_bytescheduler.coordinator.garbage import Garbage
 from lightning_bytescheduler.coordinator.global_weights import GlobalWeights, momentum_in, weights_in
+from lightning_bytescheduler.coordinator.limits import RateLimit, Stalls
 from lightning_bytescheduler.coordinator.membership import Member
-from lightning_bytescheduler.coordinator.options import CoordinatorOptions
+from lightning_bytescheduler.coordinator.options import CoordinatorOptions, target_in_words
 from lightning_bytescheduler.coordinator.page import add_pages
-from lightning_bytescheduler.coordinator.rate_limit import RateLimit
-from lightning_bytescheduler.coordinator.replies import problem
-from lightning_bytescheduler.coordinator.run import Merge, Run
-from lightning_bytescheduler.coordinator.run_status import RoundSummary, RunStatus
+from lightning_bytescheduler.coordinator.routes import StateRoutes, UpdateRoutes, problem
+from lightning_bytescheduler.coordinator.run import Merge, Run, Tally
+from lightning_bytescheduler.coordinator.run_status import RoundSummary, RunStatus, WorkerStatus, summary_of
 from lightning_bytescheduler.coordinator.slice_routes import SliceRoutes
 from lightning_bytescheduler.coordinator.spool import Spool
-from lightning_bytescheduler.coordinator.stalls import Stalls
-from lightning_bytescheduler.coordinator.state_routes import StateRoutes
 from lightning_bytescheduler.coordinator.state_store import StateStore
-from lightning_bytescheduler.coordinator.status_report import drawable, status_of, summary_of
-from lightning_bytescheduler.coordinator.update_routes import UpdateRoutes
 from lightning_bytescheduler.diloco.coordinator_protocol import (
     HEALTH_PATH,
     SESSION_HEADER,
@@ -56,9 +54,56 @@ from lightning_bytescheduler.diloco.round_record import RoundFile, RoundRecord
 from lightning_bytescheduler.exceptions import ByteSchedulerError, OptionError
 from lightning_bytescheduler.slices.messages import encode
 
-__all__ = ["CoordinatorService"]
+__all__ = ["CoordinatorService", "Garbage"]
 
 log = logging.getLogger(__name__)
+
+_YOUNG = 20_000  # objects made before young ones are looked at; of 700, Python's own, seventy reports make as many
+_NEVER = 1_000_000  # collections of the middle generation before a full one
+_MOST_ENDED = 1000  # connections, after which it is not put off any longer
+
+
+class Garbage:
+    """Decides when to collect: not amid the reports of a round. For one event loop.
+
+    With a thousand workers a full collection stops all answers for 0.2 s, and what waits then takes seconds to catch
+    up. Cycles are few: they are of connections that have ended. So all objects are looked at only at a round's end.
+    Does nothing in a process that has not entered :meth:`collected_rarely`.
+    """
+
+    _rarely = False  # of the process, as the collector is
+
+    def __init__(self) -> None:
+        self._ended = 0
+
+    @classmethod
+    @contextmanager
+    def collected_rarely(cls) -> Iterator[None]:
+        """Leave full collections of this process to its coordinator meanwhile: it is to do nothing else."""
+        gc.collect()
+        gc.freeze()  # torch's modules stay
+        young, middle, old = gc.get_threshold()
+        gc.set_threshold(max(young, _YOUNG), middle, _NEVER)
+        cls._rarely = True
+        try:
+            yield
+        finally:
+            cls._rarely = False
+            gc.set_threshold(young, middle, old)
+            gc.unfreeze()
+
+    def ended(self) -> None:
+        """A connection has ended, and may leave something."""
+        self._ended += 1
+        if self._ended >= _MOST_ENDED:
+            self.collect()
+
+    def collect(self) -> None:
+        """Nobody waits for an answer now: look, if there may be something."""
+        if self._ended and self._rarely:
+            gc.collect()
+        self._ended = 0
+
 
 _LONGEST_TICK_S = 0.25
 _HELLO_SECONDS = 20.0
@@ -70,6 +115,7 @@ _MERGE_SECONDS = 30.0  # a step of a large model
 _STALLED_SECONDS = 60.0
 _ROUNDS_SHOWN = 200
 _ROUNDS_DRAWN = 4
+_WORKERS_DRAWN = 40
 _NUMBER = r"\d{1,15}"
 
 
@@ -184,11 +230,6 @@ class CoordinatorService:
         run = self.run
         return run.scheduler.finished and run.merging is None and not len(run.members)
 
-    @property
-    def saved_round(self) -> int | None:
-        """The last round that is part of a saved state."""
-        return None if self._store is None else self._store.saved_round
-
     async def stop(self) -> None:
         """End everything; workers hear that they may come back, and the state is saved."""
         self._stopping = True
@@ -218,26 +259,58 @@ class CoordinatorService:
 
     def status(self) -> RunStatus:
         """How the run stands."""
-        return status_of(self.run, self, now=self._clock())
+        run, now = self.run, self._clock()
+        return RunStatus(
+            version=__version__,
+            uptime=now - self._started,
+            round=run.scheduler.round,
+            phase=run.phase,
+            outer_steps=run.options.run.outer_steps,
+            last_round=run.scheduler.last_round,
+            target=target_in_words(run.options.run),
+            left=max(run.scheduler.left, 0),
+            weights_version=run.lineage.version,
+            chain=run.lineage.chain,
+            parameters=self.parameters,
+            samples=run.samples,
+            workers=tuple(self._worker_status(name, now) for name in sorted(member.name for member in run.members)),
+            rounds=tuple(self.rounds),
+            slices=None if self.slices is None else self.slices.status(),
+            counters={**run.counters, **{f"refused_{reason}": count for reason, count in self.refusals().items()}},
+            spool_bytes=self.spool.taken,
+            saved_round=None if self._store is None else self._store.saved_round,
+            timeline=tuple(self.timeline),
+        )
+
+    def _worker_status(self, name: str, now: float) -> WorkerStatus:
+        run = self.run
+        member, tally = run.members.by_name(name), run.tallies.get(name, Tally())
+        progress = run.scheduler.workers.get(name)
+        seconds = None if progress is None else progress.step_time.seconds
+        batch_size = None if progress is None else progress.step_time.batch_size
+        state = "joining" if progress is None else progress.state.value
+        return WorkerStatus(
+            name=name,
+            state="paused" if progress is not None and progress.paused else state,
+            connected=name in self._connections,
+            leads=name == run.leader,
+            ranks=1 if member is None else member.ranks,
+            steps=0 if progress is None else progress.steps,
+            samples=0 if progress is None else progress.samples,
+            seconds_per_step=seconds,
+            samples_per_second=batch_size / seconds if seconds and batch_size else None,
+            heard_ago=0.0 if member is None else max(now - member.heard, 0.0),
+            bytes_in=tally.bytes_in,
+            bytes_out=tally.bytes_out,
+            merged=tally.merged,
+            late=tally.late,
+            slices=0 if self.slices is None else self.slices.held(name),
+        )
 
     @property
     def parameters(self) -> int:
         """Numbers that are trained; 0 before there are weights."""
         return 0 if self.weights is None else self.weights.parameters
-
-    @property
-    def spool_taken(self) -> int:
-        """Bytes of updates that are not merged yet."""
-        return self.spool.taken
-
-    @property
-    def uptime(self) -> float:
-        """Seconds since the service was made."""
-        return self._clock() - self._started
-
-    def is_connected(self, name: str) -> bool:
-        """Whether a worker's WebSocket is open."""
-        return name in self._connections
 
     # ── Rounds ───────────────────────────────────────────────────────────
 
@@ -249,7 +322,7 @@ class CoordinatorService:
     def _note(self, record: RoundRecord, metrics: Mapping[str, float]) -> None:
         summary = summary_of(record, metrics, time.time())
         self.rounds.append(summary)
-        self.timeline.append(drawable(record))
+        self.timeline.append(msgspec.structs.replace(record, workers=record.workers[:_WORKERS_DRAWN]))
         self._rounds_file.write(record)
         loss = "" if summary.loss is None else f", loss {summary.loss:.4f}"
         log.info(

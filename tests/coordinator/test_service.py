@@ -6,14 +6,13 @@ import gc
 
 import pytest
 
-from lightning_bytescheduler.coordinator import garbage
-from lightning_bytescheduler.coordinator.garbage import Garbage
+from lightning_bytescheduler.coordinator.service import Garbage
 
 
 @pytest.fixture
 def collected(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     done: list[int] = []
-    monkeypatch.setattr(garbage.gc, "collect", lambda: done.append(1))
+    monkeypatch.setattr(gc, "collect", lambda: done.append(1))
     return done
 
 

@@ -14,10 +14,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_bytescheduler.compression.wire_format import WireDtype, WireFormat
-from lightning_bytescheduler.coordinator import pieces
-from lightning_bytescheduler.coordinator.exact_mean import Weighted, exact_mean, is_exact
-from lightning_bytescheduler.coordinator.pieces import Extent, PiecedFormat, extent_of
-from lightning_bytescheduler.coordinator.update_sum import Update, UpdateSum
+from lightning_bytescheduler.coordinator import update_sum
+from lightning_bytescheduler.coordinator.update_sum import (
+    Extent,
+    PiecedFormat,
+    Update,
+    UpdateSum,
+    Weighted,
+    exact_mean,
+    extent_of,
+    is_exact,
+)
 from lightning_bytescheduler.diloco.weighted_mean import MOST_WEIGHT, WeightedMean
 from lightning_bytescheduler.exceptions import OptionError
 
@@ -111,7 +118,7 @@ def summed(updates: list[Tensor], weights: list[int], pieced: PiecedFormat, *, h
 
 @pytest.mark.parametrize("dtype", WIRES)
 def test_neither_order_nor_how_many_are_held_matters(dtype: WireDtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "PIECE", 256)
+    monkeypatch.setattr(update_sum, "PIECE", 256)
     wire = WireFormat(dtype=dtype)
     pieced = PiecedFormat(wire, 700)
     updates = [wire.encode(numbers(700, n, spread=4.0), seed=n) for n in range(3)]
