@@ -124,6 +124,7 @@ def fit_diloco(
     callbacks: tuple[Callable[[], Callback], ...] = (),
     ckpt_path: str | None = None,
     same_seed: bool = False,
+    sizes: tuple[int, int] | None = None,
     **trainer_options: Any,
 ) -> Result:
     """Fit once, on this rank of the pool; another seed on each rank, so that equal weights come from the strategy."""
@@ -131,6 +132,9 @@ def fit_diloco(
     module = model()
     with ExitStack() as stack:
         stack.callback(signal.signal, signal.SIGINT, signal.getsignal(signal.SIGINT))
+        if sizes is not None:
+            names = ("BYTESCHEDULER_PARTITION", "BYTESCHEDULER_CREDIT")
+            stack.enter_context(patch.dict(os.environ, zip(names, map(str, sizes), strict=True)))
         trainer = diloco_trainer(
             rank,
             DiLoCoStrategy(**options),

@@ -18,7 +18,7 @@ from tests.diloco.fits import Result, calm_tower, fit_diloco, plain_sgd
 from tests.support.models import Tower
 from tests.support.rank_pool import RankPool
 
-SMALL_PARTS = {"partition_size": 300, "credit": 600}
+SMALL_PARTS = (300, 600)
 
 
 def same_weights(results: list[Result]) -> bool:
@@ -48,8 +48,8 @@ def test_all_workers_hold_the_same_bits(
             "wire_dtype": wire_dtype,
             "fragments": fragments,
             "overlap_steps": overlap_steps,
-            **SMALL_PARTS,
         },
+        sizes=SMALL_PARTS,
         model=calm_tower,
         pauses={1: 0.003},
         max_steps=20,
@@ -75,7 +75,8 @@ def test_a_precision_that_changes_the_default_dtype(
 ) -> None:
     results = diloco_ranks.run(
         fit_diloco,
-        options={"inner_steps": 4, "wire_dtype": wire_dtype, "overlap_steps": 2, **SMALL_PARTS},
+        options={"inner_steps": 4, "wire_dtype": wire_dtype, "overlap_steps": 2},
+        sizes=SMALL_PARTS,
         model=partial(LongForward, optimizer=plain_sgd, dropout=0.0),
         max_steps=12,
         precision=precision,

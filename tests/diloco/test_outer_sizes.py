@@ -111,10 +111,9 @@ def test_an_argument_beats_a_variable_which_beats_the_link(monkeypatch: pytest.M
     for variable, value in zip(VARIABLES, ("3e5", "6e5", "its.json"), strict=True):
         monkeypatch.setenv(variable, value)
     assert options_of() == (300_000, 600_000, "its.json")
-    assert options_of(partition_size=5, credit=7, timeline="mine.json") == (5, 7, "mine.json")
-    # Variables are those of the gradients inside a worker, where the scheduler carries them.
+    assert options_of(timeline="mine.json") == (300_000, 600_000, "mine.json")
     inside = {"inner": {"strategy": "bytescheduler", "size": 2}}
-    assert options_of(**inside) == (None, None, "its.outer.json")
+    assert options_of(**inside) == (300_000, 600_000, "its.outer.json")
     with pytest.raises(OptionError, match=r"^timeline='its\.json' is not allowed"):
         options_of(**inside, timeline="its.json")
     monkeypatch.setenv("BYTESCHEDULER_PARTITION", "4MB")

@@ -100,16 +100,18 @@ def test_a_restart_changes_nothing(diloco_ranks: RankPool, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "sizes"),
     [
-        {"fragments": 2, "wire_dtype": "int8", "partition_size": 1000, "credit": 4000},
-        {"overlap_steps": 2, "fragments": 3},
+        ({"fragments": 2, "wire_dtype": "int8"}, (1000, 4000)),
+        ({"overlap_steps": 2, "fragments": 3}, None),
     ],
     ids=["int8", "overlap"],
 )
-def test_nor_with_what_rounds_leave_open(options: dict[str, Any], diloco_ranks: RankPool, tmp_path: Path) -> None:
+def test_nor_with_what_rounds_leave_open(
+    options: dict[str, Any], sizes: tuple[int, int] | None, diloco_ranks: RankPool, tmp_path: Path
+) -> None:
     """Weights of fragments that were not averaged, what was not sent, and validations amid an epoch."""
-    more: dict[str, Any] = {"options": options, "limit_val_batches": 1, "val_check_interval": 10}
+    more: dict[str, Any] = {"options": options, "sizes": sizes, "limit_val_batches": 1, "val_check_interval": 10}
     whole = fit(diloco_ranks, tmp_path, steps=(22,), **more)
     names = ["22", *(file.stem for file in tmp_path.glob("validated*.ckpt"))]
     assert len(names) == 3

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -69,7 +69,7 @@ OPTIONS_ELSEWHERE = {
     **{
         name: f"Where several processes form a worker, write inner={{'strategy': ..., {name!r}: ...}}."
         for name in (*known_ddp_options(), *_SCHEDULED)
-        if name not in ("partition_size", "credit", "timeline")
+        if name != "timeline"
     },
     "outer_learning_rate": "Did you mean 'outer_lr'?",
     "local_steps": "Did you mean 'inner_steps'?",
@@ -124,8 +124,8 @@ class DiLoCoOptions:
     overlap_steps: OverlapSteps
     wire_dtype: str
     batch_size: int | Sequence[int | Literal["auto"]] | Literal["auto"] | None
-    partition_size: int | None
-    credit: int | None
+    partition_size: int | None = field(init=False, default=None)
+    credit: int | None = field(init=False, default=None)
     timeline: str | os.PathLike[str] | None
     inner: str | None
     inner_size: int | Literal["node"] | None
@@ -190,19 +190,15 @@ class DiLoCoOptions:
         raise OptionError("outer_optimizer", given, _OPTIMIZER, way_out)
 
     def _check_outer_traffic(self) -> None:
-        """Sizes and timeline of what travels between workers: arguments first, then environment variables.
+        """Sizes of what travels between workers, by variables alone, and its timeline.
 
-        Where the ranks of a worker train with the scheduler, its variables are those of their gradients; the timeline
-        of what travels between workers is beside theirs then.
+        Where the ranks of a worker train with the scheduler, the timeline of what travels between workers is beside
+        theirs.
         """
-        sizes = {"partition_size": "BYTESCHEDULER_PARTITION", "credit": "BYTESCHEDULER_CREDIT"}
         env = {name: value.strip() for name, value in os.environ.items() if value.strip()}
         scheduled = self.inner == "bytescheduler"
-        for option, variable in sizes.items():
-            given = getattr(self, option)
-            if given is not None:
-                object.__setattr__(self, option, parse_size(option, given))
-            elif variable in env and not scheduled:
+        for option, variable in (("partition_size", "BYTESCHEDULER_PARTITION"), ("credit", "BYTESCHEDULER_CREDIT")):
+            if variable in env:
                 object.__setattr__(self, option, parse_size(variable, env[variable]))
         given, variable = self.timeline, "BYTESCHEDULER_TIMELINE"
         if given is not None:

@@ -146,9 +146,6 @@ class DiLoCoStrategy(CheckpointedStrategy):
         batch_size: Of every worker, or a list with one for each; ``"auto"`` finds it before training, by steps with
             batches that grow until memory or throughput stops it. ``BYTESCHEDULER_BATCH_SIZE`` if left out, and the
             data loader's if that is not set either.
-        partition_size: Largest piece of a pseudo-gradient sent at once, in parameters; follows the link if left out, as
-            ``credit`` does. ``BYTESCHEDULER_PARTITION`` and ``BYTESCHEDULER_CREDIT`` unless ``inner="bytescheduler"``.
-        credit: What may be in flight at once, in parameters.
         timeline: Write what each worker does and sends, as a Chrome trace: worker 0 to this file, others beside it.
             ``BYTESCHEDULER_TIMELINE`` if left out; beside that one with ``inner="bytescheduler"``.
         inner: How the ranks of one worker train together: with ``"ddp"`` or ``"bytescheduler"``, or a dict with that
@@ -196,8 +193,6 @@ class DiLoCoStrategy(CheckpointedStrategy):
         overlap_steps: int | Literal["auto"] | None = None,
         wire_dtype: str | None = None,
         batch_size: int | Sequence[int | Literal["auto"]] | Literal["auto"] | None = None,
-        partition_size: int | None = None,
-        credit: int | None = None,
         timeline: str | os.PathLike[str] | None = None,
         inner: str | Mapping[str, Any] | None = None,
         coordinator: str | Mapping[str, str] | None = None,
@@ -221,8 +216,6 @@ class DiLoCoStrategy(CheckpointedStrategy):
             outer_optimizer=outer_optimizer,
             coordinated=address is not None,
             batch_size=batch_size,
-            partition_size=partition_size,
-            credit=credit,
             timeline=timeline,
             **inner_of(inner),
             worker_states=worker_states,
