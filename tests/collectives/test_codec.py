@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from lightning_bytescheduler.collectives.codec import CodecThread
+from lightning_bytescheduler.collectives.transport import CodecThread
 
 
 class _SubTask:

@@ -15,8 +15,8 @@ import pytest
 import torch.distributed as dist
 
 from lightning_bytescheduler.collectives import launch_order
-from lightning_bytescheduler.collectives.foreign_collectives import ForeignCollectives
 from lightning_bytescheduler.collectives.launch_order import DecidingOrder, FollowingOrder
+from lightning_bytescheduler.collectives.routing_group import ForeignCollectives
 from lightning_bytescheduler.exceptions import LaunchOrderError
 from lightning_bytescheduler.scheduler.core import ByteCore
 from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask, TaskKey

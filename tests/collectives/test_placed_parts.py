@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_bytescheduler.collectives.placed_parts import PlacedParts
+from lightning_bytescheduler.collectives.node_push_pull import PlacedParts
 from lightning_bytescheduler.scheduler.placement import PLACEMENTS, mixed_server, server_weights
 
 PARTS = [(tensor, part) for tensor in range(40) for part in range(3)]

@@ -21,7 +21,7 @@ from torch import nn
 
 from lightning_bytescheduler.collectives.groups import leave
 from lightning_bytescheduler.collectives.launch_order import DecidingOrder, FollowingOrder
-from lightning_bytescheduler.collectives.placed_parts import PlacedParts
+from lightning_bytescheduler.collectives.node_push_pull import PlacedParts
 from lightning_bytescheduler.collectives.push_pull import ByteShares, PushPull
 from lightning_bytescheduler.collectives.server_meeting import join_group
 from lightning_bytescheduler.collectives.summing_server import SummingServer

@@ -15,7 +15,7 @@ from lightning.pytorch import Callback, Trainer
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_bytescheduler import ByteSchedulerStrategy
-from lightning_bytescheduler.ddp.requeue import OwnStop, RequeueForAll, requeues
+from lightning_bytescheduler.ddp.sigterm import OwnStop, RequeueForAll, requeues
 from tests.ddp.fits import trainer_with
 from tests.support.fit import SIZES
 from tests.support.models import Tower

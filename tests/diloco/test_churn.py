@@ -23,7 +23,7 @@ from lightning_bytescheduler.diloco.messages import (
 )
 from lightning_bytescheduler.diloco.round_end import FixedSteps, worthwhile_wait
 from lightning_bytescheduler.diloco.round_record import LateUpdate
-from lightning_bytescheduler.diloco.worker_progress import WorkerState
+from lightning_bytescheduler.diloco.round_roster import WorkerState
 from tests.diloco.bench import Bench
 
 

@@ -16,11 +16,10 @@ import torch
 from lightning_bytescheduler.coordinator.certificates import make_certificates
 from lightning_bytescheduler.coordinator.server import CoordinatorServer
 from lightning_bytescheduler.coordinator.state_store import StateStore
-from lightning_bytescheduler.diloco.coordinated_session import CoordinatedSession
+from lightning_bytescheduler.diloco.coordinated_session import CoordinatedSession, Sent
 from lightning_bytescheduler.diloco.coordinator_protocol import LeaderAppointed
 from lightning_bytescheduler.diloco.coordinator_transport import CoordinatedExchange, CoordinatorTransport
 from lightning_bytescheduler.diloco.transport import Contribution
-from lightning_bytescheduler.diloco.unsent_work import Sent
 from lightning_bytescheduler.exceptions import CoordinatorError, OptionError, SchedulerTimeoutError
 from lightning_bytescheduler.serving import ServerAccess
 from tests.diloco.coordinated_fits import coordinator_options

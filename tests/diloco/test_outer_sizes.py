@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from lightning_bytescheduler import DiLoCoStrategy
 from lightning_bytescheduler.compression.wire_format import WireFormat
-from lightning_bytescheduler.diloco.outer_sizes import outer_sizes
 from lightning_bytescheduler.diloco.process_groups import WorkerWorld
-from lightning_bytescheduler.diloco.pseudo_gradient_exchange import PseudoGradientExchange
+from lightning_bytescheduler.diloco.pseudo_gradient_exchange import PseudoGradientExchange, outer_sizes
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.tuning.default_sizes import LinkEstimate
 from tests.support.rank_pool import RankPool

@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_bytescheduler.diloco.fragments import FragmentOptions, TrainedWeights
+from lightning_bytescheduler.diloco.fragments import FragmentOptions, Overlap, TrainedWeights
 from lightning_bytescheduler.diloco.messages import Message, RoundEnded, SendNow, StartRound, TrainingOver
 from lightning_bytescheduler.diloco.outer_optimizer import OuterState
-from lightning_bytescheduler.diloco.overlap import Overlap
 from lightning_bytescheduler.diloco.process_groups import WorkerGroup
 from lightning_bytescheduler.diloco.session import FollowingSession, LeadingSession, WorkerSession
 from lightning_bytescheduler.diloco.transport import Contribution

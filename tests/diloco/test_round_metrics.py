@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_bytescheduler.diloco.round_metrics import RoundMetrics
+from lightning_bytescheduler.diloco.round_record import RoundMetrics
 
 
 def test_means_are_weighted_by_samples() -> None:

@@ -11,11 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_bytescheduler.diloco.batch_scheduler import BatchScheduler
-from lightning_bytescheduler.diloco.projection import Pace
+from lightning_bytescheduler.diloco.projection import Pace, RunningMaximum, RunningSum, Tally
 from lightning_bytescheduler.diloco.round_end import FastestSteps, FixedSteps, RoundOptions, RoundTarget, SampleTarget
-from lightning_bytescheduler.diloco.round_roster import LEAD_STEPS
-from lightning_bytescheduler.diloco.round_totals import RunningMaximum, RunningSum, Tally
-from lightning_bytescheduler.diloco.worker_progress import WorkerProgress
+from lightning_bytescheduler.diloco.round_roster import LEAD_STEPS, WorkerProgress
 from tests.diloco.simulated_run import Machine, simulate
 
 

@@ -23,8 +23,8 @@ from unittest.mock import patch
 
 import torch
 
-from lightning_bytescheduler.collectives.foreign_collectives import ForeignCollectives
 from lightning_bytescheduler.collectives.launch_order import DecidingOrder, FollowingOrder
+from lightning_bytescheduler.collectives.routing_group import ForeignCollectives
 from lightning_bytescheduler.scheduler import ByteCore, CommTask, MixedOrder, SubCommTask, TaskKey
 from lightning_bytescheduler.scheduler import core as core_module
 

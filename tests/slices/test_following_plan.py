@@ -14,11 +14,9 @@ from hypothesis import strategies as st
 
 from lightning_bytescheduler.exceptions import OptionError, SchedulerTimeoutError
 from lightning_bytescheduler.slices.batches import ReadReport, SampleRun, SliceBatch
-from lightning_bytescheduler.slices.following_plan import FollowingPlan
-from lightning_bytescheduler.slices.plan_thread import PlanThread
+from lightning_bytescheduler.slices.plan_thread import FollowingPlan, LeadingRank, PlanThread, cut_batch, read
 from lightning_bytescheduler.slices.tracked_batches import TrackerPlan
 from lightning_bytescheduler.slices.tracker import SliceTracker
-from lightning_bytescheduler.slices.worker_ranks import LeadingRank, cut_batch, read
 from tests.slices.tracker_workers import make_tracker
 
 LIMIT_S = 10.0

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.slices.epoch_line import Stage
+from lightning_bytescheduler.slices.epoch_plan import Stage
 from lightning_bytescheduler.slices.lock_step import LockStepEpoch
 
 COUNTS = st.lists(st.integers(0, 12), min_size=1, max_size=12)

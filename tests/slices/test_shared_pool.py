@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_bytescheduler.slices.epoch_line import EpochLine, Stretch
-from lightning_bytescheduler.slices.shared_pool import SharedPool
+from lightning_bytescheduler.slices.epoch_plan import EpochLine, Stretch
+from lightning_bytescheduler.slices.shared_plan import SharedPool
 
 COUNTS = st.lists(st.integers(0, 30), min_size=1, max_size=20)
 

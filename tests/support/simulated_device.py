@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from lightning_bytescheduler.collectives.payload_copies import PayloadCopies
+from lightning_bytescheduler.collectives.host_copies import PayloadCopies
 from lightning_bytescheduler.compression import blocks
 from lightning_bytescheduler.ddp import compressed_reduction
 from lightning_bytescheduler.ddp.compressed_reduction import GradientCompression

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from lightning_bytescheduler.checks import closest, is_whole, options_by_name, require_size, require_text, require_whole
 from lightning_bytescheduler.collectives.groups import SchedulerGroups, leave
 from lightning_bytescheduler.collectives.launch_order import DecidingOrder, FollowingOrder
+from lightning_bytescheduler.collectives.node_push_pull import PlacedParts
 from lightning_bytescheduler.collectives.operations import StartedOperation, broadcast_from_first, reduce_with
-from lightning_bytescheduler.collectives.placed_parts import PlacedParts
 from lightning_bytescheduler.collectives.push_pull import PushPull
 from lightning_bytescheduler.collectives.server_meeting import meet_servers
 from lightning_bytescheduler.collectives.summing_server import DTYPES

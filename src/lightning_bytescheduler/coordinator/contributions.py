@@ -16,7 +16,7 @@ from lightning_bytescheduler.coordinator.membership import Member
 from lightning_bytescheduler.coordinator.options import CoordinatorOptions
 from lightning_bytescheduler.diloco.batch_scheduler import BatchScheduler
 from lightning_bytescheduler.diloco.fragments import FragmentOptions
-from lightning_bytescheduler.diloco.late_updates import late_weight, round_of_late, staleness
+from lightning_bytescheduler.diloco.round_options import late_weight, round_of_late, staleness
 from lightning_bytescheduler.diloco.round_record import LateUpdate, RoundRecord, WorkerRound
 from lightning_bytescheduler.diloco.weighted_mean import pseudo_gradient_weight
 from lightning_bytescheduler.exceptions import OptionError

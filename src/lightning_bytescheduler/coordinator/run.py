@@ -61,8 +61,7 @@ from lightning_bytescheduler.diloco.messages import (
     WaitForRound,
 )
 from lightning_bytescheduler.diloco.round_end import FixedSteps
-from lightning_bytescheduler.diloco.round_metrics import RoundMetrics
-from lightning_bytescheduler.diloco.round_record import RoundRecord
+from lightning_bytescheduler.diloco.round_record import RoundMetrics, RoundRecord
 from lightning_bytescheduler.exceptions import OptionError
 
 __all__ = ["Merge", "Run", "Tally"]

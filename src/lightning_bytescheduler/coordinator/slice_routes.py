@@ -9,7 +9,7 @@ from typing import Any, cast
 from lightning_bytescheduler.coordinator.membership import Member
 from lightning_bytescheduler.coordinator.run_status import SliceStatus
 from lightning_bytescheduler.diloco.round_options import RoundOptions
-from lightning_bytescheduler.diloco.worker_progress import WorkerProgress
+from lightning_bytescheduler.diloco.round_roster import WorkerProgress
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.slices.catalogue import SliceCatalogue
 from lightning_bytescheduler.slices.messages import (

@@ -12,7 +12,7 @@ what the paces are uncertain by. So noise moves nothing, and where machines are 
 same numbers in, in the same order, into the same arithmetic; so they decide alike, for the same batch, and nobody tells
 anybody. A rank that asks for the shares of batch b has to have put in what all batches up to b - ahead took.
 
-Source: performance-aware scheduling; DiLoCo's rounds go by the same paces (``diloco/worker_progress.py``), and fit the
+Source: performance-aware scheduling; DiLoCo's rounds go by the same paces (``diloco/round_roster.py``), and fit the
 number of steps where this fits their size.
 """
 

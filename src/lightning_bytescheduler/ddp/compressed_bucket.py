@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_bytescheduler.collectives.host_copies import PayloadCopies
 from lightning_bytescheduler.collectives.node_links import NodeLinks
 from lightning_bytescheduler.collectives.operations import Pull, StartedOperation, scale, shard_of
-from lightning_bytescheduler.collectives.payload_copies import PayloadCopies
 from lightning_bytescheduler.collectives.push_pull import PushPull, Way
 from lightning_bytescheduler.collectives.summing_server import DTYPES, OwnSum
 from lightning_bytescheduler.ddp.compression_choice import CompressionChoice

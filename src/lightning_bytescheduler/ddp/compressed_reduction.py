@@ -45,7 +45,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_bytescheduler.collectives.payload_copies import PayloadCopies
+from lightning_bytescheduler.collectives.host_copies import PayloadCopies
 from lightning_bytescheduler.collectives.transport import GradientTransport
 from lightning_bytescheduler.compression.powersgd import PowerSGD
 from lightning_bytescheduler.ddp.compressed_bucket import CompressedBucket

@@ -119,7 +119,7 @@ class CompressionRules:
             UnsupportedError: If they cannot.
         """
         if device.type == "cuda" and not self.choices:
-            return  # see ``collectives/payload_copies.py``
+            return  # see ``collectives/host_copies.py``
         if device.type != "cpu":
             others = " Other compressors work there." if device.type == "cuda" else ""
             raise UnsupportedError(

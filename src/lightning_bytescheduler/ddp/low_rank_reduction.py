@@ -41,6 +41,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_bytescheduler.collectives.host_copies import PayloadCopies
 from lightning_bytescheduler.collectives.operations import (
     StartedOperation,
     all_gather,
@@ -48,7 +49,6 @@ from lightning_bytescheduler.collectives.operations import (
     reduce_scatter,
     shard_of,
 )
-from lightning_bytescheduler.collectives.payload_copies import PayloadCopies
 from lightning_bytescheduler.ddp.encoded_pieces import is_finite
 from lightning_bytescheduler.ddp.reduction import GradientBucket, Phase, StepTasks
 from lightning_bytescheduler.ddp.sample_weights import StepWeight

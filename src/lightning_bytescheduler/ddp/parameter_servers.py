@@ -19,7 +19,7 @@ import torch
 from lightning_bytescheduler.checks import require_known, require_one_of, require_whole
 from lightning_bytescheduler.collectives.groups import SchedulerGroups
 from lightning_bytescheduler.collectives.node_layout import RankOnNode, agree_on_nodes
-from lightning_bytescheduler.collectives.placed_parts import PlacedParts
+from lightning_bytescheduler.collectives.node_push_pull import PlacedParts
 from lightning_bytescheduler.collectives.push_pull import PushPull
 from lightning_bytescheduler.collectives.server_meeting import ServersFound, meet_servers
 from lightning_bytescheduler.ddp.compression_rules import CompressionRules

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from lightning_bytescheduler.collectives.groups import SchedulerGroups
 from lightning_bytescheduler.collectives.host_copies import travel_by_host
-from lightning_bytescheduler.collectives.placed_parts import PlacedParts
+from lightning_bytescheduler.collectives.node_push_pull import PlacedParts
 from lightning_bytescheduler.ddp.agreed_sizes import agree_on_sizes
 from lightning_bytescheduler.ddp.buffers import BufferBroadcast
 from lightning_bytescheduler.ddp.compressed_reduction import GradientCompression, has_no_gradient

@@ -37,13 +37,12 @@ from lightning_bytescheduler.ddp.fit_report import say_if_tiny
 from lightning_bytescheduler.ddp.parameter_servers import ServerOptions
 from lightning_bytescheduler.ddp.plan import ONE_RANK, OverlapPlan
 from lightning_bytescheduler.ddp.rank_strategy import COMPRESSION, RankStrategy, callbacks_of
-from lightning_bytescheduler.ddp.requeue import OwnStop, RequeueForAll, requeues
 from lightning_bytescheduler.ddp.residuals import add_up_on_first
 from lightning_bytescheduler.ddp.runtime import SchedulerRuntime
 from lightning_bytescheduler.ddp.sample_weights import Weighting
 from lightning_bytescheduler.ddp.scheduled_gradients import ScheduledGradients
 from lightning_bytescheduler.ddp.scheduler_hooks import SchedulerHooks
-from lightning_bytescheduler.ddp.sigterm import SigtermForAll
+from lightning_bytescheduler.ddp.sigterm import OwnStop, RequeueForAll, SigtermForAll, requeues
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
 from lightning_bytescheduler.ddp.tuned_fit import FitTuning
 from lightning_bytescheduler.ddp.uneven_data import UnevenLoader, gather_lengths, stateful_or_not

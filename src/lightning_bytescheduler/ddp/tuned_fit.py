@@ -24,7 +24,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from lightning_bytescheduler.collectives.agreed_values import AgreedValues
+from lightning_bytescheduler.collectives.number_exchange import AgreedValues
 from lightning_bytescheduler.ddp.ddp_mode import StepMode
 from lightning_bytescheduler.ddp.runtime import SchedulerRuntime
 from lightning_bytescheduler.lightning_api import pl, rank_zero_info

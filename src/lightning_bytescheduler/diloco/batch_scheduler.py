@@ -51,8 +51,7 @@ from lightning_bytescheduler.diloco.messages import (
 )
 from lightning_bytescheduler.diloco.round_end import FixedSteps, RoundOptions, RoundTarget, worthwhile_wait
 from lightning_bytescheduler.diloco.round_record import LateUpdate, RoundRecord
-from lightning_bytescheduler.diloco.round_roster import RoundRoster
-from lightning_bytescheduler.diloco.worker_progress import BatchSchedulerState, WorkerProgress, WorkerState
+from lightning_bytescheduler.diloco.round_roster import BatchSchedulerState, RoundRoster, WorkerProgress, WorkerState
 from lightning_bytescheduler.exceptions import OptionError
 
 __all__ = ["BatchScheduler", "BatchSchedulerState"]

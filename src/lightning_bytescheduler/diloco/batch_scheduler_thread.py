@@ -41,8 +41,7 @@ from lightning_bytescheduler.diloco.messages import (
     TrainingOver,
 )
 from lightning_bytescheduler.diloco.round_end import FixedSteps, RoundOptions, RoundTarget
-from lightning_bytescheduler.diloco.round_metrics import RoundMetrics
-from lightning_bytescheduler.diloco.round_record import Activity, RoundRecord
+from lightning_bytescheduler.diloco.round_record import Activity, RoundMetrics, RoundRecord
 
 __all__ = ["BatchSchedulerThread"]
 

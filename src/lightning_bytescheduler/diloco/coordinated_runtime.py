@@ -16,8 +16,11 @@ import msgspec
 from torch import nn
 
 from lightning_bytescheduler.__about__ import __version__
-from lightning_bytescheduler.diloco.coordinated_rounds import CoordinatedRounds, FollowingCoordinated
-from lightning_bytescheduler.diloco.coordinated_session import CoordinatedSession
+from lightning_bytescheduler.diloco.coordinated_session import (
+    CoordinatedRounds,
+    CoordinatedSession,
+    FollowingCoordinated,
+)
 from lightning_bytescheduler.diloco.coordinator_address import CoordinatorAddress
 from lightning_bytescheduler.diloco.coordinator_client import CoordinatorClient
 from lightning_bytescheduler.diloco.coordinator_protocol import (

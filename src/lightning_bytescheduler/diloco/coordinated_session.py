@@ -11,19 +11,29 @@ sent for is part of the weights here.
 With ``overlap_steps="auto"`` the same look says when to merge what travels beside steps, see ``overlap.py``.
 
 This is the session of the first rank of a worker; see ``coordinated_rounds`` for the others.
+
+What a worker has done and its coordinator has not taken yet: counts for each fragment, and for the round.
+
+One rank's part in the rounds of a coordinator.
+
+The ranks of one worker go through the same calls in the same order. The first one has the session, the others follow it
+(:class:`FollowingCoordinated`): they are told after each synchronisation what has changed, and get the first rank's
+weights, bit for bit.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
 
 import msgspec
 import torch
+from torch import Tensor
 
-from lightning_bytescheduler.diloco.coordinated_rounds import CoordinatedRounds, Outcome
 from lightning_bytescheduler.diloco.coordinator_protocol import (
     FromCoordinator,
     FromWorker,
@@ -32,29 +42,292 @@ from lightning_bytescheduler.diloco.coordinator_protocol import (
     ResumeRounds,
     Welcome,
 )
-from lightning_bytescheduler.diloco.coordinator_transport import CoordinatorTransport, Mean
-from lightning_bytescheduler.diloco.fragments import TrainedWeights
-from lightning_bytescheduler.diloco.global_state import pack_state, unpack_state
+from lightning_bytescheduler.diloco.coordinator_transport import CoordinatedExchange, CoordinatorTransport, Mean
+from lightning_bytescheduler.diloco.fragments import Overlap, TrainedWeights
 from lightning_bytescheduler.diloco.messages import (
     EndRound,
     JoinRounds,
     LeaveRounds,
     RoundEnded,
     RoundStatus,
+    SendingPseudoGradient,
     StepMetrics,
     StepReport,
     TrainingOver,
 )
-from lightning_bytescheduler.diloco.outer_optimizer import OuterState
-from lightning_bytescheduler.diloco.overlap import Overlap
+from lightning_bytescheduler.diloco.outer_optimizer import OuterState, pack_state, unpack_state
 from lightning_bytescheduler.diloco.process_groups import WorkerGroup
 from lightning_bytescheduler.diloco.round_counter import RoundCounter
-from lightning_bytescheduler.diloco.transport import CatchUp
-from lightning_bytescheduler.diloco.unsent_work import Sent, UnsentWork
+from lightning_bytescheduler.diloco.session import RankSession
+from lightning_bytescheduler.diloco.transport import CatchUp, Contribution
 
-__all__ = ["CoordinatedSession"]
+__all__ = ["CoordinatedRounds", "CoordinatedSession", "FollowingCoordinated", "Outcome", "Sent", "UnsentWork"]
 
 log = logging.getLogger(__name__)
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """What the first rank tells the worker's others after a synchronisation."""
+
+    changed: list[int]  # fragments whose weights it has others of now
+    version: int
+    over: bool
+    ended: RoundEnded | None
+
+
+class CoordinatedRounds(RankSession):
+    """One rank of a worker in a coordinator's run. All but :meth:`fail` is for the training thread.
+
+    Args:
+        worker: The worker's name.
+        group: The worker's ranks.
+
+    Attributes:
+        worker: As given, until the coordinator gives another one.
+        over: Whether the run is over.
+        version: Of the global weights, as all ranks of the worker know it.
+    """
+
+    def __init__(self, *, worker: str, group: WorkerGroup) -> None:
+        super().__init__(worker=worker, group=group)
+        self.over = False
+        self.version = 0
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank's worker validates, logs and saves for all, as far as this rank says it."""
+        return False
+
+    def begin(self) -> None:
+        """Take the global weights, and wait for the first round."""
+        self._take_in(self._begin())
+
+    def is_due(self) -> bool:
+        """Whether there is something to do before another step: as the first rank knows it now."""
+        return self._group.any(self._is_due())
+
+    def synchronise(self) -> None:
+        """Do it: send, merge, catch up, and begin the next round."""
+        self._take_in(self._synchronise())
+
+    def pause(self, *, shows: bool = True) -> None:
+        """Send what was trained, and do something else until :meth:`resume`.
+
+        Args:
+            shows: Whether to have the global weights meanwhile.
+        """
+        self._take_in(self._pause(shows))
+
+    def is_over_elsewhere(self) -> bool:
+        """Whether the run has ended while this worker did something else; looks only."""
+        return False
+
+    def resume(self) -> None:
+        """Go on with the rounds: where the others are by now."""
+        self._take_in(self._resume())
+
+    def leave(self, *, quickly: bool, for_all: bool = False) -> None:
+        """Take part no more, and have the global weights. What was trained counts.
+
+        Args:
+            quickly: Whether not to wait for the end of the round.
+            for_all: Whether this worker leads, and the training of all is to end with this round.
+        """
+        self._take_in(self._leave(quickly, for_all))
+
+    def _take_in(self, own: Outcome | None) -> None:
+        text = self._group.tell("" if own is None else msgspec.json.encode(own).decode())
+        outcome = msgspec.json.decode(text, type=Outcome)
+        if outcome.ended is not None and outcome.ended is not self.round_end:
+            self.round_end = outcome.ended
+        self.version = outcome.version
+        self.over = outcome.over
+        trained = self._trained
+        for fragment in outcome.changed:
+            self._group.share(trained.of(fragment))
+
+    @property
+    @abstractmethod
+    def _trained(self) -> TrainedWeights:
+        """What is trained."""
+
+    def _begin(self) -> Outcome | None:
+        return None
+
+    def _is_due(self) -> bool:
+        return False
+
+    def _synchronise(self) -> Outcome | None:
+        return None
+
+    def _pause(self, shows: bool) -> Outcome | None:
+        return None
+
+    def _resume(self) -> Outcome | None:
+        return None
+
+    def _leave(self, quickly: bool, for_all: bool) -> Outcome | None:
+        return None
+
+
+class FollowingCoordinated(CoordinatedRounds):
+    """Goes along with its first rank, and takes over the weights that it merges.
+
+    Args:
+        worker: The worker's name.
+        group: The worker's ranks.
+        trained: What is trained.
+    """
+
+    def __init__(self, *, worker: str, group: WorkerGroup, trained: TrainedWeights) -> None:
+        super().__init__(worker=worker, group=group)
+        self._own = trained
+
+    @property
+    def round(self) -> int:
+        """The round this worker is in."""
+        return 0 if self.round_end is None else self.round_end.round + 1
+
+    @property
+    def _trained(self) -> TrainedWeights:
+        return self._own
+
+    def _report(self, *, samples: int, seconds: float, tokens: int, loss: float | None) -> None:
+        pass
+
+
+@dataclass(slots=True, kw_only=True)
+class Sent:
+    """A pseudo-gradient that is on its way.
+
+    Attributes:
+        round: In which it was made.
+        fragment: Which.
+        exchange: Carries it.
+        steps: Taken in the round.
+        round_samples: Processed in the round.
+        round_tokens: Processed in the round.
+        samples: Processed since the fragment was last sent.
+        tokens: The same in tokens.
+        longest: Steps beside it after which the worker waits.
+        steps_since: Steps taken beside it.
+    """
+
+    round: int
+    fragment: int
+    exchange: CoordinatedExchange
+    steps: int
+    round_samples: int
+    round_tokens: int
+    samples: int
+    tokens: int
+    longest: int
+    steps_since: int = 0
+
+
+class UnsentWork:
+    """Counts of one worker. For the training thread.
+
+    A round without a quorum changes no weights. What was done in it is *carried*: it stays in the local weights and in
+    these counts, and the next update of the fragment has all of it.
+
+    Args:
+        fragments: How many.
+
+    Attributes:
+        samples: By fragment: since it was last part of a mean.
+        tokens: The same in tokens.
+        steps: That were carried from rounds without a quorum.
+        round_samples: Of these steps.
+    """
+
+    def __init__(self, fragments: int) -> None:
+        self.samples = [0] * fragments
+        self.tokens = [0] * fragments
+        self.steps = 0
+        self.round_samples = 0
+
+    def count(self, *, samples: int, tokens: int) -> None:
+        """Take note of a step."""
+        for fragment in range(len(self.samples)):
+            self.samples[fragment] += samples
+            self.tokens[fragment] += tokens
+
+    def contribution(
+        self, said: SendingPseudoGradient, fragment: int, pseudo_gradient: Tensor, weight: int
+    ) -> Contribution:
+        """What the coordinator gets of a fragment.
+
+        Args:
+            said: Of the round that it ends.
+            fragment: Which.
+            pseudo_gradient: Of all that was trained since the fragment was last part of a mean.
+            weight: In the mean, as this worker works it out.
+        """
+        return Contribution(
+            worker=said.worker,
+            round=said.round,
+            fragment=fragment,
+            pseudo_gradient=pseudo_gradient,
+            weight=weight,
+            samples=self.samples[fragment],
+            tokens=self.tokens[fragment],
+            steps=said.steps + self.steps,
+            round_samples=said.samples + self.round_samples,
+        )
+
+    def sent(self, said: SendingPseudoGradient, fragment: int, exchange: CoordinatedExchange, *, longest: int) -> Sent:
+        """What is on its way now.
+
+        Args:
+            said: Of the round that it ends.
+            fragment: Which.
+            exchange: Carries it.
+            longest: Steps beside it after which the worker waits.
+        """
+        return Sent(
+            round=said.round,
+            fragment=fragment,
+            exchange=exchange,
+            steps=said.steps,
+            round_samples=said.samples,
+            round_tokens=said.tokens,
+            samples=self.samples[fragment],
+            tokens=self.tokens[fragment],
+            longest=longest,
+        )
+
+    def taken(self, sent: Sent) -> None:
+        """An update has become part of a mean, or is late; steps beside which it travelled are still to be sent."""
+        self.samples[sent.fragment] -= sent.samples
+        self.tokens[sent.fragment] -= sent.tokens
+        self.steps = self.round_samples = 0
+
+    def carry(self, *, steps: int, samples: int) -> None:
+        """A round is over that has changed nothing.
+
+        Args:
+            steps: Taken in it.
+            samples: Processed in it.
+        """
+        self.steps += steps
+        self.round_samples += samples
+
+    def withdraw(self, sent: Sent) -> None:
+        """An update is not to be part of its round: what it has is carried."""
+        sent.exchange.cancel()
+        self.carry(steps=sent.steps, samples=sent.round_samples)
+
+    def overwritten(self, fragment: int) -> None:
+        """The trained weights of a fragment are the global ones now: nothing of it is left to send."""
+        self.samples[fragment] = self.tokens[fragment] = 0
+        self.steps = self.round_samples = 0
+
+    def start_anew(self) -> None:
+        """All weights are the global ones now."""
+        for fragment in range(len(self.samples)):
+            self.overwritten(fragment)
+
 
 _RECEIPT_S = 30.0  # for what is sent before the worker does something else, or goes
 _KEPT_ENDS = 16

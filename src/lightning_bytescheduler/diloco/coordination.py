@@ -1,32 +1,185 @@
-"""What a Trainer has of a coordinator's run: the strategy's calls that differ from those of ranks launched together."""
+"""What a Trainer has of a coordinator's run: the strategy's calls that differ from those of ranks launched together.
+
+What is for one worker only of those of a coordinator: checkpoints, loggers, and what looks at validations.
+
+The coordinator appoints one worker to validate, log and save for all. On the others, checkpoint callbacks and loggers
+are passed over; ``EarlyStopping`` and ``ReduceLROnPlateau`` are where what they monitor is not there, as a metric of
+the validation, so that they do not fail for want of it. Where ``EarlyStopping`` stops the leader, all are to stop.
+Another worker may be appointed at any time, which is looked at with each call. What was to be logged of hyperparameters
+before is logged then.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.utils.data import DistributedSampler
 
-from lightning_bytescheduler.diloco.coordinated_loop import CoordinatedBoundaries
+from lightning_bytescheduler.ddp.rank_strategy import callbacks_of
 from lightning_bytescheduler.diloco.coordinated_runtime import CoordinatedRuntime
 from lightning_bytescheduler.diloco.coordinator_address import CoordinatorAddress
-from lightning_bytescheduler.diloco.leader_callbacks import for_leader_only
 from lightning_bytescheduler.diloco.options import OuterOptions
 from lightning_bytescheduler.diloco.process_groups import WorkerGroup, WorkerWorld
-from lightning_bytescheduler.diloco.rank_session import SessionStatistics
+from lightning_bytescheduler.diloco.session import SessionStatistics
+from lightning_bytescheduler.diloco.training_loop import CoordinatedBoundaries
 from lightning_bytescheduler.failures.board import FaultBoard
-from lightning_bytescheduler.lightning_api import pl, rank_zero_info
+from lightning_bytescheduler.lightning_api import Checkpoint, Logger, pl, rank_zero_info
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
     from lightning_bytescheduler.diloco.coordinated_slices import CoordinatedSlices
 
-__all__ = ["Coordination"]
+__all__ = ["Coordination", "for_leader_only"]
+
+log = logging.getLogger(__name__)
+
+_CHECKPOINT_HOOKS = (
+    "on_train_batch_end",
+    "on_train_epoch_end",
+    "on_validation_end",
+    "on_train_end",
+    "on_exception",
+)
+_LOGGING = ("log_metrics", "log_graph", "save", "after_save_checkpoint")
+
+
+@contextmanager
+def for_leader_only(
+    trainer: pl.Trainer, leads: Callable[[], bool], on_stop: Callable[[], None] = lambda: None
+) -> Iterator[None]:
+    """Pass over meanwhile what is the leader's, unless this worker leads.
+
+    Args:
+        trainer: Whose callbacks and loggers they are.
+        leads: Whether it does; the same on all ranks of a worker.
+        on_stop: Called when an ``EarlyStopping`` stops the worker that leads.
+    """
+    with ExitStack() as stack:
+        for callback in callbacks_of(trainer):
+            if isinstance(callback, Checkpoint):
+                for hook in _CHECKPOINT_HOOKS:
+                    stack.enter_context(_gated(callback, hook, lambda *_, **__: leads()))
+            elif isinstance(callback, pl.callbacks.EarlyStopping):
+                stack.enter_context(_early_stopping(trainer, callback, leads, on_stop))
+        for logger in trainer.loggers:
+            stack.enter_context(_logging(logger, leads))
+        stack.enter_context(_plateaus(trainer, leads))
+        yield
+
+
+@contextmanager
+def _gated(of: object, name: str, opens: Callable[..., bool]) -> Iterator[None]:
+    own = getattr(of, name, None)
+    if own is None:
+        yield
+        return
+    had = vars(of).get(name)
+
+    def gate(*values: Any, **options: Any) -> Any:
+        return own(*values, **options) if opens(*values, **options) else None
+
+    vars(of)[name] = gate
+    try:
+        yield
+    finally:
+        if had is None:
+            vars(of).pop(name, None)
+        else:
+            vars(of)[name] = had
+
+
+@contextmanager
+def _early_stopping(
+    trainer: pl.Trainer, callback: pl.callbacks.EarlyStopping, leads: Callable[[], bool], on_stop: Callable[[], None]
+) -> Iterator[None]:
+    def opens(*_: Any, **__: Any) -> bool:
+        return leads() or callback.monitor in trainer.callback_metrics
+
+    own = callback._run_early_stopping_check
+
+    def check(*values: Any, **options: Any) -> None:
+        stopped = trainer.should_stop
+        own(*values, **options)
+        if trainer.should_stop and not stopped and leads():
+            on_stop()
+
+    vars(callback)["_run_early_stopping_check"] = check
+    try:
+        with _gated(callback, "_run_early_stopping_check", opens):
+            yield
+    finally:
+        vars(callback).pop("_run_early_stopping_check", None)
+
+
+@contextmanager
+def _logging(logger: Logger, leads: Callable[[], bool]) -> Iterator[None]:
+    own = logger.log_hyperparams
+    kept: list[tuple[Any, Any]] = []
+
+    def hyperparameters(*values: Any, **options: Any) -> None:
+        kept.append((values, options))
+        catch_up()
+
+    def catch_up(*_: Any, **__: Any) -> bool:
+        if not leads():
+            return False
+        while kept:
+            values, options = kept.pop(0)
+            own(*values, **options)
+        return True
+
+    with ExitStack() as stack:
+        for name in _LOGGING:
+            stack.enter_context(_gated(logger, name, catch_up))
+        vars(logger)["log_hyperparams"] = hyperparameters
+        try:
+            yield
+        finally:
+            vars(logger).pop("log_hyperparams", None)
+
+
+@contextmanager
+def _plateaus(trainer: pl.Trainer, leads: Callable[[], bool]) -> Iterator[None]:
+    loop: Any = trainer.fit_loop.epoch_loop
+    own = getattr(loop, "_update_learning_rates", None)
+    if own is None:
+        yield
+        return
+
+    said = set[str]()
+
+    def update(*values: Any, **options: Any) -> None:
+        strategy: Any = trainer.strategy
+        configs = strategy.lr_scheduler_configs
+        if not leads():
+            here = trainer.callback_metrics
+            for monitor in {c.monitor for c in configs if c.reduce_on_plateau} - set(here) - said:
+                said.add(monitor)
+                log.warning(
+                    "ReduceLROnPlateau does nothing on this worker, as %r is of the leader's validation alone: learning"
+                    " rates of workers may come to differ. Have it monitor what each worker logs in training_step, or "
+                    "use a schedule of steps.",
+                    monitor,
+                )
+            strategy.lr_scheduler_configs = [c for c in configs if not c.reduce_on_plateau or c.monitor in here]
+        try:
+            own(*values, **options)
+        finally:
+            strategy.lr_scheduler_configs = configs
+
+    vars(loop)["_update_learning_rates"] = update
+    try:
+        yield
+    finally:
+        vars(loop).pop("_update_learning_rates", None)
+
 
 _SEED = "PL_GLOBAL_SEED"  # where Lightning's seed_everything leaves it
 

@@ -13,10 +13,17 @@ a training that goes on from it is lost for good: see :meth:`PseudoGradientExcha
 
 Two ranks' messages are told apart by their number and not by their order. Still, every worker has to start the parts in
 one order: with a limited number in flight, each could otherwise wait for what the other has not started.
+
+How large the parts of a pseudo-gradient are, and how many of them travel at once, on a link that was measured.
+
+The parts of a pseudo-gradient need no order, unlike gradients, of which the first layers' are needed first: nothing is
+to overtake them. So parts are as large as that brings something, and no larger than lets a worker encode, add up and
+decode one part while another one travels. Pure.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -27,10 +34,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_bytescheduler.checks import require_size, require_whole
 from lightning_bytescheduler.collectives.completion import CompletionThread
 from lightning_bytescheduler.collectives.operations import StartedOperation, reduce_with, shard_of, wait_unless
 from lightning_bytescheduler.compression.wire_format import WireFormat
-from lightning_bytescheduler.diloco.outer_sizes import outer_sizes
 from lightning_bytescheduler.diloco.outer_timeline import OuterTimeline
 from lightning_bytescheduler.diloco.weighted_mean import WeightedMean
 from lightning_bytescheduler.exceptions import SchedulerTimeoutError
@@ -38,7 +45,52 @@ from lightning_bytescheduler.scheduler.core import ByteCore
 from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask, TaskKey
 from lightning_bytescheduler.tuning.default_sizes import LinkEstimate
 
-__all__ = ["Exchange", "PseudoGradientExchange"]
+__all__ = ["Exchange", "PseudoGradientExchange", "outer_sizes"]
+
+_BYTES = 4  # of a parameter, in fp32; what travels may be less, and is part of the estimate
+_LARGEST = 8_000_000  # parameters, as published; what travels is held in memory several times
+_SMALLEST = 16_384
+_ALONE = 1 / 6  # of what a part costs is not hidden under other parts, at the beginning and the end
+
+
+def outer_sizes(
+    parameters: int,
+    link: LinkEstimate,
+    *,
+    partition_size: int | None = None,
+    credit: int | None = None,
+) -> tuple[int, int]:
+    """Sizes with which a pseudo-gradient is exchanged soonest.
+
+    Cutting ``N`` parameters into parts of ``p`` costs ``alpha N / p`` for starting them. What cannot be hidden under
+    other parts is a share of one, ``beta p / 6``. Their sum is least with ``p = sqrt(6 N alpha / beta)``. Two parts are
+    in flight, and more where the link holds more than one.
+
+    Args:
+        parameters: Of the largest pseudo-gradient that is sent.
+        link: Cost of exchanging one part, by the bytes that it has in fp32.
+        partition_size: The same size if it is given.
+        credit: What may be in flight, if it is given.
+
+    Returns:
+        Largest part that is sent at once, and what may be in flight, in parameters.
+
+    Raises:
+        OptionError: If a size is not a whole number above 0.
+    """
+    require_whole("parameters", parameters, 1)
+    if partition_size is None:
+        best = math.sqrt(parameters * link.alpha / (_ALONE * link.beta * _BYTES))
+        parts = max(round(parameters / min(max(best, _SMALLEST), _LARGEST)), math.ceil(parameters / _LARGEST), 1)
+        partition_size = math.ceil(parameters / parts)  # of the same size: a small one at the end would cost as much
+        if credit is not None:
+            partition_size = min(partition_size, require_size("credit", credit))
+    require_size("partition_size", partition_size)
+    if credit is None:
+        held = math.ceil(link.alpha / (link.beta * _BYTES * partition_size))
+        credit = (1 + max(held, 1)) * partition_size
+    return partition_size, require_size("credit", credit)
+
 
 _PROBE = "link probe"
 _WHOLE = 2**40  # parameters: a part that is measured is not cut

@@ -12,9 +12,15 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from lightning_bytescheduler.checks import require_whole
-from lightning_bytescheduler.diloco.projection import Pace, Projection, project
+from lightning_bytescheduler.diloco.projection import (
+    LastWorkerOutlook,
+    Outlook,
+    Pace,
+    Projection,
+    SampleOutlook,
+    project,
+)
 from lightning_bytescheduler.diloco.round_options import RoundOptions
-from lightning_bytescheduler.diloco.round_totals import LastWorkerOutlook, Outlook, SampleOutlook
 
 __all__ = [
     "FastestSteps",

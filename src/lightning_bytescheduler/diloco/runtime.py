@@ -18,14 +18,13 @@ from typing import Any
 from torch import nn
 
 from lightning_bytescheduler.diloco.batch_scheduler_thread import BatchSchedulerThread
-from lightning_bytescheduler.diloco.coordinated_rounds import CoordinatedRounds
-from lightning_bytescheduler.diloco.fragments import TrainedWeights
+from lightning_bytescheduler.diloco.coordinated_session import CoordinatedRounds
+from lightning_bytescheduler.diloco.fragments import Overlap, TrainedWeights
 from lightning_bytescheduler.diloco.mailbox import Mailbox, Postman, with_messages
 from lightning_bytescheduler.diloco.messages import Message
 from lightning_bytescheduler.diloco.options import DiLoCoOptions, OuterOptions
 from lightning_bytescheduler.diloco.outer_optimizer import OuterState
 from lightning_bytescheduler.diloco.outer_timeline import OuterTimeline
-from lightning_bytescheduler.diloco.overlap import Overlap
 from lightning_bytescheduler.diloco.process_groups import WorkerGroup, WorkerWorld, worker_name
 from lightning_bytescheduler.diloco.pseudo_gradient_exchange import PseudoGradientExchange
 from lightning_bytescheduler.diloco.round_record import RoundRecord

@@ -15,11 +15,9 @@ from torch.optim import Optimizer
 from lightning_bytescheduler.checks import options_by_name
 from lightning_bytescheduler.ddp.fit_position import parameter_facts
 from lightning_bytescheduler.ddp.rank_strategy import callbacks_of
-from lightning_bytescheduler.ddp.requeue import worker_signals
 from lightning_bytescheduler.ddp.scheduled_gradients import ScheduledGradients
+from lightning_bytescheduler.ddp.sigterm import worker_signals
 from lightning_bytescheduler.diloco.batch_size import resolve_batch_size, sized_loader
-from lightning_bytescheduler.diloco.checkpointed_strategy import CheckpointedStrategy
-from lightning_bytescheduler.diloco.coordinated_loop import CoordinatedBoundaries
 from lightning_bytescheduler.diloco.coordinated_runtime import CoordinatedRuntime
 from lightning_bytescheduler.diloco.coordination import Coordination
 from lightning_bytescheduler.diloco.coordinator_address import resolve_coordinator
@@ -35,10 +33,11 @@ from lightning_bytescheduler.diloco.options import (
 )
 from lightning_bytescheduler.diloco.performance_monitor import PerformanceMonitor
 from lightning_bytescheduler.diloco.process_groups import JointCollectives, WorkerGroup, WorkerWorld
-from lightning_bytescheduler.diloco.rank_session import SessionStatistics
 from lightning_bytescheduler.diloco.round_record import RoundFile
 from lightning_bytescheduler.diloco.runtime import make_runtime
-from lightning_bytescheduler.diloco.training_loop import RoundBoundaries, RoundHooks
+from lightning_bytescheduler.diloco.session import SessionStatistics
+from lightning_bytescheduler.diloco.training_loop import CoordinatedBoundaries, RoundBoundaries, RoundHooks
+from lightning_bytescheduler.diloco.worker_strategy import WorkerStrategy
 from lightning_bytescheduler.exceptions import UnsupportedError
 from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.failures.startup_check import Introduction
@@ -62,7 +61,7 @@ __all__ = ["DiLoCoStrategy"]
 
 
 @options_by_name
-class DiLoCoStrategy(CheckpointedStrategy):
+class DiLoCoStrategy(WorkerStrategy):
     """Low-communication training of workers that need not be equally fast (DiLoCo, Douillard et al.).
 
     Each worker trains by itself, with the user's optimizer, schedule, precision, clipping and accumulation. In rounds,

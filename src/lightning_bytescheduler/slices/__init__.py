@@ -15,7 +15,7 @@
 
 from lightning_bytescheduler.slices.batches import SampleRun
 from lightning_bytescheduler.slices.catalogue import SliceCatalogue
-from lightning_bytescheduler.slices.epoch_line import Stage
+from lightning_bytescheduler.slices.epoch_plan import Stage
 from lightning_bytescheduler.slices.lock_step import LockStepEpoch
 from lightning_bytescheduler.slices.make import make_slices
 from lightning_bytescheduler.slices.options import FetchOptions, StoreOptions, TrackerOptions

@@ -19,8 +19,14 @@ from lightning_bytescheduler.checks import is_whole
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.slices.batches import SampleRun, SliceBatch, cut_batches
 from lightning_bytescheduler.slices.catalogue import SliceCatalogue
-from lightning_bytescheduler.slices.epoch_line import EpochLine, EpochPosition, Stage, Stretch, samples_without
-from lightning_bytescheduler.slices.epoch_plan import EpochPlan
+from lightning_bytescheduler.slices.epoch_plan import (
+    EpochLine,
+    EpochPlan,
+    EpochPosition,
+    Stage,
+    Stretch,
+    samples_without,
+)
 from lightning_bytescheduler.slices.options import Shortage, require_shortage
 
 __all__ = ["LockStepEpoch", "LockStepPlan", "LockStepShares"]

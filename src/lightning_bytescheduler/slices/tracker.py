@@ -52,7 +52,6 @@ from lightning_bytescheduler.slices.messages import (
     Verdict,
     WaitReason,
 )
-from lightning_bytescheduler.slices.open_epochs import OpenEpoch, OpenEpochs
 from lightning_bytescheduler.slices.options import TrackerOptions
 from lightning_bytescheduler.slices.slice import SliceState
 from lightning_bytescheduler.slices.tracked_workers import (
@@ -62,7 +61,7 @@ from lightning_bytescheduler.slices.tracked_workers import (
     WorkerRegistry,
     holder_to_relieve,
 )
-from lightning_bytescheduler.slices.tracker_state import SavedTracker, pack, unpack
+from lightning_bytescheduler.slices.tracker_state import OpenEpoch, OpenEpochs, SavedTracker, pack, unpack
 
 __all__ = ["SliceTracker", "TrackerReport"]
 

@@ -17,14 +17,12 @@ from lightning_bytescheduler.slices.batches import BatchPlan, ReadReport
 from lightning_bytescheduler.slices.catalogue import SliceCatalogue
 from lightning_bytescheduler.slices.epoch_plan import EpochPlan
 from lightning_bytescheduler.slices.fetch import SliceStatistics
-from lightning_bytescheduler.slices.following_plan import FollowingPlan
 from lightning_bytescheduler.slices.options import LoaderOptions, TrackerOptions
-from lightning_bytescheduler.slices.plan_thread import PlanThread
+from lightning_bytescheduler.slices.plan_thread import FollowingPlan, LeadingRank, PlanThread, WorkerRanks
 from lightning_bytescheduler.slices.store import SliceStore
 from lightning_bytescheduler.slices.tracked_batches import TrackerPlan
 from lightning_bytescheduler.slices.tracker import SliceTracker
 from lightning_bytescheduler.slices.tracker_client import LocalTracker, TrackerClient
-from lightning_bytescheduler.slices.worker_ranks import LeadingRank, WorkerRanks
 
 __all__ = [
     "CoordinatedDataModule",

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_bytescheduler.diloco.messages import StepReport
-from lightning_bytescheduler.diloco.worker_progress import RobustMean, StepTime, WorkerProgress
+from lightning_bytescheduler.diloco.round_roster import RobustMean, StepTime, WorkerProgress
 
 
 def after(*seconds):

@@ -9,7 +9,6 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
 from lightning_bytescheduler import DiLoCoStrategy
-from lightning_bytescheduler.diloco.checkpointed_strategy import CheckpointedStrategy
 from lightning_bytescheduler.diloco.worker_strategy import WorkerStrategy
 
 
@@ -17,7 +16,7 @@ def test_callbacks_that_would_save_say_that_none_is_written(tmp_path: Any) -> No
     strategy: Any = DiLoCoStrategy()
     passive, active = ModelCheckpoint(), [ModelCheckpoint(save_on_exception=True), OnExceptionCheckpoint(tmp_path)]
     strategy._lightning_module = SimpleNamespace(trainer=SimpleNamespace(checkpoint_callbacks=[passive, *active]))
-    CheckpointedStrategy._end_with(strategy, RuntimeError())
+    WorkerStrategy._end_with(strategy, RuntimeError())
     assert "on_exception" not in vars(passive)
     assert all("on_exception" in vars(callback) for callback in active)
     strategy._open.close()

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_bytescheduler.diloco.state_collection import KeptStates, StateCollection, StateService
+from lightning_bytescheduler.diloco.worker_restart import KeptStates, StateCollection, StateService
 from lightning_bytescheduler.diloco.worker_state import Moment
 
 BEGUN, HALTED = Moment(3, halted=False), Moment(3, halted=True)

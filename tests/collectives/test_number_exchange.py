@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lightning_bytescheduler.collectives.agreed_values import AgreedValues
+from lightning_bytescheduler.collectives.number_exchange import AgreedValues
 from tests.support.rank_pool import RankPool, join_default_group, let_go
 
 
