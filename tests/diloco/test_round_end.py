@@ -16,7 +16,6 @@ from lightning_bytescheduler.diloco.round_end import (
     Pace,
     RoundOptions,
     SampleTarget,
-    fastest_steps,
     project,
 )
 from lightning_bytescheduler.exceptions import OptionError
@@ -46,6 +45,11 @@ def test_what_is_ruled_out_early_is_not_within_reach(workers, to_go, within, com
     target = SampleTarget(1)
     sure = target.plan(to_go, paces, now=0.0, within=INFINITY)
     assert (target.plan(to_go, paces, now=0.0, within=within) is None) == (sure.seconds > within)
+
+
+def fastest_steps(steps: int, times: list[float]) -> tuple[int, ...]:
+    paces = [Pace(batch_size=1, step_seconds=time) for time in times]
+    return FastestSteps(steps).plan(steps, paces, now=0.0, within=INFINITY).steps
 
 
 def test_steps_are_shared_out_by_speed() -> None:

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from lightning_bytescheduler.exceptions import LaunchOrderError, RankFailedError, SchedulerTimeoutError
 from lightning_bytescheduler.failures import board as board_module
 from lightning_bytescheduler.failures.board import FaultBoard
+from lightning_bytescheduler.failures.standstill import Watchdog
 from lightning_bytescheduler.failures.store import StorePresence
-from lightning_bytescheduler.failures.watchdog import Watchdog
 
 BROKEN = RuntimeError("[/src/gloo/pair.cc:5] Connection closed by peer [::1]:1. This is typically caused by a worker.")
 LATE = RuntimeError("[/src/gloo/unbound_buffer.cc:78] Timed out waiting 3000ms for recv operation to complete")

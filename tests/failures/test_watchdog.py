@@ -7,11 +7,11 @@ import threading
 
 import pytest
 
-from lightning_bytescheduler.failures.watchdog import Watchdog, frame_of
+from lightning_bytescheduler.failures.standstill import Watchdog, frame_of
 
 _GARBAGE_WITH_A_THREAD = """
 import gc, threading
-from lightning_bytescheduler.failures.watchdog import frame_of
+from lightning_bytescheduler.failures.standstill import frame_of
 
 class Knot:
     def __init__(self):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_bytescheduler.slices.tracked_workers import Holder, WorkerSpeed, holder_to_relieve
+from lightning_bytescheduler.slices.tracker_state import Holder, WorkerSpeed, holder_to_relieve
 
 
 def speed_of(*intervals):

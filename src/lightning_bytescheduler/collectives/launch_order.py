@@ -12,7 +12,7 @@ Why the ranks agree, and why nobody waits forever:
 * Take the oldest collective that has not completed. Rank 0 has launched it (decisions precede everything younger). Each
   follower will: everything older has completed there, so its credit is free for at least one sub-task, its data will
   exist, and no younger one can be popped before it. So it completes, and by induction all do.
-* Collectives of others (``foreign_collectives.py``) are in the same sequence, where they are routed. A rank may wait
+* Collectives of others (``routing_group.py``) are in the same sequence, where they are routed. A rank may wait
   for what is above before it comes to submit one: so the induction takes more, see below.
 * In which form a part travels, where there is a choice (``compression="auto"``), rank 0 chooses, and says so with the
   decision itself: a follower learns of both at once, before it can launch either way.

@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from lightning_bytescheduler.checks import importing, require_positive
 from lightning_bytescheduler.exceptions import OptionError
@@ -29,6 +29,14 @@ DAYS = 365.0
 _AUTHORITY_DAYS = 3650.0
 _MOST_DAYS = 36500.0
 _HOSTS = ("localhost", "127.0.0.1", "::1")
+_NOT_USED = (
+    "content_commitment",
+    "key_encipherment",
+    "data_encipherment",
+    "key_agreement",
+    "encipher_only",
+    "decipher_only",
+)
 _SKEW = datetime.timedelta(minutes=5)  # clocks of other machines may be behind
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,59}")
 _HOST = re.compile(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?(\.[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?)*\.?")
@@ -52,9 +60,7 @@ class MadeCertificates(NamedTuple):
     until: datetime.datetime
 
 
-class _Signer(NamedTuple):
-    certificate: x509.Certificate
-    key: EllipticCurvePrivateKey
+_Signer: TypeAlias = "tuple[x509.Certificate, EllipticCurvePrivateKey]"
 
 
 def make_certificates(
@@ -86,41 +92,39 @@ def make_certificates(
     if require_positive("days", days, of="days") > _MOST_DAYS:
         raise OptionError("days", days, f"{_MOST_DAYS:.0f} at most, a hundred years")
     for name in clients:
-        if not _NAME.fullmatch(name):
-            raise OptionError("client", name, "a name of letters, digits, dots, '-' and '_', 60 at most")
-    if len(set(clients)) < len(clients):
-        raise OptionError("client", list(clients), "without a name that is given twice")
+        if not _NAME.fullmatch(name) or clients.count(name) > 1:
+            raise OptionError("client", name, "a name of letters, digits, dots, '-' and '_', 60 at most, given once")
+    reached = tuple(dict.fromkeys((*_HOSTS, *hosts)))
+    names = [_general_name(host) for host in reached]
     start = now or datetime.datetime.now(datetime.timezone.utc)
     place = Path(folder)
-    names = [_general_name(host) for host in dict.fromkeys((*_HOSTS, *hosts))]
     has_authority = (place / "ca.pem").exists() or (place / "ca.key").exists()
     with_server = bool(hosts) or not (place / "server.pem").exists()
-    wanted = [*(["ca"] if not has_authority else []), *(["server"] if with_server else [])]
-    wanted += [f"client-{name}" for name in clients]
-    for stem in wanted:
-        for file in (place / f"{stem}.pem", place / f"{stem}.key"):
-            if file.exists():
-                allowed = f"a folder without {file.name}: nothing is overwritten. Delete it, or take another folder"
-                raise OptionError("folder", os.fspath(folder), allowed)
-    if not wanted:
+    stems = ["ca"] * (not has_authority) + ["server"] * with_server + [f"client-{name}" for name in clients]
+    if not stems:
         allowed = "a folder in which something is missing: it has a server's certificate, and no client is named"
         raise OptionError("folder", os.fspath(folder), allowed)
+    for file in (place / f"{stem}{end}" for stem in stems for end in (".pem", ".key")):
+        if file.exists():
+            allowed = f"a folder without {file.name}: nothing is overwritten. Delete it, or take another folder"
+            raise OptionError("folder", os.fspath(folder), allowed)
     place.mkdir(mode=0o700, parents=True, exist_ok=True)
     if has_authority:
         authority = _read_authority(place, start)
     else:
-        authority = _make(place, "ca", None, start, start + datetime.timedelta(days=max(days, _AUTHORITY_DAYS)), ())
-    end = min(start + datetime.timedelta(days=days), authority.certificate.not_valid_after_utc)
+        authority = _make(place, "ca", None, start, start + datetime.timedelta(days=max(days, _AUTHORITY_DAYS)), [])
+    until = min(start + datetime.timedelta(days=days), authority[0].not_valid_after_utc)
     if with_server:
-        _make(place, "server", authority, start, end, names)
+        _make(place, "server", authority, start, until, names)
     for name in clients:
-        _make(place, f"client-{name}", authority, start, end, [x509.DNSName(name)])
+        _make(place, f"client-{name}", authority, start, until, [x509.DNSName(name)])
+    made = {stem: (place / f"{stem}.pem", place / f"{stem}.key") for stem in stems}
     return MadeCertificates(
         place / "ca.pem",
-        (place / "server.pem", place / "server.key") if with_server else None,
-        {name: (place / f"client-{name}.pem", place / f"client-{name}.key") for name in clients},
-        tuple(dict.fromkeys((*_HOSTS, *hosts))) if with_server else (),
-        end,
+        made.get("server"),
+        {name: made[f"client-{name}"] for name in clients},
+        reached if with_server else (),
+        until,
     )
 
 
@@ -131,38 +135,30 @@ def _general_name(host: str) -> Any:
         return x509.IPAddress(ipaddress.ip_address(host.strip("[]")))
     except ValueError:
         if not _HOST.fullmatch(host) or len(host) > 253:
-            raise OptionError(
-                "host", host, "a name such as coordinator.example.org, or an address, without a port"
-            ) from None
+            allowed = "a name such as coordinator.example.org, or an address, without a port"
+            raise OptionError("host", host, allowed) from None
         return x509.DNSName(host)
 
 
 def _read_authority(place: Path, now: datetime.datetime) -> _Signer:
     from cryptography import x509
-    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
-    files = (place / "ca.pem", place / "ca.key")
     try:
-        certificate = x509.load_pem_x509_certificate(files[0].read_bytes())
-        key = load_pem_private_key(files[1].read_bytes(), password=None)
+        certificate = x509.load_pem_x509_certificate((place / "ca.pem").read_bytes())
+        key: Any = load_pem_private_key((place / "ca.key").read_bytes(), password=None)
     except (OSError, ValueError, TypeError) as error:
         allowed = f"a folder whose authority, ca.pem and ca.key, can be read ({type(error).__name__}: {error})"
         raise OptionError("folder", os.fspath(place), allowed) from error
-    if not isinstance(key, EllipticCurvePrivateKey) or certificate.public_key() != key.public_key():
+    if certificate.public_key() != key.public_key():
         raise OptionError("folder", os.fspath(place), "a folder whose ca.key is the key of ca.pem")
     if certificate.not_valid_after_utc <= now:
         raise OptionError("folder", os.fspath(place), "a folder whose authority has not run out; take another folder")
-    return _Signer(certificate, key)
+    return certificate, key
 
 
 def _make(
-    place: Path,
-    stem: str,
-    signer: _Signer | None,
-    start: datetime.datetime,
-    end: datetime.datetime,
-    names: Sequence[Any],
+    place: Path, stem: str, signer: _Signer | None, start: datetime.datetime, end: datetime.datetime, names: list[Any]
 ) -> _Signer:
     """One certificate and its key, written as ``stem``. Without a signer it is an authority, and signs itself."""
     from cryptography import x509
@@ -174,52 +170,31 @@ def _make(
     is_authority = signer is None
     common = "lightning-bytescheduler development authority" if is_authority else stem.removeprefix("client-")
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common)])
-    builder = (
-        x509.CertificateBuilder()
-        .subject_name(subject)
-        .issuer_name(signer.certificate.subject if signer else subject)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(start - _SKEW)
-        .not_valid_after(end)
-        .add_extension(x509.BasicConstraints(ca=is_authority, path_length=0 if is_authority else None), critical=True)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-        .add_extension(
-            x509.AuthorityKeyIdentifier.from_issuer_public_key((signer.key if signer else key).public_key()),
-            critical=False,
-        )
-        .add_extension(
-            x509.KeyUsage(
-                digital_signature=True,
-                content_commitment=False,
-                key_encipherment=False,
-                data_encipherment=False,
-                key_agreement=False,
-                key_cert_sign=is_authority,
-                crl_sign=is_authority,
-                encipher_only=False,
-                decipher_only=False,
-            ),
-            critical=True,
-        )
-    )
+    issuer, signing_key = (subject, key) if signer is None else (signer[0].subject, signer[1])
+    usage = dict.fromkeys(_NOT_USED, False)
+    usage |= {"digital_signature": True, "key_cert_sign": is_authority, "crl_sign": is_authority}
+    extensions: list[tuple[Any, bool]] = [
+        (x509.BasicConstraints(ca=is_authority, path_length=0 if is_authority else None), True),
+        (x509.SubjectKeyIdentifier.from_public_key(key.public_key()), False),
+        (x509.AuthorityKeyIdentifier.from_issuer_public_key(signing_key.public_key()), False),
+        (x509.KeyUsage(**usage), True),
+    ]
     if not is_authority:
-        usage = ExtendedKeyUsageOID.SERVER_AUTH if stem == "server" else ExtendedKeyUsageOID.CLIENT_AUTH
-        builder = builder.add_extension(x509.ExtendedKeyUsage([usage]), critical=False)
-        builder = builder.add_extension(x509.SubjectAlternativeName(list(names)), critical=False)
-    certificate = builder.sign(signer.key if signer else key, hashes.SHA256())
-    plain = key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        purpose = ExtendedKeyUsageOID.SERVER_AUTH if stem == "server" else ExtendedKeyUsageOID.CLIENT_AUTH
+        extensions += [(x509.ExtendedKeyUsage([purpose]), False), (x509.SubjectAlternativeName(names), False)]
+    builder = x509.CertificateBuilder(
+        issuer, subject, key.public_key(), x509.random_serial_number(), start - _SKEW, end
     )
-    _write(place / f"{stem}.key", plain, 0o600)
-    _write(place / f"{stem}.pem", certificate.public_bytes(serialization.Encoding.PEM), 0o644)
-    return _Signer(certificate, key)
-
-
-def _write(path: Path, content: bytes, mode: int) -> None:
-    """Write a new file; nobody may read it in the moment before its mode is set."""
-    with os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode), "wb") as file:
-        file.write(content)
+    for extension, critical in extensions:
+        builder = builder.add_extension(extension, critical)
+    certificate = builder.sign(signing_key, hashes.SHA256())
+    pem = serialization.Encoding.PEM
+    plain = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    for end_of, content, mode in ((".key", plain, 0o600), (".pem", certificate.public_bytes(pem), 0o644)):
+        # Nobody may read it in the moment before its mode is set.
+        with os.fdopen(os.open(place / f"{stem}{end_of}", os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode), "wb") as file:
+            file.write(content)
+    return certificate, key
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -28,7 +28,7 @@ that have a sum. Residuals are begun on the codec thread, or by the training bef
 the mark that says when it exists. Parts do not overlap, so nothing is shared between them but counters, which have a
 lock that is held for nothing else.
 
-On a GPU all arithmetic is done where gradients are, and payloads alone are copied, see ``payload_copies.py``. Not so
+On a GPU all arithmetic is done where gradients are, and payloads alone are copied, see ``host_copies.py``. Not so
 what goes to parameter servers: there whole buckets are copied first, see ``host_copies.py``. Numbers are read from
 payloads by operations that have one right result, so that ranks with processors of different kinds get the same bits;
 but factors are multiplied.

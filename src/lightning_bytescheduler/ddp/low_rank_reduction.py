@@ -18,7 +18,7 @@ bucket; rank 0 decides on it after these have ended there, so they come first in
 P is made orthonormal and multiplied on each rank: the same bits on all, as long as their processors are of one kind and
 torch uses them in one way, which is compared at the start (``CompressionRules.facts``).
 On a GPU that is done where gradients are, and factors alone are copied to host memory and back, see
-``payload_copies.py``; what is no matrix is reduced in whatever way it would be if it was all of the bucket.
+``host_copies.py``; what is no matrix is reduced in whatever way it would be if it was all of the bucket.
 
 Source: Vogels et al., "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization", algorithms 1
 and 2.

@@ -217,7 +217,7 @@ class BatchScheduler:
         """A pseudo-gradient has come after its round was over: the record of the round that is on says so.
 
         Args:
-            update: What came, and what it counts, see ``late_updates.late_weight``.
+            update: What came, and what it counts, see ``round_options.late_weight``.
             into: The round whose merge it is part of, if that has a quorum.
         """
         counts = f"counts {update.weight} in round {into}" if update.weight else "is dropped"

@@ -8,9 +8,9 @@ While the coordinator is away there is nothing to do: the worker takes steps on 
 without an answer is sent again with what was trained since. Samples are counted as sent when the round that they were
 sent for is part of the weights here.
 
-With ``overlap_steps="auto"`` the same look says when to merge what travels beside steps, see ``overlap.py``.
+With ``overlap_steps="auto"`` the same look says when to merge what travels beside steps, see ``fragments.py``.
 
-This is the session of the first rank of a worker; see ``coordinated_rounds`` for the others.
+This is the session of the first rank of a worker; see :class:`FollowingCoordinated` for the others.
 
 What a worker has done and its coordinator has not taken yet: counts for each fragment, and for the round.
 

@@ -4,7 +4,7 @@ Epochs of the data go on by themselves: a worker that finds nothing when its epo
 back, or for the next epoch. Nothing of it waits in a step: the tracker is called from the plan's own thread.
 
 Where several ranks train together as one worker, the first one calls the tracker for all of them, and posts each
-other one its parts of the batches over the job's store: see ``slices.worker_ranks``.
+other one its parts of the batches over the job's store: see ``slices.plan_thread``.
 """
 
 from __future__ import annotations

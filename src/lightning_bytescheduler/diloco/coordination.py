@@ -272,7 +272,7 @@ class Coordination:
         self._begin_early = lambda: None
 
     def for_leader_only(self, trainer: pl.Trainer) -> AbstractContextManager[None]:
-        """See ``leader_callbacks``."""
+        """See :func:`for_leader_only`."""
         return for_leader_only(trainer, lambda: self.leads, self._end_all)
 
     def _end_all(self) -> None:

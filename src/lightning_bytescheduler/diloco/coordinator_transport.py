@@ -82,7 +82,7 @@ class FetchedState:
     """The global state.
 
     Attributes:
-        payload: As ``global_state`` reads it.
+        payload: As ``outer_optimizer`` reads it.
         version: Of the weights.
         chain: Of the weights.
     """

@@ -31,7 +31,6 @@ __all__ = [
     "RoundPlan",
     "RoundTarget",
     "SampleTarget",
-    "fastest_steps",
     "project",
     "worthwhile_wait",
 ]
@@ -87,8 +86,8 @@ class SampleTarget:
     """A round is over when all workers together have processed ``samples`` samples.
 
     The proposal for performance-aware scheduling gives a round as a number of steps (there: ``outer_steps``) with a
-    theoretical ``batch_size``, from which follows how many batches each worker processes: :meth:`of_steps` is that. No
-    worker need have that batch size. The samples are shared out by what each one gets through in the same time.
+    theoretical ``batch_size``: ``samples`` is their product. No worker need have that batch size. The samples are
+    shared out by what each one gets through in the same time.
 
     Raises:
         OptionError: If ``samples`` is not a positive whole number.
@@ -98,19 +97,6 @@ class SampleTarget:
 
     def __post_init__(self) -> None:
         require_whole("samples", self.samples, 1)
-
-    @classmethod
-    def of_steps(cls, steps: int, *, batch_size: int) -> SampleTarget:
-        """As many samples as so many steps have at a theoretical batch size.
-
-        Args:
-            steps: Until the outer step.
-            batch_size: Samples of a step, of all workers together.
-
-        Raises:
-            OptionError: If one of them is not a positive whole number.
-        """
-        return cls(require_whole("steps", steps, 1) * require_whole("batch_size", batch_size, 1))
 
     @property
     def step_cap(self) -> int | None:
@@ -209,18 +195,8 @@ class FixedSteps:
         return max(self.steps - pace.steps, 0)
 
 
-def fastest_steps(steps: int, step_seconds: Sequence[float]) -> tuple[int, ...]:
-    """Share out steps by speed: ``floor(v / v_max * steps)`` for a speed of v, and one at least.
-
-    Args:
-        steps: Those of the fastest worker.
-        step_seconds: Each worker's time of a step.
-    """
-    fastest = min(step_seconds, default=1.0)
-    return tuple(_share(steps, seconds, fastest) for seconds in step_seconds)
-
-
 def _share(steps: int, seconds: float, fastest: float) -> int:
+    """``floor(v / v_max * steps)`` for a speed of v, and one at least."""
     # A share that is whole but for rounding is whole.
     return max(math.floor(fastest / seconds * steps * (1 + 1e-9)), 1)
 

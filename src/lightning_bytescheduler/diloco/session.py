@@ -8,7 +8,7 @@ its pseudo-gradient when it is time to, and hands on what the others make of it;
 All but :meth:`LeadingSession.receive` and :meth:`WorkerSession.fail` is called by the training thread, which waits for
 other workers at two places only: for a pseudo-gradient that is to be merged now, and for the start of a round.
 
-Where a merge follows the mean (``overlap_steps="auto"``, see ``overlap.py``), the leader alone looks whether it is
+Where a merge follows the mean (``overlap_steps="auto"``, see ``fragments.py``), the leader alone looks whether it is
 there, after each step beside it, and the others hear what it has seen. All of them ask after the same steps, as they
 have sent after the same one, and have been told since that nothing is to be merged yet.
 """

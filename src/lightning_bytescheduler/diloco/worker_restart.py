@@ -2,7 +2,7 @@
 
 A checkpoint is of a moment between two rounds: of a round's begin where it is written amid the round, or of a round's
 end where all workers stand still. Each worker keeps what it had at the last such moment (``worker_state.py``), the
-first one asks all others for theirs when it writes (``state_collection.py``).
+first one asks all others for theirs when it writes (:class:`StateCollection`).
 
 How a worker's state comes to the worker that writes a checkpoint: when that asks for it, over the job's store.
 

@@ -24,9 +24,8 @@ import torch.distributed as dist
 
 from lightning_bytescheduler.exceptions import RankFailedError, SchedulerTimeoutError
 from lightning_bytescheduler.failures.messages import FaultNotice, brief, is_communication_error, is_timeout
-from lightning_bytescheduler.failures.standstill import explain_death
+from lightning_bytescheduler.failures.standstill import Watchdog, explain_death
 from lightning_bytescheduler.failures.store import StorePresence, agent_keeps_store, connect_to_store, open_board
-from lightning_bytescheduler.failures.watchdog import Watchdog
 from lightning_bytescheduler.failures.watcher import FaultWatcher
 
 __all__ = ["FaultBoard"]

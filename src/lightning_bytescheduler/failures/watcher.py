@@ -23,9 +23,8 @@ from msgspec.structs import replace
 from lightning_bytescheduler.exceptions import RankFailedError, RanksDivergedError
 from lightning_bytescheduler.failures.agreed_stop import AgreedStop
 from lightning_bytescheduler.failures.messages import FaultNotice, is_communication_error
-from lightning_bytescheduler.failures.standstill import Standing, StandstillWatch, break_connections, wait_of
+from lightning_bytescheduler.failures.standstill import Standing, StandstillWatch, Watchdog, break_connections, wait_of
 from lightning_bytescheduler.failures.store import StorePresence
-from lightning_bytescheduler.failures.watchdog import Watchdog
 
 __all__ = ["FaultWatcher", "VitalSigns", "Watched"]
 

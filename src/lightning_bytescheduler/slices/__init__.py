@@ -1,14 +1,13 @@
 """Data in slices: handed out as they are needed, to workers of any speed, and never lost.
 
 - A slice and its bytes: ``slice``, ``checksums``, ``catalogue``, ``formats``, ``shuffle``.
-- Where slices come from, and where they are kept: ``urls``, ``refusals``, ``source``, ``fetch``, ``prefetch``,
-  ``cache``, ``store``.
+- Where slices come from, and where they are kept: ``urls``, ``source``, ``fetch``, ``prefetch``, ``cache``,
+  ``store``.
 - Batches: ``open_slice``, ``batches``, ``tracked_batches`` (workers that take slices as they need them), ``loader``,
   ``dataset``.
-- Ranks that step together: ``epoch_line``, ``epoch_plan``, ``lock_step`` (each with batches of its own size),
-  ``shared_pool`` and ``shared_plan`` (with their share of the batches of all).
-- The tracker, which hands slices out: ``messages``, ``tracker_client``, ``tracker``, ``tracked_workers``,
-  ``tracker_state``.
+- Ranks that step together: ``epoch_plan``, ``lock_step`` (each with batches of its own size),
+  ``shared_plan`` (with their share of the batches of all).
+- The tracker, which hands slices out: ``messages``, ``tracker_client``, ``tracker``, ``tracker_state``.
 - Lightning: ``options``, ``training``, ``slice_coordinator``, ``data_module``.
 - ``lightning-bytescheduler slices``: ``command``, ``make``, ``index``, ``serve``.
 """

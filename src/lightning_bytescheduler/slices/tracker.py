@@ -54,14 +54,18 @@ from lightning_bytescheduler.slices.messages import (
 )
 from lightning_bytescheduler.slices.options import TrackerOptions
 from lightning_bytescheduler.slices.slice import SliceState
-from lightning_bytescheduler.slices.tracked_workers import (
+from lightning_bytescheduler.slices.tracker_state import (
     Grant,
     Holder,
+    OpenEpoch,
+    OpenEpochs,
+    SavedTracker,
     TrackedWorker,
     WorkerRegistry,
     holder_to_relieve,
+    pack,
+    unpack,
 )
-from lightning_bytescheduler.slices.tracker_state import OpenEpoch, OpenEpochs, SavedTracker, pack, unpack
 
 __all__ = ["SliceTracker", "TrackerReport"]
 
