@@ -39,11 +39,12 @@ INSTALL := $(PIP) install -qq -c constraints.txt
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-gpu fuzz lint docs bench lightning-suite real-models ray clean
+.PHONY: help demo test test-all test-gpu fuzz lint docs bench lightning-suite real-models ray clean
 
 help:
 	@echo "make demo    train over a slow link, with DDP and with this package, and show both"
-	@echo "make test    run every test"
+	@echo "make test    run the tests"
+	@echo "make test-all    run all that has to hold before a release: also Ray, real models, the oldest versions"
 	@echo "make test-gpu   run what wants a GPU, and print one summary"
 	@echo "make fuzz    compare 200 random trainings with DDP's, until one differs"
 	@echo "make lint    check style, format, types, which way imports go, and that no room grew"
@@ -66,6 +67,9 @@ ifeq ($(strip $(PYTEST_ARGS)),)
 else
 	$(RUN) -m pytest $(PYTEST_ARGS)
 endif
+
+test-all:
+	.ci/run all
 
 test-gpu: $(VENV)/.dev
 	$(RUN) -m tests.cuda
