@@ -34,15 +34,6 @@ from lightning_bytescheduler.collectives.routing_group import is_routed
 from lightning_bytescheduler.failures.standstill import break_connections
 from lightning_bytescheduler.scheduler.short_turns import short_turns
 
-__all__ = [
-    "SchedulerGroups",
-    "collect_left",
-    "create_overtaking",
-    "give_up",
-    "leave",
-    "one_threaded_options",
-]
-
 log = logging.getLogger(__name__)
 
 # Followers wait for the next decision as long as a validation or a checkpoint may take; liveness is checked elsewhere.

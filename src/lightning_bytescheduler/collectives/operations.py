@@ -26,26 +26,6 @@ import torch.distributed as dist
 
 from lightning_bytescheduler.scheduler.passage import Passage
 
-__all__ = [
-    "Averaging",
-    "Operation",
-    "Pull",
-    "StartedOperation",
-    "all_gather",
-    "all_reduce",
-    "all_reduce_direct",
-    "all_reduce_in_shards",
-    "broadcast_from_first",
-    "ending_with",
-    "exchange",
-    "reduce_scatter",
-    "reduce_with",
-    "scale",
-    "shard_of",
-    "shards_over",
-    "wait_unless",
-]
-
 
 def broadcast_from_first(group: dist.ProcessGroup, tensor: torch.Tensor) -> dist.Work:
     """Begin to fill ``tensor`` with that of the group's first rank."""

@@ -34,25 +34,6 @@ from lightning_bytescheduler.failures.messages import StoreMessage
 from lightning_bytescheduler.failures.store import StorePresence
 from lightning_bytescheduler.scheduler.short_turns import short_turns
 
-__all__ = [
-    "Announcement",
-    "Doing",
-    "ServersFound",
-    "SignedOn",
-    "await_all",
-    "find_servers",
-    "fit_after",
-    "join_group",
-    "last_begun",
-    "leave_sign",
-    "leave_word",
-    "meet_servers",
-    "meeting_store",
-    "next_fit",
-    "rail_name",
-    "sign_on",
-]
-
 PREFIX = "bytescheduler-servers"
 _LOOK_EVERY_S = 0.05
 _SOON_GONE_S = 0.5  # connections of a process that ends are not closed at one moment

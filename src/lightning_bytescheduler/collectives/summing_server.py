@@ -37,21 +37,6 @@ from lightning_bytescheduler.failures.messages import brief
 from lightning_bytescheduler.failures.standstill import break_connections
 from lightning_bytescheduler.scheduler.short_turns import prefer_short_turns
 
-__all__ = [
-    "CLOSING",
-    "DTYPES",
-    "ENCODED",
-    "HEADER_TAG",
-    "HEADER_WORDS",
-    "QUESTION",
-    "OnReply",
-    "OwnSum",
-    "RailServers",
-    "SummingServer",
-    "SumsOfEncoded",
-    "abandon",
-]
-
 HEADER_TAG = 0  # operations are numbered from 1
 HEADER_WORDS = 3  # int64: number of the operation, elements, index of the type
 CLOSING = -1  # in place of a number: nothing more comes from this worker

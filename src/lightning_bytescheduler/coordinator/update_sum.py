@@ -35,20 +35,6 @@ from lightning_bytescheduler.diloco.weighted_mean import (
 )
 from lightning_bytescheduler.exceptions import OptionError
 
-__all__ = [
-    "NOTHING",
-    "PIECE",
-    "Extent",
-    "Inspection",
-    "PiecedFormat",
-    "Update",
-    "UpdateSum",
-    "Weighted",
-    "exact_mean",
-    "extent_of",
-    "is_exact",
-]
-
 PIECE = 1 << 20
 """Elements of a piece: whole blocks of every format, and whole bytes."""
 

@@ -26,15 +26,6 @@ from lightning_bytescheduler.diloco.worker_state import random_numbers, set_rand
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 from lightning_bytescheduler.lightning_api import garbage_collection_cuda, is_oom_error, pl
 
-__all__ = [
-    "BATCH_SIZE_VARIABLE",
-    "find_batch_size",
-    "measured_batch_size",
-    "resolve_batch_size",
-    "sized_loader",
-    "with_batch_size",
-]
-
 log = logging.getLogger(__name__)
 
 BATCH_SIZE_VARIABLE = "BYTESCHEDULER_BATCH_SIZE"

@@ -43,47 +43,6 @@ from lightning_bytescheduler.diloco.fragments import Overlap, OverlapSteps
 from lightning_bytescheduler.diloco.round_options import INNER_STEPS
 from lightning_bytescheduler.exceptions import OptionError
 
-__all__ = [
-    "CHAIN_HEADER",
-    "DIGEST_HEADER",
-    "HEALTH_PATH",
-    "METRICS_PATH",
-    "PROTOCOL",
-    "ROUND_SAMPLES_HEADER",
-    "SAMPLES_HEADER",
-    "SESSION_HEADER",
-    "SLICES_PATH",
-    "STATE_PATH",
-    "STATUS_PATH",
-    "STEPS_HEADER",
-    "TOKENS_HEADER",
-    "TOTAL_HEADER",
-    "UPDATE_PATH",
-    "VERSION_HEADER",
-    "WORKER_PATH",
-    "Batch",
-    "Frame",
-    "FromCoordinator",
-    "FromWorker",
-    "Hello",
-    "LeaderAppointed",
-    "ModelParameter",
-    "PauseRounds",
-    "Refusal",
-    "ResumeRounds",
-    "RunOptions",
-    "UpdateReceipt",
-    "Welcome",
-    "chain_after",
-    "coalesced",
-    "decode_frame",
-    "encode_frame",
-    "overlap_of",
-    "update_path",
-    "wire_named",
-    "wire_of",
-]
-
 PROTOCOL = 1
 """Of this file; another one is refused."""
 

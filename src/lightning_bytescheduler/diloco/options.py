@@ -44,17 +44,6 @@ from lightning_bytescheduler.diloco.weighted_mean import Weighting, require_weig
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
 
-__all__ = [
-    "OPTIONS_ELSEWHERE",
-    "DiLoCoOptions",
-    "OuterOptions",
-    "common_options",
-    "ddp_options",
-    "inner_of",
-    "scheduler_options",
-    "with_defaults",
-]
-
 _INNER = ("ddp", "bytescheduler")
 _NODE = "node"
 _TIMEOUT_S = 1800.0

@@ -25,16 +25,6 @@ from lightning_bytescheduler.diloco.fragments import TrainedWeights, mix
 from lightning_bytescheduler.diloco.weighted_mean import LARGEST, pseudo_gradient_weight
 from lightning_bytescheduler.exceptions import CoordinatorError, OptionError, UnsupportedError
 
-__all__ = [
-    "SPARSE_DEFAULTS",
-    "OuterOptimizer",
-    "OuterState",
-    "made_by",
-    "pack_state",
-    "pseudo_gradient",
-    "unpack_state",
-]
-
 SPARSE_DEFAULTS: Mapping[str, float] = {"outer_lr": 1.0, "outer_momentum": 0.5}
 """Of sparse pseudo-gradients: what they leave unsent acts as momentum, too."""
 

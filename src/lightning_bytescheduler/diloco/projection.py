@@ -28,18 +28,6 @@ from typing import Literal, Protocol
 
 from lightning_bytescheduler.checks import require_positive, require_seconds, require_whole
 
-__all__ = [
-    "LastWorkerOutlook",
-    "Outlook",
-    "Pace",
-    "Projection",
-    "RunningMaximum",
-    "RunningSum",
-    "SampleOutlook",
-    "Tally",
-    "project",
-]
-
 _TIE = 1e-9  # of a step's time: finishes closer than this are one instant
 _PLAYED, _PLAYED_EACH = 256, 8  # steps that are played before the rest is counted: of all, and of each worker
 _RETREATS = 8

@@ -22,17 +22,6 @@ from typing import Literal, get_args
 from lightning_bytescheduler.checks import require_one_of, require_seconds, require_share, require_whole
 from lightning_bytescheduler.exceptions import OptionError
 
-__all__ = [
-    "INNER_STEPS",
-    "LATE_RULES",
-    "LateRule",
-    "RoundOptions",
-    "late_weight",
-    "require_late",
-    "round_of_late",
-    "staleness",
-]
-
 LateRule = Literal["drop", "discount"]
 LATE_RULES: tuple[LateRule, ...] = get_args(LateRule)
 """What becomes of an update whose round is over."""

@@ -21,19 +21,6 @@ import msgspec
 
 from lightning_bytescheduler.exceptions import OptionError
 
-__all__ = [
-    "RECORD_NAME",
-    "Activity",
-    "LateUpdate",
-    "RoundFile",
-    "RoundMetrics",
-    "RoundRecord",
-    "WorkerRound",
-    "read_rounds",
-    "waiting_share",
-    "write_round",
-]
-
 log = logging.getLogger(__name__)
 
 _MOST = 256  # names of metrics in a round; a worker that makes up names does not fill the memory

@@ -31,17 +31,6 @@ from lightning_bytescheduler.diloco.round_end import RoundTarget
 from lightning_bytescheduler.diloco.round_options import RoundOptions
 from lightning_bytescheduler.diloco.round_record import Activity, WorkerRound
 
-__all__ = [
-    "LEAD_STEPS",
-    "BatchSchedulerState",
-    "RobustMean",
-    "RoundRoster",
-    "StepTime",
-    "StepTimeState",
-    "WorkerProgress",
-    "WorkerState",
-]
-
 _WINDOW = 16
 _CHANGED_AFTER = 5  # values in a row: a blip is shorter
 _CHANGED_BY = 1.5

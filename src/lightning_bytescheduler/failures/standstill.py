@@ -44,20 +44,6 @@ import torch.distributed as dist
 
 from lightning_bytescheduler.failures.messages import StoreMessage
 
-__all__ = [
-    "Standing",
-    "Standstill",
-    "StandstillWatch",
-    "Wait",
-    "Watchdog",
-    "break_connections",
-    "explain_death",
-    "find_standstill",
-    "frame_of",
-    "wait_of",
-    "waiting_for_a_batch",
-]
-
 log = logging.getLogger(__name__)
 
 _PATIENCE_S = 5.0

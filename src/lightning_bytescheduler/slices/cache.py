@@ -32,16 +32,6 @@ try:
 except ImportError:  # not on Windows
     fcntl = None  # type: ignore[assignment]
 
-__all__ = [
-    "CAN_CACHE",
-    "CacheFull",
-    "CachedSlice",
-    "DiskFailed",
-    "GrowingSlice",
-    "SliceCache",
-    "cache_name",
-    "file_bytes",
-]
 
 CAN_CACHE = fcntl is not None
 """Whether this system has the locks of POSIX, which the processes share a cache by."""

@@ -21,18 +21,6 @@ from lightning_bytescheduler.checks import importing
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.slices.slice import Bytes, Slice
 
-__all__ = [
-    "CHUNK_BYTES",
-    "ChunkPlan",
-    "ChunkSeals",
-    "VerifiedChunks",
-    "WholeChecksum",
-    "checksum_of",
-    "digests_of",
-    "right_chunks",
-    "xxhash",
-]
-
 CHUNK_BYTES = 1024 * 1024
 """Size of a chunk: small enough that the first sample is there soon, large enough that checks cost nothing."""
 

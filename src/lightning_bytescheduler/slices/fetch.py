@@ -23,18 +23,6 @@ from lightning_bytescheduler.slices.options import FetchOptions
 from lightning_bytescheduler.slices.slice import Bytes, Slice
 from lightning_bytescheduler.slices.urls import is_http, local_path
 
-__all__ = [
-    "LASTING",
-    "LASTING_AT_FIRST",
-    "ReadAhead",
-    "SliceCounters",
-    "SliceStatistics",
-    "Waiting",
-    "ask",
-    "fetch_chunks",
-    "refusal_of",
-]
-
 log = logging.getLogger(__name__)
 
 _UNAUTHORIZED, _FORBIDDEN, _MISSING, _PROXY = 401, 403, 404, 407

@@ -36,21 +36,6 @@ from lightning_bytescheduler.checks import importing
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.slices.slice import Bytes, SliceStream
 
-__all__ = [
-    "ListedSamples",
-    "NpyHeader",
-    "SampleBlock",
-    "SampleNumbers",
-    "SliceFormat",
-    "SliceReader",
-    "count_json_lines",
-    "count_text_lines",
-    "format_of",
-    "import_parquet",
-    "npy_blocks",
-    "parquet_blocks",
-]
-
 SampleNumbers = slice | npt.NDArray[np.int64]
 """Which samples of a block: neighbours, or any in any order."""
 

@@ -15,32 +15,6 @@ import msgspec
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.slices.slice import Slice
 
-__all__ = [
-    "Answer",
-    "AskLater",
-    "Assignment",
-    "BeginSlice",
-    "Call",
-    "EpochOver",
-    "FinishSlice",
-    "JoinAgain",
-    "JoinTracker",
-    "Joined",
-    "LeaveTracker",
-    "Name",
-    "Natural",
-    "QuarantineSlice",
-    "Receipt",
-    "RenewLease",
-    "Reply",
-    "ReportProgress",
-    "RequestSlice",
-    "Verdict",
-    "WaitReason",
-    "decode",
-    "encode",
-]
-
 Name: TypeAlias = Annotated[str, msgspec.Meta(min_length=1)]
 Natural: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 _Positive: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]

@@ -20,22 +20,6 @@ from lightning_bytescheduler.checks import (
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.slices.shuffle import require_seed
 
-__all__ = [
-    "Delivery",
-    "FetchOptions",
-    "LoaderOptions",
-    "Shortage",
-    "StoreOptions",
-    "TrackerOptions",
-    "batch_sizes_of",
-    "default_cache_dir",
-    "require_batch_size",
-    "require_function",
-    "require_packages",
-    "require_shortage",
-    "require_urls",
-]
-
 Shortage = Literal["pad", "drop"]
 """What is done where there is not one sample for each rank in every step."""
 

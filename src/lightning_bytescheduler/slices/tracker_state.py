@@ -29,23 +29,6 @@ from lightning_bytescheduler.slices.options import TrackerOptions
 from lightning_bytescheduler.slices.shuffle import slice_order
 from lightning_bytescheduler.slices.slice import SliceState
 
-__all__ = [
-    "EpochSlices",
-    "Grant",
-    "Holder",
-    "OpenEpoch",
-    "OpenEpochs",
-    "SavedEpoch",
-    "SavedTracker",
-    "TrackedWorker",
-    "WorkerRegistry",
-    "WorkerSpeed",
-    "holder_to_relieve",
-    "pack",
-    "read_state",
-    "unpack",
-]
-
 _INTERVALS = 15
 
 

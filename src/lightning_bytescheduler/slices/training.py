@@ -24,17 +24,6 @@ from lightning_bytescheduler.slices.tracked_batches import TrackerPlan
 from lightning_bytescheduler.slices.tracker import SliceTracker
 from lightning_bytescheduler.slices.tracker_client import LocalTracker, TrackerClient
 
-__all__ = [
-    "CoordinatedDataModule",
-    "LockStepTraining",
-    "TrackedTraining",
-    "TrackerHost",
-    "TrainingSlices",
-    "require_same_reading",
-    "require_same_slices",
-    "require_tracker_host",
-]
-
 
 class TrainingSlices(Protocol):
     """Training data in mid-epoch."""

@@ -20,23 +20,6 @@ from fsspec.implementations.local import LocalFileSystem
 from lightning_bytescheduler.checks import importing
 from lightning_bytescheduler.exceptions import OptionError
 
-__all__ = [
-    "exists",
-    "expand",
-    "file_version",
-    "is_http",
-    "join",
-    "local_path",
-    "make_folder",
-    "open_for_writing",
-    "read_range",
-    "remove",
-    "require_protocols",
-    "require_storage_options",
-    "size_of",
-    "takes",
-]
-
 Options = Mapping[str, Any]
 
 _EXTRAS = {"s3": "s3", "s3a": "s3", "http": "data", "https": "data"}
