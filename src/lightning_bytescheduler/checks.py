@@ -20,36 +20,6 @@ from typing import Any, TypeGuard, TypeVar
 
 from lightning_bytescheduler.exceptions import OptionError
 
-__all__ = [
-    "ARCHITECTURES",
-    "GONE",
-    "closest",
-    "did_you_mean",
-    "gone",
-    "importing",
-    "is_finite",
-    "is_whole",
-    "options_by_name",
-    "parse_size",
-    "records_in",
-    "require_architecture",
-    "require_bool",
-    "require_known",
-    "require_new_file",
-    "require_not_negative",
-    "require_one_of",
-    "require_output",
-    "require_path",
-    "require_positive",
-    "require_seconds",
-    "require_share",
-    "require_size",
-    "require_suffix",
-    "require_text",
-    "require_whole",
-    "unknown_variables",
-]
-
 _T = TypeVar("_T")
 _Class = TypeVar("_Class", bound=type)
 

@@ -30,16 +30,6 @@ if TYPE_CHECKING:
     from aiohttp import web
     from aiohttp.typedefs import Handler, Middleware
 
-__all__ = [
-    "Refusals",
-    "ServerAccess",
-    "client_tls",
-    "guard",
-    "is_loopback",
-    "parse_bind",
-    "read_token",
-    "require_token",
-]
 
 log = logging.getLogger(__name__)
 

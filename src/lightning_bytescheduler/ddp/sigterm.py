@@ -42,17 +42,6 @@ from lightning_bytescheduler.failures.standstill import break_connections, waiti
 from lightning_bytescheduler.lightning_api import ClusterEnvironment, SIGTERMException, SLURMEnvironment, TrainerFn, pl
 from lightning_bytescheduler.scheduler.short_turns import short_turns
 
-__all__ = [
-    "OwnStop",
-    "RequeueForAll",
-    "SigtermForAll",
-    "ends_by_sigterm",
-    "own_sigterm",
-    "requeues",
-    "sigterm_ends_at_once",
-    "worker_signals",
-]
-
 log = logging.getLogger(__name__)
 
 _HANDLER = "_slurm_sigusr_handler_fn"  # of Lightning's signal connector
