@@ -26,11 +26,12 @@ from lightning_bytescheduler import ByteSchedulerStrategy, CreditTuner
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train, and say what was found."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--steps", type=int, default=300, help="of the training (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=400, help="of the training (default: %(default)s)")
     parser.add_argument("--output", default="tuned", help="the run's folder (default: %(default)s)")
     options = parser.parse_args(arguments)
     model, data = make()
-    tuner = CreditTuner(trials=8, steps_per_trial=10)
+    # A training of some hundred steps may lose more of its time to trials than one of many thousand.
+    tuner = CreditTuner(trials=8, steps_per_trial=10, cost_share=0.2)
     trainer = Trainer(
         accelerator="cpu",
         devices=2,
