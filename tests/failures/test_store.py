@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -8,8 +10,9 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
-from lightning_bytescheduler.exceptions import RankFailedError, SchedulerTimeoutError
+from lightning_bytescheduler.exceptions import RankFailedError, RanksDifferError, SchedulerTimeoutError
 from lightning_bytescheduler.failures import store as store_module
 from lightning_bytescheduler.failures.messages import FaultNotice
 from lightning_bytescheduler.failures.store import StorePresence, connect_to_store, name_incarnation, open_board
@@ -124,3 +127,21 @@ def test_who_will_not_come_is_not_waited_for() -> None:
         name_incarnation(
             dist.HashStore(), rank=0, world_size=2, timeout=60.0, failure=lambda: ValueError("it runs something else")
         )
+
+
+@pytest.mark.parametrize("plain", [0, 1])
+def test_a_rank_with_a_plain_process_group_is_waited_for_until_the_third_hint(
+    plain: int, store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for name, value in {**place, "RANK": str(plain), "WORLD_SIZE": "2", "TORCHELASTIC_RESTART_COUNT": "0"}.items():
+        monkeypatch.setenv(name, value)
+    makes = "import torch.distributed as dist; dist.init_process_group('gloo')"
+    process = subprocess.Popen([sys.executable, "-c", makes])
+    try:
+        of_agent = next(rendezvous("env://", rank=1 - plain, world_size=2))[0]
+        with pytest.raises(RanksDifferError, match=f"Rank {plain} has waited .* as with strategy='ddp'"):
+            name_incarnation(of_agent, rank=1 - plain, world_size=2, timeout=90.0, patience=1.0)
+    finally:
+        process.kill()
+        process.wait()

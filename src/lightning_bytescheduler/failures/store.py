@@ -29,7 +29,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from lightning_bytescheduler.exceptions import RankFailedError, SchedulerTimeoutError
+from lightning_bytescheduler.exceptions import RankFailedError, RanksDifferError, SchedulerTimeoutError
 from lightning_bytescheduler.failures.messages import FaultNotice
 
 __all__ = ["StorePresence", "agent_keeps_store", "connect_to_store", "name_incarnation", "open_board"]
@@ -40,6 +40,8 @@ _REUNION_S = 8.0  # longer than a rank that noticed nothing of a failure is left
 
 _SHORTEST_S, _LONGEST_S = 0.002, 0.05  # between two looks
 _PLACE = "bytescheduler-incarnation"
+_PATIENCE_S = 120.0  # until the third hint of the rendezvous
+_PLAIN = "default_pg/0//cpu//0/{}"  # where torch's own process group has the address of a rank of gloo
 
 
 def agent_keeps_store() -> bool:
@@ -54,6 +56,7 @@ def name_incarnation(
     world_size: int,
     timeout: float,
     failure: Callable[[], BaseException | None] = lambda: None,
+    patience: float = _PATIENCE_S,
 ) -> str:
     """Agree on a name; every rank of a start calls this once.
 
@@ -63,13 +66,15 @@ def name_incarnation(
         world_size: Number of ranks of this start.
         timeout: Longest wait for the others, in seconds.
         failure: Asked while others are waited for: why they will not come, if they will not.
+        patience: Longest wait for one that has made a process group without asking for the name, in seconds.
 
     Raises:
         SchedulerTimeoutError: If they do not come in time; names them.
+        RanksDifferError: If they run something else, such as plain DDP.
         BaseException: What ``failure`` says.
     """
     place = dist.PrefixStore(_PLACE, store)
-    own, deadline, pause = uuid.uuid4().hex, time.monotonic() + timeout, _SHORTEST_S
+    own, started, pause = uuid.uuid4().hex, time.monotonic(), _SHORTEST_S
     missing = set(range(1, world_size)) if rank == 0 else {0}
     answered = ""
     if rank == 0:
@@ -91,7 +96,14 @@ def name_incarnation(
         cause = failure()
         if cause is not None:
             raise cause
-        if time.monotonic() >= deadline:
+        waited = time.monotonic() - started
+        plain = [other for other in missing if waited >= patience and store.check([_PLAIN.format(other)])]
+        if plain:
+            raise RanksDifferError(
+                f"Rank {plain[0]} has waited for {waited:.0f} s in a process group of its own, as with strategy='ddp', "
+                f"and rank {rank} runs another strategy. Give all ranks the same one."
+            )
+        if waited >= timeout:
             who = ", ".join(map(str, sorted(missing)))
             raise SchedulerTimeoutError(
                 f"Rank {rank} of {world_size} has waited {timeout:.0f} s at torchrun's store for rank {who}. Did its "
