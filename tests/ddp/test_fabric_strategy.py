@@ -10,7 +10,7 @@ from lightning.fabric import Fabric
 from lightning_bytescheduler import ByteSchedulerFabricStrategy, OptionError, UnsupportedError
 
 
-@pytest.mark.parametrize("option", ["tuning", "compression", "weighting", "servers", "log_metrics"])
+@pytest.mark.parametrize("option", ["tuning", "compression", "batch_size", "servers", "log_metrics"])
 def test_what_only_the_trainer_can_do(option: str) -> None:
     says = f"^ByteSchedulerFabricStrategy cannot honour {option}='x': it is an option of ByteSchedulerStrategy"
     with pytest.raises(UnsupportedError, match=says):
@@ -23,6 +23,7 @@ def test_what_only_the_trainer_can_do(option: str) -> None:
         ({"partition_siz": 4096}, "partition_siz"),
         ({"partition_size": -1}, "partition_size=-1"),
         ({"mode": "fast"}, "mode='fast'"),
+        ({"weighting": "sample"}, "weighting='sample'"),
         ({"bucket_cap_mb": 0}, "bucket_cap_mb=0"),
         ({"timeout": 30}, "timeout=30"),
         ({"precision": "16-mixed"}, "precision='16-mixed'"),

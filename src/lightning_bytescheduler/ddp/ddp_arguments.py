@@ -29,6 +29,7 @@ __all__ = [
     "check_module",
     "known_ddp_options",
     "refuse_join",
+    "refuse_steps_in_backward",
 ]
 
 ELSEWHERE = {
@@ -222,13 +223,7 @@ def check_hooks(module: nn.Module) -> None:
     Raises:
         UnsupportedError: Names the parameter.
     """
-    for name, parameter in module.named_parameters():
-        if hasattr(parameter, "_in_backward_optimizers"):
-            raise UnsupportedError(
-                f"Parameter {name!r} is stepped in the backward pass, by _apply_optimizer_in_backward, which takes the "
-                "place of the scheduler in DDP. Step it with the optimizer that configure_optimizers returns, or use "
-                "strategy='ddp'."
-            )
+    refuse_steps_in_backward(module)
     hooked = [name for name, p in module.named_parameters() if getattr(p, "_post_accumulate_grad_hooks", None)]
     if hooked:
         rank_zero_warn(
@@ -236,6 +231,21 @@ def check_hooks(module: nn.Module) -> None:
             f"{len(hooked)} parameters have). It sees this rank's gradient, before the average over ranks, as with "
             "DDP: an optimizer that steps there leaves each rank with weights of its own."
         )
+
+
+def refuse_steps_in_backward(module: nn.Module) -> None:
+    """In place of what DDP does at its first forward pass about optimizers that step in the backward pass.
+
+    Raises:
+        UnsupportedError: Names the parameter.
+    """
+    for name, parameter in module.named_parameters():
+        if hasattr(parameter, "_in_backward_optimizers"):
+            raise UnsupportedError(
+                f"Parameter {name!r} is stepped in the backward pass, by _apply_optimizer_in_backward, which takes the "
+                "place of the scheduler in DDP. Step it with the optimizer that configure_optimizers returns, or use "
+                "strategy='ddp'."
+            )
 
 
 def refuse_join(**_: object) -> NoReturn:
@@ -248,6 +258,6 @@ def refuse_join(**_: object) -> NoReturn:
     """
     raise UnsupportedError(
         "torch.distributed.algorithms.Join cannot stand in for a rank whose data is used up, as gradients travel by "
-        "the scheduler. Leave it out, and use ByteSchedulerStrategy(weighting='samples') with a Trainer: such a rank "
-        "then takes part with empty batches until all are done."
+        "the scheduler. Leave it out, and give the strategy weighting='samples': such a rank then takes part with "
+        "batches that count nothing until all are done. In Fabric, draw from what fabric.setup_dataloaders returns."
     )

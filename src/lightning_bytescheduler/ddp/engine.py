@@ -28,6 +28,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ from torch.optim import Optimizer
 
 from lightning_bytescheduler.collectives.transport import GradientTransport
 from lightning_bytescheduler.ddp.compressed_reduction import GradientCompression
-from lightning_bytescheduler.ddp.ddp_arguments import refuse_join
+from lightning_bytescheduler.ddp.ddp_arguments import refuse_join, refuse_steps_in_backward
 from lightning_bytescheduler.ddp.ddp_mode import StepMode
 from lightning_bytescheduler.ddp.entry_points import FunctionTouches, before_forks
 from lightning_bytescheduler.ddp.gates import FirstUseObserver, Opening
@@ -167,6 +168,7 @@ class GradientEngine:
         self._context.own_gradients.know(model)
         model.register_comm_hook(self, schedule_bucket)
         model.join_hook = refuse_join  # type: ignore[method-assign]
+        model._setup_in_backward_optimizers = partial(refuse_steps_in_backward, model.module)  # type: ignore[method-assign]
         # Dynamo cuts compiled graphs at DDP's bucket size, which it wants no smaller than DDP's first bucket.
         model.bucket_bytes_cap = max(model.bucket_bytes_cap, dist._DEFAULT_FIRST_BUCKET_BYTES)
 
@@ -326,15 +328,16 @@ class GradientEngine:
 
         Args:
             batch: Of this rank; ``NOTHING`` if it has none.
-            looks: Whether all ranks come here, and none calls :meth:`look` elsewhere.
+            looks: Whether all ranks come here; else they call :meth:`look`, and weigh batches, elsewhere.
         """
         context, number = self._context, self._step.number + 1
-        if context.weights is not None:
-            context.weights.begin_batch(batch)
+        weights = context.weights if looks else None
+        if weights is not None:
+            weights.begin_batch(batch)
         if looks:
             self.look()
-        if context.weights is not None:
-            context.weights.begin_computing()
+        if weights is not None:
+            weights.begin_computing()
         context.training_thread = threading.get_ident()
         self.phase = f"in training_step, step {number}"
         context.forward = ForwardPass(context.clock())

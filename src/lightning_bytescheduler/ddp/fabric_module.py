@@ -50,13 +50,14 @@ from lightning_bytescheduler.ddp.plan import (
     optimizer_reasons,
     unseen_parameters,
 )
-from lightning_bytescheduler.ddp.read_warnings import ENOUGH, SeenReads
+from lightning_bytescheduler.ddp.read_warnings import SeenReads
 from lightning_bytescheduler.ddp.runtime import SchedulerRuntime
 from lightning_bytescheduler.ddp.scheduled_gradients import own_processors
 from lightning_bytescheduler.ddp.sparse_gradients import sparse_layers
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
+from lightning_bytescheduler.ddp.uneven_data import DrawnBatches
 from lightning_bytescheduler.failures.board import FaultBoard
-from lightning_bytescheduler.lightning_api import FabricMixedPrecision, FabricPrecision, rank_zero_info
+from lightning_bytescheduler.lightning_api import FabricMixedPrecision, FabricPrecision
 from lightning_bytescheduler.scheduler.options import MODES, SchedulerOptions
 from lightning_bytescheduler.tuning.default_sizes import is_slow
 
@@ -76,6 +77,7 @@ class SetUpOptions:
         own_buckets: Whether the user chose the sizes of its buckets.
         ranks_on_host: Ranks that share this machine's processors.
         agree: Says whether all ranks say so.
+        batches: What is trained on, where ranks count by their samples.
     """
 
     scheduler: SchedulerOptions
@@ -84,6 +86,7 @@ class SetUpOptions:
     own_buckets: bool
     ranks_on_host: int
     agree: Callable[[bool], bool]
+    batches: DrawnBatches | None = None
 
 
 class ScheduledDataParallel(DistributedDataParallel):
@@ -119,17 +122,8 @@ class LoopReads(SeenReads):
 
     def waited_early(self) -> None:
         """See :class:`StepListener`."""
-        reader = _reader(sys._getframe(1))
-        if reader is None:
-            return
-        self.steps[reader] += 1
-        if self.steps[reader] >= ENOUGH and reader not in self._told:
-            self._told.add(reader)
-            rank_zero_info(
-                f"bytescheduler: {reader} looked at weights or gradients between steps, {self.steps[reader]} times so "
-                "far. They are what DDP would show, but these steps wait for all gradients; looking less often keeps "
-                "the overlap."
-            )
+        if reader := _reader(sys._getframe(1)):
+            self.read_early(reader)
 
 
 def _reader(frame: FrameType | None) -> str | None:
@@ -173,7 +167,8 @@ class FabricModuleGradients:
         self._opened_for: Mapping[str, int] = {}
         self._has_run = False  # forward, since the last backward pass
         self._finding = False  # whether both ways have been compared
-        groups = SchedulerGroups.create(timeout=options.timeout, sparse=bool(sparse_layers(module)))
+        sparse = bool(sparse_layers(module))
+        groups = SchedulerGroups.create(timeout=options.timeout, sparse=sparse, counts=options.batches is not None)
         self._agreed = agree_on_sizes(groups, options.scheduler, parameters, device)
         self.runtime: SchedulerRuntime | None = SchedulerRuntime(
             groups=groups,
@@ -183,6 +178,7 @@ class FabricModuleGradients:
             parameters=parameters,
             device=device,
             timeout=options.timeout,
+            counter=options.batches,
         )
         self.statistics: SchedulerStatistics = self.runtime.statistics
         announce(options.scheduler, self._agreed)
@@ -238,20 +234,38 @@ class FabricModuleGradients:
         runtime = self.runtime
         self._has_run = True
         if runtime is not None:
+            if self._options.batches is not None and (module := self._module()) is not None:
+                self._options.batches.begin_forward(module)
             runtime.engine.begin_forward(looks=False)  # one rank alone may be here, to look at something
         yield
         if runtime is not None:
             runtime.engine.end_forward()
 
-    @contextmanager
-    def backward(self) -> Iterator[None]:
-        """Around a backward pass, of this module or others."""
+    def begin_backward(self) -> bool:
+        """All ranks begin a backward pass, of this module or others; whether this one has something to add."""
         runtime = self.runtime
-        if runtime is not None and self._has_run:
+        if runtime is None:
+            return True
+        if self._has_run:
             self._has_run = False
             runtime.engine.look()
-        with nullcontext() if runtime is None else runtime.engine.backward():
+        weights, wrapper = runtime.engine.weights, None if self._wrapper is None else self._wrapper()
+        if weights is None or wrapper is None:
+            return True
+        weights.begin_batch(None)
+        return not weights.leaves_out(communicates=wrapper.require_backward_grad_sync)
+
+    @contextmanager
+    def backward(self, loss: torch.Tensor) -> Iterator[None]:
+        """Around a backward pass of ``loss``."""
+        if self.runtime is None:
             yield
+            return
+        engine, batches = self.runtime.engine, self._options.batches
+        with engine.backward(), nullcontext() if engine.weights is None else engine.weights.backward(loss):
+            yield
+        if batches is not None:
+            batches.end_backward()
 
     def step(self, take: Callable[..., Any], optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
         """Defer the optimizer's step where its gradients are still on their way, else take it.
@@ -311,7 +325,7 @@ class FabricModuleGradients:
         else:
             mode = StepMode(agree(scheduler.mode == "ddp" or (scheduler.mode == "auto" and scheduler.cross_barrier)))
             plan = replace(plan, as_ddp=mode.ddp_mode)
-        self._plan = plan
+        self._plan = plan = plan if self._options.batches is None else replace(plan, weighting="samples")
         own_buckets, link = self._options.own_buckets, self._agreed.link
         engine.begin_fit(
             EngineOptions(

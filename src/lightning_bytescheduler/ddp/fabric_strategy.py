@@ -32,7 +32,9 @@ from lightning_bytescheduler.ddp.fit_position import introduce, parameter_facts
 from lightning_bytescheduler.ddp.joined_ranks import JoinedRanks
 from lightning_bytescheduler.ddp.plan import OverlapPlan
 from lightning_bytescheduler.ddp.runtime import SchedulerRuntime
+from lightning_bytescheduler.ddp.sample_weights import Weighting
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
+from lightning_bytescheduler.ddp.uneven_data import DrawnBatches, DrawnLoader, gather_lengths
 from lightning_bytescheduler.exceptions import UnsupportedError
 from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.failures.startup_check import Introduction, hold_roll_call
@@ -43,7 +45,6 @@ from lightning_bytescheduler.lightning_api import (
     FabricDDPStrategy,
     FabricPrecision,
     _FabricLauncher,
-    _init_dist_connection,
     default_pg_timeout,
     pl,
     rank_zero_info,
@@ -56,7 +57,7 @@ _END_S = 10.0  # for the other ranks to end, too
 
 _OF_THE_TRAINER = (
     *("tuning", "log_metrics", "compression", "compression_min_size", "max_error"),
-    *("weighting", "batch_size", "servers"),
+    *("batch_size", "servers"),
 )
 
 
@@ -101,6 +102,8 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
             ``<stem>.module<k>`` for modules set up after the first); ``BYTESCHEDULER_TIMELINE`` is used if left out.
         debug: Log each scheduling decision; ``BYTESCHEDULER_DEBUG`` is used if left out.
         policy: In which order and in what pieces gradients travel, see :class:`ByteSchedulerStrategy`.
+        weighting: Whether each rank's gradient counts alike, or by its samples, see :class:`ByteSchedulerStrategy`.
+            These are counted in what the loaders hand out that ``fabric.setup_dataloaders`` returns.
         bucket_cap_mb: Size at which DDP closes a bucket, in MiB. Follows model and link when left out.
         gradient_as_bucket_view: See DistributedDataParallel. ``False`` is honoured, but keeps steps from overlapping.
         **kwargs: For :class:`~torch.nn.parallel.DistributedDataParallel`.
@@ -128,6 +131,7 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
         timeline: str | os.PathLike[str] | None = None,
         debug: bool | None = None,
         policy: str = "bytescheduler",
+        weighting: Literal["ranks", "samples"] | Callable[[Any], Any] = "ranks",
         bucket_cap_mb: float | None = None,
         gradient_as_bucket_view: bool = True,
         **kwargs: Any,
@@ -142,17 +146,18 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
         require_known(kwargs, [*own, *known_ddp_options()], of="ByteSchedulerFabricStrategy")
         check_ddp_options(kwargs)
         check_ddp_values({**kwargs, "bucket_cap_mb": bucket_cap_mb, "gradient_as_bucket_view": gradient_as_bucket_view})
+        launch: dict[str, Any] = {
+            "accelerator": accelerator,
+            "parallel_devices": parallel_devices,
+            "cluster_environment": cluster_environment,
+            "checkpoint_io": checkpoint_io,
+            "precision": precision,
+            "process_group_backend": process_group_backend,
+            "timeout": timeout,
+            "start_method": start_method,
+        }
         check_launch_options(
-            {
-                "accelerator": accelerator,
-                "parallel_devices": parallel_devices,
-                "cluster_environment": cluster_environment,
-                "checkpoint_io": checkpoint_io,
-                "precision": precision,
-                "process_group_backend": process_group_backend,
-                "timeout": timeout,
-                "start_method": start_method,
-            },
+            launch,
             {"cluster_environment": ClusterEnvironment, "checkpoint_io": CheckpointIO, "precision": FabricPrecision},
             accelerator=pl.accelerators.Accelerator.__mro__[1],
             strategy="ByteSchedulerFabricStrategy",
@@ -168,23 +173,15 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
             debug=debug,
             policy=policy,
         )
+        self._weighting = Weighting(weighting)
+        self._batches: DrawnBatches | None = None
         self._own_buckets = bucket_cap_mb is not None or kwargs.get("bucket_cap_mb_list") is not None
         self._gradients: list[FabricModuleGradients] = []  # in the order in which modules were set up
         self._set_up = 0
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._excepthook: Callable[..., Any] | None = None
         self._exiting = self._lost_at_exit = self._trains = False
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision=precision,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-            start_method=start_method,
-            **kwargs,
-        )
+        super().__init__(**launch, **kwargs)
         self._ddp_kwargs.update(bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=gradient_as_bucket_view)
         for name in SAID_BY_THE_STRATEGY:
             self._ddp_kwargs.pop(name, None)
@@ -202,6 +199,11 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
         """What overlaps in each module that was set up, and why not; ``None`` before its first step."""
         return tuple(gradients.plan for gradients in self._gradients)
 
+    @property
+    def has_batch(self) -> bool:
+        """Whether the batch that was drawn last is a new one; with ``weighting="samples"`` it may be there again."""
+        return self._batches is None or self._batches.has_batch
+
     # ------------------------------------------------------------------ life cycle
 
     def _configure_launcher(self) -> None:
@@ -210,15 +212,8 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
             self._launcher = _PublishingLauncher(self, start_method=self._start_method)  # type: ignore[arg-type]
 
     def _setup_distributed(self) -> None:
-        ranks = self.num_nodes * self.num_processes
         self._know_ranks()
-        with self._watched_rendezvous("bytescheduler", ranks) as watch:
-            store, environment = self._own_store(ranks, watch), self.cluster_environment
-            if store is not None and environment is not None:  # else Lightning's part, which then sees that it is done
-                backend = self._get_process_group_backend()
-                device = self.root_device if self.root_device.type != "cpu" else None
-                _init_dist_connection(environment, backend, timeout=self._timeout, device_id=device, store=store)
-            super()._setup_distributed()
+        self._connect(super()._setup_distributed)
         if self.world_size == 1 or self._board is not None:
             return
         self._failed = False
@@ -226,6 +221,8 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
         self._board = FaultBoard.open(rank=self.global_rank, world_size=self.world_size)
         own = introduce(self.global_rank, "bytescheduler in Fabric", self._common_options())
         self._meet("options", own, connected=self._just_connected)
+        if self._weighting.by_samples:
+            self._batches = DrawnBatches(self._weighting.samples, self.global_rank)
         self._publish_uncaught()
         self._end_before_exit()
 
@@ -234,18 +231,17 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
 
     def _common_options(self) -> dict[str, object]:
         """What has to be the same on all ranks."""
-        options = self._options
-        return {
-            "number of processes": self.world_size,
-            "process_group_backend": self._process_group_backend,
-            "precision": type(self.precision).__name__,
-            "partition_size": options.partition_size,
-            "credit": options.credit,
-            "cross_barrier": options.cross_barrier,
-            "mode": options.mode,
-            "policy": options.policy.name,
-            **self._ddp_kwargs,
-        }
+        facts = {**self._facts_of(self._options), **self._weighting.facts}
+        return {**facts, "precision": type(self.precision).__name__}
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Have batches counted, and go on until all ranks' are used up, with ``weighting="samples"``."""
+        dataloader = super().process_dataloader(dataloader)
+        if self._batches is None:
+            return dataloader
+        with self._explained():
+            _, most, certain = gather_lengths(dataloader, self.root_device)
+        return DrawnLoader(dataloader, self._batches, most if certain else None)
 
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
         """Wrap ``module`` with DDP and a scheduler; every rank does so at the same point. See DDPStrategy."""
@@ -256,6 +252,11 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
         self._set_up += 1
         self._meet("a model", Introduction(rank=self.global_rank, facts=parameter_facts(module.parameters())))
         self._close_gone()
+        if self._batches is not None and self._gradients:
+            raise UnsupportedError(
+                f"weighting='samples' weighs gradients of one module, and {type(module).__name__} would be another. "
+                "Set up one module with both inside, or drop what fabric.setup returned of the first one."
+            )
         if self.root_device.type != "cpu" and self._gradients:
             rank_zero_info(
                 "bytescheduler: on a GPU one module has its gradients scheduled, the first that was set up; DDP itself "
@@ -270,6 +271,7 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
             own_buckets=self._own_buckets,
             ranks_on_host=self.num_processes,
             agree=self.reduce_boolean_decision,
+            batches=self._batches,
         )
         device_ids = self._determine_ddp_device_ids()
         with self._explained():
@@ -306,8 +308,11 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
             self._trains = True
             self._meet("the first backward pass", Introduction(rank=self.global_rank, facts={}))
         with self._explained(), ExitStack() as stack:
-            for gradients in self._gradients:
-                stack.enter_context(gradients.backward())
+            begun = [gradients for gradients in self._gradients if gradients.begin_backward()]
+            if len(begun) < len(self._gradients):  # counts nothing
+                return
+            for gradients in begun:
+                stack.enter_context(gradients.backward(tensor))
             super().backward(tensor, module, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import atexit
 import os
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+import torch
 import torch.distributed as dist
 from msgspec.structs import replace
 from torch import Tensor
@@ -27,7 +28,13 @@ from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.failures.messages import phrase
 from lightning_bytescheduler.failures.startup_check import Introduction, RendezvousWatch, hold_roll_call, require_alike
 from lightning_bytescheduler.failures.store import agent_keeps_store, name_incarnation
-from lightning_bytescheduler.lightning_api import SIGTERMException, rank_zero_info, rank_zero_warn
+from lightning_bytescheduler.lightning_api import (
+    SIGTERMException,
+    _init_dist_connection,
+    rank_zero_info,
+    rank_zero_warn,
+)
+from lightning_bytescheduler.scheduler.options import SchedulerOptions
 
 if TYPE_CHECKING:
     from lightning_bytescheduler.lightning_api import ClusterEnvironment
@@ -51,7 +58,12 @@ class JoinedRanks:
     # Of Lightning's strategy.
     cluster_environment: ClusterEnvironment | None
     num_nodes: int
+    num_processes: int
     global_rank: int
+    root_device: torch.device
+    _process_group_backend: str | None
+    _get_process_group_backend: Callable[[], str]
+    _ddp_kwargs: dict[str, Any]
     _timeout: timedelta | None
 
     _board: FaultBoard | None = None
@@ -96,6 +108,30 @@ class JoinedRanks:
             atexit.unregister(process.kill)
         # Each rank of gloo has connected to each other one; others may connect at the first collective.
         self._just_connected |= dist.is_initialized() and dist.get_backend() == "gloo"
+
+    def _connect(self, as_lightning: Callable[[], object]) -> None:
+        """Meet the other ranks: by a store of this start's own where there is one, else as Lightning does."""
+        ranks = self.num_nodes * self.num_processes
+        with self._watched_rendezvous("bytescheduler", ranks) as watch:
+            store, environment = self._own_store(ranks, watch), self.cluster_environment
+            if store is not None and environment is not None:  # else Lightning's part, which then sees that it is done
+                backend = self._get_process_group_backend()
+                device = self.root_device if self.root_device.type != "cpu" else None
+                _init_dist_connection(environment, backend, timeout=self._timeout, device_id=device, store=store)
+            as_lightning()
+
+    def _facts_of(self, options: SchedulerOptions) -> dict[str, object]:
+        """What has to be the same on all ranks."""
+        return {
+            "number of processes": dist.get_world_size(),
+            "process_group_backend": self._process_group_backend,
+            "partition_size": options.partition_size,
+            "credit": options.credit,
+            "cross_barrier": options.cross_barrier,
+            "mode": options.mode,
+            "policy": options.policy.name,
+            **self._ddp_kwargs,
+        }
 
     def _own_store(self, ranks: int, watch: RendezvousWatch | None) -> dist.Store | None:
         """A part of the store of torchrun's agent that no earlier start has written to; ``None`` without that agent.

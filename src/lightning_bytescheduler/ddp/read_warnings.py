@@ -75,6 +75,17 @@ class SeenReads(StepListener):
         if self.whole_steps[why] == ENOUGH:
             rank_zero_info(f"bytescheduler: {ENOUGH} steps were not deferred, because {why}.")
 
+    def read_early(self, reader: str, since: int = 0) -> None:
+        """A reader waited in one more step; told once it has in most of ``since`` steps."""
+        self.steps[reader] += 1
+        if reader not in self._told and self.steps[reader] >= ENOUGH and 2 * self.steps[reader] > since:
+            self._told.add(reader)
+            rank_zero_info(
+                f"bytescheduler: {reader} looks at weights or gradients between steps, in {self.steps[reader]} steps "
+                "so far. They are what DDP would show, but these steps wait for all gradients; looking less often "
+                "keeps the overlap."
+            )
+
     def read_unseen(self, parameters: list[nn.Parameter], step: int, certain: bool) -> None:
         """See :class:`StepListener`."""
         found = [self._names[id(p)] for p in parameters]
@@ -103,19 +114,9 @@ class EarlyReads(SeenReads):
         """See :class:`StepListener`."""
         if not self._trainer.training:
             return
-        reader = _reader(sys._getframe(1))
-        if reader is None:
-            return
         step = self._trainer.global_step
-        self.steps[reader] += 1
-        since = step - self._first_step.setdefault(reader, step) + 1
-        if reader not in self._told and self.steps[reader] >= ENOUGH and 2 * self.steps[reader] > since:
-            self._told.add(reader)
-            rank_zero_info(
-                f"bytescheduler: {reader} looks at weights or gradients between steps, in {self.steps[reader]} of the "
-                f"last {since}. They are what DDP would show, but these steps wait for all gradients; looking less "
-                "often keeps the overlap."
-            )
+        if reader := _reader(sys._getframe(1)):
+            self.read_early(reader, step - self._first_step.setdefault(reader, step) + 1)
 
 
 def _reader(frame: FrameType | None) -> str | None:

@@ -55,7 +55,6 @@ from lightning_bytescheduler.lightning_api import (
     Precision,
     RunningStage,
     TrainerFn,
-    _init_dist_connection,
     default_pg_timeout,
     pl,
 )
@@ -323,14 +322,7 @@ class ByteSchedulerStrategy(RankStrategy):
 
     def setup_distributed(self) -> None:
         """Meet the other ranks; see DDPStrategy."""
-        ranks = self.num_nodes * self.num_processes
-        with self._watched_rendezvous("bytescheduler", ranks) as watch:
-            store, environment = self._own_store(ranks, watch), self.cluster_environment
-            if store is not None and environment is not None:  # else Lightning's part, which then sees that it is done
-                backend = self._get_process_group_backend()
-                device = self.root_device if self.root_device.type != "cpu" else None
-                _init_dist_connection(environment, backend, timeout=self._timeout, device_id=device, store=store)
-            super().setup_distributed()
+        self._connect(super().setup_distributed)
 
     def process_dataloader(self, dataloader: object) -> object:
         """Share training data out, where that is asked for; see DDPStrategy."""
@@ -412,19 +404,12 @@ class ByteSchedulerStrategy(RankStrategy):
         """What has to be the same on all ranks."""
         options = self._options
         return {
-            "number of processes": self.world_size,
-            "process_group_backend": self._process_group_backend,
-            "partition_size": options.partition_size,
-            "credit": options.credit,
-            "cross_barrier": options.cross_barrier,
-            "mode": options.mode,
-            "policy": options.policy.name,
+            **self._facts_of(options),
             "tuning of the credit": options.tunes_credit,
             "tuning of the partition size": options.tunes_partition,
             **({"compression": None} if self._rules is None else self._rules.facts(self.root_device)),
             **self._weighting.facts,
             **self._servers.facts,
-            **self._ddp_kwargs,
         }
 
     def setup(self, trainer: pl.Trainer) -> None:
