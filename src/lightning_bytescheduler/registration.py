@@ -30,6 +30,7 @@ from typing import Any, Literal, NamedTuple, cast
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 
 __all__ = [
+    "CHECK_VARIABLE",
     "VARIABLE",
     "LightningPackage",
     "choose_package",
@@ -42,6 +43,9 @@ __all__ = [
 LightningPackage = Literal["lightning", "pytorch_lightning"]
 
 VARIABLE = "BYTESCHEDULER_LIGHTNING"
+
+CHECK_VARIABLE = "LIGHTNING_BYTESCHEDULER_CHECK"
+"""Environment variable with the path of a run of ``check``, which replaces the strategy that a Trainer is given."""
 
 _TRAINERS: dict[str, LightningPackage] = {"pytorch_lightning": "pytorch_lightning", "lightning.pytorch": "lightning"}
 """The modules whose Trainers there are, and the package of each."""
@@ -216,44 +220,35 @@ def registered_class(entry: Any) -> Any:
 def register_strategies() -> None:
     """Register all strategies with each of the two packages, at once or when it is imported."""
     waiting: dict[str, Callable[[Any], None]] = {}
-    for modules, name, registered in (
-        (_TRAINERS, "StrategyRegistry", _register),
-        (_FABRICS, "STRATEGY_REGISTRY", _register_in_fabric),
-    ):
+    for modules, name, user in ((_TRAINERS, "StrategyRegistry", "Trainer"), (_FABRICS, "STRATEGY_REGISTRY", "Fabric")):
         for module, package in modules.items():
             registry = getattr(sys.modules.get(f"{module}.strategies"), name, None)
             if registry is None:
-                waiting[module] = _then_register(registered, name, package)
+                waiting[module] = _then_register(name, package, user)
             else:
-                registered(registry, package)
+                _register(registry, package, user)
     if waiting and not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
         sys.meta_path.insert(0, _AfterImport(waiting))
 
 
-def _then_register(
-    registered: Callable[[Any, LightningPackage], None], name: str, package: LightningPackage
-) -> Callable[[Any], None]:
-    return lambda module: registered(getattr(module.strategies, name), package)
+def _then_register(name: str, package: LightningPackage, user: str) -> Callable[[Any], None]:
+    def then(module: ModuleType) -> None:
+        _register(getattr(module.strategies, name), package, user)
+        if user == "Trainer" and os.path.exists(os.environ.get(CHECK_VARIABLE, "")):
+            importlib.import_module(f"{__package__}.checking.injected").install(module)
+
+    return then
 
 
-def _register(registry: Any, package: LightningPackage) -> None:
+def _register(registry: Any, package: LightningPackage, user: str) -> None:
+    """Fabric has no DiLoCo: its rounds end between the Trainer's steps."""
     for name, place, options in _named():
+        if user == "Fabric" and place is _DILOCO:
+            continue
+        place = _IN_FABRIC if user == "Fabric" else place
         if name not in registry:  # importing twice, as after a reload, must not raise
-            registry.register(
-                name, _Registered(package, name, place), description=_described(place, options), **options
-            )
-
-
-def _register_in_fabric(registry: Any, package: LightningPackage) -> None:
-    """The same with Fabric, which has no DiLoCo: its rounds end between the Trainer's steps."""
-    for name, place, options in _named():
-        if place is _BYTESCHEDULER and name not in registry:
-            entry = _Registered(package, name, _IN_FABRIC, "Fabric")
-            registry.register(name, entry, description=_described(_IN_FABRIC, options), **options)
-
-
-def _described(place: _Place, options: dict[str, Any]) -> str:
-    return ", ".join([place.description, *(f"{key}={value}" for key, value in options.items())])
+            described = ", ".join([place.description, *(f"{key}={value}" for key, value in options.items())])
+            registry.register(name, _Registered(package, name, place, user), description=described, **options)
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):

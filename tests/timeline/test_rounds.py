@@ -8,8 +8,7 @@ import pytest
 
 from lightning_bytescheduler.cli import main
 from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.timeline.rounds import in_rounds, others_awaited, rounds_summary
-from lightning_bytescheduler.timeline.rounds_picture import draw_rounds_timeline
+from lightning_bytescheduler.timeline.rounds import draw_rounds_timeline, in_rounds, others_awaited, rounds_summary
 from lightning_bytescheduler.timeline.timeline import CODEC, COMMUNICATION, COMPUTE, INNER, STEP, STILL, WAIT, Timeline
 from lightning_bytescheduler.timeline.trace import Trace, read_timeline
 

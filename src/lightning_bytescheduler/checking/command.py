@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from functools import partial
 from typing import TYPE_CHECKING
 
 from lightning_bytescheduler.checks import is_whole, require_positive, require_whole
@@ -83,10 +84,9 @@ def report_for(options: argparse.Namespace) -> CheckReport:
     # Comparing takes torch, which takes seconds to import: not for what is refused above, or asks for help.
     from lightning_bytescheduler.checking.procedure import investigate
     from lightning_bytescheduler.checking.report import CheckReport, hide_secrets
-    from lightning_bytescheduler.checking.runs import RunFolders, RunProgress, ScriptRuns
+    from lightning_bytescheduler.checking.runs import Runs, start_command
 
-    with RunFolders() as folders:
-        launch = ScriptRuns(command, folders, timeout=options.timeout, progress=RunProgress())
+    with Runs(partial(start_command, command), timeout=options.timeout) as launch:
         findings = investigate(launch, steps=options.steps, seed=options.seed, devices=options.devices)
         report = CheckReport(findings=findings, command=hide_secrets(command), steps=options.steps)
         if options.report is not None:

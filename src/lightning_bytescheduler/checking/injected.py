@@ -1,138 +1,58 @@
-"""In each of the user's processes: the strategy is replaced, the first fit recorded, and the process ended after it."""
+"""In each of the user's processes: the strategy is replaced, the first fit recorded, and the process ended after it.
+
+The registration of our strategies calls :func:`install` when a package's Trainer has been imported, where the
+environment says so. The adapters are imported later, by the first Trainer, which decides whose names they take.
+"""
 
 from __future__ import annotations
 
+import functools
+import importlib
+import itertools
 import os
 import random
 import sys
 from collections.abc import Callable
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 
-from lightning_bytescheduler.checking.recorder import Recorder
-from lightning_bytescheduler.checking.runs import SPEC_VARIABLE, RunSpec, refuse
-from lightning_bytescheduler.ddp.strategy import ByteSchedulerStrategy
+from lightning_bytescheduler import registration
+from lightning_bytescheduler.checking.runs import STARTED, RunSpec, refuse
 from lightning_bytescheduler.exceptions import UnsupportedError
-from lightning_bytescheduler.lightning_api import (
-    DDPStrategy,
-    SingleDeviceStrategy,
-    Strategy,
-    StrategyRegistry,
-    pl,
-    trainer_module,
-)
-from lightning_bytescheduler.registration import registered_class
 
-__all__ = ["install", "strategy_for", "watch_fits"]
-
-_HOOKS = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
-
-_FROM_THE_CONNECTOR = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin")
-
-# Every tensor in a bucket, and so behind a gate, of its own: nothing is opened by a neighbour's touch. Sizes that
-# follow the measured link would be others in each run.
-_STRICT: dict[str, Any] = {
-    "mode": "overlapped",
-    "bucket_cap_mb": 1e-5,
-    "partition_size": 2**16,
-    "credit": 2**18,
-    "tuning": False,
-}
+__all__ = ["install", "watch_fits"]
 
 
-def strategy_for(spec: RunSpec, given: str | Strategy | None, *, forked: bool = False) -> Strategy:
-    """The strategy under check, with the options of DDP that ``given`` has.
+def install(pytorch: Any) -> None:
+    """Take over what Trainers do, as the environment says.
 
     Args:
-        spec: The run.
-        given: What the Trainer got as ``strategy``.
-        forked: Whether ranks are forked from this process, whatever ``given`` does, and the Trainer's connector gives
-            the strategy its devices and plugins.
-
-    Raises:
-        UnsupportedError: If ``given`` is neither DDP nor ByteScheduler, or cannot be replaced by them.
+        pytorch: ``lightning.pytorch`` or ``pytorch_lightning``; a script may import both, as when a library does.
     """
-    options, own = _options_of(given)
-    if forked:
-        options = {name: value for name, value in options.items() if name not in _FROM_THE_CONNECTOR}
-        options["start_method"] = "fork"
-    if not spec.scheduled:
-        if options.get("bucket_cap_mb") is None:
-            options.pop("bucket_cap_mb", None)
-        return DDPStrategy(**options)
-    own["timeline"] = None  # the user's file is not to be written over
-    if spec.strategy != "configured":
-        own.update(_STRICT)
-        own["cross_barrier"] = own.get("cross_barrier", True) and spec.strategy == "strict"
-        options.pop("bucket_cap_mb", None)
-    return ByteSchedulerStrategy(**options, **own)
+    spec, folder = RunSpec.load(Path(os.environ[registration.CHECK_VARIABLE]))
+    (folder / STARTED).touch()
+    # Should this process have to be ended: it may be in another process group than its parent.
+    (folder / f"process{os.getpid()}.txt").touch()
+    _seed_everything(spec, 0)
+    _seed_generators(spec)
+    package: Any = pytorch.__name__.partition(".")[0]
 
-
-def _options_of(given: str | Strategy | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Options that both strategies understand, and those of ByteScheduler only."""
-    if given is None or given == "auto" or isinstance(given, SingleDeviceStrategy):
-        return {}, {}
-    if isinstance(given, str):
-        entry = StrategyRegistry[given.lower()]
-        if registered_class(entry["strategy"]) not in (DDPStrategy, ByteSchedulerStrategy):
-            raise UnsupportedError(_not_comparable(f"strategy={given!r}"))
-        return dict(entry["init_params"]), {}
-    if not isinstance(given, DDPStrategy) or type(given) not in (DDPStrategy, ByteSchedulerStrategy):
-        raise UnsupportedError(_not_comparable(type(given).__name__))
-    options = dict(given._ddp_kwargs)
-    places = {
-        "accelerator": given._accelerator,
-        "parallel_devices": given.parallel_devices,
-        "cluster_environment": given.cluster_environment,
-        "checkpoint_io": given._checkpoint_io,
-        "precision_plugin": given._precision_plugin,
-        "process_group_backend": given._process_group_backend,
-        **{name: getattr(given, f"_{name}") for name in _HOOKS},
-    }
-    options.update({name: value for name, value in places.items() if value is not None})
-    options.update(timeout=given._timeout, start_method=given._start_method)
-    if not isinstance(given, ByteSchedulerStrategy):
-        return options, {}
-    resolved = given._options
-    own = {
-        "partition_size": resolved.partition_size,
-        "credit": resolved.credit,
-        "cross_barrier": resolved.cross_barrier,
-        "mode": resolved.mode,
-        "log_metrics": given._log_metrics,
-    }
-    return options, own
-
-
-def _not_comparable(name: str) -> str:
-    return (
-        f"The script's Trainer has {name}, which is not trained with DDP: there is nothing to compare with. The check "
-        "is for 'ddp', 'bytescheduler', their variants and 'auto'."
-    )
-
-
-def install() -> None:
-    """Take over what this process does with Lightning, as the environment says."""
-    spec, folder = RunSpec.load(Path(os.environ[SPEC_VARIABLE]))
-    _choose_strategies(spec, folder)
-    watch_fits(spec, folder)
-
-
-def _patch(owner: Any, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace a method; signature, name and source stay visible, as LightningCLI reads them."""
-    original = getattr(owner, name)
-    setattr(owner, name, wraps(original)(around(original)))
-
-
-def _choose_strategies(spec: RunSpec, folder: Path) -> None:
-    """Have each Trainer made from here on use the strategy under check."""
+    def decided() -> None:
+        try:
+            registration.use_package(package, f"The script trains with {package}")
+        except UnsupportedError as error:
+            refuse(folder, str(error))
+        os.environ[registration.VARIABLE] = package  # for processes that this one starts
 
     def connect(original: Callable[..., Any]) -> Callable[..., Any]:
         # Arguments of the Trainer arrive here with defaults and variables of the environment in place.
         def connected(connector: Any, **arguments: Any) -> None:
+            decided()
+            from lightning_bytescheduler.checking.replacement import strategy_for
+
             try:
                 arguments["strategy"] = strategy_for(spec, arguments.get("strategy"))
             except UnsupportedError as error:
@@ -145,14 +65,34 @@ def _choose_strategies(spec: RunSpec, folder: Path) -> None:
 
         return connected
 
-    _patch(trainer_module._AcceleratorConnector, "__init__", connect)
+    def of_fabric(*_: Any, **__: Any) -> None:
+        refuse(folder, "The script trains with Fabric. The check is for Lightning's Trainer.")
+
+    fabric = "lightning.fabric" if package == "lightning" else "lightning_fabric"
+    importlib.import_module(fabric).Fabric.backward = of_fabric
+    connector = importlib.import_module(f"{pytorch.__name__}.trainer.connectors.accelerator_connector")
+    _patch(connector._AcceleratorConnector, "__init__", connect)
+    watch_fits(spec, folder, pytorch.Trainer, decided)
 
 
-def watch_fits(spec: RunSpec, folder: Path) -> None:
-    """Record the first fit on every rank, and end the process after it."""
+def _patch(owner: Any, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace a method; signature, name and source stay visible, as LightningCLI reads them."""
+    original = getattr(owner, name)
+    setattr(owner, name, functools.wraps(original)(around(original)))
+
+
+def watch_fits(spec: RunSpec, folder: Path, trainer_class: Any, first: Callable[[], None]) -> None:
+    """Record the first fit on every rank, and end the process after it.
+
+    Args:
+        spec: The run.
+        folder: Takes the records.
+        trainer_class: Whose fits are recorded.
+        first: Called before the adapters are imported; a rank that is spawned makes no Trainer, but gets one.
+    """
 
     def fit(original: Callable[..., Any]) -> Callable[..., Any]:
-        def checked(trainer: pl.Trainer, *arguments: Any, **options: Any) -> None:
+        def checked(trainer: Any, *arguments: Any, **options: Any) -> None:
             if trainer.num_nodes > 1:
                 refuse(
                     folder,
@@ -172,7 +112,10 @@ def watch_fits(spec: RunSpec, folder: Path) -> None:
         return checked
 
     def fit_on_rank(original: Callable[..., Any]) -> Callable[..., Any]:
-        def recorded(trainer: pl.Trainer, model: pl.LightningModule, *arguments: Any, **options: Any) -> None:
+        def recorded(trainer: Any, model: Any, *arguments: Any, **options: Any) -> None:
+            first()
+            from lightning_bytescheduler.checking.recorder import Recorder
+
             recorder = Recorder(spec, folder)
             # A forked rank learns its number only later; on one machine it is the local one.
             _seed_everything(spec, int(os.environ.get("LOCAL_RANK", trainer.global_rank)))
@@ -186,14 +129,12 @@ def watch_fits(spec: RunSpec, folder: Path) -> None:
 
         return recorded
 
-    _patch(pl.Trainer, "fit", fit)
-    _patch(pl.Trainer, "_fit_impl", fit_on_rank)
+    _patch(trainer_class, "fit", fit)
+    _patch(trainer_class, "_fit_impl", fit_on_rank)
 
 
 def _seed_everything(spec: RunSpec, rank: int) -> None:
     """Whatever a training leaves to chance is the same in each run from here on."""
-    import numpy
-
     seed = spec.seed + rank
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
@@ -203,3 +144,16 @@ def _seed_everything(spec: RunSpec, rank: int) -> None:
         torch.set_num_threads(1)
         torch.backends.cudnn.benchmark = False
         torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def _seed_generators(spec: RunSpec) -> None:
+    """Have generators of numpy that would ask the system for a seed get one from here, each its own."""
+    make, number = numpy.random.default_rng, itertools.count()
+
+    @functools.wraps(make)
+    def default_rng(*arguments: Any, **options: Any) -> Any:
+        if arguments[:1] in ((), (None,)) and options.get("seed") is None:
+            return make([spec.seed, next(number)])
+        return make(*arguments, **options)
+
+    numpy.random.default_rng = default_rng

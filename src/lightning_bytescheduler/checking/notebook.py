@@ -10,31 +10,21 @@ import contextlib
 import multiprocessing
 import os
 import sys
-import time
 import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
 from lightning_bytescheduler.checking.command import STEPS, TIMEOUT, check_numbers
-from lightning_bytescheduler.checking.injected import strategy_for, watch_fits
+from lightning_bytescheduler.checking.injected import watch_fits
 from lightning_bytescheduler.checking.procedure import investigate
+from lightning_bytescheduler.checking.replacement import strategy_for
 from lightning_bytescheduler.checking.report import CheckReport
-from lightning_bytescheduler.checking.runs import (
-    STARTED,
-    RunFolders,
-    RunProgress,
-    RunResult,
-    RunSpec,
-    end_processes,
-    refuse,
-    result_of,
-    wait_for,
-)
+from lightning_bytescheduler.checking.runs import STARTED, Runs, RunSpec, refuse
 from lightning_bytescheduler.exceptions import UnsupportedError
 from lightning_bytescheduler.lightning_api import pl, trainer_module
 from lightning_bytescheduler.registration import require_same_package
@@ -92,37 +82,22 @@ def check(
         val_dataloaders=val_dataloaders,
         datamodule=datamodule,
     )
-    told = RunProgress(quiet=not progress)
-    with RunFolders() as folders:
-
-        def launch(spec: RunSpec, why: str) -> RunResult:
-            _, folder = folders.next(spec)
-            with told.run(why, spec.steps) as tell:
-                result = _forked(partial(_train, spec, folder, trainer, fit), spec, folder, timeout, tell)
-            folders.tidy(folder)
-            return result
-
+    with Runs(partial(_start, trainer, fit), timeout=timeout, quiet=not progress) as launch:
         findings = investigate(launch, steps=steps, seed=seed, devices=devices)
         return CheckReport(findings=findings, command=f"fit of {type(model).__name__}", steps=steps)
 
 
-def _forked(
-    target: Callable[[], None], spec: RunSpec, folder: Path, timeout: float, tell: Callable[[int], None]
-) -> RunResult:
-    began = time.monotonic()
-    process = multiprocessing.get_context("fork").Process(target=target, name="bytescheduler-check")
+def _start(
+    trainer: pl.Trainer, fit: Callable[[], None], spec: RunSpec, _: Path, folder: Path
+) -> tuple[int, Callable[[], int | None]]:
+    """See :data:`~lightning_bytescheduler.checking.runs.Start`."""
+    process = multiprocessing.get_context("fork").Process(
+        target=_train, args=(spec, folder, trainer, fit), name="bytescheduler-check"
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of threads that a fork leaves behind; none is needed
         process.start()
-    code, timed_out = None, False
-    try:
-        code, timed_out = wait_for(folder, lambda: process.exitcode, timeout=timeout, tell=tell)
-    finally:
-        if process.pid is not None:
-            end_processes(process.pid, lambda: process.exitcode, folder)
-    result = result_of(spec, folder, code=code, timed_out=timed_out, timeout=timeout)
-    result.seconds = time.monotonic() - began
-    return result
+    return cast(int, process.pid), lambda: process.exitcode
 
 
 def _train(spec: RunSpec, folder: Path, trainer: pl.Trainer, fit: Callable[[], None]) -> None:
@@ -139,7 +114,7 @@ def _train(spec: RunSpec, folder: Path, trainer: pl.Trainer, fit: Callable[[], N
         sys.stderr = output
         warnings.simplefilter("default")  # where the caller has made errors of them, forks end here
         _choose_strategy(spec, folder, trainer)
-        watch_fits(spec, folder)
+        watch_fits(spec, folder, pl.Trainer, lambda: None)
         # As found on the class now.
         pl.Trainer.fit(trainer, *fit.args, **fit.keywords)  # type: ignore[attr-defined]
 

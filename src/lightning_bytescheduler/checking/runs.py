@@ -1,8 +1,7 @@
 """One run of the user's training: how it is made, what it leaves in its folder, and whether it came through.
 
-The user's command is started unchanged, in processes of its own, with the check's hooks in every Python of it. Waits
-for these processes are bounded, and what is left of them is ended. A line on stderr says what goes on, a live one with
-rich in a terminal.
+The user's command is started unchanged, in processes of its own, with our strategies registered in every Python of it.
+Waits for these processes are bounded, and what is left of them is ended. A line on stderr says what goes on.
 """
 
 from __future__ import annotations
@@ -15,32 +14,27 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Literal, NoReturn, TextIO
+from typing import Literal, NoReturn
 
 import msgspec
 
+from lightning_bytescheduler.registration import CHECK_VARIABLE
+
 __all__ = [
-    "SPEC_VARIABLE",
     "STARTED",
     "RankRecord",
-    "RunFolders",
-    "RunProgress",
     "RunResult",
     "RunSpec",
-    "ScriptRuns",
+    "Runs",
     "end_processes",
     "refuse",
     "result_of",
+    "start_command",
     "wait_for",
 ]
-
-SPEC_VARIABLE = "LIGHTNING_BYTESCHEDULER_CHECK"
-"""Environment variable with the path of a :class:`RunSpec`; set in the user's processes only."""
 
 STARTED = "started.txt"
 """Made in a run's folder when Lightning was imported."""
@@ -343,129 +337,90 @@ def _signal_all(group: int, folder: Path, number: signal.Signals) -> None:
                 os.kill(process, number)
 
 
-class RunProgress:
-    """One line per run.
+Start = Callable[[RunSpec, Path, Path], tuple[int, Callable[[], "int | None"]]]
+"""Starts a run's first process, at the head of a session of its own.
+
+Takes the run, the path of its description and its folder. Returns the process's id, and what says its exit code,
+``None`` while it runs.
+"""
+
+
+class Runs:
+    """Makes runs of one training, in processes and a temporary folder that end with it. One line on stderr for each.
 
     Args:
-        stream: Where to; stderr by default.
+        start: Starts the training.
+        timeout: Of each run, in seconds.
         quiet: Say nothing.
     """
 
-    def __init__(self, stream: TextIO | None = None, *, quiet: bool = False) -> None:
-        self._stream = sys.stderr if stream is None else stream
-        self._quiet = quiet
-        self._count = 0
-
-    @contextmanager
-    def run(self, what: str, steps: int) -> Iterator[Callable[[int], None]]:
-        """Around a run; yields what to call with the number of steps that were taken.
-
-        Args:
-            what: The run.
-            steps: How many it will take.
-        """
-        self._count += 1
-        label = f"run {self._count}, {what}"
-        began = time.monotonic()
-        with self._live(label, steps) as tell:
-            yield tell
-        self._line(f"{label}: {time.monotonic() - began:.0f} s")
-
-    @contextmanager
-    def _live(self, label: str, steps: int) -> Iterator[Callable[[int], None]]:
-        if self._quiet or not self._stream.isatty():
-            self._line(f"{label} ...")
-            yield lambda _: None
-            return
-        try:
-            from rich.console import Console
-        except ImportError:
-            self._line(f"{label} ...")
-            yield lambda _: None
-            return
-        console = Console(file=self._stream)
-        with console.status(f"{label}: starting") as status:
-            yield lambda taken: status.update(f"{label}: step {min(taken, steps)} of {steps}")
-
-    def _line(self, text: str) -> None:
-        if not self._quiet:
-            print(text, file=self._stream, flush=True)
-
-
-class RunFolders:
-    """A temporary folder with one for each run; what is large in it goes when the next but one needs it no more."""
-
-    def __init__(self) -> None:
-        self.root = Path(tempfile.mkdtemp(prefix="bytescheduler-check-"))
-        self._count = 0
-
-    def next(self, spec: RunSpec) -> tuple[Path, Path]:
-        """Paths of the next run's description and folder."""
-        self._count += 1
-        folder = self.root / f"run{self._count}"
-        folder.mkdir()
-        path = self.root / f"run{self._count}.json"
-        spec.save(path, folder)
-        return path, folder
-
-    def tidy(self, folder: Path) -> None:
-        """Remove what the training has written; records and weights stay until the end."""
-        for path in folder.iterdir():
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-
-    def __enter__(self) -> RunFolders:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        shutil.rmtree(self.root, ignore_errors=True)
-
-
-class ScriptRuns:
-    """Makes runs of one command.
-
-    Args:
-        command: The program and its arguments.
-        folders: Where runs leave their files.
-        timeout: Of each run, in seconds.
-        progress: Told what goes on.
-    """
-
-    def __init__(self, command: Sequence[str], folders: RunFolders, *, timeout: float, progress: RunProgress) -> None:
-        self._command = list(command)
-        self._folders = folders
+    def __init__(self, start: Start, *, timeout: float, quiet: bool = False) -> None:
+        self._start = start
         self._timeout = timeout
-        self._progress = progress
+        self._quiet = quiet
+        self._root = Path(tempfile.mkdtemp(prefix="bytescheduler-check-"))
+        self._count = 0
 
     def __call__(self, spec: RunSpec, why: str) -> RunResult:
         """Make one; see :data:`~lightning_bytescheduler.checking.procedure.Launch`."""
-        path, folder = self._folders.next(spec)
+        self._count += 1
+        folder = self._root / f"run{self._count}"
+        folder.mkdir()
+        path = folder.with_suffix(".json")
+        spec.save(path, folder)
+        label = f"run {self._count}, {why}"
+        self._tell(f"{label} ...")
         began = time.monotonic()
-        with self._progress.run(why, spec.steps) as tell, open(folder / "output.txt", "wb") as output:
-            process = subprocess.Popen(
-                self._command,
-                env=_environment(path, spec),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
+        process, poll = self._start(spec, path, folder)
+        try:
+            code, timed_out = wait_for(
+                folder, poll, timeout=self._timeout, tell=lambda step: self._tell_step(f"{label}: step {step}", spec)
             )
-            try:
-                code, timed_out = wait_for(folder, process.poll, timeout=self._timeout, tell=tell)
-            finally:
-                end_processes(process.pid, process.poll, folder)
+        finally:
+            end_processes(process, poll, folder)
         result = result_of(spec, folder, code=code, timed_out=timed_out, timeout=self._timeout)
         result.seconds = time.monotonic() - began
-        self._folders.tidy(folder)
+        self._tell(f"{label}: {result.seconds:.0f} s")
+        for written in folder.iterdir():
+            if written.is_dir():  # by the training; records and weights stay until the end
+                shutil.rmtree(written, ignore_errors=True)
         return result
+
+    def _tell(self, text: str) -> None:
+        if not self._quiet:
+            print(text, file=sys.stderr, flush=True)
+
+    def _tell_step(self, text: str, spec: RunSpec) -> None:
+        if not self._quiet and sys.stderr.isatty():
+            print(f"\r{text} of {spec.steps}\r", end="", file=sys.stderr, flush=True)
+
+    def __enter__(self) -> Runs:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        shutil.rmtree(self._root, ignore_errors=True)
+
+
+def start_command(
+    command: Sequence[str], spec: RunSpec, path: Path, folder: Path
+) -> tuple[int, Callable[[], int | None]]:
+    """See :data:`Start`; ``command`` is the user's, unchanged."""
+    with open(folder / "output.txt", "wb") as output:
+        process = subprocess.Popen(
+            command,
+            env=_environment(path, spec),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    return process.pid, process.poll
 
 
 def _environment(path: Path, spec: RunSpec) -> dict[str, str]:
     environment = dict(os.environ)
     paths = [str(_SITE), *filter(None, [environment.get("PYTHONPATH")])]
-    environment.update({"PYTHONPATH": os.pathsep.join(paths), SPEC_VARIABLE: str(path)})
+    environment.update({"PYTHONPATH": os.pathsep.join(paths), CHECK_VARIABLE: str(path)})
     environment.setdefault("PYTHONHASHSEED", "0")
     environment.pop("BYTESCHEDULER_TIMELINE", None)  # the user's file is not to be written over
     environment["WANDB_MODE"] = "disabled"  # also where the script calls wandb.init itself

@@ -8,8 +8,12 @@ from pathlib import Path
 
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.timeline.picture import draw_timeline
-from lightning_bytescheduler.timeline.rounds import RoundsSummary, in_rounds, rounds_summary
-from lightning_bytescheduler.timeline.rounds_picture import draw_rounds_timeline
+from lightning_bytescheduler.timeline.rounds import (
+    RoundsSummary,
+    draw_rounds_timeline,
+    in_rounds,
+    rounds_summary,
+)
 from lightning_bytescheduler.timeline.trace import Trace, TraceSummary, read_timeline
 
 __all__ = ["add_arguments", "draw", "summarised", "traces_of"]

@@ -6,7 +6,7 @@ import pytest
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_bytescheduler import ByteSchedulerStrategy, UnsupportedError
-from lightning_bytescheduler.checking.injected import strategy_for
+from lightning_bytescheduler.checking.replacement import strategy_for
 from lightning_bytescheduler.checking.runs import RunSpec
 
 
