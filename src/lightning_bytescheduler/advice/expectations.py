@@ -20,27 +20,6 @@ from lightning_bytescheduler.simulation.prediction import best_ddp, chosen_sched
 from lightning_bytescheduler.simulation.profiles import ModelProfile
 from lightning_bytescheduler.simulation.simulator import Schedule, simulate
 
-__all__ = [
-    "ALONE",
-    "AUTO",
-    "BF16",
-    "BYTESCHEDULER",
-    "DDP",
-    "DDP_BEST",
-    "DILOCO",
-    "DILOCO_OVERHEAD",
-    "FIXED",
-    "SERVERS",
-    "STEPS",
-    "AdviceFigures",
-    "Expectation",
-    "MeasuredStep",
-    "ceiling",
-    "communication_seconds",
-    "diloco_interval",
-    "expectations",
-]
-
 STEPS = 10
 """How many steps are timed."""
 

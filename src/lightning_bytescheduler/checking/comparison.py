@@ -17,17 +17,6 @@ import torch
 
 from lightning_bytescheduler.checking.runs import RunResult
 
-__all__ = [
-    "Difference",
-    "FirstDifference",
-    "Rounding",
-    "compare",
-    "first_difference",
-    "first_loss_beyond",
-    "rounding",
-    "tensor_distances",
-]
-
 _ROUNDING = 1e-6
 """Relative difference that is rounding in any case; a step from an identical state stays below it."""
 

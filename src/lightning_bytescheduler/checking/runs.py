@@ -23,19 +23,6 @@ import msgspec
 
 from lightning_bytescheduler.registration import CHECK_VARIABLE
 
-__all__ = [
-    "STARTED",
-    "RankRecord",
-    "RunResult",
-    "RunSpec",
-    "Runs",
-    "end_processes",
-    "refuse",
-    "result_of",
-    "start_command",
-    "wait_for",
-]
-
 STARTED = "started.txt"
 """Made in a run's folder when Lightning was imported."""
 

@@ -17,18 +17,6 @@ from lightning_bytescheduler.simulation.profiles import ModelProfile
 from lightning_bytescheduler.simulation.simulator import Schedule, simulate
 from lightning_bytescheduler.tuning.default_sizes import LinkEstimate, default_sizes
 
-__all__ = [
-    "RIVALS",
-    "Prediction",
-    "best_ddp",
-    "best_scheduled",
-    "chosen_schedule",
-    "compressed_predictions",
-    "policy_schedule",
-    "predict",
-    "slices",
-]
-
 RIVALS = POLICIES[1:]
 """Policies that ByteScheduler's own is compared with."""
 

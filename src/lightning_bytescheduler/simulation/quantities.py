@@ -13,16 +13,6 @@ import re
 from lightning_bytescheduler.checks import require_positive, require_seconds
 from lightning_bytescheduler.exceptions import OptionError
 
-__all__ = [
-    "RATES",
-    "TIMES",
-    "duration_in_words",
-    "parameters_in",
-    "rate_in_words",
-    "require_duration",
-    "require_rate",
-]
-
 RATES = "10Gbit/s, 500Mbps, 25GbE or 1.25GB/s"
 """Examples of rates, for help and errors."""
 

@@ -28,16 +28,6 @@ from lightning_bytescheduler.simulation.bounds import norm_seconds, require_all_
 from lightning_bytescheduler.simulation.link import LinkModel
 from lightning_bytescheduler.simulation.profiles import ModelProfile
 
-__all__ = [
-    "CLIPPING",
-    "ORDERS",
-    "Bucket",
-    "Launch",
-    "Schedule",
-    "SimulatedRun",
-    "simulate",
-]
-
 _DDP_BUCKET_BYTES = 25 * 1024 * 1024
 _DDP_FIRST_BUCKET_BYTES = 1024 * 1024
 """DDP's first bucket where no size was asked for: small, so that communication starts early."""

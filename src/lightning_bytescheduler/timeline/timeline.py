@@ -30,29 +30,6 @@ from typing import Any, Final, Literal, NamedTuple
 
 from lightning_bytescheduler.checks import require_whole
 
-__all__ = [
-    "CODEC",
-    "COMMUNICATION",
-    "COMPUTE",
-    "COPY_TO_DEVICE",
-    "COPY_TO_HOST",
-    "GATE",
-    "INNER",
-    "LOCAL_BROADCAST",
-    "LOCAL_REDUCE",
-    "PULL",
-    "PUSH",
-    "QUEUE",
-    "REPLY",
-    "SPOOL_EVENTS",
-    "STEP",
-    "STILL",
-    "SUM",
-    "WAIT",
-    "Timeline",
-    "timeline_path",
-]
-
 QUEUE: Final = "queue"
 """A sub-task is ready and waits for its turn and for credit."""
 COMMUNICATION: Final = "communication"

@@ -19,19 +19,6 @@ from typing import Any, NoReturn
 
 from lightning_bytescheduler.timeline.timeline import COMMUNICATION, COMPUTE, GATE, STEP, WAIT
 
-__all__ = [
-    "CounterSample",
-    "Interval",
-    "Span",
-    "Trace",
-    "TraceSummary",
-    "intersection",
-    "length",
-    "read_timeline",
-    "subtract",
-    "union",
-]
-
 Interval = tuple[float, float]
 """Start and end, in seconds, with start <= end."""
 
