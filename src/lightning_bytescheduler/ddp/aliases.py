@@ -35,15 +35,6 @@ from torch.optim import Optimizer
 from lightning_bytescheduler.ddp.gates import can_be_gated
 from lightning_bytescheduler.ddp.partial_step import attributes_of
 
-__all__ = [
-    "AliasDetector",
-    "kept_elsewhere",
-    "note_script",
-    "references_to_memory",
-    "scripted_parameters",
-    "state_is_kept",
-]
-
 _storage_of = torch.Tensor.untyped_storage
 _tensor_use_count: Callable[[torch.Tensor], int] | None = getattr(torch.Tensor, "_use_count", None)
 

@@ -38,17 +38,6 @@ from lightning_bytescheduler.collectives.number_exchange import PostedNumbers
 from lightning_bytescheduler.ddp.balance import Balance, part_of, shares_by_pace
 from lightning_bytescheduler.exceptions import UnsupportedError
 
-__all__ = [
-    "AgreedShares",
-    "BalancedBatchSampler",
-    "EpochOrder",
-    "EqualShares",
-    "balanced_loader",
-    "drawn_ahead",
-    "require_balanceable",
-    "require_timed",
-]
-
 _CANNOT = "batch_size={how!r} cannot share out the batches of"
 _WAY_OUT = "Give each rank's loader its batch size where you make it, by trainer.global_rank, and leave batch_size out."
 

@@ -19,19 +19,6 @@ from lightning_bytescheduler.checks import did_you_mean, is_finite, require_bool
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 from lightning_bytescheduler.lightning_api import rank_zero_warn
 
-__all__ = [
-    "ELSEWHERE",
-    "SAID_BY_THE_STRATEGY",
-    "check_ddp_options",
-    "check_ddp_values",
-    "check_hooks",
-    "check_launch_options",
-    "check_module",
-    "known_ddp_options",
-    "refuse_join",
-    "refuse_steps_in_backward",
-]
-
 ELSEWHERE = {
     **{
         name: f"It is an option of Trainer: Trainer({name}=...)."

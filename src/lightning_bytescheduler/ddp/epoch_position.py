@@ -19,17 +19,6 @@ from typing import Any
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.lightning_api import pl
 
-__all__ = [
-    "POSITION",
-    "EpochData",
-    "is_amid_epoch",
-    "loader_resumes",
-    "note_position",
-    "require_same_epoch",
-    "rewind_to_step",
-    "unfinished_batches",
-]
-
 POSITION = "lightning_bytescheduler.position"
 """Where a checkpoint has what an epoch's batches are drawn from."""
 

@@ -41,26 +41,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-__all__ = [
-    "FirstUseObserver",
-    "Gate",
-    "GatedParameter",
-    "Opening",
-    "OpeningKind",
-    "UnseenReads",
-    "any_closed",
-    "arm",
-    "caller",
-    "can_be_gated",
-    "closed_gates",
-    "disarm",
-    "gate_of",
-    "is_armed",
-    "is_of_libraries",
-    "must_not_wait",
-    "open_gates",
-]
-
 
 class Gate(Protocol):
     """What stands between a gated parameter and whoever touches it."""

@@ -33,26 +33,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_bytescheduler.ddp.gates import must_not_wait
 
-__all__ = [
-    "DueStep",
-    "ParameterGradient",
-    "attributes_of",
-    "can_have_a_gate",
-    "close_state",
-    "has_step_hooks",
-    "is_closed",
-    "is_per_parameter",
-    "kind_of",
-    "open_state",
-    "plain_mode",
-    "replaced",
-    "snapshot_hyperparameters",
-    "step_partially",
-    "steps_as_its_class",
-    "wants_whole_steps",
-]
-
-
 _OPENS = frozenset({"__dict__", "__getstate__", "__reduce__", "__reduce_ex__", "state"})
 _OPENS_WHEN_SET = frozenset({"__class__", "__dict__", "state"})
 

@@ -30,22 +30,6 @@ from lightning_bytescheduler.ddp.sparse_gradients import sparse_layers
 from lightning_bytescheduler.lightning_api import GradClipAlgorithmType, MixedPrecision, Precision, is_overridden, pl
 from lightning_bytescheduler.scheduler.placement import Placement
 
-__all__ = [
-    "ONE_RANK",
-    "OverlapPlan",
-    "make_plan",
-    "may_drop_gradients",
-    "model_reasons",
-    "names_of",
-    "norm_needed_by",
-    "optimizer_name",
-    "optimizer_reasons",
-    "precision_reasons",
-    "scales_losses",
-    "steps_plainly",
-    "unseen_parameters",
-]
-
 ONE_RANK = "1 rank: nothing to schedule"
 """Why steps of a training on one process are as they are."""
 

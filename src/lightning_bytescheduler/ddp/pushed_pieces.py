@@ -18,18 +18,6 @@ from lightning_bytescheduler.compression.registry import make_compressor
 from lightning_bytescheduler.ddp.encoded_pieces import Piece, aligned
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 
-__all__ = [
-    "LeftQuestion",
-    "PushedPiece",
-    "PushedPieces",
-    "answered",
-    "described",
-    "left_in",
-    "read",
-    "require_known_to_servers",
-    "room_for_answer",
-]
-
 _LENGTH = 8  # bytes: of a description's length in front of it, and of a loss scale in front of an answer
 
 

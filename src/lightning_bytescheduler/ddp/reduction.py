@@ -47,18 +47,6 @@ from lightning_bytescheduler.ddp.statistics import profiled
 from lightning_bytescheduler.scheduler.core import ByteCore
 from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask, TaskKey
 
-__all__ = [
-    "AllReduction",
-    "Encoder",
-    "GradientBucket",
-    "Phase",
-    "Reduction",
-    "ShardedReduction",
-    "StepTasks",
-    "position_of",
-    "total_norm",
-]
-
 OnPart = Callable[[SubCommTask], None]
 _BEFORE_GATHERS = 1 << 40  # taken from a position in the forward pass: more urgent than any
 

@@ -42,19 +42,6 @@ from lightning_bytescheduler.ddp.balanced_batches import AgreedShares, EqualShar
 from lightning_bytescheduler.ddp.device_time import DeviceTime
 from lightning_bytescheduler.exceptions import OptionError
 
-__all__ = [
-    "NOTHING",
-    "NUMBERS",
-    "BatchSizes",
-    "SampleCounter",
-    "SampleWeights",
-    "StepWeight",
-    "Weighting",
-    "name_of",
-    "samples_in",
-    "tensors_in",
-]
-
 NUMBERS = 3
 """What a rank posts with a batch: its samples, and samples and nanoseconds of the batch before where that is known."""
 

@@ -40,15 +40,6 @@ from lightning_bytescheduler.scheduler.core import ByteCore
 from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask
 from lightning_bytescheduler.timeline.timeline import COMPUTE, COPY_TO_DEVICE, COPY_TO_HOST, GATE, WAIT, Timeline
 
-__all__ = [
-    "BucketFutures",
-    "ForwardPass",
-    "StepContext",
-    "StepListener",
-    "SynchronisedStep",
-    "TrainingStep",
-]
-
 _LANE = "training thread"
 
 

@@ -42,16 +42,6 @@ from lightning_bytescheduler.ddp.sparse_gradients import sparse_layers
 from lightning_bytescheduler.exceptions import UnsupportedError
 from lightning_bytescheduler.lightning_api import pl
 
-__all__ = [
-    "DrawnBatches",
-    "DrawnLoader",
-    "UnevenLoader",
-    "gather_lengths",
-    "log_nothing",
-    "loss_of_nothing",
-    "stateful_or_not",
-]
-
 _USED_UP = "lightning_bytescheduler.used_up"
 _UNKNOWN = -1
 

@@ -16,16 +16,6 @@ from dataclasses import dataclass
 from lightning_bytescheduler.checks import require_one_of, require_whole
 from lightning_bytescheduler.exceptions import OptionError
 
-__all__ = [
-    "PLACEMENTS",
-    "Nodes",
-    "Placement",
-    "chosen_placement",
-    "mixed_server",
-    "server_weights",
-    "spare_share",
-]
-
 PLACEMENTS = ("balanced", "mixed")
 """How parts can be placed; the first is the default."""
 

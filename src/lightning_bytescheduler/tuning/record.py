@@ -26,17 +26,6 @@ from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.tuning.default_sizes import LinkEstimate
 from lightning_bytescheduler.tuning.search_space import TuningPoint
 
-__all__ = [
-    "KINDS",
-    "RECORD_NAME",
-    "StepTimeEstimate",
-    "TrialEntry",
-    "TuningIdentity",
-    "append_entries",
-    "is_clearly_slower",
-    "read_record",
-]
-
 RECORD_NAME = "tuning.jsonl"
 """Of the record in a run's directory."""
 
