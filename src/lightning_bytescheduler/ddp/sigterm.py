@@ -45,6 +45,12 @@ from lightning_bytescheduler.scheduler.short_turns import short_turns
 log = logging.getLogger(__name__)
 
 _HANDLER = "_slurm_sigusr_handler_fn"  # of Lightning's signal connector
+_OBSERVER = "child-process-observer"  # of Lightning's launcher
+_BEGINS_BATCH = "_broadcast_sigterm_tensor"  # of the epoch loop; older versions of Lightning have none
+_ALL_STOP_S = 20.0  # schedulers kill after 30 s
+_BEGUN_S = 1.0  # for what is on its way
+_LOOK_S = 0.01
+_LOOK_EVERY = timedelta(seconds=0.5)
 
 
 def requeues(environment: object) -> bool:
@@ -135,14 +141,6 @@ def worker_signals(trainer: pl.Trainer, environment: object, *, together: bool) 
     if not requeues(environment):
         return nullcontext()
     return RequeueForAll(OwnStop(), failure=lambda: None, timeout=0.0).handled(trainer)
-
-
-_OBSERVER = "child-process-observer"  # of Lightning's launcher
-_BEGINS_BATCH = "_broadcast_sigterm_tensor"  # of the epoch loop; older versions of Lightning have none
-_ALL_STOP_S = 20.0  # schedulers kill after 30 s
-_BEGUN_S = 1.0  # for what is on its way
-_LOOK_S = 0.01
-_LOOK_EVERY = timedelta(seconds=0.5)
 
 
 @contextmanager
