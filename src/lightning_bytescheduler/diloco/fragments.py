@@ -111,7 +111,7 @@ class FragmentOptions:
     Attributes:
         fragments: Into how many the model is cut.
         overlap_steps: Steps between sending a fragment and merging the answer; 0 waits for it, and ``"auto"`` merges it
-            once it is there, see :class:`Overlap`.
+            once it is there, see ``Overlap``.
 
     Raises:
         OptionError: Names the value that is not allowed.

@@ -103,7 +103,7 @@ class RoundOptions:
             as that is worth what the others lose by it, see ``round_end.worthwhile_wait``.
         silent_after: Seconds of silence, on top of three steps, after which a worker is no longer counted on.
         first_step_limit: The same for a worker that has not reported a step yet; compiling may take minutes.
-        late: What becomes of a pseudo-gradient that comes after its round is over, see :func:`late_weight`.
+        late: What becomes of a pseudo-gradient that comes after its round is over, see ``late_weight``.
         expiry: Seconds of silence after which a worker that was lost, or has left, is forgotten with its step times.
 
     Raises:
