@@ -103,7 +103,7 @@ class Configuration:
             "ddp": Schedule.ddp(),
             **{f"ddp, {size} MB buckets": Schedule.ddp(bucket_bytes=size * 1024 * 1024) for size in DDP_BUCKETS},
             "bytescheduler, overlapped": chosen_schedule(profile, link),
-            "bytescheduler, norm clipping": chosen_schedule(profile, link, clipping="gather_early"),
+            "bytescheduler, norm clipping": chosen_schedule(profile, link, clipping=True),
             **{name: policy_schedule(profile, link, policy_of(policy)) for name, policy in POLICIES.items()},
         }
         return {name: simulate(profile, link, schedule).step_seconds for name, schedule in schedules.items()}

@@ -385,7 +385,7 @@ def test_ctrl_c_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     def interrupted(_: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lightning_bytescheduler.simulation.command.predicted_table", interrupted)
+    monkeypatch.setattr("lightning_bytescheduler.predicting.command.predicted", interrupted)
     assert main(["predict", "--profile", "vgg16", "--workers", "4", "--bandwidth", "1G"]) == 130
     assert capsys.readouterr().err == "lightning-bytescheduler: interrupted\n"
 

@@ -32,19 +32,19 @@ def test_what_was_changed_is_kept_and_nothing_is_copied(tmp_path: Path) -> None:
     mine.parent.mkdir()
     mine.write_text("mine")
     with pytest.raises(OptionError, match=r"--to=.*tuning\.py, which has been changed there"):
-        example_files.copied_table(argparse.Namespace(to=str(tmp_path)))
+        example_files.tables(argparse.Namespace(to=str(tmp_path)))
     assert [path.name for path in mine.parent.iterdir()] == ["tuning.py"]
     assert mine.read_text() == "mine"
 
 
 def test_a_second_time_is_harmless(tmp_path: Path) -> None:
     for _ in range(2):
-        example_files.copied_table(argparse.Namespace(to=str(tmp_path)))
+        example_files.tables(argparse.Namespace(to=str(tmp_path)))
 
 
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=r"--to=.*nowhere.*a folder that is there"):
-        example_files.copied_table(argparse.Namespace(to=str(tmp_path / "nowhere")))
+        example_files.tables(argparse.Namespace(to=str(tmp_path / "nowhere")))
 
 
 def test_the_wheel_has_all_that_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

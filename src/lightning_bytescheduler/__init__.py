@@ -31,7 +31,6 @@ from lightning_bytescheduler.exceptions import (
 from lightning_bytescheduler.registration import register_strategies
 
 if TYPE_CHECKING:
-    from lightning_bytescheduler.advice.advice import Advice, advise, predict
     from lightning_bytescheduler.checking.notebook import check
     from lightning_bytescheduler.checking.report import CheckReport
     from lightning_bytescheduler.collectives.push_pull_store import PushPullStore
@@ -41,14 +40,15 @@ if TYPE_CHECKING:
     from lightning_bytescheduler.ddp.strategy import ByteSchedulerStrategy
     from lightning_bytescheduler.diloco.performance_monitor import PerformanceMonitor
     from lightning_bytescheduler.diloco.strategy import DiLoCoStrategy
+    from lightning_bytescheduler.predicting.predict import advise, predict
     from lightning_bytescheduler.simulation.link import LinkModel
+    from lightning_bytescheduler.simulation.prediction import Prediction
     from lightning_bytescheduler.slices.data_module import SliceDataModule
     from lightning_bytescheduler.slices.dataset import SliceDataset
     from lightning_bytescheduler.slices.slice_coordinator import SliceCoordinator
     from lightning_bytescheduler.tuning.credit_tuner import CreditTuner
 
 __all__ = [
-    "Advice",
     "ByteSchedulerError",
     "ByteSchedulerFabricStrategy",
     "ByteSchedulerStrategy",
@@ -61,6 +61,7 @@ __all__ = [
     "OptionError",
     "OverlapPlan",
     "PerformanceMonitor",
+    "Prediction",
     "PushPullStore",
     "RankFailedError",
     "RanksDifferError",
@@ -86,7 +87,6 @@ __all__ = [
 ]
 
 _IMPORTED_AT_FIRST_USE = {
-    "Advice": "advice.advice",
     "ByteSchedulerFabricStrategy": "ddp.fabric_strategy",
     "ByteSchedulerStrategy": "ddp.strategy",
     "CheckReport": "checking.report",
@@ -95,14 +95,15 @@ _IMPORTED_AT_FIRST_USE = {
     "LinkModel": "simulation.link",
     "OverlapPlan": "ddp.plan",
     "PerformanceMonitor": "diloco.performance_monitor",
+    "Prediction": "simulation.prediction",
     "PushPullStore": "collectives.push_pull_store",
     "SchedulerStatistics": "ddp.statistics",
     "SliceCoordinator": "slices.slice_coordinator",
     "SliceDataModule": "slices.data_module",
     "SliceDataset": "slices.dataset",
-    "advise": "advice.advice",
+    "advise": "predicting.predict",
     "check": "checking.notebook",
-    "predict": "advice.advice",
+    "predict": "predicting.predict",
 }
 
 

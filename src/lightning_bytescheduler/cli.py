@@ -75,8 +75,10 @@ def _run(argv: list[str]) -> int:
             name, help=command.summary, description=command.description, example=f"{name} {command.example}"
         )
         if name == chosen:  # arguments of the others would import what nobody asked for
-            added.set_defaults(run=command.run)
-            command.add(added)
+            module = import_module(f"lightning_bytescheduler.{command.module}")
+            shows = hasattr(module, "tables")
+            added.set_defaults(run=command.run or (partial(_show, module) if shows else module.run))
+            module.add_arguments(added)
     options = parser.parse_args(argv)
     if "run" not in options:
         parser.print_help()
@@ -229,71 +231,35 @@ def _require_picture(path: Path) -> None:
     require_suffix("--png", path, FigureCanvasAgg(Figure()).get_supported_filetypes())
 
 
-def _found(options: argparse.Namespace, name: str, argument: str) -> None:
-    """Put the newest record of a run in the place of the folder that was given; say so, and which others there are."""
-    newest, *others = records_in(getattr(options, argument), name)
-    if others:
-        rest = ", ".join(map(str, others[:_OTHERS_NAMED])) + (" ..." if len(others) > _OTHERS_NAMED else "")
-        print(f"{_PROGRAM}: the newest of {len(others) + 1} is {newest}; also there: {rest}", file=sys.stderr)
-    setattr(options, argument, str(newest))
-
-
-def _add_timeline(parser: argparse.ArgumentParser) -> None:
-    from lightning_bytescheduler.timeline.command import add_arguments
-
-    add_arguments(parser)
-
-
-def _timeline(options: argparse.Namespace) -> int:
-    from lightning_bytescheduler.timeline.command import draw, summarised, traces_of
-
+def _show(module: Any, options: argparse.Namespace) -> int:
+    """Print what a command finds; of a run whose folder was given, in its newest record."""
     outputs = _Outputs(options)
-    traces = traces_of(options)
-    for title, rows in summarised(traces, options):
+    if hasattr(module, "RECORD_NAME"):
+        newest, *others = records_in(options.record, module.RECORD_NAME)
+        options.record = str(newest)
+        if others:
+            rest = ", ".join(map(str, others[:_OTHERS_NAMED])) + (" ..." if len(others) > _OTHERS_NAMED else "")
+            print(f"{_PROGRAM}: the newest of {len(others) + 1} is {newest}; also there: {rest}", file=sys.stderr)
+    for title, rows in module.tables(options):
         _print_table(title, rows)
-    draw(traces, options)
     outputs.say()
     return 0
 
 
-def _add_predict(parser: argparse.ArgumentParser) -> None:
-    from lightning_bytescheduler.advice.arguments import add_arguments
-
-    add_arguments(parser)
-
-
 def _predict(options: argparse.Namespace) -> int:
+    from lightning_bytescheduler.predicting.command import predicted
+
     outputs = _Outputs(options)
-    from lightning_bytescheduler.advice.arguments import check_arguments, load_target
-
-    check_arguments(options)  # before what takes seconds to import
-    if options.target is None:
-        from lightning_bytescheduler.simulation.command import predicted_table
-
-        answer, title, lines = predicted_table(options)
+    prediction = predicted(options)
+    if prediction is not None:
+        answer, *paragraphs = prediction.text().splitlines()
         print(f"{_wrapped(answer)}\n")
-        _print_table(title, lines)
-        outputs.say()
-        return 0
-    load_target("target", options.target)  # decides which Lightning there is
-    from lightning_bytescheduler.advice.command import advice_for
-
-    advice = advice_for(options)
-    if advice is not None:
-        answer, *paragraphs = advice.text().splitlines()
-        print(f"{_wrapped(answer)}\n")
-        heading, *rows = advice.table()
-        _print_table(advice.measured.profile.name, rows, heading)
+        heading, *rows = prediction.table()
+        _print_table(prediction.measured.profile.name, rows, heading)
         for paragraph in paragraphs:
             print(f"\n{_wrapped(paragraph)}")
         outputs.say()
     return 0
-
-
-def _add_check(parser: argparse.ArgumentParser) -> None:
-    from lightning_bytescheduler.checking.command import add_arguments
-
-    add_arguments(parser)
 
 
 def _check(options: argparse.Namespace) -> int:
@@ -306,69 +272,8 @@ def _check(options: argparse.Namespace) -> int:
     return report.exit_code
 
 
-def _add_tuning(parser: argparse.ArgumentParser) -> None:
-    from lightning_bytescheduler.tuning.picture import add_arguments
-
-    add_arguments(parser)
-
-
-def _tuning(options: argparse.Namespace) -> int:
-    from lightning_bytescheduler.tuning.picture import tuning_table
-    from lightning_bytescheduler.tuning.record import RECORD_NAME
-
-    outputs = _Outputs(options)
-    _found(options, RECORD_NAME, "record")
-    _print_table(*tuning_table(options))
-    outputs.say()
-    return 0
-
-
-def _add_rounds(parser: argparse.ArgumentParser) -> None:
-    from lightning_bytescheduler.diloco.picture import add_arguments
-
-    add_arguments(parser)
-
-
-def _rounds(options: argparse.Namespace) -> int:
-    from lightning_bytescheduler.diloco.picture import rounds_table
-    from lightning_bytescheduler.diloco.round_record import RECORD_NAME
-
-    outputs = _Outputs(options)
-    _found(options, RECORD_NAME, "path")
-    _print_table(*rounds_table(options))
-    outputs.say()
-    return 0
-
-
-def _add_slices(parser: argparse.ArgumentParser) -> None:
-    from lightning_bytescheduler.slices.command import add_arguments
-
-    add_arguments(parser)
-
-
 def _slices(_: argparse.Namespace) -> int:
     raise _UsageError("slices needs an action: make, verify or serve")
-
-
-def _add_certificates(parser: argparse.ArgumentParser) -> None:
-    from lightning_bytescheduler.coordinator.certificates import add_arguments
-
-    add_arguments(parser)
-
-
-def _certificates(options: argparse.Namespace) -> int:
-    from lightning_bytescheduler.coordinator.certificates import run
-
-    return run(options)
-
-
-def _add_from(module: str, parser: argparse.ArgumentParser) -> None:
-    import_module(f"lightning_bytescheduler.{module}").add_arguments(parser)
-
-
-def _run_from(module: str, options: argparse.Namespace) -> int:
-    code: int = import_module(f"lightning_bytescheduler.{module}").run(options)
-    return code
 
 
 def _wrapped(text: str) -> str:
@@ -376,19 +281,6 @@ def _wrapped(text: str) -> str:
     if sys.stdout is None or not sys.stdout.isatty():
         return text
     return textwrap.fill(text, max(min(shutil.get_terminal_size().columns, _WIDEST + 20), 20), break_long_words=False)
-
-
-def _add_examples(parser: argparse.ArgumentParser) -> None:
-    from lightning_bytescheduler.example_files import add_arguments
-
-    add_arguments(parser)
-
-
-def _examples(options: argparse.Namespace) -> int:
-    from lightning_bytescheduler.example_files import copied_table
-
-    _print_table(*copied_table(options))
-    return 0
 
 
 def _print_table(title: str, rows: Sequence[Sequence[str]], heading: Sequence[str] = ()) -> None:
@@ -433,15 +325,15 @@ class _Command(NamedTuple):
         summary: Its line in the list of commands.
         description: What it does, for its own help.
         example: Arguments of an example.
-        add: Adds its arguments; called if it was chosen.
-        run: Does the work and returns the exit code.
+        module: Adds its arguments, as ``add_arguments``, and does the work, as ``run`` or ``tables``.
+        run: Does the work and returns the exit code, where its module does not.
     """
 
     summary: str
     description: str
     example: str
-    add: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace], int]
+    module: str
+    run: Callable[[argparse.Namespace], int] | None = None
 
 
 _COMMANDS = {
@@ -449,8 +341,7 @@ _COMMANDS = {
         "summarise a timeline, and draw it",
         "Say how much of the communication in a timeline was hidden, and draw a few steps of it.",
         "trace.json --png trace.png --steps 10:13",
-        _add_timeline,
-        _timeline,
+        "timeline.command",
     ),
     "predict": _Command(
         "say how long a step of a network, or of your model, takes on a link",
@@ -458,14 +349,14 @@ _COMMANDS = {
         "(--profile), or of your own module, of which a few steps are taken on a copy and on one device. Without "
         "--bandwidth the link is measured: start one process on each machine, with torchrun.",
         "train.py:Model --workers 4 --bandwidth 10Gbit/s --latency 50us --png plan.png",
-        _add_predict,
+        "predicting.command",
         _predict,
     ),
     "advise": _Command(
         "an older name of predict",
         "The same as predict.",
         "train.py:Model --workers 4 --bandwidth 1Gbit/s",
-        _add_predict,
+        "predicting.command",
         _predict,
     ),
     "check": _Command(
@@ -474,28 +365,26 @@ _COMMANDS = {
         "strategy is, and say whether weights, optimizer state and metrics are the same, and which is faster; or where "
         "they part. Exit codes: 0 the same, 1 different, 2 could not be checked.",
         "--steps 50 --devices 2 -- python train.py --lr 1e-3",
-        _add_check,
+        "checking.command",
         _check,
     ),
     "tuning": _Command(
         "show how credit and partition size were tuned, and draw it",
         "Say what was tried while a run was tuned and what was chosen, also as options to keep it.",
         "lightning_logs/version_0 --png search.png",
-        _add_tuning,
-        _tuning,
+        "tuning.picture",
     ),
     "rounds": _Command(
         "summarise the rounds of a DiLoCo training, and draw them",
         "Say how the workers of a DiLoCo training spent their time, and draw a few of its rounds.",
         "lightning_logs/version_0 --png rounds.png --rounds 10:13",
-        _add_rounds,
-        _rounds,
+        "diloco.picture",
     ),
     "slices": _Command(
         "make, verify and serve slices of data",
         "Make slices of data, verify them, and serve them to trainings on other machines.",
         "make data/*.jsonl data/slices",
-        _add_slices,
+        "slices.command",
         _slices,
     ),
     "coordinator": _Command(
@@ -503,36 +392,31 @@ _COMMANDS = {
         "Run a coordinator: workers join it with DiLoCoStrategy(coordinator=...), and may leave, die and come back. It "
         "ends rounds, merges updates, hands out slices of data, and keeps the run in a folder or bucket.",
         "--state runs/first --train data/slices --inner-steps 100 --wire-dtype int8",
-        partial(_add_from, "coordinator.command"),
-        partial(_run_from, "coordinator.command"),
+        "coordinator.command",
     ),
     "status": _Command(
         "show how a coordinator's run stands",
         "Show a coordinator's workers, rounds, data and traffic, in a table that follows them until Ctrl+C.",
         "https://coordinator.example.org:7077 --ca certs/ca.pem --token-file token",
-        partial(_add_from, "coordinator.status"),
-        partial(_run_from, "coordinator.status"),
+        "coordinator.status",
     ),
     "server": _Command(
         "add up gradients for a training with parameter servers",
         "Run a parameter server for a training with ByteSchedulerStrategy(servers=...), until that "
         "is over. It finds the training by its MASTER_ADDR and MASTER_PORT.",
         "--master-addr node0 --master-port 29500",
-        partial(_add_from, "ddp.encoded_sums"),
-        partial(_run_from, "ddp.encoded_sums"),
+        "ddp.encoded_sums",
     ),
     "certificates": _Command(
         "make certificates for a coordinator and its workers",
         "Make an authority for development, a server certificate that it signs, and some for clients.",
         "certs --host coordinator.example.org --client anna",
-        _add_certificates,
-        _certificates,
+        "coordinator.certificates",
     ),
     "examples": _Command(
         "copy the examples into a folder",
         "Copy the examples into a new folder 'examples', to run them and to change them.",
         "--to .",
-        _add_examples,
-        _examples,
+        "example_files",
     ),
 }

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lightning_bytescheduler.exceptions import OptionError
 
-__all__ = ["add_arguments", "copied_table"]
+__all__ = ["add_arguments", "tables"]
 
 _FOLDER = "examples"
 
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def copied_table(options: argparse.Namespace) -> tuple[str, list[tuple[str, str]]]:
+def tables(options: argparse.Namespace) -> list[tuple[str, list[tuple[str, str]]]]:
     """Copy the examples, and say of each what it shows.
 
     Args:
@@ -48,7 +48,7 @@ def copied_table(options: argparse.Namespace) -> tuple[str, list[tuple[str, str]
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(content)
     rows = [(f"python -m {_FOLDER}.{path.stem}", _shows(path)) for path in copies if path.parent.name == _FOLDER]
-    return f"wrote {to / _FOLDER}; run them from {to.resolve()}", rows
+    return [(f"wrote {to / _FOLDER}; run them from {to.resolve()}", rows)]
 
 
 def _source() -> Path:

@@ -8,48 +8,6 @@ from typing import TYPE_CHECKING
 
 from lightning_bytescheduler.registration import choose_package
 
-__all__ = [
-    "PACKAGE",
-    "Checkpoint",
-    "CheckpointIO",
-    "ClusterEnvironment",
-    "CombinedLoader",
-    "DDPStrategy",
-    "DummyLogger",
-    "Fabric",
-    "FabricDDPStrategy",
-    "FabricMixedPrecision",
-    "FabricPrecision",
-    "GradClipAlgorithmType",
-    "LightningEnvironment",
-    "Logger",
-    "MisconfigurationException",
-    "MixedPrecision",
-    "Precision",
-    "RunningStage",
-    "SIGTERMException",
-    "SLURMEnvironment",
-    "SingleDeviceStrategy",
-    "Strategy",
-    "StrategyRegistry",
-    "TorchCheckpointIO",
-    "TrainerFn",
-    "_FabricLauncher",
-    "_MultiProcessingLauncher",
-    "_init_dist_connection",
-    "default_pg_timeout",
-    "extract_batch_size",
-    "garbage_collection_cuda",
-    "is_oom_error",
-    "is_overridden",
-    "isolate_rng",
-    "pl",
-    "rank_zero_info",
-    "rank_zero_warn",
-    "reset_seed",
-    "trainer_module",
-]
-
 PACKAGE = choose_package()
 
 if TYPE_CHECKING or PACKAGE == "lightning":

@@ -11,8 +11,8 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_bytescheduler.advice import profiled_fit
-from lightning_bytescheduler.advice import profiled_fit as profiled_fit_module
+from lightning_bytescheduler.predicting import profiled_fit
+from lightning_bytescheduler.predicting import profiled_fit as profiled_fit_module
 
 __all__ = ["Batches", "Clock", "Stepping"]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightning_bytescheduler.timeline.command import summarised
+from lightning_bytescheduler.timeline.command import tables
 from lightning_bytescheduler.timeline.timeline import COMMUNICATION, COMPUTE, GATE, QUEUE, STEP
 from lightning_bytescheduler.timeline.trace import read_timeline
 from tests.ddp import fits
@@ -72,7 +72,7 @@ def test_how_long_training_waits_is_one_number(two_ranks: RankPool, tmp_path: Pa
     trace = read_timeline(tmp_path / "trace.json")
     summary = trace.summary()
     timeline_ms = 1e3 * summary.exposed_seconds / summary.steps
-    ((_, rows),) = summarised([trace], Namespace(file=["trace.json"]))
+    ((_, rows),) = tables(Namespace(file=str(tmp_path / "trace.json"), png=None, steps=None))
     assert f"({timeline_ms:.1f} ms a step)" in dict(rows)["training waits"]
     # What the last step carries over is waited for after the last metric.
     carried = sum(gate.end - gate.start for gate in trace.select(GATE) if gate.step == summary.steps)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_bytescheduler.diloco.picture import add_arguments, draw_rounds, rounds_table
+from lightning_bytescheduler.diloco.picture import add_arguments, draw_rounds, tables
 from lightning_bytescheduler.exceptions import OptionError
 from tests.diloco.records import small_run, written
 
@@ -65,8 +65,7 @@ def parse(*argv: str) -> argparse.Namespace:
 
 def test_it_sums_a_run_up(tmp_path: Path) -> None:
     file = str(written(tmp_path / "rounds.jsonl"))
-    title, rows = rounds_table(parse(file))
-    assert rounds_table(parse(str(tmp_path))) == (title, rows), "a run's folder will do"
+    ((title, rows),) = tables(parse(file))
     found = dict(rows)
     assert title == file
     assert found["rounds"] == "8"
@@ -80,7 +79,7 @@ def test_it_sums_a_run_up(tmp_path: Path) -> None:
 def test_it_draws_and_chooses_rounds(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     file, out = str(written(tmp_path / "rounds.jsonl")), tmp_path / "r.png"
-    _, rows = rounds_table(parse(file, "--png", str(out), "--rounds", "2:4"))
+    ((_, rows),) = tables(parse(file, "--png", str(out), "--rounds", "2:4"))
     assert dict(rows)["rounds"] == "2"
     assert out.read_bytes().startswith(b"\x89PNG")
 
@@ -93,10 +92,10 @@ def test_what_is_no_range(text: str) -> None:
 
 def test_what_the_command_does_not_find(tmp_path: Path) -> None:
     file = str(written(tmp_path / "rounds.jsonl"))
-    with pytest.raises(OptionError, match="among 1 to 8"):
-        rounds_table(parse(file, "--rounds", "20:30"))
+    with pytest.raises(OptionError, match="among the rounds 1 to 8"):
+        tables(parse(file, "--rounds", "20:30"))
     (tmp_path / "empty").write_text("")
     with pytest.raises(OptionError, match="one round or more"):
-        rounds_table(parse(str(tmp_path / "empty")))
+        tables(parse(str(tmp_path / "empty")))
     with pytest.raises(OSError, match="missing"):
-        rounds_table(parse(str(tmp_path / "missing")))
+        tables(parse(str(tmp_path / "missing")))

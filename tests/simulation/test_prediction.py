@@ -1,20 +1,49 @@
+"""The words change with the figures, and the figures are those of the simulator."""
+
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
-from lightning_bytescheduler.simulation import LinkModel, ModelProfile, lower_bound, network_profile, predict, simulate
-from lightning_bytescheduler.simulation.picture import bandwidths_around, draw_prediction, workers_around
-from lightning_bytescheduler.simulation.prediction import best_ddp, best_scheduled, chosen_schedule
+from lightning_bytescheduler.simulation import (
+    LayerProfile,
+    LinkModel,
+    ModelProfile,
+    Prediction,
+    clipped_bound,
+    lower_bound,
+    network_profile,
+    predict,
+    simulate,
+)
+from lightning_bytescheduler.simulation.prediction import (
+    AUTO,
+    BEST,
+    BF16,
+    BYTESCHEDULER,
+    DDP,
+    DDP_BEST,
+    DILOCO,
+    FIXED,
+    SERVERS,
+    MeasuredStep,
+    best_ddp,
+    best_scheduled,
+    chosen_schedule,
+)
 from tests.simulation.profiles import links, models
 
 GIGABIT = 1e9 / 8
 CLOSE = 1 + 1e-9
+UNIFORM = network_profile("uniform")  # 100 MB, 200 ms
+BALANCED = 6e9 / 8  # 100 MB take 200 ms over four workers
 
 
 @pytest.fixture(scope="module")
@@ -22,34 +51,43 @@ def vgg16() -> ModelProfile:
     return network_profile("vgg16")
 
 
+def of(
+    bandwidth: float = BALANCED, *, workers: int = 4, worker_seconds: tuple[float, ...] = (), **measured: Any
+) -> Prediction:
+    link = LinkModel(workers=workers, bandwidth=bandwidth)
+    step = MeasuredStep(**{"profile": UNIFORM, "batch_size": 32, "device": "cpu", **measured})
+    return predict(step, link, worker_seconds=worker_seconds)
+
+
+# The figures.
+
+
 @given(profile=models, link=links)
 @settings(max_examples=30, deadline=None)
 def test_lines_are_in_their_order(profile: ModelProfile, link: LinkModel) -> None:
-    seconds = {line.name: line.step_seconds for line in predict(profile, link)}
-    assert seconds["computation alone"] <= seconds["lower bound"] * CLOSE
-    for name in ("fifo", "p3", "ddp, best buckets", "bytescheduler, best sizes"):
-        assert seconds["lower bound"] <= seconds[name] * CLOSE
-    assert seconds["ddp, best buckets"] <= seconds["ddp, default buckets"]
-    assert seconds["bytescheduler, best sizes"] <= seconds["bytescheduler, own sizes"]
-    clipped = seconds.get("bytescheduler with norm clipping")
-    assert (clipped is None) == (link.architecture == "ps")
-    if clipped is not None:
-        assert seconds["lower bound with norm clipping"] <= clipped * CLOSE
+    if link.workers < 2:
+        link = replace(link, workers=2)
+    found = predict(profile, link, policies=["fifo", "p3"])
+    seconds = {line.strategy: line.step_seconds for line in found.expectations}
+    bound = lower_bound(profile, link.without_servers)
+    assert profile.compute_seconds <= bound * CLOSE
+    for name in ("fifo", "p3", DDP_BEST, BEST):
+        assert bound <= seconds[name] * CLOSE
+    assert seconds[DDP_BEST] <= seconds[DDP]
+    assert seconds[BEST] <= seconds[BYTESCHEDULER] <= seconds[DDP]
+    assert (SERVERS in seconds) == (link.architecture == "ps")
 
 
 def test_each_line_can_be_simulated_again(vgg16: ModelProfile) -> None:
     link = LinkModel(workers=4, bandwidth=30 * GIGABIT, latency=20e-6)
-    lines = predict(vgg16, link)
-    simulated = [line for line in lines if line.schedule is not None]
-    assert [line.name for line in lines if line.schedule is None] == [
-        "computation alone",
-        "lower bound",
-        "lower bound with norm clipping",
-        "bytescheduler, int8",
-        "bytescheduler, auto",
-    ]
+    found = predict(vgg16, link, policies=["fifo"])
+    simulated = [line for line in found.expectations if line.same_training and line.schedule is not None]
+    assert [line.strategy for line in simulated] == [DDP, DDP_BEST, "fifo", BYTESCHEDULER, BEST]
     for line in simulated:
         assert simulate(vgg16, link, line.schedule).step_seconds == pytest.approx(line.step_seconds)
+    assert found.of(BYTESCHEDULER).schedule == chosen_schedule(vgg16, link)
+    # Where the processor computes, the strategy chooses other sizes.
+    assert of(device="cpu").of(BYTESCHEDULER).schedule == chosen_schedule(UNIFORM, of().link, busy_processor=True)
 
 
 def test_what_vgg16_gains(vgg16: ModelProfile) -> None:
@@ -68,6 +106,7 @@ def test_what_vgg16_gains(vgg16: ModelProfile) -> None:
 def test_best_sizes_follow_the_network(vgg16: ModelProfile) -> None:
     def best(link: LinkModel) -> tuple[int, int]:
         schedule = best_scheduled(vgg16, link).schedule
+        assert schedule is not None
         return schedule.partition_bytes or 0, schedule.credit_bytes or 0
 
     partition, credit = best(LinkModel(workers=4, bandwidth=30 * GIGABIT))
@@ -81,7 +120,7 @@ def test_best_sizes_follow_the_network(vgg16: ModelProfile) -> None:
 
 def test_norm_clipping_keeps_nearly_all_of_the_gain(vgg16: ModelProfile) -> None:
     link = LinkModel(workers=4, bandwidth=30 * GIGABIT, latency=20e-6)
-    clipped = best_scheduled(vgg16, link, clipping="gather_early").step_seconds
+    clipped = best_scheduled(vgg16, link, clipping=True).step_seconds
     assert clipped <= 1.02 * best_scheduled(vgg16, link).step_seconds
     assert clipped < best_ddp(vgg16, link).step_seconds / 1.2
 
@@ -102,77 +141,57 @@ def test_own_sizes_are_those_of_the_strategy(vgg16: ModelProfile) -> None:
 
 def test_clipping_takes_an_all_reduce(vgg16: ModelProfile) -> None:
     with pytest.raises(UnsupportedError):
-        best_scheduled(vgg16, LinkModel(workers=2, bandwidth=1.0, architecture="ps"), clipping="gather_early")
+        best_scheduled(vgg16, LinkModel(workers=2, bandwidth=1.0, architecture="ps"), clipping=True)
 
 
-def test_one_worker_needs_no_network(vgg16: ModelProfile) -> None:
-    link = LinkModel(workers=1, bandwidth=1.0, latency=1.0, overhead=1.0)
-    lines = predict(vgg16, link)
-    assert [line.step_seconds for line in lines] == pytest.approx([vgg16.compute_seconds] * len(lines))
+def test_half_the_bytes_are_twice_the_bandwidth() -> None:
+    given, twice = of(), of(2 * BALANCED)
+    assert given.of(BF16).step_seconds == pytest.approx(twice.of(DDP).step_seconds)
+    assert of(compressed_share=1.0).of(BF16).step_seconds == pytest.approx(given.of(DDP).step_seconds)
 
 
-@pytest.mark.parametrize("suffix", ["png", "svg"])
-def test_a_picture(tmp_path: Path, suffix: str) -> None:
-    pytest.importorskip("matplotlib")
-    target = tmp_path / "new" / f"out.{suffix}"
-    link = LinkModel(workers=2, bandwidth=1.0)
-    draw_prediction(network_profile("uniform"), link, target, workers=(2, 4096), bandwidths=(GIGABIT, 10 * GIGABIT))
-    content = target.read_bytes()
-    if suffix == "png":
-        assert content.startswith(b"\x89PNG")
-    else:
-        assert all(text in content for text in (b"4,096 workers", b"uniform (100 MB of gradients", b"1.00x"))
+@pytest.mark.parametrize(
+    ("bandwidth", "steps"), [(BALANCED, 20), (BALANCED / 2, 40), (20 * BALANCED, 1), (21 * BALANCED, 1)]
+)
+def test_diloco_exchanges_as_often_as_five_percent_allow(bandwidth: float, steps: int) -> None:
+    given = of(bandwidth)
+    expected = given.of(DILOCO)
+    assert expected.inner_steps == steps
+    assert expected.step_seconds == pytest.approx(0.2 + given.communication_seconds / steps)
+    assert expected.step_seconds <= 0.2 * 1.05 * (1 + 1e-6)
 
 
-def test_a_picture_is_about_the_given_network() -> None:
-    assert workers_around(6) == (6, 24, 96)
-    rates = bandwidths_around(62.5e6)
-    assert rates[0] == pytest.approx(6.25e6)
-    assert rates[len(rates) // 2] == 62.5e6
-    assert rates[-1] == pytest.approx(625e6)
+def test_speed_of_all_workers() -> None:
+    given = of()
+    assert given.compute_seconds == given.communication_seconds == pytest.approx(0.2)
+    assert given.speedup(0.4) == pytest.approx(2.0)
+    assert given.samples_per_second(0.4) == pytest.approx(320.0)
+    assert of(batch_size=None).samples_per_second(0.4) is None
 
 
-def test_a_picture_leads_with_one_machine_where_that_is_best(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    link = LinkModel(workers=4, bandwidth="10Mbit/s", latency="20ms")
-    draw_prediction(network_profile("uniform"), link, tmp_path / "p.svg", bandwidths=(1e6, 2e6))
-    drawn = (tmp_path / "p.svg").read_text(encoding="utf-8")
-    assert "Train on one machine: 4 workers are slower" in drawn
-    assert "bandwidth of each worker" in drawn
-    assert "(Mbit/s)" in drawn
-    assert all(f"{count} workers" in drawn for count in (4, 16, 64))
+def test_all_gradients_compressed() -> None:
+    given = of(BALANCED / 4)
+    exact = given.of(BYTESCHEDULER).step_seconds
+    int8, int4 = (given.of(FIXED[codec]) for codec in ("int8", "int4"))
+    assert int4.step_seconds <= int8.step_seconds < exact
+    assert not int8.same_training
+    assert given.of(AUTO).step_seconds >= int4.step_seconds
+    of_two_bytes = of(BALANCED / 4, compressed_share=1.0)
+    assert int8.step_seconds < of_two_bytes.of(FIXED["int8"]).step_seconds < exact, "half as many times fewer bytes"
+    names = {expected.strategy for expected in of(device="cuda").expectations}
+    assert names.isdisjoint({AUTO, *FIXED.values()}), "gradients on a GPU are not compressed"
 
 
-def test_a_picture_keeps_spare_servers_in_proportion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib")
-    seen = set()
-
-    def bound(profile: ModelProfile, link: LinkModel) -> float:
-        seen.add((link.workers, link.servers))
-        return lower_bound(profile, link)
-
-    monkeypatch.setattr("lightning_bytescheduler.simulation.picture.lower_bound", bound)
-    link = LinkModel(workers=8, bandwidth=1.0, architecture="ps", servers=4)
-    draw_prediction(
-        network_profile("uniform"), link, tmp_path / "p.png", workers=(1, 4, 256), bandwidths=(GIGABIT, 2 * GIGABIT)
-    )
-    assert seen == {(8, 4), (1, 0), (4, 2), (256, 128)}
-
-
-def test_pictures_that_cannot_be_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    profile, link = network_profile("uniform"), LinkModel(workers=2, bandwidth=1.0)
-    with pytest.raises(OptionError, match=r"^out=.*suffixes .*png"):
-        draw_prediction(profile, link, tmp_path / "out.xyz")
-    with pytest.raises(OptionError, match=r"^workers=.* 5 numbers at most"):
-        draw_prediction(profile, link, tmp_path / "out.png", workers=(1, 2, 3, 4, 5, 6))
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_picture_without_matplotlib_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"lightning-bytescheduler\[plots\]"):
-        draw_prediction(network_profile("uniform"), LinkModel(workers=2, bandwidth=1.0), tmp_path / "out.png")
+@pytest.mark.parametrize("bandwidth", [BALANCED / 50, BALANCED / 2, BALANCED, 3 * BALANCED, 500 * BALANCED])
+@pytest.mark.parametrize("clips", [(), ("gradient norm clipping",)])
+def test_nothing_with_the_same_training_beats_the_ceiling(bandwidth: float, clips: tuple[str, ...]) -> None:
+    given = of(bandwidth, norm_needed_by=clips)
+    bound = min(given.ceiling_seconds, lower_bound(UNIFORM, given.link))
+    for expected in given.expectations:
+        if expected.same_training:
+            assert expected.step_seconds >= bound * (1 - 1e-9)
+    assert given.of(BYTESCHEDULER).step_seconds <= given.of(DDP).step_seconds * (1 + 1e-9)
+    assert given.of(DDP_BEST).step_seconds <= given.of(DDP).step_seconds
 
 
 def test_the_bound_holds_for_the_built_in_networks() -> None:
@@ -183,3 +202,259 @@ def test_the_bound_holds_for_the_built_in_networks() -> None:
             best = best_scheduled(profile, link).step_seconds
             bound = lower_bound(profile, link)
             assert bound / CLOSE <= best <= 1.05 * bound
+
+
+def test_one_worker_needs_no_network() -> None:
+    with pytest.raises(OptionError, match=r"workers=1 .* one worker has nobody to talk to"):
+        of(workers=1)
+    with pytest.raises(OptionError, match="Did you mean 'fifo'"):
+        predict(UNIFORM, LinkModel(workers=2, bandwidth=1.0), policies=["fifi"])
+
+
+# The words.
+
+
+def test_a_fast_link_leaves_nothing_to_gain() -> None:
+    given = of(1000 * BALANCED)
+    assert given.limited_by == "compute"
+    assert given.recommended.strategy == DDP
+    assert given.line == 'trainer = L.Trainer(strategy="ddp")'
+    text = str(given)
+    assert "nothing with the same training gains more" in text
+    assert "What limits: computing." in text
+    assert "diloco, every step *" in text
+    assert "fewer bytes" not in text
+
+
+def test_a_balanced_link_is_what_order_is_for() -> None:
+    given = of()
+    assert given.recommended.strategy == BYTESCHEDULER
+    assert given.line == 'trainer = L.Trainer(strategy="bytescheduler")'
+    gain = given.of(DDP).step_seconds / given.of(BYTESCHEDULER).step_seconds
+    assert gain > 1.25
+    text = str(given)
+    assert f"{gain:.2f}x as fast as ddp" in text
+    assert "1.00 times as long" in text
+    assert text.startswith(f"Recommended: {given.line}"), "the answer comes first"
+
+
+def test_a_slow_link_has_a_ceiling() -> None:
+    given = of(BALANCED / 3)
+    assert given.limited_by == "link"
+    assert "What limits: the link." in str(given)
+    assert "Only fewer bytes, larger batches or a faster link" in str(given)
+    assert given.table()[-1][:2] == ("ceiling of ddp's training", f"{given.ceiling_seconds * 1e3:,.1f} ms")
+    assert "slower than one alone" not in str(given)
+
+
+def test_a_very_slow_link_makes_one_worker_the_better_choice() -> None:
+    given = of(BALANCED / 100)
+    text = str(given)
+    assert text.startswith("Recommended: train on one machine. Over this network 4 workers are slower than one alone")
+    assert "(diloco, every 2000 steps, would be 3.81x as fast as one, with another training)" in text
+    assert text.count("Recommended") == 1
+    assert given.line == "trainer = L.Trainer(devices=1)"
+    assert given.figures()["recommended"] == "one worker alone"
+
+
+def test_ddp_with_other_buckets_is_enough_where_it_is_nearly_as_fast() -> None:
+    # A layer whose gradients are final at once, and much to do after them: only DDP's bucket size is in the way.
+    layers = [
+        LayerProfile(name="first", parameter_bytes=400_000, forward_seconds=0.2, backward_seconds=0.4),
+        LayerProfile(name="last", parameter_bytes=20_000_000, forward_seconds=0.001, backward_seconds=0.001),
+        LayerProfile(name="head", parameter_bytes=1_100_000, forward_seconds=0.001, backward_seconds=0.001),
+    ]
+    given = of(BALANCED / 6, profile=ModelProfile(name="m", layers=tuple(layers)))
+    assert given.recommended.strategy == DDP_BEST
+    size = given.recommended.bucket_bytes
+    assert size is not None
+    assert given.line == f"trainer = L.Trainer(strategy=DDPStrategy(bucket_cap_mb={size // 2**20}))"
+
+
+def test_clipping_has_a_ceiling_of_its_own() -> None:
+    # A backward pass that is too short to hide half of the bytes.
+    layers = [
+        LayerProfile(name=f"{index}", parameter_bytes=7_500_000, forward_seconds=0.01, backward_seconds=0.005)
+        for index in range(10)
+    ]
+    profile = ModelProfile(name="m", layers=tuple(layers))
+    plain = of(profile=profile)
+    clipped = of(profile=profile, norm_needed_by=("gradient norm clipping",))
+    assert clipped.ceiling_seconds == clipped_bound(profile, clipped.link) > plain.ceiling_seconds
+    assert clipped.of(BYTESCHEDULER).step_seconds > plain.of(BYTESCHEDULER).step_seconds
+    assert clipped.of(DDP) == plain.of(DDP)
+    assert "because of gradient norm clipping" in str(clipped)
+    assert "norm" not in str(plain)
+
+
+def test_synchronised_steps_are_not_overlapped() -> None:
+    given = of(synchronised_because=("there are 2 optimizers (one keeps the overlap)",))
+    assert given.of(BYTESCHEDULER).step_seconds > of().of(BYTESCHEDULER).step_seconds
+    assert given.of(BYTESCHEDULER).step_seconds >= given.of(DDP_BEST).step_seconds * 0.97
+    assert "there are 2 optimizers (one keeps the overlap)." in str(given)
+    assert given.recommended.strategy != BYTESCHEDULER
+
+
+def test_remarks_come_where_they_apply() -> None:
+    text = str(of())
+    assert "wait for data" not in text
+    assert "Unused" not in text
+    assert "Uneven" not in text
+    assert "processor time" in text
+    assert "Codecs" in text
+    text = str(
+        of(device="cuda", waiting=0.05, unused=("a", "b", "c", "d", "e"), worker_seconds=(0.1, 0.2), batch_size=None)
+    )
+    assert "of which 50.0 ms wait for data" in text
+    assert "'a', 'b', 'c' and 2 more got no gradient" in text
+    assert "the slowest takes 2.00x as long" in text
+    assert "processor time" not in text
+    assert "Codecs" not in text
+    assert "samples" not in text
+
+
+def test_long_hops_come_with_a_warning() -> None:
+    def words(latency: float, *worker_seconds: float) -> str:
+        link = LinkModel(workers=4, bandwidth=BALANCED, latency=latency)
+        return str(predict(UNIFORM, link, worker_seconds=worker_seconds))
+
+    assert "Long hops: " in words(0.01)
+    assert "Long hops: " not in words(0.01, 0.2, 0.2)  # it was measured
+    assert "Long hops: " not in words(0.0001)
+
+
+def test_the_table() -> None:
+    heading, alone, *rows = of().table()
+    assert heading == ("", "a step", "speed of 4", "over ddp", "samples/s")
+    assert alone == ("one worker alone", "200.0 ms", "1.00x", "", "160")
+    labels = [row[0] for row in rows]
+    assert labels[:5] == [DDP, DDP_BEST, BYTESCHEDULER, BEST, f"{BF16} *"]
+    assert labels[5].startswith("bytescheduler, auto (")
+    assert labels[6:] == [
+        "bytescheduler, int8 *",
+        "bytescheduler, int4 *",
+        "diloco, every 20 steps *",
+        "ceiling of ddp's training",
+    ]
+    assert rows[1][3] == "1.00x"
+    assert {len(row) for row in rows} == {len(heading)} == {5}
+    assert {len(row) for row in of(batch_size=None).table()} == {4}
+
+
+@pytest.mark.parametrize(
+    ("bandwidth", "latency", "words"),
+    [
+        (62.5e6, 0.0, "4 workers, 500 Mbit/s each way)"),
+        (1.25e9, 2e-4, "4 workers, 10 Gbit/s each way, 0.2 ms a hop)"),
+        (1e3, 0.02, "4 workers, 8 kbit/s each way, 20 ms a hop)"),
+        (1e3, 5e-5, "4 workers, 8 kbit/s each way, 50 µs a hop)"),
+        (1.0, 0.0, "4 workers, 0.008 kbit/s each way)"),
+    ],
+)
+def test_networks_in_words(bandwidth: float, latency: float, words: str) -> None:
+    assert words in predict(UNIFORM, LinkModel(workers=4, bandwidth=bandwidth, latency=latency)).text()
+
+
+def test_servers_are_advised_where_they_help() -> None:
+    link = LinkModel(workers=4, bandwidth=BALANCED / 4, architecture="ps", servers=6)
+    given, without = (predict(UNIFORM, each) for each in (link, link.without_servers))
+    assert given.of(SERVERS).step_seconds < given.of(BYTESCHEDULER).step_seconds
+    assert SERVERS not in [one.strategy for one in without.expectations]
+    for name in (DDP, BYTESCHEDULER):
+        assert given.of(name) == without.of(name)
+    assert given.recommended.strategy == SERVERS
+    assert given.line == "trainer = L.Trainer(strategy=ByteSchedulerStrategy(servers=4))"
+    assert "6 servers count as 4" in given.text()
+    assert given.figures()["architecture"] == "ps"
+
+
+def test_an_unknown_strategy_is_named() -> None:
+    with pytest.raises(OptionError, match=r"strategy='fsdp' .* one of 'ddp', 'ddp, best buckets'"):
+        of().of("fsdp")
+
+
+def test_figures_are_kept_and_can_be_predicted_from(tmp_path: Path) -> None:
+    given = replace(of(), worker_seconds=(0.1, 0.2))
+    given.save(tmp_path / "kept.json")
+    kept = json.loads((tmp_path / "kept.json").read_text())
+    assert kept["limited_by"] == "link"
+    assert kept["recommended"] == BYTESCHEDULER
+    assert kept["ceiling_seconds"] == given.ceiling_seconds
+    assert kept["worker_seconds"] == [0.1, 0.2]
+    by_name = {entry["strategy"]: entry for entry in kept["strategies"]}
+    assert by_name[DDP]["step_seconds"] == given.of(DDP).step_seconds
+    assert by_name[DILOCO]["inner_steps"] == 20
+    assert ModelProfile.load(tmp_path / "kept.json") == UNIFORM
+
+
+# The picture.
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_a_picture(tmp_path: Path, suffix: str) -> None:
+    pytest.importorskip("matplotlib")
+    target = tmp_path / "new" / f"out.{suffix}"
+    found = predict(UNIFORM, LinkModel(workers=2, bandwidth=1.0))
+    found.draw(target, workers=(2, 4096), bandwidths=(GIGABIT, 10 * GIGABIT))
+    content = target.read_bytes()
+    if suffix == "png":
+        assert content.startswith(b"\x89PNG")
+    else:
+        assert all(text in content for text in (b"4,096 workers", b"uniform (100 MB of gradients", b"1.00x"))
+
+
+def test_a_picture_is_about_the_given_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[int, list[float]] = {}
+
+    def noted(curves: Any, workers: int, here: Any, *_: Any) -> None:
+        seen.update({count: [point.bandwidth for point in curve] for count, curve in curves.items()})
+        assert (workers, here.bandwidth) == (6, 62.5e6)
+
+    monkeypatch.setattr("lightning_bytescheduler.simulation.prediction.draw_curves", noted)
+    predict(UNIFORM, LinkModel(workers=6, bandwidth=62.5e6)).draw(tmp_path / "p.png")
+    assert list(seen) == [6, 24, 96]
+    rates = seen[6]
+    assert rates[0] == pytest.approx(6.25e6)
+    assert rates[len(rates) // 2] == 62.5e6
+    assert rates[-1] == pytest.approx(625e6)
+
+
+def test_a_picture_leads_with_one_machine_where_that_is_best(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    found = predict(UNIFORM, LinkModel(workers=4, bandwidth="10Mbit/s", latency="20ms"))
+    found.draw(tmp_path / "p.svg", bandwidths=(1e6, 2e6))
+    drawn = (tmp_path / "p.svg").read_text(encoding="utf-8")
+    assert "Train on one machine: 4 workers are slower" in drawn
+    assert "bandwidth of each worker" in drawn
+    assert "(Mbit/s)" in drawn
+    assert all(f"{count} workers" in drawn for count in (4, 16, 64))
+
+
+def test_a_picture_keeps_spare_servers_in_proportion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    found = predict(UNIFORM, LinkModel(workers=8, bandwidth=1.0, architecture="ps", servers=4))
+    seen = set()
+
+    def bound(profile: ModelProfile, link: LinkModel) -> float:
+        seen.add((link.workers, link.servers))
+        return lower_bound(profile, link)
+
+    monkeypatch.setattr("lightning_bytescheduler.simulation.prediction.lower_bound", bound)
+    found.draw(tmp_path / "p.png", workers=(1, 4, 256), bandwidths=(GIGABIT, 2 * GIGABIT))
+    assert seen == {(8, 4), (1, 0), (4, 2), (256, 128)}
+
+
+def test_pictures_that_cannot_be_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    found = predict(UNIFORM, LinkModel(workers=2, bandwidth=1.0))
+    with pytest.raises(OptionError, match=r"^out=.*suffixes .*png"):
+        found.draw(tmp_path / "out.xyz")
+    with pytest.raises(OptionError, match=r"^workers=.* 5 numbers at most"):
+        found.draw(tmp_path / "out.png", workers=(1, 2, 3, 4, 5, 6))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_picture_without_matplotlib_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"lightning-bytescheduler\[plots\]"):
+        of().draw(tmp_path / "out.png")

@@ -19,7 +19,7 @@ from lightning_bytescheduler.simulation import (
 )
 from tests.simulation.profiles import CONTRIVED, links, model, models, plain_link, schedules, sizes, unhurried
 
-CLIPPED = ["gather_early", "gather_after_norm"]
+FIFO = Schedule(order="fifo")
 
 
 def seconds(profile: ModelProfile, link: LinkModel, schedule: Schedule) -> float:
@@ -30,9 +30,9 @@ def test_ddp_waits_for_everything_and_the_others_only_for_their_own() -> None:
     # Backward 1, 1; the gradients of the last layer take 10, those of the first 1.
     profile = model([(1, 3, 1), (10, 4, 1)])
     assert seconds(profile, plain_link(), Schedule.ddp(bucket_bytes=1)) == 1 + 11 + 7
-    assert seconds(profile, plain_link(), Schedule.fifo()) == 1 + 11 + 7  # the first layer's come last
+    assert seconds(profile, plain_link(), FIFO) == 1 + 11 + 7  # the first layer's come last
     # By priority, whole: the last layer's are on the link already when the first layer's are ready.
-    assert seconds(profile, plain_link(), Schedule.priority()) == 1 + 11 + 7
+    assert seconds(profile, plain_link(), Schedule(credit_bytes=1)) == 1 + 11 + 7
     # Cut into pieces of 1: one of them, then the first layer's, 3 of forward pass, 9 - 3 of waiting.
     assert seconds(profile, plain_link(), Schedule.scheduled(partition_bytes=1)) == 2 + 1 + 3 + (9 - 3) + 4
     # A barrier waits for all of it even then.
@@ -47,13 +47,13 @@ def test_crossing_the_barrier_is_worth_nothing_without_priority(
     # In the order of the backward pass, what the forward pass needs first comes last.
     first, *others = profile.layers
     profile = replace(profile, layers=(replace(first, parameter_bytes=first.parameter_bytes + 1), *others))
-    fifo = Schedule.fifo(bucket_bytes=bucket)
+    fifo = replace(FIFO, bucket_bytes=bucket)
     assert seconds(profile, link, fifo) == seconds(profile, link, replace(fifo, barrier=True))
 
 
 def test_layers_without_parameters_go_first_across_the_barrier() -> None:
     profile = model([(0, 3, 1), (10, 4, 2)])
-    assert seconds(profile, plain_link(), Schedule.fifo()) == 2 + 10 + 4
+    assert seconds(profile, plain_link(), FIFO) == 2 + 10 + 4
     assert seconds(profile, plain_link(), Schedule.ddp()) == 2 + 10 + 7
 
 
@@ -115,37 +115,31 @@ def test_the_backend_s_limit_of_messages_holds_too() -> None:
     profile = model([(100, 1, 1)])
     link = plain_link(latency=15.0, messages_in_flight=1)
     assert seconds(profile, link, Schedule.scheduled(partition_bytes=10, credit_bytes=1000)) == 2 + 10 * 40
-    assert seconds(profile, link, Schedule.fifo()) == 2 + 100 + 30
+    assert seconds(profile, link, FIFO) == 2 + 100 + 30
 
 
 def test_push_and_pull_overlap_where_pieces_are_small() -> None:
     link = plain_link(architecture="ps", servers=2, latency=1.0, idle_share=0.0)
     profile = model([(100, 1, 1)])
-    assert seconds(profile, link, Schedule.fifo()) == 2 + 100 + 1 + 100 + 1
+    assert seconds(profile, link, FIFO) == 2 + 100 + 1 + 100 + 1
     assert seconds(profile, link, Schedule.scheduled(partition_bytes=10, credit_bytes=1000)) == 2 + 100 + 1 + 10 + 1
 
 
-@pytest.mark.parametrize("clipping", CLIPPED)
-def test_clipping_waits_for_the_norm(clipping: str) -> None:
+def test_clipping_waits_for_the_norm() -> None:
     # Reduce-scatters take 5 and 1. Gathered early, the last layer's all-gather fits in before the first layer's.
     profile = model([(2, 4, 11), (10, 4, 1)])
     link = plain_link(latency=0.5)  # each half of an all-reduce takes 0.5 to arrive, the norm 1
     reduced = 1 + 11 + 1 + 0.5
-    run = simulate(profile, link, Schedule.scheduled(partition_bytes=100, credit_bytes=100, clipping=clipping))
+    run = simulate(profile, link, Schedule.scheduled(partition_bytes=100, credit_bytes=100, clipping=True))
     gathered = [(launch.layer, launch.gather) for launch in run.launches]
-    if clipping == "gather_early":
-        assert gathered == [(1, False), (1, True), (0, False), (0, True)]
-        # The first layer's all-gather goes out while the norm is made.
-        assert run.step_seconds == reduced + max(1.0, 1 + 0.5) + 8
-    else:
-        assert gathered == [(1, False), (0, False), (0, True), (1, True)]
-        assert run.step_seconds == reduced + 1.0 + max(1 + 0.5 + 4, 1 + 5 + 0.5) + 4
+    assert gathered == [(1, False), (1, True), (0, False), (0, True)]
+    # The first layer's all-gather goes out while the norm is made.
+    assert run.step_seconds == reduced + max(1.0, 1 + 0.5) + 8
 
 
-@pytest.mark.parametrize("clipping", CLIPPED)
-def test_clipping_takes_an_all_reduce(clipping: str) -> None:
+def test_clipping_takes_an_all_reduce() -> None:
     with pytest.raises(UnsupportedError, match="architecture='ps': use 'allreduce'"):
-        simulate(CONTRIVED, plain_link(architecture="ps"), Schedule(clipping=clipping))
+        simulate(CONTRIVED, plain_link(architecture="ps"), Schedule(clipping=True))
 
 
 def test_launches_say_when_and_what() -> None:
@@ -158,8 +152,8 @@ def test_launches_say_when_and_what() -> None:
     )
 
 
-@pytest.mark.parametrize("clipping", [None, *CLIPPED])
-def test_layers_without_parameters_wait_for_nothing(clipping: str | None) -> None:
+@pytest.mark.parametrize("clipping", [False, True])
+def test_layers_without_parameters_wait_for_nothing(clipping: bool) -> None:
     schedule = Schedule(clipping=clipping)
     run = simulate(model([(0, 1, 2), (0, 3, 4)]), plain_link(), schedule)
     assert run.step_seconds == 10
@@ -167,9 +161,9 @@ def test_layers_without_parameters_wait_for_nothing(clipping: str | None) -> Non
 
 
 @unhurried
-@given(profile=models, link=links, schedule=schedules, clipping=st.sampled_from([None, *CLIPPED]))
+@given(profile=models, link=links, schedule=schedules, clipping=st.booleans())
 def test_all_steps_take_the_same_time(
-    profile: ModelProfile, link: LinkModel, schedule: Schedule, clipping: str | None
+    profile: ModelProfile, link: LinkModel, schedule: Schedule, clipping: bool
 ) -> None:
     if link.architecture != "ps":
         schedule = replace(schedule, clipping=clipping)
@@ -179,7 +173,7 @@ def test_all_steps_take_the_same_time(
     assert four.launches == tuple(
         replace(launch, seconds=pytest.approx(launch.seconds, abs=1e-6)) for launch in one.launches
     )
-    passages = 1 if schedule.clipping is None else 2
+    passages = 2 if schedule.clipping else 1
     assert sum(launch.size for launch in one.launches) == passages * profile.parameter_bytes
 
 

@@ -1,4 +1,4 @@
-"""Where the time of workers that train in rounds went, and its picture."""
+"""Where the time of workers that train in rounds went."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from lightning_bytescheduler.cli import main
-from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.timeline.rounds import draw_rounds_timeline, in_rounds, others_awaited, rounds_summary
+from lightning_bytescheduler.timeline.rounds import in_rounds, rounds_summary
 from lightning_bytescheduler.timeline.timeline import CODEC, COMMUNICATION, COMPUTE, INNER, STEP, STILL, WAIT, Timeline
 from lightning_bytescheduler.timeline.trace import Trace, read_timeline
 
@@ -49,45 +48,15 @@ def test_the_time_adds_up(tmp_path: Path) -> None:
     assert (fast.pushed, fast.pulled) == (4000, 4000)
 
 
-def test_the_faster_worker_waits_for_the_slower_one_until_that_sends(tmp_path: Path) -> None:
-    awaited = others_awaited(read(tmp_path))
-    assert [end - start for start, end in awaited[0]] == pytest.approx([0.4] * 4)
-    assert awaited[1] == []
-
-
-def test_a_picture_of_several_workers(tmp_path: Path) -> None:
-    out = tmp_path / "new" / "rounds.svg"
-    draw_rounds_timeline(read(tmp_path), out, rounds=(2, 4))
-    drawn = out.read_text()
-    for text in ("worker0", "worker1", "round 2", "round 3", "Workers wait 60% of the time: 10% for others"):
-        assert text in drawn
-    assert "round 4" not in drawn.replace("rounds 2 to 3", "")
-
-
-def test_one_worker_alone(tmp_path: Path) -> None:
-    out = tmp_path / "rounds.svg"
-    draw_rounds_timeline(read(tmp_path)[:1], out)
-    assert "worker0 waits 70% of the time (rounds 1 to 3)" in out.read_text()
-
-
-def test_what_cannot_be_drawn(tmp_path: Path) -> None:
-    traces = read(tmp_path)
-    with pytest.raises(OptionError, match="among the rounds of the trace, 1 to 4"):
-        draw_rounds_timeline(traces, tmp_path / "rounds.svg", rounds=(9, 10))
-    with pytest.raises(ValueError, match="nothing to draw"):
-        draw_rounds_timeline([], tmp_path / "rounds.svg")
-
-
-def test_the_command_reads_several_workers_and_no_mixture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    files = [str(written(tmp_path, rank, step=0.1)) for rank in range(2)]
-    assert main(["timeline", *files, "--png", str(tmp_path / "both.png")]) == 0
-    said = capsys.readouterr().out
-    assert "worker0" in said
-    assert "worker1" in said
+def test_the_command_sums_rounds_up_and_leaves_their_picture_to_another(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    file = str(written(tmp_path, 0, step=0.1))
+    assert main(["timeline", file]) == 0
+    assert "worker0" in capsys.readouterr().out
+    assert main(["timeline", file, "--png", str(tmp_path / "r.png")]) == 2
+    assert "the command rounds draws rounds" in capsys.readouterr().err
     with Timeline(tmp_path / "steps.json") as timeline:
         timeline.span("forward", COMPUTE, 0.0, 1.0, lane="training", args={"step": 0})
     assert not in_rounds(read_timeline(timeline.path))
-    assert main(["timeline", files[0], str(timeline.path)]) != 0
-    said = capsys.readouterr().err
-    assert "name one file" in said
-    assert f"no round in {timeline.path}: leave it out" in said

@@ -8,7 +8,7 @@ import pytest
 
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.tuning import PLAIN_DDP, SearchSpace, TrialEntry, TuningPoint, append_entries, read_record
-from lightning_bytescheduler.tuning.picture import add_arguments, draw_tuning, fixed_options, tuning_table
+from lightning_bytescheduler.tuning.picture import add_arguments, draw_tuning, fixed_options, tables
 from lightning_bytescheduler.tuning.record import RECORD_NAME
 from tests.tuning.test_decisions import OPTIMUM, bowl
 from tests.tuning.training import PARAMETERS, START, Training, tuning
@@ -92,7 +92,7 @@ def test_the_command_lists_trials_and_says_how_to_keep_the_result(
     tmp_path: Path, searched: tuple[TrialEntry, ...]
 ) -> None:
     append_entries(tmp_path / RECORD_NAME, searched)
-    title, rows = tuning_table(parsed(str(tmp_path)))
+    ((title, rows),) = tables(parsed(str(tmp_path / RECORD_NAME)))
     assert RECORD_NAME in title
     chosen = searched[-1]
     assert chosen.kind == "chosen"
@@ -100,18 +100,17 @@ def test_the_command_lists_trials_and_says_how_to_keep_the_result(
     assert f"partition_size={chosen.partition_size}, credit={chosen.credit}" in text["to keep it (argument)"]
     assert "BYTESCHEDULER_CREDIT_TUNING=0" in text["to keep it (environment)"]
     assert len(rows) == len(searched) + 2
-    assert tuning_table(parsed(str(tmp_path / RECORD_NAME)))[1] == rows
 
 
 def test_the_command_without_a_choice_or_trials(tmp_path: Path) -> None:
     file = tmp_path / RECORD_NAME
     append_entries(file, [ENTRY, replace(ENTRY, kind="failed", note="singular")])
-    assert tuning_table(parsed(str(file)))[1][-2:] == [("", "singular"), ("chosen", "nothing yet")]
+    assert tables(parsed(str(file)))[0][1][-2:] == [("", "singular"), ("chosen", "nothing yet")]
     file.write_text("")
     with pytest.raises(OptionError, match="at least one trial"):
-        tuning_table(parsed(str(file)))
+        tables(parsed(str(file)))
     with pytest.raises(FileNotFoundError):
-        tuning_table(parsed(str(tmp_path / "missing")))
+        tables(parsed(str(tmp_path / "missing")))
 
 
 def test_options_to_paste() -> None:
@@ -126,7 +125,7 @@ def test_a_picture(tmp_path: Path, searched: tuple[TrialEntry, ...]) -> None:
     pytest.importorskip("matplotlib")
     append_entries(tmp_path / RECORD_NAME, searched)
     out = tmp_path / "new" / "search.png"
-    tuning_table(parsed(str(tmp_path), "--png", str(out)))
+    tables(parsed(str(tmp_path / RECORD_NAME), "--png", str(out)))
     assert out.stat().st_size > 5000
 
 

@@ -12,16 +12,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_bytescheduler.checks import importing
 from lightning_bytescheduler.diloco.round_record import RECORD_NAME, Activity, RoundRecord, read_rounds, waiting_share
 from lightning_bytescheduler.exceptions import OptionError
+from lightning_bytescheduler.timeline.page import INK, PNG_HELP, among, headed, in_colours, page, range_of
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["add_arguments", "draw_rounds", "rounds_table"]
+__all__ = ["RECORD_NAME", "add_arguments", "draw_rounds", "tables"]
 
 _COLOURS: dict[Activity, str] = {
     "receiving": "#8456b5",
@@ -41,7 +41,6 @@ _ACTIVITIES: dict[Activity, str] = {
     "sending": "sending",
     "receiving": "fetching",
 }
-_INK = "#26323d"
 _ROUNDS_SHOWN = 6
 _ROUNDS_MARKED = 20  # of more, lines would hide what is drawn
 _PAGE = 11.0  # inches for all workers
@@ -72,22 +71,16 @@ def draw_rounds(
         OptionError: If the record has none of ``rounds``, or matplotlib does not know the suffix of ``out``.
         OSError: If ``out`` cannot be written.
     """
-    with importing("Drawing rounds", extra="plots"):
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    shown = _choose(record, rounds)
+    if not record:
+        raise OptionError("record", [], "of one round or more")
+    shown = list(record[-_ROUNDS_SHOWN:] if rounds is None else _among(record, rounds))
     workers = sorted({worker.worker for one in shown for worker in one.workers}, key=_natural)
-    target = Path(out)
-    figure = Figure(figsize=(12.5, 2.4 + _row_height(len(workers)) * max(len(workers), 2)), layout="constrained")
-    formats = FigureCanvasAgg(figure).get_supported_filetypes()
-    if target.suffix[1:].lower() not in formats:
-        raise OptionError("out", os.fspath(out), f"a file name with one of the suffixes {', '.join(formats)}")
-    numbers = f"{shown[0].round}" if len(shown) == 1 else f"{shown[0].round} to {shown[-1].round}"
-    found = f"workers waited {waiting_share(shown):.1%} of their time"
-    heading = f"Round{'s' if len(shown) > 1 else ''} {numbers}: {found}" if title is None else title
-    _draw(figure, shown, workers, heading)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(target, dpi=140)
+    height = 2.4 + _row_height(len(workers)) * max(len(workers), 2)
+    with page(out, "Drawing rounds", 12.5, height) as figure:
+        numbers = f"{shown[0].round}" if len(shown) == 1 else f"{shown[0].round} to {shown[-1].round}"
+        found = f"workers waited {waiting_share(shown):.1%} of their time"
+        heading = f"Round{'s' if len(shown) > 1 else ''} {numbers}: {found}" if title is None else title
+        _draw(figure, shown, workers, heading)
 
 
 def _row_height(workers: int) -> float:
@@ -95,15 +88,9 @@ def _row_height(workers: int) -> float:
     return min(0.45, max(_PAGE / max(workers, 1), 0.12))
 
 
-def _choose(record: Sequence[RoundRecord], rounds: tuple[int, int] | None) -> list[RoundRecord]:
-    if not record:
-        raise OptionError("record", [], "of one round or more")
-    if rounds is None:
-        return list(record[-_ROUNDS_SHOWN:])
-    chosen = [one for one in record if rounds[0] <= one.round < rounds[1]]
-    if not chosen:
-        raise OptionError("rounds", rounds, f"a range among the rounds {record[0].round} to {record[-1].round}")
-    return chosen
+def _among(record: Sequence[RoundRecord], rounds: tuple[int, int]) -> list[RoundRecord]:
+    chosen = among([one.round for one in record], rounds, "rounds")
+    return [one for one in record if one.round in chosen]
 
 
 def _natural(name: str) -> tuple[int, str]:
@@ -134,14 +121,14 @@ def _draw(figure: Figure, shown: Sequence[RoundRecord], workers: Sequence[str], 
     labelled_until = -1.0
     for one in shown:
         start = at(one.start)
-        axes.axvline(start, color=_INK, linewidth=1.2 if few else 0.5)
+        axes.axvline(start, color=INK, linewidth=1.2 if few else 0.5)
         label = f" round {one.round}"
         width = 1.5 * (len(label) + 1) * _LETTER * end
         if labelled_until <= start <= end - width:  # where rounds are short, some of them have their number
-            axes.text(start, -0.62, label, va="bottom", weight="bold", color=_INK, clip_on=True)
+            axes.text(start, -0.62, label, va="bottom", weight="bold", color=INK, clip_on=True)
             labelled_until = start + width
         if one.decided is not None and few:
-            axes.axvline(at(one.decided), color=_INK, linewidth=0.8, linestyle=":")
+            axes.axvline(at(one.decided), color=INK, linewidth=0.8, linestyle=":")
         for worker in one.workers:
             row = workers.index(worker.worker)
             for activity, colour in _COLOURS.items():
@@ -152,15 +139,15 @@ def _draw(figure: Figure, shown: Sequence[RoundRecord], workers: Sequence[str], 
             if height >= _LEAST_LABELLED:
                 spans = [(at(begin), at(stop)) for kind, begin, stop in worker.spans if kind == "working"]
                 _label(axes, spans, row, f"{worker.steps:,} steps", f"{worker.samples:,} samples")
-    handles: list[Artist] = [Patch(color=colour, label=_MEANING[activity]) for activity, colour in _COLOURS.items()]
+    others: list[Artist] = []
     if few:
-        handles.append(axes.plot([], [], color=_INK, linewidth=0.8, linestyle=":", label="end decided")[0])
+        others += axes.plot([], [], color=INK, linewidth=0.8, linestyle=":", label="end decided")
     if not all(worker.merged for one in shown for worker in one.workers):
-        handles.append(Patch(facecolor="#aab4be", hatch="////", edgecolor="white", linewidth=0, label="not merged"))
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
-    figure.suptitle(heading, x=0.01, ha="left", fontsize=15, weight="bold", color=_INK)
+        others.append(Patch(facecolor="#aab4be", hatch="////", edgecolor="white", linewidth=0, label="not merged"))
+    in_colours(figure, {_MEANING[activity]: colour for activity, colour in _COLOURS.items()}, *others)
+    headed(figure, heading)
     samples = sum(one.samples for one in shown)
-    axes.set_title(f"{samples:,} samples became part of the weights", loc="left", fontsize=11, color=_INK)
+    axes.set_title(f"{samples:,} samples became part of the weights", loc="left", fontsize=11, color=INK)
 
 
 def _short(names: Sequence[str]) -> list[str]:
@@ -192,26 +179,24 @@ def _label(axes: Axes, spans: Sequence[tuple[float, float]], row: int, *lines: s
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``lightning-bytescheduler rounds``."""
     parser.add_argument(
-        "path",
+        "record",
         metavar="RUN",
         help=f"a run's folder, such as lightning_logs or lightning_logs/version_0, or its {RECORD_NAME}",
     )
-    parser.add_argument(
-        "--png", metavar="OUT", help="draw rounds to this file, a .png, .svg or .pdf (needs the extra 'plots')"
-    )
+    parser.add_argument("--png", metavar="OUT", help=f"draw rounds {PNG_HELP}")
     parser.add_argument(
         "--rounds",
         metavar="A:B",
-        type=_range,
+        type=range_of,
         help="only the rounds from A up to, but not including, B (default: all, and the last six in the picture)",
     )
 
 
-def rounds_table(options: argparse.Namespace) -> tuple[str, list[tuple[str, str]]]:
-    """Do what the command was asked for.
+def tables(options: argparse.Namespace) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Sum up the rounds, and draw them where that was asked for.
 
     Args:
-        options: The parsed arguments.
+        options: The parsed arguments; ``record`` is the file.
 
     Returns:
         A title, and pairs of a label and a value to print below it.
@@ -221,18 +206,12 @@ def rounds_table(options: argparse.Namespace) -> tuple[str, list[tuple[str, str]
         ImportError: If a picture was asked for and matplotlib is not installed.
         OSError: If a file cannot be read or written.
     """
-    file = Path(options.path)
-    if file.is_dir():
-        file = file / RECORD_NAME
-    record = read_rounds(file)
+    record = read_rounds(Path(options.record))
     if not record:
-        raise OptionError("record", str(file), "a file with one round or more")
+        raise OptionError("record", options.record, "a file with one round or more")
+    shown = record if options.rounds is None else _among(record, options.rounds)
     if options.png is not None:
         draw_rounds(record, options.png, rounds=options.rounds)
-    first, after = options.rounds or (record[0].round, record[-1].round + 1)
-    shown = [one for one in record if first <= one.round < after]
-    if not shown:
-        raise OptionError("rounds", (first, after), f"a range among {record[0].round} to {record[-1].round}")
     seconds = shown[-1].end - shown[0].start
     samples = sum(one.samples for one in shown)
     rows = [
@@ -249,15 +228,4 @@ def rounds_table(options: argparse.Namespace) -> tuple[str, list[tuple[str, str]
         total = sum(spent.values()) or 1.0
         shares = ", ".join(f"{label} {share / total:.1%}" for label, share in spent.items())
         rows.append((name, f"{sum(part.steps for part in parts):,} steps: {shares}"))
-    return str(file), rows
-
-
-def _range(text: str) -> tuple[int, int]:
-    first, _, after = text.partition(":")
-    try:
-        bounds = int(first), int(after)
-    except ValueError:
-        bounds = 0, 0
-    if not bounds[0] < bounds[1]:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a range A:B with A < B, such as 10:13")
-    return bounds
+    return [(options.record, rows)]

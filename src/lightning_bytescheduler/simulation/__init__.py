@@ -2,16 +2,18 @@
 
 from lightning_bytescheduler.simulation.bounds import clipped_bound, ddp_bound, lower_bound
 from lightning_bytescheduler.simulation.link import LinkModel
-from lightning_bytescheduler.simulation.prediction import Prediction, predict
+from lightning_bytescheduler.simulation.prediction import Expectation, MeasuredStep, Prediction, predict
 from lightning_bytescheduler.simulation.profiles import NETWORKS, LayerProfile, ModelProfile, network_profile
 from lightning_bytescheduler.simulation.simulator import Bucket, Launch, Schedule, SimulatedRun, simulate
 
 __all__ = [
     "NETWORKS",
     "Bucket",
+    "Expectation",
     "Launch",
     "LayerProfile",
     "LinkModel",
+    "MeasuredStep",
     "ModelProfile",
     "Prediction",
     "Schedule",

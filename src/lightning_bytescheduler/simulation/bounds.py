@@ -40,14 +40,6 @@ same theorem: reduce-scatters first, and all-gathers by priority whenever none o
 the norm is known*; the clipping factor is applied where the gradient arrives. As ``C_i <= C_k`` and
 ``q_i <= F``, it is never above the bound of DDP.
 
-If all-gathers wait for the norm (``gather_early=False``: it is updated weights that are gathered, not
-gradients), the norm follows ``max over k of (r_k + C_k/2)`` and the rest starts from there, so
-
-    T >= max over k of (r_k + C_k/2) + max over i of (C_i/2 + q_i),
-
-which has one more term, ``B + c_1/2 + C/2 + f_L``. Where forward is short and backward would have hidden all
-communication, this is *above* DDP's bound.
-
 **Costs of messages.** With partitions of at most ``p`` bytes, layers 1 to k need at least ``ceil(bytes/p)``
 messages (at least one without partitions, as a message can hold several layers), and each adds the link's
 overhead to ``C_k``, or to both halves of it. After its last byte has left, a message takes the link's latency
@@ -105,16 +97,13 @@ def ddp_bound(profile: ModelProfile, link: LinkModel, *, partition_bytes: int | 
     return max(profile.backward_seconds, max(arrived, default=0.0)) + profile.forward_seconds
 
 
-def clipped_bound(
-    profile: ModelProfile, link: LinkModel, *, partition_bytes: int | None = None, gather_early: bool = True
-) -> float:
+def clipped_bound(profile: ModelProfile, link: LinkModel, *, partition_bytes: int | None = None) -> float:
     """Seconds that a step with norm clipping takes at least, with any overlap.
 
     Args:
         profile: The model.
         link: The network; with an all-reduce.
         partition_bytes: Largest message; ``None`` for no limit.
-        gather_early: Whether all-gathers may precede the norm.
 
     Raises:
         OptionError: If ``partition_bytes`` is not a positive whole number.
@@ -130,9 +119,6 @@ def clipped_bound(
     known = scattered + half + norm_seconds(link)
     # Before backward has ended, if the first layers have no parameters.
     best = max(profile.backward_seconds, known) + forward
-    if not gather_early:
-        gathered = max(p.seconds(link, partition_bytes, share=0.5) + half + p.tail for p in prefixes)
-        return max(best, known + gathered)
     busy = 0.0  # the largest r_k + C_k/2 of the layers from here on
     for p in reversed(prefixes):
         mine = p.seconds(link, partition_bytes, share=0.5)

@@ -1,99 +1,494 @@
-"""What to expect of a model on a network, before it is there: DDP and ByteScheduler side by side.
+"""What to expect of a model on a network: how long a step takes with each strategy, what limits it, what to write.
 
-DDP is given its best bucket size, not only its default, and ByteScheduler both the sizes that the strategy
-would choose by itself and the best of a few.
+DDP is given its best bucket size, not only its default, and ByteScheduler both the sizes that the strategy chooses by
+itself and the best of a few. A model is a profile, or a step of it that was measured (:class:`MeasuredStep`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
 
+from lightning_bytescheduler.checks import require_one_of
+from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.scheduler.policies import POLICIES, SchedulingPolicy, policy_of
 from lightning_bytescheduler.simulation.bounds import clipped_bound, lower_bound
-from lightning_bytescheduler.simulation.compressed_steps import CODECS, auto_step, compressed_link
-from lightning_bytescheduler.simulation.link import LinkModel
+from lightning_bytescheduler.simulation.compressed_steps import (
+    CODECS,
+    auto_step,
+    break_even_bandwidth,
+    compressed_link,
+)
+from lightning_bytescheduler.simulation.link import LinkModel, network_in_words
+from lightning_bytescheduler.simulation.picture import Point, draw_curves
 from lightning_bytescheduler.simulation.profiles import ModelProfile
+from lightning_bytescheduler.simulation.quantities import rate_in_words
 from lightning_bytescheduler.simulation.simulator import Schedule, simulate
 from lightning_bytescheduler.tuning.default_sizes import LinkEstimate, default_sizes
 
 RIVALS = POLICIES[1:]
-"""Policies that ByteScheduler's own is compared with."""
+"""Policies that ByteScheduler's own can be compared with."""
+
+DDP = "ddp"
+DDP_BEST = "ddp, best buckets"
+BF16 = "ddp, bf16"
+BYTESCHEDULER = "bytescheduler"
+BEST = "bytescheduler, best sizes"
+SERVERS = "bytescheduler, servers"
+AUTO = "bytescheduler, auto"
+FIXED = {codec: f"bytescheduler, {codec}" for codec in ("int8", "int4")}
+"""Strategies that compress all gradients, by what in."""
+DILOCO = "diloco"
+ALONE = "one worker alone"
 
 _MIB = 1024 * 1024
 _DDP_BUCKETS = tuple(size * _MIB for size in (1, 2, 5, 10, 25, 50, 100, 250))
 _PARTITIONS = tuple(size * _MIB // 4 for size in (1, 4, 16, 64, 256, 1024))
 _MOST_PIECES = 2500  # finer ones order large models no better, and take long to play
-_MOST_SLICES = 50_000  # of a policy with sizes of its own; a second to play
 _WIDTH = 4  # bytes of a parameter
+_EQUAL = 1.03  # steps that differ by less than this are the same, as far as a model of a network can tell
+_UNEVEN = 1.1  # slowest over fastest worker
+_DILOCO_OVERHEAD = 0.05  # of the computation, that exchanges may add to it
+_LONG_HOP_SECONDS = 1e-3
+_NAMES_SHOWN = 3
+_NAME_LENGTH = 40  # letters
+_POINTS = 10  # on either side of the given bandwidth
 
 
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """One line of a comparison.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasuredStep:
+    """A training step on one worker that talks to nobody.
 
     Attributes:
-        name: What it is.
+        profile: Its layers; they take as long as the step.
+        waiting: Seconds of the step spent waiting for data.
+        batch_size: Samples in a batch, or ``None`` if that is not known.
+        device: Where it was measured, such as ``cpu`` or ``cuda``; empty if it was not.
+        compressed_share: Bytes of the gradients as bf16, as a share of what they are.
+        unused: Names of parameters that got no gradient.
+        synchronised_because: Why ``bytescheduler`` cannot carry updates across steps here, with the way out.
+        norm_needed_by: What needs to know all gradients before an update, such as norm clipping.
+    """
+
+    profile: ModelProfile
+    waiting: float = 0.0
+    batch_size: int | None = None
+    device: str = ""
+    compressed_share: float = 0.5
+    unused: tuple[str, ...] = ()
+    synchronised_because: tuple[str, ...] = ()
+    norm_needed_by: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Expectation:
+    """What one strategy makes of the model on the link.
+
+    Attributes:
+        strategy: Which one.
         step_seconds: Seconds of a step.
-        schedule: What was simulated, or ``None`` for a bound, and with compression.
+        same_training: Whether the weights are those of ``ddp``.
+        schedule: What was simulated, where that is one schedule.
+        inner_steps: Steps between two exchanges, for ``diloco``.
         compressed_share: Of the gradients' bytes, where that is a choice.
     """
 
-    name: str
+    strategy: str
     step_seconds: float
-    schedule: Schedule | None
+    same_training: bool = True
+    schedule: Schedule | None = None
+    inner_steps: int | None = None
     compressed_share: float | None = None
+
+    @property
+    def bucket_bytes(self) -> int | None:
+        """The bucket size it takes; ``None`` for DDP's default."""
+        if self.schedule is None or self.schedule.first_bucket_bytes is not None:
+            return None
+        return self.schedule.bucket_bytes
+
+    @property
+    def label(self) -> str:
+        """The strategy with what it chose, for a table."""
+        text = self.strategy
+        if self.inner_steps is not None:
+            text += f", every {self.inner_steps} steps" if self.inner_steps > 1 else ", every step"
+        if self.compressed_share is not None:
+            text += f" ({self.compressed_share:.0%})"
+        return text if self.same_training else f"{text} *"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What to expect of a model on a network. Prints as text, saves as JSON, draws as a picture.
+
+    Attributes:
+        measured: The model's step on one worker; of several, on the slowest.
+        link: The network.
+        expectations: One for each strategy.
+        worker_seconds: Seconds of a step on each worker, where several were measured.
+    """
+
+    measured: MeasuredStep
+    link: LinkModel
+    expectations: tuple[Expectation, ...]
+    worker_seconds: tuple[float, ...] = ()
+
+    @property
+    def compute_seconds(self) -> float:
+        """Seconds of a step on one worker that talks to nobody."""
+        return self.measured.profile.compute_seconds
+
+    @property
+    def communication_seconds(self) -> float:
+        """Seconds of sending all gradients once, with nothing else to do."""
+        return _exchange_seconds(self.measured.profile, self.link)
+
+    @property
+    def ceiling_seconds(self) -> float:
+        """Seconds that no order of these bytes can get a step below."""
+        measured = self.measured
+        clips = measured.norm_needed_by and not measured.synchronised_because and self.link.architecture == "allreduce"
+        return (clipped_bound if clips else lower_bound)(measured.profile, self.link)
+
+    @property
+    def limited_by(self) -> str:
+        """``"link"`` if communication cannot be hidden whatever the order, else ``"compute"``."""
+        return "link" if self.ceiling_seconds > _EQUAL * self.compute_seconds else "compute"
+
+    @property
+    def recommended(self) -> Expectation:
+        """Of the strategies that train as ``ddp`` does the simplest that is within 3% of the fastest."""
+        names = (DDP, DDP_BEST, BYTESCHEDULER, SERVERS)
+        exact = [one for name in names for one in self.expectations if one.strategy == name]
+        fastest = min(expected.step_seconds for expected in exact)
+        return next(expected for expected in exact if expected.step_seconds <= _EQUAL * fastest)
+
+    @property
+    def alone_is_faster(self) -> bool:
+        """Whether one worker trains faster than all of them, with any strategy that trains as ``ddp`` does."""
+        return self.speedup(self.recommended.step_seconds) < 1
+
+    @property
+    def line(self) -> str:
+        """The line of Python that does what is recommended."""
+        recommended = self.recommended
+        if self.alone_is_faster:
+            argument = "devices=1"
+        elif recommended.strategy == SERVERS:
+            argument = f"strategy=ByteSchedulerStrategy(servers={min(self.link.servers, self.link.workers)})"
+        elif recommended.strategy == DDP_BEST and recommended.bucket_bytes is not None:
+            argument = f"strategy=DDPStrategy(bucket_cap_mb={recommended.bucket_bytes / _MIB:g})"
+        else:
+            argument = f'strategy="{"bytescheduler" if recommended.strategy == BYTESCHEDULER else "ddp"}"'
+        return f"trainer = L.Trainer({argument})"
+
+    def of(self, strategy: str) -> Expectation:
+        """What is expected of a strategy.
+
+        Raises:
+            OptionError: If there is none of this name.
+        """
+        by_name = {expected.strategy: expected for expected in self.expectations}
+        return by_name[require_one_of("strategy", strategy, by_name)]
+
+    def speedup(self, step_seconds: float) -> float:
+        """How many times as many samples all workers train on as one alone does."""
+        return self.link.workers * self.compute_seconds / step_seconds
+
+    def samples_per_second(self, step_seconds: float) -> float | None:
+        """Of all workers together; ``None`` if it is not known how many samples a batch has."""
+        batch_size = self.measured.batch_size
+        return None if batch_size is None else self.link.workers * batch_size / step_seconds
+
+    def figures(self) -> dict[str, Any]:
+        """The figures as what JSON can hold; times in seconds, bandwidth in bytes per second."""
+        measured, link = self.measured, self.link
+        return {
+            "name": measured.profile.name,
+            "device": measured.device,
+            "batch_size": measured.batch_size,
+            "parameter_bytes": measured.profile.parameter_bytes,
+            **{name: getattr(link, name) for name in ("workers", "bandwidth", "latency", "architecture", "servers")},
+            **{f"{of}_seconds": getattr(self, f"{of}_seconds") for of in ("compute", "communication", "ceiling")},
+            "waiting_seconds": measured.waiting,
+            "worker_seconds": list(self.worker_seconds),
+            "limited_by": self.limited_by,
+            "recommended": ALONE if self.alone_is_faster else self.recommended.strategy,
+            "line": self.line,
+            "unused_parameters": list(measured.unused),
+            "synchronised_because": list(measured.synchronised_because),
+            "norm_needed_by": list(measured.norm_needed_by),
+            "strategies": [
+                {
+                    **asdict(expected),
+                    "bucket_bytes": expected.bucket_bytes,
+                    "speedup": self.speedup(expected.step_seconds),
+                    "samples_per_second": self.samples_per_second(expected.step_seconds),
+                }
+                for expected in self.expectations
+            ],
+            "layers": [asdict(layer) for layer in measured.profile.layers],
+        }
+
+    def save(self, file: str | os.PathLike[str]) -> None:
+        """Write the figures as JSON; ``lightning-bytescheduler predict --profile`` reads the layers from it.
+
+        Raises:
+            OSError: If the file cannot be written.
+        """
+        Path(file).write_text(json.dumps(self.figures(), indent=1) + "\n", encoding="utf-8")
+
+    def draw(
+        self, out: str | os.PathLike[str], *, workers: Sequence[int] = (), bandwidths: Sequence[float] = ()
+    ) -> None:
+        """Draw what other bandwidths and more workers would bring, around the given network.
+
+        Args:
+            out: The file to write; its suffix names the format (png, svg, pdf, ...). Parent directories are created.
+            workers: A line for each, up to five; by default the link's, 4 and 16 times as many. Spare servers are kept
+                in proportion.
+            bandwidths: Bytes per second, in order; by default from a tenth to ten times the link's.
+
+        Raises:
+            ImportError: If matplotlib is not installed; the message names the extra to install.
+            OptionError: If matplotlib does not know the suffix, or there are too many ``workers``.
+            OSError: If the file cannot be written.
+        """
+        profile, link = self.measured.profile, self.link
+        counts = workers or [times * link.workers for times in (1, 4, 16)]
+        rates = bandwidths or [link.bandwidth * 10 ** (exponent / _POINTS) for exponent in range(-_POINTS, _POINTS + 1)]
+        name = profile.name if len(profile.name) <= _NAME_LENGTH else f"{profile.name[: _NAME_LENGTH - 1]}…"
+        subject = (
+            f"{name} ({profile.parameter_bytes / 1e6:,.4g} MB of gradients, a step computes "
+            f"{profile.compute_seconds * 1e3:,.4g} ms); {network_in_words(link)}, "
+            f"{'parameter servers' if link.architecture == 'ps' else link.algorithm.replace('_', ' ')}"
+        )
+        curves = {count: self._curve(count, rates) for count in counts}
+        draw_curves(curves, link.workers, _point(profile, link), subject, out)
+
+    def _curve(self, workers: int, bandwidths: Sequence[float]) -> Iterator[Point]:
+        link = replace(self.link, workers=workers, servers=self.link.servers * workers // self.link.workers)
+        for rate in bandwidths:
+            yield _point(self.measured.profile, replace(link, bandwidth=rate))
+
+    def table(self) -> list[tuple[str, ...]]:
+        """The figures as rows of text, headings first."""
+        best = self.of(DDP_BEST).step_seconds
+
+        def row(name: str, seconds: float, workers: int = self.link.workers) -> tuple[str, ...]:
+            speed = workers * self.compute_seconds / seconds
+            cells = (name, _ms(seconds), f"{speed:.2f}x", f"{best / seconds:.2f}x" if workers > 1 else "")
+            samples = self.measured.batch_size
+            return cells if samples is None else (*cells, _count(workers * samples / seconds))
+
+        heading = ("", "a step", f"speed of {self.link.workers:,}", "over ddp")
+        return [
+            heading if self.measured.batch_size is None else (*heading, "samples/s"),
+            row(ALONE, self.compute_seconds, 1),
+            *(row(expected.label, expected.step_seconds) for expected in self.expectations),
+            row("ceiling of ddp's training", self.ceiling_seconds),
+        ]
+
+    def text(self) -> str:
+        """What the figures mean, a paragraph a line; the first says what to do."""
+        return "\n".join([self._answer(), self._of_what(), *self._remarks()])
+
+    def __str__(self) -> str:
+        rows = self.table()
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        aligned = [(name.ljust(widths[0]), *map(str.rjust, cells, widths[1:])) for name, *cells in rows]
+        answer, *paragraphs = self.text().splitlines()
+        return "\n".join([answer, "", *map("  ".join, aligned), "", *paragraphs])
+
+    def _answer(self) -> str:
+        chosen, workers = self.recommended, self.link.workers
+        speed = self.speedup(chosen.step_seconds)
+        diloco = self.of(DILOCO)
+        if self.alone_is_faster:
+            return (
+                f"Recommended: train on one machine. Over this network {workers:,} workers are slower than one alone "
+                f"({speed:.2f}x with {chosen.strategy}). What helps is to send less (diloco, every "
+                f"{diloco.inner_steps} steps, would be {self.speedup(diloco.step_seconds):.2f}x as fast as one, with "
+                "another training), larger batches or a faster network."
+            )
+        gain = self.of(DDP).step_seconds / chosen.step_seconds
+        why = "nothing with the same training gains more" if chosen.strategy == DDP else f"{gain:.2f}x as fast as ddp"
+        return f"Recommended: {self.line}  # {workers:,} workers {speed:.2f}x as fast as one; {why}"
+
+    def _of_what(self) -> str:
+        measured, exchange = self.measured, self.communication_seconds
+        size = f" of {measured.batch_size} samples" if measured.batch_size is not None else ""
+        text = f"A step{size} takes {_ms(self.compute_seconds)} on one worker"
+        if measured.device:
+            text += f" ({measured.device})"
+        if measured.waiting > (_EQUAL - 1) * self.compute_seconds:
+            text += f", of which {_ms(measured.waiting)} wait for data"
+        return (
+            f"{text}. Exchanging its {measured.profile.parameter_bytes / 1e6:,.4g} MB of gradients takes "
+            f"{_ms(exchange)}, {exchange / self.compute_seconds:.2f} times as long ({network_in_words(self.link)})."
+        )
+
+    def _remarks(self) -> Iterator[str]:
+        measured, link = self.measured, self.link
+        if self.limited_by == "compute":
+            yield "What limits: computing. All communication can be hidden; a faster link brings nothing."
+        else:
+            waiting = 1 - self.compute_seconds / self.ceiling_seconds
+            yield (
+                f"What limits: the link. In whatever order these bytes are sent, workers wait for {waiting:.0%} of "
+                "each step. Only fewer bytes, larger batches or a faster link get below that."
+            )
+        if self.worker_seconds and max(self.worker_seconds) > _UNEVEN * min(self.worker_seconds):
+            times = max(self.worker_seconds) / min(self.worker_seconds)
+            yield (
+                f"Uneven workers: the slowest takes {times:.2f}x as long for a step as the fastest. Where every step "
+                "is taken together all wait for the slowest, whose time is used here."
+            )
+        if measured.synchronised_because:
+            because = "; ".join(measured.synchronised_because)
+            yield f"Updates of bytescheduler cannot cross the step boundary: {because}."
+        elif measured.norm_needed_by:
+            yield f"Updates wait for the norm of all gradients, because of {' and '.join(measured.norm_needed_by)}."
+        best = self.of(BEST).schedule
+        if best is not None and best.partition_bytes and best.credit_bytes:
+            yield (
+                f"Best sizes: partition_size={best.partition_bytes // _WIDTH}, credit={best.credit_bytes // _WIDTH}, "
+                f"bucket_cap_mb={(best.bucket_bytes or 0) / _MIB:.3g}; tuning='both' finds them while it trains."
+            )
+        if link.servers > link.workers:
+            yield f"{link.servers} servers count as {link.workers}: more than one for each worker change nothing."
+        for expected in self.expectations:
+            if expected.strategy == AUTO:
+                pays = [f"{codec.name} below {rate_in_words(break_even_bandwidth(link, codec))}" for codec in CODECS]
+                yield (
+                    f"compression='auto' compresses {expected.compressed_share:.0%} of the bytes here. Codecs of one "
+                    f"core pay on links: {', '.join(pays)}."
+                )
+        yield "* Another training than ddp's: compare the losses."
+        if measured.unused:
+            names = ", ".join(map(repr, measured.unused[:_NAMES_SHOWN]))
+            more = len(measured.unused) - _NAMES_SHOWN
+            yield (
+                f"Unused: {names}{f' and {more} more' if more > 0 else ''} got no gradient. ddp sends zeros for them "
+                "and needs find_unused_parameters=True; requires_grad=False would spare both."
+            )
+        if link.latency >= _LONG_HOP_SECONDS and not self.worker_seconds:
+            yield (
+                "Long hops: with a round trip of 20 ms, gloo's handshakes and TCP's windows were seen to make steps "
+                "about twice as long as the model says. Measure the link, with torchrun, rather than describe it."
+            )
+        contention = "; over gloo, the processor time that communication takes" if measured.device == "cpu" else ""
+        yield f"Not modelled: links shared with others, losses of packets{contention}."
 
 
 def predict(
-    profile: ModelProfile,
+    model: ModelProfile | MeasuredStep,
     link: LinkModel,
     *,
-    policies: Iterable[str] = RIVALS,
-) -> tuple[Prediction, ...]:
-    """Compare what can be done for a model on a network.
+    policies: Sequence[str] = (),
+    worker_seconds: Sequence[float] = (),
+) -> Prediction:
+    """Say how long a step of a model takes on a network with each strategy.
+
+    ``diloco`` exchanges all parameters at once, uncompressed, as often as adds 5% to the computation at most.
 
     Args:
-        profile: The model.
-        link: The network. DDP has no servers: where the link has some, it is given an all-reduce.
-        policies: Scheduling policies beside ByteScheduler's own: one that makes more than 50,000
-            slices of the model is left out.
-
-    Returns:
-        The computation alone, the lower bound, DDP with its default and its best buckets, each policy, ByteScheduler
-        with the strategy's own and the best sizes; with an all-reduce also norm clipping, and compression: all
-        gradients in int8, and in int4 what would not hide (``"auto"``).
+        model: The model, or a step of it that was measured.
+        link: The network. Where it has parameter servers, there is one line more; all others reduce without.
+        policies: Scheduling policies to play beside ByteScheduler's own.
+        worker_seconds: Of a step on each worker, where several were measured.
 
     Raises:
-        OptionError: If there is no such policy.
+        OptionError: If there are less than two workers, or there is no such policy.
     """
-    chosen = chosen_schedule(profile, link)
-    asked = [policy_of(policy) for policy in policies]
-    lines = [
-        Prediction("computation alone", profile.compute_seconds, None),
-        Prediction("lower bound", lower_bound(profile, link), None),
-        _simulated("ddp, default buckets", profile, link.without_servers, [Schedule.ddp()]),
-        best_ddp(profile, link),
-        *(
-            _simulated(policy.name, profile, link, [policy_schedule(profile, link, policy)])
-            for policy in asked
-            if slices(profile, policy) <= _MOST_SLICES
-        ),
-        _simulated("bytescheduler, own sizes", profile, link, [chosen]),
-        best_scheduled(profile, link),
-    ]
-    if link.architecture == "allreduce":
-        lines.append(Prediction("lower bound with norm clipping", clipped_bound(profile, link), None))
-        lines.append(best_scheduled(profile, link, clipping="gather_early"))
-    if link.workers > 1 and link.architecture == "allreduce":
-        lines += compressed_predictions(profile, link)
-    return tuple(lines)
+    asked = check(link, policies)
+    measured = MeasuredStep(profile=model) if isinstance(model, ModelProfile) else model
+    return Prediction(
+        measured=measured,
+        link=link,
+        expectations=tuple(_expectations(measured, link, asked)),
+        worker_seconds=tuple(worker_seconds),
+    )
 
 
-def slices(profile: ModelProfile, policy: SchedulingPolicy) -> int:
-    """Into how many pieces a policy with a partition size of its own cuts the model; 1 for any other."""
-    parameters = max(-(-profile.parameter_bytes // _WIDTH), 1)
-    return -(-parameters // (policy.own_partition_size(parameters) or parameters))
+def check(link: LinkModel, policies: Iterable[str]) -> list[SchedulingPolicy]:
+    """Refuse what there is nothing to predict of.
+
+    Raises:
+        OptionError: If there are less than two workers, or there is no such policy.
+    """
+    if link.workers < 2:
+        raise OptionError("workers", link.workers, "2 or more: one worker has nobody to talk to")
+    return [policy_of(policy) for policy in policies]
+
+
+def _expectations(
+    measured: MeasuredStep, given: LinkModel, policies: Sequence[SchedulingPolicy]
+) -> Iterator[Expectation]:
+    profile, link = measured.profile, given.without_servers
+    yield _best(DDP, profile, link, [Schedule.ddp()])
+    yield best_ddp(profile, link)
+    for policy in policies:
+        yield _best(policy.name, profile, link, [policy_schedule(profile, link, policy)])
+    schedules = list(_schedules(measured, link))
+    yield _scheduled(BYTESCHEDULER, measured, link, schedules[:1])
+    yield _scheduled(BEST, measured, link, schedules)
+    if given.architecture == "ps":
+        yield _scheduled(SERVERS, measured, given, [next(_schedules(measured, given))])
+    half = replace(link, bandwidth=link.bandwidth / measured.compressed_share)
+    yield replace(_best(BF16, profile, half, [Schedule.ddp()]), same_training=False)
+    if measured.device != "cuda":  # gradients on a GPU are not compressed
+        yield from _compressed(measured, link)
+    # Rounded before it is rounded up: 1.0000000001 exchanges per allowance are 1.
+    exchanges = _exchange_seconds(profile, link) / (_DILOCO_OVERHEAD * profile.compute_seconds)
+    inner = max(1, math.ceil(round(exchanges, 6)))
+    seconds = profile.compute_seconds + _exchange_seconds(profile, link) / inner
+    yield Expectation(strategy=DILOCO, step_seconds=seconds, same_training=False, inner_steps=inner)
+
+
+def _compressed(measured: MeasuredStep, link: LinkModel) -> Iterator[Expectation]:
+    """As much in int4 as hides the rest, and all gradients in one codec; codecs as fast as ``CODECS`` says."""
+
+    def step_on(other: LinkModel) -> float:
+        return _scheduled(AUTO, measured, other, [next(_schedules(measured, other))]).step_seconds
+
+    by_name = {codec.name: codec for codec in CODECS}
+    auto = auto_step(step_on, measured.profile.compute_seconds, link, by_name["int4"])
+    yield Expectation(
+        strategy=AUTO, step_seconds=auto.step_seconds, same_training=not auto.share, compressed_share=auto.share
+    )
+    for name, strategy in FIXED.items():
+        # Of gradients in two bytes, half as many times fewer.
+        codec = replace(by_name[name], ratio=by_name[name].ratio * 0.5 / measured.compressed_share)
+        yield Expectation(strategy=strategy, step_seconds=step_on(compressed_link(link, codec)), same_training=False)
+
+
+def _scheduled(strategy: str, measured: MeasuredStep, link: LinkModel, schedules: Iterable[Schedule]) -> Expectation:
+    """The best of some schedules, or DDP's way where that is faster: the strategy keeps it then."""
+    found = _best(strategy, measured.profile, link, schedules)
+    kept = _best(strategy, measured.profile, link.without_servers, [Schedule.ddp()])
+    waits = measured.synchronised_because or _waits_for_all(measured, link)
+    return found if waits or found.step_seconds <= kept.step_seconds else kept
+
+
+def _schedules(measured: MeasuredStep, link: LinkModel) -> Iterator[Schedule]:
+    """With the strategy's own sizes first, and then with others."""
+    busy = measured.device == "cpu"
+    if measured.synchronised_because or _waits_for_all(measured, link):
+        found = _sizes(measured.profile, link, busy_processor=busy)
+        return (replace(schedule, barrier=True) for schedule in found)
+    return _sizes(measured.profile, link, clipping=bool(measured.norm_needed_by), busy_processor=busy)
+
+
+def _waits_for_all(measured: MeasuredStep, link: LinkModel) -> bool:
+    """With servers, what waits for the norm is taken to wait for all gradients."""
+    return bool(measured.norm_needed_by) and link.architecture == "ps"
 
 
 def policy_schedule(profile: ModelProfile, link: LinkModel, policy: SchedulingPolicy) -> Schedule:
@@ -108,27 +503,13 @@ def policy_schedule(profile: ModelProfile, link: LinkModel, policy: SchedulingPo
     )
 
 
-def compressed_predictions(profile: ModelProfile, link: LinkModel) -> list[Prediction]:
-    """The strategy's own sizes with ``compression="int8"`` and ``"auto"``; codecs as fast as ``CODECS`` says."""
-
-    def step_on(other: LinkModel) -> float:
-        return simulate(profile, other, chosen_schedule(profile, other), steps=1).step_seconds
-
-    by_name = {codec.name: codec for codec in CODECS}
-    auto = auto_step(step_on, profile.compute_seconds, link, by_name["int4"])
-    return [
-        Prediction("bytescheduler, int8", step_on(compressed_link(link, by_name["int8"])), None),
-        Prediction("bytescheduler, auto", auto.step_seconds, None, auto.share),
-    ]
-
-
-def best_ddp(profile: ModelProfile, link: LinkModel) -> Prediction:
+def best_ddp(profile: ModelProfile, link: LinkModel) -> Expectation:
     """DDP with the best of several bucket sizes, its default among them, and an all-reduce."""
     schedules = [Schedule.ddp(), *(Schedule.ddp(bucket_bytes=size) for size in _DDP_BUCKETS)]
-    return _simulated("ddp, best buckets", profile, link.without_servers, schedules)
+    return _best(DDP_BEST, profile, link.without_servers, schedules)
 
 
-def best_scheduled(profile: ModelProfile, link: LinkModel, *, clipping: str | None = None) -> Prediction:
+def best_scheduled(profile: ModelProfile, link: LinkModel, *, clipping: bool = False) -> Expectation:
     """ByteScheduler with the best of several sizes; those that the strategy would choose are among them.
 
     Args:
@@ -139,12 +520,11 @@ def best_scheduled(profile: ModelProfile, link: LinkModel, *, clipping: str | No
     Raises:
         UnsupportedError: If norm clipping meets a link that pushes and pulls.
     """
-    name = "bytescheduler, best sizes" if clipping is None else "bytescheduler with norm clipping"
-    return _simulated(name, profile, link, _scheduled(profile, link, clipping))
+    return _best(BEST, profile, link, _sizes(profile, link, clipping=clipping))
 
 
 def chosen_schedule(
-    profile: ModelProfile, link: LinkModel, *, clipping: str | None = None, busy_processor: bool = False
+    profile: ModelProfile, link: LinkModel, *, clipping: bool = False, busy_processor: bool = False
 ) -> Schedule:
     """What the strategy would choose by itself for this model, if it measured this link.
 
@@ -162,7 +542,7 @@ def chosen_schedule(
         # A lone worker has nothing to measure; any sizes are good then.
         link=LinkEstimate(alpha=alpha, beta=link.seconds_per_byte or 1 / link.bandwidth),
         busy_processor=busy_processor,
-        in_shards=clipping is not None,
+        in_shards=clipping,
         architecture=link.architecture,
     )
     coarser = 1
@@ -176,8 +556,10 @@ def chosen_schedule(
     )
 
 
-def _scheduled(profile: ModelProfile, link: LinkModel, clipping: str | None) -> Iterator[Schedule]:
-    yield chosen_schedule(profile, link, clipping=clipping)
+def _sizes(
+    profile: ModelProfile, link: LinkModel, *, clipping: bool = False, busy_processor: bool = False
+) -> Iterator[Schedule]:
+    yield chosen_schedule(profile, link, clipping=clipping, busy_processor=busy_processor)
     # What the link carries in the time in which a lone piece is under way but not on the link.
     hidden = int(link.latency_seconds / link.seconds_per_byte) if link.seconds_per_byte else 0
     for partition in _PARTITIONS:
@@ -185,15 +567,32 @@ def _scheduled(profile: ModelProfile, link: LinkModel, clipping: str | None) -> 
             continue
         for window in sorted({hidden + link.stages * partition, profile.parameter_bytes or 1}):
             yield Schedule.scheduled(
-                partition_bytes=partition,
-                credit_bytes=window,
-                bucket_bytes=partition,
-                clipping=clipping,
+                partition_bytes=partition, credit_bytes=window, bucket_bytes=partition, clipping=clipping
             )
 
 
-def _simulated(name: str, profile: ModelProfile, link: LinkModel, schedules: Iterable[Schedule]) -> Prediction:
+def _best(strategy: str, profile: ModelProfile, link: LinkModel, schedules: Iterable[Schedule]) -> Expectation:
     # One step is as good as many; see ``simulate``.
     timed = ((simulate(profile, link, schedule, steps=1).step_seconds, schedule) for schedule in schedules)
     seconds, schedule = min(timed, key=lambda entry: entry[0])
-    return Prediction(name, seconds, schedule)
+    return Expectation(strategy=strategy, step_seconds=seconds, schedule=schedule)
+
+
+def _point(profile: ModelProfile, link: LinkModel) -> Point:
+    ddp, scheduled = best_ddp(profile, link).step_seconds, best_scheduled(profile, link).step_seconds
+    steps = (ddp, scheduled, lower_bound(profile, link))
+    return Point(link.bandwidth, *(seconds / profile.compute_seconds for seconds in steps))
+
+
+def _exchange_seconds(profile: ModelProfile, link: LinkModel) -> float:
+    """Of sending all gradients in one go, with nothing else to do."""
+    return profile.parameter_bytes * link.seconds_per_byte + link.overhead_seconds + link.latency_seconds
+
+
+def _ms(seconds: float) -> str:
+    """For example ``12.3 ms``."""
+    return f"{seconds * 1e3:,.1f} ms"
+
+
+def _count(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
@@ -186,20 +186,7 @@ def network_profile(name: str) -> ModelProfile:
     Raises:
         OptionError: If it is none of these.
     """
-    layers = NETWORKS[require_one_of("network", name, NETWORKS)]()
-    work = sum(multiply_adds for _, _, multiply_adds in layers)
-    return ModelProfile(
-        name=name,
-        layers=tuple(
-            LayerProfile(
-                name=layer,
-                parameter_bytes=parameters * _BYTES,
-                forward_seconds=_COMPUTE_SECONDS / 3 * multiply_adds / work,
-                backward_seconds=_COMPUTE_SECONDS * 2 / 3 * multiply_adds / work,
-            )
-            for layer, parameters, multiply_adds in layers
-        ),
-    )
+    return _profile(name, NETWORKS[require_one_of("network", name, NETWORKS)]())
 
 
 def profile_of_size(name: str, parameters: int) -> ModelProfile:
@@ -214,17 +201,22 @@ def profile_of_size(name: str, parameters: int) -> ModelProfile:
     """
     require_whole("parameters", parameters, 1)
     layers = min(_UNIFORM_LAYERS, parameters)
-    sizes = (parameters // layers + (index < parameters % layers) for index in range(layers))
+    return _profile(name, [(f"layer{index}", (parameters + index) // layers, 1.0) for index in range(layers)])
+
+
+def _profile(name: str, layers: Sequence[_Layer]) -> ModelProfile:
+    """A layer's share of the step is its share of the multiply-adds, and backward takes twice as long as forward."""
+    work = sum(multiply_adds for _, _, multiply_adds in layers)
     return ModelProfile(
         name=name,
         layers=tuple(
             LayerProfile(
-                name=f"layer{index}",
-                parameter_bytes=size * _BYTES,
-                forward_seconds=_COMPUTE_SECONDS / 3 / layers,
-                backward_seconds=_COMPUTE_SECONDS * 2 / 3 / layers,
+                name=layer,
+                parameter_bytes=parameters * _BYTES,
+                forward_seconds=_COMPUTE_SECONDS / 3 * multiply_adds / work,
+                backward_seconds=_COMPUTE_SECONDS * 2 / 3 * multiply_adds / work,
             )
-            for index, size in enumerate(sizes)
+            for layer, parameters, multiply_adds in layers
         ),
     )
 

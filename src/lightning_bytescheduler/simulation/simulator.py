@@ -35,9 +35,6 @@ _DDP_FIRST_BUCKET_BYTES = 1024 * 1024
 ORDERS = ("fifo", "priority")
 """As the gradients come, or what the next forward pass needs first."""
 
-CLIPPING = ("gather_early", "gather_after_norm")
-"""With norm clipping: whether all-gathers may precede the norm; see ``bounds.py``."""
-
 _WIDTH = 4  # bytes of a parameter
 _REDUCE, _GATHER = 0, 1  # which of a piece's two passages, with clipping; reductions go first
 _FACT, _DECISION = 0, 1  # at one moment, what happened goes before what is decided on it
@@ -74,7 +71,7 @@ class Schedule:
         credit_bytes: A piece is sent only while what is in flight is less than this, so at least one always
             may; ``None`` sends everything as soon as it is ready.
         barrier: The forward pass waits for everything.
-        clipping: One of ``CLIPPING`` if the norm is clipped and gradients are reduce-scattered first.
+        clipping: Whether the norm is clipped: gradients are reduce-scattered, and gathered before the norm is known.
 
     Raises:
         OptionError: Names the value that is not allowed.
@@ -86,7 +83,7 @@ class Schedule:
     partition_bytes: int | None = None
     credit_bytes: int | None = None
     barrier: bool = False
-    clipping: str | None = None
+    clipping: bool = False
 
     def __post_init__(self) -> None:
         require_one_of("order", self.order, ORDERS)
@@ -97,7 +94,7 @@ class Schedule:
         if self.first_bucket_bytes is not None and self.bucket_bytes is None:
             raise OptionError("first_bucket_bytes", self.first_bucket_bytes, "left out where bucket_bytes is")
         require_bool("barrier", self.barrier)
-        require_one_of("clipping", self.clipping, (None, *CLIPPING))
+        require_bool("clipping", self.clipping)
 
     @classmethod
     def ddp(cls, *, bucket_bytes: int | None = None) -> Schedule:
@@ -117,23 +114,13 @@ class Schedule:
         )
 
     @classmethod
-    def fifo(cls, *, bucket_bytes: int | None = None) -> Schedule:
-        """Buckets as they come, but each layer's forward pass waits for its own only."""
-        return cls(order="fifo", bucket_bytes=bucket_bytes)
-
-    @classmethod
-    def priority(cls, *, bucket_bytes: int | None = None) -> Schedule:
-        """Whole buckets, one at a time, of those that are ready the one that is needed first."""
-        return cls(order="priority", bucket_bytes=bucket_bytes, credit_bytes=1)
-
-    @classmethod
     def scheduled(
         cls,
         *,
         partition_bytes: int,
         credit_bytes: int | None = None,
         bucket_bytes: int | None = None,
-        clipping: str | None = None,
+        clipping: bool = False,
     ) -> Schedule:
         """ByteScheduler: partitions by priority under a credit window.
 
@@ -256,7 +243,7 @@ def simulate(profile: ModelProfile, link: LinkModel, schedule: Schedule, *, step
         UnsupportedError: If norm clipping meets a link that pushes and pulls.
     """
     require_whole("steps", steps, 1)
-    if schedule.clipping is not None:
+    if schedule.clipping:
         require_all_reduce(link)
     return _Simulation(profile, link, schedule).run(steps)
 
@@ -346,7 +333,7 @@ class _Simulation:
     def _begin_backward(self) -> None:
         self._launches.clear()
         self._missing = {bucket.priority: len(self._pieces_of[bucket.priority]) for bucket in self._buckets}
-        if self._schedule.clipping is not None:
+        if self._schedule.clipping:
             self._reductions_missing = sum(self._missing.values())
             self._norm_known = not self._reductions_missing
         self._backward(len(self._layers) - 1)
@@ -403,7 +390,7 @@ class _Simulation:
         if stage is None:
             self._arrive(piece)
             return
-        share = 1.0 if self._schedule.clipping is None else 0.5
+        share = 0.5 if self._schedule.clipping else 1.0
         on_link = self._link.seconds_per_byte / (1 - self._link.idle)
         seconds = self._link.overhead_seconds + share * piece.size * on_link
         latency = share * self._link.latency_seconds / len(self._stages)
@@ -413,7 +400,7 @@ class _Simulation:
         self._in_flight -= 1
         self._in_flight_bytes -= piece.size
         self._decide()
-        if self._schedule.clipping is not None and piece.passage == _REDUCE:
+        if self._schedule.clipping and piece.passage == _REDUCE:
             self._reduced(piece)
             return
         bucket = piece.bucket.priority
@@ -423,19 +410,14 @@ class _Simulation:
             self._reconsider()
 
     def _reduced(self, piece: _Piece) -> None:
-        """A piece was reduce-scattered: it can be gathered, now or after the norm."""
-        if self._schedule.clipping == "gather_early":
-            self._enqueue(_Piece(piece.bucket, piece.size, _GATHER))
+        """A piece was reduce-scattered: it can be gathered."""
+        self._enqueue(_Piece(piece.bucket, piece.size, _GATHER))
         self._reductions_missing -= 1
         if not self._reductions_missing:
             self._at(self._now + norm_seconds(self._link), self._know_norm)
 
     def _know_norm(self) -> None:
         self._norm_known = True
-        if self._schedule.clipping == "gather_after_norm":
-            for bucket in self._buckets:
-                for size in self._pieces_of[bucket.priority]:
-                    self._enqueue(_Piece(bucket, size, _GATHER))
         self._reconsider()
 
     def _reconsider(self) -> None:

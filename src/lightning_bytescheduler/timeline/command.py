@@ -3,108 +3,53 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_bytescheduler.exceptions import OptionError
+from lightning_bytescheduler.timeline.page import PNG_HELP, range_of
 from lightning_bytescheduler.timeline.picture import draw_timeline
-from lightning_bytescheduler.timeline.rounds import (
-    RoundsSummary,
-    draw_rounds_timeline,
-    in_rounds,
-    rounds_summary,
-)
-from lightning_bytescheduler.timeline.trace import Trace, TraceSummary, read_timeline
+from lightning_bytescheduler.timeline.rounds import RoundsSummary, in_rounds, rounds_summary
+from lightning_bytescheduler.timeline.trace import TraceSummary, read_timeline
 
-__all__ = ["add_arguments", "draw", "summarised", "traces_of"]
-
-Table = tuple[str, list[tuple[str, str]]]
-"""A title, and labels with their figures."""
+__all__ = ["add_arguments", "tables"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments to its parser."""
-    parser.add_argument(
-        "file",
-        metavar="FILE",
-        nargs="+",
-        help="a file that BYTESCHEDULER_TIMELINE produced; of 'diloco', one for each worker that is to be looked at",
-    )
-    parser.add_argument(
-        "--png",
-        metavar="OUT",
-        help="draw a few steps to this file, a .png, .svg or .pdf (needs the extra 'plots')",
-    )
+    parser.add_argument("file", metavar="FILE", help="a file that BYTESCHEDULER_TIMELINE produced")
+    parser.add_argument("--png", metavar="OUT", help=f"draw a few steps {PNG_HELP}")
     parser.add_argument(
         "--steps",
         metavar="A:B",
-        type=_steps,
-        help="draw the steps (of 'diloco', the rounds) from A up to, but not including, B (default: three like most)",
+        type=range_of,
+        help="draw the steps from A up to, but not including, B (default: three like most)",
     )
 
 
-def traces_of(options: argparse.Namespace) -> list[Trace]:
-    """Read the timelines that were asked for.
+def tables(options: argparse.Namespace) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Sum up the timeline, and draw it where that was asked for.
 
     Raises:
-        OptionError: If there is no such file.
-        OSError: If the file cannot be read.
-        ValueError: If one is no timeline, steps were chosen and no picture, or several files are not workers'.
+        OptionError: If there is no such file, it is not one to draw, or it has none of the steps that were chosen.
+        ImportError: If a picture was asked for and matplotlib is not installed.
+        OSError: If the file cannot be read, or the picture not be written.
+        ValueError: If it is no timeline, steps were chosen and no picture, or there is nothing to draw.
     """
     if options.steps is not None and options.png is None:
         raise ValueError("--steps chooses what to draw and needs --png OUT.")
-    for file in options.file:
-        if not Path(file).is_file():
-            raise OptionError(
-                "FILE", file, "a file that a training wrote with BYTESCHEDULER_TIMELINE=FILE or timeline=FILE"
-            )
-    traces = [read_timeline(file) for file in options.file]
-    others = [file for file, trace in zip(options.file, traces, strict=True) if not in_rounds(trace)]
-    if len(traces) > 1 and others:
-        raise ValueError(
-            f"Several files are looked at together of strategy 'diloco' only, and there is no round in "
-            f"{', '.join(map(str, others))}: leave {'it' if len(others) == 1 else 'them'} out (as of a worker that was "
-            "killed), or name one file."
-        )
-    return traces
-
-
-def summarised(traces: Sequence[Trace], options: argparse.Namespace) -> list[Table]:
-    """Sum up each trace."""
-    return [_summarised(trace, file) for trace, file in zip(traces, options.file, strict=True)]
-
-
-def _summarised(trace: Trace, file: str) -> Table:
-    title = f"{file} (broken off: this is what is there)" if trace.broken_off else file
-    return title, _rounds_rows(rounds_summary(trace)) if in_rounds(trace) else _rows(trace.summary())
-
-
-def draw(traces: Sequence[Trace], options: argparse.Namespace) -> None:
-    """Draw the traces, if that was asked for.
-
-    Raises:
-        ImportError: See `draw_timeline`.
-        OptionError: See `draw_timeline`.
-        OSError: If the picture cannot be written.
-        ValueError: If there is nothing to draw.
-    """
-    if options.png is None:
-        return
-    if in_rounds(traces[0]):
-        draw_rounds_timeline(traces, options.png, rounds=options.steps)
-    else:
-        draw_timeline(traces[0], options.png, steps=options.steps)
-
-
-def _steps(text: str) -> tuple[int, int]:
-    first, _, after = text.partition(":")
-    try:
-        steps = int(first), int(after)
-    except ValueError:
-        steps = 0, 0
-    if not steps[0] < steps[1]:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a range A:B with A < B, such as 10:13")
-    return steps
+    if not Path(options.file).is_file():
+        allowed = "a file that a training wrote with BYTESCHEDULER_TIMELINE=FILE or timeline=FILE"
+        raise OptionError("FILE", options.file, allowed)
+    trace = read_timeline(options.file)
+    title = f"{options.file} (broken off: this is what is there)" if trace.broken_off else options.file
+    if not in_rounds(trace):
+        if options.png is not None:
+            draw_timeline(trace, options.png, steps=options.steps)
+        return [(title, _rows(trace.summary()))]
+    if options.png is not None:
+        allowed = "left out for a timeline of 'diloco': the command rounds draws rounds, Perfetto this file"
+        raise OptionError("--png", options.png, allowed)
+    return [(title, _rounds_rows(rounds_summary(trace)))]
 
 
 def _rows(summary: TraceSummary) -> list[tuple[str, str]]:

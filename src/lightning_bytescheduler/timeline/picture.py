@@ -14,8 +14,7 @@ from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING
 
-from lightning_bytescheduler.checks import importing, require_suffix
-from lightning_bytescheduler.exceptions import OptionError
+from lightning_bytescheduler.timeline.page import INK, among, headed, in_colours, page
 from lightning_bytescheduler.timeline.timeline import (
     COMMUNICATION,
     COMPUTE,
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
 __all__ = ["draw_timeline"]
 
 _FORWARD, _BACKWARD, _WAIT, _UPDATE = "#3f86d1", "#e58f2a", "#d7263d", "#2e8b57"
-_BETWEEN, _QUEUED, _SENT, _INK = "#6c7a86", "#aab4be", "#6b5b95", "#26323d"
+_BETWEEN, _QUEUED, _SENT = "#6c7a86", "#aab4be", "#6b5b95"
 _STAGES = {
     COPY_TO_HOST: "#d9a441",
     LOCAL_REDUCE: "#c08457",
@@ -80,19 +79,13 @@ def draw_timeline(
         OSError: If ``out`` cannot be written.
         ValueError: If no forward or backward pass of the trace says which step it belongs to.
     """
-    with importing("Drawing a timeline", extra="plots"):
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    shown, window = _choose(trace, steps)
-    figure = Figure(figsize=(12.5, 6.4), layout="constrained")
-    target = require_suffix("out", out, FigureCanvasAgg(figure).get_supported_filetypes())
-    numbers = f"step {shown[0]}" if len(shown) == 1 else f"steps {shown[0]} to {shown[-1]}"
-    kinds = trace.kinds()
-    found = list(dict.fromkeys(kinds[step] for step in shown if step in kinds))
-    kind = f" ({' and '.join(found)})" if found else ""
-    _draw(figure, _clip(trace, window), f"{title or f'Rank {trace.rank}'}, {numbers}{kind}", shown)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(target, dpi=140)
+    with page(out, "Drawing a timeline", 12.5, 6.4) as figure:
+        shown, window = _choose(trace, steps)
+        numbers = f"step {shown[0]}" if len(shown) == 1 else f"steps {shown[0]} to {shown[-1]}"
+        kinds = trace.kinds()
+        found = list(dict.fromkeys(kinds[step] for step in shown if step in kinds))
+        kind = f" ({' and '.join(found)})" if found else ""
+        _draw(figure, _clip(trace, window), f"{title or f'Rank {trace.rank}'}, {numbers}{kind}", shown)
 
 
 def _choose(trace: Trace, steps: tuple[int, int] | None) -> tuple[list[int], Interval]:
@@ -113,9 +106,7 @@ def _choose(trace: Trace, steps: tuple[int, int] | None) -> tuple[list[int], Int
         return bounds[chosen[0]][0], max(end, bounds[chosen[-1]][1])
 
     if steps is not None:
-        chosen = [step for step in known if steps[0] <= step < steps[1]]
-        if not chosen:
-            raise OptionError("steps", steps, f"a range among the steps {known[0]} to {known[-1]} of the trace")
+        chosen = among(known, steps, "steps")
         return chosen, window(chosen)
     durations = {step: window([step])[1] - window([step])[0] for step in known}
     chosen = _steady(_like_most(known, trace), durations)
@@ -231,7 +222,7 @@ def _draw(figure: Figure, trace: Trace, subject: str, steps: Sequence[int]) -> N
     _bars(cover, between, _BETWEEN)
     _draw_sub_tasks(network, sent, rows)
     if not sent:
-        network.text(0.5, 0.5, "none", transform=network.transAxes, ha="center", va="center", color=_INK)
+        network.text(0.5, 0.5, "none", transform=network.transAxes, ha="center", va="center", color=INK)
     for row, (name, intervals) in zip(axes[4:], stages, strict=False):
         _bars(row, intervals, _STAGES[name])
     if queued:
@@ -242,9 +233,16 @@ def _draw(figure: Figure, trace: Trace, subject: str, steps: Sequence[int]) -> N
     axes[-1].set_xlabel("time (ms)")
     axes[-1].xaxis.set_major_formatter(lambda seconds, _: f"{seconds * 1e3:g}")
     finding, figures = _finding(covered, trace.summary().exposed_seconds / len(steps), end / len(steps))
-    figure.suptitle(finding, x=0.01, ha="left", fontsize=15, weight="bold", color=_INK)
-    compute.set_title(f"{subject}{figures}", loc="left", fontsize=11, color=_INK, pad=26)
-    _legend(figure, updates=bool(updates), between=bool(between))
+    headed(figure, finding)
+    compute.set_title(f"{subject}{figures}", loc="left", fontsize=11, color=INK, pad=26)
+    meaning = {
+        "forward": _FORWARD,
+        "backward": _BACKWARD,
+        "waiting for gradients": _WAIT,
+        **({"communication between passes": _BETWEEN} if between else {}),
+        **({"deferred optimizer step": _UPDATE} if updates else {}),
+    }
+    in_colours(figure, meaning)
 
 
 def _finding(covered: Sequence[Sequence[Interval]], waited: float, step: float) -> tuple[str, str]:
@@ -273,9 +271,9 @@ def _cover(
 def _mark_steps(axes: Sequence[Axes], passes: Iterable[Span], steps: Sequence[int]) -> None:
     for step in steps:
         begin = min(span.start for span in passes if span.step == step)
-        axes[0].text(begin, 1.1, f" step {step}", ha="left", va="bottom", weight="bold", color=_INK)
+        axes[0].text(begin, 1.1, f" step {step}", ha="left", va="bottom", weight="bold", color=INK)
         for ax in axes:
-            ax.axvline(begin, color=_INK, linewidth=1.2)
+            ax.axvline(begin, color=INK, linewidth=1.2)
 
 
 def _draw_sub_tasks(ax: Axes, sent: Sequence[Span], rows: Sequence[int]) -> None:
@@ -307,20 +305,6 @@ def _draw_sub_tasks(ax: Axes, sent: Sequence[Span], rows: Sequence[int]) -> None
     bar = ax.figure.colorbar(scale, cax=ax.inset_axes((1.012, 0.0, 0.012, 1.0)), ticks=[first, last])
     bar.ax.set_yticklabels([f"{first:g} first layers", f"{last:g} last layers"])
     bar.ax.invert_yaxis()
-
-
-def _legend(figure: Figure, *, updates: bool, between: bool) -> None:
-    from matplotlib.patches import Patch
-
-    meaning = {
-        "forward": _FORWARD,
-        "backward": _BACKWARD,
-        "waiting for gradients": _WAIT,
-        **({"communication between passes": _BETWEEN} if between else {}),
-        **({"deferred optimizer step": _UPDATE} if updates else {}),
-    }
-    handles = [Patch(color=colour, label=label) for label, colour in meaning.items()]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
 
 
 def _intervals(spans: Iterable[Span]) -> list[Interval]:

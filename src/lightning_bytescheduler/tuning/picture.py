@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_bytescheduler.checks import importing, require_suffix
 from lightning_bytescheduler.exceptions import OptionError
+from lightning_bytescheduler.timeline.page import INK, PNG_HELP, headed, page, ruled
 from lightning_bytescheduler.tuning.record import RECORD_NAME, TrialEntry, read_record
 from lightning_bytescheduler.tuning.search_space import TuningPoint
 
@@ -22,9 +22,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.collections import PathCollection
 
-__all__ = ["add_arguments", "draw_tuning", "fixed_options", "tuning_table"]
+__all__ = ["RECORD_NAME", "add_arguments", "draw_tuning", "fixed_options", "tables"]
 
-_INK = "#26323d"
 _FEW, _MANY = 12, 60  # trials: each has a tick; each has a number and an error
 _NUMBERS = 3  # of trials at one point
 _BLUE, _GREY, _RED, _GREEN = "#3f86d1", "#9aa7b2", "#d7263d", "#2e8b57"
@@ -45,27 +44,17 @@ def draw_tuning(record: Sequence[TrialEntry], out: str | os.PathLike[str]) -> No
     trials = [entry for entry in record if entry.is_trial]
     if not trials:
         raise OptionError("record", len(record), "one with at least one trial")
-    with importing("Drawing a search", extra="plots"):
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    figure = Figure(figsize=(12.5, 5.4), layout="constrained")
-    target = require_suffix("out", out, FigureCanvasAgg(figure).get_supported_filetypes())
-    points = {entry.point for entry in _last_search(trials).values() if not entry.point.is_plain_ddp}
-    if len(points) > 1:
-        times, plane = figure.subplots(1, 2, width_ratios=(1.15, 1.0))
-        figure.colorbar(_draw_plane(plane, record, trials), ax=plane, label="step time (ms)")
-        drawn = [times, plane]
-    else:  # a plane with one point says nothing
-        times = figure.subplots()
-        drawn = [times]
-    _draw_times(times, record, trials)
-    for ax in drawn:
-        ax.grid(True, which="major", color="#dde3e8", linewidth=0.8)
-        ax.set_axisbelow(True)
-        ax.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(_heading(record, trials), x=0.01, ha="left", fontsize=13, weight="bold", color=_INK)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(target, dpi=110)
+    with page(out, "Drawing a search", 12.5, 5.4) as figure:
+        points = {entry.point for entry in _last_search(trials).values() if not entry.point.is_plain_ddp}
+        if len(points) > 1:
+            times, plane = figure.subplots(1, 2, width_ratios=(1.15, 1.0))
+            figure.colorbar(_draw_plane(plane, record, trials), ax=plane, label="step time (ms)")
+            ruled(plane)
+        else:  # a plane with one point says nothing
+            times = figure.subplots()
+        _draw_times(times, record, trials)
+        ruled(times)
+        headed(figure, _heading(record, trials), 13)
 
 
 def _heading(record: Sequence[TrialEntry], trials: Sequence[TrialEntry]) -> str:
@@ -120,7 +109,7 @@ def _draw_times(ax: Axes, record: Sequence[TrialEntry], trials: Sequence[TrialEn
                 [trial for trial, _ in search],
                 best,
                 where="post",
-                color=_INK,
+                color=INK,
                 linewidth=1.6 if many else 1.2,
                 label=None if number else "best so far",
                 zorder=3,
@@ -140,7 +129,7 @@ def _draw_times(ax: Axes, record: Sequence[TrialEntry], trials: Sequence[TrialEn
             label=None if index else "chosen, measured again",
             zorder=4,
         )
-    ax.set_title("Step time of each trial", loc="left", color=_INK)
+    ax.set_title("Step time of each trial", loc="left", color=INK)
     ax.set_xlabel("trial")
     ax.set_ylabel("step time (ms)")
     ax.set_xlim(0.5 - 0.02 * len(trials), len(trials) + 0.6 + 0.02 * len(trials))
@@ -148,7 +137,7 @@ def _draw_times(ax: Axes, record: Sequence[TrialEntry], trials: Sequence[TrialEn
         ax.set_xticks(range(1, len(trials) + 1))
     else:
         ax.locator_params(axis="x", integer=True)
-    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=6, frameon=False, columnspacing=1.2, fontsize=9)
+    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=3, frameon=False, columnspacing=1.2, fontsize=9)
 
 
 def _draw_plane(ax: Axes, record: Sequence[TrialEntry], trials: Sequence[TrialEntry]) -> PathCollection:
@@ -156,7 +145,7 @@ def _draw_plane(ax: Axes, record: Sequence[TrialEntry], trials: Sequence[TrialEn
 
     sized = [(n, e) for n, e in _last_search(trials).items() if not e.point.is_plain_ddp]
     numbered = " (numbers: trials)" if len(sized) <= _MANY else ""
-    ax.set_title(f"Where the last search looked{numbered}", loc="left", color=_INK)
+    ax.set_title(f"Where the last search looked{numbered}", loc="left", color=INK)
     ax.set_xlabel("credit (parameters)")
     ax.set_ylabel("partition size (parameters)")
     ax.set_xscale("log", base=2)
@@ -181,7 +170,7 @@ def _draw_plane(ax: Axes, record: Sequence[TrialEntry], trials: Sequence[TrialEn
     for point, tried in numbers.items():
         text = ", ".join(map(str, tried[:_NUMBERS])) + (", …" if len(tried) > _NUMBERS else "")
         if len(sized) <= _MANY:
-            ax.annotate(text, point.sizes, xytext=(7, 5), textcoords="offset points", color=_INK, fontsize=9)
+            ax.annotate(text, point.sizes, xytext=(7, 5), textcoords="offset points", color=INK, fontsize=9)
     chosen = next((entry for entry in reversed(record) if entry.kind == "chosen"), None)
     if chosen is not None and chosen.search == trials[-1].search and not chosen.point.is_plain_ddp:
         ax.plot(
@@ -210,15 +199,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--png",
         metavar="OUT",
-        help="draw the searches to this file, a .png, .svg or .pdf (needs the extra 'plots')",
+        help=f"draw the searches {PNG_HELP}",
     )
 
 
-def tuning_table(options: argparse.Namespace) -> tuple[str, list[tuple[str, str]]]:
-    """Do what the command was asked for.
+def tables(options: argparse.Namespace) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Say what was tried and chosen, and draw it where that was asked for.
 
     Args:
-        options: The parsed arguments.
+        options: The parsed arguments; ``record`` is the file.
 
     Returns:
         A title, and pairs of a label and a value to print below it.
@@ -228,15 +217,12 @@ def tuning_table(options: argparse.Namespace) -> tuple[str, list[tuple[str, str]
         ImportError: If a picture was asked for and matplotlib is not installed.
         OSError: If a file cannot be read or written.
     """
-    file = Path(options.record)
-    if file.is_dir():
-        file = file / RECORD_NAME
-    record = read_record(file)
+    record = read_record(Path(options.record))
     if not any(entry.is_trial for entry in record):
-        raise OptionError("record", os.fspath(file), "one with at least one trial")
+        raise OptionError("record", options.record, "one with at least one trial")
     if options.png is not None:
         draw_tuning(record, options.png)
-    return f"{os.fspath(file)}: what was tried, and a step's time", list(_rows(record))
+    return [(f"{options.record}: what was tried, and a step's time", list(_rows(record)))]
 
 
 def _rows(record: Sequence[TrialEntry]) -> Iterator[tuple[str, str]]:

@@ -22,9 +22,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_bytescheduler.advice.expectations import MeasuredStep
-from lightning_bytescheduler.advice.measured_profile import StepParts, make_profile
-from lightning_bytescheduler.advice.step_recorder import DeviceClock, StepRecorder
 from lightning_bytescheduler.ddp.plan import model_reasons, norm_needed_by, optimizer_reasons, precision_reasons
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 from lightning_bytescheduler.lightning_api import (
@@ -39,6 +36,8 @@ from lightning_bytescheduler.lightning_api import (
     isolate_rng,
     pl,
 )
+from lightning_bytescheduler.predicting.step_recorder import DeviceClock, StepParts, StepRecorder, make_profile
+from lightning_bytescheduler.simulation.prediction import MeasuredStep
 
 __all__ = ["measure_step"]
 

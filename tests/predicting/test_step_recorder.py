@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_bytescheduler.advice.measured_profile import (
+from lightning_bytescheduler.exceptions import UnsupportedError
+from lightning_bytescheduler.predicting.step_recorder import (
     BETWEEN_STEPS,
     READ_UNSEEN,
     UNUSED,
@@ -13,7 +14,6 @@ from lightning_bytescheduler.advice.measured_profile import (
     WatchedStep,
     make_profile,
 )
-from lightning_bytescheduler.exceptions import UnsupportedError
 from lightning_bytescheduler.simulation import ModelProfile
 
 TIMES = StepParts(forward=10.0, backward=20.0, update=4.0, step=36.0)

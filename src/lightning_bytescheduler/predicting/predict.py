@@ -1,36 +1,26 @@
-"""``predict()``: measures a user's model and says what to expect of it on a network."""
+"""``predict()``: measures a step of a user's module, and says what to expect of it on a network."""
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from lightning_bytescheduler.advice.expectations import (
-    STEPS,
-    AdviceFigures,
-    MeasuredStep,
-    ceiling,
-    communication_seconds,
-    expectations,
-)
-from lightning_bytescheduler.advice.profiled_fit import measure_step
-from lightning_bytescheduler.advice.words import sentences, table
 from lightning_bytescheduler.checks import require_whole
 from lightning_bytescheduler.collectives.link_probe import probe_link
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 from lightning_bytescheduler.lightning_api import pl
+from lightning_bytescheduler.predicting import STEPS
+from lightning_bytescheduler.predicting.profiled_fit import measure_step
 from lightning_bytescheduler.registration import require_same_package
+from lightning_bytescheduler.simulation import prediction
 from lightning_bytescheduler.simulation.link import LinkModel
-from lightning_bytescheduler.simulation.picture import draw_prediction
+from lightning_bytescheduler.simulation.prediction import Prediction
 
-__all__ = ["STEPS", "Advice", "advise", "give_advice", "predict"]
+__all__ = ["advise", "predict"]
 
 
 def predict(
@@ -44,7 +34,8 @@ def predict(
     gradient_clip_val: float | None = None,
     gradient_clip_algorithm: str | None = None,
     steps: int = STEPS,
-) -> Advice:
+    policies: Sequence[str] = (),
+) -> Prediction:
     """Measure a few steps of a training, and say what to expect of it with each strategy on a network.
 
     Training happens on a copy: the module, the state of random numbers and of data loaders are left as they are. What
@@ -62,6 +53,7 @@ def predict(
         gradient_clip_val: As for the Trainer.
         gradient_clip_algorithm: As for the Trainer.
         steps: How many steps to time; as many are watched layer by layer, after a warm-up.
+        policies: Scheduling policies to play beside ByteScheduler's own, such as ``"fifo"``.
 
     Raises:
         OptionError: If an option's value is not allowed.
@@ -77,26 +69,22 @@ def predict(
     if link is None:
         link = _probed(where)
     elif not isinstance(link, LinkModel):
-        raise OptionError(
-            "link",
-            link,
-            'a LinkModel, or left out to measure the link; such as LinkModel(workers=4, bandwidth="10Gbit/s")',
-        )
+        allowed = 'a LinkModel, or left out to measure the link; such as LinkModel(workers=4, bandwidth="10Gbit/s")'
+        raise OptionError("link", link, allowed)
     if workers is not None:
         link = replace(link, workers=workers)
-    check_link(link)
+    prediction.check(link, policies)
     options = {
         "precision": precision,
         "gradient_clip_val": gradient_clip_val,
         "gradient_clip_algorithm": gradient_clip_algorithm,
     }
     measured = measure_step(module, data, device=where, steps=steps, trainer_options=options)
-    if not probed:
-        return give_advice(measured, link)
-    seconds = _of_all_workers(measured.profile.compute_seconds, where)
-    # Workers that take their steps together take the slowest one's time.
-    slowest = replace(measured, profile=measured.profile.scaled_to(max(seconds)))
-    return give_advice(slowest, link, worker_seconds=seconds)
+    seconds: list[float] = []
+    if probed:  # workers that take their steps together take the slowest one's time
+        seconds = _of_all_workers(measured.profile.compute_seconds, where)
+        measured = replace(measured, profile=measured.profile.scaled_to(max(seconds)))
+    return prediction.predict(measured, link, policies=policies, worker_seconds=seconds)
 
 
 advise = predict
@@ -139,73 +127,3 @@ def _of_all_workers(seconds: float, device: torch.device) -> list[float]:
     everybody = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everybody, mine)
     return [float(one.item()) for one in everybody]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Advice(AdviceFigures):
-    """What to expect. Prints as text, saves as JSON, draws as a picture."""
-
-    def table(self) -> list[tuple[str, ...]]:
-        """The figures as rows of text, headings first."""
-        return table(self)
-
-    def text(self) -> str:
-        """The advice in plain words, a paragraph a line."""
-        return "\n".join(sentences(self))
-
-    def __str__(self) -> str:
-        return self.text()
-
-    def save(self, file: str | os.PathLike[str]) -> None:
-        """Write the figures as JSON; ``lightning-bytescheduler predict --profile`` reads the layers from it.
-
-        Raises:
-            OSError: If the file cannot be written.
-        """
-        figures = {"name": self.measured.profile.name, **self.figures()}
-        Path(file).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-
-    def draw(self, out: str | os.PathLike[str]) -> None:
-        """Draw what other bandwidths and more workers would bring, around the given network.
-
-        Args:
-            out: The file to write; its suffix names the format (png, svg, pdf, ...). Parent directories are created.
-
-        Raises:
-            ImportError: If matplotlib is not installed; the message names the extra to install.
-            OptionError: If matplotlib does not know the suffix.
-            OSError: If the file cannot be written.
-        """
-        draw_prediction(self.measured.profile, self.link, out)
-
-
-def give_advice(measured: MeasuredStep, link: LinkModel, *, worker_seconds: Sequence[float] = ()) -> Advice:
-    """Say what to expect of a measured model on a link.
-
-    Args:
-        measured: The model.
-        link: The network.
-        worker_seconds: Of a step on each worker, where several were measured.
-
-    Raises:
-        OptionError: If there are less than two workers.
-    """
-    check_link(link)
-    return Advice(
-        measured=measured,
-        link=link,
-        expectations=expectations(measured, link),
-        ceiling_seconds=ceiling(measured, link),
-        communication_seconds=communication_seconds(measured.profile, link),
-        worker_seconds=tuple(worker_seconds),
-    )
-
-
-def check_link(link: LinkModel) -> None:
-    """Refuse networks there is nothing to say about.
-
-    Raises:
-        OptionError: If there are less than two workers.
-    """
-    if link.workers < 2:
-        raise OptionError("workers", link.workers, "2 or more: one worker has nobody to talk to")

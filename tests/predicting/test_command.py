@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import functools
 import json
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -10,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_bytescheduler.advice.arguments import load_target
-from lightning_bytescheduler.advice.command import _launched, call_target
 from lightning_bytescheduler.cli import main
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
+from lightning_bytescheduler.predicting.command import _launched, call_target, load_target, profile_of
+from lightning_bytescheduler.simulation import Prediction, network_profile
 
 
 @pytest.mark.parametrize(("device", "backend"), [("cpu", "gloo"), (None, "nccl"), ("cuda:0", "nccl")])
@@ -104,9 +106,9 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_what_can_be_named(argv: list[str], samples: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["predict", *argv, *LINK, "--device", "cpu", "--steps", "1"]) == 0
     output = capsys.readouterr().out
-    assert f"a step of {samples} samples" in " ".join(output.split())
+    assert f"step of {samples} samples" in " ".join(output.split())
     assert "4 workers, 500 Mbit/s each way, 0.2 ms a hop" in " ".join(output.split())
-    for start in ("Measured:", "ddp:", "bytescheduler:", "What limits:", "Compression:", "diloco:", "Recommended:"):
+    for start in ("Recommended:", "A step of", "What limits:", "* Another training", "Not modelled:"):
         assert any(line.startswith(start) for line in output.splitlines())
 
 
@@ -119,9 +121,9 @@ def test_a_table_without_rich(capsys: pytest.CaptureFixture[str], monkeypatch: p
     title, *table = table_text.splitlines()
     assert title == "Bare"
     assert len({len(line) for line in table}) == 1
-    assert table[0].split() == ["a", "step", "speed", "of", "4", "efficiency", "samples/s"]
-    assert table[1].split()[-2] == "100%"
-    assert len(table) == 11
+    assert table[0].split() == ["a", "step", "speed", "of", "4", "over", "ddp", "samples/s"]
+    assert table[1].split()[-2] == "1.00x"
+    assert len(table) == 12
 
 
 def test_files(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,7 +144,7 @@ def test_files(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ([], "--profile must be given, where no module is measured"),
         (
             ["advised:both", *LINK, "--compute", "1ms"],
-            "--compute='1ms' is not allowed: --compute must be left out where",
+            "--compute='1ms' is not allowed: --compute must be left out where a",
         ),
         (["--profile", "uniform", *LINK, "--device", "cpu"], "--device must be left out where none is"),
         (["advised", *LINK], "target='advised' is not allowed"),
@@ -162,6 +164,7 @@ def test_files(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["advised:both", "--workers", "2", "--bandwidth", "0mbit"], "--bandwidth='0mbit'"),
         (["advised:both"], "There is no link to measure"),
         (["advised:both", *LINK, "--steps", "0"], "steps=0"),
+        (["advised:both", *LINK, "--policy", "fifi"], "Did you mean 'fifo'?"),
         (["advised:both", *LINK, "--precision", "fp17"], "'fp17'"),
         (["advised:quits", *LINK], "ended the process (exit code 3)"),
         (["advised:both", *LINK, "--json", "absent/a.json"], "'absent' does not exist"),
@@ -186,6 +189,149 @@ def test_ranks_after_the_first_say_nothing(capsys: pytest.CaptureFixture[str], m
     monkeypatch.setenv("RANK", "1")
     assert main(["advise", "advised:both", *LINK, "--device", "cpu", "--steps", "1"]) == 0
     assert capsys.readouterr().out == ""
+
+
+# A network in numbers.
+
+FAST = ["--workers", "4", "--bandwidth", "33gbit"]
+
+
+def rows(output: str) -> dict[str, list[str]]:
+    found = {}
+    for line in output.splitlines():
+        label, _, value = line.strip("│ ").replace("│", "  ").partition("  ")
+        found[label.strip()] = value.split()
+    return found
+
+
+@pytest.mark.parametrize("name", ["VGG16", "vgg-16", "ResNet-50"])
+def test_networks_are_known_by_their_usual_names(name: str) -> None:
+    assert profile_of(name).name == name.lower().replace("-", "")
+
+
+def test_it_prints_a_comparison(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["predict", "--profile", "vgg16", *FAST]) == 0
+    output = capsys.readouterr().out
+    found = rows(output)
+    assert output.startswith('Recommended: trainer = L.Trainer(strategy="bytescheduler")  # 4 workers 3.9')
+    assert "\nvgg16\n" in output
+    words = " ".join(output.split())
+    assert "Exchanging its 553.4 MB of gradients takes" in words
+    assert "1.01 times as long (4 workers, 33 Gbit/s each way)" in words
+    assert found["one worker alone"][:2] == ["200.0", "ms"]
+    assert found["ddp, best buckets"][3] == "1.00x"
+    assert float(found["bytescheduler, best sizes"][3][:-1]) > 1.25
+    assert "Best sizes: partition_size=" in words
+    assert "fifo" not in found
+
+
+def test_a_measured_profile_and_all_that_a_link_can_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "measured.json"
+    network_profile("uniform").save(file)
+    link = ["--workers", "8", "--bandwidth", "1gbit", "--latency", "50us", "--overhead", "0.1ms", "--messages", "2"]
+    servers = ["--architecture", "ps", "--servers", "8"]
+    more = ["--compute", "1s", "--policy", "fifo", "--gradient-clip-val", "1", "--json", str(tmp_path / "all.json")]
+    assert main(["predict", "--profile", str(file), *link, *servers, *more]) == 0
+    output = capsys.readouterr().out
+    found = rows(output)
+    assert found["one worker alone"][:2] == ["1,000.0", "ms"]
+    assert "0.80 times as long" in " ".join(output.split())  # 100 MB over 1 Gbit/s, once each way
+    assert {"fifo", "bytescheduler, servers"} <= found.keys()
+    assert json.loads((tmp_path / "all.json").read_text())["norm_needed_by"] == ["gradient norm clipping"]
+
+
+def test_the_documentation_says_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "advise.md").read_text(encoding="utf-8")
+    section = text.partition("## Predict a network")[2].partition("\n## ")[0]
+    command, table, profile = re.findall(r"^```\w+\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
+    argv = command.split()[2:]
+    assert main(argv[: argv.index("--png")]) == 0
+    printed = rows(capsys.readouterr().out)
+    claimed = {label: row for label, row in rows(table).items() if row and row[-1].endswith("x")}
+    assert len(claimed) > 5
+    assert claimed.items() <= printed.items()
+    (tmp_path / "mine.json").write_text(profile)
+    assert main(["predict", "--profile", str(tmp_path / "mine.json"), *FAST]) == 0
+
+
+def test_it_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    few = functools.partialmethod(Prediction.draw, workers=(4,), bandwidths=(1e8, 1e9))  # to be quick
+    monkeypatch.setattr(Prediction, "draw", few)
+    assert main(["predict", "--profile", "uniform", *FAST, "--png", str(tmp_path / "p.png")]) == 0
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_help_names_the_networks(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["predict", "--help"])
+    assert caught.value.code == 0
+    assert "vgg16, resnet50, transformer, uniform" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "reason"),
+    [
+        ([], "--profile"),
+        (["--profile", "vgg16", "--workers", "4"], "--bandwidth"),
+        (["--profile", "missing.json", *FAST], "missing.json"),
+        (["--profile", "gpt2", *FAST], "did you mean transformer?"),
+        (["--profile", "{file}/..", *FAST], "--profile='{file}/..'"),
+        (["--profile", "vgg16", *FAST, "--algorithm", "rings"], "Did you mean 'ring'?"),
+        (["--profile", "resnet5", *FAST], "vgg16, resnet50, transformer, uniform"),
+        (["--profile", "resnet5", *FAST], "did you mean resnet50?"),
+        (["--profile", "vgg16", "--workers", "4", "--bandwith", "1gbit"], "did you mean --bandwidth?"),
+        (["--profile", "vgg16", *FAST, "--latncy", "1ms"], "did you mean --latency?"),
+        (["--profile", "vgg16", "--workers", "four", "--bandwidth", "1gbit"], "'four' is not a whole number"),
+        (["--profile", "vgg16", "--workers", "4", "--bandwidth", "1GB"], "is it in bits or in bytes a second?"),
+        (["--profile", "{file}", *FAST], "profile='{file}' is not allowed: profile must be a JSON file"),
+        (["--profile", "vgg16", "--workers", "0", "--bandwidth", "1gbit"], "workers=0"),
+        (["--profile", "vgg16", "--workers", "4", "--bandwidth", "0mbit"], "--bandwidth='0mbit' is not allowed"),
+        (
+            ["--profile", "vgg16", "--workers", "4", "--bandwidth", "500"],
+            "--bandwidth='500' is not allowed: --bandwidth must be a rate with its unit, such as 500Gbit/s",
+        ),
+        (
+            ["--profile", "vgg16", *FAST, "--latency", "20"],
+            "--latency='20' is not allowed: --latency must be a time with its unit, such as 20ms",
+        ),
+        (["--profile", "vgg16", *FAST, "--latency", "20mbit"], "--latency='20mbit'"),
+        (["--profile", "vgg16", *FAST, "--compute", "0s"], "--compute='0s'"),
+        (["--profile", "vgg16", *FAST, "--messages", "0"], "--messages=0"),
+        (["--profile", "vgg16", *FAST, "--servers", "1"], "0 unless architecture is 'ps'"),
+        (["--profile", "vgg16", *FAST, "--algorithm", "push_pull"], "Servers are an architecture: architecture='ps'"),
+        (["--profile", "vgg16", *FAST, "--architecture", "push_pull"], "It is called 'ps'."),
+        (["--profile", "vgg16", *FAST, "--policy", "fifi"], "Did you mean 'fifo'?"),
+        (["--profile", "vgg16", *FAST, "--algorithm", "tree"], "--algorithm='tree' is not allowed"),
+        (["--profile", "uniform", *FAST, "--png", "{file}.xyz"], "{file}.xyz"),
+    ],
+)
+def test_a_network_that_makes_no_sense_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], argv: list[str], reason: str
+) -> None:
+    file = tmp_path / "p.json"
+    file.write_text("no JSON")
+    assert main(["predict", *(argument.format(file=file) for argument in argv)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert reason.format(file=file) in line
+
+
+@pytest.mark.parametrize(
+    "rate", ["10gbit", "10Gbps", "10Gbit/s", "10 Gbit", "10GbE", "10G", "1.25GB/s", "10000Mbps", "1e10"]
+)
+def test_rates_are_written_in_many_ways(rate: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["predict", "--profile", "25M", "--workers", "4", "--bandwidth", rate]) == 0
+    assert "4 workers, 10 Gbit/s each way" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_answer_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
+    def answer(rate: str) -> str:
+        assert main(["predict", "--profile", "100MB", "--workers", "4", "--bandwidth", rate]) == 0
+        return capsys.readouterr().out.splitlines()[0]
+
+    assert answer("10Mbit").startswith("Recommended: train on one machine. Over this network 4 workers are slower")
+    assert answer("6Gbit").startswith('Recommended: trainer = L.Trainer(strategy="bytescheduler")  # 4 workers 3.')
+    assert answer("1000Gbit").startswith('Recommended: trainer = L.Trainer(strategy="ddp")  # 4 workers 4.00x as fast')
 
 
 # What a target names.

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_bytescheduler import OptionError, UnsupportedError
-from lightning_bytescheduler.advice import profiled_fit
-from lightning_bytescheduler.advice.expectations import MeasuredStep
-from lightning_bytescheduler.advice.measured_profile import BETWEEN_STEPS, UNUSED
-from lightning_bytescheduler.advice.profiled_fit import RepeatedData, measure_step
 from lightning_bytescheduler.ddp.gates import GatedParameter
+from lightning_bytescheduler.predicting import profiled_fit
+from lightning_bytescheduler.predicting.profiled_fit import RepeatedData, measure_step
+from lightning_bytescheduler.predicting.step_recorder import BETWEEN_STEPS, UNUSED
+from lightning_bytescheduler.simulation.prediction import MeasuredStep
 from tests.ddp.stepping import Batches, Clock, Stepping
 from tests.support.models import Tower
 

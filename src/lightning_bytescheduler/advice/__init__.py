@@ -1,1 +1,0 @@
-"""What to expect of a user's own model on a network: its steps are measured, and said in figures and in words."""

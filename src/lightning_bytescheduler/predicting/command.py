@@ -1,0 +1,378 @@
+"""The command ``lightning-bytescheduler predict``: its arguments, what they name, and the prediction they ask for.
+
+Imports neither torch nor Lightning before the arguments are known to make sense: which Lightning there is to be, the
+user's own module says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from lightning_bytescheduler.checks import ARCHITECTURES, closest, require_whole
+from lightning_bytescheduler.exceptions import ByteSchedulerError, OptionError, UnsupportedError
+from lightning_bytescheduler.predicting import STEPS
+from lightning_bytescheduler.simulation.link import ALGORITHMS, IDLE_WITH_SPARE_SERVERS, LinkModel
+from lightning_bytescheduler.simulation.prediction import RIVALS, MeasuredStep, Prediction, predict
+from lightning_bytescheduler.simulation.profiles import NETWORKS, ModelProfile, network_profile, profile_of_size
+from lightning_bytescheduler.simulation.quantities import (
+    RATES,
+    TIMES,
+    parameters_in,
+    require_duration,
+    require_rate,
+)
+
+__all__ = ["add_arguments", "call_target", "load_target", "predicted", "profile_of"]
+
+_OF_PROFILES = ("profile", "compute")
+_OF_MODULES = ("data", "device", "precision", "steps")
+_DESCRIBE_LINKS = ("latency", "overhead", "messages", "architecture", "servers", "idle", "algorithm")
+_PRECISIONS = ("32-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true", "64-true", "32", "16", "bf16", "64")
+_GPT = ("gpt", "gpt2", "gpt2small")  # which `transformer` is
+_LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    add = parser.add_argument
+    add(
+        "target",
+        nargs="?",
+        metavar="MODULE:NAME",
+        help="what is measured, where no --profile is given: a function that returns a LightningModule, or one and its "
+        "data (a DataLoader or LightningDataModule); or "
+        "a LightningModule class that is made without arguments. Such as train.py:make or my_project.train:make",
+    )
+    add("--data", metavar="MODULE:NAME", help="a function that returns the data, or a LightningDataModule class")
+    add(
+        "--profile",
+        "--network",
+        metavar="PROFILE",
+        help=f"the model: {', '.join(NETWORKS)}; a size, such as 350M (parameters) or 100MB (fp32 gradients), for 20 "
+        "equal layers; or a JSON file, as --json writes it",
+    )
+    add(
+        "--compute",
+        metavar="TIME",
+        help="how long one worker alone takes for a step, such as 350ms (default: what the profile says; 200ms for "
+        "networks and sizes)",
+    )
+    add("--workers", type=int, metavar="N", help="how many workers train together")
+    add("--bandwidth", "--link", metavar="RATE", help=f"of each worker's link, each way, such as {RATES}")
+    add("--latency", metavar="TIME", help=f"of one hop, half of the round trip that ping shows, such as {TIMES}")
+    add("--overhead", metavar="TIME", help="what each message costs however many are in flight, such as 50us")
+    add(
+        "--architecture",
+        metavar="NAME",
+        help=f"who reduces gradients: {' or '.join(ARCHITECTURES)}, parameter servers (default: allreduce)",
+    )
+    add(
+        "--servers",
+        type=int,
+        metavar="K",
+        help="spare machines that are servers, for --architecture ps (default: 0, one beside each worker)",
+    )
+    add(
+        "--idle",
+        type=float,
+        metavar="SHARE",
+        help="of the time, how long links wait for each other with --architecture ps; 0 for the formula's (default: as "
+        f"measured, {IDLE_WITH_SPARE_SERVERS} with spare servers, 0 without)",
+    )
+    add(
+        "--algorithm",
+        metavar="NAME",
+        help=f"how workers reduce gradients among themselves: {', '.join(ALGORITHMS)} (default: ring)",
+    )
+    add("--messages", type=int, metavar="M", help="how many messages the backend carries at once (default: any number)")
+    add(
+        "--policy",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help=f"play this scheduling policy beside ByteScheduler's, of {', '.join(RIVALS)}; may be given several times",
+    )
+    add("--device", metavar="DEVICE", help="cpu, cuda or such as cuda:1 (default: cuda if there is one)")
+    add(
+        "--precision",
+        choices=_PRECISIONS,
+        metavar="P",
+        help=f"as for the Trainer: {', '.join(_PRECISIONS)} (default: 32-true)",
+    )
+    add("--gradient-clip-val", type=float, metavar="V", help="as for the Trainer (default: gradients are not clipped)")
+    add(
+        "--gradient-clip-algorithm",
+        choices=("norm", "value"),
+        metavar="A",
+        help="as for the Trainer: norm or value (default: norm)",
+    )
+    add("--steps", type=int, metavar="N", help=f"how many steps to time (default: {STEPS})")
+    add("--json", metavar="OUT", help="write all figures to this file, which --profile reads")
+    add(
+        "--png",
+        metavar="OUT",
+        help="draw the speed-up around this bandwidth, for N, 4N and 16N workers, to this file: a .png, .svg or .pdf "
+        "(needs the extra 'plots')",
+    )
+
+
+def predicted(options: argparse.Namespace) -> Prediction | None:
+    """Do what the command was asked for.
+
+    Args:
+        options: The parsed arguments.
+
+    Returns:
+        What to print; ``None`` in all but one of several processes.
+
+    Raises:
+        OptionError: If an argument is not allowed.
+        UnsupportedError: If a training cannot be measured, or there is no link to measure.
+        ImportError: If the target cannot be imported, or a picture was asked for and matplotlib is not installed.
+        OSError: If a file cannot be read or written.
+        RuntimeError: If the user's code fails; its cause is what it failed with.
+    """
+    measures = options.target is not None
+    for name in _OF_PROFILES if measures else _OF_MODULES:
+        if getattr(options, name) is not None:
+            allowed = (
+                "where a module is measured" if measures else "where none is: name a MODULE:NAME, or no such option"
+            )
+            raise OptionError(f"--{name}", getattr(options, name), f"left out {allowed}")
+    if not measures and options.profile is None:
+        raise OptionError("--profile", None, "given, where no module is measured")
+    link = _link(options)
+    prediction = _of_module(options, link) if measures else _of_profile(options, link)
+    if os.environ.get("RANK", "0") != "0":
+        return None
+    if options.json is not None:
+        prediction.save(options.json)
+    if options.png is not None:
+        prediction.draw(options.png)
+    return prediction
+
+
+def _link(options: argparse.Namespace) -> LinkModel | None:
+    """The network that the arguments describe; ``None`` if it is to be measured."""
+    given = {name: value for name in _DESCRIBE_LINKS if (value := getattr(options, name)) is not None}
+    if options.bandwidth is None:
+        if given:
+            raise OptionError("--bandwidth", None, f"given with {', '.join(f'--{name}' for name in _DESCRIBE_LINKS)}")
+        return None
+    if options.workers is None:
+        raise OptionError("--workers", None, "given with --bandwidth")
+    bandwidth = require_rate("--bandwidth", options.bandwidth)
+    for name in {"latency", "overhead"} & given.keys():
+        given[name] = require_duration(f"--{name}", given[name])
+    ours = {"messages": "messages_in_flight", "idle": "idle_share"}
+    try:
+        described = {ours.get(name, name): value for name, value in given.items()}
+        return LinkModel(workers=options.workers, bandwidth=bandwidth, **described)
+    except OptionError as error:
+        name = next((name for name, of in ours.items() if of == error.option), error.option)
+        raise OptionError(f"--{name}", error.value, error.allowed, error.hint) from None
+
+
+# ── A network in numbers ────────────────────────────────────────────────────────────────────────────
+
+
+def _of_profile(options: argparse.Namespace, link: LinkModel | None) -> Prediction:
+    if link is None:
+        raise OptionError("--bandwidth", None, "given, where no module is measured")
+    compute = None if options.compute is None else require_duration("--compute", options.compute)
+    if compute == 0:
+        raise OptionError("--compute", options.compute, f"a time above 0, such as {TIMES}")
+    profile = profile_of(options.profile)
+    if compute is not None:
+        profile = profile.scaled_to(compute)
+    clips = options.gradient_clip_val and options.gradient_clip_algorithm != "value"
+    measured = MeasuredStep(profile=profile, norm_needed_by=("gradient norm clipping",) if clips else ())
+    return predict(measured, link, policies=options.policy)
+
+
+def profile_of(text: str) -> ModelProfile:
+    """The model that ``--profile`` names: a network, a size, or a file.
+
+    Raises:
+        OptionError: If it is none of these, or the file holds no profile.
+        OSError: If the file cannot be read.
+    """
+    name = text.lower().replace("-", "").replace("_", "")
+    if name in NETWORKS:
+        return network_profile(name)
+    if Path(text).is_dir():
+        raise OptionError("--profile", text, "a JSON file, not a folder")
+    if Path(text).exists():
+        return ModelProfile.load(text)
+    size = parameters_in(text)
+    if size is not None:
+        return profile_of_size(text, size)
+    near = "transformer" if name in _GPT else closest(name, NETWORKS)
+    hint = "" if near is None else f" (did you mean {near}?)"
+    raise OptionError(
+        "--profile", text, f"{', '.join(NETWORKS)}, a size such as 350M or 100MB, or a JSON file that is there{hint}"
+    )
+
+
+# ── A module of the user's ──────────────────────────────────────────────────────────────────────────
+
+
+def _of_module(options: argparse.Namespace, link: LinkModel | None) -> Prediction:
+    steps = STEPS if options.steps is None else require_whole("--steps", options.steps, 1)
+    target = load_target("target", options.target)  # decides which Lightning there is
+    data_target = None if options.data is None else load_target("--data", options.data)
+    from lightning_bytescheduler.lightning_api import pl
+    from lightning_bytescheduler.predicting.predict import predict as measure
+
+    with _launched(options.device) if link is None else contextlib.nullcontext(), _failing_as_itself():
+        module, data = call_target("target", options.target, target, instances=(pl.LightningModule,)), None
+        if isinstance(module, tuple):
+            if len(module) != 2:
+                allowed = "a function that returns a LightningModule, or a pair of one and its data"
+                raise OptionError("target", options.target, allowed)
+            module, data = module
+        if data_target is not None:
+            if data is not None:
+                raise OptionError("--data", options.data, f"left out, as {options.target} brings data along")
+            data = call_target("--data", options.data, data_target, instances=(pl.LightningDataModule,))
+        return measure(
+            module,
+            data,
+            link=link,
+            workers=options.workers,
+            device=options.device,
+            precision=options.precision,
+            gradient_clip_val=options.gradient_clip_val,
+            gradient_clip_algorithm=options.gradient_clip_algorithm,
+            steps=steps,
+            policies=options.policy,
+        )
+
+
+@contextlib.contextmanager
+def _launched(device: str | None) -> Iterator[None]:
+    """Join the other processes, if torchrun or the like started this one."""
+    import torch
+    import torch.distributed as dist
+
+    if dist.is_initialized() or not all(name in os.environ for name in _LAUNCHED) or os.environ["WORLD_SIZE"] == "1":
+        yield
+        return
+    on_cuda = torch.cuda.is_available() and (device is None or device.startswith("cuda"))
+    if on_cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group("nccl" if on_cuda else "gloo")
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _failing_as_itself() -> Iterator[None]:
+    """An error of the user's own code keeps its traceback, where bad arguments are told in one line."""
+    try:
+        yield
+    except ByteSchedulerError:
+        raise
+    except SystemExit as error:
+        raise UnsupportedError(f"The training to be measured ended the process (exit code {error.code}).") from error
+    except (OSError, ValueError, ImportError) as error:
+        raise RuntimeError("The training to be measured failed.") from error
+
+
+def call_target(option: str, text: str, target: Any, *, instances: tuple[type, ...]) -> Any:
+    """What a function returns or a class makes; what is one of ``instances`` already is left as it is.
+
+    Args:
+        option: What the text was given for.
+        text: What named the target.
+        target: What was imported.
+        instances: Classes whose instances are not called, though they could be.
+
+    Raises:
+        OptionError: If it is neither, or needs arguments.
+    """
+    if isinstance(target, instances):
+        return target
+    if not callable(target):
+        raise OptionError(option, text, "the name of a function or a class")
+    try:
+        inspect.signature(target).bind()
+    except TypeError:
+        allowed = "a function or class that needs no arguments; wrap it in a function that gives them"
+        raise OptionError(option, text, allowed) from None
+    return target()
+
+
+def load_target(option: str, text: str) -> Any:
+    """Import what ``text`` names; modules in the current directory are found too.
+
+    Args:
+        option: What the text was given for.
+        text: ``package.module:name``, or ``folder/file.py:name``.
+
+    Raises:
+        OptionError: If the text has another form, or the module has no such name.
+        ImportError: If there is no such module, or it imports what is missing.
+        UnsupportedError: If importing the module ends the process, as a script does that trains at once.
+    """
+    module_name, _, name = text.partition(":")
+    here, file = os.getcwd(), ""
+    if module_name.endswith(".py") and os.path.isfile(module_name):
+        file = os.path.abspath(module_name)
+        here, module_name = os.path.dirname(file), Path(file).stem
+    names = (*module_name.split("."), *name.split("."))
+    if not all(part.isidentifier() for part in names) or module_name.endswith(".py"):
+        raise OptionError(option, text, f"package.module:name, such as {_meant(module_name, name)}")
+    if here not in sys.path:
+        sys.path.insert(0, here)  # as `python -m` does, and a console script does not
+    try:
+        found: Any = _of_file(module_name, file) if file else importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
+            near = closest(error.name, [file.stem for file in Path(here).glob("*.py")])
+            hint = "" if near is None else f"; did you mean {near}:{name}?"
+            raise ImportError(
+                f"{option}: there is no module {error.name}, neither in {here} nor installed{hint}"
+            ) from error
+        raise ImportError(f"{option}: {module_name} cannot be imported: {error}", name=error.name) from error
+    except SystemExit as error:
+        raise UnsupportedError(
+            f"{option}: importing {module_name} ended the process (exit code {error.code}). What it does when run "
+            'belongs under `if __name__ == "__main__":`, and what it trains into a function.'
+        ) from error
+    for part in name.split("."):
+        if not hasattr(found, part):
+            near = closest(part, [n for n in dir(found) if not n.startswith("_")])
+            hint = "" if near is None else f" (did you mean {near}?)"
+            raise OptionError(option, text, f"a name that {module_name} has{hint}")
+        found = getattr(found, part)
+    return found
+
+
+def _of_file(name: str, file: str) -> Any:
+    """The module that a file is, also where another one has its name."""
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{file} is no file of Python", name=name)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _meant(module: str, name: str) -> str:
+    """What somebody may have meant who gave a file, or left out the name."""
+    module = module.removesuffix(".py").strip("./").replace(os.sep, ".")
+    called = name.removesuffix("()")
+    if not all(part.isidentifier() for part in module.split(".")):
+        return "my_project.train:make"
+    return f"{module}:{called if called.isidentifier() else 'make'}"
