@@ -27,7 +27,6 @@ class Trainings:
         stale: Parameters that are read too early from step 4 on, by their index, where all of them are deferred.
         world_size: Number of ranks.
         noisy: Whether each run has other losses.
-        cured: Whether deterministic algorithms put an end to that.
         error: What runs of a strategy fail with, by the strategy.
     """
 
@@ -38,7 +37,6 @@ class Trainings:
         stale: tuple[int, ...] = (),
         world_size: int = 2,
         noisy: bool = False,
-        cured: bool = False,
         sum_order: float = 0.0,
         needs_norm: bool = False,
         error: dict[str, str] | None = None,
@@ -48,7 +46,6 @@ class Trainings:
         self.stale = {NAMES[index] for index in stale}
         self.world_size = world_size
         self.noisy = noisy
-        self.cured = cured
         self.sum_order = sum_order
         self.needs_norm = needs_norm
         self.error = error or {}
@@ -79,7 +76,6 @@ class Trainings:
             trace={s: dict.fromkeys(NAMES, losses[s - 1].hex()) for s in range(1, spec.steps + 1)}
             if spec.traced
             else {},
-            openings={4: {NAMES[5]: "linear (train.py:7)"}} if spec.traced else {},
             trained=NAMES,
             needs_norm=self.needs_norm and spec.scheduled,
         )
@@ -87,7 +83,7 @@ class Trainings:
         return made(spec, *(replace(record, rank=rank) for rank in range(self.world_size)), folder=folder)
 
     def _off(self, spec: RunSpec) -> Callable[[int], float]:
-        noise = len(self.made) if self.noisy and not (spec.deterministic and self.cured) else 0
+        noise = len(self.made) if self.noisy else 0
         order = self.sum_order if spec.scheduled or spec.nudged else 0.0
         deferred = spec.strategy in ("configured", "strict")
         reads = deferred and not self.stale <= set(spec.early)

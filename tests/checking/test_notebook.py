@@ -71,11 +71,11 @@ def test_a_read_through_an_address_is_found_and_named(tmp_path: Path) -> None:
     assert report.findings.first.step == 4
     assert report.findings.cause is not None
     assert report.findings.cause.parameters == ("layers.1.weight",), report.text()
-    assert "'layers.1.weight' was first touched by" in report.text()
+    assert "'layers.1.weight' is read before the update of the last step has landed" in report.text()
     report.save(tmp_path / "report.json")
     saved = json.loads((tmp_path / "report.json").read_text())
     assert saved["cause"]["parameters"] == ["layers.1.weight"]
-    assert saved["first_difference"]["step"] == 4
+    assert saved["first"]["step"] == 4
     assert saved["versions"]["torch"] == torch.__version__
     assert "OverlapPlan" in saved["runs"][1]["plan"]
 

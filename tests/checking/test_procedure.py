@@ -37,12 +37,6 @@ def test_the_parameter_that_is_read_unseen_is_found(stale: tuple[int, ...], tmp_
     assert f"{NAMES[stale[0]]!r} is read before the update of the last step has landed" in report.text()
 
 
-def test_what_touched_it_is_said(tmp_path: Path) -> None:
-    findings = investigate(Trainings(tmp_path, stale=(5,)), steps=10)
-    text = CheckReport(findings=findings, command="train.py", steps=10).text()
-    assert f"step 4: {NAMES[5]!r} was first touched by linear (train.py:7), which was too late" in text
-
-
 def test_two_parameters_that_are_read_unseen_are_no_single_culprit(tmp_path: Path) -> None:
     findings = investigate(Trainings(tmp_path, stale=(1, 6)), steps=10)
     assert findings.cause is not None
@@ -84,16 +78,10 @@ def test_ddp_that_differs_from_itself_is_not_blamed_on_anybody(tmp_path: Path) -
     trainings = Trainings(tmp_path, noisy=True)
     findings = investigate(trainings, steps=10)
     assert findings.verdict == "not reproducible"
-    assert [spec.deterministic for spec, _ in trainings.made] == [False, False, False, True, True]
+    assert len(trainings.made) == 3
     report = CheckReport(findings=findings, command="c", steps=10)
     assert report.exit_code == 2
     assert report.headline().startswith("could not check: the script is not reproducible under ddp itself from step 1")
-
-
-def test_deterministic_algorithms_are_tried_where_ddp_differs_from_itself(tmp_path: Path) -> None:
-    findings = investigate(Trainings(tmp_path, noisy=True, cured=True), steps=10)
-    assert findings.verdict == "identical"
-    assert findings.deterministic
 
 
 def test_a_metric_that_changes_by_itself_is_left_out(tmp_path: Path) -> None:

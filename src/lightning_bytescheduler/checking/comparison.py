@@ -7,10 +7,11 @@ optimizer such as Adam amplifies both alike.
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -88,33 +89,18 @@ class Rounding:
 
 def compare(expected: RunResult, actual: RunResult) -> Difference:
     """What two whole runs differ in."""
-    initial: dict[str, None] = {}
-    weights: dict[str, None] = {}
-    optimizer: dict[str, None] = {}
-    metrics: dict[str, None] = {}
-    other: list[str] = []
-    losses = 0
+    pairs = list(zip(expected.ranks, actual.ranks, strict=False))
+
+    def unequal(what: str) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(n for one, two in pairs for n in _unequal(getattr(one, what), getattr(two, what))))
+
+    other = [f"rank {a.rank} took {b.steps} steps instead of {a.steps}" for a, b in pairs if a.steps != b.steps]
     if len(expected.ranks) != len(actual.ranks):
-        other.append(f"{len(expected.ranks)} ranks became {len(actual.ranks)}")
-    for one, two in zip(expected.ranks, actual.ranks, strict=False):
-        if one.steps != two.steps:
-            other.append(f"rank {one.rank} took {two.steps} steps instead of {one.steps}")
-        for found, left, right in (
-            (initial, one.initial, two.initial),
-            (weights, one.weights, two.weights),
-            (optimizer, one.optimizer, two.optimizer),
-            (metrics, one.metrics, two.metrics),
-        ):
-            found.update(dict.fromkeys(_unequal(left, right)))
-        losses += sum(a != b for a, b in zip(one.losses, two.losses, strict=False))
-        losses += abs(len(one.losses) - len(two.losses))
+        other.insert(0, f"{len(expected.ranks)} ranks became {len(actual.ranks)}")
     return Difference(
-        initial=tuple(initial),
-        losses=losses,
-        weights=tuple(weights),
-        optimizer=tuple(optimizer),
-        metrics=tuple(metrics),
+        losses=sum(a != b for one, two in pairs for a, b in itertools.zip_longest(one.losses, two.losses)),
         other=tuple(other),
+        **{what: unequal(what) for what in ("initial", "weights", "optimizer", "metrics")},
     )
 
 
@@ -122,40 +108,24 @@ def _unequal(one: Mapping[str, str], two: Mapping[str, str]) -> list[str]:
     return [name for name in dict.fromkeys((*one, *two)) if one.get(name) != two.get(name)]
 
 
-def first_difference(expected: RunResult, actual: RunResult, *, up_to: int | None = None) -> FirstDifference | None:
-    """Where two runs part: the first loss, and with traces the first weights, that differ.
-
-    Args:
-        expected: A whole run.
-        actual: Another one.
-        up_to: The last step to look at.
-    """
+def first_difference(expected: RunResult, actual: RunResult) -> FirstDifference | None:
+    """Where two whole runs part: the first loss, and with traces the first weights, that differ."""
     found: list[FirstDifference] = []
     for one, two in zip(expected.ranks, actual.ranks, strict=False):
-        for step, a, b in zip(one.loss_steps, one.losses, two.losses, strict=False):
-            if a != b:
-                values = float.fromhex(a), float.fromhex(b)
-                found.append(FirstDifference(step=step + 1, rank=one.rank, losses=values))
-                break
+        losses = zip(one.loss_steps, one.losses, two.losses, strict=False)
+        parted = next(((step, a, b) for step, a, b in losses if a != b), None)
+        if parted is not None:
+            values = float.fromhex(parted[1]), float.fromhex(parted[2])
+            found.append(FirstDifference(step=parted[0] + 1, rank=one.rank, losses=values))
         for step in sorted(one.trace.keys() & two.trace.keys()):
-            names = _unequal(one.trace[step], two.trace[step])
-            if names:
+            if names := _unequal(one.trace[step], two.trace[step]):
                 found.append(FirstDifference(step=step, rank=one.rank, tensors=tuple(names)))
                 break
-    if not found:
+    first = min(found, key=lambda each: (each.step, each.losses is None), default=None)
+    if first is None:
         return None
-    step = min(each.step for each in found)
-    if up_to is not None and step > up_to:
-        return None
-    at_once = [each for each in found if each.step == step]
-    loss = next((each for each in at_once if each.losses is not None), None)
-    named = next((each for each in at_once if each.tensors), None)
-    return FirstDifference(
-        step=step,
-        rank=(loss or at_once[0]).rank,
-        losses=None if loss is None else loss.losses,
-        tensors=() if named is None else named.tensors,
-    )
+    named = (each.tensors for each in found if each.step == first.step and each.tensors)
+    return replace(first, tensors=next(named, ()))
 
 
 def tensor_distances(expected: Path, actual: Path) -> dict[str, float]:

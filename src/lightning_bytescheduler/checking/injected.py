@@ -12,6 +12,7 @@ import itertools
 import os
 import random
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -140,10 +141,11 @@ def _seed_everything(spec: RunSpec, rank: int) -> None:
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     os.environ["PL_GLOBAL_SEED"] = str(spec.seed)  # Lightning's samplers take it, on all ranks the same
-    if spec.deterministic:
-        torch.set_num_threads(1)
-        torch.backends.cudnn.benchmark = False
-        torch.use_deterministic_algorithms(True, warn_only=True)
+    # What has no deterministic algorithm is run all the same; that ddp differs from itself then is found.
+    warnings.filterwarnings("ignore", message=".*deterministic", category=UserWarning)
+    torch.backends.cudnn.benchmark = False
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010  # no types; it only takes time
 
 
 def _seed_generators(spec: RunSpec) -> None:

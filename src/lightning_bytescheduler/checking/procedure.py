@@ -4,8 +4,7 @@
 ``bytescheduler`` at its strictest. Where both ``ddp`` runs are the same and the others are too, that is all. Runs are
 deterministic, so what differs can be made again:
 
-- ``ddp`` differs from itself: again with deterministic algorithms and one thread; if it still does, there is nothing to
-  compare with.
+- ``ddp`` differs from itself: there is nothing to compare with.
 - Bits differ where sums may be formed in another order: against the same partitions without overlap, whose bits must be
   the same, and against ``ddp`` with gradients changed by a rounding error.
 - Anything else: both are traced, which shows the first step that differs. Then that much is run again with some
@@ -27,7 +26,7 @@ from lightning_bytescheduler.checking.comparison import (
     first_loss_beyond,
     rounding,
 )
-from lightning_bytescheduler.checking.runs import RunResult, RunSpec
+from lightning_bytescheduler.checking.runs import RunResult, RunSpec, StrategyName
 
 __all__ = ["Cause", "Findings", "Launch", "investigate"]
 
@@ -44,13 +43,11 @@ class Cause:
 
     Attributes:
         parameters: Parameters without which everything is the same: one of them is read before its update has landed,
-            by code whose reads cannot be seen. Empty where that is not the reason.
-        openings: What touched each of them first in the step, if anything did; by name.
+            by code whose reads cannot be seen.
         narrowed: Whether each of them was found to be needed.
     """
 
     parameters: tuple[str, ...]
-    openings: dict[str, str]
     narrowed: bool
 
 
@@ -70,7 +67,6 @@ class Findings:
         cause: Why.
         rounding: How far they are apart, where sums may be formed in another order.
         changing_metrics: Logged metrics that differ between two runs of ``ddp``, and so are not compared.
-        deterministic: Whether deterministic algorithms and one thread were needed.
     """
 
     verdict: str
@@ -83,7 +79,6 @@ class Findings:
     cause: Cause | None = None
     rounding: Rounding | None = None
     changing_metrics: tuple[str, ...] = ()
-    deterministic: bool = False
 
 
 class _Ended(Exception):
@@ -113,9 +108,8 @@ def investigate(
         search_seconds: After so long in search of the parameter that is read unseen, no further run is begun.
         clock: Seconds.
     """
-    return _Investigation(
-        launch, RunSpec(strategy="ddp", steps=steps, seed=seed, devices=devices), search_seconds, clock
-    ).run()
+    ddp = RunSpec(strategy="ddp", steps=steps, seed=seed, devices=devices)
+    return _Investigation(launch, ddp, search_seconds, clock).run()
 
 
 class _Investigation:
@@ -125,7 +119,6 @@ class _Investigation:
         self._search_seconds = search_seconds
         self._clock = clock
         self._runs: list[RunResult] = []
-        self._changing: tuple[str, ...] = ()
 
     def run(self) -> Findings:
         try:
@@ -133,11 +126,10 @@ class _Investigation:
         except _Ended as ended:
             findings = ended.findings
         findings.runs = self._runs
-        findings.deterministic = self._ddp.deterministic
-        findings.changing_metrics = self._changing
         return findings
 
-    def _make(self, spec: RunSpec, why: str) -> RunResult:
+    def _make(self, why: str, strategy: StrategyName = "ddp", **changes: object) -> RunResult:
+        spec = replace(self._ddp, strategy=strategy, **changes)  # type: ignore[arg-type]
         result = self._launch(spec, why)
         self._runs.append(result)
         if result.whole:
@@ -150,156 +142,110 @@ class _Investigation:
         raise _Ended(Findings(verdict="unchecked", reason=f"The script itself fails under 'ddp'{how}: {result.error}"))
 
     def _compare_all(self) -> Findings:
-        first = self._make(self._ddp, "ddp")
+        first = self._make("ddp")
         if not first.first.steps:
             return Findings(verdict="unchecked", reason="The script's fit ended before its first optimizer step.")
-        configured = self._make(replace(self._ddp, strategy="configured"), "bytescheduler")
-        second = self._make(self._ddp, "ddp again")
-        if not compare(first, second).trained_alike:
-            first, second = self._made_reproducible()
-            configured = self._make(replace(self._ddp, strategy="configured"), "bytescheduler, deterministic")
-        self._changing = compare(first, second).metrics
-        strict = self._make(replace(self._ddp, strategy="strict"), "bytescheduler, at its strictest")
-        compared = [(actual, self._difference(first, actual)) for actual in (configured, strict)]
-        different = [(actual, found) for actual, found in compared if not found.trained_alike or found.metrics]
-        if not different:
-            return Findings(verdict="identical")
-        return self._explain(first, different, strict)
-
-    def _difference(self, expected: RunResult, actual: RunResult) -> Difference:
-        found = compare(expected, actual)
-        return replace(found, metrics=tuple(name for name in found.metrics if name not in self._changing))
-
-    def _made_reproducible(self) -> tuple[RunResult, RunResult]:
-        self._ddp = replace(self._ddp, deterministic=True)
-        spec = replace(self._ddp, traced=True)
-        first = self._make(spec, "ddp, deterministic")
-        second = self._make(spec, "ddp again, deterministic")
-        difference = compare(first, second)
-        if difference.trained_alike:
-            return first, second
-        raise _Ended(Findings(verdict="not reproducible", difference=difference, first=first_difference(first, second)))
+        configured = self._make("bytescheduler", "configured")
+        second = self._make("ddp again")
+        itself = compare(first, second)
+        if not itself.trained_alike:
+            parted = first_difference(first, second)
+            return Findings(verdict="not reproducible", difference=itself, first=parted)
+        strict = self._make("bytescheduler, at its strictest", "strict")
+        different = []
+        for actual in (configured, strict):
+            found = compare(first, actual)
+            found = replace(found, metrics=tuple(name for name in found.metrics if name not in itself.metrics))
+            if not found.trained_alike or found.metrics:
+                different.append((actual, found))
+        findings = self._explained(first, different, strict) if different else Findings(verdict="identical")
+        findings.changing_metrics = itself.metrics
+        return findings
 
     # ------------------------------------------------------------------ what differs
 
-    def _explain(
+    def _explained(
         self, expected: RunResult, different: Sequence[tuple[RunResult, Difference]], strict: RunResult
     ) -> Findings:
         actual, difference = different[0]
         findings = Findings(verdict="different", difference=difference, variant=actual.spec.strategy)
-        order_may_differ = actual.first.world_size > 2 or actual.first.needs_norm
         if difference.initial or all(found.trained_alike for _, found in different):
             return findings  # only what is logged differs: no step does
-        if order_may_differ and not difference.other:
-            exact = True
+        # At its strictest, parameters are told apart.
+        variant, nudged = different[-1][0].spec.strategy, None
+        reference: StrategyName = "ddp"
+        if (actual.first.world_size > 2 or actual.first.needs_norm) and not difference.other:
+            variant = "strict"
             if not actual.first.needs_norm:
-                plain = self._make(replace(self._ddp, strategy="synchronised"), "the same partitions without overlap")
-                exact = compare(plain, strict).trained_alike
-            nudged = self._make(replace(self._ddp, nudged=True), "ddp, gradients changed by a rounding error")
+                plain = self._make("the same partitions without overlap", "synchronised")
+                reference = "ddp" if compare(plain, strict).trained_alike else "synchronised"
+            nudged = self._make("ddp, gradients changed by a rounding error", nudged=True)
             findings.rounding = rounding(expected, actual, nudged)
-            if exact and findings.rounding.equal:
+            if reference == "synchronised":
+                nudged = None
+            elif findings.rounding.equal:
                 findings.verdict = "rounding"
                 return findings
-            if exact:
-                return self._search_beyond_rounding(findings, expected, nudged)
-            return self._search(findings, variant="strict", reference="synchronised")
-        # At its strictest, parameters are told apart.
-        return self._search(findings, variant=different[-1][0].spec.strategy, reference="ddp")
-
-    def _search(self, findings: Findings, *, variant: str, reference: str) -> Findings:
-        """Run both again, traced; and then with some parameters not deferred."""
-        traced = replace(self._ddp, traced=True)
-        expected = self._make(replace(traced, strategy=reference), f"{_named(reference)}, traced")  # type: ignore[arg-type]
-        actual = self._make(replace(traced, strategy=variant), f"{_named(variant)}, traced")  # type: ignore[arg-type]
-        first = first_difference(expected, actual)
-        findings.first = first
-        findings.again = first is not None or not compare(expected, actual).trained_alike
-        if first is None:
-            return findings
-        step = first.step
-        # Weights after a step are seen when the next one's backward begins.
-        short = replace(traced, strategy=variant, steps=min(step + 1, traced.steps))  # type: ignore[arg-type]
-        self._find_cause(
-            findings, step, short, actual, lambda result: first_difference(expected, result, up_to=step) is None
-        )
+        self._search(findings, variant, reference, expected, nudged)
         return findings
 
-    def _search_beyond_rounding(self, findings: Findings, expected: RunResult, nudged: RunResult) -> Findings:
-        """As :meth:`_search`, where losses that are further off than rounding explains are all there is to go by."""
-        traced = self._make(replace(self._ddp, strategy="strict", traced=True), "bytescheduler, traced")
-        step = first_loss_beyond(expected, traced, nudged)
-        findings.again = step is not None
-        if step is None:
-            return findings
-        findings.first = FirstDifference(step=step, rank=0)
-        short = replace(traced.spec, steps=step)
-        self._find_cause(
-            findings, step, short, traced, lambda result: first_loss_beyond(expected, result, nudged) is None
-        )
-        return findings
-
-    def _find_cause(
-        self, findings: Findings, step: int, spec: RunSpec, actual: RunResult, agrees: Callable[[RunResult], bool]
+    def _search(
+        self,
+        findings: Findings,
+        variant: StrategyName,
+        reference: StrategyName,
+        expected: RunResult,
+        nudged: RunResult | None,
     ) -> None:
-        """Which parameters must not be deferred for a run to agree.
+        """Run both again, traced; and then with some parameters not deferred.
 
-        Args:
-            findings: Takes the answer.
-            step: Where the runs part.
-            spec: Of the runs that are made for it.
-            actual: The traced run that differs.
-            agrees: Whether one of these runs is as it should be.
+        With ``nudged``, losses that are further off than rounding explains are all there is to go by.
         """
-        found = self._parameters_read_unseen(step, spec, actual, agrees)
-        if found is not None:
-            names, narrowed = found
-            openings = actual.first.openings.get(step, {})
-            findings.cause = Cause(
-                parameters=names,
-                openings={name: openings[name] for name in names if name in openings},
-                narrowed=narrowed,
-            )
+        if nudged is None:
+            expected = self._make(f"{_named(reference)}, traced", reference, traced=True)
+        actual = self._make(f"{_named(variant)}, traced", variant, traced=True)
 
-    def _parameters_read_unseen(
-        self, step: int, spec: RunSpec, actual: RunResult, agrees: Callable[[RunResult], bool]
-    ) -> tuple[tuple[str, ...], bool] | None:
-        began = self._clock()
-        made = 0
+        def parted(result: RunResult) -> FirstDifference | None:
+            if nudged is None:
+                return first_difference(expected, result)
+            step = first_loss_beyond(expected, result, nudged)
+            return None if step is None else FirstDifference(step=step, rank=0)
+
+        findings.first = first = parted(actual)
+        findings.again = first is not None or (nudged is None and not compare(expected, actual).trained_alike)
+        if first is None:
+            return
+        # Weights after a step are seen when the next one's backward begins.
+        steps = min(first.step + 1, self._ddp.steps)
+        began, made = self._clock(), 0
 
         def may_go_on() -> bool:
             return made < _EXPERIMENTS and self._clock() - began < self._search_seconds
 
-        def gone_without(names: Sequence[str]) -> bool:
+        def agrees_without(names: tuple[str, ...]) -> bool:
             nonlocal made
             made += 1
             what = repr(names[0]) if len(names) == 1 else f"{len(names)} parameters"
             try:
-                result = self._make(replace(spec, early=tuple(names)), f"without deferring {what}")
+                result = self._make(f"without deferring {what}", variant, traced=True, steps=steps, early=names)
             except _Ended:
                 return False
-            return agrees(result)
+            found = parted(result)
+            return found is None or found.step > first.step
 
-        everything = actual.first.trained
-        # What nobody touched before backward is the first suspect: it may have been read all the same.
-        suspects = actual.first.untouched.get(step, ())
-        if suspects and len(suspects) < len(everything) and gone_without(suspects):
-            enough = suspects
-        elif gone_without(everything):
-            enough = everything
-        else:
-            return None
-        if spec.strategy != "strict":
-            return enough, False  # a touch opens all of a bucket, so that halves say little
-        names = enough
-        while len(names) > 1 and may_go_on():
+        enough = names = actual.first.trained
+        if not agrees_without(names):
+            return
+        # Otherwise a touch opens all of a bucket, so that halves say little.
+        while variant == "strict" and len(names) > 1 and may_go_on():
             one, two = names[: len(names) // 2], names[len(names) // 2 :]
-            if gone_without(one):
+            if agrees_without(one):
                 names = enough = one
             else:
                 names = two  # if it is a single one; that is seen in the end
-        if names != enough and may_go_on() and gone_without(names):
+        if names != enough and may_go_on() and agrees_without(names):
             enough = names
-        return enough, len(enough) == 1
+        findings.cause = Cause(parameters=enough, narrowed=len(enough) == 1)
 
 
 def _named(strategy: str) -> str:

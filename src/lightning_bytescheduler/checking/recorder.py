@@ -1,13 +1,9 @@
-"""Writes down what a fit does on one rank, keeps the user's files out of it, and ends it after some steps.
-
-Of a traced run also what opened each parameter's gate: the line that touched it first, or nobody before backward.
-"""
+"""Writes down what a fit does on one rank, keeps the user's files out of it, and ends it after some steps."""
 
 from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,57 +16,7 @@ from lightning_bytescheduler.ddp.rank_strategy import callbacks_of
 from lightning_bytescheduler.ddp.strategy import ByteSchedulerStrategy
 from lightning_bytescheduler.lightning_api import Checkpoint, DummyLogger, pl
 
-__all__ = ["PROGRESS", "GateWatch", "Recorder", "digest"]
-
-
-class GateWatch:
-    """Listens at one engine's gates; it opens none.
-
-    Args:
-        engine: The :class:`~lightning_bytescheduler.ddp.engine.GradientEngine`.
-        module: Names its parameters.
-
-    Attributes:
-        openings: For each step, counted from 1, who touched a parameter first, by its name.
-        untouched: For each step, whose update was due and landed without anybody's touch.
-    """
-
-    def __init__(self, engine: Any, module: nn.Module) -> None:
-        self.openings: dict[int, dict[str, str]] = {}
-        self.untouched: dict[int, tuple[str, ...]] = {}
-        self._engine = engine
-        self._names = {id(parameter): name for name, parameter in module.named_parameters()}
-        self._step = 0
-        self._due: list[str] = []
-        self._in_forward = False
-        engine.tell_openings(self._opened)
-
-    def begin(self, step: int) -> None:
-        """Before the forward pass of ``step``: note which updates are due."""
-        self._step = step
-        self._in_forward = True
-        self._due = self._named(self._engine.due_parameters())
-
-    def end(self) -> None:
-        """After that pass."""
-        opened = self.openings.get(self._step, {})
-        self.untouched[self._step] = tuple(name for name in self._due if name not in opened)
-        self._due = []
-        self._in_forward = False
-
-    def _opened(self, opening: Any) -> None:
-        if opening.kind != "forward end":
-            how = opening.how if opening.kind == "touch" else f"{opening.kind}: {opening.how}"
-            self._put_down(self._named(opening.parameters), how)
-
-    def _put_down(self, names: list[str], how: str) -> None:
-        # Reads between two steps belong to the pass that follows them.
-        step = self._step if self._in_forward else self._step + 1
-        for name in names:
-            self.openings.setdefault(step, {}).setdefault(name, how)
-
-    def _named(self, parameters: Iterable[nn.Parameter]) -> list[str]:
-        return [name for name in (self._names.get(id(p)) for p in parameters) if name is not None]
+__all__ = ["PROGRESS", "Recorder", "digest"]
 
 
 PROGRESS = "progress.txt"
@@ -175,7 +121,6 @@ class Recorder(pl.Callback):
         self._trace: dict[int, dict[str, str]] = {}
         self._seconds: list[float] = []
         self._loggers = _Loggers(folder)
-        self._gates: GateWatch | None = None
         self._start = 0  # steps that a checkpoint brought along
         self._steps = 0
         self._batches = 0
@@ -205,20 +150,14 @@ class Recorder(pl.Callback):
         if runtime is not None and self._spec.early:
             early = set(self._spec.early)
             runtime.engine.update_in_step(id(p) for name, p in pl_module.named_parameters() if name in early)
-        if runtime is not None and self._spec.traced:
-            self._gates = GateWatch(runtime.engine, pl_module)
         self._step_ended = time.perf_counter()
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         """See Callback."""
         self._loss_steps.append(self._steps)
-        if self._gates is not None:
-            self._gates.begin(self._steps + 1)
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
         """See Callback. Every update has landed here: looking at weights opens no gate."""
-        if self._gates is not None:
-            self._gates.end()
         if self._spec.traced and self._steps not in self._trace:
             self._trace[self._steps] = self._digests(pl_module)
 
@@ -280,8 +219,6 @@ class Recorder(pl.Callback):
             metrics={**_as_texts(trainer.callback_metrics), **self._loggers.logged},
             seconds=tuple(self._seconds),
             trace=self._trace,
-            openings={} if self._gates is None else self._gates.openings,
-            untouched={} if self._gates is None else self._gates.untouched,
             trained=tuple(name for name, p in module.named_parameters() if p.requires_grad),
             plan="" if plan is None else repr(plan),
             needs_norm=plan is not None and bool(plan.norm_needed_by),

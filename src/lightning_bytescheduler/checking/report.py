@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import platform
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from lightning_bytescheduler.__about__ import __version__
 from lightning_bytescheduler.checking.procedure import Findings
 from lightning_bytescheduler.checking.runs import RunResult
 
@@ -21,6 +21,7 @@ _WARM_UP = 5
 _NAMES_SHOWN = 3
 _TOO_NOISY = 0.2
 _EXIT_CODES = {"identical": 0, "rounding": 0, "different": 1, "fails": 1, "not reproducible": 2, "unchecked": 2}
+_PARTS = ("difference", "first", "cause", "rounding")  # of findings, with names for their parts
 _SECRET_WORDS = ("key", "token", "secret", "passw", "credential", "auth")
 
 
@@ -65,8 +66,7 @@ class CheckReport:
         """Median step time of each timed run, in milliseconds, by ``ddp`` and ``bytescheduler``."""
         times: dict[str, list[float]] = {"ddp": [], "bytescheduler": []}
         for run in self.findings.runs:
-            # Only runs of the same kind are compared: those that come last.
-            if run.whole and run.spec.timed and run.spec.deterministic == self.findings.deterministic:
+            if run.whole and run.spec.timed:
                 typical = [_median_ms(record.seconds) for record in run.ranks if record.seconds]
                 if typical:
                     times["bytescheduler" if run.spec.scheduled else "ddp"].append(max(typical))
@@ -142,9 +142,6 @@ class CheckReport:
             if configured[-1].as_ddp:
                 lines.append("bytescheduler took steps as DDP takes them at the end, as little could be hidden here")
             lines += [f"bytescheduler's plan: {line.strip()}" for line in configured[-1].plan.splitlines()[1:-1]]
-        if found.deterministic:
-            besides = "also" if self.verdict == "not reproducible" else "without, two runs of ddp differ:"
-            lines.append(f"{besides} with deterministic algorithms and one thread")
         if found.changing_metrics:
             lines.append(f"not compared, as they differ between two runs of ddp: {_some(found.changing_metrics)}")
         if whole:
@@ -182,7 +179,12 @@ class CheckReport:
         if first is not None and first.tensors:
             lines.append(f"after step {first.step}, {len(first.tensors)} tensors differ: {_some(first.tensors)}")
         if found.cause is not None:
-            lines += _cause_lines(found)
+            one = len(found.cause.parameters) == 1
+            lines.append(
+                f"{_some(found.cause.parameters)} {'is' if one else 'or some of these are'} read before the update of "
+                f"the last step has landed, by code whose reads cannot be seen: with {'it' if one else 'them'} not "
+                "deferred, the training is ddp's"
+            )
         elif found.verdict == "different" and found.again is False:
             lines.append(
                 "run again, both were the same: the difference depends on timing, as where another thread or process "
@@ -212,25 +214,17 @@ class CheckReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Everything a report of a bug needs, and nothing of the environment."""
-        found = self.findings
+        found = {field.name: getattr(self.findings, field.name) for field in fields(self.findings)}
         return {
-            "verdict": found.verdict,
             "text": self.text(),
             "exit_code": self.exit_code,
             "command": self.command,
             "steps": self.steps,
             "versions": _versions(),
-            "reason": found.reason,
             "speedup": self.speedup,
             "step_ms": self.step_ms,
-            "difference": None if found.difference is None else asdict(found.difference),
-            "first_difference": None if found.first is None else asdict(found.first),
-            "again": found.again,
-            "variant": found.variant,
-            "cause": None if found.cause is None else asdict(found.cause),
-            "rounding": None if found.rounding is None else asdict(found.rounding),
-            "changing_metrics": list(found.changing_metrics),
-            "runs": [_run(run) for run in found.runs],
+            **{name: asdict(value) if value and name in _PARTS else value for name, value in found.items()},
+            "runs": [_run(run) for run in self.findings.runs],
         }
 
     def save(self, path: str | Path) -> None:
@@ -239,25 +233,6 @@ class CheckReport:
 
     def __str__(self) -> str:
         return self.text()
-
-
-def _cause_lines(found: Findings) -> list[str]:
-    cause = found.cause
-    if cause is None or found.first is None:
-        return []
-    one = len(cause.parameters) == 1
-    names = _some(cause.parameters)
-    lines = [
-        f"{names} {'is' if one else 'or some of these are'} read before the update of the last step has landed, by "
-        f"code whose reads cannot be seen: with {'it' if one else 'them'} not deferred, the training is ddp's"
-    ]
-    for name in cause.parameters[:_NAMES_SHOWN]:
-        opened = cause.openings.get(name)
-        if opened is None:
-            lines.append(f"step {found.first.step}: nothing touched {name!r} before the end of the forward pass")
-        else:
-            lines.append(f"step {found.first.step}: {name!r} was first touched by {opened}, which was too late")
-    return lines
 
 
 def _median_ms(seconds: Sequence[float]) -> float:
@@ -271,37 +246,21 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _run(run: RunResult) -> dict[str, Any]:
-    result: dict[str, Any] = {
-        "how": asdict(run.spec),
-        "seconds": run.seconds,
-        "error": run.error,
-        "refused": run.refused,
-    }
+    result = {"how": asdict(run.spec), "seconds": run.seconds, "error": run.error, "refused": run.refused}
     if run.whole:
-        result.update(
-            strategy=run.first.strategy,
-            world_size=run.first.world_size,
-            options=run.first.options,
-            plan=run.first.plan,
-            steps=run.first.steps,
-            step_ms=[_median_ms(record.seconds) for record in run.ranks if record.seconds],
-            losses=[[float.fromhex(loss) for loss in record.losses] for record in run.ranks],
-            untouched=run.first.untouched,
-        )
+        shown = ("strategy", "world_size", "options", "plan", "steps")
+        result.update({name: getattr(run.first, name) for name in shown})
+        result["step_ms"] = [_median_ms(record.seconds) for record in run.ranks if record.seconds]
+        result["losses"] = [[float.fromhex(loss) for loss in record.losses] for record in run.ranks]
     return result
 
 
 def _versions() -> dict[str, str]:
-    found = {
-        "lightning_bytescheduler": __version__,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-    }
-    for name in ("torch", "lightning", "torchmetrics", "numpy", "transformers", "peft", "timm"):
-        try:
+    found = {"python": platform.python_version(), "platform": platform.platform()}
+    ours = ("lightning-bytescheduler", "torch", "lightning", "torchmetrics", "numpy", "transformers", "peft", "timm")
+    for name in ours:
+        with contextlib.suppress(PackageNotFoundError):
             found[name] = version(name)
-        except PackageNotFoundError:
-            continue
     return found
 
 

@@ -55,8 +55,7 @@ class RunSpec:
         steps: Optimizer steps after which the fit is stopped.
         seed: Of all random numbers; each rank adds its own number.
         devices: What replaces the Trainer's ``devices``, if anything.
-        deterministic: Use deterministic algorithms and one thread.
-        traced: Write down a digest of every weight after each step, and what opened its gate.
+        traced: Write down a digest of every weight after each step.
         nudged: Change each gradient by a rounding error before each step.
         early: Names of parameters that are not to be deferred.
     """
@@ -65,7 +64,6 @@ class RunSpec:
     steps: int
     seed: int = 20240
     devices: int | None = None
-    deterministic: bool = False
     traced: bool = False
     nudged: bool = False
     early: tuple[str, ...] = ()
@@ -108,8 +106,6 @@ class RankRecord:
         metrics: Logged metrics at the end and each time they were logged, by name and time.
         seconds: Of each optimizer step.
         trace: Of a traced run: for each step its digests of weights.
-        openings: Of a traced run: for each step, what opened each parameter's gate, by the parameter's name.
-        untouched: Of a traced run: for each step, parameters that nothing touched before backward.
         trained: Names of the parameters that are trained, as registered.
         plan: What overlapped, in words; empty under ``ddp``.
         needs_norm: Whether updates needed to know the norm of all gradients.
@@ -129,8 +125,6 @@ class RankRecord:
     metrics: dict[str, str] = field(default_factory=dict)
     seconds: tuple[float, ...] = ()
     trace: dict[int, dict[str, str]] = field(default_factory=dict)
-    openings: dict[int, dict[str, str]] = field(default_factory=dict)
-    untouched: dict[int, tuple[str, ...]] = field(default_factory=dict)
     trained: tuple[str, ...] = ()
     plan: str = ""
     needs_norm: bool = False
@@ -395,7 +389,7 @@ def start_command(
     with open(folder / "output.txt", "wb") as output:
         process = subprocess.Popen(
             command,
-            env=_environment(path, spec),
+            env=_environment(path),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -404,13 +398,12 @@ def start_command(
     return process.pid, process.poll
 
 
-def _environment(path: Path, spec: RunSpec) -> dict[str, str]:
+def _environment(path: Path) -> dict[str, str]:
     environment = dict(os.environ)
     paths = [str(_SITE), *filter(None, [environment.get("PYTHONPATH")])]
     environment.update({"PYTHONPATH": os.pathsep.join(paths), CHECK_VARIABLE: str(path)})
     environment.setdefault("PYTHONHASHSEED", "0")
+    environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which makes it deterministic
     environment.pop("BYTESCHEDULER_TIMELINE", None)  # the user's file is not to be written over
     environment["WANDB_MODE"] = "disabled"  # also where the script calls wandb.init itself
-    if spec.deterministic:
-        environment.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", CUBLAS_WORKSPACE_CONFIG=":4096:8")
     return environment
