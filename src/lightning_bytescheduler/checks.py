@@ -71,6 +71,9 @@ GONE: dict[str, dict[str, str]] = {
         "--state-lease-s": "A second coordinator on the same --state is refused while the first lives.",
     },
     "": {
+        "algorithm=push_pull": "Servers are an architecture: architecture='ps', with servers=k spare machines.",
+        **dict.fromkeys(["architecture=all_reduce", "architecture=all-reduce"], "It is called 'allreduce'."),
+        **dict.fromkeys(["architecture=push_pull", "architecture=parameter_server"], "It is called 'ps'."),
         "late=aligned": "Use 'discount', which counts a late update by how late it is.",
         "batch_size=global-balanced": "Use 'balanced', with the loader's batch size divided by the number of ranks.",
         "compression=dithering": "Use 'int8' or 'int4', which round at random in 'int8:stochastic' and lose less.",
@@ -253,21 +256,6 @@ def require_one_of(option: str, value: _T, allowed: Iterable[_T]) -> _T:
 
 ARCHITECTURES = ("allreduce", "ps")
 """Who reduces gradients: the workers among themselves, or parameter servers."""
-
-_OTHER_WORDS = {"all_reduce": "allreduce", "all-reduce": "allreduce", "push_pull": "ps", "parameter_server": "ps"}
-
-
-def require_architecture(value: object) -> str:
-    """Return ``value`` if it is one of :data:`ARCHITECTURES`.
-
-    Raises:
-        OptionError: If it is not; names the one that another word for it means.
-    """
-    if not isinstance(value, str) or value not in ARCHITECTURES:
-        meant = _OTHER_WORDS.get(value.lower()) if isinstance(value, str) else None
-        hint = f"It is called {meant!r}." if meant else did_you_mean(value, ARCHITECTURES)
-        raise OptionError("architecture", value, f"one of {', '.join(map(repr, ARCHITECTURES))}", hint)
-    return value
 
 
 def require_text(option: str, value: object) -> str:

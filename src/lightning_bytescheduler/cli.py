@@ -31,7 +31,6 @@ _USAGE_ERROR = 2
 _INTERRUPTED = 130  # as a shell says of what Ctrl+C ended
 _BROKEN_PIPE = 141
 _OTHERS_NAMED = 5
-_NARROW = 50  # columns in which the frame of a table leaves too little room
 _WIDEST = 100  # columns that are still easy to read
 _OUTPUTS = ("png", "json", "report")
 
@@ -252,12 +251,8 @@ def _predict(options: argparse.Namespace) -> int:
     outputs = _Outputs(options)
     prediction = predicted(options)
     if prediction is not None:
-        answer, *paragraphs = prediction.text().splitlines()
-        print(f"{_wrapped(answer)}\n")
-        heading, *rows = prediction.table()
-        _print_table(prediction.measured.profile.name, rows, heading)
-        for paragraph in paragraphs:
-            print(f"\n{_wrapped(paragraph)}")
+        for line in str(prediction).splitlines():
+            print(_wrapped(line))
         outputs.say()
     return 0
 
@@ -283,39 +278,11 @@ def _wrapped(text: str) -> str:
     return textwrap.fill(text, max(min(shutil.get_terminal_size().columns, _WIDEST + 20), 20), break_long_words=False)
 
 
-def _print_table(title: str, rows: Sequence[Sequence[str]], heading: Sequence[str] = ()) -> None:
-    try:
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-    except ImportError:
-        _print_plainly(title, rows, heading)
-        return
-    console = Console()
-    if console.width < _NARROW:
-        _print_plainly(title, rows, heading)
-        return
-    table = Table(show_header=bool(heading))
-    for index in range(len(rows[0])):
-        name = Text(heading[index]) if heading else ""
-        # What is too wide for the terminal goes on in the next line: neither labels nor values are cut.
-        table.add_column(name, no_wrap=not index, overflow="fold", justify="right" if index else "left")
-    for row in rows:
-        table.add_row(*map(Text, row))  # as Text: a file name may hold what rich takes for markup
-    with console.capture() as drawn:
-        console.print(Text(title))
-        console.print(table)
-    print(drawn.get(), end="")  # what rich prints itself ends the process where a pipe was closed
-
-
-def _print_plainly(title: str, rows: Sequence[Sequence[str]], heading: Sequence[str]) -> None:
-    lines = [heading, *rows] if heading else rows
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+def _print_table(title: str, rows: Sequence[tuple[str, str]]) -> None:
     print(title)
-    for label, *values in lines:
-        # What has no heading is text rather than a column of figures.
-        cells = [value.rjust(width) if heading else value for value, width in zip(values, widths[1:], strict=True)]
-        print("  ".join([f"  {label:<{widths[0]}}", *cells]))
+    width = max(len(label) for label, _ in rows)
+    for label, value in rows:
+        print(f"  {label:<{width}}  {value}")
 
 
 class _Command(NamedTuple):

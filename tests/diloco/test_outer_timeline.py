@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from lightning_bytescheduler.coordinator.server import CoordinatorServer
-from lightning_bytescheduler.timeline.rounds import RoundsSummary, in_rounds, rounds_summary
 from lightning_bytescheduler.timeline.timeline import CODEC, COMMUNICATION, INNER, QUEUE, STEP, STILL, WAIT
-from lightning_bytescheduler.timeline.trace import Trace, read_timeline
+from lightning_bytescheduler.timeline.trace import RoundsSummary, Trace, in_rounds, read_timeline, rounds_summary
 from tests.diloco.coordinated_fits import coordinator_options, fit_coordinated
 from tests.diloco.fits import calm_tower, fit_diloco
 from tests.support.rank_pool import RankPool

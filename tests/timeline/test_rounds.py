@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from lightning_bytescheduler.cli import main
-from lightning_bytescheduler.timeline.rounds import in_rounds, rounds_summary
 from lightning_bytescheduler.timeline.timeline import CODEC, COMMUNICATION, COMPUTE, INNER, STEP, STILL, WAIT, Timeline
-from lightning_bytescheduler.timeline.trace import Trace, read_timeline
+from lightning_bytescheduler.timeline.trace import Trace, in_rounds, read_timeline, rounds_summary
 
 
 def written(tmp_path: Path, rank: int, *, step: float, rounds: int = 4) -> Path:

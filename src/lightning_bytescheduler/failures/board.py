@@ -4,9 +4,16 @@
   launchers kill the siblings of a dead process within seconds, and the store may live in the failing process itself.
 * A rank that was killed publishes nothing. Its missing sign of life names it once somebody's collective has failed
   and asks; that rank publishes what it found, or the next victims would name the first.
-* Each watcher sees a notice within a quarter of a second, logs it at once and hands it to the scheduler, so that
+* Each rank sees a notice within a quarter of a second, logs it at once and hands it to the scheduler, so that
   threads blocked on communication raise an error that names the rank. A training thread that is blocked elsewhere is
   the affair of :class:`Watchdog`.
+
+One thread, ``bytescheduler-fault-watch``. It alone talks to the store, on a connection of its own: a request blocks in
+native code for as long as the store's host is frozen, so everyone else asks the thread and waits for it within a bound.
+It holds no lock while it talks, and none while it calls back.
+
+Besides notices it writes a sign of life, four times a second, and what its rank is doing (:class:`VitalSigns`); those
+of the others are read only while somebody wants to know why a collective failed.
 """
 
 from __future__ import annotations
@@ -14,22 +21,38 @@ from __future__ import annotations
 import atexit
 import gc
 import itertools
+import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import Protocol
 
 import torch.distributed as dist
+from msgspec.structs import replace
 
-from lightning_bytescheduler.exceptions import RankFailedError, SchedulerTimeoutError
+from lightning_bytescheduler.exceptions import RankFailedError, RanksDivergedError, SchedulerTimeoutError
+from lightning_bytescheduler.failures.agreed_stop import AgreedStop
 from lightning_bytescheduler.failures.messages import FaultNotice, brief, is_communication_error, is_timeout
-from lightning_bytescheduler.failures.standstill import Watchdog, explain_death
+from lightning_bytescheduler.failures.standstill import (
+    Standing,
+    StandstillWatch,
+    Watchdog,
+    break_connections,
+    explain_death,
+    wait_of,
+)
 from lightning_bytescheduler.failures.store import StorePresence, agent_keeps_store, connect_to_store, open_board
-from lightning_bytescheduler.failures.watcher import FaultWatcher
 
-__all__ = ["FaultBoard"]
+__all__ = ["FaultBoard", "VitalSigns", "Watched"]
 
+log = logging.getLogger(__name__)
+
+_PERIOD_S = 0.25
+_HURRY_S = 0.05  # between two looks while somebody waits for the others
+_BEATS_MISSED = 5
+_RANKS_SHOWN = 8
 _LINGER_S = 2.0
 _GOODBYE_S = 5.0
 _STOP_S = 2.0
@@ -38,8 +61,116 @@ _DIAGNOSE_S = 3.0
 _WHERE = "Where the ranks are:"
 
 
-class FaultBoard(FaultWatcher):
-    """Publishes this rank's failure and learns of the others'.
+class VitalSigns:
+    """One rank's view of all ranks: whether they live, and what they say they are doing.
+
+    All methods that use the store are for the watcher thread.
+
+    Args:
+        store: Where the signs are.
+        rank: This rank.
+        others: All other ranks.
+        period: Between two beats, in seconds.
+
+    Attributes:
+        doing: What this rank is at, in words.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, others: Sequence[int], period: float) -> None:
+        self.doing: Callable[[], str] = lambda: "in setup"
+        self._store = store
+        self._rank = rank
+        self._others = others
+        self._period = period
+        self._told = ""
+        self._examiners = 0
+        self._locating = 0
+        self._beats: dict[int, tuple[int, float]] = {}  # count, and when it was first seen
+        self._doing: dict[int, str] = {}
+        self._examined_at = 0.0
+
+    def beat(self) -> None:
+        """Show that this rank is alive; look at the others if somebody wants to know."""
+        self._store.add(f"alive/{self._rank}", 1)
+        doing = self.doing()
+        if doing != self._told:
+            self._store.set(f"doing/{self._rank}", doing)
+            self._told = doing
+        if self._examiners:
+            self._examine()
+
+    @contextmanager
+    def examined(self, *, doing: bool = False) -> Iterator[None]:
+        """Have :meth:`beat` look at the other ranks meanwhile; also at what they are ``doing``, if asked."""
+        if not self._examiners:
+            self._beats, self._doing = {}, {}
+        self._examiners += 1
+        self._locating += doing
+        try:
+            yield
+        finally:
+            self._examiners -= 1
+            self._locating -= doing
+
+    @property
+    def examining(self) -> bool:
+        """Whether somebody wants to know about the others."""
+        return self._examiners > 0
+
+    def silent(self, at_least: float = 0.0) -> list[int]:
+        """Ranks that have missed five beats since the examination began, and none came for ``at_least`` seconds."""
+        patience = max(_BEATS_MISSED * self._period, at_least)
+        return [r for r, (_, since) in self._beats.items() if self._examined_at - since > patience]
+
+    def located(self) -> bool:
+        """Whether it is known what other ranks are doing."""
+        return bool(self._doing)
+
+    def whereabouts(self) -> str:
+        """What the ranks are doing, those that do the same together; empty if nothing is known."""
+        if not self._doing:
+            return ""
+        by_place: dict[str, list[int]] = {}
+        for rank, place in sorted({**self._doing, self._rank: self.doing()}.items()):
+            by_place.setdefault(place, []).append(rank)
+        return "; ".join(f"{_ranks(ranks)} {place}" for place, ranks in by_place.items())
+
+    def _examine(self) -> None:
+        beats, doing = dict(self._beats), dict(self._doing)
+        now = time.monotonic()
+        for rank in self._others:
+            count = self._store.add(f"alive/{rank}", 0)
+            if rank not in beats or beats[rank][0] != count:
+                beats[rank] = (count, now)
+            if self._locating and self._store.check([f"doing/{rank}"]):
+                doing[rank] = self._store.get(f"doing/{rank}").decode()
+        self._beats, self._doing, self._examined_at = beats, doing, now
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:_RANKS_SHOWN]))
+    more = f" and {len(ranks) - _RANKS_SHOWN} more" if len(ranks) > _RANKS_SHOWN else ""
+    return f"rank {shown}{more}:"
+
+
+class Watched(Protocol):
+    """What a watcher looks after: one of a rank's schedulers. All of it is called on the watcher thread."""
+
+    def rank_failed(self, fault: RankFailedError, step: int | None) -> None:
+        """Stop: another rank has failed, after handing over the gradients of ``step`` steps, if that is known."""
+
+    def own_failure(self) -> BaseException | None:
+        """What has stopped the scheduler; the others are told at once, not when the training thread gets to know it."""
+
+    def phase(self) -> str:
+        """What this rank is doing, in words; shown by others that wait for it in vain."""
+
+    def steps_handed_over(self) -> int:
+        """How many steps' gradients this rank has handed over completely."""
+
+
+class FaultBoard:
+    """Tells this rank's failure to the others, and theirs to what it watches.
 
     Args:
         store: A store connection that nothing else uses.
@@ -60,10 +191,39 @@ class FaultBoard(FaultWatcher):
         watchdog: Watchdog | None = None,
         hosts_store: bool = False,
     ) -> None:
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
+        self._presence = StorePresence() if presence is None else presence
+        self._watchdog = Watchdog() if watchdog is None else watchdog
+        others = [r for r in range(world_size) if r != rank]
+        self._period = max(_PERIOD_S, world_size / 256)  # spares the store's host when there are many ranks
+        self._vital_signs = VitalSigns(store, rank, others, self._period)
+        self._standstills = StandstillWatch(store, rank, others, self._period)
+        self._standing: Callable[[], Standing] | None = None
+        self._stops: list[AgreedStop] = []
+        self._training_thread = threading.get_ident()
+        self._changed = threading.Condition()
+        # What follows changes under the condition.
+        self._watched: list[Watched] = []  # in the order in which they came
+        self._notice: FaultNotice | None = None  # another rank's failure
+        self._fault: RankFailedError | None = None  # as an exception
+        self._act_at: float | None = None  # when that is to be handed on; None: nothing to do
+        self._outgoing: FaultNotice | None = None
+        self._answered = False  # whether the store has said whose notice counts
+        self._published = False  # this rank's does
+        self._store_lost = False
+        self._ready_to_leave = False  # knows of the failure, or leaves in order
+        self._left = False  # and has said so
+        self._present: set[int] = set(others)  # ranks that have not
+        self._awaiting_others = False
+        self._urgent = False
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="bytescheduler-fault-watch", daemon=True)
         self._hosts_store = hosts_store
         self._meetings = itertools.count(1)
         self._process = os.getpid()
-        super().__init__(store, rank=rank, world_size=world_size, presence=presence, watchdog=watchdog)
+        self._thread.start()
         atexit.register(self.close)  # a thread inside torch while the interpreter ends would abort the process
 
     @classmethod
@@ -101,6 +261,58 @@ class FaultBoard(FaultWatcher):
     def next_meeting(self) -> dist.Store:
         """A part of the store for what all ranks compare next, which is the same thing if they run the same program."""
         return self.meeting_place(str(next(self._meetings)))
+
+    @property
+    def rank(self) -> int:
+        """This rank, among all that share the board."""
+        return self._rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that share the board."""
+        return self._world_size
+
+    def watch(self, watched: Watched) -> None:
+        """Look after ``watched`` too, from now on."""
+        with self._changed:
+            self._watched.append(watched)
+            phases = [one.phase for one in self._watched]
+            self._vital_signs.doing = lambda: ", ".join([phase() for phase in phases] + self._place())
+            if self._fault is not None and self._act_at is None:
+                self._act_at = 0.0
+            self._wake()
+
+    def stands(self, standing: Callable[[], Standing]) -> None:
+        """Tell the others where this rank stands, and find out if all wait for each other for good.
+
+        Args:
+            standing: Asked on the watcher thread; what the training thread is inside of is filled in here.
+        """
+        self._standing = standing
+
+    def agree_on_stop(self, what: str = "stop") -> AgreedStop:
+        """Have all ranks stop together when one is asked to; every rank calls this once, at the same point.
+
+        Args:
+            what: They stop for; each has a name of its own.
+        """
+        store = dist.PrefixStore(what, self._store)
+        stop = AgreedStop(store, rank=self._rank, world_size=self._world_size)
+        self._stops = [*self._stops, stop]  # the thread may go through them
+        return stop
+
+    def _place(self) -> list[str]:
+        """Where the training thread is, as the Trainer has it: the batch and the hook; for any thread."""
+        with suppress(Exception):  # read while the training thread changes it
+            if self._standing is not None:
+                return [self._standing().place]
+        return []
+
+    def unwatch(self, watched: Watched) -> None:
+        """Leave ``watched`` alone."""
+        with self._changed:
+            if watched in self._watched:
+                self._watched.remove(watched)
 
     @property
     def fault(self) -> RankFailedError | None:
@@ -247,6 +459,159 @@ class FaultBoard(FaultWatcher):
         located = SchedulerTimeoutError(f"{brief(error)} {_WHERE} {where}. The strategy's timeout allows more.")
         located.__cause__ = error
         return located
+
+    # ------------------------------------------------------------------ under the condition
+
+    def _wake(self) -> None:
+        self._urgent = True
+        self._changed.notify_all()
+
+    def _within(self, deadline: float, *, awaiting_others: bool = False) -> bool:
+        """Wait for the thread's next round; ``False`` if that is too late, or nothing will come of it."""
+        left = deadline - time.monotonic()
+        if left <= 0 or self._store_lost or self._closing or not self._thread.is_alive():
+            return False
+        if awaiting_others and not self._awaiting_others:
+            self._awaiting_others = True
+            self._wake()
+        self._changed.wait(min(left, self._period))
+        return True
+
+    def _post(self, error: BaseException, *, patience: float = 0.0) -> None:
+        """Have ``error`` published, unless something has been before."""
+        if self._outgoing is None:
+            step = self._watched[0].steps_handed_over() if self._watched else None
+            self._outgoing = FaultNotice.of(error, by=self._rank, patience=patience, step=step)
+            self._wake()
+
+    def _learn(self, notice: FaultNotice) -> None:
+        if self._notice is None:
+            self._notice, self._fault = notice, notice.as_error()
+            self._act_at = time.monotonic() + notice.patience
+            level = logging.INFO if notice.patience else logging.ERROR
+            log.log(level, "[rank %d] %s", self._rank, self._fault)
+            self._wake()
+
+    def _lose_store(self) -> None:
+        # At an orderly end rank 0 may leave first and take the store with it, so this alone is no failure.
+        self._store_lost = True
+        log.debug("the rendezvous store cannot be reached", exc_info=True)
+
+    # ------------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if not self._urgent:
+                    hurry = self._awaiting_others or any(stop.urgent for stop in self._stops)
+                    self._changed.wait(_HURRY_S if hurry else self._period)
+                self._urgent = False
+                closing = self._closing
+            self._talk()
+            self._react()
+            with self._changed:
+                self._changed.notify_all()
+            if closing:
+                self._presence.close()
+                return
+
+    def _talk(self) -> None:
+        if self._store_lost or (self._left and not self._awaiting_others):
+            return
+        if self._presence.gone():
+            self._lose_store()
+            return
+        try:
+            self._look_around()
+            self._vital_signs.beat()
+            for stop in self._stops:
+                stop.look()
+            notice = self._exchange_notices()
+            if self._ready_to_leave and not self._left:
+                self._store.set(f"left/{self._rank}", "")
+                self._left = True
+            left = {r for r in self._present if self._store.check([f"left/{r}"])} if self._awaiting_others else set()
+        except RuntimeError:
+            self._lose_store()
+            return
+        with self._changed:
+            self._present -= left
+            if notice is not None:
+                self._learn(notice)
+
+    def _look_around(self) -> None:
+        """Tell where this rank stands; publish that the ranks wait for each other, if they do."""
+        if self._standing is None or self._notice is not None or self._outgoing is not None:
+            return
+        try:
+            standing = self._standing()
+        except Exception:  # read while the training thread changes it
+            log.debug("it could not be told where this rank stands", exc_info=True)
+            standing = Standing()  # what was told before may not hold any more
+        wait = None if standing.ended else wait_of(self._training_thread)
+        if wait is not None:
+            standing = replace(
+                standing,
+                collective=wait.collective,
+                begins_batch=wait.begins_batch,
+                outside=wait.outside,
+                awaited_step=0,
+                batches=standing.batches - wait.outside,
+                epoch_batches=standing.epoch_batches - wait.outside,
+            )
+        self._standstills.tell(standing)
+        if self._vital_signs.examining:
+            self._standstills.survey()
+        standstill = self._standstills.look()
+        if standstill is not None:
+            found = RanksDivergedError(standstill.text)
+            with self._changed:
+                self._learn(FaultNotice.of(found, by=self._rank))
+                self._post(found)
+
+    def _exchange_notices(self) -> FaultNotice | None:
+        """Publish what is to be published; return another rank's notice."""
+        if self._outgoing is not None and not self._answered:
+            own = self._outgoing.encode()
+            answer = self._store.compare_set("fault", "", own)
+            self._published = answer.decode() == own
+            self._answered = True
+            return None if self._published else FaultNotice.decode(answer)
+        if self._notice is None and not self._published and self._store.check(["fault"]):
+            return FaultNotice.decode(self._store.get("fault"))
+        return None
+
+    def _react(self) -> None:
+        """Publish what has stopped this rank's scheduler, or stop it because of another rank."""
+        with self._changed:
+            watched, notice, fault = list(self._watched), self._notice, self._fault
+            if notice is None and self._outgoing is None:
+                for error in (one.own_failure() for one in watched):
+                    if error is not None and not is_communication_error(error):  # those are being diagnosed
+                        self._post(error)
+                        self._watchdog.arm(f"Rank {self._rank} failed: {error}")
+            due = self._act_at is not None and time.monotonic() >= self._act_at
+            if due:
+                self._act_at = None
+        if due and notice is not None and fault is not None:
+            self._watchdog.arm(str(fault))
+            if notice.diverged and wait_of(self._training_thread) is not None:
+                # Nobody else will come, and gloo has no other way to call a collective off.
+                group = dist.group.WORLD
+                with suppress(Exception):
+                    if group is not None:
+                        break_connections(group)
+            if notice.patience:
+                log.error("[rank %d] %s", self._rank, fault)
+            for one in reversed(watched):  # who came first may give what has been sent a moment to arrive
+                try:
+                    one.rank_failed(fault, notice.step)
+                except Exception:
+                    log.exception("The scheduler could not be stopped.")
+            with self._changed:
+                self._ready_to_leave = True
+                self._wake()
+        self._watchdog.check()
 
 
 def _no_sign_of_life(silent: Sequence[int]) -> str:

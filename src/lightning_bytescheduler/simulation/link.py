@@ -28,8 +28,8 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, get_args
 
 from lightning_bytescheduler.checks import (
+    ARCHITECTURES,
     options_by_name,
-    require_architecture,
     require_one_of,
     require_positive,
     require_seconds,
@@ -55,7 +55,6 @@ ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 
 IDLE_WITH_SPARE_SERVERS = 0.08
 """So that steps played are those measured within 5%: 4 workers, 0, 2 and 4 servers, see docs/parameter_servers.md."""
-_NO_ALGORITHM = "Servers are an architecture: architecture='ps', with servers=k spare machines."
 
 
 @options_by_name
@@ -113,9 +112,7 @@ class LinkModel:
         idle_share: float | None = None,
     ) -> None:
         require_whole("workers", workers, 1)
-        require_architecture(architecture)
-        if algorithm == "push_pull":
-            raise OptionError("algorithm", algorithm, f"one of {', '.join(map(repr, ALGORITHMS))}", _NO_ALGORITHM)
+        require_one_of("architecture", architecture, ARCHITECTURES)
         require_one_of("algorithm", algorithm, ALGORITHMS)
         require_whole("servers", servers, 0)
         if servers and architecture != "ps":

@@ -303,8 +303,9 @@ class Prediction:
         rows = self.table()
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         aligned = [(name.ljust(widths[0]), *map(str.rjust, cells, widths[1:])) for name, *cells in rows]
+        table = [self.measured.profile.name, *("  ".join(row).rstrip() for row in aligned)]
         answer, *paragraphs = self.text().splitlines()
-        return "\n".join([answer, "", *map("  ".join, aligned), "", *paragraphs])
+        return "\n\n".join([answer, "\n".join(table), *paragraphs])
 
     def _answer(self) -> str:
         chosen, workers = self.recommended, self.link.workers

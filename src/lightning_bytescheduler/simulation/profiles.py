@@ -19,8 +19,10 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+
+import msgspec
 
 from lightning_bytescheduler.checks import (
     require_one_of,
@@ -139,16 +141,12 @@ class ModelProfile:
             OSError: If the file cannot be read.
         """
         try:
-            content = json.loads(Path(file).read_text(encoding="utf-8"))
+            kept = msgspec.json.decode(Path(file).read_bytes(), type=_Kept)
+            named = [(layer.name or f"layers[{index}]", layer) for index, layer in enumerate(kept.layers)]
+            layers = [LayerProfile(**{**msgspec.structs.asdict(layer), "name": name}) for name, layer in named]
+            return cls(name=kept.name or Path(file).stem, layers=tuple(layers))
         except ValueError as error:
-            raise OptionError("profile", os.fspath(file), f"a JSON file ({error})") from error
-        if not isinstance(content, dict) or not isinstance(content.get("layers"), list):
-            raise OptionError("profile", os.fspath(file), "an object with a list of 'layers'")
-        try:
-            layers = tuple(_layer(f"layers[{index}]", layer) for index, layer in enumerate(content["layers"]))
-            return cls(name=content.get("name", Path(file).stem), layers=layers)
-        except OptionError as error:
-            raise OptionError(error.option, error.value, f"{error.allowed} (in {os.fspath(file)})") from None
+            raise OptionError("profile", os.fspath(file), f"a JSON file of a profile: {error}".rstrip(".")) from error
 
     def save(self, file: str | os.PathLike[str]) -> None:
         """Write the profile as JSON.
@@ -159,22 +157,20 @@ class ModelProfile:
         Path(file).write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
 
 
-_LAYER_FIELDS = tuple(field.name for field in fields(LayerProfile))
+class _KeptLayer(msgspec.Struct, forbid_unknown_fields=True):
+    """A layer in a file."""
+
+    parameter_bytes: int
+    forward_seconds: float
+    backward_seconds: float
+    name: str = ""
 
 
-def _layer(place: str, content: object) -> LayerProfile:
-    if not isinstance(content, dict):
-        raise OptionError(place, content, f"an object with {', '.join(_LAYER_FIELDS)}")
-    for name in content:
-        if name not in _LAYER_FIELDS:
-            raise OptionError(f"{place}.{name}", content[name], f"left out; a layer has {', '.join(_LAYER_FIELDS)}")
-    for name in _LAYER_FIELDS[1:]:
-        if name not in content:
-            raise OptionError(f"{place}.{name}", None, "given")
-    try:
-        return LayerProfile(**{"name": place, **content})
-    except OptionError as error:
-        raise OptionError(f"{place}.{error.option}", error.value, error.allowed) from None
+class _Kept(msgspec.Struct):
+    """A profile in a file, which may hold more."""
+
+    layers: list[_KeptLayer]
+    name: str = ""
 
 
 def network_profile(name: str) -> ModelProfile:

@@ -8,8 +8,7 @@ from pathlib import Path
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.timeline.page import PNG_HELP, range_of
 from lightning_bytescheduler.timeline.picture import draw_timeline
-from lightning_bytescheduler.timeline.rounds import RoundsSummary, in_rounds, rounds_summary
-from lightning_bytescheduler.timeline.trace import TraceSummary, read_timeline
+from lightning_bytescheduler.timeline.trace import RoundsSummary, TraceSummary, in_rounds, read_timeline, rounds_summary
 
 __all__ = ["add_arguments", "tables"]
 

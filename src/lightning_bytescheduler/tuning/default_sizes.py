@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_bytescheduler.checks import (
+    ARCHITECTURES,
     is_finite,
-    require_architecture,
+    require_one_of,
     require_positive,
     require_seconds,
     require_whole,
@@ -160,7 +161,7 @@ def default_sizes(
     """
     require_whole("parameters", parameters, 0)
     require_whole("bytes_per_parameter", bytes_per_parameter, 1)
-    if require_architecture(architecture) == "ps":
+    if require_one_of("architecture", architecture, ARCHITECTURES) == "ps":
         return _sizes_for_servers(parameters, bytes_per_parameter, link)
     model_bytes = max(parameters * bytes_per_parameter, 1)
     starting = (2 if in_shards else 1) * link.alpha

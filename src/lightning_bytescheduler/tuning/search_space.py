@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_bytescheduler.checks import is_whole, require_architecture, require_positive, require_whole
+from lightning_bytescheduler.checks import ARCHITECTURES, is_whole, require_one_of, require_positive, require_whole
 from lightning_bytescheduler.exceptions import OptionError
 
 __all__ = ["ALIGNMENT", "PLAIN_DDP", "SearchSpace", "TuningPoint", "resumed_space"]
@@ -132,7 +132,7 @@ class SearchSpace:
             OptionError: Names the argument that is not allowed.
         """
         require_whole("parameters", parameters, 1)
-        require_architecture(architecture)
+        require_one_of("architecture", architecture, ARCHITECTURES)
         scale = min(parameters / _LARGE_MODEL, 1.0)
         whole = _aligned(parameters, up=True)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from lightning_bytescheduler.failures import watcher
-from lightning_bytescheduler.failures.watcher import VitalSigns
+from lightning_bytescheduler.failures import board
+from lightning_bytescheduler.failures.board import VitalSigns
 
 
 class Clock:
@@ -19,7 +19,7 @@ class Clock:
 
 def test_a_rank_is_silent_when_it_has_missed_five_beats(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, store = Clock(), dist.HashStore()
-    monkeypatch.setattr(watcher, "time", clock)
+    monkeypatch.setattr(board, "time", clock)
     own, other = VitalSigns(store, 0, [1], 0.25), VitalSigns(store, 1, [0], 0.25)
     assert not own.examining
     with own.examined():
