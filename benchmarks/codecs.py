@@ -20,7 +20,7 @@ from rich.table import Table
 
 from lightning_bytescheduler.compression import Compressor, WireFormat, make_compressor
 from lightning_bytescheduler.compression.wire_format import WIRE_DTYPES
-from lightning_bytescheduler.diloco import WeightedMean
+from lightning_bytescheduler.diloco.weighted_mean import WeightedMean
 
 SPECS = (
     *("bf16", "fp16", "int8", "int8:nearest", "int4", "int4:nearest", "onebit", "topk:0.01", "topk:0.01:int4"),

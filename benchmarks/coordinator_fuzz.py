@@ -40,7 +40,7 @@ from lightning_bytescheduler.coordinator.spool import view_of
 from lightning_bytescheduler.coordinator.state_store import StateStore, pack
 from lightning_bytescheduler.diloco import coordinator_protocol as protocol
 from lightning_bytescheduler.diloco import messages
-from lightning_bytescheduler.diloco.round_options import RoundOptions
+from lightning_bytescheduler.diloco.round_end import RoundOptions
 from lightning_bytescheduler.serving import ServerAccess
 from lightning_bytescheduler.slices.make import make_slices
 from lightning_bytescheduler.slices.options import TrackerOptions

@@ -41,7 +41,7 @@ from lightning_bytescheduler.coordinator.service import Garbage
 from lightning_bytescheduler.coordinator.spool import view_of
 from lightning_bytescheduler.diloco import coordinator_protocol as protocol
 from lightning_bytescheduler.diloco import messages
-from lightning_bytescheduler.diloco.round_options import RoundOptions
+from lightning_bytescheduler.diloco.round_end import RoundOptions
 
 _CHUNK = 1 << 20
 _MADE = 9  # first rounds, which make the memory: means of 8 are kept

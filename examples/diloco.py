@@ -28,7 +28,7 @@ from examples.demo.model import CharacterGPT
 from examples.demo.size import SMALL, TINY
 from examples.demo.text import Windows, training_and_validation_text
 from lightning_bytescheduler import DiLoCoStrategy
-from lightning_bytescheduler.diloco import read_rounds, waiting_share
+from lightning_bytescheduler.diloco.round_record import read_rounds, waiting_share
 
 BATCH_SIZE = 8
 

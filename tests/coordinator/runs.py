@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_bytescheduler.coordinator.options import CoordinatorOptions, run_options
 from lightning_bytescheduler.coordinator.server import CoordinatorServer
-from lightning_bytescheduler.diloco.round_options import RoundOptions
+from lightning_bytescheduler.diloco.round_end import RoundOptions
 from tests.coordinator.small_worker import SmallWorker
 
 ELEMENTS = 30

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_bytescheduler.diloco import read_rounds
+from lightning_bytescheduler.diloco.round_record import read_rounds
 from tests.diloco.fits import FAST_AND_SLOW, Result, calm_tower, fit_diloco
 from tests.support.rank_pool import RankPool
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_bytescheduler.diloco import read_rounds
+from lightning_bytescheduler.diloco.round_record import read_rounds
 from tests.diloco.fits import Result, calm_tower, fit_diloco, plain_sgd
 from tests.support.models import Tower
 from tests.support.rank_pool import RankPool

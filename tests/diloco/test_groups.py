@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
-from lightning_bytescheduler.diloco import read_rounds
+from lightning_bytescheduler.diloco.round_record import read_rounds
 from tests.diloco.fits import Measured, Result, calm_tower, fit_diloco, plain_sgd
 from tests.support.fit import SIZES, Outcome, Recipe, Run, train
 from tests.support.rank_pool import RankPool

@@ -24,10 +24,10 @@ from lightning_bytescheduler import (
     UnsupportedError,
 )
 from lightning_bytescheduler.coordinator.options import run_options
-from lightning_bytescheduler.diloco import FastestSteps, FixedSteps, SampleTarget
 from lightning_bytescheduler.diloco.batch_size import with_batch_size
 from lightning_bytescheduler.diloco.fit_start import refuse_searches
 from lightning_bytescheduler.diloco.options import common_options
+from lightning_bytescheduler.diloco.round_end import FastestSteps, FixedSteps, SampleTarget
 
 
 @pytest.mark.parametrize(

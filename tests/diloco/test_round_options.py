@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_bytescheduler.diloco.round_options import late_weight, require_late, round_of_late, staleness
+from lightning_bytescheduler.diloco.round_end import late_weight, require_late, round_of_late, staleness
 from lightning_bytescheduler.diloco.weighted_mean import WeightedMean
 from lightning_bytescheduler.exceptions import OptionError
 

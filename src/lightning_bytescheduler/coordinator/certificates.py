@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 
-__all__ = ["MadeCertificates", "add_arguments", "make_certificates", "run"]
 
 DAYS = 365.0
 _AUTHORITY_DAYS = 3650.0

@@ -16,7 +16,7 @@ from lightning_bytescheduler.checks import importing
 from lightning_bytescheduler.compression.wire_format import WIRE_DTYPES
 from lightning_bytescheduler.coordinator.options import CoordinatorOptions, run_options
 from lightning_bytescheduler.diloco.coordinator_address import TOKEN_VARIABLE
-from lightning_bytescheduler.diloco.round_options import RoundOptions
+from lightning_bytescheduler.diloco.round_end import RoundOptions
 from lightning_bytescheduler.diloco.round_record import RECORD_NAME, RoundFile
 from lightning_bytescheduler.diloco.weighted_mean import WEIGHTINGS
 from lightning_bytescheduler.exceptions import OptionError
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from lightning_bytescheduler.coordinator.server import CoordinatorServer
     from lightning_bytescheduler.coordinator.slice_routes import SliceRoutes
 
-__all__ = ["add_arguments", "run"]
 
 log = logging.getLogger(__name__)
 

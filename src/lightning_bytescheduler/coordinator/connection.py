@@ -29,8 +29,6 @@ from lightning_bytescheduler.diloco.coordinator_protocol import (
 from lightning_bytescheduler.diloco.messages import Acknowledge, RoundStatus
 from lightning_bytescheduler.exceptions import OptionError
 
-__all__ = ["Connection", "refuse", "release"]
-
 _MOST_QUEUED = 500  # messages
 _MOST_IN_FRAME = 1000  # messages
 _MOST_BYTES = 1 << 20  # of a frame after the first

@@ -16,12 +16,10 @@ from lightning_bytescheduler.coordinator.membership import Member
 from lightning_bytescheduler.coordinator.options import CoordinatorOptions
 from lightning_bytescheduler.diloco.batch_scheduler import BatchScheduler
 from lightning_bytescheduler.diloco.fragments import FragmentOptions
-from lightning_bytescheduler.diloco.round_options import late_weight, round_of_late, staleness
+from lightning_bytescheduler.diloco.round_end import late_weight, round_of_late, staleness
 from lightning_bytescheduler.diloco.round_record import LateUpdate, RoundRecord, WorkerRound
 from lightning_bytescheduler.diloco.weighted_mean import pseudo_gradient_weight
 from lightning_bytescheduler.exceptions import OptionError
-
-__all__ = ["Contribution", "Contributions", "Offer", "Seen", "UpdateRules", "corrected"]
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True):

@@ -23,8 +23,6 @@ from lightning_bytescheduler.diloco.fragments import split_fragments
 from lightning_bytescheduler.diloco.outer_optimizer import OuterOptimizer
 from lightning_bytescheduler.exceptions import OptionError
 
-__all__ = ["GlobalWeights", "KeptMean", "Snapshot", "digest_of", "momentum_in", "weights_in"]
-
 _WEIGHTS, _MOMENTUM = "weights.", "momentum."
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-__all__ = ["RateLimit", "Stalls", "Transfer"]
-
 
 class Transfer:
     """Something that is to get on; one look now and then stands in place of a timeout for every piece.

@@ -36,8 +36,6 @@ from lightning_bytescheduler.diloco.coordinator_protocol import PROTOCOL, Hello,
 from lightning_bytescheduler.diloco.fragments import split_fragments
 from lightning_bytescheduler.exceptions import OptionError
 
-__all__ = ["Member", "Membership", "MembershipState", "difference"]
-
 log = logging.getLogger(__name__)
 
 _LONGEST_NAME = 200  # as the protocol has it

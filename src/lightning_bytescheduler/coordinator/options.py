@@ -14,12 +14,16 @@ from lightning_bytescheduler.checks import (
 from lightning_bytescheduler.diloco.coordinator_protocol import RunOptions, overlap_of, wire_of
 from lightning_bytescheduler.diloco.fragments import FragmentOptions
 from lightning_bytescheduler.diloco.outer_optimizer import SPARSE_DEFAULTS
-from lightning_bytescheduler.diloco.round_end import FastestSteps, FixedSteps, RoundOptions, RoundTarget, SampleTarget
-from lightning_bytescheduler.diloco.round_options import require_late
+from lightning_bytescheduler.diloco.round_end import (
+    FastestSteps,
+    FixedSteps,
+    RoundOptions,
+    RoundTarget,
+    SampleTarget,
+    require_late,
+)
 from lightning_bytescheduler.diloco.weighted_mean import require_weighting
 from lightning_bytescheduler.exceptions import OptionError
-
-__all__ = ["CoordinatorOptions", "run_options", "target_in_words", "target_of"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -27,7 +27,6 @@ from lightning_bytescheduler.diloco.coordinator_protocol import HEALTH_PATH, MET
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
-__all__ = ["CONTENT_TYPE", "PAGE_PATH", "PUBLIC_PATHS", "add_pages", "metrics_text", "page_headers"]
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _PREFIX = "bytescheduler_"

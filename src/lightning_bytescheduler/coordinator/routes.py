@@ -45,8 +45,6 @@ from lightning_bytescheduler.diloco.coordinator_protocol import (
 from lightning_bytescheduler.diloco.messages import MOST
 from lightning_bytescheduler.exceptions import OptionError, SchedulerTimeoutError
 
-__all__ = ["StateRoutes", "UpdateRoutes", "problem", "read_weights", "state_bytes"]
-
 log = logging.getLogger(__name__)
 
 

@@ -28,7 +28,7 @@ from lightning_bytescheduler.coordinator.contributions import (
 )
 from lightning_bytescheduler.coordinator.membership import Member, Membership, difference
 from lightning_bytescheduler.coordinator.options import CoordinatorOptions, target_of
-from lightning_bytescheduler.diloco.batch_scheduler import BatchScheduler, BatchSchedulerState
+from lightning_bytescheduler.diloco.batch_scheduler import BatchScheduler
 from lightning_bytescheduler.diloco.coordinator_protocol import (
     FromCoordinator,
     FromWorker,
@@ -62,9 +62,8 @@ from lightning_bytescheduler.diloco.messages import (
 )
 from lightning_bytescheduler.diloco.round_end import FixedSteps
 from lightning_bytescheduler.diloco.round_record import RoundMetrics, RoundRecord
+from lightning_bytescheduler.diloco.round_roster import BatchSchedulerState
 from lightning_bytescheduler.exceptions import OptionError
-
-__all__ = ["Merge", "Run", "Tally"]
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,6 @@ import msgspec
 
 from lightning_bytescheduler.diloco.round_record import RoundRecord
 
-__all__ = ["RoundSummary", "RunStatus", "SliceStatus", "WorkerStatus", "summary_of"]
-
 
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One worker.

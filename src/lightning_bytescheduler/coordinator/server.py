@@ -27,8 +27,6 @@ from lightning_bytescheduler.diloco.round_record import RoundFile
 from lightning_bytescheduler.exceptions import SchedulerTimeoutError
 from lightning_bytescheduler.serving import Refusals, ServerAccess, guard
 
-__all__ = ["CoordinatorServer"]
-
 log = logging.getLogger(__name__)
 
 _START_SECONDS = 60.0

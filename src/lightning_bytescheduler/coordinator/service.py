@@ -54,8 +54,6 @@ from lightning_bytescheduler.diloco.round_record import RoundFile, RoundRecord
 from lightning_bytescheduler.exceptions import ByteSchedulerError, OptionError
 from lightning_bytescheduler.slices.messages import encode
 
-__all__ = ["CoordinatorService", "Garbage"]
-
 log = logging.getLogger(__name__)
 
 _YOUNG = 20_000  # objects made before young ones are looked at; of 700, Python's own, seventy reports make as many

@@ -21,8 +21,6 @@ from torch import Tensor
 
 from lightning_bytescheduler.exceptions import OptionError, SchedulerTimeoutError
 
-__all__ = ["BufferPool", "Spool", "Spooled", "view_of"]
-
 _SMALL = 1 << 16  # always in memory: many small ones are no load, and each file costs more than that
 _LARGE = 1 << 22  # bytes from which on buffers are used again
 _FREE = 3  # of other lengths, as of another fragment, that are kept

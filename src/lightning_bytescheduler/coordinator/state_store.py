@@ -33,8 +33,6 @@ from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.slices.checksums import WholeChecksum
 from lightning_bytescheduler.slices.urls import join, local_path, require_protocols
 
-__all__ = ["StateStore", "pack"]
-
 log = logging.getLogger(__name__)
 
 _KEPT = 3

@@ -26,7 +26,6 @@ from lightning_bytescheduler.exceptions import OptionError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["add_arguments", "ask_status", "run", "status_view"]
 
 _EVERY_S = 2.0
 _TIMEOUT_S = 10.0

@@ -54,8 +54,6 @@ from lightning_bytescheduler.diloco.round_record import LateUpdate, RoundRecord
 from lightning_bytescheduler.diloco.round_roster import BatchSchedulerState, RoundRoster, WorkerProgress, WorkerState
 from lightning_bytescheduler.exceptions import OptionError
 
-__all__ = ["BatchScheduler", "BatchSchedulerState"]
-
 log = logging.getLogger(__name__)
 
 _FIRST_TRANSFER_S = 60.0  # that a first pseudo-gradient may take, before there is anything to go by
@@ -217,7 +215,7 @@ class BatchScheduler:
         """A pseudo-gradient has come after its round was over: the record of the round that is on says so.
 
         Args:
-            update: What came, and what it counts, see ``round_options.late_weight``.
+            update: What came, and what it counts, see ``round_end.late_weight``.
             into: The round whose merge it is part of, if that has a quorum.
         """
         counts = f"counts {update.weight} in round {into}" if update.weight else "is dropped"

@@ -19,7 +19,7 @@ from dataclasses import replace
 
 import msgspec
 
-from lightning_bytescheduler.diloco.batch_scheduler import BatchScheduler, BatchSchedulerState
+from lightning_bytescheduler.diloco.batch_scheduler import BatchScheduler
 from lightning_bytescheduler.diloco.messages import (
     PARAMETER_SERVER,
     EndRound,
@@ -42,8 +42,7 @@ from lightning_bytescheduler.diloco.messages import (
 )
 from lightning_bytescheduler.diloco.round_end import FixedSteps, RoundOptions, RoundTarget
 from lightning_bytescheduler.diloco.round_record import Activity, RoundMetrics, RoundRecord
-
-__all__ = ["BatchSchedulerThread"]
+from lightning_bytescheduler.diloco.round_roster import BatchSchedulerState
 
 _LOOK_S = 1.0
 _STATUS_EVERY_S = 0.5

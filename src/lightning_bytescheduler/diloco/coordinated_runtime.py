@@ -45,8 +45,6 @@ from lightning_bytescheduler.diloco.runtime import SessionRuntime
 from lightning_bytescheduler.exceptions import RankFailedError
 from lightning_bytescheduler.failures.board import FaultBoard
 
-__all__ = ["CoordinatedRuntime"]
-
 log = logging.getLogger(__name__)
 
 _STOP_S = 5.0

@@ -61,8 +61,6 @@ from lightning_bytescheduler.diloco.round_counter import RoundCounter
 from lightning_bytescheduler.diloco.session import RankSession
 from lightning_bytescheduler.diloco.transport import CatchUp, Contribution
 
-__all__ = ["CoordinatedRounds", "CoordinatedSession", "FollowingCoordinated", "Outcome", "Sent", "UnsentWork"]
-
 log = logging.getLogger(__name__)
 
 

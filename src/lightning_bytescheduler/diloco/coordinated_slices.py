@@ -40,8 +40,6 @@ from lightning_bytescheduler.slices.plan_thread import Idle
 from lightning_bytescheduler.slices.tracker_client import LocalTracker, RemoteTracker, TrackerClient
 from lightning_bytescheduler.slices.training import TrackedTraining
 
-__all__ = ["CoordinatedSlices", "coordinated_slices"]
-
 _T = TypeVar("_T")
 _LOOK_S = 1.0
 _NO_SESSION = 403  # of this run: the coordinator has given this worker up

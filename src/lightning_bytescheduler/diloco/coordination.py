@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
     from lightning_bytescheduler.diloco.coordinated_slices import CoordinatedSlices
 
-__all__ = ["Coordination", "for_leader_only"]
 
 log = logging.getLogger(__name__)
 

@@ -19,8 +19,6 @@ from lightning_bytescheduler.checks import require_known, require_text
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.serving import client_tls, is_loopback, read_token
 
-__all__ = ["ADDRESS_VARIABLE", "TOKEN_VARIABLE", "CoordinatorAddress", "resolve_coordinator"]
-
 ADDRESS_VARIABLE = "BYTESCHEDULER_COORDINATOR"
 TOKEN_VARIABLE = "BYTESCHEDULER_COORDINATOR_TOKEN"
 _NAME = re.compile(r"[A-Za-z0-9._:@/-]{1,150}")

@@ -47,7 +47,6 @@ from lightning_bytescheduler.exceptions import CoordinatorError, OptionError, Sc
 if TYPE_CHECKING:
     import aiohttp
 
-__all__ = ["Answer", "CoordinatorClient"]
 
 log = logging.getLogger(__name__)
 

@@ -40,7 +40,7 @@ from lightning_bytescheduler.checks import require_one_of
 from lightning_bytescheduler.compression.wire_format import WIRE_DTYPES, WireFormat
 from lightning_bytescheduler.diloco import messages
 from lightning_bytescheduler.diloco.fragments import Overlap, OverlapSteps
-from lightning_bytescheduler.diloco.round_options import INNER_STEPS
+from lightning_bytescheduler.diloco.round_end import INNER_STEPS
 from lightning_bytescheduler.exceptions import OptionError
 
 PROTOCOL = 1

@@ -47,8 +47,6 @@ from lightning_bytescheduler.diloco.outer_timeline import OuterTimeline
 from lightning_bytescheduler.diloco.transport import CatchUp, Contribution
 from lightning_bytescheduler.exceptions import CoordinatorError, SchedulerTimeoutError
 
-__all__ = ["START", "CoordinatedExchange", "CoordinatorTransport", "FetchedState", "Mean"]
-
 log = logging.getLogger(__name__)
 
 START = "0" * 32

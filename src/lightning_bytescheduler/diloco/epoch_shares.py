@@ -16,8 +16,6 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from lightning_bytescheduler.ddp.balanced_batches import EpochOrder
 from lightning_bytescheduler.lightning_api import pl
 
-__all__ = ["EpochShare", "ShareLoader", "deal", "share_of", "shared_loader", "what_is_left"]
-
 
 def deal(order: Sequence[int], ranks: int, rank: int) -> Sequence[int]:
     """A rank's share of an order: as torch's DistributedSampler, which repeats the first ones so that all are equal."""

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from lightning_bytescheduler.diloco.coordinated_slices import CoordinatedSlices
     from lightning_bytescheduler.diloco.shared_slices import SharedSlices
 
-__all__ = ["meet_all", "open_rounds_file", "refuse_searches", "slices_of"]
-
 
 def meet_all(
     options: DiLoCoOptions,

@@ -45,8 +45,6 @@ from torch import Tensor, nn
 from lightning_bytescheduler.checks import is_whole, require_whole
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 
-__all__ = ["FragmentOptions", "Overlap", "OverlapSteps", "TrainedWeights", "mix", "split_fragments"]
-
 OverlapSteps: TypeAlias = int | Literal["auto"]
 
 _AUTO = "auto"

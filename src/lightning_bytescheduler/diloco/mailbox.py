@@ -29,8 +29,6 @@ from lightning_bytescheduler.diloco.messages import Message, StepMetrics, StepRe
 from lightning_bytescheduler.exceptions import OptionError, SchedulerTimeoutError
 from lightning_bytescheduler.failures.store import connect_to_store
 
-__all__ = ["Caller", "Mailbox", "Postman", "Sender", "with_messages"]
-
 _NO_LIMIT = timedelta(days=30)  # a wait for the next letter, which a closing one ends; liveness is watched elsewhere
 _SHORTEST_S, _LONGEST_S = 0.0002, 0.05  # between two looks for an answer
 _LOOK_S = 1.0  # between two looks for failures

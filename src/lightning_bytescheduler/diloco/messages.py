@@ -18,36 +18,6 @@ import msgspec
 
 from lightning_bytescheduler.exceptions import OptionError
 
-__all__ = [
-    "MOST",
-    "PARAMETER_SERVER",
-    "Acknowledge",
-    "EndRound",
-    "Envelope",
-    "JoinRounds",
-    "LeaveRounds",
-    "MergePseudoGradients",
-    "Message",
-    "PassedRoundEnd",
-    "PseudoGradientArrived",
-    "RoundEnded",
-    "RoundStarted",
-    "RoundStatus",
-    "SchedulerMessage",
-    "SendAfter",
-    "SendNow",
-    "SendingPseudoGradient",
-    "StartRound",
-    "StepMetrics",
-    "StepReport",
-    "TrainingOver",
-    "WaitForRound",
-    "WorkerMessage",
-    "decode",
-    "decoded",
-    "encode",
-]
-
 PARAMETER_SERVER = ""
 """The recipient of what is for the parameter server; no worker may have this name."""
 

@@ -38,8 +38,14 @@ from lightning_bytescheduler.diloco.coordinator_protocol import wire_named
 from lightning_bytescheduler.diloco.fragments import FragmentOptions, Overlap, OverlapSteps
 from lightning_bytescheduler.diloco.outer_optimizer import SPARSE_DEFAULTS
 from lightning_bytescheduler.diloco.outer_timeline import beside
-from lightning_bytescheduler.diloco.round_end import FastestSteps, FixedSteps, RoundOptions, RoundTarget, SampleTarget
-from lightning_bytescheduler.diloco.round_options import INNER_STEPS
+from lightning_bytescheduler.diloco.round_end import (
+    INNER_STEPS,
+    FastestSteps,
+    FixedSteps,
+    RoundOptions,
+    RoundTarget,
+    SampleTarget,
+)
 from lightning_bytescheduler.diloco.weighted_mean import Weighting, require_weighting
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.scheduler.options import SchedulerOptions

@@ -15,8 +15,6 @@ from pathlib import Path
 
 from lightning_bytescheduler.timeline.timeline import CODEC, COMMUNICATION, INNER, QUEUE, STEP, STILL, WAIT, Timeline
 
-__all__ = ["OuterTimeline", "beside"]
-
 _TRAINING = "training thread"
 _UNSUITABLE = re.compile(r"[^\w.-]+")
 

@@ -15,8 +15,6 @@ from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 from lightning_bytescheduler.lightning_api import pl, rank_zero_warn
 from lightning_bytescheduler.registration import require_same_package
 
-__all__ = ["PerformanceMonitor", "TakesBatchReports"]
-
 _SHOWN = "round", "to_go", "steps_left", "share"
 
 

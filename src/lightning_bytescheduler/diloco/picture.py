@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["RECORD_NAME", "add_arguments", "draw_rounds", "tables"]
 
 _COLOURS: dict[Activity, str] = {
     "receiving": "#8456b5",

@@ -34,8 +34,6 @@ from lightning_bytescheduler.collectives.groups import collect_left, give_up
 from lightning_bytescheduler.collectives.operations import broadcast_from_first, reduce_with, wait_unless
 from lightning_bytescheduler.exceptions import SchedulerTimeoutError, UnsupportedError
 
-__all__ = ["JointCollectives", "WorkerGroup", "WorkerWorld", "worker_name"]
-
 _TIMEOUT = timedelta(minutes=30)
 _INSIDE = 4  # times the timeout: who waits for a leader has a shorter limit of its own, see WorkerGroup
 

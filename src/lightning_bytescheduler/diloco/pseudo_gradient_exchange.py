@@ -45,8 +45,6 @@ from lightning_bytescheduler.scheduler.core import ByteCore
 from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask, TaskKey
 from lightning_bytescheduler.tuning.default_sizes import LinkEstimate
 
-__all__ = ["Exchange", "PseudoGradientExchange", "outer_sizes"]
-
 _BYTES = 4  # of a parameter, in fp32; what travels may be less, and is part of the estimate
 _LARGEST = 8_000_000  # parameters, as published; what travels is held in memory several times
 _SMALLEST = 16_384

@@ -20,8 +20,6 @@ from lightning_bytescheduler.diloco.messages import (
     WaitForRound,
 )
 
-__all__ = ["RoundCounter"]
-
 
 class RoundCounter:
     """Where one worker is in its round.

@@ -27,8 +27,7 @@ import msgspec
 
 from lightning_bytescheduler.diloco.messages import JoinRounds, StepReport
 from lightning_bytescheduler.diloco.projection import Pace, RunningMaximum, RunningSum, Tally
-from lightning_bytescheduler.diloco.round_end import RoundTarget
-from lightning_bytescheduler.diloco.round_options import RoundOptions
+from lightning_bytescheduler.diloco.round_end import RoundOptions, RoundTarget
 from lightning_bytescheduler.diloco.round_record import Activity, WorkerRound
 
 _WINDOW = 16

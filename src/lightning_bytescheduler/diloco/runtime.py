@@ -34,8 +34,6 @@ from lightning_bytescheduler.exceptions import RankFailedError
 from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.failures.messages import is_communication_error
 
-__all__ = ["FollowingRuntime", "LeadingRuntime", "SessionRuntime", "make_runtime"]
-
 log = logging.getLogger(__name__)
 
 _STOP_S = 5.0

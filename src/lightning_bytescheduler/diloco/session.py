@@ -43,8 +43,6 @@ from lightning_bytescheduler.diloco.round_counter import RoundCounter
 from lightning_bytescheduler.diloco.transport import CatchUp, Contribution, Exchanging, Transport
 from lightning_bytescheduler.exceptions import SchedulerTimeoutError
 
-__all__ = ["FollowingSession", "LeadingSession", "RankSession", "SessionStatistics", "WorkerSession"]
-
 
 @dataclass(slots=True)
 class SessionStatistics:

@@ -23,8 +23,6 @@ from lightning_bytescheduler.slices.messages import (
 from lightning_bytescheduler.slices.tracker_client import LocalTracker, RemoteTracker, TrackerClient, calls_of
 from lightning_bytescheduler.slices.training import TrackedTraining
 
-__all__ = ["SharedSlices", "share_slices"]
-
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")

@@ -57,8 +57,6 @@ if TYPE_CHECKING:
     from lightning_bytescheduler.diloco.coordinated_slices import CoordinatedSlices
     from lightning_bytescheduler.diloco.shared_slices import SharedSlices
 
-__all__ = ["DiLoCoStrategy"]
-
 
 @options_by_name
 class DiLoCoStrategy(WorkerStrategy):

@@ -36,8 +36,6 @@ from lightning_bytescheduler.diloco.process_groups import WorkerGroup
 from lightning_bytescheduler.diloco.session import RankSession, WorkerSession
 from lightning_bytescheduler.lightning_api import pl, rank_zero_info
 
-__all__ = ["CoordinatedBoundaries", "LoopBoundaries", "RoundBoundaries", "RoundHooks", "Rounds", "SharedData"]
-
 log = logging.getLogger(__name__)
 
 

@@ -18,8 +18,6 @@ from lightning_bytescheduler.diloco.mailbox import Postman
 from lightning_bytescheduler.diloco.messages import Message, PseudoGradientArrived
 from lightning_bytescheduler.diloco.pseudo_gradient_exchange import Exchange, PseudoGradientExchange
 
-__all__ = ["CatchUp", "CollectiveTransport", "Contribution", "Exchanging", "Transport"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contribution:

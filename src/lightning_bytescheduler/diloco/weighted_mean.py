@@ -30,20 +30,6 @@ from lightning_bytescheduler.compression.blocks import chunk_size, chunks_of
 from lightning_bytescheduler.compression.wire_format import WireFormat
 from lightning_bytescheduler.exceptions import OptionError
 
-__all__ = [
-    "COARSE_SHIFT",
-    "FINEST",
-    "FINE_SHIFT",
-    "LARGEST",
-    "MOST_SPLIT",
-    "MOST_WEIGHT",
-    "WEIGHTINGS",
-    "WeightedMean",
-    "Weighting",
-    "pseudo_gradient_weight",
-    "require_weighting",
-]
-
 Weighting = Literal["samples", "tokens", "uniform"]
 WEIGHTINGS: tuple[Weighting, ...] = get_args(Weighting)
 """Ways to weight pseudo-gradients."""

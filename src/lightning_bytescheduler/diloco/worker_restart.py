@@ -49,8 +49,6 @@ from lightning_bytescheduler.diloco.worker_state import (
 from lightning_bytescheduler.failures.store import connect_to_store
 from lightning_bytescheduler.lightning_api import pl, rank_zero_warn
 
-__all__ = ["KeptStates", "Resumed", "StateCollection", "StateService", "WorkerStates"]
-
 log = logging.getLogger(__name__)
 
 _PART = 4 * 2**20  # bytes of a value in the store

@@ -22,8 +22,6 @@ from torch import Tensor, nn
 from lightning_bytescheduler.diloco.epoch_shares import share_of
 from lightning_bytescheduler.lightning_api import pl
 
-__all__ = ["Moment", "give", "put_back", "random_numbers", "set_random_numbers", "take"]
-
 _PROGRESS = "epoch_loop.batch_progress"
 _COUNTS = (
     "epoch_loop.automatic_optimization.optim_progress",

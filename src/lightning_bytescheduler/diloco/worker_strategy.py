@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from lightning_bytescheduler.diloco.coordination import Coordination
     from lightning_bytescheduler.diloco.process_groups import WorkerWorld
 
-__all__ = ["WorkerStrategy", "shared_metrics"]
-
 
 @contextmanager
 def shared_metrics(module: nn.Module, joint: JointCollectives) -> Iterator[None]:
