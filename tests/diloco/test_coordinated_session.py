@@ -19,7 +19,7 @@ from lightning_bytescheduler.coordinator.state_store import StateStore
 from lightning_bytescheduler.diloco.coordinated_session import CoordinatedSession, Sent
 from lightning_bytescheduler.diloco.coordinator_protocol import LeaderAppointed
 from lightning_bytescheduler.diloco.coordinator_transport import CoordinatedExchange, CoordinatorTransport
-from lightning_bytescheduler.diloco.transport import Contribution
+from lightning_bytescheduler.diloco.session import Contribution
 from lightning_bytescheduler.exceptions import CoordinatorError, OptionError, SchedulerTimeoutError
 from lightning_bytescheduler.serving import ServerAccess
 from tests.diloco.coordinated_fits import coordinator_options

@@ -14,8 +14,7 @@ from lightning_bytescheduler.diloco.fragments import FragmentOptions, Overlap, T
 from lightning_bytescheduler.diloco.messages import Message, RoundEnded, SendNow, StartRound, TrainingOver
 from lightning_bytescheduler.diloco.outer_optimizer import OuterState
 from lightning_bytescheduler.diloco.process_groups import WorkerGroup
-from lightning_bytescheduler.diloco.session import FollowingSession, LeadingSession, WorkerSession
-from lightning_bytescheduler.diloco.transport import Contribution
+from lightning_bytescheduler.diloco.session import Contribution, LeadingSession, WorkerSession
 from lightning_bytescheduler.exceptions import OptionError, SchedulerTimeoutError
 
 AUTO = Overlap(steps="auto")
@@ -79,7 +78,7 @@ class Worker:
             state=OuterState(
                 trained(self.module, fragments), weighting="samples", lr=None, momentum=None, factory=None
             ),
-            transport=self.transport,
+            link=self.transport,
             overlap=overlap,
             flush=lambda: None,
             timeout=0.02,
@@ -331,7 +330,7 @@ def test_all_ranks_of_a_worker_merge_after_the_same_step() -> None:
             errors.append(error)
             shared["barrier"].abort()
 
-    follower = FollowingSession(
+    follower = WorkerSession(
         worker="worker0", group=Pair(1, shared), trained=trained(module), overlap=AUTO, flush=lambda: None
     )
     other = threading.Thread(

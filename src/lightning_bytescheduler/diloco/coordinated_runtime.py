@@ -19,7 +19,6 @@ from lightning_bytescheduler.__about__ import __version__
 from lightning_bytescheduler.diloco.coordinated_session import (
     CoordinatedRounds,
     CoordinatedSession,
-    FollowingCoordinated,
 )
 from lightning_bytescheduler.diloco.coordinator_address import CoordinatorAddress
 from lightning_bytescheduler.diloco.coordinator_client import CoordinatorClient
@@ -161,7 +160,7 @@ class CoordinatedRuntime(SessionRuntime):
         fragments = FragmentOptions(fragments=options.fragments, overlap_steps=options.overlap_steps)
         trained = TrainedWeights(self._module, fragments)
         if self.client is None:
-            self.session = FollowingCoordinated(worker=self.worker, group=self._group, trained=trained)
+            self.session = CoordinatedRounds(worker=self.worker, group=self._group, trained=trained)
             return
         state = OuterState(
             trained,
@@ -183,18 +182,13 @@ class CoordinatedRuntime(SessionRuntime):
             flush=self._flush,
             timeout=self._timeout,
         )
-        self.session = session
+        self.session, self.state = session, state
         with self._arrived:
             if self._ended_with is not None:
                 raise self._ended_with
             self._leading = session
             if self._welcome is not None:
                 session.welcomed(self._welcome)
-
-    @property
-    def state(self) -> OuterState | None:
-        """The global weights, on the first rank."""
-        return None if self._leading is None else self._leading.state
 
     def start(self, state: Mapping[str, Any] | None = None) -> None:
         """Take the global weights and begin the first round.
@@ -222,28 +216,11 @@ class CoordinatedRuntime(SessionRuntime):
         with self._arrived:
             self._fault = fault
             self._arrived.notify_all()
-        if getattr(self, "session", None) is not None:
-            self.session.fail(fault)
+        super().rank_failed(fault, step)
 
     def own_failure(self) -> BaseException | None:
         """What has ended the connection."""
         return self._error
-
-    def phase(self) -> str:
-        """What this rank is doing, in words."""
-        if getattr(self, "session", None) is None:
-            return "connecting to the coordinator"
-        return super().phase()
-
-    def steps_handed_over(self) -> int:
-        """How many rounds' pseudo-gradients were merged."""
-        return 0 if getattr(self, "session", None) is None else super().steps_handed_over()
-
-    def fail(self, error: BaseException) -> None:
-        """Stop for good."""
-        if getattr(self, "session", None) is not None:
-            self.session.fail(error)
-        self.stop(failed=True)
 
     def stop(self, *, failed: bool) -> bool:
         """Stop every thread; bounded, never raises, idempotent. Says so in the log where one has not ended by then.

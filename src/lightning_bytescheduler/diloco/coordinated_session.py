@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import logging
 import time
-from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
@@ -42,8 +41,13 @@ from lightning_bytescheduler.diloco.coordinator_protocol import (
     ResumeRounds,
     Welcome,
 )
-from lightning_bytescheduler.diloco.coordinator_transport import CoordinatedExchange, CoordinatorTransport, Mean
-from lightning_bytescheduler.diloco.fragments import Overlap, TrainedWeights
+from lightning_bytescheduler.diloco.coordinator_transport import (
+    CatchUp,
+    CoordinatedExchange,
+    CoordinatorTransport,
+    Mean,
+)
+from lightning_bytescheduler.diloco.fragments import Overlap
 from lightning_bytescheduler.diloco.messages import (
     EndRound,
     JoinRounds,
@@ -58,38 +62,19 @@ from lightning_bytescheduler.diloco.messages import (
 from lightning_bytescheduler.diloco.outer_optimizer import OuterState, pack_state, unpack_state
 from lightning_bytescheduler.diloco.process_groups import WorkerGroup
 from lightning_bytescheduler.diloco.round_counter import RoundCounter
-from lightning_bytescheduler.diloco.session import RankSession
-from lightning_bytescheduler.diloco.transport import CatchUp, Contribution
+from lightning_bytescheduler.diloco.session import Contribution, RankSession
 
 log = logging.getLogger(__name__)
 
 
-class Outcome(msgspec.Struct, frozen=True):
-    """What the first rank tells the worker's others after a synchronisation."""
-
-    changed: list[int]  # fragments whose weights it has others of now
-    version: int
-    over: bool
-    ended: RoundEnded | None
-
-
 class CoordinatedRounds(RankSession):
-    """One rank of a worker in a coordinator's run. All but :meth:`fail` is for the training thread.
+    """One rank of a worker in a coordinator's run; by itself, one that follows. For the training thread, but ``fail``.
 
     Args:
         worker: The worker's name.
         group: The worker's ranks.
-
-    Attributes:
-        worker: As given, until the coordinator gives another one.
-        over: Whether the run is over.
-        version: Of the global weights, as all ranks of the worker know it.
+        trained: What is trained.
     """
-
-    def __init__(self, *, worker: str, group: WorkerGroup) -> None:
-        super().__init__(worker=worker, group=group)
-        self.over = False
-        self.version = 0
 
     @property
     def leads(self) -> bool:
@@ -98,15 +83,11 @@ class CoordinatedRounds(RankSession):
 
     def begin(self) -> None:
         """Take the global weights, and wait for the first round."""
-        self._take_in(self._begin())
-
-    def is_due(self) -> bool:
-        """Whether there is something to do before another step: as the first rank knows it now."""
-        return self._group.any(self._is_due())
+        self._together(self._begin)
 
     def synchronise(self) -> None:
-        """Do it: send, merge, catch up, and begin the next round."""
-        self._take_in(self._synchronise())
+        """Do what is due: send, merge, catch up, and begin the next round."""
+        self._together(self._synchronise)
 
     def pause(self, *, shows: bool = True) -> None:
         """Send what was trained, and do something else until :meth:`resume`.
@@ -114,7 +95,7 @@ class CoordinatedRounds(RankSession):
         Args:
             shows: Whether to have the global weights meanwhile.
         """
-        self._take_in(self._pause(shows))
+        self._together(lambda: self._pause(shows))
 
     def is_over_elsewhere(self) -> bool:
         """Whether the run has ended while this worker did something else; looks only."""
@@ -122,7 +103,7 @@ class CoordinatedRounds(RankSession):
 
     def resume(self) -> None:
         """Go on with the rounds: where the others are by now."""
-        self._take_in(self._resume())
+        self._together(self._resume)
 
     def leave(self, *, quickly: bool, for_all: bool = False) -> None:
         """Take part no more, and have the global weights. What was trained counts.
@@ -131,67 +112,24 @@ class CoordinatedRounds(RankSession):
             quickly: Whether not to wait for the end of the round.
             for_all: Whether this worker leads, and the training of all is to end with this round.
         """
-        self._take_in(self._leave(quickly, for_all))
+        self._together(lambda: self._leave(quickly, for_all))
 
-    def _take_in(self, own: Outcome | None) -> None:
-        text = self._group.tell("" if own is None else msgspec.json.encode(own).decode())
-        outcome = msgspec.json.decode(text, type=Outcome)
-        if outcome.ended is not None and outcome.ended is not self.round_end:
-            self.round_end = outcome.ended
-        self.version = outcome.version
-        self.over = outcome.over
-        trained = self._trained
-        for fragment in outcome.changed:
-            self._group.share(trained.of(fragment))
+    # As in RankSession, for the first rank alone.
 
-    @property
-    @abstractmethod
-    def _trained(self) -> TrainedWeights:
-        """What is trained."""
+    def _begin(self) -> None:
+        """See :meth:`begin`."""
 
-    def _begin(self) -> Outcome | None:
-        return None
+    def _synchronise(self) -> None:
+        """See :meth:`synchronise`."""
 
-    def _is_due(self) -> bool:
-        return False
+    def _pause(self, shows: bool) -> None:
+        """See :meth:`pause`."""
 
-    def _synchronise(self) -> Outcome | None:
-        return None
+    def _resume(self) -> None:
+        """See :meth:`resume`."""
 
-    def _pause(self, shows: bool) -> Outcome | None:
-        return None
-
-    def _resume(self) -> Outcome | None:
-        return None
-
-    def _leave(self, quickly: bool, for_all: bool) -> Outcome | None:
-        return None
-
-
-class FollowingCoordinated(CoordinatedRounds):
-    """Goes along with its first rank, and takes over the weights that it merges.
-
-    Args:
-        worker: The worker's name.
-        group: The worker's ranks.
-        trained: What is trained.
-    """
-
-    def __init__(self, *, worker: str, group: WorkerGroup, trained: TrainedWeights) -> None:
-        super().__init__(worker=worker, group=group)
-        self._own = trained
-
-    @property
-    def round(self) -> int:
-        """The round this worker is in."""
-        return 0 if self.round_end is None else self.round_end.round + 1
-
-    @property
-    def _trained(self) -> TrainedWeights:
-        return self._own
-
-    def _report(self, *, samples: int, seconds: float, tokens: int, loss: float | None) -> None:
-        pass
+    def _leave(self, quickly: bool, for_all: bool) -> None:
+        """See :meth:`leave`."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -359,7 +297,7 @@ class CoordinatedSession(CoordinatedRounds):
         timeout: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(worker=worker, group=group)
+        super().__init__(worker=worker, group=group, trained=state.trained)
         self._state = state
         self._transport = transport
         self._overlap = overlap
@@ -381,7 +319,6 @@ class CoordinatedSession(CoordinatedRounds):
         self._sent: Sent | None = None
         self._beside = 0 if overlap.follows_mean else overlap.longest(0)  # steps beside the last mean, at most
         self._carries = False  # what was trained, over to weights from before it
-        self._changed: set[int] = set()
         self._shown = ExitStack()
 
     @property
@@ -398,10 +335,6 @@ class CoordinatedSession(CoordinatedRounds):
     def state(self) -> OuterState:
         """The global weights."""
         return self._state
-
-    @property
-    def _trained(self) -> TrainedWeights:
-        return self._state.trained
 
     @property
     def _fragments(self) -> range:
@@ -461,6 +394,13 @@ class CoordinatedSession(CoordinatedRounds):
 
     # ------------------------------------------------------------------ a step
 
+    def _together(self, work: Callable[[], None]) -> None:
+        def done() -> None:
+            work()
+            self.version, self.over = self._transport.version, self._over_here
+
+        super()._together(done)
+
     def _report(self, *, samples: int, seconds: float, tokens: int, loss: float | None) -> None:
         self._transport.timeline.trained(self.round)
         self._state.count(samples=samples, tokens=tokens)
@@ -507,21 +447,19 @@ class CoordinatedSession(CoordinatedRounds):
 
     # ------------------------------------------------------------------ the end of a round
 
-    def _begin(self) -> Outcome:
+    def _begin(self) -> None:
         self._transport.wait(lambda: self._transport.realign, "the coordinator", self._timeout)
         while not (self._align() and self._follow_others() and self._start_round()):
             self.check()
             self._transport.await_connection(self._timeout)
-        self._changed = set(self._fragments)
-        return self._outcome()
+        self._changed.update(self._fragments)
 
-    def _synchronise(self) -> Outcome:
+    def _synchronise(self) -> None:
         self.check()
         self._flush()
-        if self._sent is None and self._send() and self._overlap and not self._counter.closes:
-            return self._outcome()
-        self._conclude()
-        return self._outcome()
+        travels = self._sent is None and self._send() and self._overlap and not self._counter.closes
+        if not travels:
+            self._conclude()
 
     def _conclude(self) -> bool:
         """Merge the round that is due and all others that have ended; returns whether the next one has begun."""
@@ -671,10 +609,7 @@ class CoordinatedSession(CoordinatedRounds):
         transport = self._transport
         if not transport.realign:
             return True
-        welcome = transport.welcome
-        if welcome is None:
-            return False
-        if welcome.provide and not transport.provide(pack_state(self._state.full_state()), self._timeout):
+        if transport.provides and not transport.provide(pack_state(self._state.full_state()), self._timeout):
             return False
         # What was provided is fetched, too: all begin with what the coordinator has made of it.
         began = self._clock()
@@ -742,7 +677,7 @@ class CoordinatedSession(CoordinatedRounds):
         """See CoordinatedRounds."""
         return self._last_round is not None
 
-    def _pause(self, shows: bool) -> Outcome:
+    def _pause(self, shows: bool) -> None:
         self._flush()
         # Neither what was carried alone, nor the few steps beside the last mean, which mixing keeps for the next round.
         if self._sent is not None or self._counter.steps > (self._beside if self._trained.mixing else 0):
@@ -751,13 +686,11 @@ class CoordinatedSession(CoordinatedRounds):
             self._away = True
             if self._joined:
                 self._transport.client.post(PauseRounds(worker=self.worker))
-        outcome = self._outcome()
-        if not shows:
-            return outcome
-        self._shown.enter_context(self._state.shown())
-        return msgspec.structs.replace(outcome, changed=list(self._fragments))
+        if shows:
+            self._shown.enter_context(self._state.shown())
+            self._changed.update(self._fragments)
 
-    def _resume(self) -> Outcome:
+    def _resume(self) -> None:
         self._shown.close()
         transport = self._transport
         transport.timeline.stood("validation or another pause")
@@ -770,10 +703,9 @@ class CoordinatedSession(CoordinatedRounds):
             stays = self._sent is None and not self._late and self._counter.round == self.round
         if not stays:
             self._conclude()
-        self._changed = set(self._fragments)
-        return self._outcome()
+        self._changed.update(self._fragments)
 
-    def _leave(self, quickly: bool, for_all: bool) -> Outcome:
+    def _leave(self, quickly: bool, for_all: bool) -> None:
         self._shown.close()
         transport, told = self._transport, None
         while for_all and self._leads and transport.connected and not self._over_here:
@@ -798,7 +730,6 @@ class CoordinatedSession(CoordinatedRounds):
                 transport.client.flush(_RECEIPT_S / 3)
         self._sent = None
         self._take_global_weights()
-        return self._outcome()
 
     def _hand_in(self) -> None:
         """Send what was trained so far in this round, and wait for the receipt, if there is a connection."""
@@ -808,7 +739,3 @@ class CoordinatedSession(CoordinatedRounds):
             self._send()
         if self._sent is not None:
             self._sent.exchange.await_receipt(_RECEIPT_S)
-
-    def _outcome(self) -> Outcome:
-        changed, self._changed = sorted(self._changed), set()
-        return Outcome(changed, self._transport.version, self._over_here, self.round_end)

@@ -44,7 +44,7 @@ from lightning_bytescheduler.diloco.coordinator_protocol import (
 )
 from lightning_bytescheduler.diloco.messages import Message
 from lightning_bytescheduler.diloco.outer_timeline import OuterTimeline
-from lightning_bytescheduler.diloco.transport import CatchUp, Contribution
+from lightning_bytescheduler.diloco.session import Contribution
 from lightning_bytescheduler.exceptions import CoordinatorError, SchedulerTimeoutError
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,19 @@ _SLICE_S = 1.0
 _ASK_AGAIN_S = 0.2
 _ASK_AGAIN_MOST_S = 5.0
 _NOT_NOW = 409
+_WRONG_WEIGHTS = (413, 422)
 _CODEC = "bytescheduler-coordinator-codec"
+
+
+@dataclass(frozen=True, slots=True)
+class CatchUp:
+    """There is no mean for the worker now: it has to look where the others are.
+
+    Attributes:
+        reason: In words.
+    """
+
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +117,7 @@ class CoordinatorTransport:
         changed: Notified of everything that the network brings; holds the lock for all that follows.
         connected: Whether there is a connection.
         welcome: The last one.
+        provides: Whether it asks for this worker's weights as the first ones: once in a connection, until it has some.
         realign: Whether it asks for the state before this worker can go on.
         version: Of the global weights here.
         chain: Of the same.
@@ -129,6 +142,7 @@ class CoordinatorTransport:
         self.changed = threading.Condition()
         self.connected = False
         self.welcome: Welcome | None = None
+        self.provides = False
         self.realign = False
         self.version = 0
         self.chain = START
@@ -154,6 +168,7 @@ class CoordinatorTransport:
         """
         self.connected = True
         self.welcome = welcome
+        self.provides = welcome.provide
         self.realign = welcome.fetch or welcome.provide or not begun
         self.ended = welcome.version
         self._means.clear()
@@ -301,12 +316,18 @@ class CoordinatorTransport:
         return future.result()
 
     def provide(self, payload: bytes, timeout: float) -> bool:
-        """Send this worker's weights as the first ones; returns whether they were taken."""
+        """Send this worker's weights as the first ones; returns whether there are some now.
+
+        Raises:
+            CoordinatorError: If they are refused for what is in them.
+        """
         future = self._start(self._provide(payload))
         if not self.wait(future.done, "the answer to the first weights", timeout):
             future.cancel()
             return False
-        return future.result()
+        with self.changed:
+            self.provides = not future.result()
+        return not self.provides
 
     def aligned(self, version: int, chain: str) -> None:
         """This worker has the weights of that version."""
@@ -429,9 +450,11 @@ class CoordinatorTransport:
     async def _provide(self, payload: bytes) -> bool:
         headers = {DIGEST_HEADER: await self._coded(self._digest, payload)}
         answer = await self.client.request("PUT", STATE_PATH, headers=headers, body=payload)
+        if answer.status in _WRONG_WEIGHTS:
+            raise CoordinatorError(f"The coordinator refuses this worker's weights: {answer.words}")
         if answer.status >= 300:
             log.info("coordinator: the first weights were not taken: %s", answer.words)
-        return answer.status < 300
+        return answer.status < 300 or answer.status == _NOT_NOW  # another worker has sent some
 
     async def _coded(self, function: Callable[..., _T], *arguments: object) -> _T:
         coding = self._codec.submit(function, *arguments)

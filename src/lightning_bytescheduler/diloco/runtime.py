@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -19,17 +18,16 @@ from torch import nn
 
 from lightning_bytescheduler.diloco.batch_scheduler_thread import BatchSchedulerThread
 from lightning_bytescheduler.diloco.coordinated_session import CoordinatedRounds
-from lightning_bytescheduler.diloco.fragments import Overlap, TrainedWeights
+from lightning_bytescheduler.diloco.fragments import TrainedWeights
 from lightning_bytescheduler.diloco.mailbox import Mailbox, Postman, with_messages
-from lightning_bytescheduler.diloco.messages import Message
+from lightning_bytescheduler.diloco.messages import Message, PseudoGradientArrived
 from lightning_bytescheduler.diloco.options import DiLoCoOptions, OuterOptions
 from lightning_bytescheduler.diloco.outer_optimizer import OuterState
 from lightning_bytescheduler.diloco.outer_timeline import OuterTimeline
 from lightning_bytescheduler.diloco.process_groups import WorkerGroup, WorkerWorld, worker_name
-from lightning_bytescheduler.diloco.pseudo_gradient_exchange import PseudoGradientExchange
+from lightning_bytescheduler.diloco.pseudo_gradient_exchange import Exchange, PseudoGradientExchange
 from lightning_bytescheduler.diloco.round_record import RoundRecord
-from lightning_bytescheduler.diloco.session import FollowingSession, LeadingSession, WorkerSession
-from lightning_bytescheduler.diloco.transport import CollectiveTransport
+from lightning_bytescheduler.diloco.session import Contribution, LeadingSession, WorkerSession
 from lightning_bytescheduler.exceptions import RankFailedError
 from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.failures.messages import is_communication_error
@@ -53,7 +51,7 @@ def make_runtime(
     board: FaultBoard,
     flush: Callable[[], None],
     on_round: Callable[[RoundRecord], object],
-) -> LeadingRuntime | FollowingRuntime:
+) -> SessionRuntime:
     """Start what runs beside the training.
 
     Args:
@@ -68,9 +66,9 @@ def make_runtime(
     """
     trained = TrainedWeights(module, options.fragment_options)
     if not group.leads:
-        return FollowingRuntime(
-            world=world, group=group, board=board, trained=trained, overlap=outer.overlap, flush=flush
-        )
+        worker = worker_name(world.worker)
+        session = WorkerSession(worker=worker, group=group, trained=trained, overlap=outer.overlap, flush=flush)
+        return SessionRuntime(session, board)
     state = OuterState(
         trained,
         weighting=options.weighting,
@@ -83,41 +81,71 @@ def make_runtime(
     )
 
 
-class SessionRuntime(ABC):
-    """What runs beside a session, and is watched by the fault board.
+class SessionRuntime:
+    """A session, watched by the fault board. By itself that of a rank whose leader speaks for it: there are no threads.
+
+    Args:
+        session: The rounds of this rank.
+        board: Where failures are published; not closed with the runtime.
 
     Attributes:
-        session: The rounds of this rank.
+        session: The same, once there is one.
+        state: The global weights, on a rank that leads its worker.
     """
 
     session: WorkerSession | CoordinatedRounds
+    state: OuterState | None = None
+
+    def __init__(self, session: WorkerSession | CoordinatedRounds, board: FaultBoard) -> None:
+        self.session = session
+        self._board = board
+        board.watch(self)
 
     # What the fault board asks and tells (Watched), on its own thread.
 
     def rank_failed(self, fault: RankFailedError, step: int | None) -> None:
         """Stop: another rank has failed."""
-        self.session.fail(fault)
+        if self._begun:
+            self.session.fail(fault)
 
-    @abstractmethod
     def own_failure(self) -> BaseException | None:
         """What has stopped this rank, on whichever thread."""
+        return None
 
     def phase(self) -> str:
         """What this rank is doing, in words."""
+        if not self._begun:
+            return "connecting to the coordinator"
         return f"in round {self.session.round}, step {self.session.statistics.steps}"
 
     def steps_handed_over(self) -> int:
         """How many rounds' pseudo-gradients were merged."""
-        return self.session.statistics.rounds
+        return self.session.statistics.rounds if self._begun else 0
+
+    @property
+    def _begun(self) -> bool:
+        return hasattr(self, "session")
 
     # What the strategy calls.
 
+    def start(self, state: Mapping[str, Any] | None = None) -> None:
+        """Join the other workers and begin the first round.
+
+        Args:
+            state: What :meth:`state_dict` gave, to carry on from; the leader does.
+        """
+        self.session.begin()
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """What to keep beside the global weights; ``None`` on all ranks but one."""
+        return None
+
     def fail(self, error: BaseException) -> None:
         """Stop for good, because of this rank's failure or another's."""
-        self.session.fail(error)
+        if self._begun:
+            self.session.fail(error)
         self.stop(failed=True)
 
-    @abstractmethod
     def stop(self, *, failed: bool) -> bool:
         """Stop every thread; bounded, never raises, idempotent.
 
@@ -127,6 +155,37 @@ class SessionRuntime(ABC):
         Returns:
             Whether nothing is under way on the group of the leaders.
         """
+        self._board.unwatch(self)
+        return not failed
+
+
+class _Mail:
+    """A ``Link`` between ranks that were launched together.
+
+    Args:
+        postman: Carries messages.
+        exchange: Carries pseudo-gradients; every worker starts the same ones in the same order.
+    """
+
+    def __init__(self, postman: Postman, exchange: PseudoGradientExchange) -> None:
+        self._postman = postman
+        self._exchange = exchange
+
+    def post(self, message: Message) -> None:
+        self._postman.post(_SCHEDULER, message)
+
+    def start(self, contribution: Contribution) -> Exchange:
+        """See ``Link``; tells the batch scheduler when the mean is there."""
+
+        def arrived(error: BaseException | None) -> None:
+            if error is None and contribution.round:
+                self.post(PseudoGradientArrived(worker=contribution.worker, round=contribution.round))
+
+        name = f"fragment {contribution.fragment}"
+        return self._exchange.start(name, contribution.pseudo_gradient, weight=contribution.weight, on_end=arrived)
+
+    def abort(self, cause: BaseException) -> None:
+        self._exchange.abort(cause)
 
 
 class LeadingRuntime(SessionRuntime):
@@ -142,6 +201,9 @@ class LeadingRuntime(SessionRuntime):
         on_round: Called with each round that has ended, on worker 0, on a thread of its own.
     """
 
+    session: LeadingSession
+    state: OuterState
+
     def __init__(
         self,
         *,
@@ -155,8 +217,6 @@ class LeadingRuntime(SessionRuntime):
     ) -> None:
         if world.leaders is None:
             raise RuntimeError("Cannot exchange pseudo-gradients: only the first rank of a worker does.")
-        self.state: OuterState = state
-        self._board = board
         self._name = worker_name(world.worker)
         # A process that is busy in native code may show no sign of life for seconds.
         self._silence = min(_SILENCE_S, options.timeout / 4)
@@ -176,18 +236,19 @@ class LeadingRuntime(SessionRuntime):
             timeline=self.timeline,
             on_error=self._on_error,
         )
-        self._transport = CollectiveTransport(self._postman, _SCHEDULER, self._exchange)
-        self.session: LeadingSession = LeadingSession(
+        session = LeadingSession(
             worker=self._name,
             group=group,
             state=state,
-            transport=self._transport,
+            link=_Mail(self._postman, self._exchange),
             overlap=options.overlap,
             flush=flush,
             timeout=options.timeout,
             timeline=self.timeline,
         )
-        self._mailboxes = [self._open(world, self._name, "bytescheduler-outer-mail", self.session.receive)]
+        super().__init__(session, board)
+        self.state = state
+        self._mailboxes = [self._open(world, self._name, "bytescheduler-outer-mail", session.receive)]
         self._scheduler: BatchSchedulerThread | None = None
         if world.rank == 0:
             self._scheduler = BatchSchedulerThread(
@@ -200,15 +261,10 @@ class LeadingRuntime(SessionRuntime):
                 on_error=self._on_error,
             )
             self._mailboxes.append(self._open(world, _SCHEDULER, "bytescheduler-host-mail", self._scheduler.handle))
-        board.watch(self)
         atexit.register(self.stop, failed=True)  # a thread inside torch while the interpreter ends would abort it
 
     def start(self, state: Mapping[str, Any] | None = None) -> None:
-        """Join the other workers and begin the first round.
-
-        Args:
-            state: What :meth:`state_dict` gave, to carry on from.
-        """
+        """See SessionRuntime."""
         if state is not None:
             self.state.load_state_dict(state["outer"])
         link = self._exchange.follow_link(max(self._elements), timeout=self._timeout)
@@ -319,50 +375,3 @@ class LeadingRuntime(SessionRuntime):
             cause.__cause__ = error
         self.session.fail(cause)
         return cause
-
-
-class FollowingRuntime(SessionRuntime):
-    """What a rank has whose leader speaks for it: no threads, no connections, no global weights.
-
-    Args:
-        world: Where this rank is.
-        group: The ranks it trains with.
-        board: Where failures are published; not closed with the runtime.
-        trained: What is trained.
-        overlap: See :class:`WorkerSession`.
-        flush: See :class:`WorkerSession`.
-    """
-
-    def __init__(
-        self,
-        *,
-        world: WorkerWorld,
-        group: WorkerGroup,
-        board: FaultBoard,
-        trained: TrainedWeights,
-        overlap: Overlap,
-        flush: Callable[[], None],
-    ) -> None:
-        self._board = board
-        self.state: OuterState | None = None
-        self.session: FollowingSession = FollowingSession(
-            worker=worker_name(world.worker),
-            group=group,
-            trained=trained,
-            overlap=overlap,
-            flush=flush,
-        )
-        board.watch(self)
-
-    def start(self, state: Mapping[str, Any] | None = None) -> None:
-        """Wait for the first round. What there is to carry on from is the leader's."""
-        self.session.begin()
-
-    def own_failure(self) -> BaseException | None:
-        """None: nothing runs here but the training thread."""
-        return None
-
-    def stop(self, *, failed: bool) -> bool:
-        """Leave the board; returns whether nothing is under way."""
-        self._board.unwatch(self)
-        return not failed

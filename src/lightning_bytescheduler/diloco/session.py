@@ -1,12 +1,18 @@
 """A worker's part in the rounds, as each of its ranks goes through it: steps, pseudo-gradients, standing still.
 
 On every rank of a worker the same calls lead to the same places, at the same steps; see ``WorkerGroup`` for why. What
-is said to other workers is the business of the worker's first rank (``LeadingSession``), which counts its steps, sends
-its pseudo-gradient when it is time to, and hands on what the others make of it; the worker's other ranks follow it
-(``FollowingSession``).
+is said to other workers is the business of the worker's first rank, which counts its steps, sends its pseudo-gradient
+when it is time to, and merges what the others make of it. The worker's other ranks follow: they hear in an ``Outcome``
+what the first one has done, and get its weights, bit for bit.
 
-All but :meth:`LeadingSession.receive` and :meth:`WorkerSession.fail` is called by the training thread, which waits for
-other workers at two places only: for a pseudo-gradient that is to be merged now, and for the start of a round.
+There are two roads to the others. Here is that of workers launched together (``WorkerSession`` on a rank that follows,
+``LeadingSession`` on one that leads), where all live or the job ends, and all stand still where one of them has an
+epoch's end, a validation, or its own end. That of a coordinator, where workers come and go, is in
+``coordinated_session.py``. Both end a round with the same: a weighted mean that every worker has the same bits of, with
+which each takes the outer step itself.
+
+All but ``receive`` and ``fail`` is called by the training thread, which waits for other workers at two places only: for
+a pseudo-gradient that is to be merged now, and for the start of a round.
 
 Where a merge follows the mean (``overlap_steps="auto"``, see ``fragments.py``), the leader alone looks whether it is
 there, after each step beside it, and the others hear what it has seen. All of them ask after the same steps, as they
@@ -17,10 +23,11 @@ from __future__ import annotations
 
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
+import msgspec
 from torch import Tensor
 
 from lightning_bytescheduler.diloco.fragments import Overlap, TrainedWeights
@@ -33,15 +40,70 @@ from lightning_bytescheduler.diloco.messages import (
     RoundStatus,
     SendingPseudoGradient,
     StepMetrics,
-    decode,
-    encode,
 )
 from lightning_bytescheduler.diloco.outer_optimizer import OuterState
 from lightning_bytescheduler.diloco.outer_timeline import OuterTimeline
 from lightning_bytescheduler.diloco.process_groups import WorkerGroup
 from lightning_bytescheduler.diloco.round_counter import RoundCounter
-from lightning_bytescheduler.diloco.transport import CatchUp, Contribution, Exchanging, Transport
 from lightning_bytescheduler.exceptions import SchedulerTimeoutError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contribution:
+    """What a worker has made of a fragment in a round.
+
+    Attributes:
+        worker: Who.
+        round: In which round; 0 where fragments are synchronised that do not belong to the round that ends.
+        fragment: Which fragment.
+        pseudo_gradient: Flat, fp32, on the CPU; not to be changed any more.
+        weight: In the mean, as this worker works it out.
+        samples: Processed since this fragment was last sent.
+        tokens: The same in tokens; 0 where nobody counts them.
+        steps: Taken in this round.
+        round_samples: Processed in this round.
+    """
+
+    worker: str
+    round: int
+    fragment: int
+    pseudo_gradient: Tensor
+    weight: int = 0
+    samples: int = 0
+    tokens: int = 0
+    steps: int = 0
+    round_samples: int = 0
+
+
+class Exchanging(Protocol):
+    """A pseudo-gradient that is on its way between workers launched together."""
+
+    def is_there(self) -> bool:
+        """Whether :meth:`wait` would return, or raise, at once. Looks only."""
+
+    def wait(self, timeout: float) -> tuple[Tensor, int]:
+        """Wait for the weighted mean, flat, and the sum of the weights.
+
+        Args:
+            timeout: Longest wait in seconds.
+
+        Raises:
+            SchedulerTimeoutError: If it is not there in time.
+            BaseException: What the exchange has failed with.
+        """
+
+
+class Link(Protocol):
+    """A worker's way to the others that were launched with it. Nothing but :meth:`Exchanging.wait` waits for them."""
+
+    def post(self, message: Message) -> None:
+        """Send a message to the batch scheduler; at once, never blocks."""
+
+    def start(self, contribution: Contribution) -> Exchanging:
+        """Begin to exchange a fragment; returns at once."""
+
+    def abort(self, cause: BaseException) -> None:
+        """Fail everything that is under way, and whatever is started later. For any thread."""
 
 
 @dataclass(slots=True)
@@ -65,30 +127,53 @@ class SessionStatistics:
     start_s: float = 0.0
 
 
-class RankSession(ABC):
+class Outcome(msgspec.Struct, frozen=True):
+    """What the first rank tells the worker's others once it has done something for all of them.
+
+    Attributes:
+        changed: Fragments whose weights it has others of now.
+        version: Rounds that are part of the global weights.
+        over: Whether training is over.
+        ended: The last round's end.
+    """
+
+    changed: list[int]
+    version: int
+    over: bool
+    ended: RoundEnded | None
+
+
+class RankSession:
     """One rank of a worker in one training. All but :meth:`fail` is for the training thread.
 
     Args:
         worker: The worker's name.
         group: The worker's ranks.
+        trained: What is trained.
 
     Attributes:
-        worker: As given.
+        worker: As given, until a coordinator gives another one.
         statistics: Of this rank.
         round_end: The last one.
+        version: Rounds that are part of the global weights, as all ranks of the worker know it.
+        over: Whether training is over, as all ranks of the worker know it.
     """
 
-    def __init__(self, *, worker: str, group: WorkerGroup) -> None:
+    def __init__(self, *, worker: str, group: WorkerGroup, trained: TrainedWeights) -> None:
         self.worker = worker
         self.statistics = SessionStatistics()
         self.round_end: RoundEnded | None = None
+        self.version = 0
+        self.over = False
         self._group = group
+        self._trained = trained
+        self._changed: set[int] = set()  # fragments whose weights the worker's other ranks do not have yet
         self._failure: BaseException | None = None
 
     @property
-    @abstractmethod
     def round(self) -> int:
         """The round this worker is in."""
+        return self.version + 1
 
     def progress(self) -> dict[str, float]:
         """How the rounds go, by name; what is not known on this rank is left out."""
@@ -121,53 +206,71 @@ class RankSession(ABC):
         self.statistics.steps += 1
         self.statistics.samples += samples
 
-    @abstractmethod
+    def is_due(self) -> bool:
+        """Whether there is something to do before another step is taken: as the leader knows it now."""
+        return self._group.any(self._is_due())
+
+    def _together(self, work: Callable[[], None]) -> None:
+        """The first rank does it; the others hear what has become of it, and get the weights that it has changed."""
+        if self._group.leads:
+            work()
+            outcome = Outcome(sorted(self._changed), self.version, self.over, self.round_end)
+            self._group.tell(msgspec.json.encode(outcome).decode())
+        else:
+            outcome = msgspec.json.decode(self._group.tell(), type=Outcome)
+            self.version, self.over, self.round_end = outcome.version, outcome.over, outcome.ended
+        self._changed.clear()
+        for fragment in outcome.changed:
+            self._group.share(self._trained.of(fragment))
+
+    # What follows is the first rank's business; the others do nothing there.
+
     def _report(self, *, samples: int, seconds: float, tokens: int, loss: float | None) -> None:
-        """Tell of a step; the worker's other ranks tell nothing."""
+        """Tell of a step."""
+
+    def _is_due(self) -> bool:
+        """Whether there is something to do now."""
+        return False
 
 
 _SLICE_S = 1.0
 
 
 class WorkerSession(RankSession):
-    """One rank of a worker, in one training. All but :meth:`fail` is for the training thread.
+    """One rank of a worker launched with others; by itself, one that follows. For the training thread, but ``fail``.
 
     Args:
         worker: The worker's name.
         group: The worker's ranks.
+        trained: What is trained.
         overlap: When what was sent is merged.
         flush: Called on the training thread before weights are read or replaced: brings them up to date.
 
     Attributes:
+        halted: Whether all workers stand still at the end of a round.
         at_begin: Called where a round has begun right after a merge, with nothing of it done yet.
     """
 
     def __init__(
-        self, *, worker: str, group: WorkerGroup, overlap: Overlap, flush: Callable[[], None] = lambda: None
+        self,
+        *,
+        worker: str,
+        group: WorkerGroup,
+        trained: TrainedWeights,
+        overlap: Overlap,
+        flush: Callable[[], None] = lambda: None,
     ) -> None:
-        super().__init__(worker=worker, group=group)
+        super().__init__(worker=worker, group=group, trained=trained)
+        self.halted = False
+        self.at_begin: Callable[[], None] | None = None
         self._overlap = overlap
         self._flush = flush
-        self.at_begin: Callable[[], None] | None = None
         self._sent = False  # a pseudo-gradient that is not merged yet
         self._steps_since_sent = 0
-        self._halted = False
-        self._over = False
-
-    @property
-    def over(self) -> bool:
-        """Whether training is over for all workers."""
-        return self._over
-
-    @property
-    def halted(self) -> bool:
-        """Whether all workers stand still at the end of a round."""
-        return self._halted
 
     def begin(self) -> None:
         """Join, and wait for all workers and the first round."""
-        self._join()
-        self._start_round()
+        self._together(self._join)
 
     def count(self, *, samples: int, seconds: float, tokens: int = 0, loss: float | None = None) -> None:
         """Take note of a step, and report it without waiting.
@@ -178,37 +281,43 @@ class WorkerSession(RankSession):
         if self._sent:
             self._steps_since_sent += 1
             if self._is_to_merge():
-                self._conclude()
+                self.merge_sent()
 
-    def is_due(self) -> bool:
-        """Whether the pseudo-gradient is to be sent before another step is taken: as the leader knows it now."""
-        return self._group.any(self._is_due())
-
-    @abstractmethod
     def ask(self, *, now: bool = False, epoch: bool = False, validate: bool = False, stop: bool = False) -> None:
-        """Say what is to happen at the end of this round, and whether that is to be soon."""
+        """Say what is to happen at the end of this round, and whether that is to be soon; the leader does."""
 
     def end_round(self) -> None:
         """Send the pseudo-gradient. Without overlap, merge the answer too, and start the next round unless all halt."""
         self.merge_sent()
-        if self._halted:
+        if self.halted:
             return
         self._flush()
         self._send_pseudo_gradient()
         self._sent = True
         self._steps_since_sent = 0
         if not self._overlap:
-            self._conclude()
+            self.merge_sent()
 
     def merge_sent(self) -> None:
         """Merge what is under way, if anything is."""
-        if self._sent:
-            self._conclude()
+        if not self._sent:
+            return
+        self._sent = False
+        self._flush()
+        self._together(self._merge)
+        if self.round_end is None:
+            raise RuntimeError("The leader told of no round's end.")
+        self.statistics.rounds += 1
+        self.statistics.merged_samples += self.round_end.samples
+        # Where all stand still, all fragments are synchronised, and everybody has the global weights.
+        self.halted = self.round_end.halts
+        if not self.halted and not self.over and self.at_begin is not None:
+            self.at_begin()
 
     def end_round_for_all(self, *, epoch: bool = False, validate: bool = False, stop: bool = False) -> None:
         """End the round for all workers, with something that all of them stand still for."""
         self.merge_sent()
-        if self._halted:  # another worker was first
+        if self.halted:  # another worker was first
             return
         self.ask(now=True, epoch=epoch, validate=validate, stop=stop)
         self.end_round()
@@ -216,20 +325,19 @@ class WorkerSession(RankSession):
 
     def pass_on(self, *, stop: bool = False) -> bool:
         """Go on after everybody stood still, or stop if any worker does; returns whether training goes on."""
-        if self._over or not self._halted or self.round_end is None:
-            return not self._over
-        self._say_passed(self.round_end.round, stop=stop)
-        self._halted = False
-        self._start_round()
-        return not self._over
+        if self.over or not self.halted:
+            return not self.over
+        self.halted = False
+        self._together(lambda: self._pass_on(stop=stop))
+        return not self.over
 
     def finish(self) -> None:
         """End the training for all workers."""
-        if self._over:
+        if self.over:
             return
-        if self._sent or not self._halted:
+        if self._sent or not self.halted:
             self.end_round_for_all(stop=True)
-        if not self._over:
+        if not self.over:
             self.pass_on(stop=True)
 
     def _is_to_merge(self) -> bool:
@@ -237,57 +345,21 @@ class WorkerSession(RankSession):
             return self._group.any(self._need_not_train_on())
         return self._steps_since_sent >= self._overlap.longest(0)
 
-    def _conclude(self) -> None:
-        self._sent = False
-        self._flush()
-        ended = self._merge()
-        self.statistics.rounds += 1
-        self.statistics.merged_samples += ended.samples
-        self.round_end = ended
-        if not ended.halts:
-            self._start_round()
-            if self.at_begin is not None and not self._over:
-                self.at_begin()
-            return
-        # Where all stand still, all fragments are synchronised, and everybody has the global weights.
-        self._halted = True
-        self._merge_rest(ended.round)
-        self._over = ended.stop
-
-    def _start_round(self) -> None:
-        self._over = self._group.any(self._await_round())
-
-    @abstractmethod
     def _join(self) -> None:
-        """Become one of the workers."""
+        """Become one of the workers, and begin the first round."""
 
-    @abstractmethod
-    def _is_due(self) -> bool:
-        """Whether the pseudo-gradient is to be sent now, as far as this rank decides it."""
-
-    @abstractmethod
     def _need_not_train_on(self) -> bool:
-        """Whether to merge what is under way now, without a number of steps for it, as far as this rank decides it."""
+        """Whether to merge what is under way now, without a number of steps for it."""
+        return False
 
-    @abstractmethod
     def _send_pseudo_gradient(self) -> None:
         """Begin to send what the round's steps have made of its fragment."""
 
-    @abstractmethod
-    def _merge(self) -> RoundEnded:
-        """Wait for the end of the round, and let the trained weights follow."""
+    def _merge(self) -> None:
+        """Wait for the end of the round, let the trained weights follow, and begin the next one unless all halt."""
 
-    @abstractmethod
-    def _merge_rest(self, round: int) -> None:
-        """Synchronise the fragments that did not belong to this round."""
-
-    @abstractmethod
-    def _say_passed(self, round: int, *, stop: bool) -> None:
-        """Say that this worker is through with what all stood still for."""
-
-    @abstractmethod
-    def _await_round(self) -> bool:
-        """Wait for the next round and begin it; returns whether there is none, as far as this rank decides it."""
+    def _pass_on(self, *, stop: bool) -> None:
+        """Say that this worker is through with what all stood still for, and begin the next round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,7 +377,7 @@ class LeadingSession(WorkerSession):
         worker: The worker's name.
         group: The worker's ranks.
         state: The global weights.
-        transport: To the batch scheduler and the other workers.
+        link: To the batch scheduler and the other workers.
         overlap: See :class:`WorkerSession`.
         flush: See :class:`WorkerSession`.
         timeout: Longest wait for the other workers, in seconds.
@@ -319,22 +391,22 @@ class LeadingSession(WorkerSession):
         worker: str,
         group: WorkerGroup,
         state: OuterState,
-        transport: Transport,
+        link: Link,
         overlap: Overlap,
         flush: Callable[[], None],
         timeout: float,
         clock: Callable[[], float] = time.monotonic,
         timeline: OuterTimeline | None = None,
     ) -> None:
-        super().__init__(worker=worker, group=group, overlap=overlap, flush=flush)
+        super().__init__(worker=worker, group=group, trained=state.trained, overlap=overlap, flush=flush)
         self.left: int | None = None
         self._state = state
-        self._transport = transport
+        self._link = link
         self._timeout = timeout
         self._clock = clock
         self._timeline = OuterTimeline() if timeline is None else timeline
-        self._changed = threading.Condition()
-        # What follows changes under the condition.
+        self._lock = threading.Condition()
+        # What follows changes under the lock.
         self._counter = RoundCounter(worker)
         self._round_ends: dict[int, RoundEnded] = {}
         # The training thread's own.
@@ -357,59 +429,60 @@ class LeadingSession(WorkerSession):
 
     def done_in_round(self) -> dict[str, int]:
         """What was done in this round, by name; where it has just begun, beside the last one's mean."""
-        with self._changed:
+        with self._lock:
             counter = self._counter
             return {"steps": counter.steps, "samples": counter.samples, "tokens": counter.tokens}
 
     def go_on(self, done: Mapping[str, int]) -> None:
         """Count on in the first round of a restart from what :meth:`done_in_round` gave; before its first step."""
-        with self._changed:
+        with self._lock:
             self._counter.go_on(steps=done["steps"], samples=done["samples"], tokens=done["tokens"])
 
     # ------------------------------------------------------------------ other threads
 
     def receive(self, message: Message) -> None:
         """Take in what the batch scheduler says."""
-        with self._changed:
+        with self._lock:
             if isinstance(message, RoundEnded):
                 self._round_ends[message.round] = message
             elif isinstance(message, RoundStatus):
                 self.left = message.left
             else:
                 self._counter.receive(message)
-            self._changed.notify_all()
+            self._lock.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """See WorkerSession."""
-        with self._changed:
+        """See RankSession."""
+        with self._lock:
             super().fail(error)
-            self._changed.notify_all()
-        self._transport.abort(error)
+            self._lock.notify_all()
+        self._link.abort(error)
 
     # ------------------------------------------------------------------ the training thread
 
     def ask(self, *, now: bool = False, epoch: bool = False, validate: bool = False, stop: bool = False) -> None:
         """See WorkerSession."""
         round, steps = self._counter.round, self._counter.steps
-        self._transport.post(
+        self._link.post(
             EndRound(worker=self.worker, round=round, now=now, steps=steps, epoch=epoch, validate=validate, stop=stop)
         )
 
     def _join(self) -> None:
-        self._transport.post(JoinRounds(worker=self.worker))
+        self._link.post(JoinRounds(worker=self.worker))
+        self._await_round()
 
     def _report(self, *, samples: int, seconds: float, tokens: int, loss: float | None) -> None:
         self._timeline.trained(self._counter.round)
-        with self._changed:
+        with self._lock:
             report = self._counter.step(batch_size=samples, seconds=seconds, tokens=tokens)
         self._state.count(samples=samples, tokens=tokens)
-        self._transport.post(report)
-        self._transport.post(
+        self._link.post(report)
+        self._link.post(
             StepMetrics(worker=self.worker, round=report.round, batch_size=samples, seconds=seconds, loss=loss)
         )
 
     def _is_due(self) -> bool:
-        with self._changed:
+        with self._lock:
             return self._counter.due
 
     def _need_not_train_on(self) -> bool:
@@ -419,62 +492,59 @@ class LeadingSession(WorkerSession):
         if not sent.exchange.is_there():
             return False
         counter = self._counter
-        with self._changed:
+        with self._lock:
             ended = self._round_ends.get(sent.round)
             # Where all stand still, no round is begun before all have passed that.
             return ended is not None and (ended.halts or counter.next_round is not None or counter.finished)
 
     def _send_pseudo_gradient(self) -> None:
-        with self._changed:
+        with self._lock:
             round, message = self._counter.round, self._counter.send()
-        self._transport.post(message)
-        fragment = self._state.trained.fragment_of(round)
+        self._link.post(message)
+        fragment = self._trained.fragment_of(round)
         longest = self._overlap.longest(message.steps)
         self._under_way = _Sent(round, fragment, self._send(fragment, message), longest)
 
-    def _merge(self) -> RoundEnded:
+    def _merge(self) -> None:
         sent, self._under_way = self._under_way, None
         if sent is None:
             raise RuntimeError("Cannot merge a pseudo-gradient: none was sent.")
-        began = self._clock()
         mean, total = self._received(sent.exchange)
-        self.statistics.exchange_s += self._clock() - began
-        ended = self._await_round_end(sent.round)
+        self._await(lambda: sent.round in self._round_ends, f"the end of round {sent.round}")
+        ended = self.round_end = self._round_ends.pop(sent.round)
+        self.version = sent.round
+        self._step(sent.fragment, mean, total, exactly=ended.halts)
+        if not ended.halts:
+            self._await_round()
+            return
+        others = [(fragment, self._send(fragment)) for fragment in self._trained.others(sent.round)]
+        for fragment, exchange in others:
+            self._step(fragment, *self._received(exchange), exactly=True)
+        self.over = ended.stop
+
+    def _step(self, fragment: int, mean: Tensor, total: int, *, exactly: bool) -> None:
         with self._timeline.doing("outer step"):
-            self._state.merge(sent.fragment, mean, total=total, exactly=ended.halts)
-            self._group.tell(encode(ended))
-            self._group.share(self._state.trained.of(sent.fragment))
-        return ended
+            self._state.merge(fragment, mean, total=total, exactly=exactly)
+        self._changed.add(fragment)
 
-    def _merge_rest(self, round: int) -> None:
-        trained = self._state.trained
-        exchanges = [(fragment, self._send(fragment)) for fragment in trained.others(round)]
-        began = self._clock()
-        for fragment, exchange in exchanges:
-            mean, total = self._received(exchange)
-            with self._timeline.doing("outer step"):
-                self._state.merge(fragment, mean, total=total, exactly=True)
-        self.statistics.exchange_s += self._clock() - began
-        for fragment, _ in exchanges:
-            self._group.share(trained.of(fragment))
+    def _pass_on(self, *, stop: bool) -> None:
+        ended = self.round_end
+        self._timeline.stood("validation" if ended is not None and ended.validate else "end of the epoch")
+        self._link.post(PassedRoundEnd(worker=self.worker, round=0 if ended is None else ended.round, stop=stop))
+        self._await_round()
 
-    def _say_passed(self, round: int, *, stop: bool) -> None:
-        self._timeline.stood(self._halted_for())
-        self._transport.post(PassedRoundEnd(worker=self.worker, round=round, stop=stop))
-
-    def _await_round(self) -> bool:
-        self._wait(lambda: self._counter.next_round is not None or self._counter.finished, "the next round")
-        with self._changed:
-            if self._counter.finished:
-                return True
-            message = self._counter.start()
-        self._transport.post(message)
-        return False
+    def _await_round(self) -> None:
+        self._await(lambda: self._counter.next_round is not None or self._counter.finished, "the next round")
+        with self._lock:
+            self.over = self._counter.finished
+            message = None if self.over else self._counter.start()
+        if message is not None:
+            self._link.post(message)
 
     def _send(self, fragment: int, message: SendingPseudoGradient | None = None) -> Exchanging:
         with self._timeline.doing("pseudo-gradient"):
             pseudo_gradient, weight = self._state.pseudo_gradient(fragment)
-        return self._transport.start(
+        return self._link.start(
             Contribution(
                 worker=self.worker,
                 round=0 if message is None else message.round,
@@ -485,25 +555,15 @@ class LeadingSession(WorkerSession):
         )
 
     def _received(self, exchange: Exchanging) -> tuple[Tensor, int]:
-        began = self._timeline.now()
+        began, since = self._clock(), self._timeline.now()
         found = exchange.wait(self._timeout)
-        self._timeline.waiting("the mean", began)
-        if isinstance(found, CatchUp):
-            raise RuntimeError(f"Cannot go on: {found.reason}, and workers that were launched together stay together.")
+        self.statistics.exchange_s += self._clock() - began
+        self._timeline.waiting("the mean", since)
         return found
 
-    def _halted_for(self) -> str:
-        """What all stand still for, in words."""
-        ended = self.round_end
-        return "validation" if ended is not None and ended.validate else "end of the epoch"
-
-    def _await_round_end(self, round: int) -> RoundEnded:
-        self._wait(lambda: round in self._round_ends, f"the end of round {round}")
-        return self._round_ends.pop(round)
-
-    def _wait(self, ready: Callable[[], bool], what: str) -> None:
+    def _await(self, ready: Callable[[], bool], what: str) -> None:
         began, since = self._clock(), self._timeline.now()
-        with self._changed:
+        with self._lock:
             while not ready():
                 self.check()
                 waited = self._clock() - began
@@ -512,70 +572,6 @@ class LeadingSession(WorkerSession):
                         f"{self.worker} waited {waited:.0f} s for {what}: not all workers have got there. Raise the "
                         "strategy's timeout if that may take longer."
                     )
-                self._changed.wait(min(_SLICE_S, self._timeout - waited))
+                self._lock.wait(min(_SLICE_S, self._timeout - waited))
         self.statistics.start_s += self._clock() - began
         self._timeline.waiting(what, since)
-
-
-class FollowingSession(WorkerSession):
-    """Goes along with its leader, and takes over the weights that it merges.
-
-    Args:
-        worker: The worker's name.
-        group: The worker's ranks.
-        trained: What is trained.
-        overlap: See :class:`WorkerSession`.
-        flush: See :class:`WorkerSession`.
-    """
-
-    def __init__(
-        self,
-        *,
-        worker: str,
-        group: WorkerGroup,
-        trained: TrainedWeights,
-        overlap: Overlap,
-        flush: Callable[[], None],
-    ) -> None:
-        super().__init__(worker=worker, group=group, overlap=overlap, flush=flush)
-        self._trained = trained
-
-    @property
-    def round(self) -> int:
-        """The round this worker is in."""
-        return self.statistics.rounds + 1
-
-    def ask(self, *, now: bool = False, epoch: bool = False, validate: bool = False, stop: bool = False) -> None:
-        """See WorkerSession; the leader does."""
-
-    def _join(self) -> None:
-        pass
-
-    def _report(self, *, samples: int, seconds: float, tokens: int, loss: float | None) -> None:
-        pass
-
-    def _is_due(self) -> bool:
-        return False
-
-    def _need_not_train_on(self) -> bool:
-        return False
-
-    def _send_pseudo_gradient(self) -> None:
-        pass
-
-    def _merge(self) -> RoundEnded:
-        ended = decode(self._group.tell(), sender="this worker's first rank")
-        if not isinstance(ended, RoundEnded):
-            raise RuntimeError(f"The leader told of no round's end, but of {ended!r}.")
-        self._group.share(self._trained.of(self._trained.fragment_of(ended.round)))
-        return ended
-
-    def _merge_rest(self, round: int) -> None:
-        for fragment in self._trained.others(round):
-            self._group.share(self._trained.of(fragment))
-
-    def _say_passed(self, round: int, *, stop: bool) -> None:
-        pass
-
-    def _await_round(self) -> bool:
-        return False

@@ -21,10 +21,9 @@ from torchmetrics import Metric
 
 from lightning_bytescheduler.ddp.epoch_position import loader_resumes
 from lightning_bytescheduler.ddp.rank_strategy import RankStrategy
-from lightning_bytescheduler.diloco.coordinated_runtime import CoordinatedRuntime
 from lightning_bytescheduler.diloco.epoch_shares import share_of, shared_loader
 from lightning_bytescheduler.diloco.process_groups import JointCollectives
-from lightning_bytescheduler.diloco.runtime import FollowingRuntime, LeadingRuntime
+from lightning_bytescheduler.diloco.runtime import LeadingRuntime, SessionRuntime
 from lightning_bytescheduler.diloco.worker_restart import Resumed, WorkerStates
 from lightning_bytescheduler.lightning_api import TrainerFn, pl, rank_zero_warn
 
@@ -57,7 +56,7 @@ class WorkerStrategy(RankStrategy):
         self._joint: JointCollectives | None = None
         self._validates_together = False
         self._coordination: Coordination | None = None
-        self._runtime: LeadingRuntime | FollowingRuntime | CoordinatedRuntime | None = None
+        self._runtime: SessionRuntime | None = None
         self._kept_state: dict[str, Any] | None = None
         self._resumed: Resumed | None = None
         self._states: WorkerStates | None = None
@@ -155,9 +154,7 @@ class WorkerStrategy(RankStrategy):
 
     def outer_state_dict(self) -> dict[str, Any] | None:
         """What a checkpoint keeps beside the weights."""
-        if not isinstance(self._runtime, LeadingRuntime | CoordinatedRuntime) or self._failed:
-            return None
-        return self._runtime.state_dict()
+        return None if self._runtime is None or self._failed else self._runtime.state_dict()
 
     def load_outer_state_dict(self, state: dict[str, Any] | None) -> None:
         """Have the rounds carry on from what a checkpoint kept."""
