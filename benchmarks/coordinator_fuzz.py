@@ -33,13 +33,14 @@ import torch
 
 from benchmarks.coordinator_attacks import Attacker, Failure
 from lightning_bytescheduler.__about__ import __version__
-from lightning_bytescheduler.coordinator.options import CoordinatorOptions, run_options
+from lightning_bytescheduler.coordinator.options import CoordinatorOptions
 from lightning_bytescheduler.coordinator.server import CoordinatorServer
 from lightning_bytescheduler.coordinator.slice_routes import SliceRoutes
 from lightning_bytescheduler.coordinator.spool import view_of
 from lightning_bytescheduler.coordinator.state_store import StateStore, pack
 from lightning_bytescheduler.diloco import coordinator_protocol as protocol
 from lightning_bytescheduler.diloco import messages
+from lightning_bytescheduler.diloco.coordinator_protocol import run_options
 from lightning_bytescheduler.diloco.round_end import RoundOptions
 from lightning_bytescheduler.serving import ServerAccess
 from lightning_bytescheduler.slices.make import make_slices

@@ -121,7 +121,7 @@ class SmallWorker:
                 state["optimizer"]["state"][index] = {"momentum_buffer": momentum[name]}
         self.outer.load_state_dict(state)
         self.fragments = split_fragments({name: t.numel() for name, t in weights.items()}, options.fragments)
-        self.wire = protocol.wire_of(options)
+        self.wire = options.wire
 
     # ── Messages ───────────────────────────────────────────────────────────
 

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from lightning_bytescheduler.coordinator.global_weights import GlobalWeights, digest_of
-from lightning_bytescheduler.coordinator.options import run_options
 from lightning_bytescheduler.coordinator.update_sum import Update
-from lightning_bytescheduler.diloco.coordinator_protocol import ModelParameter
+from lightning_bytescheduler.diloco.coordinator_protocol import ModelParameter, run_options
 from lightning_bytescheduler.exceptions import OptionError
 
 ELEMENTS = 400

@@ -13,10 +13,10 @@ import torch
 
 from lightning_bytescheduler.coordinator import limits
 from lightning_bytescheduler.coordinator.membership import Member
-from lightning_bytescheduler.coordinator.options import CoordinatorOptions, run_options
+from lightning_bytescheduler.coordinator.options import CoordinatorOptions
 from lightning_bytescheduler.coordinator.server import CoordinatorServer
 from lightning_bytescheduler.coordinator.slice_routes import SliceRoutes
-from lightning_bytescheduler.diloco.coordinator_protocol import SLICES_PATH
+from lightning_bytescheduler.diloco.coordinator_protocol import SLICES_PATH, run_options
 from lightning_bytescheduler.diloco.messages import TrainingOver
 from lightning_bytescheduler.diloco.round_end import RoundOptions
 from lightning_bytescheduler.exceptions import OptionError

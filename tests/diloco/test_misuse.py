@@ -23,8 +23,8 @@ from lightning_bytescheduler import (
     PerformanceMonitor,
     UnsupportedError,
 )
-from lightning_bytescheduler.coordinator.options import run_options
 from lightning_bytescheduler.diloco.batch_size import with_batch_size
+from lightning_bytescheduler.diloco.coordinator_protocol import run_options
 from lightning_bytescheduler.diloco.fit_start import refuse_searches
 from lightning_bytescheduler.diloco.options import common_options
 from lightning_bytescheduler.diloco.round_end import FastestSteps, FixedSteps, SampleTarget
@@ -111,15 +111,17 @@ def test_a_number_without_its_name() -> None:
 
 def test_what_sparse_does_not_send_acts_as_momentum_too() -> None:
     options = DiLoCoStrategy(wire_dtype="sparse")._options
-    assert (options.outer_lr, options.outer_momentum, options.wire.density) == (1.0, 0.5, None)
+    assert options.outer_step == {"lr": 1.0, "momentum": 0.5, "factory": None}
     options = DiLoCoStrategy(wire_dtype="sparse:0.1", outer_lr=0.5, outer_momentum=0.3)._options
-    assert (options.outer_lr, options.outer_momentum, options.outer(None).wire.density) == (0.5, 0.3, 0.1)
+    assert options.outer_step == {"lr": 0.5, "momentum": 0.3, "factory": None}
+    assert options.outer(None).wire.density == 0.1
     assert common_options(options)["wire_dtype"] == "sparse:0.1"  # the same on all ranks, or they are refused
     strategy = DiLoCoStrategy(wire_dtype="sparse:0.02", coordinator="http://127.0.0.1:1")
     assert strategy._coordination is not None
     assert strategy._coordination._given["wire_dtype"] == common_options(strategy._options)["wire_dtype"] == "sparse"
     assert run_options(wire_dtype="sparse:0.02").wire_dtype == "sparse"
-    assert DiLoCoStrategy(wire_dtype="sparse", outer_optimizer=SGD)._options.outer_lr is None
+    assert DiLoCoStrategy(wire_dtype="sparse", outer_optimizer=SGD)._options.outer_step["lr"] is None
+    assert DiLoCoStrategy(outer_lr=0.5)._options.outer_step == {"lr": 0.5, "momentum": None, "factory": None}
 
 
 @pytest.mark.parametrize("value", ["4000000", "4e6", "4_000_000"])
@@ -175,8 +177,8 @@ def test_overlap_by_itself_needs_rounds_of_several_steps() -> None:
     for options in ({"inner_steps": 2}, {"samples_per_round": 1}, {}):
         made = DiLoCoStrategy(overlap_steps="auto", **options)._options
         assert made.outer(None).overlap.follows_mean
-        assert made.fragment_options.mixing == 0.5
-    assert DiLoCoStrategy()._options.overlap_steps == 0
+        assert made.run.fragment_options.mixing == 0.5
+    assert DiLoCoStrategy()._options.run.overlap_steps == 0
 
 
 @pytest.mark.parametrize(
@@ -189,7 +191,7 @@ def test_overlap_by_itself_needs_rounds_of_several_steps() -> None:
     ],
 )
 def test_what_ends_a_round(options: dict[str, Any], target: object) -> None:
-    assert DiLoCoStrategy(**options)._options.target == target
+    assert DiLoCoStrategy(**options)._options.run.target == target
 
 
 @pytest.mark.parametrize("suffix", ["", "_spawn", "_fork", "_notebook"])
@@ -214,8 +216,9 @@ def test_options_come_from_a_config(overlap_steps: int | str, tmp_path: Path, mo
     )
     cli = LightningCLI(BoringModel, run=False, seed_everything_default=1, args=["--config", str(path)])
     options = cli.trainer.strategy._options
-    assert (options.samples_per_round, options.wire_dtype, list(options.batch_size)) == (64, "int8", [8, 2])
-    assert options.overlap_steps == overlap_steps
+    run = options.run
+    assert (run.samples_per_round, run.wire_dtype, list(options.batch_size)) == (64, "int8", [8, 2])
+    assert run.overlap_steps == overlap_steps
 
 
 def test_a_loader_gets_another_batch_size() -> None:

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_bytescheduler.checks import importing
 from lightning_bytescheduler.compression.wire_format import WIRE_DTYPES
-from lightning_bytescheduler.coordinator.options import CoordinatorOptions, run_options
+from lightning_bytescheduler.coordinator.options import CoordinatorOptions
 from lightning_bytescheduler.diloco.coordinator_address import TOKEN_VARIABLE
+from lightning_bytescheduler.diloco.coordinator_protocol import run_options
 from lightning_bytescheduler.diloco.round_end import RoundOptions
 from lightning_bytescheduler.diloco.round_record import RECORD_NAME, RoundFile
 from lightning_bytescheduler.diloco.weighted_mean import WEIGHTINGS

@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_bytescheduler.checks import importing
 from lightning_bytescheduler.coordinator.spool import BufferPool, view_of
 from lightning_bytescheduler.coordinator.update_sum import Inspection, PiecedFormat, UpdateSum
-from lightning_bytescheduler.diloco.coordinator_protocol import ModelParameter, RunOptions, wire_of
+from lightning_bytescheduler.diloco.coordinator_protocol import ModelParameter, RunOptions
 from lightning_bytescheduler.diloco.fragments import split_fragments
 from lightning_bytescheduler.diloco.outer_optimizer import OuterOptimizer
 from lightning_bytescheduler.exceptions import OptionError
@@ -100,7 +100,7 @@ class GlobalWeights:
         self._shapes = {one.name: torch.Size(one.shape) for one in model}
         sizes = {name: shape.numel() for name, shape in self._shapes.items()}
         self._fragments = split_fragments(sizes, options.fragments)
-        wire = wire_of(options)
+        wire = options.wire
         self.formats = [PiecedFormat(wire, sum(sizes[name] for name in names)) for names in self._fragments]
         self.parameters = sum(sizes.values())
         self._spare: dict[int, UpdateSum] = {}  # by fragment

@@ -27,7 +27,7 @@ from lightning_bytescheduler.coordinator.contributions import (
     corrected,
 )
 from lightning_bytescheduler.coordinator.membership import Member, Membership, difference
-from lightning_bytescheduler.coordinator.options import CoordinatorOptions, target_of
+from lightning_bytescheduler.coordinator.options import CoordinatorOptions
 from lightning_bytescheduler.diloco.batch_scheduler import BatchScheduler
 from lightning_bytescheduler.diloco.coordinator_protocol import (
     FromCoordinator,
@@ -169,7 +169,7 @@ class Run:
         self.counters: dict[str, int] = {}
         self.tallies: dict[str, Tally] = {}
         self.samples = 0
-        target = target_of(options.run)
+        target = options.run.target
         self._equal = isinstance(target, FixedSteps)
         self.scheduler = BatchScheduler(target, options.rounds, observer=self._remember)
         self._rules = UpdateRules(options)
@@ -249,7 +249,7 @@ class Run:
         self._holds = False
         if self._saved_rounds is not None:
             everyone = replace(self.options.rounds, restart_workers=max(len(self._ready), 1))
-            self.scheduler = BatchScheduler(target_of(self.options.run), everyone, observer=self._remember)
+            self.scheduler = BatchScheduler(self.options.run.target, everyone, observer=self._remember)
             self.scheduler.load_state_dict(self._saved_rounds)
             self._saved_rounds = None
         for name in sorted(self._ready):

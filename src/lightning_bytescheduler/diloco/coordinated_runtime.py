@@ -31,11 +31,9 @@ from lightning_bytescheduler.diloco.coordinator_protocol import (
     ModelParameter,
     RunOptions,
     Welcome,
-    overlap_of,
-    wire_of,
 )
 from lightning_bytescheduler.diloco.coordinator_transport import START, CoordinatorTransport
-from lightning_bytescheduler.diloco.fragments import FragmentOptions, TrainedWeights
+from lightning_bytescheduler.diloco.fragments import TrainedWeights
 from lightning_bytescheduler.diloco.messages import LeaveRounds
 from lightning_bytescheduler.diloco.outer_optimizer import OuterState
 from lightning_bytescheduler.diloco.outer_timeline import OuterTimeline, beside
@@ -157,8 +155,7 @@ class CoordinatedRuntime(SessionRuntime):
     def prepare(self) -> None:
         """Make the session, as the run's options say."""
         options = self.options
-        fragments = FragmentOptions(fragments=options.fragments, overlap_steps=options.overlap_steps)
-        trained = TrainedWeights(self._module, fragments)
+        trained = TrainedWeights(self._module, options.fragment_options)
         if self.client is None:
             self.session = CoordinatedRounds(worker=self.worker, group=self._group, trained=trained)
             return
@@ -172,13 +169,13 @@ class CoordinatedRuntime(SessionRuntime):
         sizes = [sum(p.numel() for p in trained.of(fragment)) for fragment in range(len(trained.fragments))]
         if self._path is not None:
             self._timeline = OuterTimeline(beside(self._path, self.worker), worker=self.worker)
-        self._transport = CoordinatorTransport(self.client, wire=wire_of(options), sizes=sizes, timeline=self._timeline)
+        self._transport = CoordinatorTransport(self.client, wire=options.wire, sizes=sizes, timeline=self._timeline)
         session = CoordinatedSession(
             worker=self.worker,
             group=self._group,
             state=state,
             transport=self._transport,
-            overlap=overlap_of(options),
+            overlap=options.overlap,
             flush=self._flush,
             timeout=self._timeout,
         )

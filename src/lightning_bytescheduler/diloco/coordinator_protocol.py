@@ -36,11 +36,13 @@ from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
-from lightning_bytescheduler.checks import require_one_of
+from lightning_bytescheduler.checks import require_bool, require_one_of, require_positive, require_share, require_whole
 from lightning_bytescheduler.compression.wire_format import WIRE_DTYPES, WireFormat
 from lightning_bytescheduler.diloco import messages
-from lightning_bytescheduler.diloco.fragments import Overlap, OverlapSteps
-from lightning_bytescheduler.diloco.round_end import INNER_STEPS
+from lightning_bytescheduler.diloco.fragments import FragmentOptions, Overlap, OverlapSteps
+from lightning_bytescheduler.diloco.outer_optimizer import SPARSE_DEFAULTS
+from lightning_bytescheduler.diloco.round_end import INNER_STEPS, FastestSteps, FixedSteps, RoundTarget, SampleTarget
+from lightning_bytescheduler.diloco.weighted_mean import require_weighting
 from lightning_bytescheduler.exceptions import OptionError
 
 PROTOCOL = 1
@@ -154,19 +156,59 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     overlap_steps: OverlapSteps = 0
     wire_dtype: str = "fp32"
 
+    def __post_init__(self) -> None:
+        if self.samples_per_round is None and self.inner_steps is None:
+            msgspec.structs.force_setattr(self, "inner_steps", INNER_STEPS)
+
     @property
-    def steps_of_round(self) -> int:
-        """Of a round that no number of samples ends."""
-        return INNER_STEPS if self.inner_steps is None else self.inner_steps
+    def target(self) -> RoundTarget:
+        """What ends a round."""
+        if self.inner_steps is None:
+            return SampleTarget(int(self.samples_per_round or 0))
+        return FixedSteps(self.inner_steps) if self.equal_steps else FastestSteps(self.inner_steps)
+
+    @property
+    def wire(self) -> WireFormat:
+        """How updates and means travel."""
+        return wire_named("wire_dtype", self.wire_dtype)
+
+    @property
+    def overlap(self) -> Overlap:
+        """When workers merge."""
+        return Overlap(steps=self.overlap_steps, inner_steps=self.inner_steps)
+
+    @property
+    def fragment_options(self) -> FragmentOptions:
+        """How the model is synchronised."""
+        return FragmentOptions(fragments=self.fragments, overlap_steps=self.overlap_steps)
 
 
-def wire_of(options: RunOptions) -> WireFormat:
-    """How updates and means of a run travel.
+def run_options(**given: Any) -> RunOptions:
+    """What all workers have in common, checked.
+
+    Args:
+        given: Fields of :class:`RunOptions` by name; None for the default.
 
     Raises:
-        OptionError: If there is no such format.
+        OptionError: Names the option that is not allowed.
     """
-    return wire_named("wire_dtype", options.wire_dtype)
+    chosen = {name: value for name, value in given.items() if value is not None}
+    for option in ("samples_per_round", "inner_steps", "outer_steps"):
+        if option in chosen:
+            require_whole(option, chosen[option], 1)
+    require_bool("equal_steps", chosen.get("equal_steps", False))
+    if "samples_per_round" in chosen:
+        for option in ("inner_steps", "equal_steps"):
+            if chosen.get(option):
+                raise OptionError(option, chosen[option], "left out where samples_per_round ends a round")
+    wire = wire_named("wire_dtype", chosen.get("wire_dtype", "fp32"))
+    defaults = SPARSE_DEFAULTS if wire.dtype == "sparse" else {}
+    options = RunOptions(**{**defaults, **chosen, "wire_dtype": wire.name})
+    require_positive("outer_lr", options.outer_lr)
+    require_share("outer_momentum", options.outer_momentum)
+    require_weighting("weighting", options.weighting)
+    _ = options.fragment_options, options.overlap  # each checks what it is made of
+    return options
 
 
 def wire_named(option: str, name: str) -> WireFormat:
@@ -182,16 +224,6 @@ def wire_named(option: str, name: str) -> WireFormat:
         return WireFormat(dtype="sparse", density=float(density))
     except ValueError as error:  # an OptionError, too
         raise OptionError(option, name, "sparse with a density above 0 and at most 1, as 'sparse:0.01'") from error
-
-
-def overlap_of(options: RunOptions) -> Overlap:
-    """When workers of a run merge.
-
-    Raises:
-        OptionError: If there is no such overlap, or it does not end before the next update is sent.
-    """
-    most = options.steps_of_round if options.samples_per_round is None else None
-    return Overlap(steps=options.overlap_steps, inner_steps=most)
 
 
 class Hello(_Message, frozen=True, kw_only=True):

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from typing import Any, Literal
 
+import msgspec
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -22,9 +23,6 @@ from lightning_bytescheduler.checks import (
     require_bool,
     require_known,
     require_new_file,
-    require_positive,
-    require_share,
-    require_whole,
 )
 from lightning_bytescheduler.compression.wire_format import WireFormat
 from lightning_bytescheduler.ddp.ddp_arguments import (
@@ -34,19 +32,13 @@ from lightning_bytescheduler.ddp.ddp_arguments import (
     known_ddp_options,
 )
 from lightning_bytescheduler.diloco.batch_size import resolve_batch_size
-from lightning_bytescheduler.diloco.coordinator_protocol import wire_named
-from lightning_bytescheduler.diloco.fragments import FragmentOptions, Overlap, OverlapSteps
-from lightning_bytescheduler.diloco.outer_optimizer import SPARSE_DEFAULTS
+from lightning_bytescheduler.diloco.coordinator_protocol import RunOptions, run_options
+from lightning_bytescheduler.diloco.fragments import Overlap
 from lightning_bytescheduler.diloco.outer_timeline import beside
 from lightning_bytescheduler.diloco.round_end import (
-    INNER_STEPS,
-    FastestSteps,
-    FixedSteps,
     RoundOptions,
     RoundTarget,
-    SampleTarget,
 )
-from lightning_bytescheduler.diloco.weighted_mean import Weighting, require_weighting
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
 
@@ -72,15 +64,6 @@ OPTIONS_ELSEWHERE = {
 """What to say of options that ``DiLoCoStrategy`` does not have itself, by name."""
 
 
-_DEFAULTS = {"equal_steps": False, "weighting": "samples", "fragments": 1, "overlap_steps": 0, "wire_dtype": "fp32"}
-"""Of options of which it has to be known whether they were given: a coordinator's hold for those that were not."""
-
-
-def with_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The same with what holds where nothing was given, and no coordinator says otherwise."""
-    return {name: _DEFAULTS.get(name) if value is None else value for name, value in given.items()}
-
-
 def inner_of(given: str | Mapping[str, Any] | None) -> dict[str, Any]:
     """The option ``inner`` in its parts: who trains the ranks of a worker together, how many, and with which options.
 
@@ -100,54 +83,31 @@ class DiLoCoOptions:
     """What the user asked for; see ``DiLoCoStrategy`` for what each option means.
 
     Attributes:
+        given: Of the options that all workers of a run have in common, by name; ``None`` where one was left out.
         coordinated: Whether rounds are a coordinator's.
+        run: The same as ``given``, with defaults for what was left out.
 
     Raises:
         OptionError: Names the option that is not allowed, and what would be.
     """
 
-    samples_per_round: int | None
-    inner_steps: int | None
-    equal_steps: bool
-    outer_steps: int | None
-    outer_lr: float | None
-    outer_momentum: float | None
+    given: Mapping[str, Any]
     outer_optimizer: Callable[[list[Tensor]], Optimizer] | None
-    weighting: Weighting
-    fragments: int
-    overlap_steps: OverlapSteps
-    wire_dtype: str
     batch_size: int | Sequence[int | Literal["auto"]] | Literal["auto"] | None
-    partition_size: int | None = field(init=False, default=None)
-    credit: int | None = field(init=False, default=None)
     timeline: str | os.PathLike[str] | None
     inner: str | None
     inner_size: int | Literal["node"] | None
     inner_options: Mapping[str, Any]
     worker_states: bool = True
     coordinated: bool = False
+    run: RunOptions = field(init=False)
+    partition_size: int | None = field(init=False, default=None)
+    credit: int | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        if self.samples_per_round is not None:
-            require_whole("samples_per_round", self.samples_per_round, 1)
-            if self.inner_steps is not None:
-                raise OptionError("inner_steps", self.inner_steps, "left out where samples_per_round ends a round")
-            if self.equal_steps:
-                raise OptionError("equal_steps", self.equal_steps, "left out where samples_per_round ends a round")
-        if self.inner_steps is not None:
-            require_whole("inner_steps", self.inner_steps, 1)
-        require_bool("equal_steps", self.equal_steps)
+        object.__setattr__(self, "run", run_options(**self.given))
         require_bool("worker_states", self.worker_states)
-        if self.outer_steps is not None:
-            require_whole("outer_steps", self.outer_steps, 1)
         self._check_outer_optimizer()
-        require_weighting("weighting", self.weighting)
-        FragmentOptions(fragments=self.fragments, overlap_steps=self.overlap_steps)
-        self._overlap()
-        if self.wire.dtype == "sparse" and self.outer_optimizer is None:
-            for option, value in SPARSE_DEFAULTS.items():
-                if getattr(self, option) is None:
-                    object.__setattr__(self, option, value)
         self._check_outer_traffic()
         self._check_batch_size()
         self._check_inner()
@@ -162,12 +122,8 @@ class DiLoCoOptions:
         if self.outer_optimizer is not None:
             self._check_factory(self.outer_optimizer)
             for option in ("outer_lr", "outer_momentum"):
-                if getattr(self, option) is not None:
-                    raise OptionError(option, getattr(self, option), "left out where outer_optimizer is given")
-        if self.outer_lr is not None:
-            require_positive("outer_lr", self.outer_lr)
-        if self.outer_momentum is not None:
-            require_share("outer_momentum", self.outer_momentum)
+                if self.given.get(option) is not None:
+                    raise OptionError(option, self.given[option], "left out where outer_optimizer is given")
 
     def _check_factory(self, given: object) -> None:
         way_out = "Write, for example, outer_optimizer=lambda tensors: torch.optim.Adam(tensors, lr=0.01)."
@@ -270,25 +226,16 @@ class DiLoCoOptions:
             raise OptionError("batch_size", self.batch_size, f"one for each worker, of which there are {workers}")
 
     @property
-    def target(self) -> RoundTarget:
-        """What ends a round."""
-        if self.samples_per_round is not None:
-            return SampleTarget(self.samples_per_round)
-        steps = INNER_STEPS if self.inner_steps is None else self.inner_steps
-        return FixedSteps(steps) if self.equal_steps else FastestSteps(steps)
-
-    @property
-    def wire(self) -> WireFormat:
-        """What travels."""
-        return wire_named("wire_dtype", self.wire_dtype)
-
-    def _overlap(self) -> Overlap:
-        return Overlap(steps=self.overlap_steps, inner_steps=self.target.step_cap)
-
-    @property
-    def fragment_options(self) -> FragmentOptions:
-        """How the model is synchronised."""
-        return FragmentOptions(fragments=self.fragments, overlap_steps=self.overlap_steps)
+    def outer_step(self) -> dict[str, Any]:
+        """What makes the outer optimizer; what was left out is a checkpoint's, or else the optimizer's own default."""
+        if self.outer_optimizer is not None:
+            return {"lr": None, "momentum": None, "factory": self.outer_optimizer}
+        sparse = self.run.wire.dtype == "sparse"
+        lr, momentum = (
+            getattr(self.run, option) if sparse or self.given.get(option) is not None else None
+            for option in ("outer_lr", "outer_momentum")
+        )
+        return {"lr": lr, "momentum": momentum, "factory": None}
 
     def outer(self, timeout: timedelta | None) -> OuterOptions:
         """What a worker's threads have to know.
@@ -298,21 +245,24 @@ class DiLoCoOptions:
         """
         seconds = _TIMEOUT_S if timeout is None else timeout.total_seconds()
         return OuterOptions(
-            target=self.target,
+            target=self.run.target,
             rounds=RoundOptions(
-                outer_steps=self.outer_steps,
+                outer_steps=self.run.outer_steps,
                 quorum=0.0,
                 grace=seconds,
                 silent_after=seconds,
                 first_step_limit=seconds,
             ),
-            wire=self.wire,
-            overlap=self._overlap(),
+            wire=self.run.wire,
+            overlap=self.run.overlap,
             partition_size=self.partition_size,
             credit=self.credit,
             timeline=None if self.timeline is None else os.fspath(self.timeline),
             timeout=seconds,
         )
+
+
+_NAMES = [field.name for field in fields(DiLoCoOptions) if field.name not in ("given", "run")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -363,7 +313,7 @@ def ddp_options(inner: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
     scheduled = inner == "bytescheduler"
     if scheduled:
         check_ddp_options(given)
-    own = {field.name for field in fields(DiLoCoOptions)} - {"coordinated", "inner_options", "inner_size"}
+    own = {*_NAMES, *RunOptions.__struct_fields__} - {"coordinated", "inner_options", "inner_size"}
     elsewhere = {
         **ELSEWHERE,
         **dict.fromkeys((*own, *_LAUNCH), "It is an option of DiLoCoStrategy itself."),
@@ -385,4 +335,4 @@ def ddp_options(inner: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
 def common_options(options: DiLoCoOptions) -> dict[str, object]:
     """What must be the same on all ranks, by name."""
     own = ("timeline", "batch_size", "outer_optimizer")
-    return {field.name: getattr(options, field.name) for field in fields(options) if field.name not in own}
+    return {name: getattr(options, name) for name in _NAMES if name not in own} | msgspec.structs.asdict(options.run)

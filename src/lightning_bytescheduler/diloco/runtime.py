@@ -64,18 +64,12 @@ def make_runtime(
         flush: Brings the weights up to date.
         on_round: Called with each round that has ended, on worker 0's leader.
     """
-    trained = TrainedWeights(module, options.fragment_options)
+    trained = TrainedWeights(module, options.run.fragment_options)
     if not group.leads:
         worker = worker_name(world.worker)
         session = WorkerSession(worker=worker, group=group, trained=trained, overlap=outer.overlap, flush=flush)
         return SessionRuntime(session, board)
-    state = OuterState(
-        trained,
-        weighting=options.weighting,
-        lr=options.outer_lr,
-        momentum=options.outer_momentum,
-        factory=options.outer_optimizer,
-    )
+    state = OuterState(trained, weighting=options.run.weighting, **options.outer_step)
     return LeadingRuntime(
         world=world, group=group, board=board, state=state, options=outer, flush=flush, on_round=on_round
     )

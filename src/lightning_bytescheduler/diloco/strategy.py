@@ -29,7 +29,6 @@ from lightning_bytescheduler.diloco.options import (
     ddp_options,
     inner_of,
     scheduler_options,
-    with_defaults,
 )
 from lightning_bytescheduler.diloco.performance_monitor import PerformanceMonitor
 from lightning_bytescheduler.diloco.process_groups import JointCollectives, WorkerGroup, WorkerWorld
@@ -209,7 +208,7 @@ class DiLoCoStrategy(WorkerStrategy):
         }
         address = resolve_coordinator(coordinator)
         self._options = DiLoCoOptions(
-            **with_defaults(common),
+            given=common,
             outer_optimizer=outer_optimizer,
             coordinated=address is not None,
             batch_size=batch_size,
