@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from lightning_bytescheduler.coordinator.run_status import RoundSummary, RunStatus, SliceStatus, WorkerStatus
+from lightning_bytescheduler.coordinator.status import RoundSummary, RunStatus, SliceStatus, WorkerStatus
 from lightning_bytescheduler.diloco.round_record import RoundRecord, WorkerRound
 
 STATES = ("training", "training", "sending", "arrived", "training", "lost", "paused", "joining")

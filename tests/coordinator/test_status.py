@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from lightning_bytescheduler.cli import main
-from lightning_bytescheduler.coordinator.run_status import RunStatus, summary_of
+from lightning_bytescheduler.coordinator.status import RunStatus, summary_of
 from lightning_bytescheduler.diloco.round_record import RoundRecord
 from lightning_bytescheduler.serving import Refusals, ServerAccess, guard
 from tests.coordinator.made_up_status import made_up_status

@@ -25,9 +25,9 @@ from lightning_bytescheduler import (
 )
 from lightning_bytescheduler.diloco.batch_size import with_batch_size
 from lightning_bytescheduler.diloco.coordinator_protocol import run_options
-from lightning_bytescheduler.diloco.fit_start import refuse_searches
 from lightning_bytescheduler.diloco.options import common_options
 from lightning_bytescheduler.diloco.round_end import FastestSteps, FixedSteps, SampleTarget
+from lightning_bytescheduler.diloco.strategy import refuse_searches
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from lightning_bytescheduler.checks import importing
-from lightning_bytescheduler.coordinator.run_status import RunStatus
+from lightning_bytescheduler.coordinator.status import RunStatus
 from lightning_bytescheduler.diloco.coordinator_protocol import HEALTH_PATH, METRICS_PATH
 
 if TYPE_CHECKING:

@@ -19,10 +19,10 @@ from aiohttp.http_exceptions import HttpProcessingError
 from lightning_bytescheduler.checks import importing
 from lightning_bytescheduler.coordinator.options import CoordinatorOptions
 from lightning_bytescheduler.coordinator.page import PUBLIC_PATHS
-from lightning_bytescheduler.coordinator.run_status import RunStatus
 from lightning_bytescheduler.coordinator.service import CoordinatorService
 from lightning_bytescheduler.coordinator.slice_routes import SliceRoutes
 from lightning_bytescheduler.coordinator.state_store import StateStore
+from lightning_bytescheduler.coordinator.status import RunStatus
 from lightning_bytescheduler.diloco.round_record import RoundFile
 from lightning_bytescheduler.exceptions import SchedulerTimeoutError
 from lightning_bytescheduler.serving import Refusals, ServerAccess, guard

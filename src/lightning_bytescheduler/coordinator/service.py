@@ -25,18 +25,17 @@ from aiohttp.typedefs import Middleware
 from torch import Tensor
 
 from lightning_bytescheduler.__about__ import __version__
-from lightning_bytescheduler.coordinator.connection import Connection, refuse, release
+from lightning_bytescheduler.coordinator.connection import Connection, RateLimit, Stalls, refuse, release
 from lightning_bytescheduler.coordinator.global_weights import GlobalWeights, momentum_in, weights_in
-from lightning_bytescheduler.coordinator.limits import RateLimit, Stalls
 from lightning_bytescheduler.coordinator.membership import Member
 from lightning_bytescheduler.coordinator.options import CoordinatorOptions, target_in_words
 from lightning_bytescheduler.coordinator.page import add_pages
 from lightning_bytescheduler.coordinator.routes import StateRoutes, UpdateRoutes, problem
 from lightning_bytescheduler.coordinator.run import Merge, Run, Tally
-from lightning_bytescheduler.coordinator.run_status import RoundSummary, RunStatus, WorkerStatus, summary_of
 from lightning_bytescheduler.coordinator.slice_routes import SliceRoutes
 from lightning_bytescheduler.coordinator.spool import Spool
 from lightning_bytescheduler.coordinator.state_store import StateStore
+from lightning_bytescheduler.coordinator.status import RoundSummary, RunStatus, WorkerStatus, summary_of
 from lightning_bytescheduler.diloco.coordinator_protocol import (
     HEALTH_PATH,
     SESSION_HEADER,

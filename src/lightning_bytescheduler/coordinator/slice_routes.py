@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from lightning_bytescheduler.coordinator.membership import Member
-from lightning_bytescheduler.coordinator.run_status import SliceStatus
+from lightning_bytescheduler.coordinator.status import SliceStatus
 from lightning_bytescheduler.diloco.round_end import RoundOptions
 from lightning_bytescheduler.diloco.round_roster import WorkerProgress
 from lightning_bytescheduler.exceptions import OptionError

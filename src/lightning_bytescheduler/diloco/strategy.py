@@ -1,20 +1,33 @@
-"""``Trainer(strategy="diloco")``: workers of unequal speed train on their own, and average now and then."""
+"""``Trainer(strategy="diloco")``: workers of unequal speed train on their own, and average now and then.
+
+A checkpoint has global weights, the outer state, and what each worker alone has.
+
+Where several ranks form one worker, Lightning is kept from telling other ranks about a SIGTERM with collectives: it has
+a rank that gets one join a broadcast of the default group from inside the signal handler, wherever its training thread
+is, and all ranks join one before each batch. Within a worker that would meet the collectives of a step in another order
+on each rank. Here the rank that got the signal ends by itself after its batch, and the fault board tells all others, of
+other workers too.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torchmetrics import Metric
 
 from lightning_bytescheduler.checks import options_by_name
-from lightning_bytescheduler.ddp.fit_position import parameter_facts
-from lightning_bytescheduler.ddp.rank_strategy import callbacks_of
+from lightning_bytescheduler.ddp.epoch_position import loader_resumes
+from lightning_bytescheduler.ddp.fit_position import introduce, parameter_facts
+from lightning_bytescheduler.ddp.rank_strategy import RankStrategy, callbacks_of
 from lightning_bytescheduler.ddp.scheduled_gradients import ScheduledGradients
 from lightning_bytescheduler.ddp.sigterm import worker_signals
 from lightning_bytescheduler.diloco.batch_size import resolve_batch_size, sized_loader
@@ -22,24 +35,25 @@ from lightning_bytescheduler.diloco.coordinated_runtime import CoordinatedRuntim
 from lightning_bytescheduler.diloco.coordination import Coordination
 from lightning_bytescheduler.diloco.coordinator_address import resolve_coordinator
 from lightning_bytescheduler.diloco.coordinator_protocol import wire_named
-from lightning_bytescheduler.diloco.fit_start import meet_all, open_rounds_file, refuse_searches, slices_of
+from lightning_bytescheduler.diloco.epoch_shares import share_of, shared_loader
 from lightning_bytescheduler.diloco.options import (
     OPTIONS_ELSEWHERE,
     DiLoCoOptions,
+    common_options,
     ddp_options,
     inner_of,
     scheduler_options,
 )
 from lightning_bytescheduler.diloco.performance_monitor import PerformanceMonitor
 from lightning_bytescheduler.diloco.process_groups import JointCollectives, WorkerGroup, WorkerWorld
-from lightning_bytescheduler.diloco.round_record import RoundFile
-from lightning_bytescheduler.diloco.runtime import make_runtime
+from lightning_bytescheduler.diloco.round_record import RECORD_NAME, RoundFile
+from lightning_bytescheduler.diloco.runtime import LeadingRuntime, SessionRuntime, make_runtime
 from lightning_bytescheduler.diloco.session import SessionStatistics
 from lightning_bytescheduler.diloco.training_loop import CoordinatedBoundaries, RoundBoundaries, RoundHooks
-from lightning_bytescheduler.diloco.worker_strategy import WorkerStrategy
+from lightning_bytescheduler.diloco.worker_restart import Resumed, WorkerStates
 from lightning_bytescheduler.exceptions import UnsupportedError
 from lightning_bytescheduler.failures.board import FaultBoard
-from lightning_bytescheduler.failures.startup_check import Introduction
+from lightning_bytescheduler.failures.startup_check import Introduction, RendezvousWatch, hold_roll_call, require_alike
 from lightning_bytescheduler.lightning_api import (
     CheckpointIO,
     ClusterEnvironment,
@@ -49,16 +63,120 @@ from lightning_bytescheduler.lightning_api import (
     default_pg_timeout,
     pl,
     rank_zero_info,
+    rank_zero_warn,
     reset_seed,
 )
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from lightning_bytescheduler.diloco.coordinated_slices import CoordinatedSlices
     from lightning_bytescheduler.diloco.shared_slices import SharedSlices
 
 
+@contextmanager
+def shared_metrics(module: nn.Module, joint: JointCollectives) -> Iterator[None]:
+    """Have the metrics in ``module`` gather from all ranks meanwhile, unless they were told how to gather."""
+    metrics = [m for m in module.modules() if isinstance(m, Metric) and m.dist_sync_fn is m.process_group is None]
+    for metric in metrics:
+        metric.dist_sync_fn = joint.gather_uneven
+    try:
+        yield
+    finally:
+        for metric in metrics:
+            metric.dist_sync_fn = None
+
+
+def meet_all(
+    options: DiLoCoOptions,
+    rank: int,
+    ranks: int,
+    timeout: timedelta | None,
+    watch: RendezvousWatch | None,
+    store: dist.Store,
+    connected: bool,
+) -> None:
+    """Make sure with the other ranks that they are in the same training; before there are groups.
+
+    Args:
+        options: This rank's.
+        rank: Its number.
+        ranks: How many there are.
+        timeout: Longest wait for them.
+        watch: Knows what has gone wrong meanwhile.
+        store: That all share.
+        connected: Whether all have just connected to it.
+
+    Raises:
+        RanksDifferError: If they are not.
+    """
+    own = introduce(rank, "diloco", common_options(options))
+    met = hold_roll_call(
+        store,
+        own,
+        world_size=ranks,
+        timeout=options.outer(timeout).timeout,
+        failure=lambda: None if watch is None else watch.difference,
+        connected=connected,
+    )
+    require_alike(met, warn=rank_zero_warn)
+
+
+def open_rounds_file(trainer: pl.Trainer, options: DiLoCoOptions, *, append: bool) -> RoundFile:
+    """Where this rank records the rounds: as the user said, or in the run's folder. Trial runs record none.
+
+    Args:
+        trainer: Whose fit it is; asked on all ranks, as the answer travels among the ranks of a worker.
+        options: This rank's.
+        append: Whether to go on with a file that is there.
+    """
+    path = None
+    if not trainer.fast_dev_run and not trainer.barebones:  # type: ignore[attr-defined]
+        folder = trainer.log_dir or trainer.default_root_dir
+        if trainer.is_global_zero:
+            path = Path(folder) / RECORD_NAME
+    return RoundFile(path, append=append, option="")
+
+
+def slices_of(
+    trainer: pl.Trainer,
+    world: WorkerWorld,
+    coordination: Coordination | None,
+    *,
+    timeout: float,
+    check: Callable[[], None],
+) -> SharedSlices | CoordinatedSlices | None:
+    """Have the workers share the slices of a fit: through worker 0, or through the coordinator.
+
+    Args:
+        trainer: Before the setup of its data.
+        world: Where this rank is.
+        coordination: With a coordinator, if there is one.
+        timeout: Longest wait for an answer, in seconds.
+        check: Raises what another rank has failed with, if any.
+    """
+    if coordination is not None:
+        return coordination.share_slices(trainer, world, timeout=timeout, check=check)
+    from lightning_bytescheduler.diloco.shared_slices import share_slices  # only with data, as it takes time
+
+    return share_slices(trainer, world, timeout=timeout, check=check)
+
+
+def refuse_searches(callbacks: Sequence[pl.Callback]) -> None:
+    """Refuse Lightning's search for a learning rate, which has all ranks read one checkpoint and go back to it.
+
+    Raises:
+        UnsupportedError: Names the way out.
+    """
+    if any(isinstance(callback, pl.callbacks.LearningRateFinder) for callback in callbacks):
+        raise UnsupportedError(
+            "Strategy 'diloco' cannot look for a learning rate (Tuner.lr_find, LearningRateFinder), as its workers "
+            "train on their own. Find it before, with Trainer(devices=1)."
+        )
+
+
 @options_by_name
-class DiLoCoStrategy(WorkerStrategy):
+class DiLoCoStrategy(RankStrategy):
     """Low-communication training of workers that need not be equally fast (DiLoCo, Douillard et al.).
 
     Each worker trains by itself, with the user's optimizer, schedule, precision, clipping and accumulation. In rounds,
@@ -218,7 +336,17 @@ class DiLoCoStrategy(WorkerStrategy):
         )
         if batch_size is None:
             resolve_batch_size(None)  # a variable that is none is said here, and not when the data are there
+        self._coordination = None if address is None else Coordination(address, common)
         self._world: WorkerWorld | None = None
+        self._joint: JointCollectives | None = None
+        self._validates_together = False
+        self._runtime: SessionRuntime | None = None
+        self._kept_state: dict[str, Any] | None = None
+        self._resumed: Resumed | None = None
+        self._states: WorkerStates | None = None
+        self._next_epoch: Callable[[], None] | None = None
+        self._last_whole: object = None  # path of the last checkpoint that was written in this fit
+        self._open = ExitStack()
         self._boundaries: RoundBoundaries | CoordinatedBoundaries | None = None
         self._statistics: SessionStatistics | None = None
         self._file: RoundFile | None = None
@@ -235,7 +363,6 @@ class DiLoCoStrategy(WorkerStrategy):
             start_method=start_method,
             **ddp_options(self._options.inner, self._options.inner_options),
         )
-        self._coordination = None if address is None else Coordination(address, common)
         if self._options.inner == "bytescheduler":
             given = self._options.inner_options
             self._gradients = ScheduledGradients(
@@ -250,6 +377,26 @@ class DiLoCoStrategy(WorkerStrategy):
         """Ranks that train together as one worker."""
         options = self._options
         return 1 if options.inner is None else options.ranks_per_worker(on_node=self.num_processes, ranks=self.ranks)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that train together as one worker."""
+        return self.inner_size
+
+    @property
+    def ranks(self) -> int:
+        """How many there are in all."""
+        return self.num_nodes * self.num_processes
+
+    @property
+    def workers(self) -> int:
+        """How many workers there are."""
+        return self.ranks // self.inner_size
+
+    @property
+    def worker(self) -> int:
+        """Number of this rank's worker, from 0."""
+        return self.global_rank // self.inner_size
 
     @property
     def statistics(self) -> SessionStatistics | None:
@@ -358,7 +505,10 @@ class DiLoCoStrategy(WorkerStrategy):
 
     def _release(self) -> None:
         self._open.close()
-        self._end_states()
+        states, self._states = self._states, None
+        self._resumed = self._next_epoch = None
+        if states is not None:
+            states.leave(failed=self._failed)
         if self._boundaries is not None:
             self._boundaries.detach()
             self._boundaries = None
@@ -387,6 +537,142 @@ class DiLoCoStrategy(WorkerStrategy):
         self._added, self._kept_state, self._joint = [], None, None
         if world is not None:
             world.leave(idle=idle)
+
+    def flush(self) -> None:
+        """Bring the weights up to date, where the updates of their last step may still be on their way."""
+        if self._gradients is not None and not self._failed:
+            with self._explained():
+                self._gradients.flush()
+
+    # ------------------------------------------------------------------ what all workers do together
+
+    @contextmanager
+    def _validating_together(self) -> Iterator[None]:
+        """All workers do the same meanwhile: what is reduced in a validation is reduced over all of them."""
+        module, joint = self.lightning_module, self._joint
+        if module is None or joint is None:
+            yield
+            return
+        self._validates_together = True
+        try:
+            with shared_metrics(module, joint):
+                yield
+        finally:
+            self._validates_together = False
+
+    @property
+    def _together(self) -> JointCollectives | None:
+        """For collectives of all ranks, where all do the same; else ``None``."""
+        module = self.lightning_module
+        if module is None or self._failed or not self._validates_together:
+            return None
+        fits = module.trainer.state.fn == TrainerFn.FITTING
+        return None if fits and not module.trainer.validating else self._joint
+
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """See DDPStrategy; over all workers where they validate together."""
+        together = self._together
+        if together is None or not isinstance(tensor, Tensor):
+            return super().reduce(tensor, group, reduce_op)
+        with self._explained():
+            return together.reduce(tensor, reduce_op)
+
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """See DDPStrategy; over all workers where they validate together."""
+        together = self._together
+        if together is None:
+            return super().all_gather(tensor, group, sync_grads)
+        with self._explained():
+            return together.gather(tensor)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """See DDPStrategy; over all workers where they validate together."""
+        together = self._together
+        if together is None:
+            return super().reduce_boolean_decision(decision, all)
+        with self._explained():
+            return bool(together.reduce(torch.tensor(int(decision)), "min" if all else "max"))
+
+    def _check_others(self) -> None:
+        """Raise what another rank has failed with, if it is known."""
+        if self._board is not None and self._board.fault is not None:
+            raise self._board.fault
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def outer_state_dict(self) -> dict[str, Any] | None:
+        """What a checkpoint keeps beside the weights."""
+        return None if self._runtime is None or self._failed else self._runtime.state_dict()
+
+    def load_outer_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Have the rounds carry on from what a checkpoint kept."""
+        self._kept_state = state
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """See DDPStrategy; during a fit, with the global weights."""
+        state = None if self._runtime is None or not self.is_global_zero else self._runtime.state
+        if state is None:
+            return super().lightning_module_state_dict()
+        self.flush()
+        with state.shown():
+            weights: dict[str, Any] = super().lightning_module_state_dict()
+            return {name: value.clone() if isinstance(value, Tensor) else value for name, value in weights.items()}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """See DDPStrategy. However long it takes, another rank's failure does not end this process meanwhile.
+
+        A fit that fails writes none: amid a round, weights are those of its begin, and the optimizer is steps ahead.
+        """
+        if self._failed:
+            self._say_not_written()
+            return
+        with nullcontext() if self._board is None else self._board.patient():
+            if self._states is not None:
+                self._states.complete(checkpoint)
+            if self._coordination is None or self._coordination.leads:
+                super().save_checkpoint(checkpoint, filepath, storage_options)
+                self._last_whole = filepath
+
+    def _say_not_written(self, *_: object) -> None:
+        last = f" The last whole one is {self._last_whole}." if self._last_whole else ""
+        rank_zero_warn(f"diloco: a fit that fails writes no checkpoint, as it would be of no one moment.{last}")
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """See DDPStrategy; with what this rank's worker had."""
+        checkpoint = super().load_checkpoint(*args, **kwargs)
+        module = self.lightning_module
+        if module is not None and module.trainer.state.fn == TrainerFn.FITTING:
+            alone = self._coordination is not None  # each worker is a training of its own
+            self._resumed = Resumed.from_checkpoint(checkpoint, 0 if alone else self.worker, self.workers)
+        return checkpoint
+
+    def validated(self) -> None:
+        """A validation is over."""
+        if self._states is not None:
+            self._states.validated()
+
+    def _resumable(self, loader: object, trainer: pl.Trainer) -> object:
+        """The same loader of training data, if it can go on in the middle of an epoch."""
+        progress: Any = trainer.fit_loop.epoch_loop.batch_progress
+        return shared_loader(loader, self.global_rank, self.ranks, lambda: progress.current.processed)
+
+    def _begin_states(self, trainer: pl.Trainer, world: WorkerWorld, *, full: bool, timeout: float) -> None:
+        """Go on from the checkpoint, if there is one, and begin to keep what the next one is to have."""
+        resumed, self._resumed = self._resumed, None
+        runtime = self._runtime
+        numbers = None
+        if resumed is not None:
+            leads = isinstance(runtime, LeadingRuntime)
+            self._next_epoch = resumed.go_on(trainer, leads=leads)
+            if resumed.positions and share_of(trainer) is not None:
+                self._open.enter_context(loader_resumes())
+            if resumed.own is not None and leads:
+                numbers = resumed.own["random"]
+        if isinstance(runtime, LeadingRuntime):
+            if resumed is not None and resumed.own is not None and resumed.alike:
+                runtime.load_own_counts(resumed.own)
+            self._states = WorkerStates(trainer, runtime, world, full=full, timeout=timeout, numbers=numbers)
+            self._states.begun()
 
     # ------------------------------------------------------------------ rounds (called by callbacks)
 
@@ -432,7 +718,9 @@ class DiLoCoStrategy(WorkerStrategy):
 
     def begin_epoch(self) -> bool:
         """Begin an epoch, unless another rank of this worker stops; returns whether training goes on."""
-        self._begin_next_epoch()
+        then, self._next_epoch = self._next_epoch, None
+        if then is not None:
+            then()
         if self._boundaries is None:
             return True
         with self._explained():
@@ -468,7 +756,8 @@ class DiLoCoStrategy(WorkerStrategy):
                     self._boundaries.before_end()
                 if not isinstance(self._runtime, CoordinatedRuntime):
                     self._runtime.session.finish()
-                    self._all_is_over()
+                    if self._states is not None:
+                        self._states.over()
                     if self._slices is not None:
                         self._slices.finish()
 
@@ -482,7 +771,12 @@ class DiLoCoStrategy(WorkerStrategy):
         return {} if self._boundaries is None or self._runtime is None else self._runtime.session.progress()
 
     def _end_with(self, cause: BaseException) -> None:
-        super()._end_with(cause)
+        module = self.lightning_module
+        for callback in () if module is None else module.trainer.checkpoint_callbacks:
+            if getattr(callback, "save_on_exception", True):
+                # It would take note of a file that is not written, and remove or link others because of it.
+                vars(callback)["on_exception"] = self._say_not_written
+                self._open.callback(vars(callback).pop, "on_exception", None)
         if self._slices is not None:
             self._slices.close(failed=True)
         if self._runtime is not None:

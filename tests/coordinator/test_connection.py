@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_bytescheduler.coordinator.limits import RateLimit
+from lightning_bytescheduler.coordinator.connection import RateLimit
 
 
 def test_a_burst_then_a_steady_rate() -> None:

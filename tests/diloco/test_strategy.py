@@ -9,14 +9,14 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
 from lightning_bytescheduler import DiLoCoStrategy
-from lightning_bytescheduler.diloco.worker_strategy import WorkerStrategy
+from lightning_bytescheduler.ddp.rank_strategy import RankStrategy
 
 
 def test_callbacks_that_would_save_say_that_none_is_written(tmp_path: Any) -> None:
     strategy: Any = DiLoCoStrategy()
     passive, active = ModelCheckpoint(), [ModelCheckpoint(save_on_exception=True), OnExceptionCheckpoint(tmp_path)]
     strategy._lightning_module = SimpleNamespace(trainer=SimpleNamespace(checkpoint_callbacks=[passive, *active]))
-    WorkerStrategy._end_with(strategy, RuntimeError())
+    DiLoCoStrategy._end_with(strategy, RuntimeError())
     assert "on_exception" not in vars(passive)
     assert all("on_exception" in vars(callback) for callback in active)
     strategy._open.close()
@@ -25,7 +25,7 @@ def test_callbacks_that_would_save_say_that_none_is_written(tmp_path: Any) -> No
 
 def test_a_checkpoint_of_the_fit_before_is_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
     strategy: Any = DiLoCoStrategy()
-    monkeypatch.setattr(WorkerStrategy, "setup_environment", lambda self: None)
+    monkeypatch.setattr(RankStrategy, "setup_environment", lambda self: None)
     strategy._last_whole = "before.ckpt"
     strategy.setup_environment()
     with pytest.warns(UserWarning, match=r"of no one moment\.$"):
