@@ -7,6 +7,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -97,6 +98,36 @@ def test_another_worker_leads_once_the_leader_is_given_up(serve: Any) -> None:
     second.end()
     second.checked()
     assert min(second.validated) > max(first.validated)
+
+
+class Ponders(ThreadWorker):
+    """Its first validation takes until the others are far ahead."""
+
+    ahead = threading.Event()
+
+    def _validate(self, session: Any) -> None:
+        session.pause()
+        assert self.ahead.wait(20.0)
+        session.resume()
+
+
+def test_the_worker_that_gave_the_first_weights_takes_the_state_when_it_is_far_behind(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it was asked for as it joined, to send its weights, was of that moment."""
+    monkeypatch.setattr(Ponders, "ahead", threading.Event())
+    options = replace(coordinator_options(inner_steps=5), keep_rounds=2)
+    server = stack.enter_context(CoordinatorServer(options))
+    first = Ponders(server.url, "first")
+    until(lambda: first.version >= 1, "the first round")
+    other = TrainsOnly(server.url, "other")
+    until(lambda: other.version >= first.version + 5, "rounds of the other")
+    now = other.version
+    Ponders.ahead.set()
+    until(lambda: first.version > now, "the first one's return")
+    for worker in (first, other):
+        worker.end()
+        worker.checked()
 
 
 def test_work_of_rounds_without_a_quorum_is_carried(serve: Any) -> None:

@@ -12,8 +12,8 @@ from lightning_bytescheduler.diloco.mailbox import (
     Caller,
     Mailbox,
     Postman,
-    _connection,
     _without_overtaken,
+    connection_to,
     with_messages,
 )
 from lightning_bytescheduler.diloco.messages import Message, SendingPseudoGradient, SendNow, StepMetrics, StepReport
@@ -23,10 +23,10 @@ LONG = 30.0
 NAME = "bytescheduler-test-answers"
 
 
-def answer(sender: str, text: str) -> str:
+def answer(sender: str, text: str) -> bytes:
     if text == "bad":
         raise ValueError("no such thing")
-    return text[::-1]
+    return text[::-1].encode() * (3_000_000 if text == "long" else 1)
 
 
 def nothing() -> None:
@@ -52,18 +52,22 @@ def server(store: dist.Store) -> Iterator[Mailbox]:
 
 
 def caller_of(store: dist.Store) -> Caller:
-    return Caller(store, "here", sender="worker1", timeout=LONG, check=nothing)
+    return Caller(store, sender="worker1", timeout=LONG, check=nothing)
+
+
+def call(caller: Caller, text: str) -> str:
+    return caller.call("here", text).decode()
 
 
 def test_each_caller_gets_its_own_answers(store: dist.Store, server: Mailbox) -> None:
     first, second = caller_of(store), caller_of(store)
-    assert [first.call("abc"), second.call(""), first.call("a\nb"), second.call("xy")] == ["cba", "", "b\na", "yx"]
+    assert [call(first, "abc"), call(second, ""), call(first, "a\nb"), call(second, "xy")] == ["cba", "", "b\na", "yx"]
 
 
 def test_a_caller_may_come_before_the_server(store: dist.Store) -> None:
     answers: list[str] = []
     caller = caller_of(store)
-    thread = threading.Thread(target=lambda: answers.append(caller.call("ab")))
+    thread = threading.Thread(target=lambda: answers.append(call(caller, "ab")))
     thread.start()
     server = Mailbox(store, "here", thread=NAME, handle=answer, on_error=unexpected)
     thread.join(LONG)
@@ -74,14 +78,18 @@ def test_a_caller_may_come_before_the_server(store: dist.Store) -> None:
 def test_what_cannot_be_answered_is_the_caller_s(store: dist.Store, server: Mailbox) -> None:
     caller = caller_of(store)
     with pytest.raises(RuntimeError, match="ValueError: no such thing"):
-        caller.call("bad")
-    assert caller.call("good") == "doog"
+        call(caller, "bad")
+    assert call(caller, "good") == "doog"
+
+
+def test_an_answer_may_be_larger_than_a_value_of_the_store(store: dist.Store, server: Mailbox) -> None:
+    assert call(caller_of(store), "long") == "gnol" * 3_000_000
 
 
 def test_nobody_answers(store: dist.Store) -> None:
     seconds = iter(range(100))
     with pytest.raises(SchedulerTimeoutError, match="Nobody answered at 'here' for 5 s"):
-        Caller(store, "here", sender="worker1", timeout=5, check=nothing, clock=lambda: next(seconds)).call("a")
+        Caller(store, sender="worker1", timeout=5, check=nothing, clock=lambda: next(seconds)).call("here", "a")
 
 
 def test_a_failure_ends_the_waiting(store: dist.Store, server: Mailbox) -> None:
@@ -89,7 +97,7 @@ def test_a_failure_ends_the_waiting(store: dist.Store, server: Mailbox) -> None:
         raise RankFailedError(1, "on purpose")
 
     with pytest.raises(RankFailedError, match="on purpose"):
-        Caller(store, "nowhere", sender="worker1", timeout=LONG, check=failed).call("a")
+        Caller(store, sender="worker1", timeout=LONG, check=failed).call("nowhere", "a")
     with pytest.raises(RankFailedError, match="on purpose"):
         server.await_farewells(1, timeout=LONG, check=failed)
 
@@ -99,8 +107,8 @@ def test_farewells_are_counted(store: dist.Store, server: Mailbox) -> None:
     assert server.await_farewells(0, timeout=0.0, check=nothing)
     assert not server.await_farewells(1, timeout=0.0, check=nothing)
     for caller in callers:
-        assert caller.call("ab") == "ba"
-        caller.bid_farewell()
+        assert call(caller, "ab") == "ba"
+        caller.bid_farewell("here")
     assert server.await_farewells(2, timeout=LONG, check=nothing)
 
 
@@ -153,7 +161,7 @@ def test_a_damaged_letter_ends_the_reading_with_its_sender_or_field(store: dist.
 
 
 def post_raw(store: dist.Store, mailbox: str, text: str) -> None:
-    connection = _connection(store)
+    connection = connection_to(store)
     connection.set(f"{mailbox}/{connection.add(mailbox, 1)}", text)
 
 

@@ -83,8 +83,8 @@ def test_who_is_late_or_silent_or_dead_is_left_out(workers: Workers) -> None:
     began = time.monotonic()
     found = workers.collection("worker3").collect(BEGUN)  # worker2 has not come there, and worker3 hears nothing
     assert found["worker1"] == {"own": 1}
-    assert found["worker2"] == "it has not come to this moment"
-    assert str(found["worker3"]).startswith("nothing was heard of it")
+    assert "it has not come to this moment" in str(found["worker2"])
+    assert str(found["worker3"]).startswith("Nobody answered")
     assert time.monotonic() - began < 30
     workers.gone = True
     assert "rank 2 has died" in str(workers.collection("worker3").collect(BEGUN)["worker3"])

@@ -32,6 +32,7 @@ from lightning_bytescheduler.failures.store import connect_to_store
 _NO_LIMIT = timedelta(days=30)  # a wait for the next letter, which a closing one ends; liveness is watched elsewhere
 _SHORTEST_S, _LONGEST_S = 0.0002, 0.05  # between two looks for an answer
 _LOOK_S = 1.0  # between two looks for failures
+_PART = 4 * 2**20  # bytes of a value in the store
 
 
 class _Letter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="letter"):
@@ -56,7 +57,8 @@ class _Close(_Letter, frozen=True, tag="close"):
 
 
 class _Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    text: str = ""
+    content: bytes = b""
+    parts: int = 0  # where it is too large for one value of the store
     failure: str | None = None
 
 
@@ -86,12 +88,12 @@ class Mailbox:
         name: str,
         *,
         thread: str,
-        handle: Callable[[str, str], str | None],
+        handle: Callable[[str, str], bytes | None],
         on_error: Callable[[BaseException], object],
         postman: Postman | None = None,
     ) -> None:
-        self._store = _connection(store)
-        self._closing = _connection(store) if postman is None else postman
+        self._store = connection_to(store)
+        self._closing = connection_to(store) if postman is None else postman
         self._name = name
         self._handle = handle
         self._on_error = on_error
@@ -153,7 +155,7 @@ class Mailbox:
                         self._farewells += 1
                         self._changed.notify_all()
                 elif isinstance(letter, _Asked):
-                    self._store.set(letter.answer_to, msgspec.json.encode(self._answer(letter)).decode())
+                    self._answer(letter)
                 else:
                     self._handle(letter.sender, letter.text)
         except BaseException as error:
@@ -165,11 +167,20 @@ class Mailbox:
         except (msgspec.DecodeError, UnicodeError) as error:
             raise OptionError(f"letter to {self._name}", text, f"one that a rank has posted ({error})") from error
 
-    def _answer(self, letter: _Asked) -> _Answer:
+    def _answer(self, letter: _Asked) -> None:
+        key = letter.answer_to
         try:
-            return _Answer(text=self._handle(letter.sender, letter.text) or "")
+            content = self._handle(letter.sender, letter.text) or b""
         except Exception as error:  # it belongs to whoever called
-            return _Answer(failure=f"{type(error).__name__}: {error}")
+            answer = _Answer(failure=f"{type(error).__name__}: {error}")
+        else:
+            answer = _Answer(content)
+            if len(content) > _PART:
+                begins = range(0, len(content), _PART)
+                for index, begin in enumerate(begins):
+                    self._store.set(f"{key}/{index}", content[begin : begin + _PART])  # type: ignore[arg-type]  # or bytes
+                answer = _Answer(parts=len(begins))
+        self._store.set(key, msgspec.json.encode(answer).decode())
 
 
 def with_messages(receive: Callable[[Message], object]) -> Callable[[str, str], None]:
@@ -193,7 +204,7 @@ class Postman:
     """
 
     def __init__(self, store: dist.Store, sender: str, on_error: Callable[[BaseException], object]) -> None:
-        self._store = _connection(store)
+        self._store = connection_to(store)
         self._sender = sender
         self._on_error = on_error
         self._queue: queue.SimpleQueue[_Outgoing | None] = queue.SimpleQueue()
@@ -238,7 +249,7 @@ class Sender:
     """
 
     def __init__(self, store: dist.Store, sender: str) -> None:
-        self._store = _connection(store)
+        self._store = connection_to(store)
         self._sender = sender
 
     def post(self, mailbox: str, text: str) -> None:
@@ -251,11 +262,10 @@ class Sender:
 
 
 class Caller:
-    """Calls the reader of a mailbox, which need not be there yet.
+    """Calls readers of mailboxes, which need not be there yet.
 
     Args:
         store: That all ranks share.
-        mailbox: Its name.
         sender: Who calls.
         timeout: Longest wait for an answer, in seconds.
         check: Called again and again while waiting; raises if no answer is to be expected any more.
@@ -265,60 +275,88 @@ class Caller:
     def __init__(
         self,
         store: dist.Store,
-        mailbox: str,
         *,
         sender: str,
         timeout: float,
         check: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._store = _connection(store)
-        self._mailbox = mailbox
+        self._store = connection_to(store)
         self._sender = sender
         self._timeout = timeout
         self._check = check
         self._clock = clock
-        self._answers = f"{mailbox}/answers/{uuid.uuid4().hex}"
+        self._answers = f"answers/{uuid.uuid4().hex}"
         self._calls = 0
 
-    def call(self, text: str) -> str:
-        """Call, and wait for the answer. For one thread.
+    def call(self, mailbox: str, text: str) -> bytes:
+        """Call, and wait for the answer. For one thread; see :meth:`answer`."""
+        return self.answer(self.ask(mailbox, text))
+
+    def ask(self, mailbox: str, text: str) -> str:
+        """Call; returns where the answer will be.
 
         Raises:
-            SchedulerTimeoutError: If there is no answer in time.
-            RuntimeError: If the call could not be answered, with what was said; or the store is gone.
+            RuntimeError: If the store is gone.
         """
         self._calls += 1
-        key = f"{self._answers}/{self._calls}"
-        began = self._clock()
-        _post(self._store, self._mailbox, _Asked(self._sender, text, key))
-        pause = _SHORTEST_S
-        while not self._store.check([key]):  # torch warns of each wait that is not over in time
-            self._check()
-            waited = self._clock() - began
-            if waited >= self._timeout:
-                raise SchedulerTimeoutError(
-                    f"Nobody answered at {self._mailbox!r} for {waited:.0f} s. Raise the strategy's timeout if worker "
-                    "0 may take longer to get there."
-                )
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_S)
-        answer = msgspec.json.decode(self._store.get(key), type=_Answer)
-        self._store.delete_key(key)
-        if answer.failure is not None:
-            raise RuntimeError(f"Worker 0 could not answer: {answer.failure}")
-        return answer.text
+        key = f"{self._answers}/{self._calls}/{mailbox}"
+        _post(self._store, mailbox, _Asked(self._sender, text, key))
+        return key
 
-    def bid_farewell(self) -> None:
+    def answer(self, key: str) -> bytes:
+        """Wait for the answer to a call.
+
+        Raises:
+            SchedulerTimeoutError: If there is none in time.
+            RuntimeError: If the call could not be answered, with what was said; or the store is gone.
+        """
+        mailbox = key.removeprefix(f"{self._answers}/").partition("/")[2]
+        if not await_key(self._store, key, limit=self._timeout, check=self._check, clock=self._clock):
+            raise SchedulerTimeoutError(
+                f"Nobody answered at {mailbox!r} for {self._timeout:.0f} s. Raise the strategy's timeout if a worker "
+                "may take longer to get there."
+            )
+        answer = msgspec.json.decode(self._taken(key), type=_Answer)
+        if answer.failure is not None:
+            raise RuntimeError(f"There is no answer of {mailbox!r}: {answer.failure}")
+        return answer.content + b"".join(self._taken(f"{key}/{index}") for index in range(answer.parts))
+
+    def bid_farewell(self, mailbox: str) -> None:
         """Say that there will be no more calls; does not wait for an answer."""
         with suppress(RuntimeError):  # the store is gone, and the reader with it
-            _post(self._store, self._mailbox, _Farewell(self._sender))
+            _post(self._store, mailbox, _Farewell(self._sender))
+
+    def _taken(self, key: str) -> bytes:
+        value: bytes = self._store.get(key)
+        self._store.delete_key(key)
+        return value
+
+
+def await_key(
+    store: dist.Store,
+    key: str,
+    *,
+    limit: float,
+    check: Callable[[], None],
+    clock: Callable[[], float] = time.monotonic,
+) -> bool:
+    """Wait until a store has a key; returns whether it has. Raises what ``check`` does, which is called meanwhile."""
+    began, pause = clock(), _SHORTEST_S
+    while not store.check([key]):  # torch warns of each wait that is not over in time
+        check()
+        if clock() - began >= limit:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_S)
+    return True
 
 
 _Outgoing: TypeAlias = tuple[str, Message | None]  # a mailbox, and a message to it; None closes it
 
 
-def _connection(store: dist.Store) -> dist.Store:
+def connection_to(store: dist.Store) -> dist.Store:
+    """A connection of one's own: a wait blocks it."""
     connection, presence = connect_to_store(store)
     presence.close()
     return connection

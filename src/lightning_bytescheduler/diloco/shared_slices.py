@@ -73,7 +73,6 @@ class SharedSlices:
             self._client = _RemoteTracker(
                 Caller(
                     self._store,
-                    _MAILBOX,
                     sender=worker_name(self.worker),
                     timeout=self._timeout,
                     check=self._check,
@@ -152,9 +151,9 @@ class _Answers:
     def __init__(self, tracker: LocalTracker) -> None:
         self._calls = calls_of(tracker)
 
-    def __call__(self, text: str) -> str:
+    def __call__(self, text: str) -> bytes:
         message = decode(text)
-        return encode(self._calls[type(message)](message))  # type: ignore[index]
+        return encode(self._calls[type(message)](message)).encode()  # type: ignore[index]
 
 
 class _RemoteTracker(RemoteTracker):
@@ -168,7 +167,7 @@ class _RemoteTracker(RemoteTracker):
         if not self._closed:
             self._closed = True
             if not quietly:
-                self._caller.bid_farewell()
+                self._caller.bid_farewell(_MAILBOX)
 
     def _tell(self, message: Call) -> Receipt:
         if self._closed:  # the training is over, and worker 0 may have gone
@@ -176,4 +175,4 @@ class _RemoteTracker(RemoteTracker):
         return super()._tell(message)
 
     def _ask(self, message: Call, kinds: tuple[type[_T], ...]) -> _T:
-        return cast(_T, decode(self._caller.call(encode(message))))
+        return cast(_T, decode(self._caller.call(_MAILBOX, encode(message))))

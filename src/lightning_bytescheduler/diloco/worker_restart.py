@@ -20,7 +20,6 @@ primitives of it, as the checkpoint's reader will.
 from __future__ import annotations
 
 import io
-import json
 import logging
 import pickle
 import threading
@@ -30,12 +29,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 
 from lightning_bytescheduler.ddp.rank_strategy import OUTER_STATE
 from lightning_bytescheduler.diloco.epoch_shares import share_of
-from lightning_bytescheduler.diloco.mailbox import Mailbox, Sender
+from lightning_bytescheduler.diloco.mailbox import Caller, Mailbox, await_key, connection_to
 from lightning_bytescheduler.diloco.process_groups import WorkerWorld, worker_name
 from lightning_bytescheduler.diloco.runtime import LeadingRuntime
 from lightning_bytescheduler.diloco.worker_state import (
@@ -46,15 +46,19 @@ from lightning_bytescheduler.diloco.worker_state import (
     set_random_numbers,
     take,
 )
-from lightning_bytescheduler.failures.store import connect_to_store
+from lightning_bytescheduler.exceptions import SchedulerTimeoutError
 from lightning_bytescheduler.lightning_api import pl, rank_zero_warn
 
 log = logging.getLogger(__name__)
 
-_PART = 4 * 2**20  # bytes of a value in the store
-_SHORTEST_S, _LONGEST_S = 0.0005, 0.02
 _LOOK_S = 0.5
 _OVER = "states/over"
+
+
+class _Asked(msgspec.Struct, frozen=True):
+    rounds: int
+    halted: bool
+    settled: bool
 
 
 def _log_gone(error: BaseException) -> None:
@@ -152,11 +156,9 @@ class StateService:
         *,
         limit: float,
     ) -> None:
-        self._worker = worker
         self._kept = kept
         self._limit = limit
-        self._waits = _connected(store)
-        self._store = _connected(store)
+        self._store = connection_to(store)
         # If the store is gone, this worker's other mailbox knows, or the fit is over and the writer has ended.
         self._mailbox = Mailbox(
             store, _mailbox(worker), thread="bytescheduler-outer-states", handle=self._answer, on_error=_log_gone
@@ -169,33 +171,21 @@ class StateService:
             limit: Longest wait, in seconds.
             check: Called again and again; raises if it never will be through.
         """
-        _await(self._waits, _OVER, limit, check)
+        await_key(self._store, _OVER, limit=limit, check=check)
 
     def stop(self, timeout: float) -> bool:
         """End the thread; returns whether it ended within ``timeout`` seconds."""
         self._kept.close()
         return self._mailbox.stop(timeout)
 
-    def _answer(self, sender: str, text: str) -> None:
-        asked = json.loads(text)
-        key = f"states/{asked['number']}/{self._worker}"
-        moment = Moment(asked["rounds"], asked["halted"])
-        state = self._kept.of(moment, self._limit, settled=asked["settled"])
-        file = io.BytesIO()
-        why = "it has not come to this moment"
-        try:
-            if state is not None:
-                torch.save(state, file)
-        except Exception as error:  # a schedule may have what cannot be written
-            state, why = None, f"{type(error).__name__}: {error}"
+    def _answer(self, sender: str, text: str) -> bytes:
+        asked = msgspec.json.decode(text, type=_Asked)
+        state = self._kept.of(Moment(asked.rounds, asked.halted), self._limit, settled=asked.settled)
         if state is None:
-            self._store.set(key, json.dumps({"parts": None, "why": why}))
-            return
-        whole = file.getbuffer()
-        parts = range(0, len(whole), _PART)
-        self._store.set(key, json.dumps({"parts": len(parts)}))
-        for index, begin in enumerate(parts):
-            self._store.set(f"{key}/{index}", bytes(whole[begin : begin + _PART]))  # type: ignore[arg-type]  # or bytes
+            raise LookupError("it has not come to this moment")
+        file = io.BytesIO()
+        torch.save(state, file)  # raises where a schedule has what cannot be written
+        return file.getvalue()
 
 
 class StateCollection:
@@ -209,12 +199,10 @@ class StateCollection:
     """
 
     def __init__(self, store: dist.Store, workers: Sequence[str], *, limit: float, check: Callable[[], None]) -> None:
-        self._store = _connected(store)
-        self._sender = Sender(store, "checkpoint")
+        self._store = connection_to(store)
+        # Twice: who answers may wait as long before it says that there is nothing.
+        self._caller = Caller(store, sender="checkpoint", timeout=2 * limit, check=check)
         self._workers = tuple(workers)
-        self._limit = limit
-        self._check = check
-        self._number = 0
 
     def collect(self, moment: Moment, *, settled: bool = True) -> dict[str, dict[str, Any] | str]:
         """The states of a moment, by worker; or why there is none. Bounded, raises nothing.
@@ -223,21 +211,21 @@ class StateCollection:
             moment: The writer's present one.
             settled: Whether the writer's is all there. Amid a validation it is not, and others may wait for the writer.
         """
-        self._number += 1
-        text = json.dumps({"number": self._number, "settled": settled, **moment._asdict()})
+        text = msgspec.json.encode(_Asked(moment.rounds, moment.halted, settled)).decode()
         found: dict[str, dict[str, Any] | str] = {}
         try:
-            for worker in self._workers:
-                self._sender.post(_mailbox(worker), text)
+            calls = {worker: self._caller.ask(_mailbox(worker), text) for worker in self._workers}
         except RuntimeError as error:  # the store is gone
             return dict.fromkeys(self._workers, str(error))
-        for worker in self._workers:
+        for worker, call in calls.items():
             try:
-                found[worker] = self._one(f"states/{self._number}/{worker}")
+                content = self._caller.answer(call)
+                found[worker] = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+            except (RuntimeError, SchedulerTimeoutError, pickle.UnpicklingError) as error:  # it alone lacks
+                found[worker] = str(error)
             except (Exception, KeyboardInterrupt) as error:  # what is saved without it is better than nothing
                 found[worker] = f"{type(error).__name__}: {error}"
-                if not isinstance(error, pickle.UnpicklingError):
-                    return {**dict.fromkeys(self._workers, found[worker]), **found}
+                return {**dict.fromkeys(self._workers, found[worker]), **found}
         return found
 
     def end(self) -> None:
@@ -245,45 +233,9 @@ class StateCollection:
         with suppress(RuntimeError):  # the store is gone, and whoever waits knows
             self._store.set(_OVER, "1")
 
-    def _one(self, key: str) -> dict[str, Any] | str:
-        # Twice: who answers may wait as long before it says that there is nothing.
-        if not _await(self._store, key, 2 * self._limit, self._check):
-            return f"nothing was heard of it for {2 * self._limit:.0f} s"
-        answer = json.loads(self._store.get(key))
-        self._store.delete_key(key)
-        parts = answer["parts"]
-        if parts is None:
-            return str(answer["why"])
-        whole = bytearray()
-        for index in range(parts):
-            part = f"{key}/{index}"
-            if not _await(self._store, part, self._limit, self._check):
-                return f"its state stopped to come for {self._limit:.0f} s"
-            whole += self._store.get(part)
-            self._store.delete_key(part)
-        state: dict[str, Any] = torch.load(io.BytesIO(whole), map_location="cpu", weights_only=True)
-        return state
-
 
 def _mailbox(worker: str) -> str:
     return f"{worker}/states"
-
-
-def _connected(store: dist.Store) -> dist.Store:
-    connection, presence = connect_to_store(store)
-    presence.close()
-    return connection
-
-
-def _await(store: dist.Store, key: str, limit: float, check: Callable[[], None]) -> bool:
-    deadline, pause = time.monotonic() + limit, _SHORTEST_S
-    while not store.check([key]):  # torch warns of each wait that is not over in time
-        check()
-        if time.monotonic() >= deadline:
-            return False
-        time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_S)
-    return True
 
 
 _WORKERS = "workers"
