@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from lightning_bytescheduler.coordinator.membership import Member, Membership
-from lightning_bytescheduler.diloco.coordinator_protocol import Hello
+from lightning_bytescheduler.__about__ import __version__
+from lightning_bytescheduler.coordinator.membership import Member, Membership, difference
+from lightning_bytescheduler.diloco.coordinator_protocol import PROTOCOL, Hello, ModelParameter, run_options
 from lightning_bytescheduler.exceptions import OptionError
 
 LEASE, EXPIRY = 10.0, 30.0
@@ -25,6 +27,27 @@ def hello(worker: str = "host", session: str = "", ranks: int = 1) -> Hello:
 def membership(**options: Any) -> Membership:
     numbers = itertools.count(1)
     return Membership(LEASE, expiry=EXPIRY, make_session=lambda: f"{next(numbers):032x}", **options)
+
+
+def greeting(*names: str, **options: Any) -> Hello:
+    model = tuple(ModelParameter(name=name, shape=(2,), dtype="float32") for name in names)
+    return Hello(protocol=PROTOCOL, package=__version__, worker="host", model=model, options=options)
+
+
+def test_an_option_that_says_the_default_is_no_other_one() -> None:
+    assert difference(greeting("a", inner_steps=100), run_options(), ()) is None
+    assert "inner_steps=50 is not what" in str(difference(greeting("a", inner_steps=50), run_options(), ()))
+
+
+def test_a_name_that_is_there_twice_is_found_at_once() -> None:
+    names = [str(number) for number in range(60_000)]
+    began = time.process_time()
+    assert "two parameters of the name '59999'" in str(difference(greeting(*names, names[-1]), run_options(), ()))
+    assert time.process_time() - began < 5
+
+
+def test_a_session_of_other_letters_is_none() -> None:
+    assert membership().by_session(b"\xff".decode(errors="surrogateescape")) is None
 
 
 def test_wishes_are_made_unique() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gzip
 import os
 import tempfile
 from pathlib import Path
@@ -131,7 +132,35 @@ def test_updates_that_are_wrong_add_nothing() -> None:
 
     with CoordinatorServer(options_of()) as server:
         in_a_run(server, 1, work)
-        assert server.status().spool_bytes == 0
+        status = server.status()
+        assert status.spool_bytes == 0
+        assert (status.workers[0].bytes_in, status.workers[0].bytes_out) == (4 * 4 * ELEMENTS, 4 * ELEMENTS)
+
+
+def test_weights_that_unpack_to_more_than_was_announced_end_there() -> None:
+    async def work(one: SmallWorker) -> None:
+        await one.hello()
+        body = gzip.compress(bytes(10**7))
+        headers = {**one.headers, "Content-Encoding": "gzip"}
+        async with one.http.put(one.url + protocol.STATE_PATH, data=body, headers=headers) as answer:
+            assert (answer.status, "more than Content-Length" in await answer.text()) == (413, True)
+
+    with CoordinatorServer(options_of()) as server:
+        in_a_run(server, 1, work)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model": (protocol.ModelParameter(name="a", shape=(2,) * 20_000, dtype="float32"),)},
+        {"options": {"outer_lr": "x" * 10_000}},
+        {"options": {str(number): 1 for number in range(1000)}},
+    ],
+)
+def test_a_hello_beyond_all_bounds_is_none(changes: dict[str, Any]) -> None:
+    said = {"protocol": protocol.PROTOCOL, "package": "1", "worker": "a", "model": described({}), **changes}
+    with pytest.raises(OptionError):
+        protocol.decode_frame(protocol.encode_frame(protocol.Hello(**said)), sender="a worker")
 
 
 def test_an_update_that_was_announced_is_added_whatever_else_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,6 +194,7 @@ def test_a_state_that_cannot_be_written_leaves_no_file(tmp_path: Path, monkeypat
                 assert answer.status == 500
         assert not list(tmp_path.glob("*state*"))
         await one.fetch()
+        assert not list(tmp_path.glob("*state*"))  # nor by a coordinator that is killed now
 
     def fails(tensors: Any, name: str) -> None:
         raise OSError("No space left on device")

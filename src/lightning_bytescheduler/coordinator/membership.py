@@ -24,6 +24,7 @@ import itertools
 import logging
 import math
 import secrets
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, TypedDict
@@ -326,7 +327,7 @@ class Membership:
 
 
 def _digest(session: str) -> str:
-    return hashlib.blake2b(session.encode(), digest_size=32).hexdigest()
+    return hashlib.blake2b(session.encode(errors="surrogateescape"), digest_size=32).hexdigest()
 
 
 _UNSET = object()
@@ -384,9 +385,8 @@ def _shown(parameter: ModelParameter, aspect: str) -> str:
 
 
 def _model_fault(model: Sequence[ModelParameter], options: RunOptions) -> str | None:
-    names = [parameter.name for parameter in model]
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
+    twice = next((name for name, count in Counter(one.name for one in model).items() if count > 1), None)
+    if twice is not None:
         return f"This worker says that it has two parameters of the name {twice!r}."
     sizes = {parameter.name: _size(parameter) for parameter in model}
     if not sum(sizes.values()):

@@ -15,7 +15,7 @@ import re
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 from aiohttp import web
@@ -140,7 +140,7 @@ class UpdateRoutes:
             spooled = await self._spool.room_for(expected, timeout=_ROOM_SECONDS)
             inspection = weights.inspection_of(offer.fragment, spooled.payload)
             try:
-                await self._receive(request, spooled, inspection)
+                await self._receive(request, offer.member, spooled, inspection)
             except BaseException:
                 spooled.close()
                 raise
@@ -161,9 +161,8 @@ class UpdateRoutes:
             log.warning("There is no room for an update of %s: %s", offer.member.name, error)
             return problem(503, f"There is no room for an update: {error.strerror}.", retry_after=1)
 
-    async def _receive(self, request: web.Request, spooled: Spooled, inspection: Inspection) -> None:
+    async def _receive(self, request: web.Request, member: Member, spooled: Spooled, inspection: Inspection) -> None:
         content = request.content
-        counters = self._run.counters
         task = asyncio.current_task()
         with self._stalls.watch(task.cancel if task is not None else bool) as transfer:
             while not spooled.is_complete:
@@ -173,7 +172,8 @@ class UpdateRoutes:
                 transfer.moved = True
                 spooled.write(chunk)
                 inspection.advance(spooled.filled)
-        counters["bytes_in"] = counters.get("bytes_in", 0) + spooled.filled
+        self._run.count("bytes_in", spooled.filled)
+        self._run.tally(member.name).bytes_in += spooled.filled
 
     async def _take(self, offer: Offer, spooled: Spooled, inspection: Inspection, digest: str) -> web.StreamResponse:
         """Check an update that is complete, tell the run, and add it."""
@@ -257,6 +257,7 @@ class UpdateRoutes:
         await response.prepare(request)
         if request.method != "HEAD":
             await self._send(response, mean)
+            self._run.tally(member.name).bytes_out += mean.payload.numel()
         return response
 
     def _headers(self, mean: KeptMean) -> dict[str, str]:
@@ -363,14 +364,17 @@ class StateRoutes:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._written: tuple[int, str, Path] | None = None  # version, chain
+        self._written: tuple[int, str, IO[bytes]] | None = None  # version, chain; without a name
         self._writing = asyncio.Lock()
 
-    async def get(self, request: web.Request, weights: GlobalWeights, still: asyncio.Lock) -> web.StreamResponse:
+    async def get(
+        self, request: web.Request, member: Member, weights: GlobalWeights, still: asyncio.Lock
+    ) -> web.StreamResponse:
         """Send the state.
 
         Args:
             request: Of a worker.
+            member: Who it is.
             weights: The global weights.
             still: Held while weights are read, so that no step changes them.
         """
@@ -380,42 +384,46 @@ class StateRoutes:
                 is_new = self._written is None or self._written[:2] != (version, chain)
                 snapshot = await weights.snapshot() if is_new else None
             if snapshot is not None:  # of the moment; a slow disk does not hold up the next step
-                path = await asyncio.get_running_loop().run_in_executor(None, self._write, snapshot.named())
+                written = await asyncio.get_running_loop().run_in_executor(None, self._write, snapshot.named())
                 del snapshot
                 self.forget()
-                self._written = (version, chain, path)
+                self._written = (version, chain, written)
             if self._written is None:
                 raise RuntimeError("The state was forgotten while it was written.")
-            file = open(self._written[2], "rb")  # noqa: SIM115  # of this machine; closed below
-        with file:
+            file = os.dup(self._written[2].fileno())  # closed below, also where the other one is by then
+        try:
             response = web.StreamResponse(headers={VERSION_HEADER: str(version), CHAIN_HEADER: chain})
             response.content_type = "application/octet-stream"
-            response.content_length = os.fstat(file.fileno()).st_size
+            response.content_length = os.fstat(file).st_size
             await response.prepare(request)
             if request.method == "HEAD":
                 return response
-            while chunk := await asyncio.get_running_loop().run_in_executor(None, file.read, 1 << 20):
+            loop, sent = asyncio.get_running_loop(), 0
+            while chunk := await loop.run_in_executor(None, os.pread, file, 1 << 20, sent):
                 await asyncio.wait_for(response.write(chunk), _STALLED_SECONDS)
-                self._run.count("bytes_out", len(chunk))
+                sent += len(chunk)
+            self._run.count("bytes_out", sent)
+            self._run.tally(member.name).bytes_out += sent
             await response.write_eof()
             return response
+        finally:
+            os.close(file)
 
-    def _write(self, tensors: Mapping[str, Tensor]) -> Path:
+    def _write(self, tensors: Mapping[str, Tensor]) -> IO[bytes]:
         with importing("The coordinator", extra="coordinator"):
             from safetensors.torch import save_file
         descriptor, name = tempfile.mkstemp(prefix="bytescheduler-state-", suffix=".safetensors")
         os.close(descriptor)
         try:
             save_file(dict(tensors), name)
-        except BaseException:  # as on a disk that is full: whoever asks again would leave one more
+            return open(name, "rb")  # kept until the next version
+        finally:  # nothing is left behind, whatever ends this process
             Path(name).unlink(missing_ok=True)
-            raise
-        return Path(name)
 
     def forget(self) -> None:
         """Delete what was written; who reads it goes on."""
         if self._written is not None:
-            self._written[2].unlink(missing_ok=True)
+            self._written[2].close()
             self._written = None
 
     async def put(self, request: web.Request) -> dict[str, Tensor] | web.Response:
@@ -429,13 +437,15 @@ class StateRoutes:
             left = length
             loop = asyncio.get_running_loop()
             state = _hash()
-            while left:
+            while left > 0:
                 chunk = await asyncio.wait_for(request.content.readany(), _STALLED_SECONDS)
                 if not chunk and request.content.at_eof():
                     return problem(400, "The weights did not come in whole.")
                 left -= len(chunk)
                 state.update(chunk)
                 await loop.run_in_executor(None, file.write, chunk)
+            if left < 0:  # as what was compressed may be
+                return problem(413, f"The weights are more than Content-Length={length} announced.")
             file.flush()
             if digest is not None and digest != state.hexdigest():
                 return problem(422, "The weights came in damaged: their digest is another one.")

@@ -504,7 +504,7 @@ class CoordinatorService:
             return member
         if self.weights is None:
             return problem(503, "The first worker has not sent the first weights yet.", retry_after=1)
-        return await self.states.get(request, self.weights, self._still)
+        return await self.states.get(request, member, self.weights, self._still)
 
     async def _put_state(self, request: web.Request) -> web.StreamResponse:
         member = self._member(request)

@@ -87,7 +87,10 @@ _Name: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=200, pat
 _Session: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{32})?\Z")]
 _Chain: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
 _Parameter: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=1000)]
-_Scalar: TypeAlias = str | int | float | bool | None
+_Shape: TypeAlias = Annotated[tuple[_Count, ...], msgspec.Meta(max_length=64)]
+_Option: TypeAlias = Annotated[str, msgspec.Meta(max_length=100)]
+_Scalar: TypeAlias = Annotated[str, msgspec.Meta(max_length=200)] | int | float | bool | None
+_MOST_PARAMETERS = 2**17
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag=True):
@@ -125,7 +128,7 @@ class ModelParameter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """
 
     name: _Parameter
-    shape: tuple[_Count, ...]
+    shape: _Shape
     dtype: Annotated[str, msgspec.Meta(min_length=1, max_length=40)]
 
 
@@ -245,8 +248,8 @@ class Hello(_Message, frozen=True, kw_only=True):
     package: Annotated[str, msgspec.Meta(max_length=60)]
     worker: _Name
     session: _Session = ""
-    model: tuple[ModelParameter, ...]
-    options: dict[str, _Scalar] = {}
+    model: Annotated[tuple[ModelParameter, ...], msgspec.Meta(max_length=_MOST_PARAMETERS)]
+    options: Annotated[dict[_Option, _Scalar], msgspec.Meta(max_length=64)] = {}
     ranks: Annotated[int, msgspec.Meta(ge=1, le=2**20)] = 1
     version: _Count = 0
     chain: _Chain = "0" * 32
