@@ -12,11 +12,10 @@ from lightning_bytescheduler.diloco.mailbox import (
     Caller,
     Mailbox,
     Postman,
-    _without_overtaken,
     connection_to,
     with_messages,
 )
-from lightning_bytescheduler.diloco.messages import Message, SendingPseudoGradient, SendNow, StepMetrics, StepReport
+from lightning_bytescheduler.diloco.messages import Message, SendNow
 from lightning_bytescheduler.exceptions import OptionError, RankFailedError, SchedulerTimeoutError
 
 LONG = 30.0
@@ -177,17 +176,3 @@ def test_letters_of_many_at_once_are_each_heard_once(store: dist.Store) -> None:
         own = [message for sender, message in inbox.heard if sender == f"worker{number}"]
         assert own == [SendNow(round=round) for round in range(10)]
     assert len(inbox.heard) == 30
-
-
-def test_only_the_last_of_reports_that_piled_up_is_posted() -> None:
-    reports = [StepReport(worker="a", round=1, steps=n, samples=n, batch_size=1, seconds=0.1) for n in (1, 2, 3)]
-    metrics = StepMetrics(worker="a", round=1, batch_size=1, seconds=0.1)
-    sending = SendingPseudoGradient(worker="a", round=1, steps=2, samples=2)
-    letters = [("scheduler", message) for message in (reports[0], metrics, reports[1], metrics, sending, reports[2])]
-    assert [message for _, message in _without_overtaken(letters)] == [
-        metrics,
-        reports[1],
-        metrics,
-        sending,
-        reports[2],
-    ]

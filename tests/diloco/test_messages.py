@@ -24,6 +24,7 @@ from lightning_bytescheduler.diloco.messages import (
     StepReport,
     TrainingOver,
     WaitForRound,
+    coalesced,
     decode,
     encode,
 )
@@ -115,3 +116,14 @@ def test_a_number_that_is_none_is_refused() -> None:
 def test_a_metric_that_is_not_finite_does_not_leave() -> None:
     with pytest.raises(ValueError, match="'accuracy' is nan"):
         StepMetrics(worker="a", round=1, batch_size=1, seconds=1.0, metrics={"accuracy": float("nan")})
+
+
+def test_of_reports_that_piled_up_only_the_last_is_said_and_nothing_overtakes_what_is_told_once() -> None:
+    reports = [StepReport(worker="a", round=1, steps=n, samples=n, batch_size=1, seconds=0.1) for n in (1, 2, 3)]
+    metrics = [
+        StepMetrics(worker="a", round=1, batch_size=n, seconds=1.0, loss=loss) for n, loss in ((1, 4.0), (3, 8.0))
+    ]
+    sending = SendingPseudoGradient(worker="a", round=1, steps=2, samples=2)
+    together = StepMetrics(worker="a", round=1, batch_size=4, seconds=2.0, loss=7.0)
+    said = [reports[0], metrics[0], reports[1], metrics[1], sending, reports[2]]
+    assert coalesced(said) == [reports[1], together, sending, reports[2]]

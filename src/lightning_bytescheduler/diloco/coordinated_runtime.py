@@ -57,7 +57,7 @@ class _Place(msgspec.Struct, frozen=True):
     leads: bool
 
 
-class CoordinatedRuntime(SessionRuntime):
+class CoordinatedRuntime(SessionRuntime[CoordinatedRounds]):
     """See the module.
 
     Locks: what is known before there is a session is noted under one of its own, which is taken before the transport's
@@ -79,8 +79,6 @@ class CoordinatedRuntime(SessionRuntime):
         leads: Whether it leads, as all ranks of the worker know it.
         client: The connection, on the first rank.
     """
-
-    session: CoordinatedRounds
 
     def __init__(
         self,

@@ -38,10 +38,10 @@ from lightning_bytescheduler.diloco.coordinator_protocol import (
     Hello,
     Refusal,
     Welcome,
-    coalesced,
     decode_frame,
     encode_frame,
 )
+from lightning_bytescheduler.diloco.messages import coalesced
 from lightning_bytescheduler.exceptions import CoordinatorError, OptionError, SchedulerTimeoutError
 
 if TYPE_CHECKING:
@@ -366,11 +366,16 @@ class CoordinatorClient:
             messages, self._outbox = coalesced(self._outbox), []
             self._sent += 1
             frame = encode_frame(Batch(number=self._sent, heard=self._heard, messages=tuple(messages)))
-            async with _limit(self._lease):
-                await socket.send_str(frame)  # waits, too, where a link is cut
-                while self._answered < self._sent:
-                    self._changed.clear()
-                    await self._changed.wait()
+            try:
+                await asyncio.wait_for(self._exchange(socket, frame), self._lease)
+            except asyncio.TimeoutError:
+                raise ConnectionError(f"the coordinator said nothing for {self._lease:.0f} s") from None
+
+    async def _exchange(self, socket: Any, frame: str) -> None:
+        await socket.send_str(frame)  # waits, too, where a link is cut
+        while self._answered < self._sent:
+            self._changed.clear()
+            await self._changed.wait()
 
     async def _listen(self, socket: Any) -> None:
         while True:
@@ -478,28 +483,3 @@ def _hand_over(task: asyncio.Task[_T], future: Future[_T], ended: BaseException 
         future.set_exception(error)
     else:
         future.set_result(task.result())
-
-
-class _limit:
-    """``asyncio.timeout`` of Python 3.11, for 3.10 too."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._handle: asyncio.TimerHandle | None = None
-        self._is_over = False
-
-    async def __aenter__(self) -> None:
-        task = asyncio.current_task()
-
-        def end() -> None:
-            self._is_over = True
-            if task is not None:
-                task.cancel()
-
-        self._handle = asyncio.get_running_loop().call_later(self._seconds, end)
-
-    async def __aexit__(self, kind: object, error: object, trace: object) -> None:
-        if self._handle is not None:
-            self._handle.cancel()
-        if self._is_over and isinstance(error, asyncio.CancelledError):
-            raise ConnectionError(f"the coordinator said nothing for {self._seconds:.0f} s") from None

@@ -31,7 +31,6 @@ Nothing here is a secret but tokens and sessions: they are never in a URL, and n
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from typing import Annotated, Any, TypeAlias
 
 import msgspec
@@ -370,50 +369,3 @@ def decode_frame(text: str | bytes, *, sender: str) -> Frame:
         OptionError: If it is none; names the sender and the field.
     """
     return messages.decoded(_DECODER, text, sender=sender, of="the coordinator's protocol", shown=_SHOWN)
-
-
-def coalesced(said: Sequence[FromWorker | FromCoordinator]) -> list[FromWorker | FromCoordinator]:
-    """The same in fewer messages.
-
-    Of a worker's reports of one round only the last is kept, in the last one's place; its measurements of one round
-    become one, weighted by samples. Everything else stays, in order.
-    """
-    kept: list[FromWorker | FromCoordinator] = []
-    places: dict[tuple[object, ...], int] = {}
-    for message in said:
-        if isinstance(message, (messages.StepReport, messages.StepMetrics)):
-            names = tuple(sorted(message.metrics)) if isinstance(message, messages.StepMetrics) else ()
-            measured = isinstance(message, messages.StepMetrics) and message.loss is not None
-            key = (type(message), message.worker, message.round, measured, names)
-            place = places.get(key)
-            if place is not None:
-                before = kept[place]
-                if isinstance(message, messages.StepMetrics) and isinstance(before, messages.StepMetrics):
-                    kept[place] = _together(before, message)
-                else:
-                    kept[place] = message
-                continue
-            places[key] = len(kept)
-        else:
-            places = {}  # what is told once is not to be overtaken
-        kept.append(message)
-    return kept
-
-
-def _together(one: messages.StepMetrics, other: messages.StepMetrics) -> messages.StepMetrics:
-    samples = one.batch_size + other.batch_size
-    shares = (one.batch_size / samples, other.batch_size / samples) if samples else (0.5, 0.5)
-
-    def mean(first: float, second: float) -> float:
-        return first * shares[0] + second * shares[1]
-
-    fields: dict[str, Any] = {
-        "worker": one.worker,
-        "round": one.round,
-        "batch_size": samples,
-        "seconds": one.seconds + other.seconds,
-        "loss": None if one.loss is None or other.loss is None else mean(one.loss, other.loss),
-    }
-    if one.metrics:
-        fields["metrics"] = {name: mean(value, other.metrics[name]) for name, value in one.metrics.items()}
-    return messages.StepMetrics(**fields)

@@ -17,15 +17,17 @@ import queue
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from itertools import groupby
+from operator import itemgetter
 from typing import TypeAlias
 
 import msgspec
 import torch.distributed as dist
 
-from lightning_bytescheduler.diloco.messages import Message, StepMetrics, StepReport, decode, encode
+from lightning_bytescheduler.diloco.messages import Message, coalesced, decode, encode
 from lightning_bytescheduler.exceptions import OptionError, SchedulerTimeoutError
 from lightning_bytescheduler.failures.store import connect_to_store
 
@@ -231,9 +233,12 @@ class Postman:
                 letters = [self._queue.get()]  # woken by stop(), which puts None
                 while not self._queue.empty():
                     letters.append(self._queue.get())
-                for mailbox, message in _without_overtaken([letter for letter in letters if letter is not None]):
-                    letter = _Close(self._sender) if message is None else _Told(self._sender, encode(message))
-                    _post(self._store, mailbox, letter)
+                for mailbox, same in groupby((one for one in letters if one is not None), key=itemgetter(0)):
+                    said = [message for _, message in same]
+                    for message in coalesced([one for one in said if one is not None]):
+                        _post(self._store, mailbox, _Told(self._sender, encode(message)))
+                    if None in said:
+                        _post(self._store, mailbox, _Close(self._sender))
                 if None in letters:
                     return
         except BaseException as error:
@@ -364,20 +369,3 @@ def connection_to(store: dist.Store) -> dist.Store:
 
 def _post(store: dist.Store, mailbox: str, letter: _Letter) -> None:
     store.set(f"{mailbox}/{store.add(mailbox, 1)}", msgspec.json.encode(letter).decode())
-
-
-def _without_overtaken(letters: Iterable[_Outgoing]) -> list[_Outgoing]:
-    kept: list[_Outgoing] = []
-    last: dict[tuple[str, int], int] = {}  # where a report is that a later one would make up for
-    for letter in letters:
-        message = letter[1]
-        if isinstance(message, StepReport):
-            key = (message.worker, message.round)
-            if key in last:
-                del kept[last[key]]
-                last = {other: index - (index > last[key]) for other, index in last.items() if other != key}
-            last[key] = len(kept)
-        elif not isinstance(message, StepMetrics):
-            last = {}  # nothing is to overtake what is told once
-        kept.append(letter)
-    return kept

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import Annotated, TypeAlias, TypeVar
+from collections.abc import Sequence
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
 
@@ -354,3 +355,50 @@ def decoded(decoder: msgspec.json.Decoder[_T], text: str | bytes, *, sender: str
         return decoder.decode(text)
     except (msgspec.DecodeError, UnicodeError) as error:
         raise OptionError(f"message of {sender}", text[:shown], f"one of {of} ({error})") from error
+
+
+def coalesced(said: Sequence[_T]) -> list[_T]:
+    """The same in fewer messages.
+
+    Of a worker's reports of one round only the last is kept, in the last one's place; its measurements of one round
+    become one, weighted by samples. Everything else stays, in order.
+    """
+    kept: list[Any] = []
+    places: dict[tuple[object, ...], int] = {}
+    for message in said:
+        if isinstance(message, (StepReport, StepMetrics)):
+            names = tuple(sorted(message.metrics)) if isinstance(message, StepMetrics) else ()
+            measured = isinstance(message, StepMetrics) and message.loss is not None
+            key = (type(message), message.worker, message.round, measured, names)
+            place = places.get(key)
+            if place is not None:
+                before = kept[place]
+                if isinstance(message, StepMetrics) and isinstance(before, StepMetrics):
+                    kept[place] = _together(before, message)
+                else:
+                    kept[place] = message
+                continue
+            places[key] = len(kept)
+        else:
+            places = {}  # what is told once is not to be overtaken
+        kept.append(message)
+    return kept
+
+
+def _together(one: StepMetrics, other: StepMetrics) -> StepMetrics:
+    samples = one.batch_size + other.batch_size
+    shares = (one.batch_size / samples, other.batch_size / samples) if samples else (0.5, 0.5)
+
+    def mean(first: float, second: float) -> float:
+        return first * shares[0] + second * shares[1]
+
+    fields: dict[str, Any] = {
+        "worker": one.worker,
+        "round": one.round,
+        "batch_size": samples,
+        "seconds": one.seconds + other.seconds,
+        "loss": None if one.loss is None or other.loss is None else mean(one.loss, other.loss),
+    }
+    if one.metrics:
+        fields["metrics"] = {name: mean(value, other.metrics[name]) for name, value in one.metrics.items()}
+    return StepMetrics(**fields)

@@ -12,12 +12,11 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from torch import nn
 
 from lightning_bytescheduler.diloco.batch_scheduler_thread import BatchSchedulerThread
-from lightning_bytescheduler.diloco.coordinated_session import CoordinatedRounds
 from lightning_bytescheduler.diloco.fragments import TrainedWeights
 from lightning_bytescheduler.diloco.mailbox import Mailbox, Postman, with_messages
 from lightning_bytescheduler.diloco.messages import Message, PseudoGradientArrived
@@ -27,7 +26,7 @@ from lightning_bytescheduler.diloco.outer_timeline import OuterTimeline
 from lightning_bytescheduler.diloco.process_groups import WorkerGroup, WorkerWorld, worker_name
 from lightning_bytescheduler.diloco.pseudo_gradient_exchange import Exchange, PseudoGradientExchange
 from lightning_bytescheduler.diloco.round_record import RoundRecord
-from lightning_bytescheduler.diloco.session import Contribution, LeadingSession, WorkerSession
+from lightning_bytescheduler.diloco.session import Contribution, LeadingSession, RankSession, WorkerSession
 from lightning_bytescheduler.exceptions import RankFailedError
 from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.failures.messages import is_communication_error
@@ -51,7 +50,7 @@ def make_runtime(
     board: FaultBoard,
     flush: Callable[[], None],
     on_round: Callable[[RoundRecord], object],
-) -> SessionRuntime:
+) -> SessionRuntime[WorkerSession]:
     """Start what runs beside the training.
 
     Args:
@@ -75,7 +74,10 @@ def make_runtime(
     )
 
 
-class SessionRuntime:
+_Session = TypeVar("_Session", bound=RankSession)
+
+
+class SessionRuntime(Generic[_Session]):
     """A session, watched by the fault board. By itself that of a rank whose leader speaks for it: there are no threads.
 
     Args:
@@ -87,10 +89,10 @@ class SessionRuntime:
         state: The global weights, on a rank that leads its worker.
     """
 
-    session: WorkerSession | CoordinatedRounds
+    session: _Session
     state: OuterState | None = None
 
-    def __init__(self, session: WorkerSession | CoordinatedRounds, board: FaultBoard) -> None:
+    def __init__(self, session: _Session, board: FaultBoard) -> None:
         self.session = session
         self._board = board
         board.watch(self)
@@ -182,7 +184,7 @@ class _Mail:
         self._exchange.abort(cause)
 
 
-class LeadingRuntime(SessionRuntime):
+class LeadingRuntime(SessionRuntime[WorkerSession]):
     """A leader's threads and connections.
 
     Args:

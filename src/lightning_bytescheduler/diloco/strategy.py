@@ -48,7 +48,7 @@ from lightning_bytescheduler.diloco.performance_monitor import PerformanceMonito
 from lightning_bytescheduler.diloco.process_groups import JointCollectives, WorkerGroup, WorkerWorld
 from lightning_bytescheduler.diloco.round_record import RECORD_NAME, RoundFile
 from lightning_bytescheduler.diloco.runtime import LeadingRuntime, SessionRuntime, make_runtime
-from lightning_bytescheduler.diloco.session import SessionStatistics
+from lightning_bytescheduler.diloco.session import SessionStatistics, WorkerSession
 from lightning_bytescheduler.diloco.training_loop import CoordinatedBoundaries, RoundBoundaries, RoundHooks
 from lightning_bytescheduler.diloco.worker_restart import Resumed, WorkerStates
 from lightning_bytescheduler.exceptions import UnsupportedError
@@ -340,7 +340,7 @@ class DiLoCoStrategy(RankStrategy):
         self._world: WorkerWorld | None = None
         self._joint: JointCollectives | None = None
         self._validates_together = False
-        self._runtime: SessionRuntime | None = None
+        self._runtime: SessionRuntime[WorkerSession] | CoordinatedRuntime | None = None
         self._kept_state: dict[str, Any] | None = None
         self._resumed: Resumed | None = None
         self._states: WorkerStates | None = None
@@ -691,7 +691,7 @@ class DiLoCoStrategy(RankStrategy):
         outer = options.outer(self._timeout)
         group = WorkerGroup(world.inside, timeout=outer.timeout)
         self._file = open_rounds_file(trainer, options, append=state is not None)
-        self._runtime = make_runtime(
+        self._runtime = runtime = make_runtime(
             module,
             options=options,
             outer=outer,
@@ -701,10 +701,10 @@ class DiLoCoStrategy(RankStrategy):
             flush=self.flush,
             on_round=self._file.write,
         )
-        self._statistics = self._runtime.session.statistics
+        self._statistics = runtime.session.statistics
         self._boundaries = RoundBoundaries(
             trainer,
-            self._runtime.session,
+            runtime.session,
             group=group,
             first_worker=world.worker == 0,
             together=self._validating_together,
@@ -712,7 +712,7 @@ class DiLoCoStrategy(RankStrategy):
             shared_data=None if self._slices is None else self._slices.training,
         )
         with self._explained():
-            self._runtime.start(state)
+            runtime.start(state)
             self._begin_states(trainer, world, full=options.worker_states, timeout=outer.timeout)
             self._boundaries.attach(self._states)
 
