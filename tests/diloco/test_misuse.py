@@ -117,8 +117,7 @@ def test_what_sparse_does_not_send_acts_as_momentum_too() -> None:
     assert options.outer(None).wire.density == 0.1
     assert common_options(options)["wire_dtype"] == "sparse:0.1"  # the same on all ranks, or they are refused
     strategy = DiLoCoStrategy(wire_dtype="sparse:0.02", coordinator="http://127.0.0.1:1")
-    assert strategy._coordination is not None
-    assert strategy._coordination._given["wire_dtype"] == common_options(strategy._options)["wire_dtype"] == "sparse"
+    assert strategy._given["wire_dtype"] == common_options(strategy._options)["wire_dtype"] == "sparse"
     assert run_options(wire_dtype="sparse:0.02").wire_dtype == "sparse"
     assert DiLoCoStrategy(wire_dtype="sparse", outer_optimizer=SGD)._options.outer_step["lr"] is None
     assert DiLoCoStrategy(outer_lr=0.5)._options.outer_step == {"lr": 0.5, "momentum": None, "factory": None}

@@ -39,8 +39,10 @@ from lightning_bytescheduler.diloco.outer_optimizer import OuterState
 from lightning_bytescheduler.diloco.outer_timeline import OuterTimeline, beside
 from lightning_bytescheduler.diloco.process_groups import WorkerGroup
 from lightning_bytescheduler.diloco.runtime import SessionRuntime
+from lightning_bytescheduler.diloco.training_loop import CoordinatedBoundaries
 from lightning_bytescheduler.exceptions import RankFailedError
 from lightning_bytescheduler.failures.board import FaultBoard
+from lightning_bytescheduler.lightning_api import pl, rank_zero_info
 
 log = logging.getLogger(__name__)
 
@@ -72,12 +74,13 @@ class CoordinatedRuntime(SessionRuntime[CoordinatedRounds]):
         flush: Brings the weights up to date.
         timeout: Longest wait for the first connection, and at the end of a round, in seconds.
         timeline: File of the timeline, which gets the worker's name before its suffix; ``None`` for none.
+        begin: Begins the rounds before training does, if there are no data for this worker to begin with.
 
     Attributes:
         options: The run's, after :meth:`connect`.
         worker: This worker's name in the run, after :meth:`connect`.
-        leads: Whether it leads, as all ranks of the worker know it.
         client: The connection, on the first rank.
+        group: The worker's ranks.
     """
 
     def __init__(
@@ -91,25 +94,24 @@ class CoordinatedRuntime(SessionRuntime[CoordinatedRounds]):
         flush: Callable[[], None],
         timeout: float,
         timeline: str | None = None,
+        begin: Callable[[], None] = lambda: None,
     ) -> None:
         self.options = RunOptions()
         self.worker = address.worker
-        self.leads = False
         self.client: CoordinatorClient | None = None
         self._address = address
         self._module = module
         self._given = dict(given)
-        self._model = tuple(
-            ModelParameter(name=name, shape=tuple(p.shape), dtype=str(p.dtype).removeprefix("torch."))
-            for name, p in module.named_parameters()
-            if p.requires_grad
-        )
-        self._group = group
+        self._model: tuple[ModelParameter, ...] = ()
+        self.group = group
         self._board = board
         self._flush = flush
         self._timeout = timeout
         self._path = timeline
         self._timeline = OuterTimeline()
+        self._begin = begin
+        self._led = False  # to begin with, as all ranks of the worker know it
+        self._boundaries: CoordinatedBoundaries | None = None
         self._arrived = threading.Condition()
         # What follows changes under the condition, until there is a session that is told instead.
         self._welcome: Welcome | None = None
@@ -129,8 +131,13 @@ class CoordinatedRuntime(SessionRuntime[CoordinatedRounds]):
             SchedulerTimeoutError: If there is none in time.
         """
         self._board.watch(self)
+        self._model = tuple(
+            ModelParameter(name=name, shape=tuple(p.shape), dtype=str(p.dtype).removeprefix("torch."))
+            for name, p in self._module.named_parameters()
+            if p.requires_grad
+        )
         place = ""
-        if self._group.leads:
+        if self.group.leads:
             self.client = CoordinatorClient(
                 self._address,
                 hello=self._hello,
@@ -147,15 +154,19 @@ class CoordinatedRuntime(SessionRuntime[CoordinatedRounds]):
                 if self._ended_with is not None or self._place is None:
                     raise self._ended_with or RuntimeError("The connection to the coordinator ended.")
                 place = msgspec.json.encode(self._place).decode()
-        found = msgspec.json.decode(self._group.tell(place), type=_Place)
-        self.worker, self.options, self.leads = found.worker, found.options, found.leads
+        found = msgspec.json.decode(self.group.tell(place), type=_Place)
+        self.worker, self.options, self._led = found.worker, found.options, found.leads
+        rank_zero_info(
+            f"diloco: this is {self.worker!r} in the run of {self._address.url}"
+            f"{', which leads: it validates, logs and saves for all' if self._led else ''}."
+        )
 
     def prepare(self) -> None:
         """Make the session, as the run's options say."""
         options = self.options
         trained = TrainedWeights(self._module, options.fragment_options)
         if self.client is None:
-            self.session = CoordinatedRounds(worker=self.worker, group=self._group, trained=trained)
+            self.session = CoordinatedRounds(worker=self.worker, group=self.group, trained=trained)
             return
         state = OuterState(
             trained,
@@ -170,7 +181,7 @@ class CoordinatedRuntime(SessionRuntime[CoordinatedRounds]):
         self._transport = CoordinatorTransport(self.client, wire=options.wire, sizes=sizes, timeline=self._timeline)
         session = CoordinatedSession(
             worker=self.worker,
-            group=self._group,
+            group=self.group,
             state=state,
             transport=self._transport,
             overlap=options.overlap,
@@ -195,6 +206,49 @@ class CoordinatedRuntime(SessionRuntime[CoordinatedRounds]):
             self._leading.state.load_state_dict(state["outer"])
         self.session.begin()
 
+    def begin(self, trainer: pl.Trainer, state: Mapping[str, Any] | None) -> CoordinatedBoundaries:
+        """Begin the first round, and take the place of the loop's decisions.
+
+        Args:
+            trainer: Whose loop it is.
+            state: See :meth:`start`.
+        """
+        self.start(state)
+        self._boundaries = CoordinatedBoundaries(trainer, self.session, group=self.group, leads=self._led)
+        self._boundaries.attach()
+        return self._boundaries
+
+    @property
+    def leads(self) -> bool:
+        """Whether this worker validates, logs and saves for all; the same on all of its ranks."""
+        return self._led if self._boundaries is None else self._boundaries.leads
+
+    def end_all(self) -> None:
+        """The end of this worker, if it leads, is to be that of all."""
+        if self._boundaries is not None:
+            self._boundaries.ends_all = True
+
+    def check(self) -> None:
+        """Raise what another thread or rank has failed with, if any."""
+        if self._begun:
+            self.session.check()
+
+    def waits(self) -> bool:
+        """See ``Idle``: this worker takes no part in rounds while other workers hold all that is left.
+
+        Lightning fetches a first batch before it says that training begins. A worker that waited there without having
+        joined the rounds would be waited for, if the first round is to have so many workers, by those who hold what it
+        waits for.
+        """
+        if self._boundaries is None and self._begun:
+            self._begin()
+        return self._boundaries is not None and self._boundaries.wait_aside()
+
+    def goes_on(self) -> None:
+        """See ``Idle``."""
+        if self._boundaries is not None:
+            self._boundaries.come_back()
+
     def state_dict(self) -> dict[str, Any] | None:
         """What to keep beside the global weights, with which a run without a coordinator can go on, too."""
         if self._leading is None:
@@ -207,7 +261,7 @@ class CoordinatedRuntime(SessionRuntime[CoordinatedRounds]):
 
     def rank_failed(self, fault: RankFailedError, step: int | None) -> None:
         """Stop: another rank of the worker has failed."""
-        self._group.abort(fault)
+        self.group.abort(fault)
         with self._arrived:
             self._fault = fault
             self._arrived.notify_all()
@@ -257,7 +311,7 @@ class CoordinatedRuntime(SessionRuntime[CoordinatedRounds]):
             session=session,
             model=self._model,
             options=self._given,
-            ranks=self._group.size,
+            ranks=self.group.size,
             version=version,
             chain=chain,
         )

@@ -18,6 +18,7 @@ from typing import TypeVar, cast
 import msgspec
 import torch.distributed as dist
 
+from lightning_bytescheduler.diloco.coordinated_runtime import CoordinatedRuntime
 from lightning_bytescheduler.diloco.coordinator_client import Answer as HttpAnswer
 from lightning_bytescheduler.diloco.coordinator_client import CoordinatorClient
 from lightning_bytescheduler.diloco.coordinator_protocol import SLICES_PATH
@@ -142,7 +143,7 @@ class StoreRanks:
         *,
         rank: int,
         count: int,
-        group: Callable[[], WorkerGroup],
+        group: WorkerGroup,
         timeout: float,
         check: Callable[[], None],
     ) -> None:
@@ -157,7 +158,7 @@ class StoreRanks:
 
     def tell(self, text: str = "") -> str:
         """See ``WorkerRanks``."""
-        return self._group().tell(text)
+        return self._group.tell(text)
 
     def listen(self, heed: Callable[[str], object], on_error: Callable[[BaseException], object]) -> None:
         """See ``WorkerRanks``."""
@@ -188,32 +189,38 @@ class StoreRanks:
 
 def coordinated_slices(
     trainer: pl.Trainer,
-    client: Callable[[], CoordinatorClient | None],
+    runtime: CoordinatedRuntime,
     *,
-    idle: Idle,
     world: WorkerWorld,
-    group: Callable[[], WorkerGroup],
     timeout: float,
     check: Callable[[], None],
 ) -> CoordinatedSlices | None:
-    """Have a worker take its slices from the coordinator, if its data module is one of slices.
+    """Have a worker take the slices of a fit from the coordinator, if its data is in slices.
 
     Args:
         trainer: Before the setup of its data.
-        client: See :class:`CoordinatedSlices`.
-        idle: See :class:`CoordinatedSlices`.
-        world: Where this rank is; all ranks are one worker.
-        group: That worker's, once it is connected.
-        timeout: See :class:`CoordinatedSlices`.
-        check: See :class:`CoordinatedSlices`.
+        runtime: The worker's part in the run; has a connection once this worker has joined.
+        world: Where this rank is.
+        timeout: Longest wait for an answer, in seconds.
+        check: Raises what another rank has failed with, if any.
     """
     data = trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
     if not isinstance(data, SliceDataModule):
         return None
+
+    def check_all() -> None:
+        check()
+        runtime.check()
+
     ranks = None
     if world.size > 1:
-        ranks = StoreRanks(world.store, rank=world.rank, count=world.size, group=group, timeout=timeout, check=check)
-    slices = CoordinatedSlices(data, client, idle=idle, timeout=timeout, check=check, ranks=ranks)
+        group = runtime.group
+        ranks = StoreRanks(
+            world.store, rank=world.rank, count=world.size, group=group, timeout=timeout, check=check_all
+        )
+    slices = CoordinatedSlices(
+        data, lambda: runtime.client, idle=runtime, timeout=timeout, check=check_all, ranks=ranks
+    )
     data.teardown(TrainerFn.FITTING)  # of a failed fit, after which Lightning does not
     data.bind_tracker(slices)
     return slices

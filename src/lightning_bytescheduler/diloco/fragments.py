@@ -17,7 +17,7 @@ Workers may merge at different steps, each at one of its own, and at another one
   is merged from what was sent. Each worker takes the same outer steps with the same means, in the order of the rounds,
   as it sends nothing before it has merged what is under way. With fragments that is so for each by itself: a merge
   touches no other one.
-- *Steps beside a mean count for the next round*, whenever that is begun here: :class:`RoundCounter` counts anew from
+- *Steps beside a mean count for the next round*, whenever that is begun here: ``RoundCounter`` counts anew from
   where it has sent, reports carry the next round's number, and the scheduler counts them as soon as it has begun that
   round. What it then decides on its end is not listened to before the merge, and said again after ``RoundStarted``.
 - *Where all stand still*, at a validation or the end of an epoch, a worker merges before it asks for that, and whoever

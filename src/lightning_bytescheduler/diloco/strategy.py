@@ -32,10 +32,10 @@ from lightning_bytescheduler.ddp.scheduled_gradients import ScheduledGradients
 from lightning_bytescheduler.ddp.sigterm import worker_signals
 from lightning_bytescheduler.diloco.batch_size import resolve_batch_size, sized_loader
 from lightning_bytescheduler.diloco.coordinated_runtime import CoordinatedRuntime
-from lightning_bytescheduler.diloco.coordination import Coordination
 from lightning_bytescheduler.diloco.coordinator_address import resolve_coordinator
 from lightning_bytescheduler.diloco.coordinator_protocol import wire_named
 from lightning_bytescheduler.diloco.epoch_shares import share_of, shared_loader
+from lightning_bytescheduler.diloco.leader_only import for_leader_only, seed_sampler
 from lightning_bytescheduler.diloco.options import (
     OPTIONS_ELSEWHERE,
     DiLoCoOptions,
@@ -136,30 +136,6 @@ def open_rounds_file(trainer: pl.Trainer, options: DiLoCoOptions, *, append: boo
         if trainer.is_global_zero:
             path = Path(folder) / RECORD_NAME
     return RoundFile(path, append=append, option="")
-
-
-def slices_of(
-    trainer: pl.Trainer,
-    world: WorkerWorld,
-    coordination: Coordination | None,
-    *,
-    timeout: float,
-    check: Callable[[], None],
-) -> SharedSlices | CoordinatedSlices | None:
-    """Have the workers share the slices of a fit: through worker 0, or through the coordinator.
-
-    Args:
-        trainer: Before the setup of its data.
-        world: Where this rank is.
-        coordination: With a coordinator, if there is one.
-        timeout: Longest wait for an answer, in seconds.
-        check: Raises what another rank has failed with, if any.
-    """
-    if coordination is not None:
-        return coordination.share_slices(trainer, world, timeout=timeout, check=check)
-    from lightning_bytescheduler.diloco.shared_slices import share_slices  # only with data, as it takes time
-
-    return share_slices(trainer, world, timeout=timeout, check=check)
 
 
 def refuse_searches(callbacks: Sequence[pl.Callback]) -> None:
@@ -336,7 +312,8 @@ class DiLoCoStrategy(RankStrategy):
         )
         if batch_size is None:
             resolve_batch_size(None)  # a variable that is none is said here, and not when the data are there
-        self._coordination = None if address is None else Coordination(address, common)
+        self._address = address
+        self._given = {name: value for name, value in common.items() if value is not None}
         self._world: WorkerWorld | None = None
         self._joint: JointCollectives | None = None
         self._validates_together = False
@@ -413,18 +390,44 @@ class DiLoCoStrategy(RankStrategy):
         trainer = None if self.lightning_module is None else self.lightning_module._trainer
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             refuse_searches(callbacks_of(trainer))
-            if self._world is not None and self._world.workers == 1 and self._coordination is None:
+            if self._world is not None and self._world.workers == 1 and self._address is None:
                 rank_zero_info("diloco: 1 worker: there is nobody to average with, and outer steps are taken alone.")
             self._added = [RoundHooks(self)]
             if not any(isinstance(callback, PerformanceMonitor) for callback in callbacks_of(trainer)):
                 self._added.append(PerformanceMonitor())
             callbacks_of(trainer)[:0] = self._added
             self._open.enter_context(worker_signals(trainer, self.cluster_environment, together=self.inner_size > 1))
-            if self._world is not None and trainer.datamodule is not None:  # type: ignore[attr-defined]  # a connector's
-                limit = self._options.outer(self._timeout).timeout
-                self._slices = slices_of(
-                    trainer, self._world, self._coordination, timeout=limit, check=self._check_others
-                )
+            self._share(trainer)
+
+    def _share(self, trainer: pl.Trainer) -> None:
+        """Prepare for the coordinator, and have workers share the slices of their data, if it is in slices."""
+        world, board, outer = self._world, self._board, self._options.outer(self._timeout)
+        if world is None or board is None:
+            return
+        has_data = trainer.datamodule is not None  # type: ignore[attr-defined]  # a connector's
+        if self._address is None:
+            if has_data:
+                from lightning_bytescheduler.diloco.shared_slices import share_slices  # takes time
+
+                self._slices = share_slices(trainer, world, timeout=outer.timeout, check=self._check_others)
+            return
+        self._runtime = runtime = CoordinatedRuntime(
+            self._address,
+            trainer.lightning_module,
+            given=self._given,
+            group=WorkerGroup(world.inside, timeout=outer.timeout),
+            board=board,
+            flush=self.flush,
+            timeout=outer.timeout,
+            timeline=outer.timeline,
+            begin=self.begin_rounds,
+        )
+        if has_data:
+            from lightning_bytescheduler.diloco.coordinated_slices import coordinated_slices  # takes time
+
+            self._slices = coordinated_slices(
+                trainer, runtime, world=world, timeout=outer.timeout, check=self._check_others
+            )
 
     def setup_distributed(self) -> None:
         """Make this worker's process groups, and those between workers."""
@@ -468,16 +471,12 @@ class DiLoCoStrategy(RankStrategy):
         with self._explained():
             self._meet("the model", Introduction(rank=self.global_rank, facts=parameter_facts(module.parameters())))
             joint.broadcast([*module.parameters(), *module.buffers()])
-            if self._coordination is not None and self._board is not None and self._world is not None:
-                self._runtime = self._coordination.connect(
-                    module,
-                    inside=self._world.inside,
-                    board=self._board,
-                    flush=self.flush,
-                    outer=self._options.outer(self._timeout),
-                    begin=self.begin_rounds,
-                )
-                self._open.enter_context(self._coordination.for_leader_only(module.trainer))
+            runtime = self._runtime
+            if isinstance(runtime, CoordinatedRuntime):
+                runtime.connect()
+                runtime.prepare()
+                leads_only = for_leader_only(module.trainer, lambda: runtime.leads, runtime.end_all)
+                self._open.enter_context(leads_only)
             if self.inner_size == 1:
                 return
             if self._gradients is not None and self._board is not None:
@@ -489,11 +488,11 @@ class DiLoCoStrategy(RankStrategy):
         module = self.lightning_module
         if module is None or module.trainer.state.stage != RunningStage.TRAINING:
             return dataloader
-        if self._coordination is not None:
-            self._coordination.seed_sampler(dataloader)
+        if isinstance(self._runtime, CoordinatedRuntime):
+            seed_sampler(dataloader, self._runtime.worker)
         size = resolve_batch_size(self._options.batch_size, worker=self.worker)
         sized = sized_loader(module, dataloader, size, alone=self.inner_size == 1, workers=self.workers)
-        return sized if self._coordination is not None else self._resumable(sized, module.trainer)
+        return sized if self._address is not None else self._resumable(sized, module.trainer)
 
     def teardown(self) -> None:
         """Stop every thread, leave all groups; see DDPStrategy."""
@@ -516,8 +515,6 @@ class DiLoCoStrategy(RankStrategy):
         if slices is not None:
             slices.close(failed=self._failed)
         runtime, self._runtime = self._runtime, None
-        if self._coordination is not None:
-            self._coordination.forget()
         idle = not self._failed
         if runtime is not None:
             idle = runtime.stop(failed=self._failed) and idle
@@ -629,7 +626,7 @@ class DiLoCoStrategy(RankStrategy):
         with nullcontext() if self._board is None else self._board.patient():
             if self._states is not None:
                 self._states.complete(checkpoint)
-            if self._coordination is None or self._coordination.leads:
+            if not isinstance(self._runtime, CoordinatedRuntime) or self._runtime.leads:
                 super().save_checkpoint(checkpoint, filepath, storage_options)
                 self._last_whole = filepath
 
@@ -642,7 +639,7 @@ class DiLoCoStrategy(RankStrategy):
         checkpoint = super().load_checkpoint(*args, **kwargs)
         module = self.lightning_module
         if module is not None and module.trainer.state.fn == TrainerFn.FITTING:
-            alone = self._coordination is not None  # each worker is a training of its own
+            alone = self._address is not None  # each worker is a training of its own
             self._resumed = Resumed.from_checkpoint(checkpoint, 0 if alone else self.worker, self.workers)
         return checkpoint
 
@@ -683,10 +680,10 @@ class DiLoCoStrategy(RankStrategy):
             return
         state, self._kept_state = self._kept_state, None
         options, trainer = self._options, module.trainer
-        if self._coordination is not None:
+        if isinstance(self._runtime, CoordinatedRuntime):
             with self._explained():
-                self._statistics = self._coordination.statistics
-                self._boundaries = self._coordination.begin(trainer, state)
+                self._statistics = self._runtime.session.statistics
+                self._boundaries = self._runtime.begin(trainer, state)
             return
         outer = options.outer(self._timeout)
         group = WorkerGroup(world.inside, timeout=outer.timeout)
@@ -750,7 +747,7 @@ class DiLoCoStrategy(RankStrategy):
         """End the training for all workers, with the global weights on each."""
         if self._runtime is not None:
             with self._explained():
-                if self._coordination is not None and self._slices is not None:
+                if self._address is not None and self._slices is not None:
                     self._slices.finish()  # before this worker leaves the run
                 if self._boundaries is not None:
                     self._boundaries.before_end()

@@ -188,9 +188,9 @@ class WeightedMean:
 
         Args:
             wire: Encodes it.
-            seed: See :meth:`WireFormat.encode`.
-            out: See :meth:`WireFormat.encode`.
-            residual: See :meth:`WireFormat.encode`.
+            seed: See ``WireFormat.encode``.
+            out: See ``WireFormat.encode``.
+            residual: See ``WireFormat.encode``.
 
         Raises:
             ValueError: If nothing was added.

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_bytescheduler.diloco.coordination import for_leader_only
+from lightning_bytescheduler.diloco.leader_only import for_leader_only
 
 
 def test_a_plateau_that_has_nothing_to_go_by_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
