@@ -8,6 +8,7 @@ import pytest
 
 from lightning_bytescheduler import ByteSchedulerStrategy, DiLoCoStrategy
 from lightning_bytescheduler.ddp.tuned_fit import SHORTEST_FIT
+from lightning_bytescheduler.diloco.options import seconds_of
 from lightning_bytescheduler.diloco.round_end import FastestSteps
 from lightning_bytescheduler.failures import startup_check
 
@@ -57,11 +58,10 @@ def test_the_defaults_of_diloco(monkeypatch: pytest.MonkeyPatch) -> None:
         "overlap_steps": 0,
         "wire_dtype": "fp32",
     }
-    assert {name: getattr(options, name) for name in without_coordinator} == without_coordinator
-    assert options.target == FastestSteps(100)
-    outer = options.outer(None)
-    assert outer.timeout == 1800.0
-    assert outer.rounds.quorum == 0.0  # all live, or the job ends
+    assert {name: getattr(options.run, name) for name in without_coordinator} == without_coordinator
+    assert options.run.target == FastestSteps(100)
+    assert seconds_of(None) == 1800.0
+    assert options.rounds(1800.0).quorum == 0.0  # all live, or the job ends
 
 
 def test_whoever_is_missing_is_named_after_half_a_minute() -> None:

@@ -114,7 +114,7 @@ def test_what_sparse_does_not_send_acts_as_momentum_too() -> None:
     assert options.outer_step == {"lr": 1.0, "momentum": 0.5, "factory": None}
     options = DiLoCoStrategy(wire_dtype="sparse:0.1", outer_lr=0.5, outer_momentum=0.3)._options
     assert options.outer_step == {"lr": 0.5, "momentum": 0.3, "factory": None}
-    assert options.outer(None).wire.density == 0.1
+    assert options.run.wire.density == 0.1
     assert common_options(options)["wire_dtype"] == "sparse:0.1"  # the same on all ranks, or they are refused
     strategy = DiLoCoStrategy(wire_dtype="sparse:0.02", coordinator="http://127.0.0.1:1")
     assert strategy._given["wire_dtype"] == common_options(strategy._options)["wire_dtype"] == "sparse"
@@ -175,7 +175,7 @@ def test_overlap_by_itself_needs_rounds_of_several_steps() -> None:
             DiLoCoStrategy(overlap_steps="auto", **options)
     for options in ({"inner_steps": 2}, {"samples_per_round": 1}, {}):
         made = DiLoCoStrategy(overlap_steps="auto", **options)._options
-        assert made.outer(None).overlap.follows_mean
+        assert made.run.overlap.follows_mean
         assert made.run.fragment_options.mixing == 0.5
     assert DiLoCoStrategy()._options.run.overlap_steps == 0
 

@@ -14,7 +14,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -181,11 +181,11 @@ class CoordinatorService:
         place = UPDATE_PATH.format(round=f"{{round:{_NUMBER}}}", fragment=f"{{fragment:{_NUMBER}}}")
         router = application.router
         router.add_get(WORKER_PATH, self._socket)
-        router.add_put(place, self._put_update)
-        router.add_get(place, self._get_mean)
-        router.add_get(STATE_PATH, self._get_state)
-        router.add_put(STATE_PATH, self._put_state)
-        router.add_post(SLICES_PATH, self._slices)
+        router.add_put(place, self._of_member(self.updates.put))
+        router.add_get(place, self._of_member(self.updates.get))
+        router.add_get(STATE_PATH, self._of_member(self._get_state))
+        router.add_put(STATE_PATH, self._of_member(self._put_state))
+        router.add_post(SLICES_PATH, self._of_member(self._slices))
         router.add_get(STATUS_PATH, self._status)
         router.add_get(HEALTH_PATH, self._health)
         add_pages(router, self.status)
@@ -432,13 +432,17 @@ class CoordinatorService:
         except ByteSchedulerError as error:
             return problem(400, str(error))
 
-    def _member(self, request: web.Request) -> Member | web.Response:
-        session = request.headers.get(SESSION_HEADER, "")
-        member = self.run.members.by_session(session)
-        if member is None:
-            return problem(403, f"The header {SESSION_HEADER} has no session of this run. Say Hello first.")
-        self.run.members.hear(member, self._clock())
-        return member
+    def _of_member(
+        self, answer: Callable[[web.Request, Member], Awaitable[web.StreamResponse]]
+    ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            member = self.run.members.by_session(request.headers.get(SESSION_HEADER, ""))
+            if member is None:
+                return problem(403, f"The header {SESSION_HEADER} has no session of this run. Say Hello first.")
+            self.run.members.hear(member, self._clock())
+            return await answer(request, member)
+
+        return handle
 
     async def _socket(self, request: web.Request) -> web.StreamResponse:
         socket = web.WebSocketResponse(
@@ -490,26 +494,12 @@ class CoordinatorService:
     def _hear(self, member: Member, messages: tuple[object, ...]) -> None:
         self.run.hear(member, messages, self._clock())  # type: ignore[arg-type]
 
-    async def _put_update(self, request: web.Request) -> web.StreamResponse:
-        member = self._member(request)
-        return member if isinstance(member, web.Response) else await self.updates.put(request, member)
-
-    async def _get_mean(self, request: web.Request) -> web.StreamResponse:
-        member = self._member(request)
-        return member if isinstance(member, web.Response) else await self.updates.get(request, member)
-
-    async def _get_state(self, request: web.Request) -> web.StreamResponse:
-        member = self._member(request)
-        if isinstance(member, web.Response):
-            return member
+    async def _get_state(self, request: web.Request, member: Member) -> web.StreamResponse:
         if self.weights is None:
             return problem(503, "The first worker has not sent the first weights yet.", retry_after=1)
         return await self.states.get(request, member, self.weights, self._still)
 
-    async def _put_state(self, request: web.Request) -> web.StreamResponse:
-        member = self._member(request)
-        if isinstance(member, web.Response):
-            return member
+    async def _put_state(self, request: web.Request, member: Member) -> web.StreamResponse:
         if not self.run.provides(member):
             return problem(409, "The first weights are there, or another worker is to send them.")
         tensors = await self.states.put(request)
@@ -548,10 +538,7 @@ class CoordinatorService:
         self.weights = self.updates.weights = made
         return made
 
-    async def _slices(self, request: web.Request) -> web.StreamResponse:
-        member = self._member(request)
-        if isinstance(member, web.Response):
-            return member
+    async def _slices(self, request: web.Request, member: Member) -> web.StreamResponse:
         if self.slices is None:
             return problem(404, "This coordinator hands out no data: it was started without --train.")
         pause = self._slice_limits.setdefault(member.name, RateLimit(self._clock)).take(longest=_SLICE_HELD_BACK_S)

@@ -31,7 +31,6 @@ from dataclasses import dataclass
 
 import msgspec
 import torch
-from torch import Tensor
 
 from lightning_bytescheduler.diloco.coordinator_protocol import (
     FromCoordinator,
@@ -81,10 +80,6 @@ class CoordinatedRounds(RankSession):
         """Whether this rank's worker validates, logs and saves for all, as far as this rank says it."""
         return False
 
-    def begin(self) -> None:
-        """Take the global weights, and wait for the first round."""
-        self._together(self._begin)
-
     def synchronise(self) -> None:
         """Do what is due: send, merge, catch up, and begin the next round."""
         self._together(self._synchronise)
@@ -116,9 +111,6 @@ class CoordinatedRounds(RankSession):
 
     # As in RankSession, for the first rank alone.
 
-    def _begin(self) -> None:
-        """See :meth:`begin`."""
-
     def _synchronise(self) -> None:
         """See :meth:`synchronise`."""
 
@@ -137,28 +129,27 @@ class Sent:
     """A pseudo-gradient that is on its way.
 
     Attributes:
-        round: In which it was made.
+        said: Of the round in which it was made.
         fragment: Which.
         exchange: Carries it.
-        steps: Taken in the round.
-        round_samples: Processed in the round.
-        round_tokens: Processed in the round.
         samples: Processed since the fragment was last sent.
         tokens: The same in tokens.
         longest: Steps beside it after which the worker waits.
         steps_since: Steps taken beside it.
     """
 
-    round: int
+    said: SendingPseudoGradient
     fragment: int
     exchange: CoordinatedExchange
-    steps: int
-    round_samples: int
-    round_tokens: int
     samples: int
     tokens: int
     longest: int
     steps_since: int = 0
+
+    @property
+    def round(self) -> int:
+        """In which it was made."""
+        return self.said.round
 
 
 class UnsentWork:
@@ -189,70 +180,21 @@ class UnsentWork:
             self.samples[fragment] += samples
             self.tokens[fragment] += tokens
 
-    def contribution(
-        self, said: SendingPseudoGradient, fragment: int, pseudo_gradient: Tensor, weight: int
-    ) -> Contribution:
-        """What the coordinator gets of a fragment.
-
-        Args:
-            said: Of the round that it ends.
-            fragment: Which.
-            pseudo_gradient: Of all that was trained since the fragment was last part of a mean.
-            weight: In the mean, as this worker works it out.
-        """
-        return Contribution(
-            worker=said.worker,
-            round=said.round,
-            fragment=fragment,
-            pseudo_gradient=pseudo_gradient,
-            weight=weight,
-            samples=self.samples[fragment],
-            tokens=self.tokens[fragment],
-            steps=said.steps + self.steps,
-            round_samples=said.samples + self.round_samples,
-        )
-
-    def sent(self, said: SendingPseudoGradient, fragment: int, exchange: CoordinatedExchange, *, longest: int) -> Sent:
-        """What is on its way now.
-
-        Args:
-            said: Of the round that it ends.
-            fragment: Which.
-            exchange: Carries it.
-            longest: Steps beside it after which the worker waits.
-        """
-        return Sent(
-            round=said.round,
-            fragment=fragment,
-            exchange=exchange,
-            steps=said.steps,
-            round_samples=said.samples,
-            round_tokens=said.tokens,
-            samples=self.samples[fragment],
-            tokens=self.tokens[fragment],
-            longest=longest,
-        )
-
     def taken(self, sent: Sent) -> None:
         """An update has become part of a mean, or is late; steps beside which it travelled are still to be sent."""
         self.samples[sent.fragment] -= sent.samples
         self.tokens[sent.fragment] -= sent.tokens
         self.steps = self.round_samples = 0
 
-    def carry(self, *, steps: int, samples: int) -> None:
-        """A round is over that has changed nothing.
-
-        Args:
-            steps: Taken in it.
-            samples: Processed in it.
-        """
-        self.steps += steps
-        self.round_samples += samples
+    def carry(self, done: SendingPseudoGradient | RoundCounter) -> None:
+        """A round is over that has changed nothing, and what was done in it is to be sent later."""
+        self.steps += done.steps
+        self.round_samples += done.samples
 
     def withdraw(self, sent: Sent) -> None:
         """An update is not to be part of its round: what it has is carried."""
         sent.exchange.cancel()
-        self.carry(steps=sent.steps, samples=sent.round_samples)
+        self.carry(sent.said)
 
     def overwritten(self, fragment: int) -> None:
         """The trained weights of a fragment are the global ones now: nothing of it is left to send."""
@@ -497,8 +439,27 @@ class CoordinatedSession(CoordinatedRounds):
                 transport.post(message)
         with transport.timeline.doing("pseudo-gradient"):
             pseudo_gradient, weight = self._state.pseudo_gradient(fragment)
-        exchange = transport.start(self._unsent.contribution(message, fragment, pseudo_gradient, weight))
-        self._sent = self._unsent.sent(message, fragment, exchange, longest=self._overlap.longest(message.steps))
+        unsent = self._unsent
+        samples, tokens = unsent.samples[fragment], unsent.tokens[fragment]
+        contribution = Contribution(
+            worker=message.worker,
+            round=message.round,
+            fragment=fragment,
+            pseudo_gradient=pseudo_gradient,
+            weight=weight,
+            samples=samples,
+            tokens=tokens,
+            steps=message.steps + unsent.steps,
+            round_samples=message.samples + unsent.round_samples,
+        )
+        self._sent = Sent(
+            said=message,
+            fragment=fragment,
+            exchange=transport.start(contribution),
+            samples=samples,
+            tokens=tokens,
+            longest=self._overlap.longest(message.steps),
+        )
         return not late
 
     def _merge(self, round: int, mean: Mean) -> None:
@@ -520,11 +481,11 @@ class CoordinatedSession(CoordinatedRounds):
             if mean.total or counts:
                 unsent.taken(sent)
             else:
-                unsent.carry(steps=sent.steps, samples=sent.round_samples)
+                unsent.carry(sent.said)
         elif not mean.total or self._trained.mixing:
             with transport.changed:
                 if (counter := self._counter).round == round:
-                    unsent.carry(steps=counter.steps, samples=counter.samples)
+                    unsent.carry(counter)
                     counter.steps = counter.samples = counter.tokens = 0
         else:
             unsent.overwritten(fragment)
@@ -623,7 +584,7 @@ class CoordinatedSession(CoordinatedRounds):
             self._state.load_state_dict(unpack_state(found.payload, self._state.full_state()))
             self._take_global_weights()
         if self._carries:
-            self._unsent.carry(steps=self._counter.steps, samples=self._counter.samples)
+            self._unsent.carry(self._counter)
         else:
             self._unsent.start_anew()
         self._carries = False
@@ -662,7 +623,7 @@ class CoordinatedSession(CoordinatedRounds):
         sent.exchange.cancel()
         with self._transport.changed:
             self._counter = self._counter.carried_into(
-                sent.round, steps=sent.steps, samples=sent.round_samples, tokens=sent.round_tokens
+                sent.round, steps=sent.said.steps, samples=sent.said.samples, tokens=sent.said.tokens
             )
 
     def _open_next(self) -> None:

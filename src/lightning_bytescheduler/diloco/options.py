@@ -24,7 +24,6 @@ from lightning_bytescheduler.checks import (
     require_known,
     require_new_file,
 )
-from lightning_bytescheduler.compression.wire_format import WireFormat
 from lightning_bytescheduler.ddp.ddp_arguments import (
     ELSEWHERE,
     check_ddp_options,
@@ -33,11 +32,9 @@ from lightning_bytescheduler.ddp.ddp_arguments import (
 )
 from lightning_bytescheduler.diloco.batch_size import resolve_batch_size
 from lightning_bytescheduler.diloco.coordinator_protocol import RunOptions, run_options
-from lightning_bytescheduler.diloco.fragments import Overlap
 from lightning_bytescheduler.diloco.outer_timeline import beside
 from lightning_bytescheduler.diloco.round_end import (
     RoundOptions,
-    RoundTarget,
 )
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
@@ -152,7 +149,7 @@ class DiLoCoOptions:
                 object.__setattr__(self, option, parse_size(variable, env[variable]))
         given, variable = self.timeline, "BYTESCHEDULER_TIMELINE"
         if given is not None:
-            object.__setattr__(self, "timeline", require_new_file("timeline", given))
+            object.__setattr__(self, "timeline", os.fspath(require_new_file("timeline", given)))
             inner = self.inner_options.get("timeline")
             if scheduled and (inner or env.get(variable)) == os.fspath(given):
                 raise OptionError("timeline", given, "another file than that of the ranks of a worker")
@@ -237,57 +234,27 @@ class DiLoCoOptions:
         )
         return {"lr": lr, "momentum": momentum, "factory": None}
 
-    def outer(self, timeout: timedelta | None) -> OuterOptions:
-        """What a worker's threads have to know.
+    def rounds(self, timeout: float) -> RoundOptions:
+        """Who is waited for: all of them live or the job ends, so nobody is given up before.
 
         Args:
-            timeout: Longest wait for other workers. All of them live or the job ends, so nobody is given up before.
+            timeout: Longest wait for other workers, in seconds.
         """
-        seconds = _TIMEOUT_S if timeout is None else timeout.total_seconds()
-        return OuterOptions(
-            target=self.run.target,
-            rounds=RoundOptions(
-                outer_steps=self.run.outer_steps,
-                quorum=0.0,
-                grace=seconds,
-                silent_after=seconds,
-                first_step_limit=seconds,
-            ),
-            wire=self.run.wire,
-            overlap=self.run.overlap,
-            partition_size=self.partition_size,
-            credit=self.credit,
-            timeline=None if self.timeline is None else os.fspath(self.timeline),
-            timeout=seconds,
+        return RoundOptions(
+            outer_steps=self.run.outer_steps,
+            quorum=0.0,
+            grace=timeout,
+            silent_after=timeout,
+            first_step_limit=timeout,
         )
 
 
 _NAMES = [field.name for field in fields(DiLoCoOptions) if field.name not in ("given", "run")]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OuterOptions:
-    """How pseudo-gradients travel and rounds end; the parts are validated where they are made.
-
-    Attributes:
-        target: What ends a round.
-        rounds: Of the batch scheduler.
-        wire: What travels.
-        overlap: See :class:`WorkerSession`.
-        partition_size: Largest piece of a pseudo-gradient sent at once, in parameters; ``None`` follows the link.
-        credit: What may be in flight at once, in parameters; ``None`` follows the link.
-        timeline: File of worker 0's timeline, or ``None`` for none.
-        timeout: Longest wait for the other workers, in seconds.
-    """
-
-    target: RoundTarget
-    rounds: RoundOptions
-    wire: WireFormat
-    overlap: Overlap
-    partition_size: int | None
-    credit: int | None
-    timeline: str | None
-    timeout: float
+def seconds_of(timeout: timedelta | None) -> float:
+    """A strategy's timeout in seconds."""
+    return _TIMEOUT_S if timeout is None else timeout.total_seconds()
 
 
 def scheduler_options(given: Mapping[str, Any]) -> SchedulerOptions:

@@ -20,7 +20,7 @@ from lightning_bytescheduler.diloco.batch_scheduler_thread import BatchScheduler
 from lightning_bytescheduler.diloco.fragments import TrainedWeights
 from lightning_bytescheduler.diloco.mailbox import Mailbox, Postman, with_messages
 from lightning_bytescheduler.diloco.messages import Message, PseudoGradientArrived
-from lightning_bytescheduler.diloco.options import DiLoCoOptions, OuterOptions
+from lightning_bytescheduler.diloco.options import DiLoCoOptions
 from lightning_bytescheduler.diloco.outer_optimizer import OuterState
 from lightning_bytescheduler.diloco.outer_timeline import OuterTimeline
 from lightning_bytescheduler.diloco.process_groups import WorkerGroup, WorkerWorld, worker_name
@@ -44,7 +44,7 @@ def make_runtime(
     module: nn.Module,
     *,
     options: DiLoCoOptions,
-    outer: OuterOptions,
+    timeout: float,
     world: WorkerWorld,
     group: WorkerGroup,
     board: FaultBoard,
@@ -56,7 +56,7 @@ def make_runtime(
     Args:
         module: What is trained.
         options: The user's.
-        outer: The same, as what runs beside the training understands them.
+        timeout: Longest wait for the other workers, in seconds.
         world: Where this rank is.
         group: The ranks of its worker.
         board: Where failures are published.
@@ -66,11 +66,18 @@ def make_runtime(
     trained = TrainedWeights(module, options.run.fragment_options)
     if not group.leads:
         worker = worker_name(world.worker)
-        session = WorkerSession(worker=worker, group=group, trained=trained, overlap=outer.overlap, flush=flush)
+        session = WorkerSession(worker=worker, group=group, trained=trained, overlap=options.run.overlap, flush=flush)
         return SessionRuntime(session, board)
     state = OuterState(trained, weighting=options.run.weighting, **options.outer_step)
     return LeadingRuntime(
-        world=world, group=group, board=board, state=state, options=outer, flush=flush, on_round=on_round
+        world=world,
+        group=group,
+        board=board,
+        state=state,
+        options=options,
+        timeout=timeout,
+        flush=flush,
+        on_round=on_round,
     )
 
 
@@ -192,7 +199,8 @@ class LeadingRuntime(SessionRuntime[WorkerSession]):
         group: The worker's ranks.
         board: Where failures are published; not closed with the runtime.
         state: The global weights.
-        options: The same on all ranks.
+        options: The user's.
+        timeout: Longest wait for the other workers, in seconds.
         flush: See :class:`WorkerSession`.
         on_round: Called with each round that has ended, on worker 0, on a thread of its own.
     """
@@ -207,7 +215,8 @@ class LeadingRuntime(SessionRuntime[WorkerSession]):
         group: WorkerGroup,
         board: FaultBoard,
         state: OuterState,
-        options: OuterOptions,
+        options: DiLoCoOptions,
+        timeout: float,
         flush: Callable[[], None],
         on_round: Callable[[RoundRecord], object],
     ) -> None:
@@ -215,18 +224,18 @@ class LeadingRuntime(SessionRuntime[WorkerSession]):
             raise RuntimeError("Cannot exchange pseudo-gradients: only the first rank of a worker does.")
         self._name = worker_name(world.worker)
         # A process that is busy in native code may show no sign of life for seconds.
-        self._silence = min(_SILENCE_S, options.timeout / 4)
+        self._silence = min(_SILENCE_S, timeout / 4)
         self._stopped = False
         self._idle = False
         self._examining: threading.Thread | None = None
         self._elements = [sum(p.numel() for p in state.trained.of(f)) for f in range(len(state.trained.fragments))]
-        self._timeout = options.timeout
-        self.overlaps = bool(options.overlap)
+        self._timeout = timeout
+        self.overlaps = bool(options.run.overlap)
         self.timeline = OuterTimeline(options.timeline, rank=world.rank, worker=self._name)
         self._postman = Postman(world.store, self._name, self._on_error)
         self._exchange = PseudoGradientExchange(
             world.leaders,
-            wire=options.wire,
+            wire=options.run.wire,
             partition_size=options.partition_size,
             credit=options.credit,
             timeline=self.timeline,
@@ -237,9 +246,9 @@ class LeadingRuntime(SessionRuntime[WorkerSession]):
             group=group,
             state=state,
             link=_Mail(self._postman, self._exchange),
-            overlap=options.overlap,
+            overlap=options.run.overlap,
             flush=flush,
-            timeout=options.timeout,
+            timeout=timeout,
             timeline=self.timeline,
         )
         super().__init__(session, board)
@@ -248,8 +257,8 @@ class LeadingRuntime(SessionRuntime[WorkerSession]):
         self._scheduler: BatchSchedulerThread | None = None
         if world.rank == 0:
             self._scheduler = BatchSchedulerThread(
-                options.target,
-                options.rounds,
+                options.run.target,
+                options.rounds(timeout),
                 workers=[worker_name(number) for number in range(world.workers)],
                 post=self._postman.post,
                 on_round=on_round,

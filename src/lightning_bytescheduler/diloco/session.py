@@ -192,6 +192,10 @@ class RankSession:
         if self._failure is not None:
             raise self._failure
 
+    def begin(self) -> None:
+        """Join, and wait for the first round."""
+        self._together(self._begin)
+
     def count(self, *, samples: int, seconds: float, tokens: int = 0, loss: float | None = None) -> None:
         """Take note of a step, and report it without waiting.
 
@@ -224,6 +228,9 @@ class RankSession:
             self._group.share(self._trained.of(fragment))
 
     # What follows is the first rank's business; the others do nothing there.
+
+    def _begin(self) -> None:
+        """Become one of the workers, and begin the first round."""
 
     def _report(self, *, samples: int, seconds: float, tokens: int, loss: float | None) -> None:
         """Tell of a step."""
@@ -267,10 +274,6 @@ class WorkerSession(RankSession):
         self._flush = flush
         self._sent = False  # a pseudo-gradient that is not merged yet
         self._steps_since_sent = 0
-
-    def begin(self) -> None:
-        """Join, and wait for all workers and the first round."""
-        self._together(self._join)
 
     def count(self, *, samples: int, seconds: float, tokens: int = 0, loss: float | None = None) -> None:
         """Take note of a step, and report it without waiting.
@@ -344,9 +347,6 @@ class WorkerSession(RankSession):
         if self._overlap.follows_mean:
             return self._group.any(self._need_not_train_on())
         return self._steps_since_sent >= self._overlap.longest(0)
-
-    def _join(self) -> None:
-        """Become one of the workers, and begin the first round."""
 
     def _need_not_train_on(self) -> bool:
         """Whether to merge what is under way now, without a number of steps for it."""
@@ -467,7 +467,7 @@ class LeadingSession(WorkerSession):
             EndRound(worker=self.worker, round=round, now=now, steps=steps, epoch=epoch, validate=validate, stop=stop)
         )
 
-    def _join(self) -> None:
+    def _begin(self) -> None:
         self._link.post(JoinRounds(worker=self.worker))
         self._await_round()
 

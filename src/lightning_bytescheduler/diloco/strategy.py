@@ -43,6 +43,7 @@ from lightning_bytescheduler.diloco.options import (
     ddp_options,
     inner_of,
     scheduler_options,
+    seconds_of,
 )
 from lightning_bytescheduler.diloco.performance_monitor import PerformanceMonitor
 from lightning_bytescheduler.diloco.process_groups import JointCollectives, WorkerGroup, WorkerWorld
@@ -115,7 +116,7 @@ def meet_all(
         store,
         own,
         world_size=ranks,
-        timeout=options.outer(timeout).timeout,
+        timeout=seconds_of(timeout),
         failure=lambda: None if watch is None else watch.difference,
         connected=connected,
     )
@@ -401,7 +402,7 @@ class DiLoCoStrategy(RankStrategy):
 
     def _share(self, trainer: pl.Trainer) -> None:
         """Prepare for the coordinator, and have workers share the slices of their data, if it is in slices."""
-        world, board, outer = self._world, self._board, self._options.outer(self._timeout)
+        world, board, timeout = self._world, self._board, seconds_of(self._timeout)
         if world is None or board is None:
             return
         has_data = trainer.datamodule is not None  # type: ignore[attr-defined]  # a connector's
@@ -409,25 +410,23 @@ class DiLoCoStrategy(RankStrategy):
             if has_data:
                 from lightning_bytescheduler.diloco.shared_slices import share_slices  # takes time
 
-                self._slices = share_slices(trainer, world, timeout=outer.timeout, check=self._check_others)
+                self._slices = share_slices(trainer, world, timeout=timeout, check=self._check_others)
             return
         self._runtime = runtime = CoordinatedRuntime(
             self._address,
             trainer.lightning_module,
             given=self._given,
-            group=WorkerGroup(world.inside, timeout=outer.timeout),
+            group=WorkerGroup(world.inside, timeout=timeout),
             board=board,
             flush=self.flush,
-            timeout=outer.timeout,
-            timeline=outer.timeline,
+            timeout=timeout,
+            timeline=self._options.timeline,
             begin=self.begin_rounds,
         )
         if has_data:
             from lightning_bytescheduler.diloco.coordinated_slices import coordinated_slices  # takes time
 
-            self._slices = coordinated_slices(
-                trainer, runtime, world=world, timeout=outer.timeout, check=self._check_others
-            )
+            self._slices = coordinated_slices(trainer, runtime, world=world, timeout=timeout, check=self._check_others)
 
     def setup_distributed(self) -> None:
         """Make this worker's process groups, and those between workers."""
@@ -685,13 +684,13 @@ class DiLoCoStrategy(RankStrategy):
                 self._statistics = self._runtime.session.statistics
                 self._boundaries = self._runtime.begin(trainer, state)
             return
-        outer = options.outer(self._timeout)
-        group = WorkerGroup(world.inside, timeout=outer.timeout)
+        timeout = seconds_of(self._timeout)
+        group = WorkerGroup(world.inside, timeout=timeout)
         self._file = open_rounds_file(trainer, options, append=state is not None)
         self._runtime = runtime = make_runtime(
             module,
             options=options,
-            outer=outer,
+            timeout=timeout,
             world=world,
             group=group,
             board=board,
@@ -710,7 +709,7 @@ class DiLoCoStrategy(RankStrategy):
         )
         with self._explained():
             runtime.start(state)
-            self._begin_states(trainer, world, full=options.worker_states, timeout=outer.timeout)
+            self._begin_states(trainer, world, full=options.worker_states, timeout=timeout)
             self._boundaries.attach(self._states)
 
     def begin_epoch(self) -> bool:
