@@ -10,6 +10,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -102,7 +103,6 @@ class CoordinatedRuntime(SessionRuntime[CoordinatedRounds]):
         self._address = address
         self._module = module
         self._given = dict(given)
-        self._model: tuple[ModelParameter, ...] = ()
         self.group = group
         self._board = board
         self._flush = flush
@@ -131,11 +131,7 @@ class CoordinatedRuntime(SessionRuntime[CoordinatedRounds]):
             SchedulerTimeoutError: If there is none in time.
         """
         self._board.watch(self)
-        self._model = tuple(
-            ModelParameter(name=name, shape=tuple(p.shape), dtype=str(p.dtype).removeprefix("torch."))
-            for name, p in self._module.named_parameters()
-            if p.requires_grad
-        )
+        _ = self._model  # as it is before training
         place = ""
         if self.group.leads:
             self.client = CoordinatorClient(
@@ -205,6 +201,14 @@ class CoordinatedRuntime(SessionRuntime[CoordinatedRounds]):
         if state is not None and self._leading is not None:
             self._leading.state.load_state_dict(state["outer"])
         self.session.begin()
+
+    @cached_property
+    def _model(self) -> tuple[ModelParameter, ...]:
+        return tuple(
+            ModelParameter(name=name, shape=tuple(p.shape), dtype=str(p.dtype).removeprefix("torch."))
+            for name, p in self._module.named_parameters()
+            if p.requires_grad
+        )
 
     def begin(self, trainer: pl.Trainer, state: Mapping[str, Any] | None) -> CoordinatedBoundaries:
         """Begin the first round, and take the place of the loop's decisions.
