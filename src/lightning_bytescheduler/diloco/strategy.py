@@ -11,6 +11,7 @@ other workers too.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -27,7 +28,7 @@ from torchmetrics import Metric
 from lightning_bytescheduler.checks import options_by_name
 from lightning_bytescheduler.ddp.epoch_position import loader_resumes
 from lightning_bytescheduler.ddp.fit_position import introduce, parameter_facts
-from lightning_bytescheduler.ddp.rank_strategy import RankStrategy, callbacks_of
+from lightning_bytescheduler.ddp.rank_strategy import OUTER_STATE, RankStrategy, callbacks_of
 from lightning_bytescheduler.ddp.scheduled_gradients import ScheduledGradients
 from lightning_bytescheduler.ddp.sigterm import worker_signals
 from lightning_bytescheduler.diloco.batch_size import resolve_batch_size, sized_loader
@@ -50,7 +51,7 @@ from lightning_bytescheduler.diloco.process_groups import JointCollectives, Work
 from lightning_bytescheduler.diloco.round_record import RECORD_NAME, RoundFile
 from lightning_bytescheduler.diloco.runtime import LeadingRuntime, SessionRuntime, make_runtime
 from lightning_bytescheduler.diloco.session import SessionStatistics, WorkerSession
-from lightning_bytescheduler.diloco.training_loop import CoordinatedBoundaries, RoundBoundaries, RoundHooks
+from lightning_bytescheduler.diloco.training_loop import CoordinatedBoundaries, RoundBoundaries
 from lightning_bytescheduler.diloco.worker_restart import Resumed, WorkerStates
 from lightning_bytescheduler.exceptions import UnsupportedError
 from lightning_bytescheduler.failures.board import FaultBoard
@@ -73,6 +74,8 @@ if TYPE_CHECKING:
 
     from lightning_bytescheduler.diloco.coordinated_slices import CoordinatedSlices
     from lightning_bytescheduler.diloco.shared_slices import SharedSlices
+
+log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -777,3 +780,78 @@ class DiLoCoStrategy(RankStrategy):
             self._slices.close(failed=True)
         if self._runtime is not None:
             self._runtime.fail(cause)
+
+
+class RoundHooks(pl.Callback):
+    """Starts and ends the rounds of a training, publishes failures, and keeps the outer state in checkpoints.
+
+    The strategy's own callback: first in line at the moments a strategy alone would come to too late.
+
+    Args:
+        strategy: Whose hooks these are.
+    """
+
+    def __init__(self, strategy: DiLoCoStrategy) -> None:
+        self._strategy = strategy
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Wait for the other workers."""
+        self._strategy.begin_rounds()
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Train on, if all ranks of the worker do.
+
+        Raises:
+            StopIteration: If another rank of it stops, and training is over.
+        """
+        if not self._strategy.begin_epoch():
+            raise StopIteration
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Go on after all workers stood still.
+
+        Raises:
+            StopIteration: If another worker stopped there, and training is over.
+        """
+        if not self._strategy.go_on():
+            raise StopIteration
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """See to it that the epoch ends for all."""
+        self._strategy.end_epoch()
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Know of it before a checkpoint is written."""
+        self._strategy.validated()
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Bring all workers to the global weights, before other callbacks look at them."""
+        self._strategy.end_rounds()
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Keep the outer state."""
+        state = self._strategy.outer_state_dict()
+        if state is not None:
+            checkpoint[OUTER_STATE] = state
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Carry on from it; a checkpoint of another strategy has none."""
+        if OUTER_STATE not in checkpoint:
+            rank_zero_info(
+                "diloco: the checkpoint is of another strategy. Weights, inner optimizer and progress go on; rounds "
+                "and the outer optimizer begin anew."
+            )
+        self._strategy.load_outer_state_dict(checkpoint.get(OUTER_STATE))
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Publish the failure before other callbacks or the teardown can block."""
+        try:
+            self._strategy.publish_failure(exception)
+        except Exception:  # Lightning would skip the teardown, and hide what training failed with
+            log.exception("The failure could not be published.")

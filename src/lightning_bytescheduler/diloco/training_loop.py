@@ -23,20 +23,20 @@ The ranks of one worker agree after each batch on what one of them would do, and
 
 from __future__ import annotations
 
-import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from lightning_bytescheduler.ddp.rank_strategy import OUTER_STATE
 from lightning_bytescheduler.diloco.coordinated_session import CoordinatedRounds
 from lightning_bytescheduler.diloco.process_groups import WorkerGroup
 from lightning_bytescheduler.diloco.session import RankSession, WorkerSession
-from lightning_bytescheduler.lightning_api import pl, rank_zero_info
+from lightning_bytescheduler.lightning_api import pl
 
-log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from lightning_bytescheduler.diloco.worker_restart import WorkerStates
+    from lightning_bytescheduler.slices.training import TrackedTraining
 
 
 class LoopBoundaries(ABC):
@@ -123,135 +123,6 @@ class LoopBoundaries(ABC):
         self._loop.min_steps = None
 
 
-class Rounds(Protocol):
-    """The rounds of a training, as a strategy runs them."""
-
-    def begin_rounds(self) -> None:
-        """Wait for the other workers, and begin the first round."""
-
-    def begin_epoch(self) -> bool:
-        """Begin an epoch, unless another rank of this worker stops; returns whether training goes on."""
-
-    def go_on(self) -> bool:
-        """Go on after all workers stood still; returns whether training goes on."""
-
-    def end_epoch(self) -> None:
-        """See to it that the epoch ends for all workers."""
-
-    def end_rounds(self) -> None:
-        """End the training for all workers, with the global weights on each."""
-
-    def outer_state_dict(self) -> dict[str, Any] | None:
-        """What a checkpoint keeps beside the weights."""
-
-    def load_outer_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Have the rounds carry on from what a checkpoint kept."""
-
-    def validated(self) -> None:
-        """A validation is over."""
-
-    def publish_failure(self, exception: BaseException) -> None:
-        """Tell the other ranks why this one fails."""
-
-
-class RoundHooks(pl.Callback):
-    """Starts and ends the rounds of a training, publishes failures, and keeps the outer state in checkpoints.
-
-    The strategy's own callback: first in line at the moments a strategy alone would come to too late.
-
-    Args:
-        strategy: Whose hooks these are.
-    """
-
-    def __init__(self, strategy: Rounds) -> None:
-        self._strategy = strategy
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Wait for the other workers."""
-        self._strategy.begin_rounds()
-
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Train on, if all ranks of the worker do.
-
-        Raises:
-            StopIteration: If another rank of it stops, and training is over.
-        """
-        if not self._strategy.begin_epoch():
-            raise StopIteration
-
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Go on after all workers stood still.
-
-        Raises:
-            StopIteration: If another worker stopped there, and training is over.
-        """
-        if not self._strategy.go_on():
-            raise StopIteration
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """See to it that the epoch ends for all."""
-        self._strategy.end_epoch()
-
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Know of it before a checkpoint is written."""
-        self._strategy.validated()
-
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Bring all workers to the global weights, before other callbacks look at them."""
-        self._strategy.end_rounds()
-
-    def on_save_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        """Keep the outer state."""
-        state = self._strategy.outer_state_dict()
-        if state is not None:
-            checkpoint[OUTER_STATE] = state
-
-    def on_load_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        """Carry on from it; a checkpoint of another strategy has none."""
-        if OUTER_STATE not in checkpoint:
-            rank_zero_info(
-                "diloco: the checkpoint is of another strategy. Weights, inner optimizer and progress go on; rounds "
-                "and the outer optimizer begin anew."
-            )
-        self._strategy.load_outer_state_dict(checkpoint.get(OUTER_STATE))
-
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Publish the failure before other callbacks or the teardown can block."""
-        try:
-            self._strategy.publish_failure(exception)
-        except Exception:  # Lightning would skip the teardown, and hide what training failed with
-            log.exception("The failure could not be published.")
-
-
-class SharedData(Protocol):
-    """Training data that is handed out to all workers as they need it, so that no worker has a share of its own."""
-
-    def settle(self) -> None:
-        """Wait until it is known where it stands here, as a checkpoint at the end of the round says it."""
-
-    def awaits_others(self) -> bool:
-        """Whether other workers hold all that is left of the epoch."""
-
-    def end_epoch(self) -> None:
-        """Go on to the next epoch of the data, if nothing is left of this one. All workers stand still."""
-
-
-class Kept(Protocol):
-    """What a checkpoint is to have of this worker."""
-
-    def begun(self) -> None:
-        """A round has begun, and nothing of its first batch but that it is there."""
-
-    def halted(self) -> None:
-        """All workers stand still, and what this round's end is for is done here, but for a validation."""
-
-
 class RoundBoundaries(LoopBoundaries):
     """Validates, and ends epochs and the training, at the end of a round, on all workers at once.
 
@@ -275,7 +146,7 @@ class RoundBoundaries(LoopBoundaries):
         first_worker: bool,
         together: Callable[[], AbstractContextManager[None]],
         explained: Callable[[], AbstractContextManager[None]] = nullcontext,
-        shared_data: SharedData | None = None,
+        shared_data: TrackedTraining | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(trainer, session, group=group, clock=clock)
@@ -284,13 +155,13 @@ class RoundBoundaries(LoopBoundaries):
         self._together = together
         self._explained = explained
         self._shared_data = shared_data
-        self._kept: Kept | None = None
+        self._kept: WorkerStates | None = None
         self._open = ExitStack()
         self._epoch_to_end = False  # this worker's share is used up, and the others do not know yet
         self._epoch_ended = False  # for all; where data is shared
         self._has_batch = False  # since the last decision
 
-    def attach(self, kept: Kept | None = None) -> None:
+    def attach(self, kept: WorkerStates | None = None) -> None:
         """Begin to decide.
 
         Args:
