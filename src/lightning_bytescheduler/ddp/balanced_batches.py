@@ -328,21 +328,45 @@ class LateLoader(DataLoader[Any]):
 
     def __iter__(self) -> Any:
         """See DataLoader."""
-        return _LateIterator(super().__iter__)
+        return LateIterator(super().__iter__)
 
 
-class _LateIterator:
+class LateIterator:
+    """Begins at the first batch.
+
+    Args:
+        begin: Makes what it goes through.
+    """
+
     def __init__(self, begin: Callable[[], Iterator[Any]]) -> None:
         self._begin = begin
         self._begun: Iterator[Any] | None = None
 
-    def __iter__(self) -> _LateIterator:
+    def __iter__(self) -> LateIterator:
         return self
 
     def __next__(self) -> Any:
         if self._begun is None:
             self._begun = self._begin()
         return next(self._begun)
+
+
+_ARGUMENTS = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+    "prefetch_factor",
+    "persistent_workers",
+)
+
+
+def arguments_of(loader: DataLoader[Any]) -> dict[str, Any]:
+    """What a loader of other batches of the same samples takes over from one."""
+    return {name: getattr(loader, name) for name in _ARGUMENTS}
 
 
 def balanced_loader(
@@ -367,17 +391,5 @@ def balanced_loader(
     """
     order = EpochOrder.of(loader)
     drawn = BalancedBatchSampler(order, together, rank, shares, drop_last=loader.drop_last, trained=trained)
-    made = LateLoader(
-        loader.dataset,
-        batch_sampler=drawn,
-        num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
-        generator=loader.generator,
-        prefetch_factor=loader.prefetch_factor,
-        persistent_workers=loader.persistent_workers,
-    )
+    made = LateLoader(loader.dataset, batch_sampler=drawn, **arguments_of(loader))
     return made, drawn

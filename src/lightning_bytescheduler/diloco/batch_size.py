@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from lightning_bytescheduler.checks import is_whole, require_positive, require_share, require_whole
+from lightning_bytescheduler.ddp.balanced_batches import arguments_of
 from lightning_bytescheduler.diloco.worker_state import random_numbers, set_random_numbers
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 from lightning_bytescheduler.lightning_api import garbage_collection_cuda, is_oom_error, pl
@@ -150,17 +151,7 @@ def with_batch_size(loader: object, batch_size: int) -> object:
         raise UnsupportedError(_MESSAGE.format(what=type(loader).__name__))
     if loader.batch_size == batch_size:
         return loader
-    options: dict[str, Any] = {
-        "num_workers": loader.num_workers,
-        "collate_fn": loader.collate_fn,
-        "pin_memory": loader.pin_memory,
-        "timeout": loader.timeout,
-        "worker_init_fn": loader.worker_init_fn,
-        "multiprocessing_context": loader.multiprocessing_context,
-        "generator": loader.generator,
-        "prefetch_factor": loader.prefetch_factor,
-        "persistent_workers": loader.persistent_workers,
-    }
+    options = arguments_of(loader)
     if isinstance(loader.dataset, IterableDataset):
         return DataLoader(loader.dataset, batch_size=batch_size, drop_last=loader.drop_last, **options)
     if type(loader.batch_sampler) is not BatchSampler:

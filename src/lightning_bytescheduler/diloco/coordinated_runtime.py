@@ -7,6 +7,7 @@ are named ``bytescheduler-*`` and stopped by :meth:`CoordinatedRuntime.stop` wit
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -94,7 +95,7 @@ class CoordinatedRuntime(SessionRuntime[CoordinatedRounds]):
         board: FaultBoard,
         flush: Callable[[], None],
         timeout: float,
-        timeline: str | None = None,
+        timeline: str | os.PathLike[str] | None = None,
         begin: Callable[[], None] = lambda: None,
     ) -> None:
         self.options = RunOptions()

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 
-from lightning_bytescheduler.ddp.balanced_batches import EpochOrder
+from lightning_bytescheduler.ddp.balanced_batches import EpochOrder, LateIterator, arguments_of
 from lightning_bytescheduler.lightning_api import pl
 
 
@@ -154,7 +154,8 @@ class ShareLoader(DataLoader[Any]):
 
     def __iter__(self) -> Any:
         """See DataLoader."""
-        return _Late(self, super().__iter__)
+        make = super().__iter__
+        return LateIterator(lambda: self.begin(make))
 
     def begin(self, make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Make the iterator that is asked for its first batch now."""
@@ -167,21 +168,6 @@ class ShareLoader(DataLoader[Any]):
         if then is not None and within:
             then()
         return made
-
-
-class _Late:
-    def __init__(self, loader: ShareLoader, make: Callable[[], Iterator[Any]]) -> None:
-        self._loader = loader
-        self._make = make
-        self._made: Iterator[Any] | None = None
-
-    def __iter__(self) -> _Late:
-        return self
-
-    def __next__(self) -> Any:
-        if self._made is None:
-            self._made = self._loader.begin(self._make)
-        return next(self._made)
 
 
 def shared_loader(loader: object, rank: int, ranks: int, trained: Callable[[], int]) -> object:
@@ -203,19 +189,7 @@ def shared_loader(loader: object, rank: int, ranks: int, trained: Callable[[], i
         return loader
     order = EpochOrder(len(cast(Any, loader.dataset)), shuffle=dealt.shuffle, seed=dealt.seed)
     share = EpochShare(order, batches.batch_size, rank, ranks, drop_last=batches.drop_last, trained=trained)
-    return ShareLoader(
-        loader.dataset,
-        batch_sampler=share,
-        num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
-        generator=loader.generator,
-        prefetch_factor=loader.prefetch_factor,
-        persistent_workers=loader.persistent_workers,
-    )
+    return ShareLoader(loader.dataset, batch_sampler=share, **arguments_of(loader))
 
 
 def share_of(trainer: pl.Trainer) -> tuple[ShareLoader, EpochShare] | None:

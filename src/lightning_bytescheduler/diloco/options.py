@@ -149,7 +149,7 @@ class DiLoCoOptions:
                 object.__setattr__(self, option, parse_size(variable, env[variable]))
         given, variable = self.timeline, "BYTESCHEDULER_TIMELINE"
         if given is not None:
-            object.__setattr__(self, "timeline", os.fspath(require_new_file("timeline", given)))
+            object.__setattr__(self, "timeline", require_new_file("timeline", given))
             inner = self.inner_options.get("timeline")
             if scheduled and (inner or env.get(variable)) == os.fspath(given):
                 raise OptionError("timeline", given, "another file than that of the ranks of a worker")

@@ -7,6 +7,7 @@ pseudo-gradient, *pull* is the mean. It is written as ``timeline/`` has it, and 
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ _TRAINING = "training thread"
 _UNSUITABLE = re.compile(r"[^\w.-]+")
 
 
-def beside(path: str, name: str) -> str:
+def beside(path: str | os.PathLike[str], name: str) -> str:
     """A file beside ``path`` with ``name`` before its suffix."""
     chosen = Path(path)
     return str(chosen.with_name(f"{chosen.stem}.{_UNSUITABLE.sub('_', name)}{chosen.suffix}"))
@@ -37,7 +38,7 @@ class OuterTimeline:
         OSError: If the file cannot be written; the message names it.
     """
 
-    def __init__(self, path: str | None = None, *, rank: int = 0, worker: str = "") -> None:
+    def __init__(self, path: str | os.PathLike[str] | None = None, *, rank: int = 0, worker: str = "") -> None:
         self._timeline = None if path is None else Timeline(path, rank=rank)
         self._worker = worker
         self._free = time.perf_counter()  # end of what the training thread did last
