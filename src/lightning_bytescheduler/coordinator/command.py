@@ -16,7 +16,7 @@ from lightning_bytescheduler.checks import importing
 from lightning_bytescheduler.compression.wire_format import WIRE_DTYPES
 from lightning_bytescheduler.coordinator.options import CoordinatorOptions
 from lightning_bytescheduler.diloco.coordinator_address import TOKEN_VARIABLE
-from lightning_bytescheduler.diloco.coordinator_protocol import run_options
+from lightning_bytescheduler.diloco.coordinator_protocol import RunOptions, run_options
 from lightning_bytescheduler.diloco.round_end import RoundOptions
 from lightning_bytescheduler.diloco.round_record import RECORD_NAME, RoundFile
 from lightning_bytescheduler.diloco.weighted_mean import WEIGHTINGS
@@ -32,18 +32,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _BIND = "127.0.0.1:7077"
-_RUN = (
-    "samples_per_round",
-    "inner_steps",
-    "equal_steps",
-    "outer_steps",
-    "outer_lr",
-    "outer_momentum",
-    "weighting",
-    "fragments",
-    "overlap_steps",
-    "wire_dtype",
-)
 _NAMES = {"client_authority": "--tls", "certificate": "--tls", "key": "--tls", "host": "--bind", "grace": "--grace-s"}
 _NAMES |= {"lease": "--lease-s", "token": "--token-file"}
 _LOOK_S = 0.5
@@ -145,7 +133,7 @@ def _options(options: argparse.Namespace) -> CoordinatorOptions:
     if options.grace_s is not None:
         waiting["grace"] = options.grace_s
     return CoordinatorOptions(
-        run=run_options(**{name: getattr(options, name) for name in _RUN}),
+        run=run_options(**{name: getattr(options, name) for name in RunOptions.__struct_fields__}),
         rounds=RoundOptions(**waiting),
         lease=options.lease_s,
         save_every=options.save_every,

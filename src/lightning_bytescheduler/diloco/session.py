@@ -417,14 +417,9 @@ class LeadingSession(WorkerSession):
         """The round this worker is in."""
         return self._counter.round
 
-    @property
-    def steps_left(self) -> int | None:
-        """Steps until the pseudo-gradient is sent, or ``None`` while nobody knows."""
-        return self._counter.steps_left
-
     def progress(self) -> dict[str, float]:
         """How the rounds go, by name; what is not known is left out."""
-        known = {"round": self._counter.round, "to_go": self.left, "steps_left": self.steps_left}
+        known = {"round": self._counter.round, "to_go": self.left, "steps_left": self._counter.steps_left}
         return {name: float(value) for name, value in known.items() if value is not None} | super().progress()
 
     def done_in_round(self) -> dict[str, int]:

@@ -87,6 +87,16 @@ class LoopBoundaries(ABC):
         self._tokens += tokens
         self._loss = loss
 
+    def before_epoch(self) -> bool:
+        """Returns whether all ranks of this worker train on; called by those that would."""
+        self._ended = self._group.any(self._counts.over)
+        return not self._ended
+
+    def before_end(self) -> None:
+        """Training ends on this rank, and so on all ranks of its worker."""
+        if not self._ended:
+            self._ended = self._group.any(True)
+
     @abstractmethod
     def _after_batch(self, data_fetcher: Any) -> bool:
         """A batch has been trained on, and all hooks have run; returns whether to validate."""
@@ -225,16 +235,6 @@ class RoundBoundaries(LoopBoundaries):
         if self._session.halted and self._group.any(self._trainer.should_stop):
             self._trainer.should_stop = True
 
-    def before_epoch(self) -> bool:
-        """Returns whether all ranks of this worker train on; called by those that would."""
-        self._ended = self._group.any(False)
-        return not self._ended
-
-    def before_end(self) -> None:
-        """Training ends on this rank, and so on all ranks of its worker."""
-        if not self._ended:
-            self._ended = self._group.any(True)
-
     def _after_batch(self, data_fetcher: Any) -> bool:
         with self._explained():
             return self._decide(data_fetcher)
@@ -369,11 +369,6 @@ class CoordinatedBoundaries(LoopBoundaries):
         self._session.check()
         return not self._session.over
 
-    def before_epoch(self) -> bool:
-        """Returns whether all ranks of this worker train on; called by those that would."""
-        self._ended = self._group.any(self._session.over)
-        return not self._ended
-
     def before_epoch_end(self) -> None:
         """An epoch is this worker's own."""
 
@@ -410,9 +405,8 @@ class CoordinatedBoundaries(LoopBoundaries):
             self._began = self._clock()
 
     def before_end(self) -> None:
-        """Training ends on this rank, and so on all ranks of its worker: leave, with the global weights."""
-        if not self._ended:
-            self._ended = self._group.any(True)
+        """See LoopBoundaries; and leave, with the global weights."""
+        super().before_end()
         self._leave(quickly=False)
 
     def _after_batch(self, data_fetcher: Any) -> bool:
