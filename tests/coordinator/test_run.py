@@ -9,9 +9,8 @@ import msgspec
 import pytest
 
 from lightning_bytescheduler.__about__ import __version__
-from lightning_bytescheduler.coordinator.contributions import Offer
 from lightning_bytescheduler.coordinator.membership import Member
-from lightning_bytescheduler.coordinator.run import Merge, Run
+from lightning_bytescheduler.coordinator.run import Merge, Offer, Run
 from lightning_bytescheduler.diloco import coordinator_protocol as protocol
 from lightning_bytescheduler.diloco import messages
 from lightning_bytescheduler.diloco.round_record import RoundRecord

@@ -23,10 +23,9 @@ from torch import Tensor
 
 from lightning_bytescheduler.checks import importing
 from lightning_bytescheduler.coordinator.connection import Stalls
-from lightning_bytescheduler.coordinator.contributions import Offer, Seen
 from lightning_bytescheduler.coordinator.global_weights import GlobalWeights, KeptMean
 from lightning_bytescheduler.coordinator.membership import Member
-from lightning_bytescheduler.coordinator.run import Merge, Run
+from lightning_bytescheduler.coordinator.run import Merge, Offer, Run, Seen
 from lightning_bytescheduler.coordinator.spool import Spool, Spooled, view_of
 from lightning_bytescheduler.coordinator.update_sum import Inspection, UpdateSum
 from lightning_bytescheduler.diloco.coordinator_protocol import (
