@@ -104,6 +104,18 @@ def begun(**options: Any) -> tuple[Played, Member, Member]:
     return played, one, other
 
 
+def test_a_worker_that_was_killed_and_started_anew_is_waited_for_once() -> None:
+    played, one, other = begun()
+    assert played.hello("other").name == "other-2"  # while that one has a connection, another one has its name
+    played.run.members.disconnect(other)
+    again = played.hello("other")
+    assert again.name == "other"
+    assert again.incarnation > other.incarnation
+    assert list(played.run.scheduler.workers) == [one.name]  # until it joins
+    played.say(again, join(again))
+    assert len(played.run.scheduler.workers) == 2
+
+
 @pytest.mark.parametrize("version", [0, 1])
 def test_steps_of_a_worker_that_was_given_up_count_when_it_comes_back_in_the_same_round(version: int) -> None:
     played, one, other = begun()

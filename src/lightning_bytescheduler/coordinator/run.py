@@ -401,6 +401,10 @@ class Run:
         if reason is not None:
             self.count("refused_hellos")
             return Refusal(reason=reason)
+        former = self.members.by_name(hello.worker)
+        if former is not None and not former.connected and not hello.session:
+            log.info("%s was started anew, and what it held goes back.", former.name)
+            self.leave(former, now)
         member = self.members.join(hello, now, address=address)
         self.count("rejoined" if member.session == hello.session else "joined")
         if not self.model:
