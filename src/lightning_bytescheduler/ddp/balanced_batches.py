@@ -391,5 +391,4 @@ def balanced_loader(
     """
     order = EpochOrder.of(loader)
     drawn = BalancedBatchSampler(order, together, rank, shares, drop_last=loader.drop_last, trained=trained)
-    made = LateLoader(loader.dataset, batch_sampler=drawn, **arguments_of(loader))
-    return made, drawn
+    return LateLoader(loader.dataset, batch_sampler=drawn, **arguments_of(loader)), drawn
