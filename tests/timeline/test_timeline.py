@@ -102,14 +102,6 @@ def test_ids_of_different_ranks_differ(tmp_path: Path) -> None:
     assert ids[0] != ids[1]
 
 
-def test_counter(tmp_path: Path) -> None:
-    with fixed(tmp_path / "t.json") as timeline:
-        timeline.counter("credit", 100.5, {"in flight": 3, "left": math.nan})
-    (event,) = recorded(timeline.path)
-    assert (event["ph"], event["name"], event["ts"]) == ("C", "credit", 1_700_000_000_750_000)
-    assert event["args"] == {"in flight": 3.0}
-
-
 def test_a_lane_keeps_its_thread_id_over_flushes(tmp_path: Path) -> None:
     with fixed(tmp_path / "t.json") as timeline:
         for lane in ("a", "b", "a", "c", "b"):
@@ -147,7 +139,6 @@ RECORDINGS = st.lists(
     st.one_of(
         st.just("flush"),
         st.tuples(st.sampled_from(["span", "overlapping"]), st.text(max_size=5), st.integers(0, 9)),
-        st.tuples(st.just("counter"), st.text(max_size=5), st.integers(0, 9)),
     ),
     max_size=30,
 )
@@ -166,10 +157,7 @@ def test_after_every_flush_the_file_holds_exactly_what_was_recorded(recordings: 
                 assert found == expected
                 continue
             kind, name, start = recording
-            if kind == "counter":
-                timeline.counter(name, start, {"value": 1})
-                expected.append(("C", name, start * 10**6))
-            elif kind == "span":
+            if kind == "span":
                 timeline.span(name, COMPUTE, start, start + 1, lane=name)
                 expected.append(("X", name, start * 10**6))
             else:
@@ -290,7 +278,6 @@ def test_recording_may_race_with_close(tmp_path: Path, monkeypatch: pytest.Monke
         timeline.close()
         content = timeline.path.read_bytes()
         timeline.span("late", COMPUTE, 101.0, 102.0, lane="x")
-        timeline.counter("late", 101.0, {"x": 1})
         # What a thread appends that asked whether to record just before the close.
         timeline._events.append(timeline_module._Event("X", "late", COMPUTE, 101.0, 102.0, "x", None))
         timeline.flush()

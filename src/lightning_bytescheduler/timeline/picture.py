@@ -152,7 +152,7 @@ def _clip(trace: Trace, window: Interval) -> Trace:
         for span in trace.spans
         if span.start < end and span.end > begin
     )
-    return replace(trace, origin=trace.origin + begin, spans=tuple(spans), counters=())
+    return replace(trace, origin=trace.origin + begin, spans=tuple(spans))
 
 
 def _rows(spans: Iterable[Span]) -> list[int]:

@@ -7,7 +7,7 @@ Limits: the latest events (about ``SPOOL_EVENTS`` at most) live in memory until 
 exit of the interpreter flushes them, a SIGKILL loses them. What a forked child records is dropped.
 
 Format: "Trace Event Format" (Google), JSON object form, with the events X (complete), b and e (nestable
-async), C (counter) and M (metadata). QUEUE and COMMUNICATION are the two spans of a sub-task in
+async) and M (metadata). QUEUE and COMMUNICATION are the two spans of a sub-task in
 ByteScheduler's own BYTESCHEDULER_TIMELINE.
 """
 
@@ -17,7 +17,6 @@ import atexit
 import itertools
 import json
 import logging
-import math
 import operator
 import os
 import threading
@@ -78,7 +77,7 @@ _logger = logging.getLogger(__name__)
 class _Event(NamedTuple):
     """What a recording call keeps; formatting waits for the flush."""
 
-    phase: Literal["X", "b", "C"]
+    phase: Literal["X", "b"]
     name: str
     category: str
     start: float
@@ -121,8 +120,7 @@ class Timeline:
         path: Where to write; see ``timeline_path`` for ranks above 0. Parent directories are created, an
             existing file is replaced.
         rank: The global rank; the process id of the trace, so that the files of several ranks can be merged.
-        clock: The clock, in seconds, that the times given to ``span``, ``overlapping`` and ``counter`` come
-            from.
+        clock: The clock, in seconds, that the times given to ``span`` and ``overlapping`` come from.
         wall_clock: Seconds since the epoch. Read once, beside ``clock``: the timestamps written are
             wall-clock microseconds, so that the files of several hosts line up as well as their clocks do.
 
@@ -202,16 +200,6 @@ class Timeline:
         """
         self._record(_Event("b", name, category, start, end, lane, dict(args) if args else None))
 
-    def counter(self, name: str, time: float, values: Mapping[str, float]) -> None:
-        """Record the values of a quantity that changes over time, such as the credit in flight.
-
-        Args:
-            name: The name of the counter.
-            time: When it took these values, in seconds of ``clock``.
-            values: One value per series. Copied; values that are not finite are left out.
-        """
-        self._record(_Event("C", name, "", time, time, "", dict(values)))
-
     def flush(self) -> None:
         """Write everything recorded so far; does nothing after ``close``, or in a forked child."""
         if os.getpid() != self._process:  # asked before the lock, which may have been held during the fork
@@ -288,11 +276,6 @@ class Timeline:
             start = self._microseconds(event.start)
             end = max(start, self._microseconds(event.end))
             fields: dict[str, Any] = {"name": event.name, "ph": event.phase, "ts": start, "pid": self.rank}
-            if event.phase == "C":
-                values = (event.args or {}).items()
-                fields["args"] = {key: float(value) for key, value in values if math.isfinite(value)}
-                lines.append(_encode(fields))
-                return
             fields |= {"cat": event.category, "tid": self._lane(event.lane, lines)}
             closing: dict[str, Any] | None = None
             if event.phase == "X":

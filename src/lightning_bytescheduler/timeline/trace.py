@@ -91,15 +91,6 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CounterSample:
-    """The values a counter took at ``time`` seconds after the first event of the trace."""
-
-    name: str
-    time: float
-    values: Mapping[str, float]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TraceSummary:
     """Where the communication of a trace went. All times in seconds.
 
@@ -143,14 +134,12 @@ class Trace:
         rank: The rank that recorded it.
         origin: When its first event began, in seconds since the epoch; all other times count from there.
         spans: All spans, by start.
-        counters: All counter samples, by time.
         broken_off: Whether the file ends in the middle of an event; what was whole is here.
     """
 
     rank: int
     origin: float
     spans: Sequence[Span]
-    counters: Sequence[CounterSample] = ()
     broken_off: bool = False
 
     def kinds(self) -> dict[int, str]:
@@ -299,7 +288,7 @@ def read_timeline(path: str | os.PathLike[str]) -> Trace:
         path: The file of one rank.
 
     Returns:
-        Its spans and counters, with times from its first event on.
+        Its spans, with times from its first event on.
 
     Raises:
         OSError: If the file cannot be read.
@@ -354,7 +343,6 @@ class _Reader:
         self.unfinished: dict[tuple[str, str], Mapping[str, Any]] = {}
         self._lanes: dict[int, str] = {}
         self._spans: list[Span] = []
-        self._counters: list[CounterSample] = []
 
     def add(self, event: Mapping[str, Any]) -> None:
         phase = event["ph"]
@@ -369,20 +357,14 @@ class _Reader:
         elif phase == "e":
             opening = self.unfinished.pop((event["cat"], event["id"]))
             self._add_span(opening, _number(opening, "ts"), _number(event, "ts"))
-        elif phase == "C":
-            name, values = _text(event, "name"), {key: _number(event["args"], key) for key in event["args"]}
-            self._counters.append(CounterSample(name=name, time=_number(event, "ts"), values=values))
 
     def trace(self) -> Trace:
-        starts = [*(span.start for span in self._spans), *(sample.time for sample in self._counters)]
-        origin = min(starts, default=0.0)
+        origin = min((span.start for span in self._spans), default=0.0)
         spans = [replace(s, start=(s.start - origin) / 1e6, end=(s.end - origin) / 1e6) for s in self._spans]
-        counters = [replace(sample, time=(sample.time - origin) / 1e6) for sample in self._counters]
         return Trace(
             rank=min(self.ranks),
             origin=origin / 1e6,
             spans=tuple(sorted(spans, key=lambda span: (span.start, span.end))),
-            counters=tuple(sorted(counters, key=lambda sample: sample.time)),
         )
 
     def _name(self, what: str, name: str, event: Mapping[str, Any]) -> None:
