@@ -211,4 +211,4 @@ def test_nothing_leads_to_a_step_that_is_finished(step: OverlappedStep, paramete
     step.finish()
     assert not step.is_pending
     assert update.due is None
-    assert step.due_tasks() == step.due_parameters() == []
+    assert step.due_tasks() == []

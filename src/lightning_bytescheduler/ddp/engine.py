@@ -42,7 +42,7 @@ from lightning_bytescheduler.ddp.compressed_reduction import GradientCompression
 from lightning_bytescheduler.ddp.ddp_arguments import refuse_join, refuse_steps_in_backward
 from lightning_bytescheduler.ddp.ddp_mode import StepMode
 from lightning_bytescheduler.ddp.entry_points import FunctionTouches, before_forks
-from lightning_bytescheduler.ddp.gates import FirstUseObserver, Opening
+from lightning_bytescheduler.ddp.gates import FirstUseObserver
 from lightning_bytescheduler.ddp.gradient_transforms import PendingScale, Unscale
 from lightning_bytescheduler.ddp.merged_buckets import DdpModeStep
 from lightning_bytescheduler.ddp.overlapped_step import OverlappedStep
@@ -210,14 +210,6 @@ class GradientEngine:
         """Treat parameters with these ids as if touches of them could not be seen; ranks need not agree."""
         self._context.unseen.update(parameters)
 
-    def tell_openings(self, on_open: Callable[[Opening], None] | None) -> None:
-        """Tell of each gate that opens; for diagnoses, costs time."""
-        self._context.on_open = on_open
-
-    def due_parameters(self) -> list[nn.Parameter]:
-        """Parameters whose update is due, and has not been applied."""
-        return self._step.due_parameters()
-
     def due_tasks(self) -> list[CommTask]:
         """Communication of updates whose step has been taken."""
         return self._step.due_tasks()
@@ -347,7 +339,7 @@ class GradientEngine:
         elif self.options.overlapped:
             self._function_touches.begin()
             self._first_use.begin(context.unseen)
-            context.reads.begin(number, None if context.on_open is None else self._tell_touch)
+            context.reads.begin(number)
 
     def end_forward(self) -> None:
         """After ``training_step``: apply what it did not touch."""
@@ -410,11 +402,6 @@ class GradientEngine:
                 context.unseen.update(map(id, parameters))
                 self._first_use.note_unseen(parameters)
                 context.listener.read_unseen(parameters, self._step.number, certain)
-
-    def _tell_touch(self, parameter: nn.Parameter) -> None:
-        on_open = self._context.on_open
-        if on_open is not None:
-            on_open(Opening.of((parameter,), parameter, "touch", self._step.number))
 
     def unscale(self, optimizer: Optimizer, inverse_scale: torch.Tensor) -> Unscale | None:
         """Divide gradients by the loss scale when they have arrived; ``None`` if the caller has to, now."""

@@ -21,20 +21,16 @@ its memory.
 Nobody waits where others wait for the toucher. Threads of this package carry the communication that a gate waits for,
 and garbage is collected wherever a thread is just now, under whichever lock: a finalizer that looks at a weight there
 sees it as it is (:func:`must_not_wait`).
-
-What opened a gate is told to whoever asks (``GradientEngine.tell_openings``); only then is the stack walked.
 """
 
 from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from threading import current_thread, get_ident
-from types import FrameType
 from typing import Any, Literal, Protocol
 
 import torch
@@ -351,7 +347,6 @@ class UnseenReads:
     """
 
     def __init__(self) -> None:
-        self._on_touch: Callable[[nn.Parameter], None] | None = None
         self._apart = False
         self._watched: dict[int, nn.Parameter] = {}
         self._stale: dict[int, nn.Parameter] = {}  # not touched, and not stepped when the forward pass ended
@@ -359,16 +354,13 @@ class UnseenReads:
         self._with_gradient: set[int] = set()
         self._handles: list[Any] = []
 
-    def begin(self, step: int, on_touch: Callable[[nn.Parameter], None] | None = None) -> None:
+    def begin(self, step: int) -> None:
         """A forward pass begins.
 
         Args:
             step: Number of the backward pass that follows.
-            on_touch: Told of each parameter that is touched after its bucket was opened: then each is told apart from
-                its neighbours, in this pass too.
         """
-        self._apart = on_touch is not None or step % _TOLD_APART_EVERY == 0
-        self._on_touch = on_touch
+        self._apart = step % _TOLD_APART_EVERY == 0
 
     def opened(self, parameters: Iterable[nn.Parameter], touched: nn.Parameter | None) -> None:
         """In place of making ``parameters`` plain, in a forward pass: a touch of one of them has opened their gate."""
@@ -382,8 +374,7 @@ class UnseenReads:
         """See :class:`~lightning_bytescheduler.ddp.gates.Gate`."""
         if gradient_only:
             return
-        if self._watched.pop(id(parameter), None) is not None and self._on_touch is not None:
-            self._on_touch(parameter)
+        self._watched.pop(id(parameter), None)
         if gate_of(parameter) is self:
             disarm((parameter,))
 
@@ -437,76 +428,7 @@ _TORCH_FILES = str(Path(torch.__file__).parent)
 _LIBRARIES = (_OWN_FILES, _TORCH_FILES)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Opening:
-    """One gate that opened, or one parameter whose gate another one's touch had opened and that was touched now.
-
-    Attributes:
-        step: Number of the backward pass whose update (or gradient) was waited for, from 1; the same on all ranks.
-        parameters: Whose gates opened: all of a bucket's; one, when its bucket was open already.
-        touched: The one that was touched, if any was.
-        kind: ``"touch"`` of a weight, in or between forward passes; ``"gradient"`` when a gradient was asked for;
-            ``"step"`` when the update is taken in the step itself, as reads cannot be seen; ``"forward end"`` when the
-            forward pass ended and had not touched the bucket; ``"flush"`` when all weights had to be final.
-        how: By what, in words, such as ``linear, in Linear.forward (linear.py:134), from Net.training_step
-            (train.py:40)``.
-    """
-
-    step: int
-    parameters: tuple[nn.Parameter, ...]
-    touched: nn.Parameter | None
-    kind: OpeningKind
-    how: str
-
-    @classmethod
-    def of(
-        cls, parameters: Sequence[nn.Parameter], touched: nn.Parameter | None, kind: OpeningKind, step: int
-    ) -> Opening:
-        """What opens now, on this thread."""
-        by_touch = kind in ("touch", "gradient")
-        return cls(
-            step=step,
-            parameters=tuple(parameters),
-            touched=touched if by_touch else None,
-            kind=kind,
-            how=caller(),
-        )
-
-
-def caller() -> str:
-    """Who is further up this thread's stack: the PyTorch function, the module it ran in, and the code that called."""
-    frame: FrameType | None = sys._getframe(1)
-    function = ""
-    module: str | None = None
-    while frame is not None:
-        code, file = frame.f_code, frame.f_code.co_filename
-        if not function and code.co_name == "__torch_function__" and file.startswith(_OWN_FILES):
-            function = _name_of(frame.f_locals.get("func"))
-        elif not function and code.co_name in ("unwrap_and_open", "apply_and_open") and file.startswith(_OWN_FILES):
-            function = "autograd.Function.apply"
-        elif module is None and code.co_name == "forward" and isinstance(frame.f_locals.get("self"), nn.Module):
-            module = _place(frame)
-        if not is_of_libraries(file):
-            place = _place(frame)
-            parts = [function, f"in {module}" if module not in (None, place) else "", f"from {place}"]
-            return ", ".join(part for part in parts if part)
-        frame = frame.f_back
-    return function or "unknown code"
-
-
 def is_of_libraries(file: str) -> bool:
     """Whether code in ``file`` is PyTorch's or this package's."""
     parts = Path(file).parts
     return file.startswith(_LIBRARIES) or "lightning_bytescheduler" in parts or "contextlib.py" in parts[-1:]
-
-
-def _place(frame: FrameType) -> str:
-    owner = frame.f_locals.get("self")
-    name = frame.f_code.co_name if owner is None else f"{type(owner).__name__}.{frame.f_code.co_name}"
-    return f"{name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
-
-
-def _name_of(function: Any) -> str:
-    name = getattr(function, "__name__", None) or repr(function)
-    owner = getattr(getattr(function, "__self__", None), "__name__", None)
-    return f"{owner}.{name}" if name in ("__get__", "__set__", "__delete__") and owner else str(name)

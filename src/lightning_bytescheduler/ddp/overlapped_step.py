@@ -40,7 +40,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_bytescheduler.ddp.aliases import state_is_kept
-from lightning_bytescheduler.ddp.gates import Opening, OpeningKind, arm, can_be_gated, disarm, gate_of
+from lightning_bytescheduler.ddp.gates import OpeningKind, arm, can_be_gated, disarm, gate_of
 from lightning_bytescheduler.ddp.gradient_transforms import PendingScale, StepTransforms, Unscale
 from lightning_bytescheduler.ddp.partial_step import (
     DueStep,
@@ -229,8 +229,6 @@ class BucketUpdate:
             if why == "touch" and context.forward.under_way:
                 context.reads.opened(self.bucket.parameters, self.touched_by)
             self.open_gate()
-            if context.on_open is not None:
-                context.on_open(Opening.of(self.bucket.parameters, self.touched_by, why, self.step.number))
 
 
 class OverlappedStep(TrainingStep):
@@ -443,10 +441,6 @@ class OverlappedStep(TrainingStep):
         with self.context.lock:
             self._apply_all("forward end")
         return late, untouched
-
-    def due_parameters(self) -> list[nn.Parameter]:
-        """See :class:`TrainingStep`."""
-        return [p for update in list(self.updates) if update.state is UpdateState.DUE for p in update.parameters]
 
     def due_tasks(self) -> list[CommTask]:
         """See :class:`TrainingStep`."""

@@ -28,7 +28,7 @@ from lightning_bytescheduler.collectives.transport import GradientTransport
 from lightning_bytescheduler.ddp.aliases import AliasDetector, scripted_parameters
 from lightning_bytescheduler.ddp.compressed_reduction import CompressedReduction, GradientCompression
 from lightning_bytescheduler.ddp.compression_choice import CompressionChoice
-from lightning_bytescheduler.ddp.gates import Opening, UnseenReads
+from lightning_bytescheduler.ddp.gates import UnseenReads
 from lightning_bytescheduler.ddp.gradient_transforms import PendingScale, Unscale
 from lightning_bytescheduler.ddp.own_gradients import OwnGradients
 from lightning_bytescheduler.ddp.reduction import AllReduction, GradientBucket, Reduction, ShardedReduction
@@ -139,7 +139,6 @@ class StepContext:
         unseen: Ids of parameters whose touches cannot be seen: their updates are taken in the step.
         held_elsewhere: Ids of parameters whose memory somebody else held when that was last asked.
         opened_for: What needed all gates open at once, and in how many steps.
-        on_open: Told of each gate that opens; for diagnoses, costs time.
         waiting: Whether the training thread may be waiting for other ranks' gradients.
         torn: Parameters whose step broke off.
     """
@@ -171,7 +170,6 @@ class StepContext:
         self.compression = compression
         self.clock = clock
         self.listener = StepListener()
-        self.on_open: Callable[[Opening], None] | None = None
         self.lock = threading.RLock()
         self.stream = TrainingStream(device)
         self.futures = BucketFutures(device)
@@ -486,10 +484,6 @@ class TrainingStep:
             Parameters that nobody touched: those whose update was due until now, and those that had theirs before.
         """
         return [], []
-
-    def due_parameters(self) -> list[nn.Parameter]:
-        """Parameters whose update is due."""
-        return []
 
     def due_tasks(self) -> list[CommTask]:
         """Communication of updates whose step has been taken; for any thread."""
