@@ -139,12 +139,12 @@ def test_files(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("argv", "reason"),
     [
-        ([], "--profile must be given, where no module is measured"),
+        ([], "--profile must be given, or the MODULE:NAME of a module"),
         (
             ["advised:both", *LINK, "--compute", "1ms"],
             "--compute='1ms' is not allowed: --compute must be left out where a",
         ),
-        (["--profile", "uniform", *LINK, "--device", "cpu"], "--device must be left out where none is"),
+        (["--profile", "uniform", *LINK, "--device", "cpu"], "--device must be left out where no module is"),
         (["advised", *LINK], "target='advised' is not allowed"),
         (["advised:absent", *LINK], "a name that advised has"),
         (["not_there:make", *LINK], "not_there"),

@@ -143,12 +143,10 @@ def predicted(options: argparse.Namespace) -> Prediction | None:
     measures = options.target is not None
     for name in _OF_PROFILES if measures else _OF_MODULES:
         if getattr(options, name) is not None:
-            allowed = (
-                "where a module is measured" if measures else "where none is: name a MODULE:NAME, or no such option"
-            )
-            raise OptionError(f"--{name}", getattr(options, name), f"left out {allowed}")
+            where = "a module is measured" if measures else "no module is measured; name a MODULE:NAME for that"
+            raise OptionError(f"--{name}", getattr(options, name), f"left out where {where}")
     if not measures and options.profile is None:
-        raise OptionError("--profile", None, "given, where no module is measured")
+        raise OptionError("--profile", None, "given, or the MODULE:NAME of a module to measure, such as train.py:Model")
     link = _link(options)
     prediction = _of_module(options, link) if measures else _of_profile(options, link)
     if os.environ.get("RANK", "0") != "0":
