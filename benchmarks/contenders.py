@@ -116,10 +116,6 @@ def _contenders() -> list[Contender]:
             )
             for wire in ("bf16", "int8", "int4", "powersgd", "auto")
         ),
-        Contender(
-            name="bytescheduler, auto, max_error 1",
-            strategy=partial(ByteSchedulerStrategy, mode="overlapped", compression="auto", max_error=1.0),
-        ),
         *(
             Contender(name=name, strategy=partial(ByteSchedulerStrategy, mode="overlapped", policy=policy))
             for name, policy in POLICIES.items()

@@ -65,11 +65,9 @@ class Rank:
         self.core.abort(error)
         return error
 
-    def task(
-        self, index: int, size: int, *, priority: int = 0, step: int = 1, cut: tuple[int, ...] | None = None
-    ) -> CommTask:
+    def task(self, index: int, size: int, *, priority: int = 0, step: int = 1, fold: int = 1) -> CommTask:
         task = CommTask(
-            f"{step}.{index}", size, launch=self.launch, priority=priority, key=TaskKey(step, bucket=index), cut=cut
+            f"{step}.{index}", size, launch=self.launch, priority=priority, key=TaskKey(step, bucket=index), fold=fold
         )
         self.core.enqueue(task)
         return task
@@ -147,37 +145,16 @@ def test_the_leader_may_change_its_partition_size_at_any_time() -> None:
         assert [name.split("[")[0] for name in made[1].launched] == ["1.0"] * 3 + ["2.0"] * 7 + ["3.0"] * 3
 
 
-def test_unequal_parts_are_those_of_rank_zero() -> None:
-    cuts = [(10, 200), (70, 70, 70), tuple(range(1, 401)), (10, 200)]  # one of equal parts, and a long one
+def test_larger_parts_are_those_of_rank_zero() -> None:
     with ranks(2) as made:
-        for step, cut in enumerate(cuts, start=1):
-            theirs = (sum(cut) - 1, 1)  # what a follower's policy wants is not looked at
-            tasks = [rank.task(0, sum(cut), step=step, cut=theirs if n else cut) for n, rank in enumerate(made)]
+        for step, fold in enumerate((1, 4, 1), start=1):
+            tasks = [rank.task(0, 1000, step=step, fold=fold if rank is made[0] else 1) for rank in made]
             for task in tasks:
                 task.notify_ready()
             for task in tasks:
                 task.wait(5.0)
-                assert tuple(sub.size for sub in task.sub_tasks) == cut
+                assert task.sub_tasks[0].size == (334 if fold > 1 else 100)
         assert made[0].launched == made[1].launched
-        assert isinstance(made[0].order, DecidingOrder)
-        assert len(made[0].order._cuts) == 2  # what was told once is not told again
-
-
-def test_cuts_are_forgotten_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch_order, "_CUTS_KEPT", 2)
-    with ranks(2) as made:
-        for step, first in enumerate((1, 2, 3, 1, 3, 2), start=1):
-            tasks = [rank.task(0, 10, step=step, cut=(first, 10 - first)) for rank in made]
-            for task in tasks:
-                task.notify_ready()
-            for task in tasks:
-                task.wait(5.0)
-                assert task.sub_tasks[0].size == first
-        leader, follower = (rank.order for rank in made)
-        assert isinstance(leader, DecidingOrder)
-        assert isinstance(follower, FollowingOrder)
-        assert follower._cuts == {number: cut for cut, number in leader._cuts.items()}
-        assert len(follower._cuts) == 2
 
 
 def test_another_model_is_an_error_that_says_so() -> None:

@@ -10,7 +10,6 @@ from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import numpy.typing as npt
@@ -33,11 +32,10 @@ from lightning_bytescheduler.ddp.compression_rules import CompressionRules
 from lightning_bytescheduler.ddp.encoded_pieces import Piece
 from lightning_bytescheduler.ddp.encoded_sums import EncodedSums
 from lightning_bytescheduler.ddp.pushed_pieces import LeftQuestion, described, left_in, room_for_answer
-from lightning_bytescheduler.ddp.reduction import AllReduction, GradientBucket, ShardedReduction
+from lightning_bytescheduler.ddp.reduction import GradientBucket, ShardedReduction
 from lightning_bytescheduler.ddp.residuals import Residuals
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
 from lightning_bytescheduler.scheduler.core import ByteCore
-from lightning_bytescheduler.scheduler.task import SubCommTask
 from tests.support.rank_pool import RankPool, join_default_group, let_go
 
 Array = npt.NDArray[np.float32]
@@ -70,8 +68,7 @@ def reduce_all(rank: int, jobs: list[dict[str, Any]]) -> list[Result]:
     join_default_group(rank)
     group, control = (dist.new_group(backend="gloo", timeout=timedelta(seconds=20)) for _ in range(2))
     try:
-        with patch.object(CompressedBucket, "choose", scripted):
-            return [reduce_steps(rank, group, control, **job) for job in jobs]
+        return [reduce_steps(rank, group, control, **job) for job in jobs]
     finally:
         let_go()
         leave(group, idle=True)
@@ -89,11 +86,21 @@ class Counts:
     def when_known(self, then: Callable[[], None]) -> None:
         then()
 
+    def wait(self, failure: Callable[[], BaseException | None]) -> None:
+        pass
 
-def scripted(bucket: CompressedBucket, sub_task: SubCommTask) -> int:
-    """Where there is a choice: all as it is in the first step, then in one form or another."""
-    step = sub_task.parent.key.step
-    return (step + sub_task.index) % 4 if bucket.has_choice and step > 1 else 0
+
+class Scripted:
+    """As if rank 0 had all compressed but in the first of three steps."""
+
+    def __init__(self) -> None:
+        self.step = 0
+
+    def begin_backward(self) -> None:
+        self.step += 1
+
+    def include(self, bucket: int, nbytes: int) -> bool:
+        return self.step % 3 != 1
 
 
 class InTurn(ByteShares):
@@ -164,13 +171,13 @@ def reduce_steps(
     overflow: int = 0,
     weighted: bool = False,
     servers: int | None = None,
-    cut: tuple[int, ...] | None = None,
+    partition: int = _PARTITION,
 ) -> Result:
     """Average some buckets, of gradients that only step and rank tell, and return all of it.
 
     Args:
         servers: Parameter servers, of which rank 0 runs the spare ones; ``None`` for a reduction in shards.
-        cut: Sizes of parts, if not of the partition size.
+        partition: Largest part.
     """
     parameters = {name: nn.Parameter(torch.zeros(size)) for name, size in _SIZES.items()}
     residuals, statistics = Residuals(), SchedulerStatistics()
@@ -178,7 +185,13 @@ def reduce_steps(
     assert rules is not None
     scale = 8.0
     known = GradientCompression(
-        rules, parameters, residuals, statistics=statistics, loss_scale=lambda: scale if overflow else None, ranks=2
+        rules,
+        parameters,
+        residuals,
+        statistics=statistics,
+        loss_scale=lambda: scale if overflow else None,
+        ranks=2,
+        layers=Scripted() if compression == "auto" else None,  # type: ignore[arg-type]
     )
     device = torch.device("cpu")
 
@@ -188,7 +201,7 @@ def reduce_steps(
 
     # Norms and gathers become ready in another order on each rank: one rank decides, as in a fit.
     order = DecidingOrder(control, failed) if rank == 0 else FollowingOrder(control, failed)
-    core = ByteCore(partition_size=_PARTITION, credit=2 * _PARTITION, order=order)
+    core = ByteCore(partition_size=partition, credit=2 * partition, order=order)
     if isinstance(order, FollowingOrder):
         order.start(core.update_order)
 
@@ -206,12 +219,10 @@ def reduce_steps(
             if spoil and step in spoil and rank == 1:
                 buffer[5] = spoil[step]
             bucket = GradientBucket(0, list(parameters.values()), buffer, priority=0)
-            bucket.cut = cut
-            plain = AllReduction if compression == "auto" else CompressedReduction
             weight = Counts(step, rank) if weighted else None
             if weight is not None and not weight.factor:
                 buffer.fill_(torch.nan)  # the mean over no sample
-            kind: Any = ShardedReduction if sharded else plain
+            kind: Any = ShardedReduction if sharded else CompressedReduction
             reduction = kind(core, transport, step, device, known, weight)
             task = reduction.reduce(bucket)
             reduction.close()
@@ -294,8 +305,7 @@ def by_numpy(steps: int) -> tuple[list[Array], list[Array]]:
 
 _STEPS = 12
 _MIXED: list[Any] = ["bf16", "onebit", "topk:0.05", {"a": "int8:stochastic", "c": "int4"}]
-_PARTS = (312, 311, 310, 310)
-_AS_SHARDS = tuple(half for part in _PARTS for half in (-(-part // 2), part // 2))
+_WHOLE = sum(_SIZES.values())
 _SPOILED = {2: float("inf"), 3: float("nan")}
 
 
@@ -311,8 +321,8 @@ def results(two_plain_ranks: RankPool) -> dict[str, list[Result]]:
         "auto in shards": {"steps": _STEPS, "compression": "auto", "sharded": True},
         "left out": {"steps": 4, "compression": "int4", "overflow": 3},
         "three": {"steps": 2, "compression": "int4"},
-        "shards": {"steps": _STEPS, "compression": "int8", "cut": _PARTS},
-        "colocated": {"steps": _STEPS, "compression": "int8", "servers": 0, "cut": _AS_SHARDS},
+        "shards": {"steps": _STEPS, "compression": "int8", "partition": _WHOLE},
+        "colocated": {"steps": _STEPS, "compression": "int8", "servers": 0, "partition": -(-_WHOLE // 2)},
         "served": {"steps": 50, "compression": "int8", "servers": 2},
         **{f"served {mixed}": {"steps": _STEPS, "compression": mixed, "servers": 2} for mixed in _MIXED},
         "served, spoiled": {"steps": 3, "compression": "int8", "servers": 2, "spoil": _SPOILED},
@@ -462,10 +472,16 @@ def test_norms_are_those_of_what_is_applied(results: dict[str, list[Result]]) ->
 
 
 @pytest.mark.parametrize("job", ["auto", "auto in shards"])
-def test_parts_may_travel_in_one_form_after_the_other(results: dict[str, list[Result]], job: str) -> None:
+def test_a_bucket_may_be_compressed_in_one_step_and_exact_in_the_next(
+    results: dict[str, list[Result]], job: str
+) -> None:
     first, second = results[job]
     halves = [gradient(1, rank) * np.float32(0.5) for rank in range(2)]
     assert np.array_equal(first.means[0], halves[0] + halves[1]), "nothing was compressed yet"
+    applied = np.sum([mean.astype(np.float64) for mean in first.means[:4]], axis=0)
+    gradients = np.sum([gradient(step, rank) / 2 for step in range(1, 5) for rank in range(2)], axis=0)
+    assert np.allclose(applied, gradients, rtol=1e-5, atol=1e-5), "the exact step 4 sends all that was left, once"
+    assert not np.allclose(first.means[3], sum(gradient(4, rank) / 2 for rank in range(2)), rtol=1e-5, atol=1e-5)
     assert all(np.array_equal(a, b) for a, b in zip(first.means, second.means, strict=True))
     applied = np.sum([mean.astype(np.float64) for mean in first.means], axis=0)
     gradients = np.sum([gradient(step, rank) / 2 for step in range(1, _STEPS + 1) for rank in range(2)], axis=0)
@@ -490,10 +506,8 @@ def test_a_gradient_takes_of_what_was_left_what_its_digits_can_hold(dtype: torch
     left = torch.tensor([1e-4, 0.25, 3.0, 1e-4])
     gradient = torch.tensor([1.0, 1.0, 1.0, 0.0], dtype=dtype)
     residual, bucket = left.clone(), gradient.clone()
-    observer: Any = SimpleNamespace(ranks=2, loss_scale=None, with_residual=lambda piece, make: piece)
-    piece = Piece(0, 4, Dense("int8", "nearest"), residual)
-    part: Any = SimpleNamespace(offset=0, size=4)
-    CompressedBucket(bucket, [piece], observer).add_left(part, world_size=2)
+    observer: Any = SimpleNamespace(ranks=2, loss_scale=None)
+    CompressedBucket(bucket, [Piece(0, 4, Dense("int8", "nearest"), residual)], observer).add_left()
     taken = (bucket.float() - gradient.float()) / 2
     torch.testing.assert_close(taken + residual, left, rtol=1e-6, atol=1e-7)
     assert torch.equal(residual[1:3], torch.zeros(2))
@@ -502,9 +516,8 @@ def test_a_gradient_takes_of_what_was_left_what_its_digits_can_hold(dtype: torch
 
 def test_what_a_gradient_cannot_take_at_all_stays() -> None:
     gradient, left = torch.tensor([65000.0, 1.0], dtype=torch.float16), torch.tensor([60000.0, 0.5])
-    observer: Any = SimpleNamespace(ranks=1, loss_scale=None, with_residual=lambda piece, make: piece)
-    part: Any = SimpleNamespace(offset=0, size=2)
-    CompressedBucket(gradient, [Piece(0, 2, Dense("int8", "nearest"), left)], observer).add_left(part, world_size=1)
+    observer: Any = SimpleNamespace(ranks=1, loss_scale=None)
+    CompressedBucket(gradient, [Piece(0, 2, Dense("int8", "nearest"), left)], observer).add_left()
     assert gradient.tolist() == [65000.0 - 8, 1.0]  # as fp16 has it
     assert left.tolist() == [60000.0, 0.5]
 
@@ -513,9 +526,8 @@ def test_what_a_gradient_cannot_take_at_all_stays() -> None:
 def test_what_is_left_is_noted_where_nothing_of_it_is_sent_as_it_is(idle: bool, factor: float) -> None:
     """What was noted before is of another step."""
     left, before = torch.full((2,), 5.0), torch.zeros(2)
-    observer: Any = SimpleNamespace(ranks=1, loss_scale=None, with_residual=lambda piece, make: piece)
-    part, weight = SimpleNamespace(offset=0, size=2), SimpleNamespace(factor=factor)
+    observer: Any = SimpleNamespace(ranks=1, loss_scale=None, failure=lambda: None)
+    weight: Any = SimpleNamespace(factor=factor, wait=lambda failure: None)
     piece = Piece(0, 2, Dense("int8", "nearest"), left, before, idle=idle)
-    bucket = CompressedBucket(torch.ones(2), [piece], observer, weight=weight)  # type: ignore[arg-type]
-    bucket.add_left(part, world_size=1)  # type: ignore[arg-type]
+    CompressedBucket(torch.ones(2), [piece], observer, weight=weight).add_left()
     assert before.tolist() == left.tolist() == [5.0, 5.0]

@@ -182,26 +182,18 @@ def test_residuals_are_shared_out_whatever_the_number_of_ranks() -> None:
         resumed[0].load({**state, "format": 7}, 3)
 
 
-def test_auto_is_a_choice_of_its_own() -> None:
-    rules = CompressionRules.resolve({"head.*": None, "*": "auto"}, max_error=0.05)
+def test_auto_is_int4_of_as_many_layers_as_it_takes() -> None:
+    rules = CompressionRules.resolve({"head.*": None, "*": "auto"})
     assert rules is not None
-    assert [codec.spec for codec in rules.choices] == ["int4:nearest", "int8:nearest", "bf16"]
-    assert rules.spec == "head.*: none, *: auto (min_size 1024, max_error 0.05)"
+    assert rules.auto
+    assert rules.spec == "head.*: none, *: auto (min_size 1024)"
     weight = nn.Parameter(torch.zeros(5000))
-    assert rules.ratio({"weight": weight}) == 1.0
     assert rules.codec_for("head.weight", weight) is None
-    assert rules.codec_for("weight", weight) is rules.choices[0]
-    coarse = CompressionRules.resolve("auto", max_error=0.5)
-    assert coarse is not None
-    assert [codec.spec for codec in coarse.choices] == ["onebit", "int4:nearest", "int8:nearest", "bf16"]
-    assert coarse.spec == "auto (min_size 1024, max_error 0.5)"
+    codec = rules.codec_for("weight", weight)
+    assert codec is not None
+    assert codec.spec == "int4:nearest"
     with pytest.raises(OptionError, match="'auto' and None, or compressors and None"):
         CompressionRules.resolve({"head.*": "int8", "*": "auto"})
-    for compression in (None, "int8", {"*": "int8"}):
-        with pytest.raises(OptionError, match=r"max_error.*left out without compression='auto'"):
-            CompressionRules.resolve(compression, max_error=0.1)
-    with pytest.raises(OptionError, match="max_error"):
-        CompressionRules.resolve("auto", max_error=0)
 
 
 @pytest.mark.parametrize("compression", ["int8", "topk:0.1", {"head*": "bf16"}, "auto", "powersgd:2"])

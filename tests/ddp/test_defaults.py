@@ -34,7 +34,6 @@ def test_the_defaults_of_bytescheduler() -> None:
         "policy": "bytescheduler",
         "compression": None,
         "compression_min_size": None,
-        "max_error": None,
         "weighting": "ranks",
         "batch_size": None,
         "servers": None,

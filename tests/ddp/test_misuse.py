@@ -117,11 +117,20 @@ def test_values_are_checked_where_they_are_given(option: str, value: object, all
         ("devices", r"It is an option of Trainer: Trainer\(devices=...\)"),
         ("trials", "option of the callback CreditTuner"),
         ("inner_steps", r"DiLoCoStrategy\(inner_steps=...\)"),
+        ("max_error", "compression='auto' compresses in 'int4', with error feedback"),
     ],
 )
 def test_a_misspelt_option_is_refused_at_once(option: str, says: str) -> None:
     with pytest.raises(OptionError, match=rf"^ByteSchedulerStrategy has no option '{option}'.*{says}.*static_graph"):
         ByteSchedulerStrategy(**{option: 4})
+
+
+@pytest.mark.parametrize("compression", ["auto", {"head.*": None, "*": "auto"}])
+def test_auto_needs_steps_that_may_overlap(compression: Any) -> None:
+    with pytest.raises(OptionError, match=r"^compression=.*auto.* not with mode='ddp'.*or name a compressor"):
+        ByteSchedulerStrategy(compression=compression, mode="ddp")
+    ByteSchedulerStrategy(compression="int8", mode="ddp")
+    ByteSchedulerStrategy(compression=compression, mode="overlapped")
 
 
 def test_a_size_without_its_name_is_refused() -> None:

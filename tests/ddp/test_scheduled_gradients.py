@@ -45,7 +45,7 @@ def test_sizes_are_for_shards_where_a_norm_is_needed(
     board: Any = None
     with pytest.raises(_Asked) as raised:
         gradients.prepare(board)
-    expected = {"in_shards": in_shards, "ratio": 1.0, "may_compress": False, "architecture": "allreduce"}
+    expected = {"in_shards": in_shards, "ratio": 1.0, "architecture": "allreduce"}
     assert raised.value.args[0] == expected
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,8 +15,8 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch.optim import AdamW
 
 from lightning_bytescheduler.ddp import fit_report
+from lightning_bytescheduler.ddp.compressed_layers import LayerSearch
 from lightning_bytescheduler.exceptions import OptionError, RanksDifferError
-from lightning_bytescheduler.scheduler.lateness import LateTransfers, LinkPace
 from tests.parity.checks import DDP, assert_overlapped, assert_same, train_on
 from tests.parity.test_checkpoints import SaveAt
 from tests.support.fit import SIZES, Outcome, Recipe, Run, train, train_all
@@ -528,85 +527,68 @@ def test_a_tensor_without_elements_is_no_hindrance_to_factors(two_ranks: RankPoo
 AUTO = {**SIZES, "compression": "auto", "compression_min_size": 40}
 
 
-def train_chosen(rank: int, recipe: Recipe, runs: list[Run], every: int = 2) -> list[Outcome]:
-    """As if one of ``every`` parts came too late, and one of twice as many buckets or half of it, as rank 0 sees it.
+def train_chosen(rank: int, recipe: Recipe, runs: list[Run], counts: list[int]) -> list[Outcome]:
+    """As if rank 0 had found that so many buckets are to be compressed, in one step after the other."""
 
-    The others go by what it says.
-    """
-    asked, planned = itertools.count(1), itertools.count(1)
-
-    def is_late(late: LateTransfers, bucket: int, *_: Any) -> bool:
+    def step_took(search: LayerSearch, *_: Any, **__: Any) -> None:
         assert rank == 0, "one rank decides"
-        return late.is_planned(bucket) or next(asked) % every == 0
-
-    def late_share(late: LateTransfers, bucket: int, nbytes: float, now: float) -> float:
-        assert rank == 0, "one rank decides"
-        number = next(planned)
-        if number % (2 * every):
-            return 0.0
-        late._planned_smaller[bucket] = nbytes
-        return 0.5 if number % (4 * every) else 1.0
+        search.count = next(wanted, search.count)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LateTransfers, "is_late", is_late)
-        patch.setattr(LateTransfers, "late_share", late_share)
-        patch.setattr(LinkPace, "helps", lambda *_: True)  # parts as small as these take no less time compressed
-        return train_all(rank, recipe, runs)
+        patch.setattr(LayerSearch, "step_took", step_took)
+        patch.setattr(LayerSearch, "is_settled", False)
+        outcomes = []
+        for run in runs:
+            wanted = iter(counts)
+            outcomes += train_all(rank, recipe, [run])
+        return outcomes
 
 
 def test_auto_leaves_alone_what_hides(two_ranks: RankPool) -> None:
     recipe = Recipe(model=partial(Tower, optimizer=adamw), steps=10)
     runs = [DDP, Run(options=AUTO)]
-    ddp, auto = zip(*two_ranks.run(train_chosen, recipe=recipe, runs=runs, every=1_000_000), strict=True)
+    ddp, auto = zip(*two_ranks.run(train_chosen, recipe=recipe, runs=runs, counts=[]), strict=True)
     assert_same(ddp, auto)
     statistics, plan = auto[0].statistics, auto[0].plan
     assert statistics is not None
     assert plan is not None
     assert statistics.compressed_share == 0.0
-    assert "where it would come too late" in plan.summary()
+    assert "as many of the first layers' as it takes" in plan.summary()
 
 
 @pytest.mark.parametrize("trainer", [{}, {"gradient_clip_val": 0.05}], ids=["all-reduced", "in shards"])
-def test_auto_compresses_what_rank_0_says(two_ranks: RankPool, trainer: dict[str, Any]) -> None:
-    recipe = Recipe(model=partial(Tower, optimizer=adamw), steps=10, trainer=trainer)
+def test_auto_compresses_the_layers_that_rank_0_says(two_ranks: RankPool, trainer: dict[str, Any]) -> None:
+    recipe = Recipe(model=partial(Tower, optimizer=adamw), steps=12, trainer=trainer)
     (ddp,) = train_on(two_ranks, recipe, DDP)
-    overlapped, waiting = zip(
-        *two_ranks.run(
-            train_chosen, recipe=recipe, runs=[Run(options=AUTO), Run(options={**AUTO, "cross_barrier": False})]
-        ),
-        strict=True,
-    )
-    for outcomes in (overlapped, waiting):
+    runs = [Run(options=AUTO), Run(options={**AUTO, "cross_barrier": False})]
+    counts = [0, 0, 1, 1, 2, 1000, 1000, 0, 0, 3]
+    for outcomes in zip(*two_ranks.run(train_chosen, recipe=recipe, runs=runs, counts=counts), strict=True):
         assert same_weights(outcomes[0], outcomes[1]), "ranks drift apart"
         assert not same_weights(ddp[0], outcomes[0]), "nothing was compressed"
         assert max_difference(ddp[0], outcomes[0]) < 0.05
         for outcome in outcomes:
             assert outcome.error is None
             assert outcome.statistics is not None
-            share, in_shards = outcome.statistics.compressed_share, trainer and outcomes is overlapped
-            assert 0.2 < share < 0.6 if in_shards else 0.5 < share < 0.8, "whole buckets, too, but not in shards"
+            assert 0.15 < outcome.statistics.compressed_share < 0.7
 
 
-def test_auto_stops_at_max_error(two_ranks: RankPool) -> None:
-    recipe = Recipe(model=partial(Tower, optimizer=adamw), steps=6)
-    (ddp,) = train_on(two_ranks, recipe, DDP)
-    runs = [Run(options={**AUTO, "max_error": 1e-9})]
-    exact = [outcomes[0] for outcomes in two_ranks.run(train_chosen, recipe=recipe, runs=runs)]
-    assert_same(ddp, exact)
+def test_auto_goes_on_exact_and_sends_what_a_checkpoint_has_left(two_ranks: RankPool, tmp_path: Path) -> None:
+    model = partial(Tower, optimizer=adamw)
+    path = tmp_path / "after.ckpt"
+    saving = Recipe(model=model, steps=8, after=partial(save_to, str(path)))
+    two_ranks.run(train_chosen, recipe=saving, runs=[Run(options=AUTO)], counts=[0, 1000])
+    left = torch.load(path, weights_only=True)["lightning_bytescheduler.compression"]["residuals"]
+    assert all(tensor.abs().max() > 0 for tensor in left.values())
 
-
-def test_auto_sends_signs_where_as_much_may_be_left_out(two_ranks: RankPool) -> None:
-    recipe = Recipe(model=partial(Tower, optimizer=partial(torch.optim.SGD, lr=0.05)), steps=10)
-    (ddp,) = train_on(two_ranks, recipe, DDP)
-    runs = [Run(options=AUTO), Run(options={**AUTO, "max_error": 1.5})]
-    usual, signs = zip(*two_ranks.run(train_chosen, recipe=recipe, runs=runs), strict=True)
-    assert same_weights(signs[0], signs[1]), "ranks drift apart"
-    assert 0 < max_difference(ddp[0], usual[0]) < max_difference(ddp[0], signs[0]) < 0.05
-    by_signs, in_int4 = signs[0].statistics, usual[0].statistics
-    assert by_signs is not None
-    assert in_int4 is not None
-    assert by_signs.compressed_share > 0.5
-    assert by_signs.bytes_sent < in_int4.bytes_sent
+    after = tmp_path / "later.ckpt"
+    resumed = Recipe(model=model, steps=12, resume=str(path), after=partial(save_to, str(after)))
+    runs = [DDP, Run(options=AUTO)]
+    for ddp, ours in two_ranks.run(train_chosen, recipe=resumed, runs=runs, counts=[]):
+        assert ours.statistics is not None
+        assert ours.statistics.compressed_share == 0.0
+        assert 0 < max_difference(ddp, ours) < 0.05, "what was left was not sent"
+    left = torch.load(after, weights_only=True)["lightning_bytescheduler.compression"]["residuals"]
+    assert not any(tensor.any() for tensor in left.values()), "all of it was sent"
 
 
 def test_ranks_without_a_shard_take_part(three_ranks: RankPool) -> None:

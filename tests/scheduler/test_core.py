@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 
-from lightning_bytescheduler.exceptions import OptionError, SchedulerTimeoutError, TaskStateError
+from lightning_bytescheduler.exceptions import SchedulerTimeoutError, TaskStateError
 from lightning_bytescheduler.scheduler import CommTask, SubCommTask, TaskKey
 from tests.scheduler.harness import (
     LOST,
@@ -81,19 +81,18 @@ def test_one_at_a_time_whatever_the_credit() -> None:
         task.wait(WAIT)
 
 
-def test_unequal_parts_cover_a_task() -> None:
+def test_what_travels_in_fewer_bytes_has_larger_parts_that_take_as_much_credit() -> None:
     transport = ManualTransport()
-    with running_core(credit=100) as core:
-        task = enqueue(core, transport, "a", 30, cut=(5, 24, 1))
-        like = CommTask("b", 30, launch=transport)
+    with running_core(partition_size=10, credit=20) as core:
+        task = enqueue(core, transport, "a", 100, fold=4)
+        transport.wait_for(2)
+        assert [(sub.offset, sub.size, sub.charge) for sub in task.sub_tasks] == [(0, 34, 9), (34, 34, 9), (68, 32, 8)]
+        transport.wait_for(3)
+        assert core.in_flight == 26
+        like = CommTask("b", 100, launch=transport, fold=4)
+        core.partition_size = 5
         core.enqueue(like, cut_like=task)
-        for each in (task, like):
-            assert [(sub.offset, sub.size) for sub in each.sub_tasks] == [(0, 5), (5, 24), (29, 1)]
-            assert each.uneven_cut == (5, 24, 1)
-    assert CommTask("c", 5, launch=transport, cut=(2, 2, 1)).partition(3, (2, 2, 1))[0].parent.uneven_cut is None
-    for wrong in ((5, 24), (30, 0), ()):
-        with pytest.raises(OptionError, match="positive sizes that sum to 30"):
-            CommTask("d", 30, launch=transport, cut=wrong)
+        assert [sub.size for sub in like.sub_tasks] == [34, 34, 32]
 
 
 def test_more_credit_is_used_at_once() -> None:

@@ -152,7 +152,6 @@ def on_device() -> Iterator[None]:
 
     def on_the_wire(self: StepContext, bucket: GradientBucket, step: int) -> GradientBucket:
         there = GradientBucket(bucket.index, bucket.parameters, OnDevice(bucket.buffer), bucket.priority)
-        there.cut = bucket.cut
         return original(self, there, step)
 
     def generator_on(device: torch.device, *seed: int) -> torch.Generator:

@@ -14,13 +14,10 @@ Why the ranks agree, and why nobody waits forever:
   exist, and no younger one can be popped before it. So it completes, and by induction all do.
 * Collectives of others (``routing_group.py``) are in the same sequence, where they are routed. A rank may wait
   for what is above before it comes to submit one: so the induction takes more, see below.
-* In which form a part travels, where there is a choice (``compression="auto"``), rank 0 chooses, and says so with the
-  decision itself: a follower learns of both at once, before it can launch either way.
-* So does rank 0 with the lane that it travels on (``scheduler/lanes.py``, over long ways). Each lane is a group of its
-  own. What is launched on it is a part of the one sequence, so it is one sequence on all ranks too. What overtakes may
-  take a second credit, on followers whatever rank 0 says; for the induction a credit of any size is enough.
-* How a task is cut, where its parts are not equal, is told once, ahead of the first decision that names the cut:
-  broadcasts on one group arrive in order.
+* The lane that a part travels on (``scheduler/lanes.py``, over long ways) rank 0 says with the decision. Each lane is a
+  group of its own. What is launched on it is a part of the one sequence, so it is one sequence on all ranks too. What
+  overtakes may take a second credit, on followers whatever rank 0 says; for the induction a credit of any size is
+  enough.
 * Several decisions travel in one message (whatever credit allowed at once), and nobody answers: no round trip per
   partition. The message for what comes next travels while the credit's worth of data is in flight.
 * Over long ways, and with parameter servers, messages go from rank 0 to each follower, which expects several ahead:
@@ -67,23 +64,20 @@ import torch.distributed as dist
 from lightning_bytescheduler.collectives.completion import wait_in_slices
 from lightning_bytescheduler.collectives.operations import broadcast_from_first
 from lightning_bytescheduler.failures.standstill import break_connections
-from lightning_bytescheduler.scheduler.lanes import LANES, LaneChoice
+from lightning_bytescheduler.scheduler.lanes import LaneChoice
 from lightning_bytescheduler.scheduler.order import AnnouncedOrder, Decision, MixedOrder
 from lightning_bytescheduler.scheduler.short_turns import prefer_short_turns
-from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask, TaskKey
+from lightning_bytescheduler.scheduler.task import SubCommTask, TaskKey
 
 __all__ = ["DecidingOrder", "FollowingOrder"]
 
 _CAPACITY = 24  # decisions per message: 25 records of 7 int64 fit one Ethernet frame
-_FIELDS = 7  # of the key, then partition size, index, task size, and form and lane in one
+_FIELDS = 7  # of the key, then partition size, index, task size and lane
 _CLOSE = -1
-_CUT = -2  # then its number, how many sizes are in this message, and the sizes; more of a cut may follow
-_SIZES = _FIELDS * (_CAPACITY + 1) - 3  # of a cut that one message holds
 _EXPECTED = 16  # messages, where they are direct
 _NUMBER = 1  # of all these messages
 _UNTOLD = 2048  # messages that are kept until it is certain that they have left
 _MOMENT_S = 0.5
-_CUTS_KEPT = 4096  # the last ones that were told; forgotten alike on all ranks
 _REST = (0,) * (_FIELDS - 1)
 _EMPTY = array("q", bytes(8 * _FIELDS * (_CAPACITY + 1)))
 
@@ -112,23 +106,17 @@ class DecidingOrder(MixedOrder):
         self._direct = direct
         self._lanes = LaneChoice() if lanes else None
         self._sent: deque[tuple[dist.Work, torch.Tensor]] = deque()  # kept alive until gloo has sent them
-        self._cuts: dict[tuple[int, ...], int] = {}  # numbers of those that the other ranks know, from 1
-        self._cuts_told = 0
 
     def decided(self, batch: Sequence[SubCommTask]) -> None:
-        """Choose forms, and broadcast the batch's decisions; returns without waiting for anyone."""
-        for sub in batch:
-            forms = sub.parent.forms
-            if forms is not None:
-                sub.take(forms.choose(sub))
-            if self._lanes is not None:
+        """Broadcast the batch's decisions; returns without waiting for anyone."""
+        if self._lanes is not None:
+            for sub in batch:
                 sub.lane = self._lanes.choose(sub)
         for first in range(0, len(batch), _CAPACITY):
             part = batch[first : first + _CAPACITY]
             records = [[len(part), *_REST]]
             records += [
-                [*sub.parent.key, self._cut_of(sub.parent), sub.index, sub.parent.size, sub.form * LANES + sub.lane]
-                for sub in part
+                [*sub.parent.key, sub.parent.sub_tasks[0].size, sub.index, sub.parent.size, sub.lane] for sub in part
             ]
             self._send(chain.from_iterable(records))
 
@@ -136,22 +124,6 @@ class DecidingOrder(MixedOrder):
         """Tell the followers that no more decisions come."""
         for _ in range(_EXPECTED if self._direct else 1):  # whatever is expected comes
             self._send([_CLOSE])
-
-    def _cut_of(self, task: CommTask) -> int:
-        """What says how ``task`` is cut: the size of its equal parts, or minus the number of a cut told before."""
-        cut = task.uneven_cut
-        if cut is None:
-            return task.sub_tasks[0].size
-        number = self._cuts.get(cut)
-        if number is None:
-            self._cuts_told = number = self._cuts_told + 1
-            self._cuts[cut] = number
-            if len(self._cuts) > _CUTS_KEPT:
-                del self._cuts[next(iter(self._cuts))]
-            for first in range(0, len(cut), _SIZES):
-                sizes = cut[first : first + _SIZES]
-                self._send([_CUT, number, len(sizes), *sizes])
-        return -number
 
     def wait_sent(self, timeout: float) -> bool:
         """Wait until every message has left; returns whether all did within ``timeout`` seconds."""
@@ -210,7 +182,6 @@ class FollowingOrder(AnnouncedOrder):
         self._stopping = threading.Event()
         self._closed = False
         self._update_order: Callable[[Callable[[], None]], None] | None = None
-        self._cuts: dict[int, tuple[int, ...]] = {}
         self._thread = threading.Thread(target=self._receive, name="bytescheduler-launch-order", daemon=True)
 
     def start(self, update_order: Callable[[Callable[[], None]], None]) -> None:
@@ -238,25 +209,6 @@ class FollowingOrder(AnnouncedOrder):
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
-    def _learn_cut(self, number: int, count: int, *sizes: int) -> None:
-        self._cuts[number] = (*self._cuts.get(number, ()), *sizes[:count])
-        if len(self._cuts) > _CUTS_KEPT:
-            del self._cuts[next(iter(self._cuts))]
-
-    def _decision(
-        self, step: int, phase: int, bucket: int, size: int, index: int, task_size: int, way: int
-    ) -> Decision:
-        cut = self._cuts[-size] if size < 0 else None
-        return Decision(
-            key=TaskKey(step, phase, bucket),
-            partition_size=max(cut) if cut else size,
-            index=index,
-            task_size=task_size,
-            form=way // LANES,
-            cut=cut,
-            lane=way % LANES,
-        )
-
     def take(self, records: list[list[int]], update_order: Callable[[Callable[[], None]], None]) -> bool:
         """Do what one message of rank 0 says; returns whether more are to come.
 
@@ -267,11 +219,11 @@ class FollowingOrder(AnnouncedOrder):
         count = records[0][0]
         if count == _CLOSE:
             return False
-        if count == _CUT:
-            self._learn_cut(*list(chain.from_iterable(records))[1:])
-        else:
-            decisions = [self._decision(*record) for record in records[1 : 1 + count]]
-            update_order(partial(self.announce, decisions))
+        decisions = [
+            Decision(TaskKey(step, phase, bucket), size, index, task_size, lane)
+            for step, phase, bucket, size, index, task_size, lane in records[1 : 1 + count]
+        ]
+        update_order(partial(self.announce, decisions))
         return True
 
     def _receive(self) -> None:

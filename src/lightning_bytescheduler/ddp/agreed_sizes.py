@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -20,8 +19,6 @@ __all__ = ["AgreedSizes", "agree_on_sizes"]
 
 _FAR_S = 0.01  # of an all-reduce of nothing
 _LEAST_BUCKET_BYTES = 128 * 1024  # where buckets are not cut
-_FOR_CODECS = 3  # times the size of partitions that always travel as they are, at most
-_FOR_CODECS_S = 0.01  # what takes the link as long need not be larger
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +45,6 @@ def agree_on_sizes(
     *,
     in_shards: bool = False,
     ratio: float = 1.0,
-    may_compress: bool = False,
     architecture: str = "allreduce",
 ) -> AgreedSizes:
     """Settle partition, credit and bucket size; rank 0's options count, as its environment may differ from others'.
@@ -64,7 +60,6 @@ def agree_on_sizes(
         in_shards: Whether this rank expects gradients to be reduced in shards; rank 0's expectation counts.
         ratio: How many times fewer bytes travel, as gradients are compressed: so much larger are partitions that take
             the link as long. The same on all ranks.
-        may_compress: Whether some partitions may be compressed, which ones being seen later; the same on all ranks.
         architecture: Who averages gradients; the same on all ranks.
     """
     busy_processor, device = device.type == "cpu", groups.wire_device(device)
@@ -104,14 +99,6 @@ def agree_on_sizes(
                 partition_size=2 * sizes.partition_size,
                 credit=2 * sizes.credit,
                 bucket_bytes=max(sizes.bucket_bytes * width // travels, 2 * sizes.partition_size * width),
-            )
-        if may_compress:  # a codec takes milliseconds for a partition of any size, among several ranks
-            times = math.ceil(_FOR_CODECS_S / (sizes.partition_size * travels * link.beta))
-            larger = min(times, _FOR_CODECS) * sizes.partition_size
-            sizes = SchedulerSizes(
-                partition_size=larger,
-                credit=max(sizes.credit, larger + larger // 2),  # two parts, also if they are a little smaller
-                bucket_bytes=max(sizes.bucket_bytes, larger * width),
             )
         if credit:
             sizes = SchedulerSizes(

@@ -22,7 +22,6 @@ from lightning_bytescheduler.collectives.node_links import NodeLinks
 from lightning_bytescheduler.collectives.operations import Pull, StartedOperation, scale, shard_of
 from lightning_bytescheduler.collectives.push_pull import PushPull, Way
 from lightning_bytescheduler.collectives.summing_server import DTYPES, OwnSum
-from lightning_bytescheduler.ddp.compression_choice import CompressionChoice
 from lightning_bytescheduler.ddp.encoded_pieces import (
     Piece,
     bodies_of,
@@ -34,22 +33,20 @@ from lightning_bytescheduler.ddp.encoded_pieces import (
 from lightning_bytescheduler.ddp.low_rank_reduction import WorkObserver
 from lightning_bytescheduler.ddp.node_sums import given, room_for, summed
 from lightning_bytescheduler.ddp.pushed_pieces import PushedPiece, PushedPieces, described, read
-from lightning_bytescheduler.ddp.reduction import Phase
 from lightning_bytescheduler.ddp.sample_weights import StepWeight
 from lightning_bytescheduler.scheduler.passage import NodePassage, Passage
 from lightning_bytescheduler.scheduler.task import SubCommTask
 
 __all__ = ["CompressedBucket"]
 
-_SECOND_HALVES = 1 << 28  # added to an operation's number: tells sums from what they are made of
 _WIDTH = 4  # bytes of an element of a residual
-_CHUNKS, _CHUNK = 16, 1024  # of a part, in elements: its sample
 
 
 class _Compression(WorkObserver, Protocol):
     """What a bucket asks of the fit's compression."""
 
     ranks: int
+    failure: Callable[[], BaseException | None]
 
     @property
     def loss_scale(self) -> float | None:
@@ -66,9 +63,9 @@ class CompressedBucket:
         buffer: The flat gradient; is filled with the mean.
         pieces: All of it, in order.
         observer: Told of work and of residuals.
-        choice: Says in what each part travels, where that is not settled.
         weight: What this rank counts; as much as any other when left out. Known before anything is sent.
         copies: Where ``buffer`` is on a device, whose payloads travel from host memory: of these.
+        fold: See :class:`~lightning_bytescheduler.ddp.reduction.EncodedBucket`.
     """
 
     def __init__(
@@ -76,104 +73,56 @@ class CompressedBucket:
         buffer: Tensor,
         pieces: list[Piece],
         observer: _Compression,
-        choice: CompressionChoice | None = None,
         weight: StepWeight | None = None,
         copies: PayloadCopies | None = None,
+        fold: int = 1,
     ) -> None:
+        self.fold = fold
         self._copies = copies
         self._buffer = buffer
         self._pieces = pieces
         self._observer = observer
-        self._choice = choice
         self._weight = weight
-        self._forms: dict[int, int] = {}  # by index of the part: what its first half was chosen to travel in
         self._sums: dict[int, Tensor] = {}  # by index of the part: this rank's encoded shard
-
-    # ------------------------------------------------------------------ in what parts travel
-
-    @property
-    def has_choice(self) -> bool:
-        """See ``EncodedBucket``."""
-        return self._choice is not None
-
-    def choose(self, sub_task: SubCommTask) -> int:
-        """See ``PartForms``."""
-        if self._choice is None:
-            return 0
-        given = self._forms.pop(sub_task.index, None)
-        width = self._buffer.element_size()
-        form = self._choice.choose(self, sub_task, width=width, given=given)
-        if given is None and sub_task.parent.key.phase == Phase.REDUCE:
-            self._forms[sub_task.index] = form
-        return form
-
-    def charge(self, sub_task: SubCommTask, form: int) -> int:
-        """See ``PartForms``."""
-        return sub_task.size if self._choice is None else self._choice.charge(sub_task, form)
-
-    def sample(self, sub_task: SubCommTask) -> tuple[Tensor, Tensor] | None:
-        """See :class:`~lightning_bytescheduler.ddp.compression_choice.Sampled`."""
-        pieces = [piece for piece in self._as_known(sub_task) if piece.codec is not None]
-        if not pieces:
-            return None
-        apart = max(sum(piece.end - piece.first for piece in pieces) // _CHUNKS, _CHUNK)
-        gradients, sent = [], []
-        for piece in pieces:
-            for first in range(piece.first, piece.end, apart):
-                chunk = piece.within(first, first + _CHUNK)
-                if chunk is not None:
-                    gradients.append(self._buffer[chunk.first : chunk.end].to(torch.float32, copy=True))
-                    scale(gradients[-1], self._factor(self._observer.ranks))
-                    left = None if chunk.idle else chunk.residual
-                    sent.append(gradients[-1] if left is None else gradients[-1] + left)
-        return torch.cat(gradients), torch.cat(sent)
 
     def _factor(self, ranks: int) -> float:
         """What this rank's gradient is multiplied with: residuals are of what comes of that."""
         return 1.0 / ranks if self._weight is None else self._weight.factor
 
-    def add_left(self, sub_task: SubCommTask, world_size: int) -> None:
-        """See ``EncodedBucket``. Where nothing was ever left, the gradient keeps its bits.
+    def add_left(self) -> None:
+        """The bucket is about to travel as it is: add what was left to be sent of it.
 
-        A rank that counts nothing in this step sends it in a later one.
+        Where nothing is left, the gradient keeps its bits; else it is waited for that it is known what this rank
+        counts. A rank that counts nothing in this step sends it in a later one.
         """
-        factor = self._factor(world_size)
-        for piece in self._as_known(sub_task):
-            gradient = self._buffer[piece.first : piece.end]
-            if piece.residual is not None:
-                if piece.before is not None:
-                    piece.before.copy_(piece.residual)
-                if factor and not piece.idle and is_finite(gradient):
-                    before = gradient.float() if gradient.element_size() < _WIDTH else None
-                    gradient.add_(piece.residual, alpha=1.0 / factor)  # is multiplied like the gradient then
-                    if before is None:
-                        piece.residual.zero_()
-                    elif is_finite(gradient):  # it has taken what its digits can hold
-                        piece.residual.sub_(gradient.float().sub_(before), alpha=factor)
-                    else:
-                        gradient.copy_(before)
+        for piece in self._pieces:
+            residual = piece.residual
+            if residual is None:
+                continue
+            if piece.before is not None:
+                piece.before.copy_(residual)
+            if not residual.any():
+                continue
+            if self._weight is not None:
+                self._weight.wait(self._observer.failure)
+            self._add_left(piece, residual, self._factor(self._observer.ranks))
 
-    def _as_known(self, sub_task: SubCommTask) -> list[Piece]:
-        """Pieces of a part, with their residuals if they have any."""
-        edges = sub_task.offset, sub_task.offset + sub_task.size
-        whole = [piece for piece in self._pieces if piece.within(*edges) is not None]
-        found = (self._observer.with_residual(piece, make=False).within(*edges) for piece in whole)
-        return [piece for piece in found if piece is not None]
+    def _add_left(self, piece: Piece, residual: Tensor, factor: float) -> None:
+        gradient = self._buffer[piece.first : piece.end]
+        if not factor or piece.idle or not is_finite(gradient):
+            return
+        before = gradient.float() if gradient.element_size() < _WIDTH else None
+        gradient.add_(residual, alpha=1.0 / factor)  # is multiplied like the gradient then
+        if before is None:
+            residual.zero_()
+        elif is_finite(gradient):  # it has taken what its digits can hold
+            residual.sub_(gradient.float().sub_(before), alpha=factor)
+        else:
+            gradient.copy_(before)
 
     def _within(self, first: int, end: int) -> list[Piece]:
         found = (piece.within(first, end) for piece in self._pieces)
         return [piece for piece in found if piece is not None]
-
-    def reduce(self, group: dist.ProcessGroup, sub_task: SubCommTask, number: int) -> StartedOperation:
-        """See ``EncodedBucket``."""
-        scattered = self.scatter(group, sub_task, number)
-
-        def then() -> StartedOperation | None:
-            if scattered.finish is not None:
-                scattered.finish()
-            return replace(self.gather(group, sub_task, _SECOND_HALVES + number), closing=True)
-
-        return replace(scattered, finish=then)
 
     def scatter(self, group: dist.ProcessGroup, sub_task: SubCommTask, number: int) -> StartedOperation:
         """See ``EncodedBucket``."""
@@ -219,7 +168,7 @@ class CompressedBucket:
         """See ``EncodedBucket``."""
         self._keep_before(sub_task)
         first, end = sub_task.offset, sub_task.offset + sub_task.size
-        pieces = self._chosen(self._within(first, end), sub_task)
+        pieces = self._within(first, end)
         scale(self._buffer[first:end], self._factor(self._observer.ranks))
         values, node, server = self._values(pieces), servers.node, way.server
         if node is not None and way.pusher is not None:
@@ -388,15 +337,8 @@ class CompressedBucket:
         for rank in range(group.size()):
             first, end = (sub_task.offset + edge for edge in shard_of(sub_task.size, rank, group.size()))
             if first < end:
-                shards[rank] = self._chosen(self._within(first, end), sub_task)
+                shards[rank] = self._within(first, end)
         return shards
-
-    def _chosen(self, pieces: list[Piece], sub_task: SubCommTask) -> list[Piece]:
-        """Pieces of a part, in the form that was chosen for it."""
-        if self._choice is None:
-            return pieces
-        codec = self._choice.codec(sub_task.form)
-        return [piece if piece.codec is None else replace(piece, codec=codec) for piece in pieces]
 
     # ------------------------------------------------------------------ where it is done
 

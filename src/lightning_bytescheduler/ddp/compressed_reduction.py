@@ -49,7 +49,7 @@ from lightning_bytescheduler.collectives.host_copies import PayloadCopies
 from lightning_bytescheduler.collectives.transport import GradientTransport
 from lightning_bytescheduler.compression.powersgd import PowerSGD
 from lightning_bytescheduler.ddp.compressed_bucket import CompressedBucket
-from lightning_bytescheduler.ddp.compression_choice import CompressionChoice
+from lightning_bytescheduler.ddp.compressed_layers import CompressedLayers
 from lightning_bytescheduler.ddp.compression_rules import AUTO, CompressionRules
 from lightning_bytescheduler.ddp.encoded_pieces import Piece
 from lightning_bytescheduler.ddp.low_rank_reduction import LowRankBucket, LowRankReduction, Matrix, Rest, matrix_shape
@@ -64,6 +64,7 @@ from lightning_bytescheduler.timeline.timeline import CODEC, Timeline
 __all__ = ["CompressedReduction", "GradientCompression", "has_no_gradient"]
 
 _SEEN_STEPS = 30
+_FOLD = 4  # of what is compressed in eight times fewer bytes; with each part codecs and threads have work besides
 _FIRST = 1024  # elements of a gradient, that mostly tell that it is not zero
 
 
@@ -99,7 +100,8 @@ class GradientCompression:
         loss_scale: Says what losses are multiplied with at present: residuals are of such gradients. ``None`` if that
             never changes.
         ranks: How many there are.
-        decides: Whether this rank chooses for all, where there is a choice.
+        layers: Says how many layers are compressed, where not all are.
+        failure: Why nothing is to be waited for any more, if so.
         idle: Whether a parameter has got no gradient in this step, on this rank; asked when its bucket is handed over.
         may_drop: Whether mean gradients may be dropped that nobody has stepped with, as in a training with two losses
             and optimizers: what they were made of is as it was, then.
@@ -107,7 +109,8 @@ class GradientCompression:
         clock: Seconds; the core's clock.
 
     Attributes:
-        choice: What that is left to, if it is.
+        layers: See above.
+        failure: See above.
         compressed: Names of the parameters whose gradients travel encoded, and in what.
         ratio: How many times fewer bytes that makes, of all gradients, as far as it does not depend on what they are.
         loss_scale: Of the present step; ``None`` if that never changes.
@@ -125,7 +128,8 @@ class GradientCompression:
         timeline: Timeline | None = None,
         loss_scale: Callable[[], float | None] = lambda: None,
         ranks: int = 1,
-        decides: bool = False,
+        layers: CompressedLayers | None = None,
+        failure: Callable[[], BaseException | None] = lambda: None,
         idle: Callable[[nn.Parameter], bool] = lambda parameter: False,
         may_drop: bool = False,
         seen: Callable[[], None] = lambda: None,
@@ -135,9 +139,8 @@ class GradientCompression:
         self._idle = idle
         self._seen = seen
         self.ranks = ranks
-        self.choice: CompressionChoice | None = None
-        if rules.choices:
-            self.choice = CompressionChoice(rules.choices, rules.max_error, decides=decides, clock=clock)
+        self.layers = layers
+        self.failure = failure
         self._residuals = residuals
         self._statistics = statistics
         self._timeline = timeline
@@ -147,8 +150,8 @@ class GradientCompression:
         self._lock = threading.Lock()  # of the counters, which two threads keep
         codecs = {name: rules.codec_for(name, parameter) for name, parameter in parameters.items()}
         self._codecs = {id(parameters[name]): (name, codec) for name, codec in codecs.items() if codec is not None}
-        self.compressed = {name: codec.spec if self.choice is None else AUTO for name, codec in self._codecs.values()}
-        self.ratio = rules.ratio(parameters)
+        self.compressed = {name: AUTO if rules.auto else codec.spec for name, codec in self._codecs.values()}
+        self.ratio = 1.0 if rules.auto else rules.ratio(parameters)
         self._parameters = {name: parameters[name] for name in self.compressed}
         residuals.may_be_dropped = may_drop
         self.left_out = residuals.are_of({name: Layout.of(parameters[name]) for name in self.compressed})
@@ -201,15 +204,10 @@ class GradientCompression:
         """Keep in host memory what is left to be sent: the fit is over, and nothing is under way."""
         self._residuals.live_on(torch.device("cpu"))
 
-    def begin_step(self, kind: str = "", *, halves: bool = False) -> None:
-        """A backward pass has its first bucket, and nothing of the last one is under way.
-
-        Args:
-            kind: Of the step.
-            halves: Whether its gradients are reduced in shards.
-        """
-        if self.choice is not None:
-            self.choice.begin_step(kind, halves=halves)
+    def begin_step(self) -> None:
+        """A backward pass has its first bucket, and nothing of the last one is under way."""
+        if self.layers is not None:
+            self.layers.begin_backward()
         if self._statistics.steps >= _SEEN_STEPS:
             self._seen()
             self._seen = lambda: None
@@ -224,27 +222,24 @@ class GradientCompression:
     def encoded(self, bucket: GradientBucket, weight: StepWeight | None = None) -> CompressedBucket | None:
         """See :class:`~lightning_bytescheduler.ddp.reduction.Encoder`."""
         codecs = (self._codecs.get(id(parameter), ("", None))[1] for parameter in bucket.parameters)
-        if self.choice is None and all(codec is None or isinstance(codec, PowerSGD) for codec in codecs):
+        buffer, layers = bucket.buffer, self.layers
+        nbytes = buffer.numel() * buffer.element_size()
+        exact = layers is not None and not layers.include(bucket.index, nbytes)
+        if buffer.is_complex() or all(codec is None or isinstance(codec, PowerSGD) for codec in codecs):
             return None
-        buffer = bucket.buffer
-        if buffer.is_complex():
+        pieces = list(self._pieces(bucket.parameters, make=not exact))
+        fold = 1 if layers is None else _FOLD
+        encoded = CompressedBucket(buffer, pieces, self, weight, self.copies, fold)
+        if exact:
+            encoded.add_left()
             return None
-        pieces = list(self._pieces(bucket.parameters))
-        return CompressedBucket(buffer, pieces, self, self.choice, weight, self.copies)
+        return encoded
 
     def stays_on_device(self, bucket: GradientBucket) -> bool:
         """Whether a bucket is encoded where it is, so that it has not to be copied to host memory."""
         if self.copies is None or bucket.buffer.is_complex():
             return False
         return any(id(parameter) in self._codecs for parameter in bucket.parameters)
-
-    def is_compressible(self, bucket: GradientBucket) -> bool:
-        """Whether most of a bucket may travel encoded."""
-        if bucket.buffer.is_complex():
-            return False
-        with torch._C.DisableTorchFunctionSubclass():
-            size = sum(parameter.numel() for parameter in bucket.parameters if id(parameter) in self._codecs)
-        return 2 * size > bucket.buffer.numel()
 
     def with_residual(self, piece: Piece, *, make: bool = True) -> Piece:
         """The piece of a whole parameter, with what was left to be sent of it; on the thread that sends it.
@@ -301,7 +296,7 @@ class GradientCompression:
         made = LowRankBucket(bucket.buffer, matrices, ranks, self, weight, self.copies)
         return made, Rest(bucket.buffer, others)
 
-    def _pieces(self, parameters: Iterable[nn.Parameter]) -> Iterator[Piece]:
+    def _pieces(self, parameters: Iterable[nn.Parameter], *, make: bool) -> Iterator[Piece]:
         at = 0
         for parameter in parameters:
             with torch._C.DisableTorchFunctionSubclass():
@@ -310,7 +305,7 @@ class GradientCompression:
             codec = None if isinstance(codec, PowerSGD) else codec  # a part of a matrix travels as it is
             piece = Piece(at, at + size, codec, None, name=name, idle=codec is not None and self._idle(parameter))
             # On a device its residual is begun on the stream of the thread that encodes.
-            yield piece if self.copies is not None else self.with_residual(piece, make=self.choice is None)
+            yield piece if self.copies is not None else self.with_residual(piece, make=make)
             at += size
 
     def working(self, what: str, sub_task: SubCommTask) -> _Working:
@@ -378,7 +373,7 @@ class CompressedReduction:
         if encoded is None or self._tasks.served:
             as_it_is = encoded is None and bucket.exists is None  # else it has been copied
             on_wire = self._on_host(bucket) if as_it_is else bucket
-            return self._all.reduce(on_wire, on_end, encoded)
+            return self._all.reduce(on_wire, on_end, None if encoded is None else encoded.serve)
         return self._tasks.enqueue_halves(
             bucket, bucket.buffer, encoded, scatter_priority=bucket.priority, on_end=on_end
         )

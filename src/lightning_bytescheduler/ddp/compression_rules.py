@@ -13,28 +13,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_bytescheduler.checks import did_you_mean, gone, require_positive, require_whole
+from lightning_bytescheduler.checks import did_you_mean, gone, require_whole
 from lightning_bytescheduler.compression.compressor import Compressor
 from lightning_bytescheduler.compression.dense import Dense, DenseKind
 from lightning_bytescheduler.compression.feedback import ErrorFeedback, FromSize, NesterovMomentum
-from lightning_bytescheduler.compression.onebit import OneBit
 from lightning_bytescheduler.compression.powersgd import PowerSGD
 from lightning_bytescheduler.compression.registry import COMPRESSORS, MIN_SIZE, make_compressor
 from lightning_bytescheduler.ddp.low_rank_reduction import matrix_shape
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 
-__all__ = ["AUTO", "MAX_ERROR", "CompressionRules", "names_that_count"]
+__all__ = ["AUTO", "CompressionRules", "names_that_count"]
 
 AUTO = "auto"
-"""The choice of a compressor for each part, as it is sent, is left to what is measured."""
-MAX_ERROR = 0.2
-"""Of what ``"auto"`` leaves out of a part, in norm, relative to the gradient; int4 leaves out 0.11 of normal ones."""
+"""Of how many layers gradients are compressed is left to what is measured, see ``compressed_layers.py``."""
 
 _TO_NEAREST: dict[str, DenseKind] = {"int8": "int8", "int4": "int4"}
-_CHOICES: tuple[Compressor, ...] = (Dense("int4", "nearest"), Dense("int8", "nearest"), Dense("bf16"))
-_LEFT_OPEN = _CHOICES[0]  # stands for ``AUTO`` among patterns
-_SIGNS = OneBit()
-_SIGNS_FROM = 0.5  # of ``max_error``: signs leave out 0.6 of normal numbers
+_AUTO = Dense("int4", "nearest")  # what these travel in
 _FLOAT_BYTES = 4
 
 
@@ -47,37 +41,26 @@ class CompressionRules:
             counts, but PowerSGD only for what it can take. ``None`` is for as they are, as is what
             fits nothing.
         min_size: Elements below which a parameter's gradient travels as it is.
-        choices: For ``"auto"``: what parts may be sent in, from what leaves most out to what leaves least out. What
-            ``by_pattern`` has is one of them then.
-        max_error: For ``"auto"``: what it may leave out, relative to the gradient.
+        auto: Whether only so many layers are compressed as it takes.
     """
 
     by_pattern: tuple[tuple[str, Compressor | None], ...]
     min_size: int = MIN_SIZE
-    choices: tuple[Compressor, ...] = ()
-    max_error: float = MAX_ERROR
+    auto: bool = False
 
     @classmethod
-    def resolve(
-        cls, compression: Any, min_size: int | None = None, max_error: float | None = None
-    ) -> CompressionRules | None:
+    def resolve(cls, compression: Any, min_size: int | None = None) -> CompressionRules | None:
         """Make them of options.
 
         Args:
             compression: The name of a codec, or codecs by pattern; ``None`` for none.
             min_size: See the class.
-            max_error: See the class.
 
         Raises:
             OptionError: Names the option, its value and what is allowed.
         """
         if min_size is not None:
             require_whole("compression_min_size", min_size, 0)
-        if max_error is not None:
-            require_positive("max_error", max_error)
-            values = compression.values() if isinstance(compression, Mapping) else [compression]
-            if AUTO not in [value for value in values if isinstance(value, str)]:
-                raise OptionError("max_error", max_error, f"left out without compression={AUTO!r}")
         if compression is None:
             if min_size is not None:
                 raise OptionError("compression_min_size", min_size, "left out where nothing is compressed")
@@ -92,22 +75,15 @@ class CompressionRules:
             pairs = [("*", _codec("compression", compression))]
         if all(codec is None for _, codec in pairs):
             return None
-        chosen = [codec is _LEFT_OPEN for _, codec in pairs if codec is not None]
+        chosen = [codec is _AUTO for _, codec in pairs if codec is not None]
         if any(chosen) and not all(chosen):
             raise OptionError(
                 "compression",
                 compression,
                 f"a dict of {AUTO!r} and None, or compressors and None",
-                "What is sent in one part travels in one way.",
+                "It goes by how long training waits for all that may be compressed.",
             )
-        allowed = MAX_ERROR if max_error is None else max_error
-        choices = (_SIGNS, *_CHOICES) if allowed >= _SIGNS_FROM else _CHOICES
-        return cls(
-            by_pattern=tuple(pairs),
-            min_size=MIN_SIZE if min_size is None else min_size,
-            choices=choices if any(chosen) else (),
-            max_error=allowed,
-        )
+        return cls(by_pattern=tuple(pairs), min_size=MIN_SIZE if min_size is None else min_size, auto=any(chosen))
 
     def check_device(self, device: torch.device) -> None:
         """Make sure that gradients on ``device`` can be compressed.
@@ -118,7 +94,7 @@ class CompressionRules:
         Raises:
             UnsupportedError: If they cannot.
         """
-        if device.type == "cuda" and not self.choices:
+        if device.type == "cuda" and not self.auto:
             return  # see ``collectives/host_copies.py``
         if device.type != "cpu":
             others = " Other compressors work there." if device.type == "cuda" else ""
@@ -179,15 +155,11 @@ class CompressionRules:
         return None
 
     def ratio(self, parameters: Mapping[str, nn.Parameter]) -> float:
-        """How many times fewer bytes travel of all gradients, as far as that is settled.
-
-        It is 1 where that is left to what is measured.
+        """How many times fewer bytes travel of all gradients; with ``auto`` where all layers are compressed.
 
         Args:
             parameters: All that are reduced, by name.
         """
-        if self.choices:
-            return 1.0
         plain = sent = 0
         for name, parameter in parameters.items():
             with torch._C.DisableTorchFunctionSubclass():
@@ -234,8 +206,7 @@ class CompressionRules:
             said = _name(self.by_pattern[0][1])
         else:
             said = ", ".join(f"{pattern}: {_name(codec)}" for pattern, codec in self.by_pattern)
-        error = f", max_error {self.max_error:g}" if self.choices else ""
-        return f"{said} (min_size {self.min_size}{error})"
+        return f"{said} (min_size {self.min_size})"
 
 
 def names_that_count(module: nn.Module) -> dict[str, str]:
@@ -261,14 +232,14 @@ def _modules(names: Collection[str]) -> set[str]:
 
 
 def _name(codec: Compressor | None) -> str:
-    return "none" if codec is None else AUTO if codec is _LEFT_OPEN else codec.spec
+    return "none" if codec is None else AUTO if codec is _AUTO else codec.spec
 
 
 def _codec(option: str, value: Any) -> Compressor | None:
     if value is None or value == "none":
         return None
     if value == AUTO:
-        return _LEFT_OPEN
+        return _AUTO
     if isinstance(value, (ErrorFeedback, NesterovMomentum, FromSize)):
         raise OptionError(option, value, "a compressor without a wrapper", "Error feedback is the strategy's own.")
     if isinstance(value, PowerSGD) and value.shape is not None:

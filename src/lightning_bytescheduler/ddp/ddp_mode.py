@@ -47,6 +47,11 @@ class StepMode:
         """Whether steps are taken as DDP's, at present."""
         return self._ddp_mode
 
+    @property
+    def tries(self) -> bool:
+        """Whether sizes are being tried, on the rank that decides."""
+        return False
+
     def before_forward(self, step: int) -> StepMode:
         """A forward pass of ``step`` begins, on all ranks; returns what says so from here on."""
         return self

@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_bytescheduler.collectives.operations import StartedOperation
 from lightning_bytescheduler.collectives.push_pull import PushPull, Way
 from lightning_bytescheduler.compression.compressor import Compressor
-from lightning_bytescheduler.scheduler.task import PartForms, SubCommTask
+from lightning_bytescheduler.scheduler.task import SubCommTask
 
 __all__ = ["EncodedBucket", "Piece", "aligned", "bodies_of", "encoded", "is_finite", "joined", "payload_bytes"]
 
@@ -64,18 +64,12 @@ class Piece:
         return size * width if self.codec is None else self.codec.payload_bytes(size)
 
 
-class EncodedBucket(PartForms, Protocol):
+class EncodedBucket(Protocol):
     """A bucket whose shards travel encoded; see ``compressed_reduction.py``."""
 
     @property
-    def has_choice(self) -> bool:
-        """Whether each part may travel as it is, too: then its form says so."""
-
-    def add_left(self, sub_task: SubCommTask, world_size: int) -> None:
-        """Before a part is sent as it is: add what was left to be sent of it."""
-
-    def reduce(self, group: dist.ProcessGroup, sub_task: SubCommTask, number: int) -> StartedOperation:
-        """:meth:`scatter`, and then :meth:`gather`; an ``EncodedStart``."""
+    def fold(self) -> int:
+        """How many times as large as others its parts are, see :class:`CommTask`."""
 
     def scatter(self, group: dist.ProcessGroup, sub_task: SubCommTask, number: int) -> StartedOperation:
         """Send a part's shards to their owners, and add up this rank's; an ``EncodedStart``."""

@@ -293,8 +293,7 @@ class GradientEngine:
         else:
             self._step = SynchronisedStep(context, number, self._position_of)
         if context.compression is not None:
-            sharded = options.sharded and isinstance(self._step, OverlappedStep)
-            context.compression.begin_step(self._step.kind, halves=sharded)
+            context.compression.begin_step()
 
     def _nothing_pending(self, number: int) -> TrainingStep:
         """What stands for step ``number`` from the next backward pass on, until that communicates."""
@@ -308,10 +307,14 @@ class GradientEngine:
 
     def look(self) -> None:
         """Agree with the other ranks how steps are taken, where that is due: all come here before the same step."""
-        context = self._context
-        context.waiting = self.mode.may_wait
+        context, step = self._context, self._step
+        layers = None if context.compression is None else context.compression.layers
+        context.waiting = self.mode.may_wait or layers is not None
         try:
-            self.mode = self.mode.before_forward(self._step.number + 1)
+            self.mode = self.mode.before_forward(step.number + 1)
+            if layers is not None:  # one thing is tried at a time
+                counts = step.kind == OverlappedStep.kind or not self.options.overlapped
+                layers.before_step(step.number + 1, counts=counts and not (layers.is_settled and self.mode.tries))
         finally:
             context.waiting = False
 

@@ -56,7 +56,7 @@ __all__ = ["ByteSchedulerFabricStrategy"]
 _END_S = 10.0  # for the other ranks to end, too
 
 _OF_THE_TRAINER = (
-    *("tuning", "log_metrics", "compression", "compression_min_size", "max_error"),
+    *("tuning", "log_metrics", "compression", "compression_min_size"),
     *("batch_size", "servers"),
 )
 

@@ -138,8 +138,6 @@ class BucketUpdate:
         if gradient_only and context.own_gradients.look(parameter):
             return  # in the backward pass: not what is under way
         self.touched_by = parameter
-        if gradient_only or self.state in (UpdateState.DUE, UpdateState.STEPPED):
-            context.bucket_needed(self.bucket)
         with context.lock:
             waits = self.state is UpdateState.DUE or (self.state is UpdateState.REDUCING and gradient_only)
             early = waits and context.waits_early()
@@ -169,7 +167,6 @@ class BucketUpdate:
     def await_gradient(self, why: OpeningKind) -> None:
         """Wait for the gradient, make it what the optimizer is to see, and open the gate."""
         context, transforms = self.step.context, self.step.transforms
-        context.bucket_needed(self.bucket)
         with context.stream.entered():
             context.wait(self.task)
             with self._opening(UpdateState.REDUCED, why), plain_mode(context.device, torch.get_default_dtype()):
@@ -178,7 +175,6 @@ class BucketUpdate:
     def apply(self, why: OpeningKind) -> None:
         """Wait for the gradient, update the parameters unless that was done, and open the gate."""
         context = self.step.context
-        context.bucket_needed(self.bucket)
         if context.forward.under_way:
             context.forward.touched_buckets.append(self.bucket.index)
         with context.stream.entered():
@@ -270,7 +266,6 @@ class OverlappedStep(TrainingStep):
         if buffer.numel():
             parameters = cast("list[nn.Parameter]", bucket.parameters())
             known = GradientBucket(index, parameters, buffer, self._position_of(index, parameters))
-            self.context.bucket_ready(known, last=bucket.is_last())
             task = self._reduction.reduce(self.context.on_the_wire(known, self.number))
             self._buckets.append(known)
             self.updates.append(BucketUpdate(self, known, task))

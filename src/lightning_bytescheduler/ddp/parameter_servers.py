@@ -169,7 +169,7 @@ class ServerOptions:
 
 
 def _require_served(rules: CompressionRules, servers: int) -> None:
-    if rules.choices or rules.whole_matrices:
+    if rules.auto or rules.whole_matrices:
         raise OptionError(
             "compression",
             rules.spec,

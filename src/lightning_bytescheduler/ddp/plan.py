@@ -145,7 +145,7 @@ class OverlapPlan:
         counts = Counter(self.compressed.values())
         what = " and ".join(f"{count} tensors in {codec}" for codec, count in counts.most_common())
         if set(counts) == {AUTO}:
-            where = "with error feedback, where it would come too late"
+            where = "with error feedback, as many of the first layers' as it takes"
             return f"{before}compressed {where}: up to {len(self.compressed)} tensors"
         return f"{before}compressed with error feedback: {what}, {self.compression_ratio:.3g} times fewer bytes"
 

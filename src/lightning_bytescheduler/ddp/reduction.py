@@ -40,7 +40,7 @@ from lightning_bytescheduler.collectives.operations import (
     reduce_scatter,
     shard_of,
 )
-from lightning_bytescheduler.collectives.transport import EncodedStart, GradientTransport, ReadyMark
+from lightning_bytescheduler.collectives.transport import EncodedStart, GradientTransport, ReadyMark, ServedStart
 from lightning_bytescheduler.ddp.encoded_pieces import EncodedBucket
 from lightning_bytescheduler.ddp.sample_weights import StepWeight
 from lightning_bytescheduler.ddp.statistics import profiled
@@ -82,19 +82,17 @@ class GradientBucket:
         priority: Position in the forward pass, or among those that come, as the policy has it.
 
     Attributes:
-        cut: Sizes of the parts that it travels in, if not equal ones.
         exists: When the contents of ``buffer`` do, where they are not what the current stream writes.
         on_part: Called with each part that ``buffer`` has the mean of, before anybody is told.
     """
 
-    __slots__ = ("buffer", "cut", "exists", "index", "on_part", "parameters", "priority")
+    __slots__ = ("buffer", "exists", "index", "on_part", "parameters", "priority")
 
     def __init__(self, index: int, parameters: list[nn.Parameter], buffer: torch.Tensor, priority: int) -> None:
         self.index = index
         self.parameters = parameters
         self.buffer = buffer
         self.priority = priority
-        self.cut: tuple[int, ...] | None = None
         self.exists: ReadyMark | None = None
         self.on_part: OnPart | None = None
 
@@ -139,7 +137,6 @@ class AllReduction:
         transport: What a sub-task's start does.
         step: Of the backward pass, the same on all ranks.
         device: Where what travels lives.
-        encoder: Says what may travel encoded instead, part by part, if anything does.
         weight: What this rank counts; as much as any other when left out.
     """
 
@@ -149,33 +146,27 @@ class AllReduction:
         transport: GradientTransport,
         step: int,
         device: torch.device,
-        encoder: Encoder | None = None,
         weight: StepWeight | None = None,
     ) -> None:
         self._tasks = StepTasks(core, transport, step, device, weight)
-        self._encoder = encoder
 
     def reduce(
         self,
         bucket: GradientBucket,
         on_end: Callable[[CommTask], None] | None = None,
-        encoded: EncodedBucket | None = None,
+        serve: ServedStart | None = None,
     ) -> CommTask:
-        """See :class:`Reduction`; ``encoded`` is given where it is not the encoder's affair."""
+        """See :class:`Reduction`; ``serve`` has parts travel encoded by way of parameter servers."""
         tasks = self._tasks
         ready = tasks.mark(bucket)
-        if self._encoder is not None:
-            encoded = self._encoder.encoded(bucket, tasks.weight)
         task = tasks.enqueue(
             f"bucket {bucket.index}",
             bucket.buffer,
             tasks.averaging(tasks.all_reduce),
-            encoded=None if encoded is None else encoded.reduce,
-            of=encoded,
+            serve=serve,
             phase=Phase.REDUCE,
             index=bucket.index,
             priority=bucket.priority,
-            cut=bucket.cut,
             wire_share=tasks.wire_share,
             ready=ready,
             on_end=on_end,
@@ -374,13 +365,13 @@ class StepTasks:
         operation: Operation,
         *,
         encoded: EncodedStart | None = None,
-        of: EncodedBucket | None = None,
+        serve: ServedStart | None = None,
+        fold: int = 1,
         phase: Phase,
         index: int,
         priority: int,
         wire_share: float,
         ready: ReadyMark | None = None,
-        cut: tuple[int, ...] | None = None,
         cut_like: CommTask | None = None,
         on_end: Callable[[CommTask], None] | None = None,
         on_part: OnPart | None = None,
@@ -393,13 +384,13 @@ class StepTasks:
             buffer: What is sent.
             operation: What is done to each part.
             encoded: What is done instead of that, where parts travel encoded.
-            of: Whose parts these are, where they do.
+            serve: The same, by way of parameter servers.
+            fold: See :class:`CommTask`.
             phase: Of the step.
             index: The bucket's.
             priority: See :class:`CommTask`.
             wire_share: What each rank sends per byte of ``buffer``, as it is.
             ready: When the contents of ``buffer`` exist, if they do not yet.
-            cut: See :class:`CommTask`.
             cut_like: See :meth:`ByteCore.enqueue`.
             on_end: See :class:`CommTask`. Of a joinable task on a GPU: called when the current stream waits for the
                 result, or when the task has failed before.
@@ -410,13 +401,12 @@ class StepTasks:
         task = CommTask(
             name,
             buffer.numel(),
-            launch=partial(self._send, buffer, operation, encoded, of, ready, on_part),
+            launch=partial(self._send, buffer, operation, encoded, serve, ready, on_part),
             priority=priority,
             key=TaskKey(self.step, phase, index),
             wire_bytes=wire_share * buffer.element_size(),
             on_end=on_end if streams is None else streams.forget,
-            forms=of if of is not None and of.has_choice else None,
-            cut=cut,
+            fold=fold,
         )
         if streams is not None:
             streams.expect(task, None if on_end is None else partial(on_end, task))
@@ -460,14 +450,14 @@ class StepTasks:
                     on_scattered(scatter)
                 gather.notify_ready()
 
-        enqueue = partial(self.enqueue, buffer=buffer, of=encoded, index=index, wire_share=share)
+        fold = 1 if encoded is None else encoded.fold
+        enqueue = partial(self.enqueue, buffer=buffer, fold=fold, index=index, wire_share=share)
         scatter = enqueue(
             f"bucket {index} scatter",
             operation=self.averaging(reduce_scatter),
             encoded=None if encoded is None else encoded.scatter,
             phase=Phase.REDUCE,
             priority=scatter_priority,
-            cut=bucket.cut,
             ready=ready,
             on_end=scattered,
         )
@@ -517,19 +507,15 @@ class StepTasks:
         buffer: torch.Tensor,
         operation: Operation,
         encoded: EncodedStart | None,
-        of: EncodedBucket | None,
+        serve: ServedStart | None,
         ready: ReadyMark | None,
         on_part: OnPart | None,
         sub_task: SubCommTask,
     ) -> None:
         last = None if on_part is None else partial(on_part, sub_task)
         with profiled(f"bytescheduler::start {sub_task.name}"):
-            if of is not None and of.has_choice and not sub_task.form:
-                encoded = None
-                if sub_task.parent.key.phase == Phase.REDUCE:
-                    of.add_left(sub_task, self.world_size)
-            if of is not None and encoded is not None and self._transport.push_pull is not None:
-                self._transport.send_served(sub_task, sub_task.size * buffer.element_size(), of.serve, last)
+            if serve is not None:
+                self._transport.send_served(sub_task, sub_task.size * buffer.element_size(), serve, last)
                 return
             if encoded is not None:
                 self._transport.send_encoded(sub_task, encoded, last)

@@ -124,8 +124,6 @@ class SchedulerRuntime:
         )
         if compression is not None:
             self._compression = compression(self.statistics, self._timeline)
-            if self._compression.choice is not None and agreed.link is not None:
-                self._compression.choice.know_link(agreed.link.beta)
             if servers is not None:
                 self._compression.sums_elsewhere(servers.left)
         on_device = self._compression is not None and groups.by_host and servers is None
@@ -197,6 +195,16 @@ class SchedulerRuntime:
         )
         routing.install()
         return routing
+
+    @property
+    def compression_is_settled(self) -> bool:
+        """Whether this rank is not about to find how much is compressed."""
+        layers = None if self._compression is None else self._compression.layers
+        return layers is None or layers.is_settled
+
+    def _close_layers(self) -> None:
+        if self._compression is not None and self._compression.layers is not None:
+            self._compression.layers.close()
 
     @property
     def architecture(self) -> str:
@@ -298,6 +306,7 @@ class SchedulerRuntime:
             self._leave_groups,
             lambda: self._transport.stop(_STOP_S),
             lambda: None if failed or self._compression is None else self._compression.leave_device(),
+            self._close_layers,
             self._turns.end,
         ]
         if self._timeline is not None:
@@ -404,8 +413,6 @@ class SchedulerRuntime:
         statistics.bytes_uncompressed += plain_bytes
         if sub.encoded_bytes is not None:
             statistics.bytes_compressed += plain_bytes
-        if self._compression is not None and self._compression.choice is not None:
-            self._compression.choice.ended(sub)
         statistics.communication_s += max(0.0, sub.finished_at - max(sub.started_at, self._busy_until))
         self._busy_until = max(self._busy_until, sub.finished_at)
         if self._timeline is not None:

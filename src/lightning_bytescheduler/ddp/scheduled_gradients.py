@@ -23,8 +23,10 @@ from torch.optim import Optimizer
 from lightning_bytescheduler.collectives.groups import SchedulerGroups
 from lightning_bytescheduler.collectives.host_copies import travel_by_host
 from lightning_bytescheduler.collectives.node_push_pull import PlacedParts
+from lightning_bytescheduler.collectives.number_exchange import AgreedValues
 from lightning_bytescheduler.ddp.agreed_sizes import agree_on_sizes
 from lightning_bytescheduler.ddp.buffers import BufferBroadcast
+from lightning_bytescheduler.ddp.compressed_layers import CompressedLayers
 from lightning_bytescheduler.ddp.compressed_reduction import GradientCompression, has_no_gradient
 from lightning_bytescheduler.ddp.compression_rules import CompressionRules, names_that_count
 from lightning_bytescheduler.ddp.ddp_arguments import check_hooks, check_module
@@ -205,9 +207,9 @@ class ScheduledGradients:
         groups = SchedulerGroups.create(
             timeout=self._timeout, counts=counts, routed_on=device, sparse=sparse, by_host=by_host
         )
-        whole = self._rules is None or bool(self._rules.choices)  # what travels as it is, all-reduced
-        in_shards = bool(norm_needed_by(module, self._strategy.precision_plugin)) or not whole
-        ratio = 1.0 if self._rules is None else self._rules.ratio(_trained(module))
+        rules = None if self._rules is None or self._rules.auto else self._rules  # of what is certain to be compressed
+        in_shards = bool(norm_needed_by(module, self._strategy.precision_plugin)) or rules is not None
+        ratio = 1.0 if rules is None else rules.ratio(_trained(module))
         agreed = agree_on_sizes(
             groups,
             self._options,
@@ -215,7 +217,6 @@ class ScheduledGradients:
             device,
             in_shards=in_shards,
             ratio=ratio,
-            may_compress=self._rules is not None and bool(self._rules.choices),
             architecture=self._servers.architecture,
         )
         options = self._strategy._ddp_kwargs
@@ -248,6 +249,14 @@ class ScheduledGradients:
         statistics: SchedulerStatistics,
         timeline: Timeline | None,
     ) -> GradientCompression:
+        layers = None
+        if rules.auto:
+            layers = CompressedLayers(
+                rules.ratio(_trained(module)),
+                AgreedValues(1, timeout=self._timeout, failure=self._failure),
+                decides=dist.get_rank() == 0,
+                statistics=statistics,
+            )
         self._compression = GradientCompression(
             rules,
             _trained(module),
@@ -256,12 +265,16 @@ class ScheduledGradients:
             timeline=timeline,
             loss_scale=partial(loss_scale_of, self._strategy),
             ranks=self._strategy.world_size,
-            decides=dist.get_rank() == 0,
+            layers=layers,
+            failure=self._failure,
             idle=has_no_gradient,
             may_drop=may_drop_gradients(module),
             seen=self._say_cost,
         )
         return self._compression
+
+    def _failure(self) -> BaseException | None:
+        return None if self.runtime is None else self.runtime.failure()
 
     def _say_cost(self) -> None:
         statistics, runtime = self.statistics, self.runtime

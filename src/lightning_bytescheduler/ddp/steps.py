@@ -27,7 +27,6 @@ from torch.optim import Optimizer
 from lightning_bytescheduler.collectives.transport import GradientTransport
 from lightning_bytescheduler.ddp.aliases import AliasDetector, scripted_parameters
 from lightning_bytescheduler.ddp.compressed_reduction import CompressedReduction, GradientCompression
-from lightning_bytescheduler.ddp.compression_choice import CompressionChoice
 from lightning_bytescheduler.ddp.gates import UnseenReads
 from lightning_bytescheduler.ddp.gradient_transforms import PendingScale, Unscale
 from lightning_bytescheduler.ddp.own_gradients import OwnGradients
@@ -200,12 +199,12 @@ class StepContext:
         device = self.transport.wire_device
         if sharded:
             return ShardedReduction(self.core, self.transport, number, device, self.compression, self.weight)
-        if self.compression is not None and self.choice is None:
+        if self.compression is not None:
             on_host = partial(self._on_host, step=number)
             return CompressedReduction(
                 self.core, self.transport, number, device, self.compression, self.weight, on_host
             )
-        return AllReduction(self.core, self.transport, number, device, self.compression, self.weight)
+        return AllReduction(self.core, self.transport, number, device, self.weight)
 
     def on_the_wire(self, bucket: GradientBucket, step: int) -> GradientBucket:
         """What is reduced of ``bucket``: itself, or its copy in host memory, where that travels."""
@@ -224,7 +223,7 @@ class StepContext:
             copies.when_made(exists, lambda: began.append(self.clock()))
             copies.when_made(made, lambda: self._record_copy(COPY_TO_HOST, bucket.index, step, began.pop()))
         on_host = GradientBucket(bucket.index, bucket.parameters, copy, bucket.priority)
-        on_host.cut, on_host.exists = bucket.cut, made
+        on_host.exists = made
 
         def put_back(part: SubCommTask) -> None:
             start, place = self.clock(), slice(part.offset, part.offset + part.size)
@@ -248,27 +247,6 @@ class StepContext:
     def merges(self) -> bool:
         """Whether a step as DDP's can merge buckets; its messages go past compression and parameter servers."""
         return self.compression is None and self.transport.push_pull is None
-
-    @property
-    def choice(self) -> CompressionChoice | None:
-        """What chooses in what parts travel, and is told of when gradients exist and are needed."""
-        return None if self.compression is None else self.compression.choice
-
-    def bucket_ready(self, bucket: GradientBucket, *, last: bool) -> None:
-        """A bucket's gradient is there on this rank, before it is handed over."""
-        if self.choice is not None:
-            nbytes = bucket.buffer.numel() * bucket.buffer.element_size()
-            self.choice.bucket_ready(bucket.index, nbytes, bucket.priority, last=last)
-            if self.transport.push_pull is None and self._is_compressible(bucket):
-                bucket.cut = self.choice.cut(bucket.index, bucket.buffer, self.core.partition_size)
-
-    def _is_compressible(self, bucket: GradientBucket) -> bool:
-        return self.compression is not None and self.compression.is_compressible(bucket)
-
-    def bucket_needed(self, bucket: GradientBucket) -> None:
-        """Somebody reaches for what depends on a bucket's gradient."""
-        if self.choice is not None:
-            self.choice.bucket_needed(bucket.index)
 
     def find_held(self) -> set[int]:
         """Ids of parameters whose memory somebody else can read."""
@@ -294,20 +272,14 @@ class StepContext:
             return
         start = self.clock()
         self.waiting = True
-        self._tell_wait(begins=True)
         try:
             with profiled(f"bytescheduler::gate {task.name}"):
                 self.transport.join(task, self.timeout)
         finally:
             self.waiting = False
-            self._tell_wait(begins=False)
         waited = self.waited(f"gate {task.name}", GATE, start, step=task.key.step)
         if self.forward.under_way:
             self.statistics.gate_wait_s += waited
-
-    def _tell_wait(self, *, begins: bool) -> None:
-        if self.choice is not None:
-            self.choice.waiting() if begins else self.choice.waiting_ends()
 
     @contextmanager
     def or_torn(self, count: int) -> Iterator[None]:
@@ -403,8 +375,6 @@ class TrainingStep:
         """The backward pass has ended just now: DDP has waited for what it was given."""
         if self.waits_from:
             self.context.waited("gradients", WAIT, self.waits_from, step=self.number)
-            if self.context.choice is not None:
-                self.context.choice.waiting_ends()
 
     def await_means(self, parameters: set[int]) -> None:
         """Wait for the gradients of parameters with these ids, somebody else's tensors: the pass is about to end."""
@@ -540,12 +510,8 @@ class SynchronisedStep(TrainingStep):
         if buffer.numel():
             future = context.futures.new()
             known = GradientBucket(index, parameters, buffer, self._position_of(index, parameters))
-            context.bucket_ready(known, last=bucket.is_last())
             self._reduction.reduce(context.on_the_wire(known, self.number), partial(complete, future, buffer))
         else:
             future = context.futures.completed(index, buffer)  # nothing to send, and nothing to wait for
-        if bucket.is_last() and context.choice is not None:
-            context.choice.all_needed()
-            context.choice.waiting()
         self.waits_from = context.clock()
         return future

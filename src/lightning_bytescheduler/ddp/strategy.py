@@ -46,7 +46,7 @@ from lightning_bytescheduler.ddp.sigterm import OwnStop, RequeueForAll, SigtermF
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
 from lightning_bytescheduler.ddp.tuned_fit import FitTuning
 from lightning_bytescheduler.ddp.uneven_data import UnevenLoader, gather_lengths, stateful_or_not
-from lightning_bytescheduler.exceptions import RanksDivergedError, UnsupportedError
+from lightning_bytescheduler.exceptions import OptionError, RanksDivergedError, UnsupportedError
 from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.failures.startup_check import Introduction
 from lightning_bytescheduler.lightning_api import (
@@ -113,11 +113,10 @@ class ByteSchedulerStrategy(RankStrategy):
             (whole buckets as they come) and ``"p3"`` (slices of 50,000 parameters by first use, one at a time).
         compression: What gradients travel in, with error feedback: ``"int8"``, ``"int4"``, ``"bf16"`` or
             ``"powersgd"``; or a dict of patterns of parameter names and such; the first that fits counts:
-            ``{"head.*": None, "*": "int8"}``. The weights are not DDP's then. ``"auto"`` compresses, step by step, only
-            what would come too late as it is. Nothing is compressed when left out.
+            ``{"head.*": None, "*": "int8"}``. The weights are not DDP's then. ``"auto"`` compresses the
+            first layers' in ``"int4"``, as many as it takes until training hardly waits. Nothing is compressed when
+            left out.
         compression_min_size: Elements below which a parameter's gradient travels as it is; 1024 when left out.
-        max_error: For ``compression="auto"``: the most that compressing may leave out of a part, in norm, relative to
-            its gradient; 0.2 when left out.
         weighting: ``"ranks"``: the gradient is the mean of the ranks', as DDP's. ``"samples"``: each rank's counts by
             its samples of the step, as one process's on all of them would, and one without a batch any more counts 0.
             A batch has as many samples as its tensors are long, or as a function of it says, in place of the word.
@@ -173,7 +172,6 @@ class ByteSchedulerStrategy(RankStrategy):
         policy: str = "bytescheduler",
         compression: str | Mapping[str, str | None] | None = None,
         compression_min_size: int | None = None,
-        max_error: float | None = None,
         weighting: Literal["ranks", "samples"] | Callable[[Any], Any] = "ranks",
         batch_size: Literal["balanced", "global"] | Mapping[str, int | list[int]] | None = None,
         servers: int | Mapping[str, int | str] | None = None,
@@ -206,7 +204,10 @@ class ByteSchedulerStrategy(RankStrategy):
             policy=policy,
         )
         say_if_tiny(partition_size=self._options.partition_size, credit=self._options.credit)
-        self._rules = CompressionRules.resolve(compression, compression_min_size, max_error)
+        self._rules = CompressionRules.resolve(compression, compression_min_size)
+        if mode == "ddp" and self._rules is not None and self._rules.auto:
+            way_out = "Leave the mode out, or name a compressor, such as 'int8'."
+            raise OptionError("compression", compression, "for steps that may overlap, not with mode='ddp'", way_out)
         self._weighting = Weighting(weighting, batch_size)
         self._sharing = BatchSharing(self._weighting)
         self._loaders: list[object] = []  # loaders of the training data, at once

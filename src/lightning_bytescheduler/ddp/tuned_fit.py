@@ -132,6 +132,7 @@ class PointInForce(StepMode):
         values: What ranks agree with; of two numbers.
         point: What all ranks begin with.
         tuner: Decides; on rank 0 only.
+        others_try: Whether something else is being tried, so that times of steps say nothing of the point.
         on_change: Told what has come into force.
         clock: Seconds.
     """
@@ -146,9 +147,11 @@ class PointInForce(StepMode):
         point: TuningPoint,
         tuner: CreditTuner | None = None,
         on_change: Callable[[TuningPoint], None],
+        others_try: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         super().__init__()
+        self._others_try = others_try
         self._core = core
         self._values = values
         self._tuner = tuner
@@ -157,6 +160,11 @@ class PointInForce(StepMode):
         self._step = 0
         self._began = 0.0
         self._put(point)
+
+    @property
+    def tries(self) -> bool:
+        """See :class:`StepMode`."""
+        return self._tuner is not None and not self._tuner.is_settled
 
     def before_forward(self, step: int) -> PointInForce:
         """See :class:`StepMode`.
@@ -173,7 +181,7 @@ class PointInForce(StepMode):
         if self._tuner is None:
             agreed = self._values.before_step(step)
         else:
-            if self._step:
+            if self._step and not self._others_try():
                 # A decision that not all ranks know yet is none: these steps are still at the old point.
                 self._tuner.step_took(self._step, now - self._began, as_decided=self._tuner.current == self._point)
             wanted = self._tuner.current
@@ -281,6 +289,7 @@ class FitTuning:
             point=TuningPoint(credit=credit or None, partition_size=partition_size or None),
             tuner=tuner,
             on_change=on_change,
+            others_try=lambda: not runtime.compression_is_settled,
         )
         return self._in_force
 

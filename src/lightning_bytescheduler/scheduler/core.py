@@ -144,13 +144,12 @@ class ByteCore:
             if self._closed:
                 raise SchedulerClosedError("Cannot enqueue a task, as the scheduler has been shut down.")
             task._attach(self)
-            partition_size = self.partition_size
+            partition_size = task.fold * self.partition_size
             if cut_like is not None and cut_like.sub_tasks:
                 partition_size = cut_like.sub_tasks[0].size
-                task.cut = cut_like.uneven_cut
             try:
                 if task.immediate:
-                    task.partition(partition_size, task.cut)
+                    task.partition(partition_size)
                 else:
                     self._order.admit(task, partition_size)
             except BaseException:
@@ -390,12 +389,7 @@ class ByteCore:
         self._withdraw(batch)
 
     def _start(self, batch: list[SubCommTask]) -> None:
-        with_choice = [sub for sub in batch if sub.parent.forms is not None]
-        charged = sum(sub.charge for sub in with_choice) if with_choice else 0
         self._order.decided(batch)
-        if with_choice:  # what travels in fewer bytes leaves credit for more
-            with self._lock:
-                self._in_flight_size -= charged - sum(sub.charge for sub in with_choice)
         for sub in batch:
             if self._stopped:
                 return

@@ -28,8 +28,6 @@ class Decision:
         partition_size: The size the deciding rank partitioned the task with, in parameters.
         index: Which sub-task is next.
         task_size: The task's size on the deciding rank, in parameters; ``None`` leaves it unchecked.
-        form: In which the sub-task travels, see ``PartForms`` in ``task.py``.
-        cut: Sizes of all parts of the task, where they are not equal.
         lane: On which the sub-task travels, see ``lanes.py``.
     """
 
@@ -37,8 +35,6 @@ class Decision:
     partition_size: int
     index: int
     task_size: int | None = None
-    form: int = 0
-    cut: tuple[int, ...] | None = None
     lane: int = 0
 
 
@@ -77,10 +73,10 @@ class PriorityOrder:
         self._admitted = 0
 
     def admit(self, task: CommTask, partition_size: int) -> None:
-        """Partition ``task`` at once: as it says itself, or into equal parts."""
+        """Partition ``task`` at once."""
         self._admitted += 1
         task._sequence = self._admitted
-        task.partition(partition_size, task.cut)
+        task.partition(partition_size)
 
     def ready(self, sub_tasks: Iterable[SubCommTask]) -> None:
         """Queue sub-tasks by priority."""
@@ -224,7 +220,6 @@ class AnnouncedOrder:
                 f"parameters in {len(task.sub_tasks)} parts, {self._popped.get(decision.key, 0)} of them "
                 "launched. Every rank must build the same model and use the same bucket sizes."
             )
-        sub.take(decision.form)
         sub.lane = decision.lane
         self._decisions.popleft()
         popped = self._popped.pop(decision.key, 0) + 1
@@ -240,11 +235,8 @@ class AnnouncedOrder:
         size = decision.partition_size
         if size < 1 or decision.task_size not in (None, task.size):
             return None
-        if decision.cut is not None and sum(decision.cut) != task.size:
-            return None
-        sub_tasks = task.sub_tasks or task.partition(size, decision.cut)
-        first = part_size(task.size, size) if decision.cut is None else decision.cut[0]
-        if sub_tasks[0].size != first or not 0 <= decision.index < len(sub_tasks):
+        sub_tasks = task.sub_tasks or task.partition(size)
+        if sub_tasks[0].size != part_size(task.size, size) or not 0 <= decision.index < len(sub_tasks):
             return None
         return sub_tasks[decision.index]
 

@@ -20,14 +20,14 @@ from __future__ import annotations
 import enum
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
 from lightning_bytescheduler.checks import require_size
-from lightning_bytescheduler.exceptions import OptionError, SchedulerTimeoutError, TaskStateError
+from lightning_bytescheduler.exceptions import SchedulerTimeoutError, TaskStateError
 from lightning_bytescheduler.scheduler.passage import Passage
 
-__all__ = ["CommTask", "PartForms", "SubCommTask", "TaskKey", "TaskListener", "TaskState", "equal_parts", "part_size"]
+__all__ = ["CommTask", "SubCommTask", "TaskKey", "TaskListener", "TaskState", "part_size"]
 
 
 class TaskState(enum.Enum):
@@ -54,10 +54,8 @@ class SubCommTask:
         finished_at: When it finished or failed; 0 until then.
         encoded_bytes: What was sent, where that is another number than the task's ``wire_bytes`` makes it; for
             accounting, set by whoever sends.
-        form: In which it travels, where there is a choice: 0 as it is. Set by the deciding rank's choice, see
-            :class:`CommTask`, and told to the others with its decision to send it.
         lane: On which it travels, see ``lanes.py``; set by the deciding rank, and told to the others with its decision.
-        charge: What it takes of the credit: its size, or less where it travels in fewer bytes.
+        charge: What it takes of the credit: its size, or less where its task has larger parts.
         passage: By way of a parameter server, if that is what it goes; set by whoever sends.
     """
 
@@ -66,7 +64,6 @@ class SubCommTask:
         "charge",
         "encoded_bytes",
         "finished_at",
-        "form",
         "index",
         "lane",
         "offset",
@@ -88,18 +85,10 @@ class SubCommTask:
         self.started_at = 0.0
         self.finished_at = 0.0
         self.encoded_bytes: int | None = None
-        self.form = 0
         self.lane = 0
         self.passage: Passage | None = None
-        self.charge = size if parent.takes_credit else 0
+        self.charge = -(-size // parent.fold) if parent.takes_credit else 0
         self._claimed = False  # chosen to be sent next, but not launched yet
-
-    def take(self, form: int) -> None:
-        """Travel in ``form``."""
-        forms = self.parent.forms
-        if forms is not None and form:
-            self.form = form
-            self.charge = min(max(forms.charge(self, form), 1), self.size)
 
     @property
     def name(self) -> str:
@@ -171,16 +160,6 @@ class TaskListener(Protocol):
         """The outcome is known, the callback has run (or raised ``callback_error``), waiters are awake."""
 
 
-class PartForms(Protocol):
-    """What a part can travel in, and which of that it does. Nothing is called with a lock but the launching one."""
-
-    def choose(self, sub_task: SubCommTask) -> int:
-        """The form of a part that is sent next; asked once, on the rank that decides."""
-
-    def charge(self, sub_task: SubCommTask, form: int) -> int:
-        """What it then takes of the credit, at least 1; asked on all ranks."""
-
-
 class TaskKey(NamedTuple):
     """What names a task on every rank alike, and travels with each decision to send a part of it.
 
@@ -209,9 +188,9 @@ def part_size(size: int, largest: int) -> int:
     return -(-size // -(-size // largest))
 
 
-def equal_parts(size: int, largest: int) -> Iterator[int]:
-    """Sizes of the equal parts of a tensor of ``size``, see :func:`part_size`; none if it is empty."""
-    part = part_size(size, largest) if size else 1
+def _equal_parts(size: int, largest: int) -> Iterator[int]:
+    """Sizes of the equal parts of a tensor of ``size``, see :func:`part_size`."""
+    part = part_size(size, largest)
     return (min(part, size - offset) for offset in range(0, size, part))
 
 
@@ -229,13 +208,13 @@ class CommTask:
         wire_bytes: What each rank sends for one parameter of the tensor, in bytes; for accounting.
         on_end: Called once, on the thread that ended the task, after it has finished or failed
             (``task.error``). What it raises fails the task and aborts the core.
-        forms: In which forms its parts can travel, if there is a choice.
-        cut: Sizes of its parts in parameters, if not equal ones; counts where this rank decides.
+        fold: How many times as large as others its parts are. Each takes as much credit as one of those: for what
+            travels in fewer bytes.
         takes_credit: Whether it waits for credit, and takes some. What does not is of one part, and somebody else's: it
             has its place in the order all the same, see ``MixedOrder`` in ``order.py``.
 
     Raises:
-        OptionError: If ``size`` is not a positive whole number, or ``cut`` does not sum to it.
+        OptionError: If ``size`` is not a positive whole number.
     """
 
     def __init__(
@@ -249,20 +228,17 @@ class CommTask:
         immediate: bool = False,
         wire_bytes: float = 0.0,
         on_end: Callable[[CommTask], None] | None = None,
-        forms: PartForms | None = None,
-        cut: Sequence[int] | None = None,
+        fold: int = 1,
         takes_credit: bool = True,
     ) -> None:
         self.name = name
         self.takes_credit = takes_credit
         self.size = require_size("size", size)
-        self.cut = None if cut is None else tuple(cut)
-        self._require_cut(self.cut)
+        self.fold = fold
         self.priority = priority
         self.key = key
         self.immediate = immediate
         self.wire_bytes = wire_bytes
-        self.forms = forms
         self._launch = launch
         self._on_end = on_end
         self._lock = threading.Lock()
@@ -274,12 +250,7 @@ class CommTask:
         self._ready_at = 0.0
         self._sequence = 0  # position among the tasks of its order; breaks ties
         self._sub_tasks: tuple[SubCommTask, ...] = ()
-        self._uneven_cut: tuple[int, ...] | None = None
         self._outstanding = 0
-
-    def _require_cut(self, cut: tuple[int, ...] | None) -> None:
-        if cut is not None and (sum(cut) != self.size or min(cut) < 1):
-            raise OptionError("cut", cut, f"positive sizes that sum to {self.size}, the size of task {self.name!r}")
 
     @property
     def sub_tasks(self) -> tuple[SubCommTask, ...]:
@@ -307,12 +278,7 @@ class CommTask:
         """Why the task failed, or ``None``."""
         return self._error
 
-    @property
-    def uneven_cut(self) -> tuple[int, ...] | None:
-        """Sizes of the parts, where they are not the equal ones that the first part's size makes."""
-        return self._uneven_cut
-
-    def partition(self, size: int, cut: tuple[int, ...] | None = None) -> tuple[SubCommTask, ...]:
+    def partition(self, size: int) -> tuple[SubCommTask, ...]:
         """Cut the task into sub-tasks no larger than ``size`` parameters, without copying.
 
         As few parts as that takes, and all of about the same size: a small rest would cost a message's start-up time
@@ -320,25 +286,21 @@ class CommTask:
 
         Args:
             size: Largest part, in parameters.
-            cut: Sizes of the parts, in place of equal ones.
 
         Returns:
             The parts, in order of offset.
 
         Raises:
-            OptionError: If ``size`` is not a positive whole number, or ``cut`` does not sum to the task's size.
+            OptionError: If ``size`` is not a positive whole number.
             TaskStateError: If the task is partitioned already, or has ended.
         """
         require_size("partition_size", size)
-        self._require_cut(cut)
         with self._lock:
             if self._sub_tasks:
                 raise TaskStateError(f"Cannot partition task {self.name!r}: it is partitioned already.")
             if self._ended:
                 raise TaskStateError(f"Cannot partition task {self.name!r}: it has ended.")
-            sizes = cut or tuple(equal_parts(self.size, size))
-            if cut is not None and cut != tuple(equal_parts(self.size, cut[0])):
-                self._uneven_cut = cut
+            sizes = tuple(_equal_parts(self.size, size))
             offsets = itertools.accumulate(sizes, initial=0)
             self._sub_tasks = tuple(
                 SubCommTask(self, index, offset, part)
