@@ -26,7 +26,6 @@ from types import FrameType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -35,10 +34,10 @@ from lightning_bytescheduler.collectives.groups import SchedulerGroups
 from lightning_bytescheduler.ddp import compiled_calls
 from lightning_bytescheduler.ddp.agreed_sizes import agree_on_sizes
 from lightning_bytescheduler.ddp.ddp_arguments import check_hooks, check_module
-from lightning_bytescheduler.ddp.ddp_mode import ModeFound, ModeTrial, StepMode, TriedMode
+from lightning_bytescheduler.ddp.decided_steps import DecidedSteps, agreed_plan
 from lightning_bytescheduler.ddp.deferred_optimizer import deferred_step
 from lightning_bytescheduler.ddp.engine import EngineOptions
-from lightning_bytescheduler.ddp.fit_report import announce, first_pace, reason_for, say_found, say_start
+from lightning_bytescheduler.ddp.fit_report import announce, say_start
 from lightning_bytescheduler.ddp.gates import is_of_libraries
 from lightning_bytescheduler.ddp.loss_scaler import is_enabled
 from lightning_bytescheduler.ddp.merged_buckets import merged_bytes
@@ -58,8 +57,7 @@ from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
 from lightning_bytescheduler.ddp.uneven_data import DrawnBatches
 from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.lightning_api import FabricMixedPrecision, FabricPrecision
-from lightning_bytescheduler.scheduler.options import MODES, SchedulerOptions
-from lightning_bytescheduler.tuning.default_sizes import is_slow
+from lightning_bytescheduler.scheduler.options import SchedulerOptions
 
 __all__ = ["FabricModuleGradients", "LoopReads", "ScheduledDataParallel", "SetUpOptions"]
 
@@ -138,7 +136,7 @@ def _reader(frame: FrameType | None) -> str | None:
     return "unknown code"
 
 
-class FabricModuleGradients:
+class FabricModuleGradients(DecidedSteps):
     """The scheduler of one module; every rank makes those of its modules in the same order.
 
     Args:
@@ -153,6 +151,7 @@ class FabricModuleGradients:
     """
 
     def __init__(self, module: nn.Module, *, board: FaultBoard, options: SetUpOptions, device: torch.device) -> None:
+        super().__init__()
         check_module(module)
         check_hooks(module)
         self._options = options
@@ -162,11 +161,9 @@ class FabricModuleGradients:
         parameters = [p for p in module.parameters() if p.requires_grad]
         self._nbytes = sum(p.numel() * p.element_size() for p in parameters)
         self._parameters = frozenset(map(id, parameters))
-        self._plan: OverlapPlan | None = None
         self._reads: LoopReads | None = None
         self._opened_for: Mapping[str, int] = {}
         self._has_run = False  # forward, since the last backward pass
-        self._finding = False  # whether both ways have been compared
         sparse = bool(sparse_layers(module))
         groups = SchedulerGroups.create(timeout=options.timeout, sparse=sparse, counts=options.batches is not None)
         self._agreed = agree_on_sizes(groups, options.scheduler, parameters, device)
@@ -313,31 +310,28 @@ class FabricModuleGradients:
         engine, scheduler = runtime.engine, self._options.scheduler
         unseen = frozenset(unseen_parameters(module))
         plan = self._make_plan(module, optimizers, precision, unseen, engine.find_held())
-        agree = self._options.agree
-        if not agree(plan.overlapped) and plan.overlapped:
-            plan = OverlapPlan(steps="synchronised", reasons=("another rank cannot let its steps overlap",))
+        agree, link = self._options.agree, self._agreed.link
+        plan = agreed_plan(plan, agree)
+        if self._options.batches is not None:
+            plan = replace(plan, weighting="samples")
         listener: LoopReads | None = None
         if plan.overlapped:
             names = {id(p): name for name, p in module.named_parameters()}
             listener = self._reads = LoopReads(names, rank)
             self._opened_for = engine.opened_for
-            mode, plan = self._choose_mode(runtime, plan)
-        else:
-            mode = StepMode(agree(scheduler.mode == "ddp" or (scheduler.mode == "auto" and scheduler.cross_barrier)))
-            plan = replace(plan, as_ddp=mode.ddp_mode)
-        self._plan = plan = plan if self._options.batches is None else replace(plan, weighting="samples")
-        own_buckets, link = self._options.own_buckets, self._agreed.link
+        mode = self._decide_mode(plan, scheduler, agree, link=link, device=self._device, nbytes=self._nbytes)
         engine.begin_fit(
             EngineOptions(
                 overlapped=plan.overlapped,
                 mode=mode,
                 unseen=unseen,
-                merged_bytes=0 if own_buckets else merged_bytes(self._device, link),
+                merged_bytes=0 if self._options.own_buckets else merged_bytes(self._device, link),
                 processors=own_processors(self._options.ranks_on_host),
             ),
             listener,
         )
         ranks, policy = runtime.group.size(), scheduler.policy
+        plan = plan if self._plan is None else self._plan
         say_start(plan, self._agreed, world_size=ranks, nbytes=self._nbytes, tuned=False, policy=policy)
 
     def _make_plan(
@@ -365,29 +359,6 @@ class FabricModuleGradients:
         return OverlapPlan(
             steps="overlapped", gated_at_start=names_of(module, unseen), held_elsewhere=names_of(module, held)
         )
-
-    def _choose_mode(self, runtime: SchedulerRuntime, plan: OverlapPlan) -> tuple[StepMode, OverlapPlan]:
-        """Whether steps that can overlap do; what counts is what rank 0 says."""
-        mode, link, device = self._options.scheduler.mode, self._agreed.link, self._device
-        slow = link is not None and is_slow(link, nbytes=self._nbytes, busy_processor=device.type == "cpu")
-        message = torch.tensor([MODES.index(mode), slow], dtype=torch.int64, device=device)
-        dist.broadcast(message, src=0)
-        mode, slow = MODES[int(message[0])], bool(message[1])
-        as_ddp = mode == "ddp" or (mode == "auto" and not slow)
-        plan = replace(plan, as_ddp=as_ddp, pace=first_pace(mode, slow=slow, tuned=False))
-        if mode == "auto":
-            return TriedMode(ModeTrial(overlapped=slow), device, self._mode_found), plan
-        return StepMode(mode == "ddp"), plan
-
-    def _mode_found(self, found: ModeFound) -> StepMode | None:
-        """Every rank comes here before the same step."""
-        news, plan = found.changed or (found.compared and not self._finding), self._plan
-        self._finding = found.compared
-        if plan is not None:
-            self._plan = replace(plan, as_ddp=found.ddp_mode, pace=reason_for(found))
-        if news:
-            say_found(found, stays=plan is not None and plan.as_ddp == found.ddp_mode, tuned=False)
-        return None
 
     # ------------------------------------------------------------------ the end
 

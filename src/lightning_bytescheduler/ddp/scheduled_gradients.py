@@ -30,15 +30,13 @@ from lightning_bytescheduler.ddp.compressed_layers import CompressedLayers
 from lightning_bytescheduler.ddp.compressed_reduction import GradientCompression, has_no_gradient
 from lightning_bytescheduler.ddp.compression_rules import CompressionRules, names_that_count
 from lightning_bytescheduler.ddp.ddp_arguments import check_hooks, check_module
-from lightning_bytescheduler.ddp.ddp_mode import ModeFound, ModeTrial, StepMode, TriedMode
+from lightning_bytescheduler.ddp.ddp_mode import StepMode
+from lightning_bytescheduler.ddp.decided_steps import DecidedSteps, agreed_plan
 from lightning_bytescheduler.ddp.deferred_optimizer import deferring
 from lightning_bytescheduler.ddp.engine import EngineOptions
 from lightning_bytescheduler.ddp.fit_report import (
     announce,
     codec_cost,
-    first_pace,
-    reason_for,
-    say_found,
     say_start,
     summary_of,
 )
@@ -66,9 +64,8 @@ from lightning_bytescheduler.ddp.uneven_data import log_nothing, loss_of_nothing
 from lightning_bytescheduler.exceptions import SchedulerClosedError, UnsupportedError
 from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.lightning_api import DDPStrategy, pl, rank_zero_info, rank_zero_warn
-from lightning_bytescheduler.scheduler.options import MODES, SchedulerOptions
+from lightning_bytescheduler.scheduler.options import SchedulerOptions
 from lightning_bytescheduler.timeline.timeline import Timeline
-from lightning_bytescheduler.tuning.default_sizes import is_slow
 from lightning_bytescheduler.tuning.search_space import TuningPoint
 
 __all__ = ["ScheduledGradients", "own_processors"]
@@ -92,7 +89,7 @@ def warn_unaveraged(names: Sequence[str]) -> None:
     )
 
 
-class ScheduledGradients:
+class ScheduledGradients(DecidedSteps):
     """One strategy's scheduler, fit after fit.
 
     Args:
@@ -125,6 +122,7 @@ class ScheduledGradients:
         servers: ServerOptions | None = None,
         await_batch: Callable[[], None] = lambda: None,
     ) -> None:
+        super().__init__()
         self.runtime: SchedulerRuntime | None = None
         self.statistics: SchedulerStatistics | None = None
         self.residuals = Residuals()
@@ -140,8 +138,7 @@ class ScheduledGradients:
         self._timeout = timeout
         self._own_buckets = own_buckets
         self._tuning = tuning
-        self._plan: OverlapPlan | None = None
-        self._finding = ""  # what was seen to be fastest
+        self._sharded = False  # where steps overlap in this fit
         self._early_reads: EarlyReads | None = None
         self._opened_for: Mapping[str, int] = {}
         self._lost_weights: SchedulerClosedError | None = None
@@ -318,42 +315,36 @@ class ScheduledGradients:
             has_servers=self._servers.used,
         )
         agree = self._strategy.reduce_boolean_decision
-        # Both decide what is sent, so all ranks have to do the same, even if a setting differs between them.
-        if not agree(plan.overlapped, all=True) and plan.overlapped:
-            plan = OverlapPlan(steps="synchronised", reasons=("another rank cannot let its steps overlap",))
-        sharded = agree(plan.gradients == "reduce-scatter", all=False)
+        plan = agreed_plan(plan, agree)
+        self._sharded = agree(plan.gradients == "reduce-scatter", all=False)
         if self._counter is not None:
             plan = replace(plan, weighting="samples")
         if self._compression is not None:
             plan = replace(plan, compressed=self._compression.compressed, compression_ratio=self._compression.ratio)
-        self._plan, self._early_reads = plan, None
+        self._early_reads = None
         listener: StepListener | None = None
         if plan.overlapped:
             names = {id(p): name for name, p in module.named_parameters()}
             listener = self._early_reads = EarlyReads(module.trainer, names, self._strategy.global_rank)
             self._opened_for = engine.opened_for
-            mode = self._choose_mode(module, runtime, sharded)
-        else:
-            # Parts by priority bring nothing to a step that waits for all of them; who asks for that step gets them.
-            wanted = self._options.mode == "ddp" or (self._options.mode == "auto" and self._options.cross_barrier)
-            mode = StepMode(agree(wanted, all=True))
-            self._plan = replace(plan, as_ddp=mode.ddp_mode)
-            if self._tuning is not None:
-                self._tuning.say_untuned("steps cannot overlap")
+        elif self._tuning is not None:
+            self._tuning.say_untuned("steps cannot overlap")
+        link, device, nbytes = runtime.agreed.link, self._strategy.root_device, _bytes_of_gradients(module)
+        mode = self._decide_mode(plan, self._options, agree, link=link, device=device, nbytes=nbytes)
         engine.begin_fit(
             EngineOptions(
                 overlapped=plan.overlapped,
                 mode=mode,
-                sharded=sharded,
+                sharded=self._sharded,
                 unseen=unseen,
-                merged_bytes=0 if self._own_buckets else merged_bytes(self._strategy.root_device, runtime.agreed.link),
+                merged_bytes=0 if self._own_buckets else merged_bytes(device, link),
                 processors=own_processors(self._strategy.num_processes),
             ),
             listener,
         )
-        nbytes, ranks = _bytes_of_gradients(module), runtime.group.size()
-        tuned, policy = bool(self._tuned()), self._options.policy
-        say_start(self._plan, runtime.agreed, ranks, nbytes, tuned=tuned, policy=policy, compression=self._compression)
+        ranks, tuned, policy = runtime.group.size(), bool(self._tuned()), self._options.policy
+        plan = plan if self._plan is None else self._plan
+        say_start(plan, runtime.agreed, ranks, nbytes, tuned=tuned, policy=policy, compression=self._compression)
 
     def train_alone(self, plan: OverlapPlan) -> None:
         """Gradients stay where they are in this fit, as ``plan`` says."""
@@ -367,28 +358,16 @@ class ScheduledGradients:
             if line is not None:
                 rank_zero_info(f"bytescheduler: {line}")
 
-    def _choose_mode(self, module: pl.LightningModule, runtime: SchedulerRuntime, sharded: bool) -> StepMode:
-        """Whether steps that can overlap do; what counts is what rank 0 says."""
-        tuning, device = self._tuning, self._strategy.root_device
-        mode, link = self._options.mode, runtime.agreed.link
-        nbytes = _bytes_of_gradients(module)
-        slow = link is not None and is_slow(link, nbytes=nbytes, busy_processor=device.type == "cpu")
-        at_once = tuning is not None and (mode != "auto" or slow or tuning.begins_at_once)
-        message = torch.tensor([MODES.index(mode), slow, at_once], dtype=torch.int64, device=device)
-        dist.broadcast(message, src=0)
-        mode, slow, at_once = MODES[int(message[0])], bool(message[1]), bool(message[2])
-        tuned = None
-        if at_once and tuning is not None:
-            tuned = tuning.begin(module, runtime, device, self._point_changed, in_shards=sharded)
-        pace = first_pace(mode, slow=slow, tuned=tuned is not None)
-        if tuned is not None:
-            self._plan = None if self._plan is None else replace(self._plan, pace=pace)
-            return tuned
-        if self._plan is not None:
-            self._plan = replace(self._plan, as_ddp=mode == "ddp" or (mode == "auto" and not slow), pace=pace)
-        if mode == "auto":
-            return TriedMode(ModeTrial(overlapped=slow), device, self._mode_found)
-        return StepMode(mode == "ddp")
+    def _tunes_at_once(self, *, slow: bool) -> bool:
+        tuning = self._tuning
+        return tuning is not None and (self._options.mode != "auto" or slow or tuning.begins_at_once)
+
+    def _begin_tuning(self) -> StepMode | None:
+        module, runtime = self._strategy.lightning_module, self.runtime
+        if self._tuning is None or module is None or runtime is None:
+            return None
+        device = self._strategy.root_device
+        return self._tuning.begin(module, runtime, device, self._point_changed, in_shards=self._sharded)
 
     def all_left(self, add_up: Callable[[torch.Tensor], object], *, keep: bool) -> dict[str, Any] | None:
         """See :meth:`Residuals.total`."""
@@ -537,23 +516,6 @@ class ScheduledGradients:
     def _point_changed(self, point: TuningPoint) -> None:
         if self._plan is not None:
             self._plan = replace(self._plan, as_ddp=point.is_plain_ddp)
-
-    def _mode_found(self, found: ModeFound) -> StepMode | None:
-        """Every rank comes here before the same step."""
-        reason, plan = reason_for(found), self._plan
-        news = found.changed or (found.compared and not self._finding)
-        self._finding = reason if found.compared else ""
-        if plan is not None:
-            self._plan = replace(plan, as_ddp=found.ddp_mode, pace=reason)
-        tuned, tuning = None, self._tuning
-        module, runtime, device = self._strategy.lightning_module, self.runtime, self._strategy.root_device
-        if not found.ddp_mode and found.changed and tuning is not None and module is not None and runtime is not None:
-            in_shards = runtime.engine.options.sharded
-            tuned = tuning.begin(module, runtime, device, self._point_changed, in_shards=in_shards)
-        if news:
-            stays = plan is not None and plan.as_ddp == found.ddp_mode
-            say_found(found, stays=stays, tuned=tuned is not None, compressed=self._compression is not None)
-        return tuned
 
 
 def _trained(module: pl.LightningModule) -> dict[str, nn.Parameter]:

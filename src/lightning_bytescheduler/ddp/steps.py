@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, ClassVar, cast
 
@@ -34,12 +34,12 @@ from lightning_bytescheduler.ddp.reduction import AllReduction, GradientBucket, 
 from lightning_bytescheduler.ddp.sample_weights import SampleWeights, StepWeight
 from lightning_bytescheduler.ddp.sparse_gradients import SparseGradients
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics, profiled
-from lightning_bytescheduler.ddp.training_stream import TrainingStream
 from lightning_bytescheduler.scheduler.core import ByteCore
 from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask
 from lightning_bytescheduler.timeline.timeline import COMPUTE, COPY_TO_DEVICE, COPY_TO_HOST, GATE, WAIT, Timeline
 
 _LANE = "training thread"
+_HERE: AbstractContextManager[None] = nullcontext()
 
 
 class StepListener:
@@ -53,6 +53,49 @@ class StepListener:
 
     def read_unseen(self, parameters: list[nn.Parameter], step: int, certain: bool) -> None:
         """``parameters`` were read past their gates in ``step``; with last step's weights, ``certain`` or perhaps."""
+
+
+class TrainingStream:
+    """The stream that a training's optimizer steps belong to; on a CPU nothing happens.
+
+    A gate may be opened on any stream and thread: by a forward pass, by a callback that copies weights on a stream of
+    its own. The step is then enqueued where ``optimizer.step()`` was called, behind all else of the training, and the
+    stream that opened the gate waits for it.
+
+    Its limit: a gate opens for all parameters of a bucket. Who reads another one of them on a stream that is neither
+    the training's nor the one that opened the gate has to make it wait for the training's, and after the gate was
+    opened; a wait at the start of the forward pass is too early.
+
+    Args:
+        device: Where the parameters live.
+        cuda: Streams; replaced by tests.
+    """
+
+    def __init__(self, device: torch.device, *, cuda: Any = torch.cuda) -> None:
+        self._device = device
+        self._cuda = cuda
+        self._stream: Any = None
+
+    def is_here(self) -> None:
+        """The training goes on where the caller is; called by whoever trains."""
+        if self._device.type == "cuda":
+            self._stream = self._cuda.current_stream(self._device)
+
+    def entered(self) -> AbstractContextManager[None]:
+        """Enqueue on the training's stream; afterwards the caller's stream waits for that."""
+        return _HERE if self._stream is None else self._moved()
+
+    @contextmanager
+    def _moved(self) -> Iterator[None]:
+        here = self._cuda.current_stream(self._device)
+        if here == self._stream:
+            yield
+            return
+        try:
+            with self._cuda.stream(self._stream):
+                yield
+        finally:
+            here.wait_stream(self._stream)
 
 
 class BucketFutures:
