@@ -1,9 +1,8 @@
 """The core of a run: members, rounds, what each update becomes, what all are told. No I/O; the clock is an argument.
 
-It wraps the batch scheduler. What that says goes to the workers, but for the end of a round: from then on everything is
-held until the mean is there, so that a worker hears of a round's end before it hears of the next round's start. What
-costs time (adding updates, the mean, the outer step) is not done here: ``merge`` is called with what is to be merged,
-and :meth:`Run.merged` says that it was.
+It hosts the rounds, and holds what follows a round's end until the mean is there. What costs time (adding updates, the
+mean, the outer step) is not done here: ``merge`` is called with what is to be merged, and :meth:`Run.merged` says that
+it was.
 
 For one thread.
 
@@ -17,7 +16,6 @@ next round that synchronises their fragment.
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -41,9 +39,7 @@ from lightning_bytescheduler.diloco.coordinator_protocol import (
 )
 from lightning_bytescheduler.diloco.fragments import FragmentOptions
 from lightning_bytescheduler.diloco.messages import (
-    PARAMETER_SERVER,
     EndRound,
-    Envelope,
     JoinRounds,
     LeaveRounds,
     MergePseudoGradients,
@@ -51,17 +47,15 @@ from lightning_bytescheduler.diloco.messages import (
     PseudoGradientArrived,
     RoundEnded,
     RoundStarted,
-    RoundStatus,
-    SendAfter,
     SendingPseudoGradient,
-    SendNow,
     StepMetrics,
     StepReport,
     WaitForRound,
 )
-from lightning_bytescheduler.diloco.round_end import FixedSteps, late_weight, round_of_late, staleness
-from lightning_bytescheduler.diloco.round_record import LateUpdate, RoundMetrics, RoundRecord, WorkerRound
+from lightning_bytescheduler.diloco.round_end import late_weight, round_of_late, staleness
+from lightning_bytescheduler.diloco.round_record import LateUpdate, RoundRecord, WorkerRound
 from lightning_bytescheduler.diloco.round_roster import BatchSchedulerState
+from lightning_bytescheduler.diloco.rounds import Rounds
 from lightning_bytescheduler.diloco.weighted_mean import pseudo_gradient_weight
 from lightning_bytescheduler.exceptions import OptionError
 
@@ -363,9 +357,9 @@ class Run:
         self.counters: dict[str, int] = {}
         self.tallies: dict[str, Tally] = {}
         self.samples = 0
-        target = options.run.target
-        self._equal = isinstance(target, FixedSteps)
-        self.scheduler = BatchScheduler(target, options.rounds, observer=self._remember)
+        self._rounds = Rounds(
+            options.run.target, options.rounds, post=post, end=self._end_of_round, observer=self._remember
+        )
         self._rules = UpdateRules(options)
         self._post = post
         self._merge = merge
@@ -381,11 +375,7 @@ class Run:
         self._ready: dict[str, JoinRounds] = {}  # who has joined the rounds, also before there are any
         self._saved_rounds: BatchSchedulerState | None = None
         self._merging: Merge | None = None
-        self._held: deque[Envelope] = deque()
         self._record: dict[int, RoundRecord] = {}
-        self._metrics = RoundMetrics()
-        self._ending: SendNow | SendAfter | None = None
-        self._told: dict[str, float] = {}
         self._leader: str | None = None
 
     # ── Joining and leaving ───────────────────────────────────────────────────────────
@@ -447,8 +437,7 @@ class Run:
         self._holds = False
         if self._saved_rounds is not None:
             everyone = replace(self.options.rounds, restart_workers=max(len(self._ready), 1))
-            self.scheduler = BatchScheduler(self.options.run.target, everyone, observer=self._remember)
-            self.scheduler.load_state_dict(self._saved_rounds)
+            self._rounds.carry_on(self._saved_rounds, everyone)
             self._saved_rounds = None
         for name in sorted(self._ready):
             self._handle(self._ready[name], now)
@@ -463,7 +452,7 @@ class Run:
         self._awaited.discard(member.name)
         self.tallies.pop(member.name, None)
         self._begin_anew.discard(member.name)
-        self._told.pop(member.name, None)
+        self._rounds.forget(member.name)
         if not self.has_weights and not len(self.members):
             self.model = ()  # nobody is left who would know it
         self._on_leave(member)
@@ -526,13 +515,11 @@ class Run:
             self.count("left")
             self.leave(member, now)
         elif isinstance(message, StepMetrics):
-            self._take_metrics(message)
+            self._rounds.measured(message)
         elif isinstance(message, EndRound):
             self._take_wish(message)
         elif name in self.scheduler.workers and isinstance(message, _FOR_SCHEDULER):
             self._handle(message, now)
-            if isinstance(message, (StepReport, RoundStarted)):
-                self._answer(name, message.round, now)
 
     def _checked(self, joins: JoinRounds, member: Member) -> JoinRounds:
         """What a worker says as it joins, for the scheduler: with its process, and with what it has done in a round.
@@ -544,28 +531,12 @@ class Run:
             return JoinRounds(worker=member.name, session=member.incarnation)
         return msgspec.structs.replace(joins, session=member.incarnation)
 
-    def _take_metrics(self, message: StepMetrics) -> None:
-        metrics: dict[str, float | None] = {"loss": message.loss, **message.metrics}
-        self._metrics.add(message.worker, batch_size=message.batch_size, seconds=message.seconds, metrics=metrics)
-
     def _take_wish(self, wish: EndRound) -> None:
-        round = self.scheduler.round
         if wish.stop and wish.worker == self._leader:
             log.info("%s leads, and ends the training of all.", wish.worker)
             self.scheduler.end_soon()
-        if wish.now and wish.round == round and self._merging is None and self._ending is None:
-            self._ending = SendAfter(round=round, steps=wish.steps) if self._equal else SendNow(round=round)
-            for name in self.scheduler.workers:
-                self._post(name, self._ending)
-
-    def _answer(self, name: str, round: int, now: float) -> None:
-        if self._merging is not None or round != self.scheduler.round:
-            return
-        if self._ending is not None and round == self._ending.round:
-            self._post(name, self._ending)  # the first may have come before it had started
-        elif now - self._told.get(name, -_STATUS_EVERY_S) >= _STATUS_EVERY_S:
-            self._told[name] = now
-            self._post(name, RoundStatus(round=round, left=max(self.scheduler.left, 0)))
+        if wish.now and wish.round == self.scheduler.round:
+            self._rounds.end_now(wish.steps)
 
     def tick(self, now: float) -> None:
         """Take note that time has passed."""
@@ -573,7 +544,7 @@ class Run:
         if self._holds and (not self._awaited or now >= self._hold_until):
             self._let_in(now)
         if self.has_weights:
-            self._deliver(self.scheduler.tick(now=now))
+            self._rounds.tick(now=now)
 
     def _expire(self, now: float) -> None:
         if silent := self.members.fall_silent(now):
@@ -585,7 +556,7 @@ class Run:
             self._forget(member, now)
 
     def _handle(self, message: Any, now: float) -> None:
-        self._deliver(self.scheduler.handle(message, now=now))
+        self._rounds.handle(message, now=now)
 
     # ── Updates ───────────────────────────────────────────────────────────
 
@@ -673,7 +644,7 @@ class Run:
             booked = ()
         own = {one.worker: one for one in booked if one.round == merge.round}
         record = corrected(self._record.pop(merge.round), own)
-        metrics = self._metrics.take()
+        metrics = self._rounds.metrics.take()
         samples = sum(one.samples for one in booked)
         self.samples += samples
         for one in booked:
@@ -685,30 +656,27 @@ class Run:
             metrics=metrics,
             stop=self.scheduler.finished and merge.round == self.scheduler.round,
         )
-        self._ending = None
         for member in self.members:  # each hears its own share: all shares for all grow with the square of their number
             mine = own.get(member.name)
             shares = {mine.worker: mine.samples / samples} if mine is not None and samples else {}
             self._post(member.name, msgspec.structs.replace(ended, shares=shares))
         self._merging = None
-        held, self._held = self._held, deque()
-        self._deliver(held)
+        self._rounds.go_on()
         self._on_round(record, metrics)
 
-    def _deliver(self, envelopes: Sequence[Envelope] | deque[Envelope]) -> None:
-        for envelope in envelopes:
-            if self._merging is not None:
-                self._held.append(envelope)
-            elif envelope.to != PARAMETER_SERVER:
-                self._post(envelope.to, envelope.message)
-            elif isinstance(envelope.message, MergePseudoGradients):
-                round = envelope.message.round
-                fragment = self._rules.fragment_of(round)
-                self._merging = Merge(round=round, fragment=fragment, counts=bool(envelope.message.workers))
-                self._merge(self._merging)
+    def _end_of_round(self, end: MergePseudoGradients) -> bool:
+        fragment = self._rules.fragment_of(end.round)
+        self._merging = Merge(round=end.round, fragment=fragment, counts=bool(end.workers))
+        self._merge(self._merging)
+        return True
 
     def _remember(self, record: RoundRecord) -> None:
         self._record[record.round] = record
+
+    @property
+    def scheduler(self) -> BatchScheduler:
+        """Of the rounds."""
+        return self._rounds.scheduler
 
     # ── What is kept and shown ───────────────────────────────────────────────────────────
 

@@ -1,9 +1,7 @@
-"""The thread that runs the batch scheduler for a job, on worker 0; a mailbox feeds it.
+"""The thread that hosts the rounds of a job, on worker 0; a mailbox feeds it.
 
-Beside the scheduler's own decisions, a worker may ask for the end of a round: because its data or its steps are used
-up, or for a validation. The thread tells the others, and says with each round's end what is to happen there. Where
-anything is, nobody starts the next round before all have passed. Where all workers take equally many steps in a round,
-those that are behind the one that asks go on until they have taken as many.
+A worker may ask for the end of a round: because its data or its steps are used up, or for a validation. The thread says
+with each round's end what is to happen there. Where anything is, nobody starts the next round before all have passed.
 
 In its records a worker that is through before the others is waiting until they come: it can send nothing before, though
 to the scheduler it is sending.
@@ -19,11 +17,8 @@ from dataclasses import replace
 
 import msgspec
 
-from lightning_bytescheduler.diloco.batch_scheduler import BatchScheduler
 from lightning_bytescheduler.diloco.messages import (
-    PARAMETER_SERVER,
     EndRound,
-    Envelope,
     JoinRounds,
     LeaveRounds,
     MergePseudoGradients,
@@ -32,20 +27,17 @@ from lightning_bytescheduler.diloco.messages import (
     PseudoGradientArrived,
     RoundEnded,
     RoundStarted,
-    RoundStatus,
-    SendAfter,
     SendingPseudoGradient,
-    SendNow,
     StepMetrics,
     StepReport,
-    TrainingOver,
 )
-from lightning_bytescheduler.diloco.round_end import FixedSteps, RoundOptions, RoundTarget
-from lightning_bytescheduler.diloco.round_record import Activity, RoundMetrics, RoundRecord
+from lightning_bytescheduler.diloco.round_end import RoundOptions, RoundTarget
+from lightning_bytescheduler.diloco.round_record import Activity, RoundRecord
 from lightning_bytescheduler.diloco.round_roster import BatchSchedulerState
+from lightning_bytescheduler.diloco.rounds import Rounds
 
 _LOOK_S = 1.0
-_STATUS_EVERY_S = 0.5
+_FROM_WORKERS = (StepReport, SendingPseudoGradient, PseudoGradientArrived, RoundStarted, JoinRounds, LeaveRounds)
 _SILENT_STEPS = 3
 
 
@@ -78,9 +70,8 @@ class BatchSchedulerThread:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._workers = tuple(workers)
-        self._equal = isinstance(target, FixedSteps)
         everyone = replace(options, start_workers=len(workers), restart_workers=len(workers))
-        self._scheduler = BatchScheduler(target, everyone, observer=self._round_ended)
+        self._rounds = Rounds(target, everyone, post=post, end=self._announce, observer=self._round_ended)
         self._post = post
         self._on_round = on_round
         self._on_silence = on_silence
@@ -91,19 +82,15 @@ class BatchSchedulerThread:
         self._lock = threading.Lock()  # held while the scheduler takes in a message; no other is taken under it
         # What follows is the thread's.
         self._wishes: set[str] = set()  # what is to happen at the end of the round
-        self._ending: SendNow | SendAfter | None = None  # what all were told when one asked for a round's end
         self._passing: dict[str, bool] | None = None  # who has passed the end of a round, and whether it stops
-        self._held: list[Envelope] = []
         self._sent_at: dict[str, float] = {}
-        self._told: dict[str, float] = {}
         self._looked = 0.0
-        self._metrics = RoundMetrics()
         self._thread = threading.Thread(target=self._run, name="bytescheduler-batch-scheduler", daemon=True)
 
     def start(self, state: BatchSchedulerState | None = None) -> None:
         """Begin, or carry on from what :meth:`state_dict` gave."""
         if state is not None:
-            self._scheduler.load_state_dict(state)
+            self._rounds.scheduler.load_state_dict(state)
         self._thread.start()
 
     def handle(self, message: Message) -> None:
@@ -120,20 +107,20 @@ class BatchSchedulerThread:
     def state_dict(self) -> BatchSchedulerState:
         """What to keep over a restart. For any thread."""
         with self._lock:
-            return self._scheduler.state_dict()
+            return self._rounds.scheduler.state_dict()
 
     # ------------------------------------------------------------------ the thread
 
     def _run(self) -> None:
         try:
             while True:
-                tick = self._scheduler.next_tick
+                tick = self._rounds.scheduler.next_tick
                 wait = _LOOK_S if tick is None else min(max(tick - self._clock(), 0.0), _LOOK_S)
                 try:
                     message = self._inbox.get(timeout=wait)
                 except queue.Empty:
                     with self._lock:
-                        self._deliver(self._scheduler.tick(now=self._clock()))
+                        self._rounds.tick(now=self._clock())
                 else:
                     if message is None:
                         return
@@ -146,37 +133,19 @@ class BatchSchedulerThread:
     def _take(self, message: Message) -> None:
         now = self._clock()
         if isinstance(message, EndRound):
-            self._take_wish(message)
+            self._wishes |= {name for name in ("epoch", "validate", "stop") if getattr(message, name)}
+            if message.now:
+                self._rounds.end_now(message.steps)
         elif isinstance(message, PassedRoundEnd):
             self._take_passed(message)
         elif isinstance(message, StepMetrics):
-            metrics = {"loss": message.loss, **message.metrics}
-            self._metrics.add(message.worker, batch_size=message.batch_size, seconds=message.seconds, metrics=metrics)
-        elif isinstance(message, (StepReport, SendingPseudoGradient, PseudoGradientArrived, RoundStarted)):
+            self._rounds.measured(message)
+        elif isinstance(message, _FROM_WORKERS):
             if isinstance(message, SendingPseudoGradient):
                 self._sent_at[message.worker] = now
-            self._deliver(self._scheduler.handle(message, now=now))
-            if isinstance(message, (StepReport, RoundStarted)):
-                self._answer(message.worker, message.round, now)
-        elif isinstance(message, (JoinRounds, LeaveRounds)):
-            self._deliver(self._scheduler.handle(message, now=now))
+            self._rounds.handle(message, now=now)
         else:
             raise RuntimeError(f"The batch scheduler was sent what only it says: {message!r}.")
-
-    def _answer(self, worker: str, round: int, now: float) -> None:
-        if self._ending is not None and round == self._ending.round:
-            self._post(worker, self._ending)  # the first may have come before it had started
-        elif now - self._told.get(worker, -_STATUS_EVERY_S) >= _STATUS_EVERY_S:
-            self._told[worker] = now
-            self._post(worker, RoundStatus(round=self._scheduler.round, left=max(self._scheduler.left, 0)))
-
-    def _take_wish(self, wish: EndRound) -> None:
-        self._wishes |= {name for name in ("epoch", "validate", "stop") if getattr(wish, name)}
-        round = self._scheduler.round
-        if wish.now and (self._ending is None or self._ending.round != round):
-            self._ending = SendAfter(round=round, steps=wish.steps) if self._equal else SendNow(round=round)
-            for worker in self._workers:
-                self._post(worker, self._ending)
 
     def _take_passed(self, message: PassedRoundEnd) -> None:
         if self._passing is None:
@@ -185,40 +154,26 @@ class BatchSchedulerThread:
         if len(self._passing) < len(self._workers):
             return
         stops, self._passing = any(self._passing.values()), None
-        held, self._held = self._held, []
-        if stops:
-            held = [Envelope(worker, TrainingOver(round=message.round)) for worker in self._workers]
-        self._deliver(held)
+        self._rounds.go_on(over=message.round if stops else None)
 
-    def _deliver(self, envelopes: Sequence[Envelope]) -> None:
-        over = any(isinstance(envelope.message, TrainingOver) for envelope in envelopes)
-        for envelope in envelopes:
-            if envelope.to != PARAMETER_SERVER:
-                if self._passing is None:
-                    self._post(envelope.to, envelope.message)
-                else:
-                    self._held.append(envelope)
-            elif isinstance(envelope.message, MergePseudoGradients):
-                self._announce(envelope.message.round, over=over)
-
-    def _announce(self, round: int, *, over: bool) -> None:
-        """Tell everybody that a round is over, before they hear of the next one."""
+    def _announce(self, merge: MergePseudoGradients) -> bool:
+        """Tell everybody that a round is over, before they hear of the next one; returns whether all stand still."""
         samples = self._ended.samples
         ended = RoundEnded(
-            round=round,
+            round=merge.round,
             samples=samples,
             shares={one.worker: one.samples / samples for one in self._ended.workers} if samples else {},
-            metrics=self._metrics.take(),
+            metrics=self._rounds.metrics.take(),
             epoch="epoch" in self._wishes,
             validate="validate" in self._wishes,
-            stop="stop" in self._wishes or over,
+            stop="stop" in self._wishes or self._rounds.scheduler.finished,
         )
         self._wishes = set()
-        self._ending = None
         for worker in self._workers:
             self._post(worker, ended)
         if ended.halts:
             self._passing = {}
+        return ended.halts
 
     def _round_ended(self, record: RoundRecord) -> None:
         self._ended = _with_common_waiting(record, self._sent_at)
@@ -231,7 +186,7 @@ class BatchSchedulerThread:
             return
         silent = [
             worker.name
-            for worker in self._scheduler.workers.values()
+            for worker in self._rounds.scheduler.workers.values()
             if worker.is_training
             and worker.step_time.seconds is not None
             and now > worker.heard + _SILENT_STEPS * worker.step_time.seconds + self._silent_after
