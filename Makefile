@@ -18,6 +18,8 @@ PYTHON ?= python3
 # link has nothing beside it.
 ROOMS_OF_TIME := $(addprefix tests/,collectives diloco failures faults)
 ROOMS_OF_LINKS := tests/links
+# What runs Lightning's own tests; .ci/run has its tests take turns.
+ROOM_OF_SUITE := tests/lightning_suite
 # These need packages that .venv does not have.
 ROOM_OF_MODELS := tests/real_models
 ROOM_OF_RAY := tests/ray_train
@@ -60,8 +62,8 @@ demo: $(VENV)/.demo
 
 test: $(VENV)/.dev
 ifeq ($(strip $(PYTEST_ARGS)),)
-	$(RUN) -m pytest -n 2 --dist loadfile $(patsubst %,--ignore=%,$(ROOMS_OF_TIME) $(ROOMS_OF_LINKS) $(ROOM_OF_MODELS) \
-	  $(ROOM_OF_RAY))
+	$(RUN) -m pytest -n 2 --dist loadfile $(patsubst %,--ignore=%,$(ROOMS_OF_TIME) $(ROOMS_OF_LINKS) $(ROOM_OF_SUITE) \
+	  $(ROOM_OF_MODELS) $(ROOM_OF_RAY))
 	$(RUN) -m pytest -n 2 --dist loadfile $(ROOMS_OF_TIME)
 	$(RUN) -m pytest $(ROOMS_OF_LINKS)
 else

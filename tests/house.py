@@ -27,11 +27,11 @@ SHOWN = 5
 Definition = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def lines_of_code(text: str) -> int:
+def lines_of_code(text: str, tree: ast.Module | None = None) -> int:
     """How many lines of a module are neither blank, nor a comment, nor part of a docstring."""
     docstrings = {
         line
-        for node in ast.walk(ast.parse(text))
+        for node in ast.walk(ast.parse(text) if tree is None else tree)
         if isinstance(node, Definition) and ast.get_docstring(node, clean=False) is not None
         for line in range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1)
     }
@@ -70,9 +70,9 @@ class House:
             text, name = file.read_text(encoding="utf-8"), file.relative_to(package)
             room = name.parts[0] if len(name.parts) > 1 else "top"
             room = TOGETHER.get(room, room)
-            lines[room] += lines_of_code(text)
-            files[room] += 1
             tree = ast.parse(text)
+            lines[room] += lines_of_code(text, tree)
+            files[room] += 1
             imports[str(name)] = len(set(_imported(tree, package.name)))
             attributes.update({f"{name}:{of}": count for of, count in _attributes(tree)})
         return cls(lines, files, options, imports, attributes)

@@ -56,12 +56,23 @@ def test_what_grew_is_named_and_what_shrank_is_not() -> None:
     ]
 
 
-def test_growth_fails_and_is_not_noted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    figures = tmp_path / "house.toml"
-    figures.write_text(house.FIGURES.read_text().replace("\nddp = ", "\nddp = 1\nother = "))
-    monkeypatch.setattr(house, "FIGURES", figures)
+def test_growth_fails_and_is_not_noted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    package, figures = tmp_path / "package", tmp_path / "house.toml"
+    (package / "ddp").mkdir(parents=True)
+    (package / "ddp" / "one.py").write_text(MODULE)
+    budget = house.FIGURES.read_text().split("[lines]")[0]
+    figures.write_text(budget + "[lines]\nddp = 1\n[files]\nddp = 1\n[options]\n")
+    for name, value in {"FIGURES": figures, "PACKAGE": package, "own_options": dict}.items():
+        monkeypatch.setattr(house, name, value)
     before = figures.read_text()
     assert house.main(["--write"]) == 1
+    assert "ddp has 7 lines, and had 1" in capsys.readouterr().out
     assert figures.read_text() == before
     assert house.main(["--write", "--allow-growth"]) == 0
     assert house.main([]) == 0
+
+
+def test_options_that_ddp_does_not_have_are_counted() -> None:
+    assert 10 < house.own_options()["ByteSchedulerStrategy"] < 30
