@@ -135,7 +135,7 @@ def train(asked: dict[str, Any]) -> None:
             strategy = DiLoCoStrategy(coordinator={"url": asked["url"], "name": name, **files})
             trainer = L.Trainer(devices=1, strategy=strategy, callbacks=[journal], enable_checkpointing=False, **common)
             cache = folder / "cache" / name
-            data = SliceDataModule(asked["rows"], batch_size=asked["batch"], num_workers=0, cache_dir=str(cache))
+            data = SliceDataModule(asked["rows"], batch_size=asked["batch"], num_workers=0, cache=str(cache))
             trainer.fit(Network(), datamodule=data)
         else:
             saves = L.pytorch.callbacks.ModelCheckpoint(

@@ -120,7 +120,8 @@ def stall(*, slices: int, slice_bytes: int, seconds_per_slice: float, latency: f
         make_slices(str(path), "memory://stall", slice_bytes=slice_bytes + 4096, overwrite=True)
         bandwidth = 2 * slice_bytes / seconds_per_slice
         source = DistantSource.behind(open_source("memory://stall"), seconds=latency, bandwidth=bandwidth)
-        options = StoreOptions(cache_dir=f"{folder}/cache", cache_bytes=max(slices // 2, 4) * (slice_bytes + 100_000))
+        cache = {"dir": f"{folder}/cache", "bytes": max(slices // 2, 4) * (slice_bytes + 100_000)}
+        options = StoreOptions(cache=cache)
         order = [*source.slices, *source.slices]
         waited = first = stalled = 0.0
         started = began = time.perf_counter()
@@ -198,8 +199,7 @@ def fit_stall(
             "memory://stall",
             batch_size=256,
             num_workers=workers,
-            cache_dir=f"{folder}/cache",
-            cache_bytes=max(slices // 2, 4) * (slice_bytes + 100_000),
+            cache={"dir": f"{folder}/cache", "bytes": max(slices // 2, 4) * (slice_bytes + 100_000)},
         )
         source = DistantSource.behind(open_source("memory://stall"), seconds=latency, bandwidth=bandwidth)
         data._sources["train"] = source

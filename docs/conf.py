@@ -46,8 +46,6 @@ if os.environ.get("DOCS_INTERSPHINX") == "1":
 # Names of others are not looked for: without their inventories none would be found, and with them not all are in there.
 nitpick_ignore_regex += [
     (r"py:.*", r"(torch|lightning|collections|datetime|os|pathlib|typing|numpy|fsspec)(\..*)?"),
-    # A base class that is none of a user's business.
-    (r"py:class", r"lightning_bytescheduler\.slices\.training\.CoordinatedDataModule"),
 ]
 
 html_theme = "furo"

@@ -74,7 +74,7 @@ def served_library(folder: Path, size: int) -> Iterator[str]:
 def train(url: str, cache: Path, *, batch_size: int, workers: int, **options: Any) -> tuple[Trainer, int]:
     """Fit, from a checkpoint if one is given; returns the Trainer, and how many lines were trained on."""
     data = SliceDataModule(
-        url, batch_size=batch_size, num_workers=workers, shuffle="samples", transform=encode, cache_dir=str(cache)
+        url, batch_size=batch_size, num_workers=workers, shuffle="samples", transform=encode, cache=str(cache)
     )
     model = NextCharacter()
     resume = options.pop("resume", None)

@@ -43,9 +43,8 @@ if TYPE_CHECKING:
     from lightning_bytescheduler.predicting.predict import advise, predict
     from lightning_bytescheduler.simulation.link import LinkModel
     from lightning_bytescheduler.simulation.prediction import Prediction
-    from lightning_bytescheduler.slices.data_module import SliceDataModule
+    from lightning_bytescheduler.slices.data_module import SliceCoordinator, SliceDataModule
     from lightning_bytescheduler.slices.dataset import SliceDataset
-    from lightning_bytescheduler.slices.slice_coordinator import SliceCoordinator
     from lightning_bytescheduler.tuning.credit_tuner import CreditTuner
 
 __all__ = [
@@ -98,7 +97,7 @@ _IMPORTED_AT_FIRST_USE = {
     "Prediction": "simulation.prediction",
     "PushPullStore": "collectives.push_pull_store",
     "SchedulerStatistics": "ddp.statistics",
-    "SliceCoordinator": "slices.slice_coordinator",
+    "SliceCoordinator": "slices.data_module",
     "SliceDataModule": "slices.data_module",
     "SliceDataset": "slices.dataset",
     "advise": "predicting.predict",

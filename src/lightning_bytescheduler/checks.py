@@ -50,10 +50,12 @@ GONE: dict[str, dict[str, str]] = {
         "rounds_file": "The record is rounds.jsonl, in the logger's folder or in Trainer(default_root_dir=...).",
     },
     "SliceDataModule": {
+        **dict.fromkeys(("cache_dir", "cache_bytes"), "Write cache=FOLDER, or cache={'dir': ..., 'bytes': ...}."),
+        "slice_bytes": "Files without an index are cut at 64 MiB; 'slices make --slice-size' cuts them otherwise.",
         "shuffle_samples": "Write shuffle='samples'.",
         "prefetch_factor": "Each process reads two batches ahead.",
         "pin_memory": "Batches are pinned where they go to a GPU.",
-        "prefetch": "Slices are fetched ahead as the speeds need it.",
+        "prefetch": "Eight slices are fetched ahead, or as many as a quarter of the cache holds.",
         "attempts": "A chunk that is short or wrong is fetched three times.",
         "lease": "A worker is taken for dead after 300 s without a word.",
     },

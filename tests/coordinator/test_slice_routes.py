@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from lightning_bytescheduler.coordinator import limits
+from lightning_bytescheduler.coordinator import connection
 from lightning_bytescheduler.coordinator.membership import Member
 from lightning_bytescheduler.coordinator.options import CoordinatorOptions
 from lightning_bytescheduler.coordinator.server import CoordinatorServer
@@ -138,8 +138,8 @@ def test_who_answers_no_ping_as_a_round_begins_stands_still(tmp_path: Path) -> N
 
 
 def test_a_worker_that_asks_too_often_is_told_to_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "_BURST", 3.0)
-    monkeypatch.setattr(limits, "_PER_SECOND", 1e-6)
+    monkeypatch.setattr(connection, "_BURST", 3.0)
+    monkeypatch.setattr(connection, "_PER_SECOND", 1e-6)
     slices = SliceRoutes([make_rows(tmp_path / "rows", [10])], TrackerOptions(lease=60.0))
 
     async def status(worker: SmallWorker) -> int:

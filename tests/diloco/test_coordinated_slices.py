@@ -236,7 +236,7 @@ def test_what_a_worker_held_of_which_a_rank_has_failed_goes_to_others(
 
 def fit_reading_otherwise(rank: int, *, rows: str) -> None:
     trainer = diloco_trainer(rank, DiLoCoStrategy(coordinator="http://127.0.0.1:1", inner="ddp"))
-    with pytest.raises(OptionError, match=r"num_workers.*the same on all ranks of a worker"):
+    with pytest.raises(OptionError, match=r"num_workers.*the same on every rank"):
         trainer.fit(Remembers(), datamodule=SliceDataModule(rows, batch_size=2, num_workers=rank))
 
 
@@ -271,19 +271,19 @@ def tracker_of(*answers: Answer, timeout: float = 30.0) -> _CoordinatorTracker:
 def test_a_worker_that_was_given_up_joins_again() -> None:
     """Its steps go on meanwhile, and what it held has gone to others."""
     tracker = tracker_of(GIVEN_UP, GIVEN_UP)
-    assert tracker.progress(ReportProgress(session=1, grant=1, trained=3)) == Receipt(verdict=Verdict.JOIN_AGAIN)
-    assert tracker.request(RequestSlice(session=1, epoch=0)) == JoinAgain()
+    assert tracker.answer(ReportProgress(session=1, grant=1, trained=3)) == Receipt(verdict=Verdict.JOIN_AGAIN)
+    assert tracker.answer(RequestSlice(session=1, epoch=0)) == JoinAgain()
     joined = Joined(session=2, epoch=0, lease=9.0)
     tracker = tracker_of(GIVEN_UP, Answer(status=200, headers={}, body=encode(joined).encode()))
-    assert tracker.join(JoinTracker(worker="w0", incarnation="1")) == joined
+    assert tracker.answer(JoinTracker(worker="w0", incarnation="1")) == joined
 
 
 def test_a_worker_that_is_not_let_in_again_says_so() -> None:
     with pytest.raises(SchedulerTimeoutError, match="no answer about slices"):
-        tracker_of(GIVEN_UP, timeout=0.0).join(JoinTracker(worker="w0", incarnation="1"))
+        tracker_of(GIVEN_UP, timeout=0.0).answer(JoinTracker(worker="w0", incarnation="1"))
     refusing = tracker_of(Answer(status=404, headers={}, body=b'{"error": "no data"}'))
     with pytest.raises(CoordinatorError, match=r"hands out no slices to this worker: .*no data"):
-        refusing.request(RequestSlice(session=1, epoch=0))
+        refusing.answer(RequestSlice(session=1, epoch=0))
 
 
 def test_who_asks_for_slices_hears_what_has_ended_the_training() -> None:
@@ -300,11 +300,11 @@ def test_who_asks_for_slices_hears_what_has_ended_the_training() -> None:
 
     ended = _CoordinatorTracker(Ended(GIVEN_UP), timeout=30.0, check=fail)  # type: ignore[arg-type]
     with pytest.raises(RankFailedError, match="on purpose"):
-        ended.request(RequestSlice(session=1, epoch=0))
+        ended.answer(RequestSlice(session=1, epoch=0))
     closed = tracker_of(GIVEN_UP)
     closed.closed = True
     with pytest.raises(SchedulerTimeoutError, match="training ended before"):
-        closed.join(JoinTracker(worker="w0", incarnation="1"))
+        closed.answer(JoinTracker(worker="w0", incarnation="1"))
 
 
 @pytest.mark.parametrize("halts", [True, False])

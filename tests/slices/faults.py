@@ -6,10 +6,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from lightning_bytescheduler.slices.checksums import checksum_of, digests_of
 from lightning_bytescheduler.slices.fetch import Waiting
 from lightning_bytescheduler.slices.formats import format_of
-from lightning_bytescheduler.slices.slice import Slice
+from lightning_bytescheduler.slices.slice import Slice, checksum_of, digests_of
 from lightning_bytescheduler.slices.source import SliceSource, SourceFile
 
 CHUNK = 1000

@@ -13,7 +13,7 @@ import pytest
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.slices import cache as cache_module
 from lightning_bytescheduler.slices.cache import CacheFull, DiskFailed, SliceCache, file_bytes
-from lightning_bytescheduler.slices.checksums import ChunkPlan
+from lightning_bytescheduler.slices.slice import ChunkPlan
 
 # Fork is meant: processes that were forked share what is open.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
@@ -243,8 +243,8 @@ def test_locks_of_dead_processes_do_not_hang(tmp_path):
 
 
 def test_misuse(tmp_path):
-    with pytest.raises(OptionError, match="cache_bytes"):
+    with pytest.raises(OptionError, match="cache"):
         SliceCache(tmp_path, 0)
     (tmp_path / "file").touch()
-    with pytest.raises(OptionError, match=r"cache_dir=.*can be made and written, but it is a file"):
+    with pytest.raises(OptionError, match=r"cache=.*can be made and written, but it is a file"):
         SliceCache(tmp_path / "file", 10)

@@ -105,7 +105,7 @@ def remote(name: str, counts: list[int], folder: Path) -> str:
 def test_a_cache_smaller_than_the_data(tmp_path: Path, workers: int) -> None:
     url = remote("small-cache", [40] * 8, tmp_path)
     cache = tmp_path / "cache"
-    data = SliceDataModule(url, batch_size=16, num_workers=workers, cache_dir=str(cache), cache_bytes=4000)
+    data = SliceDataModule(url, batch_size=16, num_workers=workers, cache={"dir": str(cache), "bytes": 4000})
     model = fit(data, max_epochs=2)
     assert Counter(number for batch in model.batches for number in batch) == Counter(dict.fromkeys(range(320), 2))
     assert sum(file.stat().st_size for file in cache.glob("*.slice")) <= 4000
@@ -116,7 +116,7 @@ def test_resumed_with_a_wiped_cache_or_another_one(tmp_path: Path) -> None:
     url = remote("wiped", [10] * 6, tmp_path)
 
     def data(cache: str) -> SliceDataModule:
-        return SliceDataModule(url, batch_size=4, cache_dir=str(tmp_path / cache))
+        return SliceDataModule(url, batch_size=4, cache=str(tmp_path / cache))
 
     save = SaveEveryStep(str(tmp_path))
     whole = fit(data("one"), callbacks=[save])
@@ -138,7 +138,7 @@ def test_a_corrupt_slice_is_replaced_for_its_epoch_and_then_left_out(tmp_path: P
     memory = fsspec.filesystem("memory")
     path = sorted(file for file in memory.ls("/corrupt", detail=False) if file.endswith(".npy"))[1]
     memory.pipe(path, memory.cat(path)[:-1] + b"?")
-    data = SliceDataModule(url, batch_size=4, shuffle=False, num_workers=workers, cache_dir=str(tmp_path / "cache"))
+    data = SliceDataModule(url, batch_size=4, shuffle=False, num_workers=workers, cache=str(tmp_path / "cache"))
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         model = fit(data, max_epochs=2)
@@ -180,9 +180,9 @@ def test_shuffle_is_no_number(tmp_path: Path) -> None:
         ("shortage", "repeat"),
         ("transform", 3),
         ("collate", "stack"),
-        ("slice_bytes", 0),
-        ("cache_dir", 5),
-        ("cache_bytes", 0),
+        ("cache", 5),
+        ("cache", {"bytes": 0}),
+        ("cache", {"folder": "a"}),
         ("delivery", "exactly_once"),
         ("timeout", -1.0),
     ],
@@ -203,8 +203,8 @@ def test_misuse(tmp_path: Path) -> None:
         _ = SliceDataModule(rows).training
     with pytest.raises(OptionError, match="a glob that some file fits"):
         fit(SliceDataModule(f"{tmp_path}/*.nothing"))
-    with pytest.raises(OptionError, match="cache_bytes"):
-        fit(SliceDataModule(remote("too-large", [500], tmp_path), cache_dir=str(tmp_path / "c"), cache_bytes=100))
+    with pytest.raises(OptionError, match="cache="):
+        fit(SliceDataModule(remote("too-large", [500], tmp_path), cache={"dir": str(tmp_path / "c"), "bytes": 100}))
 
 
 def test_rows_can_be_written_to(tmp_path: Path) -> None:

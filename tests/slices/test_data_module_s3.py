@@ -43,7 +43,7 @@ def test_epochs_and_a_resumed_one(tmp_path: Path, storage_options: dict[str, Any
             f"s3://fit-{workers}/slices",
             batch_size=10,
             num_workers=workers,
-            cache_dir=str(tmp_path / cache),
+            cache=str(tmp_path / cache),
             storage_options=storage_options,
         )
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from lightning_bytescheduler.exceptions import OptionError, SchedulerTimeoutError
 from lightning_bytescheduler.slices.batches import ReadReport, SampleRun, SliceBatch
-from lightning_bytescheduler.slices.plan_thread import FollowingPlan, LeadingRank, PlanThread, cut_batch, read
-from lightning_bytescheduler.slices.tracked_batches import TrackerPlan
+from lightning_bytescheduler.slices.tracked_plan import PlanThread, TrackerPlan
 from lightning_bytescheduler.slices.tracker import SliceTracker
+from lightning_bytescheduler.slices.training import FollowingPlan, LeadingRank, cut_batch, read
 from tests.slices.tracker_workers import make_tracker
 
 LIMIT_S = 10.0
@@ -134,7 +134,7 @@ def test_each_rank_gets_its_part_of_every_batch(plans: list[PlanThread]) -> None
     for part in passes[0]:
         parts = [part, *(next(each) for each in passes[1:])]
         for plan in (first, *followers):
-            plan.received(ReadReport({}, depth=2))
+            plan.received(ReadReport({}))
             plan.trained()
         trained.update({sample for each in parts for sample in samples(each)})
     assert [next(each, None) for each in passes[1:]] == [None, None]

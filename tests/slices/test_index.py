@@ -7,8 +7,8 @@ import json
 import pytest
 
 from lightning_bytescheduler.exceptions import SliceIndexError
-from lightning_bytescheduler.slices.checksums import checksum_of
-from lightning_bytescheduler.slices.index import indexed_slice, read_index, write_index
+from lightning_bytescheduler.slices.make import indexed_slice, read_index, write_index
+from lightning_bytescheduler.slices.slice import checksum_of
 
 ENTRIES = [
     indexed_slice("slice-0.txt", b"a\n" * 3, 3, folder="memory://data"),

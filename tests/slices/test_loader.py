@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +18,23 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_bytescheduler import SliceDataModule, SliceDataset
-from lightning_bytescheduler.slices import formats
-from lightning_bytescheduler.slices.checksums import ChunkPlan
+from lightning_bytescheduler.slices import data_module, formats
 from lightning_bytescheduler.slices.make import make_slices
-from lightning_bytescheduler.slices.open_slice import ReaderSpeed
 from lightning_bytescheduler.slices.slice import SliceStream
-from tests.slices.fits import Remembers, SaveEveryStep, fit, make_rows
+from lightning_bytescheduler.slices.source import open_source
+from tests.slices.fits import Remembers, SaveEveryStep, fit
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*multi-threaded.*fork:DeprecationWarning", "ignore:This DataLoader will create:UserWarning"
 )
 
 SAMPLES = 50
+
+
+@pytest.fixture(autouse=True)
+def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several of a small file."""
+    monkeypatch.setattr(data_module, "open_source", partial(open_source, slice_bytes=400))
 
 
 def counting(made: Any, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -85,7 +91,7 @@ def write(folder: Path, form: str) -> str:
 @pytest.mark.parametrize("shuffle", [True, "samples"])
 def test_the_same_batches_with_any_number_of_workers(tmp_path: Path, form: str, shuffle: Any) -> None:
     url = write(tmp_path, form)
-    options: dict[str, Any] = {"batch_size": 4, "slice_bytes": 400, "shuffle": shuffle, "seed": 3}
+    options: dict[str, Any] = {"batch_size": 4, "shuffle": shuffle, "seed": 3}
     alone, *others = (
         batches_of(SliceDataModule(url, num_workers=workers, **options))
         for workers in ((0, 1, 2, 4) if form == "npy" else (0, 3))
@@ -103,14 +109,13 @@ def test_the_same_batches_with_any_number_of_workers(tmp_path: Path, form: str, 
 def test_each_sample_is_decoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shuffle: Any) -> None:
     url = write(tmp_path, "jsonl")
     made = multiprocessing.Value("i", 0)
-    data = SliceDataModule(url, batch_size=4, num_workers=3, slice_bytes=400, shuffle=shuffle)
+    data = SliceDataModule(url, batch_size=4, num_workers=3, shuffle=shuffle)
     monkeypatch.setattr(formats, "_decode_json", counting(made, formats._decode_json))
     assert sum(len(batch["x"]) for batch in batches_of(data)) == SAMPLES
     assert made.value == SAMPLES + 1  # the first one also as the file is opened, to see what it is
 
 
-def test_a_users_reader_makes_each_sample_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ReaderSpeed, "should_begin_anew", lambda *_: True)
+def test_a_users_reader_makes_each_sample_once(tmp_path: Path) -> None:
     made = multiprocessing.Value("i", 0)
     as_number = counting(made, int)
 
@@ -127,21 +132,9 @@ def test_a_users_reader_makes_each_sample_once(tmp_path: Path, monkeypatch: pyte
     assert made.value - opening == SAMPLES
 
 
-def test_chunks_are_verified_once_for_all_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_slices(make_rows(tmp_path / "rows", [40, 40]), str(tmp_path / "slices"))
-    data = SliceDataModule(str(tmp_path / "slices"), batch_size=4, num_workers=2)
-    verified = multiprocessing.Value("i", 0)
-    data.setup("fit")
-    monkeypatch.setattr(ChunkPlan, "is_right", counting(verified, ChunkPlan.is_right))
-    for _ in range(3):
-        assert len(list(data.train_dataloader())) == 20
-    data.teardown("fit")
-    assert 2 <= verified.value <= 2 * 2  # two may come to a chunk at the same moment, in the first epoch
-
-
 def test_resumed_with_another_number_of_workers(tmp_path: Path) -> None:
     url = write(tmp_path, "numbers")
-    options: dict[str, Any] = {"batch_size": 4, "shuffle": "samples", "transform": float, "slice_bytes": 30}
+    options: dict[str, Any] = {"batch_size": 4, "shuffle": "samples", "transform": float}
     save = SaveEveryStep(str(tmp_path))
     whole = fit(SliceDataModule(url, num_workers=2, collate=as_column, **options), callbacks=[save]).batches
     for workers in (0, 2, 3):
@@ -198,7 +191,6 @@ def test_batches_of_any_structure_and_size(tmp_path: Path) -> None:
 
 
 def test_many_batches_that_are_kept(tmp_path: Path) -> None:
-    """A slot that was written to too early would change a batch on its way."""
     np.save(tmp_path / "a.npy", np.arange(3000, dtype=np.int64))
     data = SliceDataModule(f"{tmp_path}/a.npy", batch_size=5, num_workers=2, shuffle=False)
     assert torch.cat(batches_of(data)).tolist() == list(range(3000))

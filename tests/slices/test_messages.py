@@ -44,7 +44,7 @@ MESSAGES: list[Call | Reply] = [
     RenewLease(session=3),
     LeaveTracker(session=3),
     Assignment(grant=1, epoch=0, slice_index=4, slice=PIECE, first=1, lease=0.1, revoked=(9,)),
-    AskLater(reason=WaitReason.HELD, seconds=0.25, revoked=()),
+    AskLater(reason=WaitReason.HELD, revoked=()),
     EpochOver(epoch=2, revoked=(1,)),
     JoinAgain(),
     *(Receipt(verdict=verdict) for verdict in Verdict),

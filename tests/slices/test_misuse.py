@@ -30,7 +30,8 @@ from lightning_bytescheduler import (
 )
 from lightning_bytescheduler.cli import main
 from lightning_bytescheduler.serving import ServerAccess
-from lightning_bytescheduler.slices import checksums, urls
+from lightning_bytescheduler.slices import slice as slice_module
+from lightning_bytescheduler.slices import urls
 from lightning_bytescheduler.slices.fetch import Waiting, ask
 from lightning_bytescheduler.slices.make import make_slices
 from lightning_bytescheduler.slices.options import StoreOptions
@@ -86,7 +87,7 @@ def web() -> Iterator[str]:
 @pytest.mark.parametrize("name", [SliceDataModule, SliceDataset])
 def test_the_constructor_names_the_extra(text: str, monkeypatch: pytest.MonkeyPatch, package: str, name: Any) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    checksums.xxhash.cache_clear()
+    slice_module.xxhash.cache_clear()
     words = rf"{name.__name__} needs {package}, which is not installed: pip install 'lightning-bytescheduler\[data\]'"
     with pytest.raises(ImportError, match=words):
         name(text)
@@ -165,7 +166,7 @@ def test_storage_options_go_to_those_that_take_them(text: str, tmp_path: Path) -
     headers = {"Authorization": "Bearer t"}
     with SliceServer(text, token="t") as server:
         for options in ({"headers": headers}, {"http": {"headers": headers}}):
-            data = SliceDataModule(text, val=server.url, storage_options=options, cache_dir=str(tmp_path / "cache"))
+            data = SliceDataModule(text, val=server.url, storage_options=options, cache=str(tmp_path / "cache"))
             data.setup("fit")
             assert sum(len(batch) for loader in data.val_dataloader() for batch in loader) == 3
             data.teardown("fit")
@@ -185,7 +186,7 @@ def no_arguments() -> None:
         ("reader", len, r"reader\(stream, first\): too many positional arguments"),
         ("transform", no_arguments, r"transform\(sample\)"),
         ("collate", no_arguments, r"collate\(samples\)"),
-        ("cache_bytes", "10GB", r"a whole number of bytes"),
+        ("cache", {"bytes": "10GB"}, r"a whole number of bytes"),
         ("timeout", "1m", "seconds"),
     ],
 )
@@ -285,7 +286,7 @@ def test_a_token_that_is_no_longer_right_ends_the_training_at_once(
 ) -> None:
     options = {"headers": {"Authorization": "Bearer t"}}
     with SliceServer(text, token="t") as server:
-        data = SliceDataModule(server.url, storage_options=options, cache_dir=str(tmp_path / "cache"))
+        data = SliceDataModule(server.url, storage_options=options, cache=str(tmp_path / "cache"))
         data.setup("fit")
         monkeypatch.setattr(ServerAccess, "permits", lambda *_: False)
         with pytest.raises(SourceUnavailableError, match=r"401 Unauthorized. Send the header"):
@@ -358,8 +359,8 @@ def test_a_cache_that_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     make_slices(make_rows(tmp_path, [4]), "memory://cannot-be", overwrite=True)
     for folder in ("file", "file/folder"):
-        data = SliceDataModule("memory://cannot-be", cache_dir=str(tmp_path / folder))
-        with pytest.raises(OptionError, match=r"cache_dir=.*can be made and written, but"):
+        data = SliceDataModule("memory://cannot-be", cache=str(tmp_path / folder))
+        with pytest.raises(OptionError, match=r"cache=.*can be made and written, but"):
             data.setup("fit")
 
 

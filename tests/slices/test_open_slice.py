@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from lightning_bytescheduler.exceptions import SliceCorruptError
 from lightning_bytescheduler.slices.formats import format_of
 from lightning_bytescheduler.slices.make import npy_slice
-from lightning_bytescheduler.slices.open_slice import BlockSamples, ReaderSamples, ReaderSpeed
+from lightning_bytescheduler.slices.open_slice import BlockSamples, ReaderSamples
 from lightning_bytescheduler.slices.slice import Slice, SliceStream
 from tests.slices.test_formats import pieces
 
@@ -85,7 +85,7 @@ def test_json_as_any_program_writes_it() -> None:
     ]
 
 
-def counted(made: list[int], *, malformed: int = COUNT) -> ReaderSamples:
+def counted(made: list[int], *, malformed: int = COUNT, is_here: bool = True) -> ReaderSamples:
     def read(first: int) -> Iterator[int]:
         for number in range(first, COUNT):
             if number == malformed:
@@ -94,14 +94,13 @@ def counted(made: list[int], *, malformed: int = COUNT) -> ReaderSamples:
             yield number
 
     slice_ = slice_of("s", b"")
-    return ReaderSamples(slice_, read, may_begin_anew=lambda: True, speed=ReaderSpeed())
+    return ReaderSamples(slice_, read, is_here=lambda: is_here)
 
 
 @pytest.mark.parametrize("anew", [True, False])
-def test_a_users_reader_begins_anew_or_goes_on(monkeypatch: pytest.MonkeyPatch, anew: bool) -> None:
-    monkeypatch.setattr(ReaderSpeed, "should_begin_anew", lambda *_: anew)
+def test_a_users_reader_begins_anew_where_the_bytes_are_here(anew: bool) -> None:
     made: list[int] = []
-    samples = counted(made)
+    samples = counted(made, is_here=anew)
     for start in range(3, COUNT, 8):
         stop = min(start + 4, COUNT)
         assert plain(samples.take(start, stop)) == list(range(start, stop))
@@ -113,14 +112,3 @@ def test_a_users_reader_yields_what_is_before_a_malformed_sample() -> None:
     with pytest.raises(SliceCorruptError):
         read.extend(itertools.chain.from_iterable(counted([], malformed=6).take(4, 8)))
     assert read == [4, 5]
-
-
-def test_the_way_that_takes_less_time_is_chosen() -> None:
-    speed = ReaderSpeed()
-    assert speed.should_begin_anew(0, 64)  # nothing is known
-    speed.read(64, 64 * 1e-3)
-    speed.began(64, 2e-3)
-    assert speed.should_begin_anew(64, 128)  # 64 ms against 1 ms
-    speed.began(10_000, 0.5)  # it makes what it passes over
-    assert speed.should_begin_anew(64, 128)
-    assert not speed.should_begin_anew(10_064, 10_128)

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from lightning_bytescheduler.slices.batches import ReadReport, SliceBatch
-from lightning_bytescheduler.slices.messages import BeginSlice, Verdict
-from lightning_bytescheduler.slices.plan_thread import PlanThread
-from lightning_bytescheduler.slices.tracked_batches import TrackerPlan
+from lightning_bytescheduler.slices.messages import BeginSlice, FinishSlice, ReportProgress, Verdict
+from lightning_bytescheduler.slices.tracked_plan import PlanThread, TrackerPlan
 from tests.slices.tracker_workers import make_tracker
 
 
@@ -24,22 +23,17 @@ class SlowTracker:
         self.tracker = tracker
         self.seconds = seconds
         self.threads: set[str] = set()
-        self.calls: Counter[str] = Counter()
+        self.calls: Counter[type] = Counter()
         self.begun: set[int] = set()
 
-    def __getattr__(self, name: str) -> Any:
-        method = getattr(self.tracker, name)
-
-        def call(message: Any) -> Any:
-            self.threads.add(threading.current_thread().name)
-            self.calls[name] += 1
-            time.sleep(self.seconds)
-            reply = method(message)
-            if isinstance(message, BeginSlice) and reply.verdict is Verdict.ACCEPTED:
-                self.begun.add(message.grant)
-            return reply
-
-        return call
+    def answer(self, message: Any) -> Any:
+        self.threads.add(threading.current_thread().name)
+        self.calls[type(message)] += 1
+        time.sleep(self.seconds)
+        reply = self.tracker.answer(message)
+        if isinstance(message, BeginSlice) and reply.verdict is Verdict.ACCEPTED:
+            self.begun.add(message.grant)
+        return reply
 
 
 @pytest.fixture
@@ -59,7 +53,7 @@ def plan_of(made: list[PlanThread], client: Any, slices: Any, *, worker: str = "
 
 def train(plan: PlanThread, batches: Iterator[SliceBatch], trained: Counter[Any], most: int = 1000) -> None:
     for batch in batches:
-        plan.received(ReadReport({}, depth=2))
+        plan.received(ReadReport({}))
         trained.update((run.slice_index, sample) for run in batch.runs for sample in range(run.start, run.stop))
         plan.trained()
         most -= 1
@@ -78,8 +72,8 @@ def test_the_training_thread_makes_no_call(made: list[PlanThread]) -> None:
     assert slow.threads == {"bytescheduler-slice-plan"}
     assert tracker.report().trained == 15
     # What was trained on while a call was under way is reported together.
-    assert slow.calls["progress"] + slow.calls["done"] < 15
-    assert slow.calls["begin"] == slow.calls["done"] == 3
+    assert slow.calls[ReportProgress] + slow.calls[FinishSlice] < 15
+    assert slow.calls[BeginSlice] == slow.calls[FinishSlice] == 3
 
 
 def test_a_batch_is_there_only_when_its_slices_are_begun(made: list[PlanThread]) -> None:
@@ -106,7 +100,7 @@ def test_what_was_made_ahead_and_not_taken_is_not_reported(made: list[PlanThread
 
 def test_what_a_tracker_raises_is_raised_where_batches_are_taken(made: list[PlanThread]) -> None:
     class Broken:
-        def join(self, message: Any) -> Any:
+        def answer(self, message: Any) -> Any:
             raise ConnectionError("on purpose")
 
     tracker = make_tracker([3])

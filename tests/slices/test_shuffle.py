@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.slices.shuffle import sample_order, slice_order
+from lightning_bytescheduler.slices.catalogue import sample_order, slice_order
 
 
 def test_orders_are_the_same_on_every_platform_and_in_every_release():

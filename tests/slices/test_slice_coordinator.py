@@ -47,7 +47,7 @@ def test_one_that_is_given_is_used_and_stays(tmp_path: Path) -> None:
 
 def test_what_is_logged(tmp_path: Path) -> None:
     make_slices(make_rows(tmp_path / "rows", [1000] * 4), "memory://logged", overwrite=True)
-    data = SliceDataModule("memory://logged", batch_size=500, cache_dir=str(tmp_path / "cache"))
+    data = SliceDataModule("memory://logged", batch_size=500, cache=str(tmp_path / "cache"))
     logger = CSVLogger(str(tmp_path))
     fit(data, max_epochs=2, logger=logger, log_every_n_steps=8)
     logger.save()

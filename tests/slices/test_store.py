@@ -33,7 +33,7 @@ LONG = 60.0
 @pytest.fixture
 def options(tmp_path):
     return StoreOptions(
-        cache_dir=tmp_path / "cache", cache_bytes=10 * SLICE_BYTES, timeout=LONG, request_bytes=4 * CHUNK
+        cache={"dir": tmp_path / "cache", "bytes": 10 * SLICE_BYTES}, timeout=LONG, request_bytes=4 * CHUNK
     )
 
 
@@ -147,7 +147,7 @@ def test_a_source_that_stays_away_is_an_error(options, cached):
 def test_a_request_that_never_returns_is_an_error_and_no_hang(tmp_path, cached):
     source, held = FaultySource(1), threading.Event()
     source.fault = lambda slice_, start, answer: answer if held.wait(LONG) else b""
-    store = SliceStore(source, StoreOptions(cache_dir=tmp_path if cached else None, cache_bytes=10**6, timeout=0.1))
+    store = SliceStore(source, StoreOptions(cache={"dir": tmp_path if cached else None, "bytes": 10**6}, timeout=0.1))
     try:
         with pytest.raises(SourceUnavailableError, match="a request that has not returned"):
             list(store.samples(source.slices[0]))
@@ -196,7 +196,7 @@ def test_a_full_disk_streams_past_the_cache_with_one_warning(options, monkeypatc
 
 def test_a_cache_without_room_beside_what_is_in_use(options, tmp_path):
     source = FaultySource(2)
-    small = StoreOptions(cache_dir=tmp_path / "small", cache_bytes=SLICE_BYTES)
+    small = StoreOptions(cache={"dir": tmp_path / "small", "bytes": SLICE_BYTES})
     with SliceStore(source, small) as store:
         outer = store.samples(source.slices[0])
         assert next(outer) == lines(0)[0]
@@ -218,7 +218,7 @@ def test_planned_slices_are_local_before_they_are_wanted(options):
 
 def test_what_is_planned_stays_in_a_cache_that_others_fill(options, tmp_path):
     source = FaultySource(5)
-    small = StoreOptions(cache_dir=tmp_path / "small", cache_bytes=3 * SLICE_BYTES, prefetch=1)
+    small = StoreOptions(cache={"dir": tmp_path / "small", "bytes": 3 * SLICE_BYTES}, prefetch=1)
     with SliceStore(source, small) as store:
         store.prefetch(source.slices[:1])
         until(lambda: store.statistics.prefetched == 1)
@@ -304,11 +304,11 @@ def test_its_threads_end_with_it(options):
 
 
 def test_a_cache_smaller_than_a_slice_is_an_error_at_start(tmp_path):
-    with pytest.raises(OptionError, match=r"cache_bytes=1000 is not allowed.*largest slice, 's0'"):
-        SliceStore(FaultySource(1), StoreOptions(cache_dir=tmp_path, cache_bytes=1000))
+    with pytest.raises(OptionError, match=r"cache=.*1000.* is not allowed.*largest slice, 's0'"):
+        SliceStore(FaultySource(1), StoreOptions(cache={"dir": tmp_path, "bytes": 1000}))
 
 
-@pytest.mark.parametrize(("option", "value"), [("cache_dir", 3), ("cache_bytes", 0), ("prefetch", -1), ("timeout", 0)])
+@pytest.mark.parametrize(("option", "value"), [("cache", 3), ("cache", {"bytes": 0}), ("prefetch", -1), ("timeout", 0)])
 def test_misuse(option, value):
     with pytest.raises(OptionError, match=option):
         StoreOptions(**{option: value})

@@ -176,7 +176,7 @@ def test_a_silent_worker_is_taken_for_dead_and_any_message_keeps_it_alive():
         tracker.renew(RenewLease(session=alive.session))
     assert tracker.expire() == ("silent",)
     assert silent.ask() == JoinAgain()
-    assert tracker.begin(BeginSlice(session=alive.session, grant=99)).verdict is Verdict.FINISHED
+    assert tracker.begin(BeginSlice(session=alive.session, grant=99)).verdict is Verdict.VOID
 
 
 def test_a_late_message_of_a_lease_that_is_over_counts_unless_the_slice_is_gone():
@@ -204,9 +204,9 @@ def test_repeated_and_late_reports_change_nothing():
         assert tracker.progress(ReportProgress(session=worker.session, grant=grant, trained=trained)).accepted
         assert tracker.report().trained == 6
     assert tracker.done(FinishSlice(session=worker.session, grant=grant)).accepted
-    assert tracker.done(FinishSlice(session=worker.session, grant=grant)).verdict is Verdict.FINISHED
+    assert tracker.done(FinishSlice(session=worker.session, grant=grant)).verdict is Verdict.VOID
     late = ReportProgress(session=worker.session, grant=grant, trained=3)
-    assert tracker.progress(late).verdict is Verdict.FINISHED
+    assert tracker.progress(late).verdict is Verdict.VOID
     assert not tracker.begin(BeginSlice(session=worker.session, grant=grant)).accepted
     assert tracker.report().trained == 10
 
@@ -282,7 +282,7 @@ def test_quarantine_ends_the_epoch_without_the_slice_and_the_next_ones_too():
     assert tracker.quarantine(told).accepted
     assert tracker.quarantine(told).accepted
     done = tracker.done(FinishSlice(session=worker.session, grant=broken.grant))
-    assert done.verdict is Verdict.TAKEN
+    assert done.verdict is Verdict.VOID
     finish(tracker, [worker, other], clock)
     assert (tracker.report().trained, tracker.report().dropped) == (5, 3)
     assert tracker.report().quarantined == {broken.key: "wrong checksum"}
@@ -338,7 +338,7 @@ def test_nobody_waits_for_the_last_slice_of_an_epoch_until_all_of_the_next_one_i
     grant = slow.held[0].grant
     slow.train(1)
     assert (tracker.epoch, tracker.over, tracker.report().trained, tracker.report().ahead) == (1, True, 4, 0)
-    assert tracker.begin(BeginSlice(session=slow.session, grant=grant)).verdict is Verdict.EPOCH_OVER
+    assert tracker.begin(BeginSlice(session=slow.session, grant=grant)).verdict is Verdict.VOID
     assert fast.ask().epoch == 2
     assert trained == exactly([2, 2], times=2)
 
@@ -406,7 +406,7 @@ def test_an_epoch_can_be_abandoned():
     assert not tracker.start_epoch(2, abandon=True)
     assert tracker.start_epoch(1, abandon=True)
     assert tracker.start_epoch(1)
-    assert tracker.done(FinishSlice(session=worker.session, grant=grant)).verdict is Verdict.EPOCH_OVER
+    assert tracker.done(FinishSlice(session=worker.session, grant=grant)).verdict is Verdict.VOID
     assert tracker.report().trained == 0
 
 

@@ -180,10 +180,10 @@ def test_a_state_is_not_changed_by_what_the_tracker_does_next():
 @pytest.mark.parametrize(
     ("found", "message"),
     [
-        (slices([*COUNTS, 1]), "it is of 6 slices, and there are 7 slices now"),
-        (slices([5, 9, 2, 7, 4, 7]), "it is of 33 samples, and there are 34 samples now"),
-        (slices([5, 9, 7, 2, 4, 6]), "for the first time among slices 2 to 2"),
-        (slices(COUNTS, prefix="other"), "for the first time among slices 0 to 0"),
+        (slices([*COUNTS, 1]), "slices was 6, is 7 now"),
+        (slices([5, 9, 2, 7, 4, 7]), "samples was 33, is 34 now"),
+        (slices([5, 9, 7, 2, 4, 6]), "keys, order or sample counts"),
+        (slices(COUNTS, prefix="other"), "keys, order or sample counts"),
     ],
 )
 def test_a_state_of_other_data_is_refused_with_what_differs(found, message):
@@ -203,9 +203,7 @@ def test_a_state_of_another_order_is_refused(options):
 
 DAMAGE = {
     "version": [None, 1, True],
-    "catalogue": [None, {}, {"slices": 6, "samples": 33, "blocks": []}, {"slices": 6, "samples": 33, "blocks": [1]}],
-    "seed": [None, "0"],
-    "shuffle": [None, 1],
+    "order": [None, {}, {"slices": 6, "samples": 33, "keys": "", "seed": 0, "shuffle": 1}],
     "epochs": [None, []],
     "epoch": [-1, None, 0.5],
     "states": [

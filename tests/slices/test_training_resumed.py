@@ -132,14 +132,14 @@ def test_a_damaged_state_is_an_error(rows: str) -> None:
     damages: list[dict[str, Any]] = [
         {"version": 9},
         {"version": True},
-        {"stages": [{"batch_sizes": [4], "steps": 99, "shortage": "pad"}]},
-        {"stages": [{"batch_sizes": [4], "steps": True, "shortage": "pad"}]},
-        {"stages": [{"batch_sizes": 4, "steps": 1, "shortage": "pad"}]},
+        {"position": [99, [], []]},
+        {"position": [True, [], []]},
+        {"position": [1, [[0, 5, 5]], []]},
         {"epoch": None},
         {"epoch": -1},
         {"quarantined": {"a": None}},
         {"left_out": ["a"]},
-        {"blocks": None},
+        {"order": None},
     ]
     for damage in damages:
         with pytest.raises(TrackerStateError):

@@ -13,7 +13,8 @@ import pytest
 
 from lightning_bytescheduler import OptionError, SliceDataModule, TrackerStateError, UnsupportedError
 from lightning_bytescheduler.slices.make import make_slices
-from lightning_bytescheduler.slices.tracker_client import LocalTracker, TrackerClient
+from lightning_bytescheduler.slices.messages import TrackerClient
+from lightning_bytescheduler.slices.tracker import SliceTracker
 from tests.slices.fits import Evaluates, SaveEveryStep, fit, make_rows
 
 LONG = 60.0
@@ -27,7 +28,7 @@ class Hosts:
     def __init__(self, workers: int) -> None:
         self.workers = workers
         self.made = threading.Event()
-        self.tracker: LocalTracker | None = None
+        self.tracker: SliceTracker | None = None
 
     def of(self, worker: int) -> Host:
         return Host(self, worker)
@@ -39,7 +40,7 @@ class Host:
     def __init__(self, hosts: Hosts, worker: int) -> None:
         self.hosts, self.worker, self.workers = hosts, worker, hosts.workers
 
-    def connect(self, make: Callable[[], LocalTracker]) -> TrackerClient:
+    def connect(self, make: Callable[[], SliceTracker]) -> TrackerClient:
         if self.worker == 0:
             self.hosts.tracker = make()
             self.hosts.made.set()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from typing import Any, cast
 
 from lightning_bytescheduler.slices.catalogue import SliceCatalogue
 from lightning_bytescheduler.slices.messages import (
@@ -66,7 +66,7 @@ class Worker:
         self.join()
 
     def join(self) -> None:
-        joined = self.tracker.join(JoinTracker(worker=self.name, incarnation=self.incarnation, **self._join))
+        joined = self.tracker.answer(JoinTracker(worker=self.name, incarnation=self.incarnation, **self._join))
         self.session, self.epoch = joined.session, joined.epoch
         self.held = []
 
@@ -74,7 +74,7 @@ class Worker:
         message = RequestSlice(
             session=self.session, epoch=self.epoch, holding=tuple(held.grant for held in self.held), **more
         )
-        answer = self.tracker.request(message)
+        answer = cast(Answer, self.tracker.answer(message))
         if lose_answer:
             return answer
         if isinstance(answer, JoinAgain):
@@ -105,7 +105,7 @@ class Worker:
         """The first slice that the tracker still leaves to this worker, begun."""
         while self.held:
             held = self.held[0]
-            if held.begun or self._heed(self.tracker.begin(BeginSlice(session=self.session, grant=held.grant))):
+            if held.begun or self._heed(self.tracker.answer(BeginSlice(session=self.session, grant=held.grant))):
                 held.begun = True
                 return held
         return None
@@ -116,8 +116,8 @@ class Worker:
             return
         held = self.held[0]
         progress = ReportProgress(session=self.session, grant=held.grant, trained=held.position)
-        if self._heed(self.tracker.progress(progress)) and held.position == held.samples:
-            self.tracker.done(FinishSlice(session=self.session, grant=held.grant))
+        if self._heed(self.tracker.answer(progress)) and held.position == held.samples:
+            self.tracker.answer(FinishSlice(session=self.session, grant=held.grant))
             self.held.pop(0)
 
     def _heed(self, receipt: Receipt) -> bool:
@@ -128,7 +128,7 @@ class Worker:
         return receipt.accepted
 
     def leave(self) -> None:
-        self.tracker.leave(LeaveTracker(session=self.session))
+        self.tracker.answer(LeaveTracker(session=self.session))
 
 
 def finish(tracker: SliceTracker, workers: list[Worker], clock: Clock, batch: int = 3) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 from lightning_bytescheduler.coordinator.membership import Member
 from lightning_bytescheduler.coordinator.status import SliceStatus
@@ -14,20 +14,16 @@ from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.slices.catalogue import SliceCatalogue
 from lightning_bytescheduler.slices.messages import (
     Call,
-    JoinAgain,
     Joined,
     JoinTracker,
-    Receipt,
     RenewLease,
     Reply,
-    RequestSlice,
-    Verdict,
     decode,
+    session_over,
 )
 from lightning_bytescheduler.slices.options import TrackerOptions
 from lightning_bytescheduler.slices.source import open_source
 from lightning_bytescheduler.slices.tracker import SliceTracker
-from lightning_bytescheduler.slices.tracker_client import calls_of
 
 _MOST_NAMES = 1024  # that one member's processes read slices under
 
@@ -55,7 +51,6 @@ class SliceRoutes:
     ) -> None:
         source = open_source(urls, option="train", storage_options=storage_options)
         self.tracker = SliceTracker(SliceCatalogue(source.slices), options, clock=clock)
-        self._calls = calls_of(self.tracker)
         self._sessions: dict[int, tuple[str, str]] = {}  # of the tracker: the member's digest, and the tracker's name
         self._names: dict[str, set[str]] = {}  # of the tracker's workers, by member's name
 
@@ -67,15 +62,14 @@ class SliceRoutes:
         Raises:
             OptionError: If it is no message of a worker, or speaks for another one.
         """
-        message = cast(Call, decode(text))
-        call = self._calls.get(type(message))
-        if call is None:
+        message = decode(text)
+        if not isinstance(message, Call):
             raise OptionError("message", type(message).__name__, "one that workers send")
         if isinstance(message, JoinTracker):
             return self._join(member, message)
         if self._sessions.get(message.session, ("", ""))[0] != member.digest:
-            return JoinAgain() if isinstance(message, RequestSlice) else Receipt(verdict=Verdict.JOIN_AGAIN)
-        return call(message)
+            return session_over(message)
+        return self.tracker.answer(message)
 
     def _join(self, member: Member, message: JoinTracker) -> Joined:
         if message.worker != member.name and not message.worker.startswith(f"{member.name}/"):

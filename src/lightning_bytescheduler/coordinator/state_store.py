@@ -30,7 +30,7 @@ from torch import Tensor
 from lightning_bytescheduler.checks import importing
 from lightning_bytescheduler.coordinator.spool import view_of
 from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.slices.checksums import WholeChecksum
+from lightning_bytescheduler.slices.slice import WholeChecksum
 from lightning_bytescheduler.slices.urls import join, local_path, require_protocols
 
 log = logging.getLogger(__name__)

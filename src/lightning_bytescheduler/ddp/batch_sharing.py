@@ -1,7 +1,7 @@
 """The training data of a fit, of whose batches each rank takes its share: of a DataLoader, or in slices.
 
 Of a DataLoader, the strategy draws the batches (``balanced_batches.py``). Slices have a plan of their own that only has
-to be told the shares, as ranks read different ones (``slices/shared_plan.py``). What all ranks agree on is the same.
+to be told the shares, as ranks read different ones (``slices/epoch_plan.py``). What all ranks agree on is the same.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 from lightning_bytescheduler.lightning_api import pl, rank_zero_info
 
 if TYPE_CHECKING:
-    from lightning_bytescheduler.slices.shared_plan import SharedPlan
+    from lightning_bytescheduler.slices.epoch_plan import EpochPlan
 
 __all__ = ["BatchSharing", "SharedBatches"]
 
@@ -198,7 +198,7 @@ class _Sharing:
         )
         return self._shared(SharedBatches(loader=made, shares=shares, sizes=sampler, data=data))
 
-    def of_slices(self, loader: Any, plan: SharedPlan) -> SharedBatches:
+    def of_slices(self, loader: Any, plan: EpochPlan) -> SharedBatches:
         """Batches that the slices' plan makes, for all epochs of the fit.
 
         Args:
@@ -256,14 +256,14 @@ class _Sharing:
         return batches
 
 
-def _plan_of(loader: object) -> SharedPlan | None:
+def _plan_of(loader: object) -> EpochPlan | None:
     """The plan of a loader of slices, whose batches ranks share; what takes time to import is there if one is."""
     if not hasattr(loader, "plan"):
         return None
-    from lightning_bytescheduler.slices.shared_plan import SharedPlan
+    from lightning_bytescheduler.slices.epoch_plan import EpochPlan
 
     plan = loader.plan
-    return plan if isinstance(plan, SharedPlan) else None
+    return plan if isinstance(plan, EpochPlan) and plan.is_shared else None
 
 
 def _facts(loader: DataLoader[Any]) -> dict[str, str]:

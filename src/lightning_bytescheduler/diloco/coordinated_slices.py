@@ -4,7 +4,7 @@ Epochs of the data go on by themselves: a worker that finds nothing when its epo
 back, or for the next epoch. Nothing of it waits in a step: the tracker is called from the plan's own thread.
 
 Where several ranks train together as one worker, the first one calls the tracker for all of them, and posts each
-other one its parts of the batches over the job's store: see ``slices.plan_thread``.
+other one its parts of the batches over the job's store: see ``slices.training``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import TypeVar, cast
+from typing import cast
 
 import msgspec
 import torch.distributed as dist
@@ -29,19 +29,17 @@ from lightning_bytescheduler.lightning_api import TrainerFn, pl
 from lightning_bytescheduler.slices.data_module import SliceDataModule
 from lightning_bytescheduler.slices.messages import (
     Call,
-    JoinAgain,
-    Joined,
     JoinTracker,
-    Receipt,
-    Verdict,
+    Reply,
+    TrackerClient,
     decode,
     encode,
+    session_over,
 )
-from lightning_bytescheduler.slices.plan_thread import Idle
-from lightning_bytescheduler.slices.tracker_client import LocalTracker, RemoteTracker, TrackerClient
+from lightning_bytescheduler.slices.tracked_plan import Idle
+from lightning_bytescheduler.slices.tracker import SliceTracker
 from lightning_bytescheduler.slices.training import TrackedTraining
 
-_T = TypeVar("_T")
 _LOOK_S = 1.0
 _NO_SESSION = 403  # of this run: the coordinator has given this worker up
 _MAILBOX = "slices"
@@ -87,7 +85,7 @@ class CoordinatedSlices:
         self._check = check
         self._tracker: _CoordinatorTracker | None = None
 
-    def connect(self, make: Callable[[], LocalTracker]) -> TrackerClient:
+    def connect(self, make: Callable[[], SliceTracker]) -> TrackerClient:
         """See ``TrackerHost``; nobody makes a tracker here."""
         client = self._client()
         if client is None:
@@ -226,7 +224,7 @@ def coordinated_slices(
     return slices
 
 
-class _CoordinatorTracker(RemoteTracker):
+class _CoordinatorTracker:
     """Its calls wait for the network, so that they are for the plan's thread.
 
     Attributes:
@@ -239,27 +237,20 @@ class _CoordinatorTracker(RemoteTracker):
         self._timeout = timeout
         self._check = check
 
-    def join(self, message: JoinTracker) -> Joined:
-        # The coordinator knows this worker by the name that it gave itself.
-        return super().join(msgspec.structs.replace(message, worker=self._client.worker))
-
-    def _ask(self, message: Call, kinds: tuple[type[_T], ...]) -> _T:
+    def answer(self, message: Call) -> Reply:
+        if isinstance(message, JoinTracker):  # the coordinator knows this worker by the name that it gave itself
+            message = msgspec.structs.replace(message, worker=self._client.worker)
         deadline = time.monotonic() + self._timeout
         while True:
             answer = self._answer_to(message, deadline)
             if answer.status == 200:
-                break
+                return cast(Reply, decode(answer.body))
             if answer.status != _NO_SESSION:
                 raise CoordinatorError(f"The coordinator hands out no slices to this worker: {answer.words}")
             # It was away for longer than its lease. The client joins again, and what it held has gone to others.
             if not isinstance(message, JoinTracker):
-                over = JoinAgain() if JoinAgain in kinds else Receipt(verdict=Verdict.JOIN_AGAIN)
-                return cast(_T, over)
+                return session_over(message)
             self._pause(deadline)
-        reply = decode(answer.body)
-        if not isinstance(reply, kinds):
-            raise CoordinatorError(f"The coordinator answers {type(reply).__name__} to {type(message).__name__}.")
-        return reply
 
     def _answer_to(self, message: Call, deadline: float) -> HttpAnswer:
         future = self._client.start(self._client.request("POST", SLICES_PATH, body=encode(message).encode()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TypeVar, cast
+from typing import cast
 
 import torch.distributed as dist
 
@@ -15,17 +15,19 @@ from lightning_bytescheduler.lightning_api import TrainerFn, pl
 from lightning_bytescheduler.slices.data_module import SliceDataModule
 from lightning_bytescheduler.slices.messages import (
     Call,
-    Receipt,
-    Verdict,
+    JoinTracker,
+    Reply,
+    RequestSlice,
+    TrackerClient,
     decode,
     encode,
+    session_over,
 )
-from lightning_bytescheduler.slices.tracker_client import LocalTracker, RemoteTracker, TrackerClient, calls_of
+from lightning_bytescheduler.slices.tracker import SliceTracker
 from lightning_bytescheduler.slices.training import TrackedTraining
 
 log = logging.getLogger(__name__)
 
-_T = TypeVar("_T")
 _MAILBOX = "slices"
 _THREAD = "bytescheduler-slice-tracker"
 _STOP_S = 5.0
@@ -67,7 +69,7 @@ class SharedSlices:
         self._server: Mailbox | None = None
         self._client: _RemoteTracker | None = None
 
-    def connect(self, make: Callable[[], LocalTracker]) -> TrackerClient:
+    def connect(self, make: Callable[[], SliceTracker]) -> TrackerClient:
         """See ``TrackerHost``. Worker 0 is waited for with the first call."""
         if self.worker != 0:
             self._client = _RemoteTracker(
@@ -81,10 +83,11 @@ class SharedSlices:
             return self._client
         tracker = make()
         if self._server is None:
-            answers = _Answers(tracker)
-            self._server = Mailbox(
-                self._store, _MAILBOX, thread=_THREAD, handle=lambda _, text: answers(text), on_error=_reading_ended
-            )
+
+            def handle(_: str, text: str) -> bytes:
+                return encode(tracker.answer(cast(Call, decode(text)))).encode()  # refuses what workers do not send
+
+            self._server = Mailbox(self._store, _MAILBOX, thread=_THREAD, handle=handle, on_error=_reading_ended)
         return tracker
 
     @property
@@ -147,16 +150,7 @@ def _reading_ended(error: BaseException) -> None:
         log.error("Slices are handed out no more: %s", error)
 
 
-class _Answers:
-    def __init__(self, tracker: LocalTracker) -> None:
-        self._calls = calls_of(tracker)
-
-    def __call__(self, text: str) -> bytes:
-        message = decode(text)
-        return encode(self._calls[type(message)](message)).encode()  # type: ignore[index]
-
-
-class _RemoteTracker(RemoteTracker):
+class _RemoteTracker:
     """Once closed, it only lets its worker leave."""
 
     def __init__(self, caller: Caller) -> None:
@@ -169,10 +163,7 @@ class _RemoteTracker(RemoteTracker):
             if not quietly:
                 self._caller.bid_farewell(_MAILBOX)
 
-    def _tell(self, message: Call) -> Receipt:
-        if self._closed:  # the training is over, and worker 0 may have gone
-            return Receipt(verdict=Verdict.JOIN_AGAIN)
-        return super()._tell(message)
-
-    def _ask(self, message: Call, kinds: tuple[type[_T], ...]) -> _T:
-        return cast(_T, decode(self._caller.call(_MAILBOX, encode(message))))
+    def answer(self, message: Call) -> Reply:
+        if self._closed and not isinstance(message, (JoinTracker, RequestSlice)):
+            return session_over(message)  # the training is over, and worker 0 may have gone
+        return cast(Reply, decode(self._caller.call(_MAILBOX, encode(message))))

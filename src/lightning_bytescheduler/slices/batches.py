@@ -8,26 +8,23 @@ from __future__ import annotations
 import itertools
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from lightning_bytescheduler.exceptions import SliceCorruptError
+from lightning_bytescheduler.lightning_api import pl
+from lightning_bytescheduler.slices.catalogue import sample_order
 from lightning_bytescheduler.slices.open_slice import OpenSlice
-from lightning_bytescheduler.slices.shuffle import sample_order
 from lightning_bytescheduler.slices.store import SliceStore
-
-__all__ = ["SLICES_AHEAD", "BatchPlan", "BatchReader", "ReadReport", "SampleRun", "SliceBatch", "cut_batches"]
 
 SLICES_AHEAD = 8
 """How many slices a batch names that come after it: no more are prefetched."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SampleRun:
+class SampleRun(NamedTuple):
     """Neighbouring samples of one slice.
 
     Attributes:
@@ -63,61 +60,80 @@ class ReadReport(NamedTuple):
         corrupt: Key and reason of each slice that was found to be corrupt.
         lost: Samples of this batch that could not be read.
         is_empty: Whether there are none at all, so that there is no batch.
-        depth: How many slices ahead the reader would like to know.
     """
 
     cost: dict[str, float]
     corrupt: tuple[tuple[str, str], ...] = ()
     lost: int = 0
     is_empty: bool = False
-    depth: int = 0
 
 
-class BatchPlan(Protocol):
-    """The batches of a rank. Its position is what was trained on, not what was handed to a process that reads.
+class Plan(Protocol):
+    """The batches of a rank or worker in training, and its position: what was trained on, not what was handed out."""
 
-    A plan that knows how many batches there are has a length too.
-    """
+    @property
+    def epoch(self) -> int:
+        """Of the data, from 0, which is not Lightning's where that was stopped and resumed."""
+
+    @property
+    def fills(self) -> bool:
+        """Whether other samples are repeated in the place of those that cannot be read."""
+
+    @property
+    def batches(self) -> int | None:
+        """Length of a loader, if it is known."""
 
     def __iter__(self) -> Iterator[SliceBatch]:
         """Batches from the position on; whoever was handed some before and did not train on them gets them again."""
 
+    def open(self, trainer: pl.Trainer | None) -> None:
+        """A loader is about to be made, after a checkpoint was loaded."""
+
+    def received(self, report: ReadReport) -> None:
+        """A reader has answered for the next batch."""
+
     def trained(self) -> None:
         """The next batch has been trained on."""
 
+    def finish_epoch(self, trainer: pl.Trainer) -> None:
+        """Lightning's epoch has had its last batch, of all ranks."""
 
-def cut_batches(epoch: int, runs: Iterable[SampleRun], sizes: Iterable[int]) -> Iterator[SliceBatch]:
-    """Cut runs of samples into batches of the sizes given; ends with the sizes."""
-    source = iter(runs)
-    waiting: deque[SampleRun] = deque()
+    def keep_alive(self) -> None:
+        """Something takes time in which nothing is trained."""
 
-    def fill() -> None:
-        while len(waiting) <= SLICES_AHEAD and (run := next(source, None)) is not None:
-            waiting.append(run)
+    def close(self) -> None:
+        """The training is over."""
 
-    for size in sizes:
-        parts: list[SampleRun] = []
-        missing = size
-        while missing:
-            fill()
-            run = waiting.popleft()
-            taken = min(missing, run.stop - run.start)
-            middle = run.start + taken
-            parts.append(SampleRun(slice_index=run.slice_index, start=run.start, stop=middle))
-            if middle < run.stop:
-                waiting.appendleft(SampleRun(slice_index=run.slice_index, start=middle, stop=run.stop))
-            missing -= taken
-        fill()
-        here = parts[-1].slice_index
-        ahead = tuple(dict.fromkeys(run.slice_index for run in waiting if run.slice_index != here))
-        yield SliceBatch(epoch, tuple(parts), ahead[:SLICES_AHEAD])
+    def state_dict(self) -> dict[str, Any]:
+        """The position, for a checkpoint: plain values and tensors."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where a state was saved."""
+
+
+def samples_in(runs: Iterable[SampleRun]) -> int:
+    """How many samples there are in runs."""
+    return sum(run.stop - run.start for run in runs)
+
+
+def cut_runs(runs: deque[SampleRun], samples: int) -> tuple[SampleRun, ...]:
+    """Take so many samples from the beginning of runs, which have as many at least."""
+    found = []
+    while samples:
+        run = runs.popleft()
+        middle = min(run.stop, run.start + samples)
+        if middle < run.stop:
+            runs.appendleft(run._replace(start=middle))
+        found.append(run._replace(stop=middle))
+        samples -= middle - run.start
+    return tuple(found)
 
 
 class BatchReader:
     """Reads batches of a store. Can be pickled before its first batch.
 
     Neighbouring batches continue one another's slice. A reader that gets every second batch passes over the others'
-    samples and makes its own only: several of them share the work on a slice, and its bytes are verified once for all.
+    samples and makes its own only: several of them share the work on a slice.
 
     Args:
         store: Where samples are read.
@@ -160,7 +176,7 @@ class BatchReader:
         self._prefetch(batch.ahead)
         parts: list[Sequence[Any]] = []
         corrupt: list[tuple[str, str]] = []
-        wanted = sum(run.stop - run.start for run in batch.runs)
+        wanted = samples_in(batch.runs)
         for run in batch.runs:
             if run.slice_index in self._bad:
                 continue
@@ -168,7 +184,7 @@ class BatchReader:
                 parts.extend(self._read(batch.epoch, run))
             except SliceCorruptError as error:
                 self._bad.add(run.slice_index)
-                self._close(consumed=False)
+                self._close()
                 corrupt.append((error.key, error.reason))
         samples = _joined(parts)
         lost = wanted - len(samples)
@@ -179,7 +195,7 @@ class BatchReader:
             self._spare = (samples[-1],)
         if self._transform is not None:
             samples = [self._transform(sample) for sample in samples]
-        report = ReadReport(self._cost(), tuple(corrupt), lost, is_empty=not len(samples), depth=self.store.depth)
+        report = ReadReport(self._cost(), tuple(corrupt), lost, is_empty=not len(samples))
         return samples, report
 
     def rest(self, ahead: tuple[int, ...] = ()) -> None:
@@ -188,7 +204,7 @@ class BatchReader:
         Args:
             ahead: Indices of the slices that come next, if there will be more.
         """
-        self._close(consumed=self._opened is not None)
+        self._close()
         self._prefetch(ahead)
         self._bad, self._spare = set(), None
 
@@ -201,8 +217,8 @@ class BatchReader:
         slice_ = self.store.source.slices[run.slice_index]
         opened = self._open
         if opened is None or self._opened != (epoch, run.slice_index) or run.start < self._stop:
-            self._close(consumed=self._opened is not None and self._opened != (epoch, run.slice_index))
-            opened = self._open = self.store.open(slice_, whole=self._shuffle_samples, epoch=epoch)
+            self._close()
+            opened = self._open = self.store.open(slice_, whole=self._shuffle_samples)
             if self._shuffle_samples:
                 self._order = sample_order(slice_.samples, seed=self._seed, epoch=epoch, slice_index=run.slice_index)
         self._opened = None  # until it is known again: whoever is interrupted has lost count
@@ -212,11 +228,11 @@ class BatchReader:
             yield from opened.samples.take(run.start, run.stop)
         self._opened, self._stop = (epoch, run.slice_index), run.stop
         if run.stop == slice_.samples:
-            self._close(consumed=True)
+            self._close()
 
-    def _close(self, *, consumed: bool) -> None:
+    def _close(self) -> None:
         if self._open is not None:
-            self._open.close(consumed=consumed)
+            self._open.close()
         self._open, self._opened = None, None
 
     def _any_sample(self) -> Any:

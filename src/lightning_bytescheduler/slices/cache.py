@@ -24,8 +24,7 @@ from pathlib import Path
 
 from lightning_bytescheduler.checks import require_whole
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
-from lightning_bytescheduler.slices.checksums import ChunkPlan, ChunkSeals, digests_of, right_chunks
-from lightning_bytescheduler.slices.slice import Bytes, Slice
+from lightning_bytescheduler.slices.slice import Bytes, ChunkPlan, Slice, digests_of, right_chunks
 
 try:
     import fcntl
@@ -67,10 +66,10 @@ class SliceCache:
 
     def __init__(self, folder: str | os.PathLike[str], capacity_bytes: int) -> None:
         self.folder = Path(folder).absolute()
-        self.capacity_bytes = require_whole("cache_bytes", capacity_bytes, 1)
+        self.capacity_bytes = require_whole("cache", capacity_bytes, 1)
         if not CAN_CACHE:
             raise UnsupportedError(
-                "A cache of slices needs file locks as Linux and macOS have them. Leave cache_dir out, which fetches "
+                "A cache of slices needs file locks as Linux and macOS have them. Leave cache out, which fetches "
                 "slices anew in each epoch, use sources on this machine, or train in WSL."
             )
         self._threads = threading.Lock()
@@ -80,7 +79,7 @@ class SliceCache:
         except OSError as error:
             reason = "it is a file" if isinstance(error, FileExistsError) else error.strerror or str(error)
             allowed = f"a folder of this machine that can be made and written, but {reason}"
-            raise OptionError("cache_dir", os.fspath(folder), allowed) from error
+            raise OptionError("cache", os.fspath(folder), allowed) from error
         with self._locked():
             for path, _, _ in self._files(_PARTIAL):
                 self._delete_unused(path)
@@ -262,19 +261,18 @@ class CachedSlice:
             else ChunkPlan(size=plan.size, chunk_bytes=plan.chunk_bytes, digests=digests)
         )
 
-    def chunks(self, first: int, *, seals: ChunkSeals | None = None, together: bool = False) -> Iterator[memoryview]:
+    def chunks(self, first: int, *, together: bool = False) -> Iterator[memoryview]:
         """Verified chunks from number ``first`` on, in mapped memory; ends before a chunk that is damaged.
 
         Args:
             first: The first chunk.
-            seals: Chunks that need not be verified again.
             together: Yield them in one piece.
         """
         if not self.plan.size:
             return
         # Private: a reader may write into what it gets, and neither the file nor others notice.
         content = memoryview(mmap.mmap(self._descriptor, self.plan.size, access=mmap.ACCESS_COPY))
-        yield from right_chunks(content, self.plan, first, seals=seals, together=together)
+        yield from right_chunks(content, self.plan, first, together=together)
 
     @property
     def inode(self) -> int:

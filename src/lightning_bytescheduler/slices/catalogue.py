@@ -1,33 +1,32 @@
-"""The catalogue: every slice of the data, in columns, as a million slices as objects would take half a gigabyte.
+"""The catalogue: every slice of the data, the same in every process and after every restart; and orders of it.
 
-Its fingerprint identifies the data in a saved state, and says where other data differs.
+The order of slices in an epoch, and of samples in a slice, is a function of seed and epoch, the same everywhere. The
+raw stream of numpy's Philox generator never changes between versions and platforms (NEP 19), unlike
+``Generator.permutation``; sorting its numbers, equal ones by index, gives a permutation that does not change either.
 """
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from functools import cached_property
 from hashlib import blake2b
-from typing import overload
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from lightning_bytescheduler.checks import is_whole
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.slices.slice import Slice
 
-__all__ = ["CatalogueFingerprint", "SliceCatalogue", "TextColumn"]
-
-_BLOCKS = 64
-_CHECKSUM = "xxh3_64:"
+_WORD = 2**64
 
 
-class SliceCatalogue(Sequence[Slice]):
-    """The slices of a data set, in an order that is the same in every process and after every restart.
+class SliceCatalogue:
+    """The slices of a data set.
 
     Args:
-        slices: Read once, in order.
+        slices: In order.
 
     Attributes:
         samples: Samples of each slice, int64, read-only.
@@ -38,211 +37,142 @@ class SliceCatalogue(Sequence[Slice]):
     """
 
     def __init__(self, slices: Iterable[Slice]) -> None:
-        self._keys = TextColumn()
-        self._urls = TextColumn()
-        starts, sizes, samples = array("q"), array("q"), array("q")
-        checksums = array("Q")
-        self._other_checksums: dict[int, str | None] = {}  # what is not the usual 16 digits
-        hashes = array("Q")
-        for index, item in enumerate(slices):
-            self._keys.append(item.key)
-            self._urls.append(item.url)
-            starts.append(item.start)
-            sizes.append(item.size)
-            samples.append(item.samples)
-            number = _checksum_number(item.checksum)
-            if number is None:
-                self._other_checksums[index] = item.checksum
-            checksums.append(number or 0)
-            hashes.append(_hash(self._keys.raw(index)))
-        if not samples:
+        self._slices = tuple(slices)
+        if not self._slices:
             raise OptionError("slices", [], "one slice at least")
-        if all(checksum is None for checksum in self._other_checksums.values()) and len(self._other_checksums) == len(
-            samples
-        ):
-            checksums, self._other_checksums = array("Q"), {}  # a source without an index has none at all
-        self._starts, self._sizes = np.array(starts), np.array(sizes)
-        self._checksums = np.array(checksums)
-        self.samples: npt.NDArray[np.int64] = np.array(samples)
+        self._indices = {slice_.key: index for index, slice_ in enumerate(self._slices)}
+        if len(self._indices) < len(self._slices):
+            twin = next(one.key for index, one in enumerate(self._slices) if self._indices[one.key] != index)
+            raise OptionError("slices", twin, "slices of different keys (this key is there twice)")
+        self.samples: npt.NDArray[np.int64] = np.array([slice_.samples for slice_ in self._slices], dtype=np.int64)
         self.samples.flags.writeable = False
         self.total_samples = int(self.samples.sum())
-        unordered = np.array(hashes)
-        self._by_hash = np.argsort(unordered, kind="stable").astype(np.int32)
-        self._hashes = unordered[self._by_hash]
-        self._refuse_twins()
-        self._fingerprint: CatalogueFingerprint | None = None
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self._slices)
 
-    @overload
-    def __getitem__(self, index: int) -> Slice: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Slice]: ...
-    def __getitem__(self, index: int | slice) -> Slice | list[Slice]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        index = range(len(self))[index]  # as a list does it, with its error
-        return Slice(
-            key=self._keys[index],
-            url=self._urls[index],
-            start=int(self._starts[index]),
-            size=int(self._sizes[index]),
-            samples=int(self.samples[index]),
-            checksum=self._checksum(index),
-        )
+    def __getitem__(self, index: int) -> Slice:
+        return self._slices[index]
 
     def __iter__(self) -> Iterator[Slice]:
-        return (self[index] for index in range(len(self)))
+        return iter(self._slices)
 
     def __repr__(self) -> str:
-        return f"SliceCatalogue({len(self)} slices, {self.total_samples} samples)"
+        return f"SliceCatalogue({len(self)} slices, {self.total_samples} samples, {self.digest})"
 
     def key(self, index: int) -> str:
         """Key of a slice."""
-        return self._keys[index]
+        return self._slices[index].key
 
     def find(self, key: str) -> int | None:
         """Index of the slice with this key, or None."""
-        raw = key.encode("utf-8", "surrogatepass")
-        wanted = np.uint64(_hash(raw))
-        place = int(np.searchsorted(self._hashes, wanted))
-        while place < len(self._hashes) and self._hashes[place] == wanted:
-            index = int(self._by_hash[place])
-            if self._keys.raw(index) == raw:
-                return index
-            place += 1
-        return None
+        return self._indices.get(key)
 
-    @property
-    def fingerprint(self) -> CatalogueFingerprint:
-        """What identifies the data in a saved state: keys and sample counts, in order."""
-        if self._fingerprint is None:
-            self._fingerprint = CatalogueFingerprint.of(self._keys.raw, self.samples)
-        return self._fingerprint
+    def order(self, *, seed: int, shuffle: bool) -> DataOrder:
+        """What identifies the data and their order in a saved state."""
+        return DataOrder(slices=len(self), samples=self.total_samples, keys=self.digest, seed=seed, shuffle=shuffle)
 
-    def _checksum(self, index: int) -> str | None:
-        if not len(self._checksums):
-            return None
-        if index in self._other_checksums:
-            return self._other_checksums[index]
-        return f"{_CHECKSUM}{int(self._checksums[index]):016x}"
+    @cached_property
+    def digest(self) -> str:
+        """Of the slices' keys and sample counts, in order.
 
-    def _refuse_twins(self) -> None:
-        # Equal keys have equal hashes, so only runs of equal hashes need a look at the keys.
-        (twins,) = np.nonzero(self._hashes[1:] == self._hashes[:-1])
-        for place in twins.tolist():
-            first, second = int(self._by_hash[place]), int(self._by_hash[place + 1])
-            if self._keys.raw(first) == self._keys.raw(second):
-                raise OptionError("slices", self.key(first), "slices of different keys (this key is there twice)")
+        Not of their URLs: data may move. Not of their checksums: an index may be added later.
+        """
+        digest = blake2b(self.samples.astype("<i8").tobytes(), digest_size=16)
+        for slice_ in self._slices:
+            key = slice_.key.encode("utf-8", "surrogatepass")
+            digest.update(len(key).to_bytes(4, "little") + key)
+        return digest.hexdigest()
 
 
-def _hash(key: bytes) -> int:
-    # Not Python's hash(): that differs between processes, and a catalogue can be sent to one.
-    return int.from_bytes(blake2b(key, digest_size=8).digest(), "little")
-
-
-def _checksum_number(checksum: str | None) -> int | None:
-    if checksum is None or not checksum.startswith(_CHECKSUM):
-        return None
-    digits = checksum[len(_CHECKSUM) :]
-    try:
-        number = int(digits, 16)
-    except ValueError:
-        return None
-    return number if f"{number:016x}" == digits else None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CatalogueFingerprint:
-    """Digest of the slices' keys and sample counts, in order.
-
-    Not of their URLs: data may move. Not of their checksums: an index may be added later.
+class DataOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """What is in a saved state of the data and their order.
 
     Attributes:
         slices: How many there are.
         samples: Their samples together.
-        blocks: A digest of each of up to 64 runs of neighbouring slices.
+        keys: A digest of the slices' keys and sample counts, in order.
+        seed: Of the order of slices.
+        shuffle: Whether there is another one in each epoch.
     """
 
     slices: int
     samples: int
-    blocks: tuple[str, ...]
+    keys: str
+    seed: int
+    shuffle: bool
 
-    @classmethod
-    def of(cls, key: Callable[[int], bytes], samples: npt.NDArray[np.int64]) -> CatalogueFingerprint:
-        """Take the fingerprint of slices.
-
-        Args:
-            key: Key of the slice of an index.
-            samples: Samples of each slice.
-        """
-        length = _block_length(len(samples))
-        blocks = []
-        for start in range(0, len(samples), length):
-            stop = min(start + length, len(samples))
-            digest = blake2b(samples[start:stop].astype("<i8").tobytes(), digest_size=8)
-            for index in range(start, stop):
-                text = key(index)
-                digest.update(len(text).to_bytes(4, "little") + text)
-            blocks.append(digest.hexdigest())
-        return cls(slices=len(samples), samples=int(samples.sum()), blocks=tuple(blocks))
-
-    def difference(self, saved: CatalogueFingerprint) -> str | None:
-        """What a state's fingerprint differs in, in words, or None if it is the same."""
-        for name in ("slices", "samples"):
+    def difference(self, saved: DataOrder) -> str | None:
+        """What a saved one differs in, in words, or None if it is the same."""
+        for name in ("slices", "samples", "seed", "shuffle"):
             here, there = getattr(self, name), getattr(saved, name)
             if here != there:
-                return f"it is of {there} {name}, and there are {here} {name} now"
-        for block, (here, there) in enumerate(zip(self.blocks, saved.blocks, strict=True)):
-            if here != there:
-                length = _block_length(self.slices)
-                start, stop = block * length, min((block + 1) * length, self.slices)
-                return f"keys, order or sample counts differ, for the first time among slices {start} to {stop - 1}"
-        return None
+                return f"{name} was {there}, is {here} now"
+        return None if self.keys == saved.keys else "the slices' keys, order or sample counts"
 
 
-def _block_length(slices: int) -> int:
-    return max(-(-slices // _BLOCKS), 1)
+def slice_order(slices: int, *, seed: int, epoch: int, shuffle: bool = True) -> npt.NDArray[np.int32]:
+    """Indices of the slices in the order in which an epoch hands them out.
 
+    Args:
+        slices: How many there are, less than 2**31.
+        seed: From 0 to 2**64 - 1.
+        epoch: From 0 to 2**64 - 1.
+        shuffle: False keeps the order of the catalogue.
 
-class TextColumn(Sequence[str]):
-    """Texts that are only ever added; equal neighbours are stored once.
+    Returns:
+        A permutation of ``range(slices)``.
 
-    Memory per text: its UTF-8 bytes, unless it equals its predecessor, and at most 12 bytes.
+    Raises:
+        OptionError: If a number is out of its range.
     """
+    if slices >= 2**31:
+        raise OptionError("slices", slices, "less than 2**31")
+    if not shuffle:
+        return np.arange(slices, dtype=np.int32)
+    return _permutation(slices, seed, epoch, stream=0).astype(np.int32)
 
-    def __init__(self) -> None:
-        self._bytes = bytearray()
-        self._ends = array("Q")  # of each stored text
-        self._stored = array("I")  # which stored text each row has
-        self._last: bytes | None = None
 
-    def append(self, text: str) -> None:
-        """Add a row."""
-        encoded = text.encode("utf-8", "surrogatepass")
-        if encoded != self._last:
-            self._bytes += encoded
-            self._ends.append(len(self._bytes))
-            self._last = encoded
-        self._stored.append(len(self._ends) - 1)
+def sample_order(samples: int, *, seed: int, epoch: int, slice_index: int) -> npt.NDArray[np.int64]:
+    """Indices of a slice's samples in the order in which an epoch trains on them.
 
-    def raw(self, row: int) -> bytes:
-        """A row's UTF-8 bytes."""
-        stored = self._stored[row]
-        return bytes(self._bytes[self._ends[stored - 1] if stored else 0 : self._ends[stored]])
+    A slice's position counts along this order, so a worker that continues another's slice repeats and leaves out
+    nothing.
 
-    def __len__(self) -> int:
-        return len(self._stored)
+    Args:
+        samples: Samples of the slice.
+        seed: From 0 to 2**64 - 1.
+        epoch: From 0 to 2**64 - 1.
+        slice_index: The slice's index in its catalogue.
 
-    @overload
-    def __getitem__(self, row: int) -> str: ...
-    @overload
-    def __getitem__(self, row: slice) -> list[str]: ...
-    def __getitem__(self, row: int | slice) -> str | list[str]:
-        if isinstance(row, slice):
-            return [self[i] for i in range(*row.indices(len(self)))]
-        return self.raw(row).decode("utf-8", "surrogatepass")
+    Returns:
+        A permutation of ``range(samples)``.
 
-    def __iter__(self) -> Iterator[str]:
-        return (self[row] for row in range(len(self)))
+    Raises:
+        OptionError: If a number is out of its range.
+    """
+    return _permutation(samples, seed, epoch, stream=slice_index + 1)
+
+
+def require_seed(option: str, value: object) -> None:
+    """Require what the generator can be seeded with.
+
+    Raises:
+        OptionError: If it is no whole number of 64 bits.
+    """
+    if not is_whole(value) or value >= _WORD:
+        raise OptionError(option, value, "a whole number from 0 to 2**64 - 1")
+
+
+def _permutation(count: int, seed: int, epoch: int, *, stream: int) -> npt.NDArray[np.int64]:
+    for option, value in (("count", count), ("seed", seed), ("epoch", epoch), ("stream", stream)):
+        require_seed(option, value)
+    key = np.array([seed, epoch], dtype=np.uint64)
+    # Each stream has 2**128 numbers of the generator's 2**256 to itself.
+    counter = np.array([0, 0, stream, 0], dtype=np.uint64)
+    numbers = np.random.Philox(key=key, counter=counter).random_raw(count)
+    order = np.argsort(numbers)  # several times as fast as a stable sort
+    drawn = numbers[order]
+    if (drawn[1:] == drawn[:-1]).any():  # hardly ever
+        order = np.argsort(numbers, kind="stable")
+    return order.astype(np.int64, copy=False)

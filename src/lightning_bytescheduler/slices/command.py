@@ -15,14 +15,11 @@ import msgspec
 from lightning_bytescheduler.checks import importing
 from lightning_bytescheduler.exceptions import OptionError, SliceCorruptError
 from lightning_bytescheduler.serving import parse_bind, read_token
-from lightning_bytescheduler.slices.checksums import WholeChecksum
 from lightning_bytescheduler.slices.fetch import fetch_chunks
 from lightning_bytescheduler.slices.make import SLICE_BYTES, make_slices
 from lightning_bytescheduler.slices.options import FetchOptions
-from lightning_bytescheduler.slices.slice import Slice
+from lightning_bytescheduler.slices.slice import Slice, WholeChecksum
 from lightning_bytescheduler.slices.source import SliceSource, open_source
-
-__all__ = ["_bytes", "add_arguments", "verify_slices"]
 
 TOKEN_VARIABLE = "BYTESCHEDULER_SLICES_TOKEN"
 """Environment variable with the token of ``slices serve``, which arguments would show to all users of the machine."""

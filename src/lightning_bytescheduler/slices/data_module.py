@@ -1,26 +1,24 @@
-"""``SliceDataModule``: training, validation, test and prediction data in slices."""
+"""``SliceDataModule``: training, validation, test and prediction data in slices; and its callback."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from lightning_bytescheduler.checks import options_by_name, require_one_of, require_whole
+from lightning_bytescheduler.checks import options_by_name, require_bool, require_one_of, require_whole
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
-from lightning_bytescheduler.lightning_api import rank_zero_info, rank_zero_warn
-from lightning_bytescheduler.slices.batches import BatchPlan, BatchReader, ReadReport
+from lightning_bytescheduler.lightning_api import pl, rank_zero_info, rank_zero_warn
+from lightning_bytescheduler.registration import require_same_package
+from lightning_bytescheduler.slices.batches import BatchReader, Plan, ReadReport
 from lightning_bytescheduler.slices.cache import CAN_CACHE
 from lightning_bytescheduler.slices.catalogue import SliceCatalogue
 from lightning_bytescheduler.slices.epoch_plan import EpochPlan
 from lightning_bytescheduler.slices.fetch import SliceCounters, SliceStatistics
 from lightning_bytescheduler.slices.formats import SliceReader
 from lightning_bytescheduler.slices.loader import BatchWorkers, SliceLoader, collate_samples
-from lightning_bytescheduler.slices.lock_step import LockStepPlan
-from lightning_bytescheduler.slices.make import SLICE_BYTES
 from lightning_bytescheduler.slices.options import (
     Delivery,
-    LoaderOptions,
     Shortage,
     StoreOptions,
     TrackerOptions,
@@ -29,25 +27,18 @@ from lightning_bytescheduler.slices.options import (
     require_batch_size,
     require_function,
     require_packages,
+    require_shortage,
     require_urls,
 )
-from lightning_bytescheduler.slices.shared_plan import SharedPlan
-from lightning_bytescheduler.slices.slice_coordinator import SliceCoordinator
 from lightning_bytescheduler.slices.source import SliceSource, open_source
 from lightning_bytescheduler.slices.store import SliceStore
 from lightning_bytescheduler.slices.training import (
-    CoordinatedDataModule,
-    LockStepTraining,
     TrackedTraining,
     TrackerHost,
-    TrainingSlices,
-    require_same_reading,
-    require_same_slices,
+    require_same,
     require_tracker_host,
 )
 from lightning_bytescheduler.slices.urls import require_protocols, require_storage_options, takes
-
-__all__ = ["SliceDataModule"]
 
 _SPLITS = {
     "fit": ("train", "val"),
@@ -58,7 +49,7 @@ _SPLITS = {
 
 
 @options_by_name
-class SliceDataModule(CoordinatedDataModule):
+class SliceDataModule(pl.LightningDataModule):
     """Data in slices, for any strategy: each sample of an epoch is trained on exactly once.
 
     A fit may be stopped anywhere and resumed with another number of ranks, other batch sizes or another number of
@@ -96,11 +87,10 @@ class SliceDataModule(CoordinatedDataModule):
         transform: Applied to each sample, in the process that reads.
         collate: Makes a batch of a list of samples; None stacks arrays, and else does as PyTorch does.
         reader: Makes samples of bytes, for files whose suffix is not known.
-        slice_bytes: Target size of the slices into which files without an index are divided.
         storage_options: For fsspec's file systems, as what asks for a token takes it; by protocol where URLs need
             different ones, as in ``{"s3": {...}, "https": {...}}``.
-        cache_dir: Folder of the cache, for sources that are not on this machine; None is the user's folder for caches.
-        cache_bytes: Bound of the cache.
+        cache: Folder of the cache, for sources that are not on this machine, or ``{"dir": ..., "bytes": ...}`` with its
+            bound, by default 10 GiB; None is the user's folder for caches.
         delivery: Of workers that take slices as they need them: ``"at_least_once"`` trains again on what a dead worker
             did not report, ``"at_most_once"`` leaves that out. Without deaths, both are exactly once.
         timeout: Seconds that a source may stay away.
@@ -129,10 +119,8 @@ class SliceDataModule(CoordinatedDataModule):
         transform: Callable[[Any], Any] | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
         reader: SliceReader | None = None,
-        slice_bytes: int = SLICE_BYTES,
         storage_options: dict[str, Any] | None = None,
-        cache_dir: str | None = None,
-        cache_bytes: int = 10 * 1024**3,
+        cache: str | dict[str, Any] | None = None,
         delivery: Delivery = "at_least_once",
         timeout: float = 60.0,
     ) -> None:
@@ -153,25 +141,20 @@ class SliceDataModule(CoordinatedDataModule):
         )
         if not isinstance(shuffle, bool) and shuffle != "samples":
             raise OptionError("shuffle", shuffle, "True, False or 'samples'")
-        self._loading = LoaderOptions(
-            num_workers=num_workers,
-            shuffle=shuffle == "samples" or shuffle,
-            shuffle_samples=shuffle == "samples",
-            seed=seed,
-            shortage=shortage,
-            transform=transform,
-            collate=collate,
-        )
-        self._storing = StoreOptions(
-            cache_dir=default_cache_dir() if cache_dir is None and CAN_CACHE else cache_dir,
-            cache_bytes=cache_bytes,
-            timeout=timeout,
-        )
-        self._tracking = TrackerOptions(seed=seed, shuffle=self._loading.shuffle, delivery=delivery)
+        require_shortage(shortage)
+        require_function("transform", transform, "sample")
+        require_function("collate", collate, "samples")
+        self._shuffle_samples, self._shortage = shuffle == "samples", shortage
+        self._transform, self._collate = transform, collate
+        self._num_workers = require_whole("num_workers", num_workers, 0)
+        given_cache = dict(cache) if isinstance(cache, Mapping) else {"dir": cache}
+        if given_cache.get("dir") is None and CAN_CACHE:
+            given_cache["dir"] = default_cache_dir()
+        self._storing = StoreOptions(cache=given_cache, timeout=timeout)
+        self._tracking = TrackerOptions(seed=seed, shuffle=bool(shuffle), delivery=delivery)
         require_function("reader", reader, "stream", "first")
         self._opening: dict[str, Any] = {
             "reader": reader,
-            "slice_bytes": require_whole("slice_bytes", slice_bytes, 1),
             "storage_options": require_storage_options(
                 [url for urls in self._urls.values() for url in urls or ()], storage_options
             ),
@@ -181,7 +164,7 @@ class SliceDataModule(CoordinatedDataModule):
         self._stores: dict[str, SliceStore] = {}
         self._workers: dict[str, BatchWorkers] = {}
         self._host: TrackerHost | None = None
-        self._training: TrainingSlices | None = None
+        self._training: Plan | None = None
         self._pending: dict[str, Any] | None = None
         self._counters = SliceCounters()
         self._waited = 0.0  # for loaders that are gone
@@ -209,7 +192,7 @@ class SliceDataModule(CoordinatedDataModule):
         self._host = host
 
     @property
-    def training(self) -> TrainingSlices:
+    def training(self) -> Plan:
         """Where the training data stands.
 
         Raises:
@@ -262,7 +245,7 @@ class SliceDataModule(CoordinatedDataModule):
         options = self._opening["storage_options"]  # each of them is for some of the URLs, but not for all
         taken = {name: value for name, value in options.items() if any(takes(url, name) for url in urls)}
         opening = {**self._opening, "storage_options": taken}
-        return open_source(urls, option=split, options=self._storing.fetch_options(), **opening)
+        return open_source(urls, option=split, options=self._storing, **opening)
 
     def teardown(self, stage: str) -> None:
         """Stop what fetches, and give back what is held; see LightningDataModule."""
@@ -293,27 +276,28 @@ class SliceDataModule(CoordinatedDataModule):
         if self.trainer is not None:
             SliceCoordinator.bind(self.trainer, has_length=self._host is None)
 
-    def _together(self, before: TrainingSlices | None) -> LockStepTraining:
+    def _together(self, before: Plan | None) -> EpochPlan:
         rank, ranks = self._rank_and_ranks()
         catalogue, size = self._catalogue("train"), require_batch_size("batch_size", self.batch_size)
-        order: dict[str, Any] = {
-            "rank": rank,
-            "seed": self._loading.seed,
-            "shuffle": self._loading.shuffle,
-            "shortage": self._loading.shortage,
-        }
         together = self._batch_of_all(size)
-        plan: EpochPlan
         if together is None:
-            plan = LockStepPlan(catalogue, batch_sizes=batch_sizes_of("batch_size", size, ranks), **order)
+            batch_sizes = batch_sizes_of("batch_size", size, ranks)
         else:
-            plan = SharedPlan(catalogue, batch_size=together, ranks=ranks, **order)
-        training = LockStepTraining(plan)
+            batch_sizes = tuple(together // ranks + (one < together % ranks) for one in range(ranks))
+        plan = EpochPlan(
+            catalogue,
+            batch_sizes=batch_sizes,
+            rank=rank,
+            seed=self._tracking.seed,
+            shuffle=self._tracking.shuffle,
+            shortage=self._shortage,
+            is_shared=together is not None,
+        )
         if before is not None:  # a further fit goes on where the last one stopped
-            training.load_state_dict(before.state_dict())
+            plan.load_state_dict(before.state_dict())
         if self.trainer is not None:
-            require_same_slices(self.trainer, catalogue)
-        return training
+            require_same(self.trainer, "train", repr(catalogue))
+        return plan
 
     def _batch_of_all(self, size: int | list[int]) -> int | None:
         """Samples of a batch of all ranks, where the strategy shares batches out."""
@@ -326,7 +310,7 @@ class SliceDataModule(CoordinatedDataModule):
         found: int | None = shared(size)
         return found
 
-    def _tracked(self, host: TrackerHost, before: TrainingSlices | None) -> TrackedTraining:
+    def _tracked(self, host: TrackerHost, before: Plan | None) -> TrackedTraining:
         ranks = self._rank_and_ranks()[1]
         if ranks > 1 and getattr(host, "ranks", None) is None:
             raise UnsupportedError(
@@ -336,8 +320,8 @@ class SliceDataModule(CoordinatedDataModule):
         size = require_batch_size("batch_size", self.batch_size)
         if ranks > 1 and self.trainer is not None:
             batch_sizes = batch_sizes_of("batch_size", size, ranks)
-            require_same_slices(self.trainer, self._catalogue("train"))
-            require_same_reading(self.trainer, self._loading)
+            require_same(self.trainer, "train", repr(self._catalogue("train")))
+            require_same(self.trainer, "num_workers", str(self._num_workers))  # as they get parts of one batch
         else:
             batch_sizes = (batch_sizes_of("batch_size", size, host.workers)[host.worker],)
         training = TrackedTraining(
@@ -345,7 +329,6 @@ class SliceDataModule(CoordinatedDataModule):
             self._stores["train"],
             options=self._tracking,
             batch_sizes=batch_sizes,
-            ahead=self._storing.prefetch,
         )
         if before is not None:
             training.load_state_dict(before.state_dict())
@@ -370,7 +353,7 @@ class SliceDataModule(CoordinatedDataModule):
         """Batches of what is left of the running epoch."""
         self.training.open(self.trainer)
         self._waited = self.waited
-        self._loader_of_training = self._loader("train", self.training.plan, self.training.batches)
+        self._loader_of_training = self._loader("train", self.training, self.training.batches)
         return self._loader_of_training
 
     def val_dataloader(self) -> list[SliceLoader]:
@@ -394,22 +377,21 @@ class SliceDataModule(CoordinatedDataModule):
         size = require_batch_size(name, getattr(self, name))
         if self._host is not None and ranks == 1 and not isinstance(size, int):  # of a world of its own
             size = batch_sizes_of(name, size, self._host.workers)[self._host.worker]
-        plan = LockStepPlan(
+        plan = EpochPlan(
             self._catalogue(split),
             batch_sizes=batch_sizes_of(name, size, ranks),
             rank=rank,
             shuffle=False,
             repeats=False,
         )
-        shares = plan.shares
-        if shares.padded:
+        if plan.padded:
             rank_zero_info(
-                f"slices: the samples of {split} do not go round, so {shares.padded} will be repeated, for every rank "
-                f"to take {shares.steps} steps."
+                f"slices: the samples of {split} do not go round, so {plan.padded} will be repeated, for every rank "
+                f"to take {plan.steps} steps."
             )
-        return [self._loader(split, plan, len(plan))]
+        return [self._loader(split, plan, plan.batches)]
 
-    def _loader(self, split: str, plan: BatchPlan, length: int | None) -> SliceLoader:
+    def _loader(self, split: str, plan: Plan, length: int | None) -> SliceLoader:
         on_report = self._heed_training if split == "train" else self._heed
         return SliceLoader(
             plan, self._workers_of(split), length=length, on_report=on_report, is_alone=self.trainer is None
@@ -417,24 +399,24 @@ class SliceDataModule(CoordinatedDataModule):
 
     def _workers_of(self, split: str) -> BatchWorkers:
         """Those of the loader before, as there is one for each epoch."""
-        loading, store = self._loading, self._stores[split]
+        store = self._stores[split]
         before = self._workers.get(split)
         if before is not None:
-            if before.reader.store is store and loading.num_workers:
+            if before.reader.store is store and self._num_workers:
                 return before
             before.close()
         is_training = split == "train"
         reader = BatchReader(
             store,
-            transform=loading.transform,
-            shuffle_samples=loading.shuffle_samples and is_training,
-            seed=loading.seed,
+            transform=self._transform,
+            shuffle_samples=self._shuffle_samples and is_training,
+            seed=self._tracking.seed,
             fill=self.training.fills if is_training else True,
         )
         self._workers[split] = BatchWorkers(
             reader,
-            collate=loading.collate or collate_samples,
-            num_workers=loading.num_workers,
+            collate=self._collate or collate_samples,
+            num_workers=self._num_workers,
             pin_memory=self.trainer is not None and self.trainer.strategy.root_device.type == "cuda",
         )
         return self._workers[split]
@@ -470,3 +452,123 @@ class SliceDataModule(CoordinatedDataModule):
             self._pending = dict(state_dict)
         else:
             self._training.load_state_dict(state_dict)
+
+
+@options_by_name
+class SliceCoordinator(pl.Callback):
+    """Reports each step that is trained, to the plan that ranks share or to the run's tracker, and logs.
+
+    :class:`SliceDataModule` adds one by itself; give one to the Trainer to set its options. It is put before all other
+    callbacks, so that whoever saves a checkpoint after a step saves a position that has the step.
+
+    Logged at Lightning's ``log_every_n_steps``, per step since the last time: ``slices/wait_ms`` (how long the training
+    waited for its batch, whatever for), ``slices/stall_ms`` (how long readers waited for bytes) and
+    ``slices/megabytes_fetched``; and ``slices/cache_hit_share``, of all slices so far that are not files of this
+    machine. They are rank 0's, with its DataLoader workers'.
+
+    Args:
+        log_metrics: Whether to log.
+
+    Raises:
+        OptionError: If ``log_metrics`` is neither True nor False.
+    """
+
+    def __init__(self, *, log_metrics: bool = True) -> None:
+        self._log_metrics = require_bool("log_metrics", log_metrics)
+        self._is_added = False  # by the data module
+        self._reload_epochs: int | None = None
+        self._logged, self._waited, self._steps = SliceStatistics(), 0.0, 0
+
+    @classmethod
+    def bind(cls, trainer: pl.Trainer, *, has_length: bool) -> None:
+        """Put the run's coordinator before all other callbacks, a new one if there is none.
+
+        Args:
+            trainer: Whose fit begins.
+            has_length: Whether the loader knows its steps, so that each epoch needs a new one.
+
+        Raises:
+            OptionError: If there are several, which would count each step as often.
+        """
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+        found = [callback for callback in callbacks if isinstance(callback, cls)]
+        if len(found) > 1:
+            given = f"{len(found)} of SliceCoordinator"
+            raise OptionError("callbacks", given, "a list with one SliceCoordinator, or none")
+        own = found[0] if found else None
+        if own is None:
+            own = cls()
+            own._is_added = True
+        else:
+            callbacks.remove(own)
+        callbacks.insert(0, own)
+        if has_length:
+            # An epoch that is resumed in the middle, or whose slices were quarantined, has another number of steps than
+            # the next one: Lightning asks each new loader. One costs nothing until its first batch.
+            own._reload_epochs = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
+            trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]
+
+    @classmethod
+    def release(cls, trainer: pl.Trainer) -> None:
+        """Undo what ``bind`` did."""
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        for own in [callback for callback in callbacks if isinstance(callback, cls)]:
+            if own._reload_epochs is not None:
+                trainer.reload_dataloaders_every_n_epochs = own._reload_epochs  # type: ignore[attr-defined]
+                own._reload_epochs = None
+            if own._is_added:
+                callbacks.remove(own)
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Require the data module that this is for.
+
+        Raises:
+            UnsupportedError: If the Trainer has another one, or none, or is of the other package of Lightning.
+        """
+        require_same_package(trainer, "SliceCoordinator")
+        if stage == "fit":
+            data = self._data(trainer)
+            self._logged, self._waited, self._steps = data.statistics, data.waited, 0
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Report the step."""
+        data = self._data(trainer)
+        data.training.trained()
+        self._steps += 1
+        if batch_idx + 1 >= trainer.num_training_batches:
+            data.training.finish_epoch(trainer)
+        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if self._log_metrics and every and trainer.global_step % every == 0 and not trainer.barebones:
+            self._log(pl_module, data)
+
+    def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
+        """Keep the lease of what is held."""
+        if not trainer.sanity_checking and trainer.state.fn == "fit":
+            self._data(trainer).training.keep_alive()
+
+    def _log(self, pl_module: pl.LightningModule, data: SliceDataModule) -> None:
+        now, before, steps = data.statistics, self._logged, self._steps
+        waited = data.waited - self._waited
+        self._logged, self._waited, self._steps = now, data.waited, 0
+        asked = now.cache_hits + now.cache_misses
+        pl_module.log_dict(
+            {
+                "slices/wait_ms": 1e3 * waited / steps,
+                "slices/stall_ms": 1e3 * (now.stall_seconds - before.stall_seconds) / steps,
+                "slices/megabytes_fetched": (now.bytes_fetched - before.bytes_fetched) / steps / 1e6,
+                "slices/cache_hit_share": now.cache_hits / asked if asked else 1.0,
+            },
+            on_step=True,
+            on_epoch=False,
+        )
+
+    def _data(self, trainer: pl.Trainer) -> SliceDataModule:
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        if not isinstance(data, SliceDataModule):
+            raise UnsupportedError(
+                "SliceCoordinator needs the data to be a SliceDataModule: pass one to trainer.fit(datamodule=...), or "
+                "leave the callback out."
+            )
+        return data

@@ -16,9 +16,9 @@ from torch.utils.data._utils import collate
 from lightning_bytescheduler.checks import is_whole, options_by_name, require_bool, require_whole
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.slices.batches import BatchReader
-from lightning_bytescheduler.slices.catalogue import SliceCatalogue
+from lightning_bytescheduler.slices.catalogue import SliceCatalogue, require_seed
+from lightning_bytescheduler.slices.epoch_plan import EpochPlan
 from lightning_bytescheduler.slices.formats import SliceReader
-from lightning_bytescheduler.slices.lock_step import LockStepPlan
 from lightning_bytescheduler.slices.make import SLICE_BYTES
 from lightning_bytescheduler.slices.options import (
     Shortage,
@@ -29,11 +29,8 @@ from lightning_bytescheduler.slices.options import (
     require_packages,
     require_shortage,
 )
-from lightning_bytescheduler.slices.shuffle import require_seed
 from lightning_bytescheduler.slices.source import SliceSource, open_source
 from lightning_bytescheduler.slices.store import SliceStore
-
-__all__ = ["SliceDataset"]
 
 
 class _Batch(list[Any]):
@@ -119,9 +116,9 @@ class SliceDataset(IterableDataset[list[Any]]):
                 reader=reader,
                 slice_bytes=slice_bytes,
                 storage_options=storage_options,
-                options=storing.fetch_options(),
+                options=storing,
             )
-        self._plan = LockStepPlan(
+        self._plan = EpochPlan(
             SliceCatalogue(found.slices),
             batch_sizes=sizes,
             rank=rank,
@@ -138,7 +135,7 @@ class SliceDataset(IterableDataset[list[Any]]):
         )
 
     def __len__(self) -> int:
-        return len(self._plan)
+        return self._plan.steps
 
     def __iter__(self) -> Iterator[list[Any]]:
         worker = get_worker_info()

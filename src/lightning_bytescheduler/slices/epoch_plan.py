@@ -1,223 +1,316 @@
-"""What plans of ranks that step together have in common: one epoch after the other, and a position to be saved.
+"""The batches of ranks that step together, and where an epoch of them stands: pure, and the same on every rank.
 
-Every rank calls the same methods with the same values, so that all agree without a message.
+Each rank holds the slice that it reads and some that come next, and takes its part of a batch from there. Whoever
+needs more is given the next slice in the epoch's order; so a rank with larger batches gets more of them. When none is
+left, it takes over the last of what another holds, of the one that would take the longest: as much as fits the parts of
+both, whole slices where that can be. So ranks read different slices, but for the end of an epoch, and each sample is
+taken once.
 
-An epoch's samples as a line, and where a training stands on it.
+How many samples each rank takes in a step follows from what is left and the batch sizes, or is said by a strategy that
+shares batches out. All ranks know it of all ranks, so each works out for itself who takes what, without a message.
 
-The line goes through all slices in the epoch's order, from 0 to the number of samples. What is left of an epoch is
-stretches of it, (start, stop) each, which do not depend on who trains on them.
+*Batches are drawn before they are trained on*, by a loader whose processes read ahead. So a pass draws from a copy; the
+position takes the same numbers again, batch by batch, when they have been trained on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, Protocol, TypeAlias
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from lightning_bytescheduler.checks import require_whole
-from lightning_bytescheduler.exceptions import OptionError, TrackerStateError
-from lightning_bytescheduler.slices.batches import SampleRun, SliceBatch
-from lightning_bytescheduler.slices.catalogue import SliceCatalogue
-from lightning_bytescheduler.slices.shuffle import slice_order
+from lightning_bytescheduler.checks import is_whole, require_whole
+from lightning_bytescheduler.exceptions import OptionError, TrackerStateError, UnsupportedError
+from lightning_bytescheduler.lightning_api import pl, rank_zero_info
+from lightning_bytescheduler.slices.batches import SLICES_AHEAD, ReadReport, SampleRun, SliceBatch, cut_runs, samples_in
+from lightning_bytescheduler.slices.catalogue import DataOrder, SliceCatalogue, slice_order
+from lightning_bytescheduler.slices.options import Shortage, require_shortage
 from lightning_bytescheduler.slices.tracker_state import read_state
 
-__all__ = ["EpochLine", "EpochPlan", "EpochPosition", "SharedEpoch", "Stage", "Stretch", "joined", "samples_without"]
+_HELD = 1 + SLICES_AHEAD  # slices, so that those that come next can be fetched
+_VERSION = 3
 
-Stretch: TypeAlias = tuple[int, int]
 
-
-class EpochLine:
-    """All samples of an epoch, in order.
-
-    Args:
-        samples: Samples of each slice; 0 leaves a slice out.
-        seed: Of the order of slices.
-        epoch: Which epoch.
-        shuffle: False keeps the catalogue's order.
+class EpochPosition(NamedTuple):
+    """What is left of an epoch.
 
     Attributes:
-        length: Samples of the epoch.
+        dealt: Slices, in the epoch's order, of which no rank is given the whole any more.
+        rest: What came back of these, and no rank holds.
+        held: What each rank holds, in its order.
+    """
+
+    dealt: int = 0
+    rest: tuple[SampleRun, ...] = ()
+    held: tuple[tuple[SampleRun, ...], ...] = ()
+
+
+class EpochPool:
+    """Hands out what is left of an epoch.
+
+    Args:
+        order: Indices of its slices, in order.
+        samples: Of each slice of the catalogue; 0 leaves a slice out.
+        ranks: How many there are.
+        position: Where other ranks, or these, have left the epoch; None is its beginning.
+
+    Attributes:
+        left: Samples.
+
+    Raises:
+        OptionError: If it is no position of this epoch.
+    """
+
+    def __init__(
+        self,
+        order: npt.NDArray[np.int32],
+        samples: npt.NDArray[np.int64],
+        ranks: int,
+        position: EpochPosition | None = None,
+    ) -> None:
+        position = position or EpochPosition()
+        self._order, self._samples = order[samples[order] > 0], samples
+        self._dealt = position.dealt
+        self._require_position(position)
+        goes_on = len(position.held) == ranks
+        self._rest = deque(position.rest)
+        if not goes_on:
+            self._rest.extend(run for own in position.held for run in own)
+        self._held = [deque(own) for own in position.held] if goes_on else [deque[SampleRun]() for _ in range(ranks)]
+        self._counts = [samples_in(own) for own in self._held]
+        self.left = int(samples[self._order[self._dealt :]].sum()) + samples_in(self._rest) + sum(self._counts)
+        for slices in range(1, _HELD + 1):  # in turns, so that few slices are on all ranks
+            self._deal(slices)
+
+    def copy(self) -> EpochPool:
+        """Another one that stands where this does."""
+        return EpochPool(self._order, self._samples, len(self._held), self.position)
+
+    @property
+    def position(self) -> EpochPosition:
+        """Where it stands."""
+        return EpochPosition(self._dealt, tuple(self._rest), tuple(tuple(own) for own in self._held))
+
+    @property
+    def has_more(self) -> bool:
+        """Whether there is something that no rank holds."""
+        return bool(self._rest) or self._dealt < len(self._order)
+
+    def slices_of(self, rank: int) -> list[int]:
+        """Indices of the slices that a rank will read next."""
+        return [run.slice_index for run in self._held[rank]]
+
+    def take(self, sizes: Sequence[int]) -> list[tuple[SampleRun, ...]]:
+        """Take a batch.
+
+        Args:
+            sizes: Samples of each rank, together no more than there are left.
+
+        Returns:
+            What each rank gets, in its order.
+        """
+        for rank, size in enumerate(sizes):
+            while self._counts[rank] < size:
+                if self.has_more:
+                    self._give(rank)
+                else:
+                    self._take_over(rank, sizes)
+        taken = [cut_runs(self._held[rank], size) for rank, size in enumerate(sizes)]
+        self._counts = [count - size for count, size in zip(self._counts, sizes, strict=True)]
+        self.left -= sum(sizes)
+        self._deal(_HELD)
+        return taken
+
+    def _deal(self, slices: int) -> None:
+        for rank, own in enumerate(self._held):
+            while len(own) < slices and self.has_more:
+                self._give(rank)
+
+    def _give(self, rank: int) -> None:
+        if self._rest:
+            run = self._rest.popleft()
+        else:
+            index = int(self._order[self._dealt])
+            self._dealt += 1
+            run = SampleRun(index, 0, int(self._samples[index]))
+        self._held[rank].append(run)
+        self._counts[rank] += run.stop - run.start
+
+    def _take_over(self, rank: int, sizes: Sequence[int]) -> None:
+        # As there are enough for all, some have more than their part of this batch, and keep that.
+        others = [other for other in range(len(sizes)) if other != rank and self._counts[other] > sizes[other]]
+        slowest = max(others, key=lambda other: (self._counts[other] / max(sizes[other], 1), -other))
+        both, spare = sizes[rank] + sizes[slowest], self._counts[slowest] - sizes[slowest]
+        wanted = max(min(self._counts[slowest] * sizes[rank] // both, spare), 1)
+        theirs, found = self._held[slowest], deque[SampleRun]()
+        while theirs and (size := theirs[-1].stop - theirs[-1].start) <= wanted:
+            found.appendleft(theirs.pop())
+            wanted -= size
+        if not found:
+            last = theirs.pop()
+            theirs.append(last._replace(stop=last.stop - wanted))
+            found.append(last._replace(start=last.stop - wanted))
+        moved = samples_in(found)
+        self._counts[slowest] -= moved
+        self._counts[rank] += moved
+        self._held[rank].extend(found)
+
+    def _require_position(self, position: EpochPosition) -> None:
+        """Require samples that are there, of slices that are dealt, each once."""
+        if not 0 <= position.dealt <= len(self._order):
+            raise OptionError("dealt", position.dealt, f"from 0 to {len(self._order)}, the slices of the epoch")
+        dealt = set(self._order[: position.dealt].tolist())
+        ends: dict[int, int] = {}
+        for run in sorted([*position.rest, *(run for own in position.held for run in own)]):
+            inside = ends.get(run.slice_index, 0) <= run.start < run.stop
+            if run.slice_index not in dealt or not inside or run.stop > self._samples[run.slice_index]:
+                raise OptionError("rest", run, "of a slice that is dealt, and of samples that are nowhere else")
+            ends[run.slice_index] = run.stop
+
+
+def step_sizes(left: int, batch_sizes: Sequence[int]) -> tuple[int, ...]:
+    """Samples of each rank in the next step.
+
+    Steps are full where that leaves each rank a sample in the last one; otherwise those before it give some up.
+    Only where even one sample a step is too much to ask, as with fewer samples than ranks, the last ranks get none.
+
+    Args:
+        left: Samples of all steps that follow.
+        batch_sizes: Of each rank, 1 or more.
+    """
+    ranks, together = len(batch_sizes), sum(batch_sizes)
+    later = -(-left // together) - 1
+    size = max(min(together, left - later * ranks), min(ranks, left))
+    if size >= together:
+        return tuple(batch_sizes)
+    if size < ranks:
+        return (1,) * size + (0,) * (ranks - size)
+    # One for each rank, and what else there is by batch size, rounded down.
+    sizes = [1 + (size - ranks) * (most - 1) // (together - ranks) for most in batch_sizes]
+    for rank in sorted(range(ranks), key=lambda rank: sizes[rank] - batch_sizes[rank])[: size - sum(sizes)]:
+        sizes[rank] += 1
+    return tuple(sizes)
+
+
+class EpochPlan:
+    """A ``Plan`` for ranks that take the same number of steps, and have the same position.
+
+    Args:
+        catalogue: The slices.
+        batch_sizes: Of each rank, in samples.
+        rank: This one.
+        seed: Of the order of slices.
+        shuffle: False keeps the catalogue's order in every epoch.
+        shortage: ``"pad"`` repeats or ``"drop"`` leaves out samples, fewer than there are ranks, where there is not one
+            for each rank in every step.
+        repeats: Whether an epoch follows each, whose first slices are named ahead at the end.
+        is_shared: Whether :meth:`share_out` says who takes how much of each batch. All batches but the last have as
+            many samples then. A rank without one computes on another's, which is to count nothing.
+
+    Attributes:
+        catalogue: As given.
+        batch_size: Samples of a batch, over all ranks.
+        is_shared: As given.
+        epoch: The running epoch, from 0.
+        counted: Steps that the training loop counts before those that are left, as it was restored in mid-epoch.
+        left: Samples that were left when the epoch began, or was resumed.
+        steps: Of every rank, to train on these.
+        padded: Samples that are trained on twice.
+        dropped: Samples that are left out.
 
     Raises:
         OptionError: If an option is not allowed.
     """
 
-    def __init__(self, samples: npt.NDArray[np.int64], *, seed: int, epoch: int, shuffle: bool = True) -> None:
-        counts = np.asarray(samples, dtype=np.int64)
-        if counts.ndim != 1 or (counts < 0).any():
-            raise OptionError("samples", samples, "a count for each slice, 0 or more")
-        self._order = slice_order(len(counts), seed=seed, epoch=epoch, shuffle=shuffle)
-        self._ends = np.cumsum(counts[self._order], dtype=np.int64)
-        self.length = int(self._ends[-1]) if len(self._ends) else 0
-
-    def end_of_slice(self, place: int) -> int:
-        """Where the slice ends that has a sample."""
-        return int(self._ends[np.searchsorted(self._ends, place, side="right")])
-
-    def slice_at(self, place: int) -> int:
-        """Index, in the catalogue, of the slice that has a sample."""
-        return int(self._order[np.searchsorted(self._ends, place, side="right")])
-
-    def runs(self, start: int, stop: int) -> Iterator[SampleRun]:
-        """A stretch, in slices."""
-        place = int(np.searchsorted(self._ends, start, side="right"))
-        while start < stop:
-            end = int(self._ends[place])
-            begin = int(self._ends[place - 1]) if place else 0
-            if start < end:
-                upto = min(stop, end)
-                yield SampleRun(slice_index=int(self._order[place]), start=start - begin, stop=upto - begin)
-                start = upto
-            place += 1
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Stage:
-    """Steps that were taken together; plain numbers, to be kept in a checkpoint.
-
-    Attributes:
-        batch_sizes: Of each rank, in samples.
-        steps: How many steps.
-        shortage: As the epoch was shared.
-    """
-
-    batch_sizes: tuple[int, ...]
+    fills = True
+    epoch: int
+    counted: int
+    left: int
     steps: int
-    shortage: str = "pad"
+    padded: int
+    dropped: int
+    _steps: int  # that were taken of what is shared now
+    _opened: int  # of these, when the loader was made
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EpochPosition:
-    """What of an epoch was trained on: whatever is not in ``rest`` or ``held``, and after that the stages.
-
-    Attributes:
-        rest: Stretches that were left, but for what ranks held; ``None`` for the whole line.
-        held: And those that each rank held, in its order.
-        stages: Steps of fixed batch sizes that were taken since, of all that was left.
-    """
-
-    rest: tuple[Stretch, ...] | None = None
-    held: tuple[tuple[Stretch, ...], ...] = ()
-    stages: tuple[Stage, ...] = ()
-
-    @property
-    def begun(self) -> bool:
-        """Whether anything was trained on."""
-        return self.rest is not None or bool(self.stages)
-
-    def left(self, line: EpochLine) -> list[Stretch]:
-        """Stretches that were left before the stages, in order.
-
-        Raises:
-            OptionError: If they are no stretches of this line, or overlap.
-        """
-        if self.rest is None:
-            return [(0, line.length)] if line.length else []
-        found = sorted([*self.rest, *(stretch for own in self.held for stretch in own)])
-        ends = [0, *(stop for _, stop in found)]
-        if any(not end <= start < stop for end, (start, stop) in zip(ends, found, strict=False)) or (
-            ends[-1] > line.length
-        ):
-            raise OptionError("rest", self.rest, f"stretches of an epoch of {line.length} samples that do not overlap")
-        return joined(found)
-
-
-def joined(stretches: Iterable[Stretch]) -> list[Stretch]:
-    """The same samples in as few stretches as can be, of stretches in order."""
-    found: list[Stretch] = []
-    for start, stop in stretches:
-        if found and found[-1][1] == start:
-            found[-1] = (found[-1][0], stop)
-        else:
-            found.append((start, stop))
-    return found
-
-
-def samples_without(catalogue: SliceCatalogue, keys: Mapping[str, str] | Sequence[str]) -> npt.NDArray[np.int64]:
-    """Samples of each slice, 0 for those of the keys."""
-    samples: npt.NDArray[np.int64] = catalogue.samples.copy()
-    for key in keys:
-        index = catalogue.find(key)
-        if index is not None:
-            samples[index] = 0
-    return samples
-
-
-_VERSION = 1
-_VERSION_WITH_REST = 2  # what was left is written down, and not only how it came to that
-
-
-class SharedEpoch(Protocol):
-    """How what was left of an epoch is shared."""
-
-    @property
-    def steps(self) -> int:
-        """Of every rank."""
-
-    @property
-    def left(self) -> int:
-        """Samples that were not trained on before."""
-
-    @property
-    def padded(self) -> int:
-        """Samples that are trained on twice."""
-
-    @property
-    def dropped(self) -> int:
-        """Samples that are left out."""
-
-
-class EpochPlan:
-    """A ``BatchPlan`` for ranks that take the same number of steps.
-
-    Args:
-        catalogue: The slices.
-        seed: Of the order of slices.
-        shuffle: False keeps the catalogue's order in every epoch.
-
-    Attributes:
-        catalogue: As given.
-        epoch: The running epoch, from 0.
-        counted: Steps that the training loop counts before those that are left, as it was restored in mid-epoch.
-    """
-
-    def __init__(self, catalogue: SliceCatalogue, *, seed: int, shuffle: bool) -> None:
+    def __init__(
+        self,
+        catalogue: SliceCatalogue,
+        *,
+        batch_sizes: Sequence[int],
+        rank: int = 0,
+        seed: int = 0,
+        shuffle: bool = True,
+        shortage: Shortage = "pad",
+        repeats: bool = True,
+        is_shared: bool = False,
+    ) -> None:
         self.catalogue = catalogue
-        self._seed, self._shuffle = seed, shuffle
-        self.epoch = 0
-        self.counted = 0
-        self._steps = 0  # that were taken of what is shared at present
-        self._opened = 0  # of these, when the loader was made
-        self._left_out: dict[str, str] = {}  # of this epoch
+        self._batch_sizes = tuple(batch_sizes)
+        least = 0 if is_shared else 1
+        if not any(self._batch_sizes) or not all(is_whole(size, least) for size in self._batch_sizes):
+            raise OptionError("batch_sizes", batch_sizes, "a whole number for each rank, 1 or more")
+        self.batch_size = sum(self._batch_sizes)
+        if not is_whole(rank) or rank >= len(self._batch_sizes):
+            raise OptionError("rank", rank, f"from 0 to {len(self._batch_sizes) - 1}, one for each batch size")
+        require_shortage(shortage)
+        self._rank = rank
+        self._seed, self._shuffle, self._shortage, self._repeats = seed, shuffle, shortage, repeats
+        self.is_shared = is_shared
+        self._shares_of: Callable[[int, int], Sequence[int]] | None = None
+        self._unfinished: Callable[[], int] = lambda: 0
+        self._sizes: dict[int, int] = {}  # of this rank's batches, by the number that the training loop counts
         self._quarantined: dict[str, str] = {}
+        self._corrupt: dict[str, str] = {}  # that this rank has found in this epoch
+        self._only_ends = False
+        self.start_epoch(0)
 
-    # ------------------------------------------------------------------ of each kind
+    def share_out(
+        self, shares: Callable[[int, int], Sequence[int]], *, unfinished: Callable[[], int] = lambda: 0
+    ) -> None:
+        """Say who takes how much.
+
+        Args:
+            shares: Of the n-th batch that is drawn in a pass, which has so many samples: those of each rank.
+            unfinished: How many batches the training is into a step that accumulates several. The position is that of
+                the beginning of the step, as a checkpoint lacks the gradients of these.
+        """
+        self._shares_of, self._unfinished = shares, unfinished
 
     @property
-    def shares(self) -> SharedEpoch:
-        """How what is left of the epoch was shared when it began, or was resumed."""
-        raise NotImplementedError
+    def facts(self) -> dict[str, str]:
+        """What has to be the same on all ranks, for them to share."""
+        return {
+            "the SliceDataModule's batch_size": f"{self.batch_size} for all ranks",
+            "the SliceDataModule's shortage": self._shortage,
+            "the order of the slices": f"shuffled from seed {self._seed}" if self._shuffle else "as it is",
+            "where the training stands in its slices": f"epoch {self.epoch}, {self._pool.left:,} samples left",
+        }
 
-    @property
-    def position(self) -> EpochPosition:
-        """What was trained on."""
-        raise NotImplementedError
+    def size_of(self, batch: int) -> int | None:
+        """Samples of this rank in a batch, by the number that the training loop counts; ``None`` if it was not drawn.
 
-    def __iter__(self) -> Iterator[SliceBatch]:
-        raise NotImplementedError
+        0 where the rank has another's sample, as there are none for it.
+        """
+        return self._sizes.get(batch)
 
-    def _start(self, position: EpochPosition) -> None:
-        """Share what is left, and set ``_steps``; nothing has changed if it raises."""
-        raise NotImplementedError
+    def share_of_step(self, batch: int, accumulated: int) -> float:
+        """How much a batch counts among those of its step, by samples of all ranks: 1 if they are equally large.
 
-    def _take_step(self) -> None:
-        """A step was taken."""
-
-    # ------------------------------------------------------------------ of all
+        Args:
+            batch: By the number that the training loop counts.
+            accumulated: Batches of a step; the last one of an epoch may have fewer.
+        """
+        first = self._opened - self.counted + batch - batch % accumulated
+        sizes = [
+            min(self.batch_size, self.left - step * self.batch_size)
+            for step in range(first, min(first + accumulated, self.steps))
+        ]
+        return sizes[batch % accumulated] * len(sizes) / sum(sizes)
 
     @property
     def quarantined(self) -> dict[str, str]:
@@ -227,33 +320,85 @@ class EpochPlan:
     @property
     def over(self) -> bool:
         """Whether nothing of the epoch is left to these ranks."""
-        return self._steps >= self.shares.steps
+        return self._steps >= self.steps
 
     @property
     def begun(self) -> bool:
         """Whether a step of the epoch was taken."""
-        return bool(self._steps) or self.position.begun
+        return bool(self._steps) or self._is_restored
 
-    def __len__(self) -> int:
-        return self.counted + self.shares.steps - self._steps
+    @property
+    def batches(self) -> int:
+        """Steps of the loader that was opened, those included that Lightning counts as done."""
+        return self.counted if self._only_ends else self.counted + self.steps - self._steps
 
-    def open(self, counted: int) -> None:
-        """A loader is made of what is left.
+    def __iter__(self) -> Iterator[SliceBatch]:
+        if self.is_shared and self._shares_of is None:
+            raise UnsupportedError(
+                "Batches of all ranks were asked for before the strategy has shared them out: only a Trainer's fit "
+                "takes them."
+            )
+        pool, drawn = self._pool.copy(), deque[tuple[int, ...]]()
+        self._drawn = drawn
+        self._sizes.clear()
+        first = self._steps
+        afterwards: Sequence[int] | None = None
+        for step in range(first, self.steps):
+            sizes = self._sizes_of(step - first, pool.left - self.dropped)
+            drawn.append(sizes)
+            taken = pool.take(sizes)
+            self._sizes[self.counted + step - self._opened] = sizes[self._rank]
+            runs = taken[self._rank]
+            if not runs:  # something to compute on
+                others = [own[0] for own in taken if own]
+                run = others[self._rank % len(others)]
+                runs = (run._replace(stop=run.start + 1),)
+            slices = dict.fromkeys(pool.slices_of(self._rank))
+            slices.pop(runs[-1].slice_index, None)
+            if len(slices) < SLICES_AHEAD and self._repeats and not pool.has_more:
+                afterwards = self._slices_of_next_epoch() if afterwards is None else afterwards
+                slices.update(dict.fromkeys(afterwards))
+            yield SliceBatch(self.epoch, runs, tuple(slices)[:SLICES_AHEAD])
 
-        Args:
-            counted: Steps that the training loop counts before those that are left.
+    def open(self, trainer: pl.Trainer | None) -> None:
+        """See ``Plan``; says what is padded or dropped.
+
+        Raises:
+            OptionError: If there is not a single step.
         """
-        self.counted, self._opened = counted, self._steps
+        if self.over and self.begun:  # these ranks have no step for what was left to others
+            self.end_epoch()
+        self._only_ends = trainer is not None and not self.begun and ends_restored_epoch(trainer)
+        self.counted, self._opened = 0 if trainer is None else counted_batches(trainer), self._steps
+        if not self.steps:
+            raise OptionError(
+                "train", f"{self.left} samples", "a sample for each rank: check what is quarantined, or use 'pad'"
+            )
+        if self.padded or self.dropped:
+            what = f"{self.padded} will be repeated" if self.padded else f"{self.dropped} will be left out"
+            rank_zero_info(
+                f"slices: the samples of epoch {self.epoch} do not go round, so {what}, for every rank to take "
+                f"{self.steps} steps."
+            )
+
+    def received(self, report: ReadReport) -> None:
+        """Remember slices that are corrupt."""
+        self._corrupt.update(report.corrupt)
 
     def trained(self) -> None:
         """Count a step that every rank has taken.
 
         Raises:
-            OptionError: If the epoch has no more of them.
+            OptionError: If no more batches were drawn.
         """
-        if self.over:
-            raise OptionError("steps", self._steps + 1, f"at most {self.shares.steps}, the steps of the epoch")
-        self._take_step()
+        if not self._drawn:
+            raise OptionError("steps", self._steps + 1, f"at most {self._steps}, as no more batches were drawn")
+        unfinished = self._unfinished()
+        if unfinished:
+            self._before.append(self._pool.position)
+        while len(self._before) > unfinished:
+            self._before.popleft()
+        self._pool.take(self._drawn.popleft())
         self._steps += 1
 
     def end_epoch(self) -> None:
@@ -267,45 +412,36 @@ class EpochPlan:
             OptionError: If it is no number of an epoch.
         """
         self.epoch = require_whole("epoch", epoch, 0)
-        self.counted = self._opened = 0
+        self.counted = 0
         self._left_out = dict(self._quarantined)
-        self._start(EpochPosition())
+        self._start(None)
 
-    def quarantine(self, slices: Mapping[str, str]) -> None:
-        """Leave slices out from the next epoch on; this one goes on with the steps that all ranks know of.
+    def finish_epoch(self, trainer: pl.Trainer) -> None:
+        """Go to the next epoch, or to this one again to overfit, without the slices that any rank found corrupt."""
+        self._quarantined.update(self._agreed(trainer))
+        self._corrupt = {}
+        overfits: bool = trainer.overfit_batches  # type: ignore[attr-defined]  # the same batches in each epoch
+        self.start_epoch(self.epoch if overfits else self.epoch + 1)
 
-        Args:
-            slices: Reason by key.
-        """
-        self._quarantined.update(slices)
+    def keep_alive(self) -> None:
+        """Nobody waits for this."""
 
-    def _line(self, epoch: int, left_out: Mapping[str, str]) -> EpochLine:
-        samples = samples_without(self.catalogue, left_out)
-        return EpochLine(samples, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
+    def close(self) -> None:
+        """The position stays."""
 
     def state_dict(self) -> dict[str, Any]:
         """The position, of primitives; the same on every rank."""
-        fingerprint, position = self.catalogue.fingerprint, self.position
-        state: dict[str, Any] = {
-            "version": _VERSION,
-            "epoch": self.epoch,
-            "stages": [
-                {"batch_sizes": list(stage.batch_sizes), "steps": stage.steps, "shortage": stage.shortage}
-                for stage in position.stages
-            ],
-            "left_out": dict(self._left_out),
-            "quarantined": dict(self._quarantined),
-            "seed": self._seed,
-            "shuffle": self._shuffle,
-            "slices": fingerprint.slices,
-            "samples": fingerprint.samples,
-            "blocks": list(fingerprint.blocks),
+        position = self._position()
+        return {
+            "together": {
+                "version": _VERSION,
+                "epoch": self.epoch,
+                "position": None if position is None else _listed(position),
+                "left_out": dict(self._left_out),
+                "quarantined": dict(self._quarantined),
+                "order": msgspec.structs.asdict(self._order),
+            }
         }
-        if position.rest is not None:
-            state["version"] = _VERSION_WITH_REST
-            state["rest"] = [list(stretch) for stretch in position.rest]
-            state["held"] = [[list(stretch) for stretch in own] for own in position.held]
-        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where a state was saved, with as many ranks and with the batch sizes that there are now.
@@ -313,56 +449,127 @@ class EpochPlan:
         Between epochs, data and seed may have changed.
 
         Raises:
-            TrackerStateError: If the state is damaged, or of the middle of an epoch of other slices or another order.
-                Nothing changed then.
+            TrackerStateError: If the state is damaged, of the middle of an epoch of other slices or another order, or
+                of workers that do not step together. Nothing changed then.
         """
-        has_rest = isinstance(state, Mapping) and state.get("version") == _VERSION_WITH_REST
-        version = _VERSION_WITH_REST if has_rest else _VERSION
-        saved = read_state(state, _SavedPosition, version=version, what="The state of the slices")
-        position = EpochPosition(rest=saved.rest, held=saved.held, stages=saved.stages)
-        if position.begun:
-            self._require_same_order(saved)
+        if "together" not in state:
+            raise TrackerStateError(
+                "The state of the slices was saved by workers that did not step together. Resume with the strategy "
+                "that it was saved with, or load only the weights."
+            )
+        saved = read_state(state["together"], _SavedPosition, version=_VERSION, what="The state of the slices")
+        difference = self._order.difference(saved.order)
+        if saved.position is not None and difference is not None:
+            raise TrackerStateError(
+                f"The state was saved in the middle of an epoch of other data or another order ({difference}): resume "
+                "with what it was saved with, or from the end of an epoch."
+            )
         before = (self.epoch, self._left_out)
         self.epoch, self._left_out = saved.epoch, saved.left_out
         try:
-            self._start(position)
+            self._start(saved.position)
         except OptionError as error:
             self.epoch, self._left_out = before
             raise TrackerStateError(f"The state of the slices is damaged: {error}") from error
         self._quarantined = saved.quarantined
 
-    def _require_same_order(self, saved: _SavedPosition) -> None:
-        here = self.catalogue.fingerprint
-        now = {
-            "slices": here.slices,
-            "samples": here.samples,
-            "blocks": here.blocks,
-            "seed": self._seed,
-            "shuffle": self._shuffle,
-        }
-        for name, value in now.items():
-            there = getattr(saved, name)
-            if there != value:
-                what = (
-                    "the slices' keys or sample counts" if name == "blocks" else f"{name} was {there}, is {value} now"
-                )
-                raise TrackerStateError(
-                    f"The state was saved in the middle of an epoch of other data or another order ({what}): "
-                    "resume with what it was saved with, or from the end of an epoch."
-                )
+    def _agreed(self, trainer: pl.Trainer) -> dict[str, str]:
+        """The slices that any rank has found to be corrupt: every rank has to leave out the same."""
+        found = self._corrupt
+        if trainer.world_size == 1 or not trainer.strategy.reduce_boolean_decision(bool(found), all=False):
+            return found
+        marks = torch.zeros(len(self.catalogue), dtype=torch.int32, device=trainer.strategy.root_device)
+        for key in found:
+            index = self.catalogue.find(key)
+            if index is not None:
+                marks[index] = 1
+        marked = trainer.strategy.reduce(marks, reduce_op="sum").cpu()
+        keys = [self.catalogue.key(int(index)) for index in marked.nonzero().flatten()]
+        return {key: found.get(key, "Another rank found it to be corrupt.") for key in keys}
+
+    @property
+    def _order(self) -> DataOrder:
+        return self.catalogue.order(seed=self._seed, shuffle=self._shuffle)
+
+    def _start(self, position: EpochPosition | None) -> None:
+        """Share what is left; nothing has changed if it raises."""
+        self._pool = self._pool_of(self.epoch, self._left_out, position)
+        self._is_restored = position is not None
+        self._drawn = deque[tuple[int, ...]]()
+        self._before = deque[EpochPosition]()  # where each batch of an unfinished step began
+        self._steps = self._opened = 0
+        self.left, ranks = self._pool.left, len(self._batch_sizes)
+        self.steps, last = -(-self.left // self.batch_size), self.left % self.batch_size
+        self.padded = self.dropped = 0
+        if 0 < last < ranks if self.is_shared else self.left < self.steps * ranks:
+            if self._shortage == "drop":
+                self.steps -= 1
+                self.dropped = self.left - self.steps * self.batch_size
+            elif not self.is_shared:
+                self.padded = self.steps * ranks - self.left
+
+    def _pool_of(self, epoch: int, left_out: Mapping[str, str], position: EpochPosition | None) -> EpochPool:
+        samples: npt.NDArray[np.int64] = self.catalogue.samples.copy()
+        samples[[index for key in left_out if (index := self.catalogue.find(key)) is not None]] = 0
+        order = slice_order(len(samples), seed=self._seed, epoch=epoch, shuffle=self._shuffle)
+        return EpochPool(order, samples, len(self._batch_sizes), position)
+
+    def _sizes_of(self, number: int, left: int) -> tuple[int, ...]:
+        """Samples of each rank in a batch, the n-th that is drawn in a pass."""
+        if self._shares_of is None:
+            return step_sizes(left, self._batch_sizes)
+        return tuple(self._shares_of(number, min(self.batch_size, left)))
+
+    def _slices_of_next_epoch(self) -> Sequence[int]:
+        """Indices of the first slices that this rank will hold then."""
+        return self._pool_of(self.epoch + 1, self._quarantined, None).slices_of(self._rank)
+
+    def _position(self) -> EpochPosition | None:
+        """What is left; None at the beginning of an epoch."""
+        unfinished = min(self._unfinished(), len(self._before))
+        if self._steps == unfinished and not self._is_restored:
+            return None
+        return self._before[-unfinished] if unfinished else self._pool.position
+
+
+def _listed(value: Any) -> Any:
+    return [_listed(part) for part in value] if isinstance(value, tuple) else value
 
 
 class _SavedPosition(msgspec.Struct):
     """A plan's saved state: the types that are required of it."""
 
     epoch: Annotated[int, msgspec.Meta(ge=0)]
-    stages: tuple[Stage, ...]
+    position: EpochPosition | None
     left_out: dict[str, str]
     quarantined: dict[str, str]
-    seed: int
-    shuffle: bool
-    slices: int
-    samples: int
-    blocks: tuple[str, ...]
-    rest: tuple[tuple[int, int], ...] | None = None
-    held: tuple[tuple[tuple[int, int], ...], ...] = ()
+    order: DataOrder
+
+
+def counted_batches(trainer: pl.Trainer) -> int:
+    """Batches of the epoch that Lightning counts as done when it goes on in the middle of one."""
+    loop = trainer.fit_loop
+    current: Any = loop.epoch_loop.batch_progress.current  # typed as less than it is
+    return int(current.processed) if loop.restarting else 0
+
+
+def ends_restored_epoch(trainer: pl.Trainer) -> bool:
+    """Whether Lightning still has to end an epoch that has no batches left, as after a validation at its end.
+
+    An epoch that was saved after its last batch, before all else, is ended here; like Lightning, without a validation.
+    """
+    loop = trainer.fit_loop
+    batches: Any = loop.epoch_loop.batch_progress
+    epochs: Any = loop.epoch_progress
+    if not loop.restarting or not batches.is_last_batch:
+        return False
+    if epochs.current.processed < epochs.current.started:
+        if batches.current.completed == batches.current.processed:
+            return True
+        batches.increment_completed()
+        epochs.increment_processed()
+        epochs.increment_completed()
+        loop.epoch_loop._batches_that_stepped += 1
+    # By itself, a loop with max_steps never takes an epoch to be complete.
+    loop._restarting = loop.epoch_loop.restarting = False
+    return False

@@ -18,9 +18,8 @@ from typing import Any, TypeVar
 
 from lightning_bytescheduler.checks import importing, is_whole
 from lightning_bytescheduler.exceptions import OptionError, SliceCorruptError, SourceUnavailableError
-from lightning_bytescheduler.slices.checksums import ChunkPlan
 from lightning_bytescheduler.slices.options import FetchOptions
-from lightning_bytescheduler.slices.slice import Bytes, Slice
+from lightning_bytescheduler.slices.slice import Bytes, ChunkPlan, Slice
 from lightning_bytescheduler.slices.urls import is_http, local_path
 
 log = logging.getLogger(__name__)

@@ -29,9 +29,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torch.utils.data import default_collate as torch_collate
 
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
-from lightning_bytescheduler.slices.batches import BatchPlan, BatchReader, ReadReport, SliceBatch
-
-__all__ = ["BatchWorkers", "SliceLoader", "collate_samples"]
+from lightning_bytescheduler.slices.batches import BatchReader, ReadReport, SliceBatch
 
 _SLOT_BYTES = 4 * 1024 * 1024  # of address space; memory is taken as far as batches reach
 _ALIGNMENT = 64
@@ -91,7 +89,7 @@ class SliceLoader:
 
     def __init__(
         self,
-        plan: BatchPlan,
+        plan: Iterable[SliceBatch],
         workers: BatchWorkers,
         *,
         length: int | None,

@@ -1,4 +1,9 @@
-"""Makes slices: cuts files of lines, rows or tables into a folder of slices with an index."""
+"""Makes slices: cuts files of lines, rows or tables into a folder of slices with an index.
+
+The index is one file of JSON lines with names, counts and checksums. The first line says what the file is and has the
+checksum of all that follows; each other line is a slice, with the digests of its chunks, so that a chunk can be
+verified when the rest of its slice is still on its way.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +12,28 @@ import itertools
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any, BinaryIO, TypeVar
 
+import msgspec
 import numpy as np
 
 from lightning_bytescheduler.checks import require_bool, require_whole
-from lightning_bytescheduler.exceptions import OptionError, SliceCorruptError, UnsupportedError
-from lightning_bytescheduler.slices.checksums import ChunkPlan
+from lightning_bytescheduler.exceptions import OptionError, SliceCorruptError, SliceIndexError, UnsupportedError
 from lightning_bytescheduler.slices.fetch import LASTING_AT_FIRST, Waiting, ask, fetch_chunks
 from lightning_bytescheduler.slices.formats import SliceFormat, format_of, import_parquet, npy_blocks, parquet_blocks
-from lightning_bytescheduler.slices.index import INDEX_NAME, IndexedSlice, indexed_slice, write_index
 from lightning_bytescheduler.slices.options import FetchOptions, require_packages, require_urls
-from lightning_bytescheduler.slices.slice import Bytes, Slice, SliceStream
+from lightning_bytescheduler.slices.slice import (
+    CHUNK_BYTES,
+    Bytes,
+    ChunkPlan,
+    Slice,
+    SliceStream,
+    checksum_of,
+    digests_of,
+)
 from lightning_bytescheduler.slices.urls import (
     exists,
     expand,
@@ -35,10 +48,14 @@ from lightning_bytescheduler.slices.urls import (
     size_of,
 )
 
-__all__ = ["SLICE_BYTES", "cut_lines", "make_slices", "npy_slice", "require_sample", "row_ranges"]
-
 SLICE_BYTES = 64 * 1024 * 1024
 """Target size of a slice."""
+
+INDEX_NAME = "slices.index"
+"""Name of the index in a folder of slices."""
+
+_FORMAT = "lightning-bytescheduler slices"
+_VERSION = 1
 
 _Result = TypeVar("_Result")
 _PIECE_BYTES = 4 * 1024 * 1024
@@ -293,3 +310,150 @@ def _write(url: str, content: bytes, options: Mapping[str, Any]) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+class _Format(msgspec.Struct):
+    """What any version's first line has."""
+
+    format: str
+    version: int
+
+
+class _Head(msgspec.Struct):
+    """The first line."""
+
+    format: str
+    version: int
+    slices: int
+    chunk_bytes: Annotated[int, msgspec.Meta(ge=1)]
+    checksum: str
+
+
+class _Line(msgspec.Struct, forbid_unknown_fields=True):
+    """Each other line."""
+
+    name: str
+    size: int
+    samples: int
+    checksum: str | None
+    chunks: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IndexedSlice:
+    """A slice and what is known of its chunks.
+
+    Attributes:
+        slice: The slice.
+        chunk_bytes: Bytes of a chunk.
+        digests: Of the chunks, one after the other.
+    """
+
+    slice: Slice
+    chunk_bytes: int
+    digests: bytes
+
+
+def indexed_slice(name: str, content: bytes, samples: int, *, folder: str) -> IndexedSlice:
+    """Describe the slice that ``content`` makes as a file ``name`` in the folder at a URL."""
+    slice_ = Slice(
+        key=name,
+        url=join(folder, name),
+        start=0,
+        size=len(content),
+        samples=samples,
+        checksum=checksum_of(content),
+    )
+    return IndexedSlice(slice=slice_, chunk_bytes=CHUNK_BYTES, digests=digests_of(content))
+
+
+def write_index(entries: Iterable[IndexedSlice]) -> bytes:
+    """The content of the index file for these slices."""
+    described = [
+        _Line(
+            name=entry.slice.key,
+            size=entry.slice.size,
+            samples=entry.slice.samples,
+            checksum=entry.slice.checksum,
+            chunks=entry.digests.hex(),
+        )
+        for entry in entries
+    ]
+    encoder = msgspec.json.Encoder()
+    body = encoder.encode_lines(described)
+    head = _Head(
+        format=_FORMAT,
+        version=_VERSION,
+        slices=len(described),
+        chunk_bytes=CHUNK_BYTES,
+        checksum=checksum_of(body),
+    )
+    return encoder.encode(head) + b"\n" + body
+
+
+def read_index(content: bytes, *, folder: str) -> list[IndexedSlice]:
+    """Read an index.
+
+    Args:
+        content: Of the index file.
+        folder: URL of the folder that it is in.
+
+    Raises:
+        SliceIndexError: If it is no index, of another version, or damaged.
+    """
+    first, _, body = content.partition(b"\n")
+    place = join(folder, INDEX_NAME)
+    try:
+        found = msgspec.json.decode(first, type=_Format)
+    except (msgspec.DecodeError, UnicodeError):
+        found = _Format("", 0)
+    if found.format != _FORMAT:
+        raise SliceIndexError(
+            f"{place} is not an index of slices; make one with 'lightning-bytescheduler slices make'."
+        )
+    if found.version != _VERSION:
+        raise SliceIndexError(
+            f"{place} is of version {found.version!r}, and this release reads version {_VERSION}: "
+            "make the slices again, or install the release that made them."
+        )
+    try:
+        head = msgspec.json.decode(first, type=_Head)
+    except msgspec.DecodeError as error:
+        raise SliceIndexError(f"{place} is damaged: {error}. Make the slices again.") from error
+    if head.checksum != checksum_of(body):
+        raise SliceIndexError(f"{place} is damaged: its checksum is not that of its content. Make the slices again.")
+    decoder = msgspec.json.Decoder(_Line)
+    entries = []
+    for number, line in enumerate(body.splitlines(), start=2):
+        try:
+            entries.append(_entry(decoder.decode(line), head.chunk_bytes, folder))
+        except (msgspec.DecodeError, ValueError) as error:
+            raise SliceIndexError(f"{place}, line {number}, does not describe a slice: {error}") from error
+    names = {entry.slice.key for entry in entries}
+    if len(names) != len(entries) or head.slices != len(entries):
+        raise SliceIndexError(
+            f"{place} is damaged: it should describe {head.slices} slices, each once, but describes "
+            f"{len(names)} in {len(entries)} lines. Make the slices again."
+        )
+    return entries
+
+
+def _entry(line: _Line, chunk_bytes: int, folder: str) -> IndexedSlice:
+    if not _stays_in_folder(line.name):
+        raise ValueError(f"{line.name!r} is not the name of a file in its folder.")
+    slice_ = Slice(
+        key=line.name,
+        url=join(folder, line.name),
+        start=0,
+        size=line.size,
+        samples=line.samples,
+        checksum=line.checksum,
+    )
+    digests = bytes.fromhex(line.chunks)
+    ChunkPlan(size=slice_.size, chunk_bytes=chunk_bytes, digests=digests)
+    return IndexedSlice(slice=slice_, chunk_bytes=chunk_bytes, digests=digests)
+
+
+def _stays_in_folder(name: str) -> bool:
+    path = PurePosixPath(name)
+    return bool(name) and not path.is_absolute() and ".." not in path.parts and "::" not in name and "://" not in name

@@ -8,7 +8,7 @@ matter.
 from __future__ import annotations
 
 from enum import Enum
-from typing import Annotated, TypeAlias
+from typing import Annotated, Protocol, TypeAlias
 
 import msgspec
 
@@ -119,12 +119,10 @@ class AskLater(_Message, frozen=True):
 
     Attributes:
         reason: Why.
-        seconds: When to ask again, from now.
         revoked: As in :class:`Assignment`.
     """
 
     reason: WaitReason
-    seconds: _Seconds
     revoked: tuple[Natural, ...] = ()
 
 
@@ -200,12 +198,9 @@ class Verdict(str, Enum):
     """What became of a message."""
 
     ACCEPTED = "accepted"
-    FINISHED = "finished"
-    """The slice is done already: fine for a repeated ``FinishSlice``; after a ``BeginSlice``, do not train."""
-    TAKEN = "taken"
-    """The slice was given to another worker, or quarantined: stop. What was not reported does not count."""
-    EPOCH_OVER = "epoch_over"
-    """The grant is of an epoch that is over: stop."""
+    VOID = "void"
+    """The slice is not the worker's, or no more, as it is done, was given to another one or is quarantined: stop. What
+    was not reported does not count. Fine for a repeated ``FinishSlice``."""
     JOIN_AGAIN = "join_again"
     """The session is over, see :class:`JoinAgain`: stop, and join again."""
 
@@ -230,6 +225,22 @@ Reply: TypeAlias = Joined | Answer | Receipt
 """What the tracker answers."""
 
 _DECODER = msgspec.json.Decoder(Call | Reply)
+
+
+class TrackerClient(Protocol):
+    """The tracker as its workers see it, whether it is in their process, in rank 0's, or in a service."""
+
+    def answer(self, message: Call) -> Reply:
+        """Answer a worker; never waits for others. A call may be repeated when its answer was lost.
+
+        Raises:
+            Exception: What the transport raises.
+        """
+
+
+def session_over(message: Call) -> JoinAgain | Receipt:
+    """What a worker is told whose session is over."""
+    return JoinAgain() if isinstance(message, RequestSlice) else Receipt(verdict=Verdict.JOIN_AGAIN)
 
 
 def encode(message: Call | Reply) -> str:

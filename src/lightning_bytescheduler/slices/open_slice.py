@@ -9,7 +9,6 @@ import bisect
 import itertools
 import mmap
 import os
-import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -17,21 +16,15 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_bytescheduler.exceptions import SliceCorruptError
-from lightning_bytescheduler.slices.checksums import ChunkPlan, VerifiedChunks, right_chunks
 from lightning_bytescheduler.slices.formats import ListedSamples, SampleBlock, SampleNumbers
-from lightning_bytescheduler.slices.slice import Bytes, Slice
-
-__all__ = ["BlockSamples", "OpenSlice", "ReaderSamples", "ReaderSpeed", "Reading", "mapped_chunks"]
-
-_SAME_SECONDS = 2e-4  # a difference that does not matter: about what it takes to send a batch to another process
-_WEIGHT = 0.3  # of the newest measurement
+from lightning_bytescheduler.slices.slice import Bytes, ChunkPlan, Slice, right_chunks
 
 
 class OpenSlice:
     """A slice between two of its batches; to be closed.
 
     Args:
-        on_close: Told how many seconds were waited for bytes, and whether the slice was gone through.
+        on_close: Told how many seconds were waited for bytes.
 
     Attributes:
         samples: Its samples.
@@ -39,8 +32,8 @@ class OpenSlice:
 
     samples: SliceSamples
 
-    def __init__(self, on_close: Callable[[float, bool], None]) -> None:
-        self._on_close: Callable[[float, bool], None] | None = on_close
+    def __init__(self, on_close: Callable[[float], None]) -> None:
+        self._on_close = on_close
         self._reading: Reading | None = None
         self._chunks: Generator[Bytes, None, None] | None = None
         self._stalled = 0.0
@@ -56,16 +49,10 @@ class OpenSlice:
         self._reading, self._chunks = reading, chunks
         return chunks
 
-    def close(self, *, consumed: bool) -> None:
-        """Let go of the slice.
-
-        Args:
-            consumed: Whether its samples were gone through, by this process and those that share them.
-        """
+    def close(self) -> None:
+        """Let go of the slice; once."""
         self._let_go()
-        on_close, self._on_close = self._on_close, None
-        if on_close is not None:
-            on_close(self._stalled, consumed)
+        self._on_close(self._stalled)
 
     def _let_go(self) -> None:
         if self._chunks is not None and self._reading is not None:
@@ -81,23 +68,20 @@ class Reading:
         slice_: What is read.
         plan: Its chunks.
         together: Hand over as many chunks as there are in one piece: for readers that take the whole slice anyway.
-        epoch: In which chunks in the cache are verified once; None verifies them at every reading.
 
     Attributes:
         slice: What is read.
         plan: Its chunks.
         together: As given.
-        epoch: As given.
         next: Number of the next chunk.
         waited: Seconds since the last chunk came.
         stalled: Seconds that were waited for chunks, in all.
     """
 
-    def __init__(self, slice_: Slice, plan: ChunkPlan, *, together: bool = False, epoch: int | None = None) -> None:
+    def __init__(self, slice_: Slice, plan: ChunkPlan, *, together: bool = False) -> None:
         self.slice = slice_
         self.plan = plan
         self.together = together
-        self.epoch = epoch
         self.next = 0
         self.waited = 0.0
         self.stalled = 0.0
@@ -114,22 +98,17 @@ class Reading:
         return chunk
 
 
-def mapped_chunks(reading: Reading, path: str, verified: VerifiedChunks) -> Iterator[Bytes]:
+def mapped_chunks(reading: Reading, path: str) -> Iterator[Bytes]:
     """Verified chunks of a slice in a file of this machine, without a copy; ends before what is missing or damaged.
-
-    A chunk is verified once, and again when its file changes: it is the user's own file, and nothing is between it and
-    the memory that it is mapped into.
 
     Args:
         reading: Where the reading stands.
         path: Of the file.
-        verified: What was verified before, by whichever process of this rank.
     """
     slice_ = reading.slice
     try:
         with open(path, "rb") as file:
-            about = os.fstat(file.fileno())
-            if not slice_.size or about.st_size < slice_.start + slice_.size:
+            if not slice_.size or os.fstat(file.fileno()).st_size < slice_.start + slice_.size:
                 return
             before = slice_.start % mmap.ALLOCATIONGRANULARITY
             length = before + slice_.size
@@ -137,8 +116,7 @@ def mapped_chunks(reading: Reading, path: str, verified: VerifiedChunks) -> Iter
             mapped = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_COPY, offset=slice_.start - before)
     except OSError:
         return
-    seals = verified.of(slice_.key, about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns)
-    for chunk in right_chunks(memoryview(mapped)[before:], reading.plan, seals=seals, together=reading.together):
+    for chunk in right_chunks(memoryview(mapped)[before:], reading.plan, together=reading.together):
         yield reading.got(chunk)
 
 
@@ -258,14 +236,13 @@ class BlockSamples:
 class ReaderSamples:
     """Samples of a slice whose reader is a user's function, which may take them only one after the other.
 
-    What lies before the next batch is passed over in the way that takes less time: by a reader that begins anew with
-    ``first``, or by making samples that nobody gets.
+    What lies before the next batch is passed over by a reader that begins anew with ``first``, if all bytes are here,
+    or by making samples that nobody gets.
 
     Args:
         slice_: The slice.
         read: The samples from a number on.
-        may_begin_anew: Whether the bytes are on this machine.
-        speed: What is known of the reader.
+        is_here: Whether all bytes are on this machine.
     """
 
     def __init__(
@@ -273,30 +250,25 @@ class ReaderSamples:
         slice_: Slice,
         read: Callable[[int], Iterator[Any]],
         *,
-        may_begin_anew: Callable[[], bool],
-        speed: ReaderSpeed,
+        is_here: Callable[[], bool],
     ) -> None:
         self._slice = slice_
         self._read = read
-        self._may_begin_anew = may_begin_anew
-        self._speed = speed
+        self._is_here = is_here
         self._samples: Iterator[Any] | None = None
         self._place = 0
         self._all: ListedSamples | None = None
 
     def take(self, start: int, stop: int) -> Iterator[Sequence[Any]]:
         """See ``SliceSamples``."""
+        if self._samples is None or (start != self._place and self._is_here()):
+            self._samples, self._place = self._read(start), start
         part: list[Any] = []
         try:
-            samples = self._from(start, part)
-            began = time.perf_counter()
-            skip, wanted = start - self._place, stop - start - len(part)
-            part.extend(itertools.islice(samples, skip, skip + wanted))
-            if wanted:
-                self._speed.read(skip + wanted, time.perf_counter() - began)
+            part.extend(itertools.islice(self._samples, start - self._place, stop - self._place))
             self._place = stop
             if stop == self._slice.samples:
-                next(samples, None)  # checks that there is no more
+                next(self._samples, None)  # checks that there is no more
         except SliceCorruptError:
             yield part
             raise
@@ -307,44 +279,3 @@ class ReaderSamples:
         if self._all is None:
             self._all = ListedSamples(list(self._read(0)))
         yield self._all[numbers]
-
-    def _from(self, start: int, part: list[Any]) -> Iterator[Any]:
-        """The samples from ``_place`` on; ``part`` gets the first if the reader began anew for it."""
-        if self._samples is not None:
-            if start == self._place:
-                return self._samples
-            if not self._speed.should_begin_anew(self._place, start) or not self._may_begin_anew():
-                return self._samples
-        began = time.perf_counter()
-        self._samples = self._read(start)
-        part.extend(itertools.islice(self._samples, 1))
-        self._speed.began(start, time.perf_counter() - began)
-        self._place = start
-        return self._samples
-
-
-class ReaderSpeed:
-    """How long a user's reader takes for a sample, and to come to a sample from the beginning of a slice."""
-
-    def __init__(self) -> None:
-        self._sample: float | None = None
-        self._begin: float | None = None
-        self._skip = 0.0
-
-    def read(self, samples: int, seconds: float) -> None:
-        """So many samples were made."""
-        each = seconds / max(samples, 1)
-        self._sample = each if self._sample is None else self._sample + _WEIGHT * (each - self._sample)
-
-    def began(self, first: int, seconds: float) -> None:
-        """A reader that was asked for sample ``first`` has made it."""
-        own = max(seconds - (self._sample or 0.0), 0.0)
-        self._begin = own if self._begin is None else min(self._begin, own)
-        if first:
-            self._skip = (own - self._begin) / first
-
-    def should_begin_anew(self, place: int, first: int) -> bool:
-        """Whether a reader at ``place`` is asked anew for ``first``, rather than to make what is between."""
-        if self._sample is None or self._begin is None:
-            return True
-        return self._begin + self._skip * first <= (first - place) * self._sample + _SAME_SECONDS

@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from lightning_bytescheduler.checks import (
@@ -18,7 +18,7 @@ from lightning_bytescheduler.checks import (
     require_whole,
 )
 from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.slices.shuffle import require_seed
+from lightning_bytescheduler.slices.catalogue import require_seed
 
 Shortage = Literal["pad", "drop"]
 """What is done where there is not one sample for each rank in every step."""
@@ -27,40 +27,6 @@ Delivery = Literal["at_least_once", "at_most_once"]
 """What a worker's death may cost: samples trained twice, or samples left out."""
 
 _PACKAGES = ("xxhash", "tenacity", "platformdirs")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LoaderOptions:
-    """How batches are made; validated when made.
-
-    Attributes:
-        num_workers: Processes that read, of each rank.
-        shuffle: Take the slices in another order in each epoch.
-        shuffle_samples: And the samples of each slice.
-        seed: Of these orders.
-        shortage: What is done where a step has fewer samples than there are ranks.
-        transform: Applied to each sample.
-        collate: Makes a batch of samples.
-
-    Raises:
-        OptionError: If a value is not allowed.
-    """
-
-    num_workers: int
-    shuffle: bool
-    shuffle_samples: bool
-    seed: int
-    shortage: Shortage
-    transform: Callable[[Any], Any] | None
-    collate: Callable[[list[Any]], Any] | None
-
-    def __post_init__(self) -> None:
-        require_whole("num_workers", self.num_workers, 0)
-        require_seed("seed", self.seed)
-        require_bool("shuffle", self.shuffle)
-        require_shortage(self.shortage)
-        require_function("transform", self.transform, "sample")
-        require_function("collate", self.collate, "samples")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,49 +53,38 @@ class FetchOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StoreOptions:
+class StoreOptions(FetchOptions):
     """How slices are stored and fetched; validated when made.
 
     Attributes:
-        cache_dir: Folder of the cache, on a disk of this machine; None for no cache, which means no prefetching.
-        cache_bytes: Bound of the cache.
-        prefetch: Slices to keep ahead of the one being read; None follows the speeds, 0 is none.
-        most_prefetch: Bound of what ``prefetch=None`` chooses.
+        cache: Folder of the cache, on a disk of this machine, or ``{"dir": ..., "bytes": ...}`` with the cache's bound;
+            None for no cache, which means no prefetching.
+        prefetch: Slices to keep ahead of the one being read; fewer where these were more than a quarter of the cache.
         fetch_threads: Slices that are fetched at once before they are wanted.
-        timeout: Seconds that a source may stay away.
-        attempts: How often a chunk is fetched that is short or wrong.
-        request_bytes: Largest range asked for at once.
 
     Raises:
         OptionError: If an option is out of its range.
     """
 
-    cache_dir: str | None = None
-    cache_bytes: int = 10 * 1024**3
-    prefetch: int | None = None
-    most_prefetch: int = 8
+    cache: str | os.PathLike[str] | Mapping[str, Any] | None = None
+    prefetch: int = 8
     fetch_threads: int = 4
-    timeout: float = 60.0
-    attempts: int = 3
-    request_bytes: int = 16 * 1024 * 1024
+    cache_dir: str | None = field(init=False)
+    cache_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
-        if self.cache_dir is not None:
-            folder = os.fspath(self.cache_dir) if isinstance(self.cache_dir, (str, os.PathLike)) else None
-            if not isinstance(folder, str) or not folder:
-                raise OptionError("cache_dir", self.cache_dir, "the path of a folder, or None")
-            object.__setattr__(self, "cache_dir", folder)
-        if self.prefetch is not None:
-            require_whole("prefetch", self.prefetch, 0)
-        for option in ("most_prefetch", "fetch_threads"):
-            require_whole(option, getattr(self, option), 1)
-        if not is_whole(self.cache_bytes, 1):
-            raise OptionError("cache_bytes", self.cache_bytes, "a whole number of bytes, such as 10 * 1024**3")
-        self.fetch_options()
-
-    def fetch_options(self) -> FetchOptions:
-        """The part that fetching needs."""
-        return FetchOptions(timeout=self.timeout, attempts=self.attempts, request_bytes=self.request_bytes)
+        given = self.cache if isinstance(self.cache, Mapping) else {"dir": self.cache}
+        folder, size = given.get("dir"), given.get("bytes", 10 * 1024**3)
+        folder = os.fspath(folder) if isinstance(folder, os.PathLike) else folder
+        is_folder = folder is None or (isinstance(folder, str) and folder)
+        if given.keys() - {"dir", "bytes"} or not is_folder or not is_whole(size, 1):
+            allowed = "the path of a folder, or {'dir': FOLDER, 'bytes': a whole number of bytes, such as 10 * 1024**3}"
+            raise OptionError("cache", self.cache, allowed)
+        object.__setattr__(self, "cache_dir", folder)
+        object.__setattr__(self, "cache_bytes", size)
+        require_whole("prefetch", self.prefetch, 0)
+        require_whole("fetch_threads", self.fetch_threads, 1)
+        FetchOptions.__post_init__(self)  # super() is of a class without slots, which is no more
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,8 +19,6 @@ from aiohttp.abc import AbstractStreamWriter
 from lightning_bytescheduler.exceptions import OptionError, SchedulerTimeoutError
 from lightning_bytescheduler.serving import Refusals, ServerAccess, guard
 
-__all__ = ["SliceServer"]
-
 _START_SECONDS = 10.0
 
 

@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 
 from lightning_bytescheduler.checks import require_whole
 from lightning_bytescheduler.exceptions import OptionError, SliceCorruptError, SliceIndexError
-from lightning_bytescheduler.slices.checksums import CHUNK_BYTES, ChunkPlan, WholeChecksum, checksum_of, digests_of
 from lightning_bytescheduler.slices.fetch import LASTING_AT_FIRST, Waiting, ask, fetch_chunks
 from lightning_bytescheduler.slices.formats import (
     NpyHeader,
@@ -28,10 +27,25 @@ from lightning_bytescheduler.slices.formats import (
     format_of,
     npy_blocks,
 )
-from lightning_bytescheduler.slices.index import INDEX_NAME, read_index
-from lightning_bytescheduler.slices.make import SLICE_BYTES, cut_lines, require_sample, row_ranges
+from lightning_bytescheduler.slices.make import (
+    INDEX_NAME,
+    SLICE_BYTES,
+    cut_lines,
+    read_index,
+    require_sample,
+    row_ranges,
+)
 from lightning_bytescheduler.slices.options import FetchOptions, require_packages, require_urls
-from lightning_bytescheduler.slices.slice import Bytes, Slice, SliceStream
+from lightning_bytescheduler.slices.slice import (
+    CHUNK_BYTES,
+    Bytes,
+    ChunkPlan,
+    Slice,
+    SliceStream,
+    WholeChecksum,
+    checksum_of,
+    digests_of,
+)
 from lightning_bytescheduler.slices.urls import (
     exists,
     expand,
@@ -41,8 +55,6 @@ from lightning_bytescheduler.slices.urls import (
     require_storage_options,
     size_of,
 )
-
-__all__ = ["SliceSource", "SourceFile", "open_source"]
 
 _PIECE_BYTES = 8 * 1024 * 1024
 _HEADER_BYTES = 4096

@@ -11,33 +11,40 @@ import os
 import threading
 import time
 import warnings
+from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import Any
 
 from lightning_bytescheduler.checks import is_whole
 from lightning_bytescheduler.exceptions import ByteSchedulerError, OptionError, SourceUnavailableError
-from lightning_bytescheduler.slices.cache import CacheFull, DiskFailed, GrowingSlice, SliceCache, file_bytes
-from lightning_bytescheduler.slices.checksums import CHUNK_BYTES, VerifiedChunks
+from lightning_bytescheduler.slices.cache import (
+    CachedSlice,
+    CacheFull,
+    DiskFailed,
+    GrowingSlice,
+    SliceCache,
+    cache_name,
+    file_bytes,
+)
 from lightning_bytescheduler.slices.fetch import ReadAhead, SliceCounters, SliceStatistics, Waiting, fetch_chunks
 from lightning_bytescheduler.slices.open_slice import (
     BlockSamples,
     OpenSlice,
     ReaderSamples,
-    ReaderSpeed,
     Reading,
     mapped_chunks,
 )
-from lightning_bytescheduler.slices.options import StoreOptions
-from lightning_bytescheduler.slices.prefetch import FetchJob, PrefetchDepth, SlicePrefetcher
+from lightning_bytescheduler.slices.options import FetchOptions, StoreOptions
 from lightning_bytescheduler.slices.slice import Bytes, Slice
 from lightning_bytescheduler.slices.source import SliceSource
 from lightning_bytescheduler.slices.urls import local_path
 
-__all__ = ["SliceStore"]
-
 _POLL_SECONDS = 0.002
 _CLOSE_SECONDS = 5.0
+_RETRY_SECONDS = 0.05  # until something that another process fetches, or that found no room, is looked at again
+_FAILED_SECONDS = 5.0
 
 
 class SliceStore:
@@ -51,6 +58,11 @@ class SliceStore:
         options: How they are stored and fetched.
         waiting: Time and chance.
 
+    Attributes:
+        source: As given.
+        options: As given.
+        depth: How many slices are kept ahead of those being read.
+
     Raises:
         OptionError: If the cache is smaller than the largest slice, or its folder cannot be used.
         UnsupportedError: If its file system has no file locks.
@@ -62,7 +74,6 @@ class SliceStore:
         self.source = source
         self.options = options or StoreOptions()
         self._waiting = waiting or Waiting()
-        self._verified = VerifiedChunks(sum(slice_.size // CHUNK_BYTES + 1 for slice_ in source.slices))
         self._begin()
         self._require_room()
 
@@ -87,32 +98,27 @@ class SliceStore:
         self._begin_in_this_process()
         reading = Reading(slice_, self.source.plan(slice_))
         chunks = self._chunks(reading)
-        started = time.monotonic()
         try:
             yield from self.source.samples(slice_, chunks, first)
         finally:
             chunks.close()
             self._counters.add(stall_seconds=reading.stalled)
-        if self._prefetcher is not None and not first:
-            busy = time.monotonic() - started - reading.stalled
-            self._prefetcher.consumed(max(busy, 0.0), stalled=reading.stalled > 0)
 
-    def open(self, slice_: Slice, *, whole: bool = False, epoch: int | None = None) -> OpenSlice:
+    def open(self, slice_: Slice, *, whole: bool = False) -> OpenSlice:
         """Read a slice in parts: only what is asked for is made.
 
         Args:
             slice_: One of the source's.
             whole: The slice is kept whole, as its samples are picked in any order.
-            epoch: Chunks in the cache are verified once in it, by whichever process of this rank; None verifies always.
 
         Raises:
             ByteSchedulerError: If the store has been closed.
         """
         self._begin_in_this_process()
-        opened = OpenSlice(partial(self._closed_slice, time.monotonic()))
+        opened = OpenSlice(lambda stalled: self._counters.add(stall_seconds=stalled))
 
         def chunks(*, again: bool = False) -> Iterator[Bytes]:
-            reading = Reading(slice_, self.source.plan(slice_), together=whole, epoch=epoch)
+            reading = Reading(slice_, self.source.plan(slice_), together=whole)
             return opened.reads(reading, self._chunks(reading, again=again))
 
         if self.source.has_blocks(slice_):
@@ -121,8 +127,7 @@ class SliceStore:
             opened.samples = ReaderSamples(
                 slice_,
                 lambda first: self.source.samples(slice_, chunks(again=opened.is_read), first),
-                may_begin_anew=partial(self._is_here, slice_),
-                speed=self._speed,
+                is_here=partial(self._is_here, slice_),
             )
         return opened
 
@@ -151,12 +156,6 @@ class SliceStore:
         return all(local_path(slice_.url) is not None for slice_ in self.source.slices)
 
     @property
-    def depth(self) -> int:
-        """How many slices it is worth to name to ``prefetch``, as consumption and fetching go at present."""
-        self._begin_in_this_process()
-        return 0 if self._prefetcher is None else self._prefetcher.depth
-
-    @property
     def statistics(self) -> SliceStatistics:
         """What reading has cost this process so far."""
         return self._counters.snapshot()
@@ -179,30 +178,31 @@ class SliceStore:
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"source": self.source, "options": self.options, "waiting": self._waiting, "verified": self._verified}
+        return {"source": self.source, "options": self.options, "waiting": self._waiting}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["source"], state["options"], waiting=state["waiting"])  # type: ignore[misc]
-        self._verified = state["verified"]
 
     def _begin(self) -> None:
         self._pid = os.getpid()
         self._closed = False
         self._warned = threading.Event()
         self._counters = SliceCounters()
-        self._speed = ReaderSpeed()
         self._cache: SliceCache | None = None
         self._prefetcher: SlicePrefetcher | None = None
+        self.depth = 0
         options = self.options
         if options.cache_dir is None or self.is_local:
             return
+        # Several processes keep slices in the cache, and what is read has to find room.
+        self.depth = min(options.prefetch, max(options.cache_bytes // (4 * self._largest[0]), 1))
         self._cache = SliceCache(options.cache_dir, options.cache_bytes)
         self._prefetcher = SlicePrefetcher(
             self.source,
             self._cache,
-            depth=PrefetchDepth(most=options.most_prefetch, fixed=options.prefetch),
+            depth=self.depth,
             threads=options.fetch_threads,
-            options=options.fetch_options(),
+            options=options,
             waiting=self._waiting,
             counters=self._counters,
         )
@@ -216,24 +216,20 @@ class SliceStore:
             self._begin()
 
     def _require_room(self) -> None:
-        if self._cache is None:
-            return
+        if self._cache is not None and self.options.cache_bytes < self._largest[0]:
+            needed, key = self._largest
+            allowed = f"of at least {needed} bytes, which the largest slice, {key!r}, takes in it"
+            raise OptionError("cache", {"bytes": self.options.cache_bytes}, allowed)
+
+    @cached_property
+    def _largest(self) -> tuple[int, str]:
+        """Bytes in the cache of the slice that takes most, and its key."""
         remote = (slice_ for slice_ in self.source.slices if local_path(slice_.url) is None)
-        largest = max(remote, key=lambda slice_: slice_.size)
-        needed = file_bytes(self.source.plan(largest))
-        if self.options.cache_bytes < needed:
-            allowed = f"at least {needed}, the bytes that the largest slice, {largest.key!r}, takes in the cache"
-            raise OptionError("cache_bytes", self.options.cache_bytes, allowed)
+        return max((file_bytes(self.source.plan(slice_)), slice_.key) for slice_ in remote)
 
     def _require_sample(self, slice_: Slice, first: int) -> None:
         if not is_whole(first) or first > slice_.samples:
             raise OptionError("first", first, f"a whole number from 0 to {slice_.samples}")
-
-    def _closed_slice(self, started: float, stalled: float, consumed: bool) -> None:
-        self._counters.add(stall_seconds=stalled)
-        if consumed and self._prefetcher is not None:
-            busy = time.monotonic() - started - stalled
-            self._prefetcher.consumed(max(busy, 0.0), stalled=stalled > 0)
 
     def _is_here(self, slice_: Slice) -> bool:
         """Whether all bytes of a slice are on this machine, so that reading them again costs little."""
@@ -245,7 +241,7 @@ class SliceStore:
     def _chunks(self, reading: Reading, *, again: bool = False) -> Generator[Bytes, None, None]:
         path = local_path(reading.slice.url)
         if path is not None:
-            yield from mapped_chunks(reading, path, self._verified)
+            yield from mapped_chunks(reading, path)
             # Only what is missing or damaged is left: read again as from any source, which says what is wrong.
             yield from self._fetched(reading)
             return
@@ -267,8 +263,7 @@ class SliceStore:
         while True:
             if cached is not None:
                 try:
-                    seals = None if reading.epoch is None else self._verified.of(name, cached.inode, reading.epoch)
-                    for chunk in cached.chunks(reading.next, seals=seals, together=reading.together):
+                    for chunk in cached.chunks(reading.next, together=reading.together):
                         yield reading.got(chunk)
                     if not reading.is_over:
                         self._counters.add(corrupt_chunks=1)
@@ -351,7 +346,7 @@ class SliceStore:
             reading.plan,
             partial(self.source.read, reading.slice),
             first=reading.next,
-            options=self.options.fetch_options(),
+            options=self.options,
             waiting=self._waiting,
             counters=self._counters,
         )
@@ -361,10 +356,245 @@ class SliceStore:
             self._warned.set()
             warnings.warn(
                 f"{full} Slices that find no room are read past the cache in {self.options.cache_dir}, which may be "
-                "slower and loses nothing; free some space there, or choose another cache_dir.",
+                "slower and loses nothing; free some space there, or choose another cache.",
                 stacklevel=2,
             )
 
 
 class _PastTheCache(Exception):
     """The cache cannot take the slice, or whoever writes it there makes no progress."""
+
+
+@dataclass(eq=False, kw_only=True)
+class FetchJob:
+    """A slice on its way into the cache.
+
+    Attributes:
+        slice: The slice.
+        planned: Whether it is fetched before it is wanted.
+        done: Set at the end.
+        busy: At the end: someone else is writing it, or has just written it.
+        full: At the end: why the cache cannot take it.
+        error: At the end: why it cannot be fetched.
+    """
+
+    slice: Slice
+    planned: bool
+    done: threading.Event = field(default_factory=threading.Event)
+    busy: bool = False
+    full: CacheFull | None = None
+    error: Exception | None = None
+
+
+class _Stopped(Exception):
+    """The prefetcher is being closed."""
+
+
+class SlicePrefetcher:
+    """Fetches slices in threads of its own, which start with the first slice and end with ``close``.
+
+    A planned slice that has arrived is kept open, and hence in the cache, until it is read or no longer planned. One
+    thread is for what a reader waits for, so that it never stands behind plans. The lock of this object is held for
+    bookkeeping only, never while the cache or the source is used.
+
+    Args:
+        source: Where slices come from.
+        cache: Where they go to.
+        depth: How many planned slices are kept ahead.
+        threads: That fetch what is planned.
+        options: How hard to try.
+        waiting: Time and chance.
+        counters: Where work is counted.
+    """
+
+    def __init__(
+        self,
+        source: SliceSource,
+        cache: SliceCache,
+        *,
+        depth: int,
+        threads: int,
+        options: FetchOptions,
+        waiting: Waiting,
+        counters: SliceCounters,
+    ) -> None:
+        self._source = source
+        self._cache = cache
+        self._depth = depth
+        self._options = options
+        self._waiting = replace(waiting, sleep=partial(self._sleep, waiting))
+        self._counters = counters
+        self._changed = threading.Condition()
+        self._stopped = threading.Event()
+        self._wanted: deque[FetchJob] = deque()
+        self._jobs: dict[str, FetchJob] = {}
+        self._plan: dict[str, Slice] = {}
+        self._kept: dict[str, CachedSlice] = {}
+        self._not_before: dict[str, float] = {}
+        # Daemons: a request that never returns must not keep the process from ending.
+        self._threads = [
+            threading.Thread(
+                target=self._run, args=(number > 0,), name=f"bytescheduler-slice-fetch-{number}", daemon=True
+            )
+            for number in range(threads + 1)
+        ]
+        self._started = False
+
+    def want(self, slice_: Slice) -> FetchJob:
+        """Fetch a slice now; if it is already on its way, that job is returned."""
+        name = self.name_of(slice_)
+        with self._changed:
+            job = self._jobs.get(name)
+            if self._stopped.is_set():
+                job = FetchJob(slice=slice_, planned=False, busy=True)
+                job.done.set()
+            elif job is None:
+                job = self._jobs[name] = FetchJob(slice=slice_, planned=False)
+                self._wanted.append(job)
+                self._start()
+                self._changed.notify_all()
+            return job
+
+    def plan(self, slices: Sequence[Slice]) -> None:
+        """Fetch these next, in this order, as far ahead as the depth. Replaces the plan there was."""
+        plan = {self.name_of(slice_): slice_ for slice_ in slices}
+        with self._changed:
+            self._plan = plan
+            self._not_before = {name: when for name, when in self._not_before.items() if name in plan}
+            dropped = [self._kept.pop(name) for name in list(self._kept) if name not in plan]
+            if plan:
+                self._start()
+            self._changed.notify_all()
+        for cached in dropped:
+            cached.close()
+
+    def taken(self, slice_: Slice) -> None:
+        """A reader holds the slice itself now."""
+        name = self.name_of(slice_)
+        with self._changed:
+            self._plan.pop(name, None)
+            cached = self._kept.pop(name, None)
+            self._changed.notify_all()
+        if cached is not None:
+            cached.close()
+
+    def name_of(self, slice_: Slice) -> str:
+        """The slice's name in the cache."""
+        return cache_name(slice_, self._source.version(slice_))
+
+    def close(self, seconds: float) -> bool:
+        """Stop, and wait for the threads up to ``seconds``; whether all ended.
+
+        One whose request does not return is left behind, and ends with it or with the process.
+        """
+        self._stopped.set()
+        with self._changed:
+            self._plan = {}
+            kept = list(self._kept.values())
+            self._kept = {}
+            for job in self._wanted:
+                job.busy = True
+                job.done.set()
+            self._wanted.clear()
+            started = self._started
+            self._changed.notify_all()
+        for cached in kept:
+            cached.close()
+        end = time.monotonic() + seconds
+        for thread in self._threads if started else ():
+            thread.join(max(end - time.monotonic(), 0.0))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def forget(self) -> None:
+        """In a process that was forked: let go of the parent's slices, which it keeps for itself."""
+        for cached in list(self._kept.values()):  # the threads are the parent's, and the lock may be held for ever
+            cached.close()
+
+    def _start(self) -> None:
+        if self._stopped.is_set() or self._started:
+            return
+        self._started = True
+        for thread in self._threads:
+            thread.start()
+
+    def _sleep(self, waiting: Waiting, seconds: float) -> None:
+        if waiting.sleep is time.sleep:
+            self._stopped.wait(seconds)
+        else:
+            waiting.sleep(seconds)
+        if self._stopped.is_set():
+            raise _Stopped
+
+    def _run(self, planned: bool) -> None:
+        while True:
+            with self._changed:
+                if self._stopped.is_set():  # asked under the lock: whoever stops notifies only those who wait already
+                    return
+                job = self._next(planned)
+                if job is None:
+                    self._changed.wait(_RETRY_SECONDS if self._plan and planned else None)
+                    continue
+            self._work(job)
+
+    def _next(self, planned: bool) -> FetchJob | None:
+        if self._wanted:
+            return self._wanted.popleft()
+        if not planned:
+            return None
+        now = time.monotonic()
+        for name, slice_ in list(self._plan.items())[: self._depth]:
+            if name not in self._kept and name not in self._jobs and self._not_before.get(name, now) <= now:
+                job = self._jobs[name] = FetchJob(slice=slice_, planned=True)
+                return job
+        return None
+
+    def _work(self, job: FetchJob) -> None:
+        name = self.name_of(job.slice)
+        cached = None
+        pause = _RETRY_SECONDS
+        try:
+            plan = self._source.plan(job.slice)
+            cached = self._cache.find(name, plan)
+            if cached is None:
+                cached = self._fetch(job, name)
+                if cached is not None:
+                    self._counters.add(prefetched=job.planned)
+        except _Stopped:
+            job.busy = True
+        except CacheFull as error:
+            job.full = error
+        except Exception as error:  # whatever it is, it belongs to whoever reads the slice
+            job.error = error
+            pause = _FAILED_SECONDS
+        job.busy = job.busy or (cached is None and job.full is None and job.error is None)
+        with self._changed:
+            del self._jobs[name]
+            if cached is None:
+                self._not_before[name] = time.monotonic() + pause
+            elif name in self._plan and name not in self._kept and not self._stopped.is_set():
+                self._kept[name], cached = cached, None
+            self._changed.notify_all()
+        if cached is not None:
+            cached.close()
+        job.done.set()
+
+    def _fetch(self, job: FetchJob, name: str) -> CachedSlice | None:
+        plan = self._source.plan(job.slice)
+        try:
+            writer = self._cache.begin(name, plan)
+        except OSError as error:
+            raise DiskFailed(f"The cache cannot be used: {error}") from error
+        if writer is None:
+            return None
+        try:
+            read = partial(self._source.read, job.slice)
+            fetched = fetch_chunks(
+                job.slice, plan, read, options=self._options, waiting=self._waiting, counters=self._counters
+            )
+            for chunk in fetched:
+                writer.write(chunk)
+                if self._stopped.is_set():
+                    raise _Stopped
+            return writer.commit()
+        finally:
+            writer.abandon()

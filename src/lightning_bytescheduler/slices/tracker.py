@@ -28,16 +28,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import wraps
+from threading import RLock
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from lightning_bytescheduler.checks import is_whole, require_whole
 from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.slices.catalogue import SliceCatalogue
+from lightning_bytescheduler.slices.catalogue import DataOrder, SliceCatalogue
 from lightning_bytescheduler.slices.messages import (
     Answer,
     AskLater,
     Assignment,
     BeginSlice,
+    Call,
     EpochOver,
     FinishSlice,
     JoinAgain,
@@ -47,6 +50,7 @@ from lightning_bytescheduler.slices.messages import (
     QuarantineSlice,
     Receipt,
     RenewLease,
+    Reply,
     ReportProgress,
     RequestSlice,
     Verdict,
@@ -67,13 +71,27 @@ from lightning_bytescheduler.slices.tracker_state import (
     unpack,
 )
 
-__all__ = ["SliceTracker", "TrackerReport"]
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
-_SOONEST, _LATEST = 0.05, 5.0  # seconds after which a worker that waits asks again
+
+def _alone(
+    method: Callable[Concatenate[SliceTracker, _P], _R],
+) -> Callable[Concatenate[SliceTracker, _P], _R]:
+    """One call at a time. Nothing is called back meanwhile, so the lock can be taken while holding any other."""
+
+    @wraps(method)
+    def call(self: SliceTracker, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with self._lock:
+            return method(self, *args, **kwargs)
+
+    return call
 
 
 class SliceTracker:
-    """The tracker: a state machine that is called, one call at a time, and never waits. It is a ``TrackerClient``.
+    """The tracker: a state machine that is called and never waits. It is a ``TrackerClient``.
+
+    What answers one kind of message may be called by one thread alone; all else by any.
 
     Args:
         catalogue: All slices.
@@ -89,10 +107,33 @@ class SliceTracker:
         self._clock = clock
         self._workers = WorkerRegistry()
         self._next_grant = 1
-        self._epochs = OpenEpochs(catalogue, self.options, next_grant=lambda: self._next_grant)
+        self._epochs = OpenEpochs(catalogue, self.options)
         self._wanted = False
+        self._lock = RLock()
+        self._answers: dict[type[Call], Callable[[Any], Reply]] = {
+            JoinTracker: self.join,
+            RequestSlice: self.request,
+            BeginSlice: self.begin,
+            ReportProgress: self.progress,
+            FinishSlice: self.done,
+            QuarantineSlice: self.quarantine,
+            RenewLease: self.renew,
+            LeaveTracker: self.leave,
+        }
 
-    # What workers call: see TrackerClient.
+    @_alone
+    def answer(self, message: Call) -> Reply:
+        """Answer a worker.
+
+        Raises:
+            OptionError: If it is no message of a worker, or does not fit the slices there are.
+        """
+        answer = self._answers.get(type(message))
+        if answer is None:
+            raise OptionError("message", type(message).__name__, "one that workers send")
+        return answer(message)
+
+    # What answers each kind of message.
 
     def join(self, message: JoinTracker) -> Joined:
         """Make a worker known.
@@ -156,14 +197,14 @@ class SliceTracker:
         if not beyond and not any(one.slices.unfinished for one in asked):
             return EpochOver(epoch=message.epoch, revoked=revoked)
         if message.looks and any(one.holders for one in asked):
-            return AskLater(reason=WaitReason.HELD, seconds=self._until_change(record), revoked=revoked)
+            return AskLater(reason=WaitReason.HELD, revoked=revoked)
         if len(record.ahead) >= record.prefetch:
-            return AskLater(reason=WaitReason.LIMIT, seconds=self._until_change(record), revoked=revoked)
+            return AskLater(reason=WaitReason.LIMIT, revoked=revoked)
         chosen = self._choose(record, asked)
         if chosen is None:
             self._wanted = True
             reason = WaitReason.EPOCH if beyond else WaitReason.HELD
-            return AskLater(reason=reason, seconds=self._until_change(record), revoked=revoked)
+            return AskLater(reason=reason, revoked=revoked)
         return self._assignment(self._grant(record, *chosen), revoked)
 
     def begin(self, message: BeginSlice) -> Receipt:
@@ -217,7 +258,7 @@ class SliceTracker:
         for one in self._epochs:
             held = one.held_by(index)
             if held is not None:
-                self._take(*held)
+                self._drop_grant(*held)
             one.slices.leave_out(index)
         self._roll()
         return Receipt(verdict=Verdict.ACCEPTED)
@@ -238,6 +279,7 @@ class SliceTracker:
 
     # What the tracker's owner calls.
 
+    @_alone
     def release(self, worker: str) -> bool:
         """Take back what a worker holds that is known to be dead; returns whether it was known."""
         record = self._workers.named(worker)
@@ -252,6 +294,7 @@ class SliceTracker:
         record = self._workers.named(worker)
         return 0 if record is None else len(record.grants)
 
+    @_alone
     def expire(self) -> tuple[str, ...]:
         """Release every worker whose lease is over; returns their names. Each request does this too."""
         names = []
@@ -260,6 +303,7 @@ class SliceTracker:
             names.append(record.name)
         return tuple(names)
 
+    @_alone
     def start_epoch(self, epoch: int, *, abandon: bool = False) -> bool:
         """Make all slices available again, for the epoch after the running one; returns whether that one runs now.
 
@@ -304,6 +348,7 @@ class SliceTracker:
         """
         return self._epochs.running.slices.state(self._index(key))
 
+    @_alone
     def report(self) -> TrackerReport:
         """How far the running epoch is."""
         running = self._epochs.running
@@ -322,16 +367,20 @@ class SliceTracker:
             ahead=sum(one.slices.trained for one in self._epochs if one is not running),
         )
 
+    @_alone
     def state_dict(self) -> dict[str, Any]:
         """Everything that a restart needs: plain values and tensors, for ``torch.load(weights_only=True)``."""
-        saved = SavedTracker(
-            epochs=[one.saved(self._workers) for one in self._epochs],
-            quarantined=self._epochs.quarantined,
-            next_grant=self._next_grant,
-            next_session=self._workers.next_session,
+        return pack(
+            SavedTracker(
+                order=self._order,
+                epochs=[one.saved(self._workers) for one in self._epochs],
+                quarantined=dict(self._epochs.quarantined),
+                next_grant=self._next_grant,
+                next_session=self._workers.next_session,
+            )
         )
-        return pack(saved, self.catalogue, self.options)
 
+    @_alone
     def load_state_dict(self, state: Mapping[str, Any], *, workers: Iterable[str] | None = None) -> None:
         """Go on where a state was saved. All sessions end: workers join again.
 
@@ -343,9 +392,9 @@ class SliceTracker:
         Raises:
             TrackerStateError: If the state is of other slices or another order, or damaged. Nothing changed then.
         """
-        saved = unpack(state, self.catalogue, self.options)
+        saved = unpack(state, self._order, self.catalogue.samples)
         self._next_grant = max(self._next_grant, saved.next_grant)
-        self._epochs.restore(saved.epochs, saved.quarantined)
+        self._epochs.restore(saved)
         next_session = max(self._workers.next_session, saved.next_session)
         self._workers = WorkerRegistry()
         self._workers.next_session = next_session
@@ -365,6 +414,10 @@ class SliceTracker:
 
     # Inside.
 
+    @property
+    def _order(self) -> DataOrder:
+        return self.catalogue.order(seed=self.options.seed, shuffle=self.options.shuffle)
+
     def _index(self, key: str) -> int:
         index = self.catalogue.find(key)
         if index is None:
@@ -374,8 +427,6 @@ class SliceTracker:
     def _roll(self) -> None:
         """Go on to the next epoch, if it is open and nothing is left of the running one."""
         if self._epochs.roll():
-            for record in self._workers:
-                record.taken = {number for number in record.taken if number >= self._epochs.running.first_grant}
             self._wanted = False
 
     def _known(self, keys: Iterable[str]) -> Iterable[int]:
@@ -393,11 +444,7 @@ class SliceTracker:
         if record is None:
             return None, None, Verdict.JOIN_AGAIN
         grant = record.grants.get(number)
-        if grant is not None:
-            return record, grant, Verdict.ACCEPTED
-        if number < self._epochs.running.first_grant:
-            return record, None, Verdict.EPOCH_OVER
-        return record, None, Verdict.TAKEN if number in record.taken else Verdict.FINISHED
+        return record, grant, Verdict.VOID if grant is None else Verdict.ACCEPTED
 
     def _choose(self, record: TrackedWorker, asked: Sequence[OpenEpoch]) -> tuple[OpenEpoch, int] | None:
         """Assign a slice of the first epoch that has one to give, or else a slower worker's.
@@ -430,7 +477,7 @@ class SliceTracker:
             return None
         victim = others[found]
         grant = [grant for grant in victim.ahead if grant.epoch <= epoch][-1]
-        self._take(victim, grant)
+        self._drop_grant(victim, grant)
         one = self._epochs.of(grant)
         one.stolen += 1
         return one, grant.index
@@ -460,10 +507,6 @@ class SliceTracker:
         if not record.training:
             record.speed.pause()
 
-    def _take(self, record: TrackedWorker, grant: Grant) -> None:
-        self._drop_grant(record, grant)
-        record.taken.add(grant.number)
-
     def _take_back_all(self, record: TrackedWorker, *, begun_is_lost: bool) -> None:
         lost = begun_is_lost and self.options.delivery == "at_most_once"
         for grant in list(record.grants.values()):
@@ -485,20 +528,6 @@ class SliceTracker:
             lease=self.options.lease,
             revoked=revoked,
         )
-
-    def _until_change(self, record: TrackedWorker) -> float:
-        """Seconds until something may be had: another worker's lease ends, or this one or another is done."""
-        now = self._clock()
-        soonest = _LATEST
-        for other in self._workers:
-            if other is not record:
-                soonest = min(soonest, other.deadline - now)
-            speed = other.speed.samples_per_second(now)
-            if speed is not None:
-                for grant in other.grants.values():
-                    if grant.begun:
-                        soonest = min(soonest, self._left(grant) / speed)
-        return max(soonest, _SOONEST)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

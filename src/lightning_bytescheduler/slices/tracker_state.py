@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Annotated, Any, TypeVar
@@ -23,10 +23,9 @@ import torch
 
 from lightning_bytescheduler.checks import is_whole
 from lightning_bytescheduler.exceptions import TrackerStateError
-from lightning_bytescheduler.slices.catalogue import CatalogueFingerprint, SliceCatalogue
+from lightning_bytescheduler.slices.catalogue import DataOrder, SliceCatalogue, slice_order
 from lightning_bytescheduler.slices.messages import Name, Natural
 from lightning_bytescheduler.slices.options import TrackerOptions
-from lightning_bytescheduler.slices.shuffle import slice_order
 from lightning_bytescheduler.slices.slice import SliceState
 
 _INTERVALS = 15
@@ -42,7 +41,6 @@ class TrackedWorker:
         deadline: When it is taken for dead unless it says something, on the tracker's clock.
         prefetch: Slices it may hold that it has not begun.
         grants: By number, in the order in which they were made.
-        taken: Numbers of the open epochs' grants that were taken from it.
         cached: What it has locally.
         speed: How fast it trains.
     """
@@ -56,7 +54,6 @@ class TrackedWorker:
         self.deadline = deadline
         self.prefetch = prefetch
         self.grants: dict[int, Grant] = {}
-        self.taken: set[int] = set()
         self.cached = CachedSlices()
         self.speed = WorkerSpeed()
 
@@ -269,7 +266,7 @@ def holder_to_relieve(asking: Holder, others: Sequence[Holder]) -> int | None:
     return slowest if sooner else None
 
 
-_VERSION = 2
+_VERSION = 3
 
 _Saved = TypeVar("_Saved")
 
@@ -313,20 +310,18 @@ class EpochSlices:
         self.returned: list[int] = []  # heap of places; some may have been handed out again by another way
         self._count()
 
-    def restore(
-        self,
-        *,
-        states: npt.NDArray[np.uint8],
-        positions: npt.NDArray[np.int64],
-        cursor: int,
-        returned: list[int],
-    ) -> None:
+    def restore(self, saved: SavedEpoch) -> None:
         """Take up where this epoch was saved; the values must have been checked."""
-        self.states[:] = states
-        self.positions[:] = positions
-        self.cursor = cursor
-        self.returned = sorted(returned)
+        self.states[:] = saved.states.numpy()
+        self.positions[:] = self.usual_positions()
+        self.positions[saved.partial.numpy()] = saved.partial_positions.numpy()
+        self.cursor = saved.cursor
+        self.returned = sorted(saved.places)
         self._count()
+
+    def usual_positions(self) -> npt.NDArray[np.int64]:
+        """Where slices stand whose state tells it."""
+        return np.where(self.states == SliceState.USED, self.samples, 0)
 
     def _count(self) -> None:
         left = self.samples - self.positions
@@ -417,14 +412,14 @@ class EpochSlices:
         self._count()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SavedEpoch:
-    """An epoch as it is saved.
+class SavedEpoch(msgspec.Struct, kw_only=True):
+    """An epoch as it is saved: a byte a slice, and 16 for each whose position its state does not tell.
 
     Attributes:
         epoch: Which.
         states: A :class:`SliceState` for each slice.
-        positions: In samples, for each slice.
+        partial: Slices whose position their state does not tell.
+        partial_positions: That of each of these, in samples.
         cursor: Place in the epoch's order up to which slices were looked at.
         places: Places of slices that came back.
         workers: By name, what each holds of it, in order: the slice, and whether it was begun.
@@ -432,74 +427,6 @@ class SavedEpoch:
         stolen: Count for the report.
     """
 
-    epoch: int
-    states: npt.NDArray[np.uint8]
-    positions: npt.NDArray[np.int64]
-    cursor: int
-    places: list[int]
-    workers: dict[str, list[tuple[int, bool]]]
-    returned: int
-    stolen: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SavedTracker:
-    """A tracker as it is saved.
-
-    Attributes:
-        epochs: The running one, and the next if it is open; each names the same workers.
-        quarantined: Reason by slice.
-        next_grant: Number of the next grant.
-        next_session: Number of the next session.
-    """
-
-    epochs: Sequence[SavedEpoch]
-    quarantined: dict[int, str]
-    next_grant: int
-    next_session: int
-
-
-def pack(saved: SavedTracker, catalogue: SliceCatalogue, options: TrackerOptions) -> dict[str, Any]:
-    """State of a tracker: in each open epoch a byte a slice, and 16 for each whose position its state does not tell."""
-    fingerprint = catalogue.fingerprint
-    return {
-        "version": _VERSION,
-        "catalogue": {
-            "slices": fingerprint.slices,
-            "samples": fingerprint.samples,
-            "blocks": list(fingerprint.blocks),
-        },
-        "seed": options.seed,
-        "shuffle": options.shuffle,
-        "epochs": [_packed(epoch, catalogue) for epoch in saved.epochs],
-        "quarantined": dict(saved.quarantined),
-        "next_grant": saved.next_grant,
-        "next_session": saved.next_session,
-    }
-
-
-def _packed(saved: SavedEpoch, catalogue: SliceCatalogue) -> dict[str, Any]:
-    (partial,) = np.nonzero(saved.positions != _usual_positions(saved.states, catalogue))
-    return {
-        "epoch": saved.epoch,
-        "states": torch.from_numpy(saved.states.copy()),
-        "partial": torch.from_numpy(partial.astype(np.int64)),
-        "partial_positions": torch.from_numpy(saved.positions[partial]),
-        "cursor": saved.cursor,
-        "places": list(saved.places),
-        "workers": {name: [list(pair) for pair in held] for name, held in saved.workers.items()},
-        "returned": saved.returned,
-        "stolen": saved.stolen,
-    }
-
-
-class _SavedCatalogue(msgspec.Struct):
-    slices: Natural
-    samples: Natural
-    blocks: tuple[str, ...]
-
-
-class _SavedEpoch(msgspec.Struct):
     epoch: Natural
     states: torch.Tensor
     partial: torch.Tensor
@@ -510,17 +437,37 @@ class _SavedEpoch(msgspec.Struct):
     returned: Natural
     stolen: Natural
 
+    def __post_init__(self) -> None:
+        self.states, self.partial = self.states.cpu(), self.partial.cpu()
+        self.partial_positions = self.partial_positions.cpu()
 
-class _SavedState(msgspec.Struct):
-    """What ``pack`` has made: the types that are required of it."""
 
-    catalogue: _SavedCatalogue
-    seed: int
-    shuffle: bool
-    epochs: Annotated[list[_SavedEpoch], msgspec.Meta(min_length=1, max_length=2)]
+class SavedTracker(msgspec.Struct, kw_only=True):
+    """A tracker as it is saved.
+
+    Attributes:
+        order: Of the slices.
+        epochs: The running one, and the next if it is open; each names the same workers.
+        quarantined: Reason by slice.
+        next_grant: Number of the next grant.
+        next_session: Number of the next session.
+    """
+
+    order: DataOrder
+    epochs: Annotated[list[SavedEpoch], msgspec.Meta(min_length=1, max_length=2)]
     quarantined: dict[Natural, str]
     next_grant: Natural
     next_session: Natural
+
+
+def pack(saved: SavedTracker) -> dict[str, Any]:
+    """State of a tracker: plain values and tensors."""
+    return {
+        "version": _VERSION,
+        **msgspec.structs.asdict(saved),
+        "order": msgspec.structs.asdict(saved.order),
+        "epochs": [msgspec.structs.asdict(epoch) for epoch in saved.epochs],
+    }
 
 
 def read_state(state: object, kind: type[_Saved], *, version: int, what: str) -> _Saved:
@@ -547,83 +494,52 @@ def read_state(state: object, kind: type[_Saved], *, version: int, what: str) ->
         raise TrackerStateError(f"{what} is damaged: {error}.") from error
 
 
-def unpack(state: Mapping[str, Any], catalogue: SliceCatalogue, options: TrackerOptions) -> SavedTracker:
+def unpack(state: Mapping[str, Any], order: DataOrder, samples: npt.NDArray[np.int64]) -> SavedTracker:
     """The tracker that was saved.
+
+    Args:
+        state: From :func:`pack`.
+        order: Of the slices here.
+        samples: Of each of them.
 
     Raises:
         TrackerStateError: If the state does not belong to these slices and this order, or is damaged.
     """
-    saved = read_state(state, _SavedState, version=_VERSION, what="The state")
-    _require_same_data(saved.catalogue, catalogue)
-    for option in ("seed", "shuffle"):
-        if getattr(saved, option) != getattr(options, option):
-            raise TrackerStateError(
-                f"The state was saved with {option}={getattr(saved, option)!r}, and {option} is "
-                f"{getattr(options, option)!r} now: resume with the value it was saved with."
-            )
-    if any(index >= len(catalogue) for index in saved.quarantined):
+    saved = read_state(state, SavedTracker, version=_VERSION, what="The state")
+    difference = order.difference(saved.order)
+    if difference is not None:
+        raise TrackerStateError(
+            f"The state is of other slices or another order: {difference}. Resume on the slices and options it was "
+            "saved with, or start anew."
+        )
+    if any(index >= len(samples) for index in saved.quarantined):
         raise _damaged("quarantined", "names slices that are not there")
-    epochs = [_unpacked(epoch, catalogue) for epoch in saved.epochs]
-    first = epochs[0]
-    for place, epoch in enumerate(epochs):
+    first = saved.epochs[0]
+    for place, epoch in enumerate(saved.epochs):
+        _require_whole(epoch, samples)
         if epoch.epoch != first.epoch + place or epoch.workers.keys() != first.workers.keys():
             raise _damaged("epochs", "do not follow each other, or name different workers")
-    return SavedTracker(
-        epochs=epochs, quarantined=saved.quarantined, next_grant=saved.next_grant, next_session=saved.next_session
-    )
+    return saved
 
 
-def _unpacked(saved: _SavedEpoch, catalogue: SliceCatalogue) -> SavedEpoch:
-    slices = len(catalogue)
-    states = _column("states", saved.states, torch.uint8)
-    partial = _column("partial", saved.partial, torch.int64)
-    partial_positions = _column("partial_positions", saved.partial_positions, torch.int64)
+def _require_whole(saved: SavedEpoch, samples: npt.NDArray[np.int64]) -> None:
+    slices = len(samples)
+    for name, dtype in (("states", torch.uint8), ("partial", torch.int64), ("partial_positions", torch.int64)):
+        value = getattr(saved, name)
+        if value.dtype != dtype or value.dim() != 1:
+            raise _damaged(name, f"is not a column of {dtype}")
+    states, partial, positions = saved.states.numpy(), saved.partial.numpy(), saved.partial_positions.numpy()
     if len(states) != slices or int(states.max()) > max(SliceState):
         raise _damaged("states", "has another length, or holds a value that is no state")
-    if len(partial) != len(partial_positions) or ((partial < 0) | (partial >= slices)).any():
+    if len(partial) != len(positions) or ((partial < 0) | (partial >= slices)).any():
         raise _damaged("partial", "names slices that are not there, or has another length than their positions")
-    if ((partial_positions < 0) | (partial_positions > catalogue.samples[partial])).any():
+    if ((positions < 0) | (positions > samples[partial])).any():
         raise _damaged("partial_positions", "is outside its slice")
-    positions = _usual_positions(states, catalogue)
-    positions[partial] = partial_positions
     held = sorted(index for pairs in saved.workers.values() for index, _ in pairs)
     if held != np.nonzero(states == SliceState.ASSIGNED)[0].tolist():
         raise _damaged("workers", "does not hold each assigned slice once")
     if any(place >= slices for place in saved.places) or saved.cursor > slices:
         raise _damaged("places", "or cursor is outside the order")
-    return SavedEpoch(
-        epoch=saved.epoch,
-        states=states,
-        positions=positions,
-        cursor=saved.cursor,
-        places=saved.places,
-        workers=saved.workers,
-        returned=saved.returned,
-        stolen=saved.stolen,
-    )
-
-
-def _usual_positions(states: npt.NDArray[np.uint8], catalogue: SliceCatalogue) -> npt.NDArray[np.int64]:
-    return np.where(states == SliceState.USED, catalogue.samples, 0)
-
-
-def _require_same_data(data: _SavedCatalogue, catalogue: SliceCatalogue) -> None:
-    saved = CatalogueFingerprint(slices=data.slices, samples=data.samples, blocks=data.blocks)
-    here = catalogue.fingerprint
-    if saved.slices == here.slices and len(saved.blocks) != len(here.blocks):
-        raise _damaged("blocks", "has another length")
-    difference = here.difference(saved)
-    if difference is not None:
-        raise TrackerStateError(
-            f"The state is of other slices: {difference}. Resume on the slices it was saved with, or start anew."
-        )
-
-
-def _column(name: str, value: torch.Tensor, dtype: torch.dtype) -> npt.NDArray[Any]:
-    if value.dtype != dtype or value.dim() != 1:
-        raise _damaged(name, f"is not a column of {dtype}")
-    column: npt.NDArray[Any] = value.cpu().numpy()
-    return column
 
 
 def _damaged(name: str, how: str) -> TrackerStateError:
@@ -639,14 +555,12 @@ class OpenEpoch:
 
     Attributes:
         slices: Where they stand.
-        first_grant: Number of the first grant that may be of it.
         holders: Of its ASSIGNED slices.
         returned: Slices that came back from workers that died or left.
         stolen: Slices taken from a slower worker that had not begun them.
     """
 
     slices: EpochSlices
-    first_grant: int
     holders: dict[int, TrackedWorker] = field(default_factory=dict)
     returned: int = 0
     stolen: int = 0
@@ -662,12 +576,14 @@ class OpenEpoch:
     def saved(self, workers: Iterable[TrackedWorker]) -> SavedEpoch:
         """As it is to be saved."""
         slices = self.slices
+        (partial,) = np.nonzero(slices.positions != slices.usual_positions())
         return SavedEpoch(
             epoch=slices.epoch,
-            states=slices.states,
-            positions=slices.positions,
+            states=torch.from_numpy(slices.states.copy()),
+            partial=torch.from_numpy(partial.astype(np.int64)),
+            partial_positions=torch.from_numpy(slices.positions[partial]),
             cursor=slices.cursor,
-            places=slices.returned,
+            places=list(slices.returned),
             workers={record.name: record.held_of(slices.epoch) for record in workers},
             returned=self.returned,
             stolen=self.stolen,
@@ -680,17 +596,15 @@ class OpenEpochs:
     Args:
         catalogue: All slices.
         options: Their order.
-        next_grant: Number of the next grant.
 
     Attributes:
         quarantined: Reason by slice; what is in it as an epoch begins is left out of it.
     """
 
-    def __init__(self, catalogue: SliceCatalogue, options: TrackerOptions, *, next_grant: Callable[[], int]) -> None:
+    def __init__(self, catalogue: SliceCatalogue, options: TrackerOptions) -> None:
         self.quarantined: dict[int, str] = {}
         self._catalogue = catalogue
         self._options = options
-        self._next_grant = next_grant
         self._open = [self._begun(0)]
 
     def __iter__(self) -> Iterator[OpenEpoch]:
@@ -734,15 +648,13 @@ class OpenEpochs:
         del self._open[0]
         return True
 
-    def restore(self, epochs: Iterable[SavedEpoch], quarantined: dict[int, str]) -> None:
+    def restore(self, state: SavedTracker) -> None:
         """Take up what was saved, but for who holds what; the values must have been checked."""
-        self.quarantined = dict(quarantined)
+        self.quarantined = dict(state.quarantined)
         self._open = []
-        for saved in epochs:
+        for saved in state.epochs:
             one = self._begun(saved.epoch)
-            one.slices.restore(
-                states=saved.states, positions=saved.positions, cursor=saved.cursor, returned=saved.places
-            )
+            one.slices.restore(saved)
             one.returned, one.stolen = saved.returned, saved.stolen
             self._open.append(one)
 
@@ -754,4 +666,4 @@ class OpenEpochs:
             shuffle=self._options.shuffle,
             left_out=self.quarantined,
         )
-        return OpenEpoch(slices=slices, first_grant=self._next_grant())
+        return OpenEpoch(slices=slices)

@@ -1,232 +1,263 @@
-"""Where the training data of a fit stands: of ranks that step together, or of workers that go at their own speeds."""
+"""The training data of a worker that goes at its own speed: how it reaches the tracker, and what its ranks share.
+
+The batches of a worker of several ranks that train together are made by its first rank, which cuts them. Each rank gets
+a part of every batch, as long as its share of the batch sizes, so that all take equally many steps. What the first rank
+says at the beginning of a pass, where nobody is in a step, is a collective of the training threads. Parts are posted by
+the thread that makes the batches, before the first rank can take its own: nobody waits for them in a step. The tracker
+does not know of the other ranks: what they train on counts with the first rank's steps, which are their own too.
+"""
 
 from __future__ import annotations
 
+import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-import torch
+import msgspec
 
 from lightning_bytescheduler.checks import is_whole
-from lightning_bytescheduler.exceptions import OptionError, TrackerStateError
-from lightning_bytescheduler.lightning_api import pl, rank_zero_info
-from lightning_bytescheduler.slices.batches import BatchPlan, ReadReport
+from lightning_bytescheduler.exceptions import OptionError, SchedulerTimeoutError, TrackerStateError
+from lightning_bytescheduler.lightning_api import pl
+from lightning_bytescheduler.slices.batches import SLICES_AHEAD, ReadReport, SliceBatch, cut_runs, samples_in
 from lightning_bytescheduler.slices.catalogue import SliceCatalogue
-from lightning_bytescheduler.slices.epoch_plan import EpochPlan
-from lightning_bytescheduler.slices.fetch import SliceStatistics
-from lightning_bytescheduler.slices.options import LoaderOptions, TrackerOptions
-from lightning_bytescheduler.slices.plan_thread import FollowingPlan, LeadingRank, PlanThread, WorkerRanks
+from lightning_bytescheduler.slices.epoch_plan import step_sizes
+from lightning_bytescheduler.slices.messages import TrackerClient
+from lightning_bytescheduler.slices.options import TrackerOptions
 from lightning_bytescheduler.slices.store import SliceStore
-from lightning_bytescheduler.slices.tracked_batches import TrackerPlan
+from lightning_bytescheduler.slices.tracked_plan import GOES_ON, WAITS, Idle, PlanThread, TrackerPlan
 from lightning_bytescheduler.slices.tracker import SliceTracker
-from lightning_bytescheduler.slices.tracker_client import LocalTracker, TrackerClient
+
+_AHEAD = 4  # slices that a worker holds to fetch them, which others may be glad of at the end of an epoch
+_LOOK_S = 1.0
+_PATIENCE = 3.0  # times the timeout: the first rank may wait that long for several answers of the tracker
 
 
-class TrainingSlices(Protocol):
-    """Training data in mid-epoch."""
-
-    @property
-    def plan(self) -> BatchPlan:
-        """The batches of this rank or worker."""
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the data, from 0, which is not Lightning's where that was stopped and resumed."""
-
-    @property
-    def fills(self) -> bool:
-        """Whether other samples are repeated in the place of those that cannot be read."""
-
-    @property
-    def batches(self) -> int | None:
-        """Length of a loader, if it is known."""
-
-    def open(self, trainer: pl.Trainer | None) -> None:
-        """A loader is about to be made, after a checkpoint was loaded."""
-
-    def received(self, report: ReadReport) -> None:
-        """A reader has answered for the next batch."""
-
-    def trained(self) -> None:
-        """The next batch has been trained on."""
-
-    def finish_epoch(self, trainer: pl.Trainer) -> None:
-        """Lightning's epoch has had its last batch, of all ranks."""
-
-    def keep_alive(self) -> None:
-        """Something takes time in which nothing is trained."""
-
-    def close(self) -> None:
-        """The training is over."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position, for a checkpoint: plain values and tensors."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where a state was saved."""
-
-
-class CoordinatedDataModule(pl.LightningDataModule):
-    """A data module whose training data stands somewhere: what a ``SliceCoordinator`` needs to know of one."""
-
-    @property
-    def training(self) -> TrainingSlices:
-        """Where the training data stands."""
-        raise NotImplementedError
-
-    @property
-    def statistics(self) -> SliceStatistics:
-        """What reading has cost so far."""
-        raise NotImplementedError
-
-    @property
-    def waited(self) -> float:
-        """Seconds that the training has waited for batches so far."""
-        raise NotImplementedError
-
-
-class LockStepTraining:
-    """``TrainingSlices`` that every rank works out for itself: all get the same number of steps, without a message.
-
-    Args:
-        plan: The batches of this rank.
+class WorkerRanks(Protocol):
+    """One rank's way to the others of its worker.
 
     Attributes:
-        plan: As given.
+        rank: This one, from 0, which leads.
+        count: How many there are.
+        timeout: Longest wait for the first rank, in seconds.
     """
 
-    fills = True
+    rank: int
+    count: int
+    timeout: float
 
-    def __init__(self, plan: EpochPlan) -> None:
-        self.plan = plan
-        self._corrupt: dict[str, str] = {}
-        self._only_ends = False
+    def tell(self, text: str = "") -> str:
+        """The first rank's text, on all ranks: of the training threads, which all make the same calls."""
 
-    @property
-    def epoch(self) -> int:
-        """See ``TrainingSlices``."""
-        return self.plan.epoch
+    def listen(self, heed: Callable[[str], object], on_error: Callable[[BaseException], object]) -> None:
+        """Have what is posted to this rank heeded, in order, on a thread; once."""
 
-    @property
-    def batches(self) -> int:
-        """Steps of the loader that was opened, those included that Lightning counts as done."""
-        return self.plan.counted if self._only_ends else len(self.plan)
+    def post(self, rank: int, text: str) -> None:
+        """Post a text to a rank, which need not listen yet. For one thread of a rank."""
 
-    def open(self, trainer: pl.Trainer | None) -> None:
-        """Say what is padded or dropped.
-
-        Raises:
-            OptionError: If there is not a single step.
-        """
-        plan = self.plan
-        if plan.over and plan.begun:  # these ranks have no step for what was left to others
-            plan.end_epoch()
-        self._only_ends = trainer is not None and not plan.begun and ends_restored_epoch(trainer)
-        plan.open(0 if trainer is None else counted_batches(trainer))
-        shares = plan.shares
-        if not shares.steps:
-            raise OptionError(
-                "train", f"{shares.left} samples", "a sample for each rank: check what is quarantined, or use 'pad'"
-            )
-        if shares.padded or shares.dropped:
-            what = f"{shares.padded} will be repeated" if shares.padded else f"{shares.dropped} will be left out"
-            rank_zero_info(
-                f"slices: the samples of epoch {plan.epoch} do not go round, so {what}, for every rank to take "
-                f"{shares.steps} steps."
-            )
-
-    def received(self, report: ReadReport) -> None:
-        """Remember slices that are corrupt."""
-        self._corrupt.update(report.corrupt)
-
-    def trained(self) -> None:
-        """Count a step."""
-        self.plan.trained()
-
-    def finish_epoch(self, trainer: pl.Trainer) -> None:
-        """Go to the next epoch, or to this one again to overfit, without the slices that any rank found corrupt."""
-        self.plan.quarantine(self._agreed(trainer))
-        self._corrupt = {}
-        if trainer.overfit_batches:  # type: ignore[attr-defined]  # the same batches in each epoch
-            self.plan.start_epoch(self.plan.epoch)
-        else:
-            self.plan.end_epoch()
-
-    def keep_alive(self) -> None:
-        """Nobody waits for this."""
-
-    def close(self) -> None:
-        """The position stays."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The plan's, the same at every rank."""
-        return {"together": self.plan.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where a state was saved.
-
-        Raises:
-            TrackerStateError: If it was saved by workers that do not step together, or does not fit.
-        """
-        if "together" not in state:
-            raise TrackerStateError(
-                "The state of the slices was saved by workers that did not step together. Resume with the strategy "
-                "that it was saved with, or load only the weights."
-            )
-        self.plan.load_state_dict(state["together"])
-
-    def _agreed(self, trainer: pl.Trainer) -> dict[str, str]:
-        """The slices that any rank has found to be corrupt: every rank has to leave out the same."""
-        found = self._corrupt
-        if trainer.world_size == 1 or not trainer.strategy.reduce_boolean_decision(bool(found), all=False):
-            return found
-        catalogue = self.plan.catalogue
-        marks = torch.zeros(len(catalogue), dtype=torch.int32, device=trainer.strategy.root_device)
-        for key in found:
-            index = catalogue.find(key)
-            if index is not None:
-                marks[index] = 1
-        marked = trainer.strategy.reduce(marks, reduce_op="sum").cpu()
-        keys = [catalogue.key(int(index)) for index in marked.nonzero().flatten()]
-        return {key: found.get(key, "Another rank found it to be corrupt.") for key in keys}
+    def check(self) -> None:
+        """Raise what another rank has failed with, if any."""
 
 
-def require_same_slices(trainer: pl.Trainer, catalogue: SliceCatalogue) -> None:
-    """Compare the slices of all ranks; called by all of them.
+class Part(msgspec.Struct, frozen=True, tag=True, tag_field="kind", forbid_unknown_fields=True):
+    """One rank's part of a batch of a pass; None as the pass has no more."""
+
+    number: int
+    batch: SliceBatch | None
+
+
+class CorruptSlices(msgspec.Struct, frozen=True, tag=True, tag_field="kind", forbid_unknown_fields=True):
+    """What a rank's readers have found: reasons by key."""
+
+    found: dict[str, str]
+
+
+_DECODER: msgspec.json.Decoder[Part | CorruptSlices] = msgspec.json.Decoder(Part | CorruptSlices)
+
+
+def read(text: str) -> Part | CorruptSlices:
+    """What was posted.
 
     Raises:
-        OptionError: At every rank, if one sees others than rank 0.
+        OptionError: If it is damaged.
+    """
+    try:
+        return _DECODER.decode(text)
+    except (msgspec.DecodeError, UnicodeError) as error:
+        raise OptionError("text", text, f"one that a rank has posted ({error})") from error
+
+
+def cut_batch(batch: SliceBatch, batch_sizes: Sequence[int]) -> list[SliceBatch]:
+    """The part of each rank, none of them empty.
+
+    Args:
+        batch: Of all ranks together, no larger than their batch sizes.
+        batch_sizes: Of each rank; parts are in proportion. With fewer samples than ranks, some are in several parts.
+    """
+    samples, left = samples_in(batch.runs), deque(batch.runs)
+    parts = [cut_runs(left, size) for size in step_sizes(samples, batch_sizes)]
+    found = []
+    for rank in range(len(parts)):
+        own = parts[rank % samples]
+        # What the other ranks have of this batch may be this one's in the next.
+        ahead = dict.fromkeys((*(run.slice_index for part in parts[rank + 1 :] for run in part), *batch.ahead))
+        ahead.pop(own[-1].slice_index, None)
+        found.append(SliceBatch(batch.epoch, own, tuple(ahead)[:SLICES_AHEAD]))
+    return found
+
+
+class LeadingRank:
+    """What the first rank tells the others: ``OtherRanks``.
+
+    Args:
+        ranks: The way to them.
+        batch_sizes: Of each rank.
+    """
+
+    def __init__(self, ranks: WorkerRanks, batch_sizes: Sequence[int]) -> None:
+        self._ranks = ranks
+        self._batch_sizes = tuple(batch_sizes)
+
+    def listen(self, quarantine: Callable[[Iterable[tuple[str, str]]], None]) -> None:
+        """Hear of corrupt slices: of keys and reasons, on a thread."""
+
+        def heed(text: str) -> None:
+            letter = read(text)
+            if isinstance(letter, CorruptSlices):
+                quarantine(letter.found.items())
+
+        self._ranks.listen(heed, lambda error: None)  # what ends it ends the training too, which says so
+
+    def say(self, text: str) -> None:
+        """Say what is done next; on the training thread."""
+        self._ranks.tell(text)
+
+    def hand_out(self, number: int, batch: SliceBatch | None) -> SliceBatch | None:
+        """Post the other ranks' parts; on the thread that makes the batches. Returns this rank's.
+
+        Args:
+            number: Of the pass.
+            batch: Of all ranks together; ``None`` if the pass is over.
+        """
+        parts = None if batch is None else cut_batch(batch, self._batch_sizes)
+        for rank in range(1, self._ranks.count):
+            part = Part(number, None if parts is None else parts[rank])
+            self._ranks.post(rank, msgspec.json.encode(part).decode())
+        return None if parts is None else parts[0]
+
+
+class FollowingPlan:
+    """A further rank's batches: parts. For the training thread; what is posted comes on a thread of the ranks.
+
+    Args:
+        ranks: The way to the first rank.
+        batch_size: Samples of this rank's parts.
+        idle: Told what the first rank's is told, at the same moments.
+
+    Attributes:
+        batch_size: As given; the first rank's counts.
+        epoch: The epoch of the data that is trained on.
+    """
+
+    def __init__(self, ranks: WorkerRanks, *, batch_size: int, idle: Idle | None = None) -> None:
+        self.batch_size = batch_size
+        self.epoch = 0
+        self._ranks = ranks
+        self._idle = idle
+        self._changed = threading.Condition()
+        # What follows changes under it.
+        self._parts: deque[Part] = deque()
+        self._error: BaseException | None = None
+        ranks.listen(self._heed, self._fail)
+
+    def __iter__(self) -> Iterator[SliceBatch]:
+        number = self._begin()
+        if number is None:
+            return
+        while (batch := self._next(number)) is not None:
+            self.epoch = batch.epoch
+            yield batch
+
+    def _begin(self) -> int | None:
+        """Do as the first rank does until there is a batch; returns the number of the pass, unless it is given up."""
+        while True:
+            said = self._ranks.tell()
+            if said == WAITS:
+                if self._idle is not None and self._idle.waits():
+                    return None
+            elif said == GOES_ON:
+                if self._idle is not None:
+                    self._idle.goes_on()
+            else:
+                return int(said)
+
+    def _next(self, number: int) -> SliceBatch | None:
+        limit = _PATIENCE * self._ranks.timeout
+        deadline = time.monotonic() + limit
+        with self._changed:
+            while True:
+                while self._parts and self._parts[0].number < number:  # of a pass that was given up
+                    self._parts.popleft()
+                if self._parts:
+                    return self._parts.popleft().batch
+                self._ranks.check()
+                if self._error is not None:
+                    raise self._error
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise SchedulerTimeoutError(
+                        f"The worker's first rank made no batch for {limit:.0f} s. Raise the strategy's timeout if the "
+                        "coordinator may be away for longer."
+                    )
+                self._changed.wait(min(left, _LOOK_S))
+
+    def _heed(self, text: str) -> None:
+        letter = read(text)
+        if isinstance(letter, Part):
+            with self._changed:
+                self._parts.append(letter)
+                self._changed.notify_all()
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
+
+    def received(self, report: ReadReport) -> None:
+        """Tell the first rank what is corrupt."""
+        if report.corrupt:
+            self._ranks.post(0, msgspec.json.encode(CorruptSlices(dict(report.corrupt))).decode())
+
+    def trained(self) -> None:
+        """The first rank reports the step."""
+
+    def keep_alive(self) -> None:
+        """The first rank renews the lease."""
+
+    def settle(self) -> None:
+        """The first rank knows where the worker is."""
+
+    def leave(self) -> None:
+        """Nothing is held here."""
+
+    def stop(self) -> bool:
+        """There is no thread here."""
+        return True
+
+
+def require_same(trainer: pl.Trainer, option: str, here: str) -> None:
+    """Compare what an option comes to on all ranks; called by all of them.
+
+    Raises:
+        OptionError: At every rank, if it is something else on one than on rank 0.
     """
     if trainer.world_size == 1:
         return
-    here = asdict(catalogue.fingerprint)
     there = trainer.strategy.broadcast(here)
     if not trainer.strategy.reduce_boolean_decision(here == there, all=True):
-        raise OptionError(
-            "train",
-            f"{here['slices']} slices, {here['samples']} samples",
-            f"the same slices on every rank: rank 0 has {there['slices']} with {there['samples']} samples, and some "
-            "rank has others, or the same under other names",
-        )
-
-
-def require_same_reading(trainer: pl.Trainer, loading: LoaderOptions) -> None:
-    """Require that ranks read equally far ahead, as they get the parts of one batch; called by all of them.
-
-    Raises:
-        OptionError: At every rank, if one reads otherwise than rank 0.
-    """
-    here = loading.num_workers
-    there = trainer.strategy.broadcast(here)
-    if not trainer.strategy.reduce_boolean_decision(here == there, all=True):
-        raise OptionError(
-            "num_workers",
-            loading.num_workers,
-            f"the same on all ranks of a worker: rank 0 has {there}, and some rank another number",
-        )
+        raise OptionError(option, here, f"the same on every rank: on rank 0 it is {there}, on some other it is not")
 
 
 def require_tracker_host(host: object) -> None:
@@ -240,35 +271,6 @@ def require_tracker_host(host: object) -> None:
     if not is_host or not is_whole(workers, 1) or not is_whole(worker) or worker >= workers:
         allowed = "a TrackerHost: an object with worker (from 0), workers, waits (a bool) and connect(make)"
         raise OptionError("host", host, f"{allowed}; strategy='diloco' makes one by itself")
-
-
-def counted_batches(trainer: pl.Trainer) -> int:
-    """Batches of the epoch that Lightning counts as done when it goes on in the middle of one."""
-    loop = trainer.fit_loop
-    current: Any = loop.epoch_loop.batch_progress.current  # typed as less than it is
-    return int(current.processed) if loop.restarting else 0
-
-
-def ends_restored_epoch(trainer: pl.Trainer) -> bool:
-    """Whether Lightning still has to end an epoch that has no batches left, as after a validation at its end.
-
-    An epoch that was saved after its last batch, before all else, is ended here; like Lightning, without a validation.
-    """
-    loop = trainer.fit_loop
-    batches: Any = loop.epoch_loop.batch_progress
-    epochs: Any = loop.epoch_progress
-    if not loop.restarting or not batches.is_last_batch:
-        return False
-    if epochs.current.processed < epochs.current.started:
-        if batches.current.completed == batches.current.processed:
-            return True
-        batches.increment_completed()
-        epochs.increment_processed()
-        epochs.increment_completed()
-        loop.epoch_loop._batches_that_stepped += 1
-    # By itself, a loop with max_steps never takes an epoch to be complete.
-    loop._restarting = loop.epoch_loop.restarting = False
-    return False
 
 
 class TrackerHost(Protocol):
@@ -288,7 +290,7 @@ class TrackerHost(Protocol):
     workers: int
     waits: bool
 
-    def connect(self, make: Callable[[], LocalTracker]) -> TrackerClient:
+    def connect(self, make: Callable[[], SliceTracker]) -> TrackerClient:
         """Reach the tracker.
 
         Called once in a fit, when the first batch is wanted, which is after a checkpoint was loaded. At worker 0 it
@@ -301,14 +303,13 @@ class TrackerHost(Protocol):
 
 
 class TrackedTraining:
-    """``TrainingSlices`` of one worker. The tracker is at worker 0, which saves it too.
+    """The ``Plan`` of one worker. The tracker is at worker 0, which saves it too.
 
     Args:
         host: The way to the tracker.
         store: Of the training data.
         options: Of the tracker.
         batch_sizes: Samples of a batch, of each rank of this worker.
-        ahead: Slices to hold ahead; None follows the speeds.
     """
 
     def __init__(
@@ -318,15 +319,13 @@ class TrackedTraining:
         *,
         options: TrackerOptions,
         batch_sizes: Sequence[int],
-        ahead: int | None,
     ) -> None:
         self._host = host
         self._store = store
         self._options = options
         self._ranks: WorkerRanks | None = getattr(host, "ranks", None)
         self._batch_sizes = tuple(batch_sizes)
-        self._ahead = ahead
-        self._tracker: LocalTracker | None = None
+        self._tracker: SliceTracker | None = None
         self._pending: Mapping[str, Any] | None = None
         self._plan: PlanThread | FollowingPlan | None = None
 
@@ -346,9 +345,12 @@ class TrackedTraining:
             raise OptionError("plan", None, "asked for after train_dataloader()")
         return self._plan
 
+    def __iter__(self) -> Iterator[SliceBatch]:
+        return iter(self.plan)
+
     @property
     def epoch(self) -> int:
-        """See ``TrainingSlices``."""
+        """See ``Plan``."""
         return 0 if self._plan is None else self._plan.epoch
 
     @property
@@ -357,7 +359,7 @@ class TrackedTraining:
         return None
 
     @property
-    def tracker(self) -> LocalTracker | None:
+    def tracker(self) -> SliceTracker | None:
         """The tracker, where it is."""
         return self._tracker
 
@@ -376,7 +378,7 @@ class TrackedTraining:
                 worker=_name(self._host.worker),
                 incarnation=uuid.uuid4().hex,
                 batch_size=sum(self._batch_sizes),
-                ahead=self._ahead,
+                ahead=min(self._store.depth, _AHEAD),
                 slices=self._store.source.slices,
                 cached=self._store.cached,
                 waits=self._host.waits,
@@ -462,15 +464,15 @@ class TrackedTraining:
         if self._tracker is not None:
             self._load(self._tracker)
 
-    def _make_tracker(self) -> LocalTracker:
+    def _make_tracker(self) -> SliceTracker:
         if self._tracker is None:
             catalogue = SliceCatalogue(self._store.source.slices)
-            tracker = LocalTracker(SliceTracker(catalogue, self._options, clock=time.monotonic))
+            tracker = SliceTracker(catalogue, self._options, clock=time.monotonic)
             self._load(tracker)
             self._tracker = tracker
         return self._tracker
 
-    def _load(self, tracker: LocalTracker) -> None:
+    def _load(self, tracker: SliceTracker) -> None:
         if self._pending is not None:
             workers = [_name(number) for number in range(self._host.workers)]
             tracker.load_state_dict(self._pending["tracker"], workers=workers)
