@@ -97,10 +97,10 @@ class Changes(Callback):
         Recipe(model=ReplacedByOne),
         Recipe(model=Buffered, trainer={"val_check_interval": 3}),
         Recipe(model=Buffered, ddp={"broadcast_buffers": False}),
-        Recipe(model=Buffered, callbacks=(partial(Changes, after=12, ranks=(0, 1)),)),
-        Recipe(model=Buffered, callbacks=(partial(Changes, after=12, ranks=(0, 1), unseen=True),)),
+        Recipe(model=Buffered, steps=20, callbacks=(partial(Changes, after=12, ranks=(0, 1)),)),
+        Recipe(model=Buffered, steps=20, callbacks=(partial(Changes, after=12, ranks=(0, 1), unseen=True),)),
         Recipe(model=Buffered, callbacks=(partial(Changes, after=2, ranks=(0,)),)),
-        Recipe(model=Buffered, callbacks=(partial(Changes, after=12, ranks=(1,)),)),
+        Recipe(model=Buffered, steps=20, callbacks=(partial(Changes, after=12, ranks=(1,)),)),
     ],
 )
 def test_buffers_are_ddps(two_ranks: RankPool, recipe: Recipe) -> None:
@@ -109,7 +109,7 @@ def test_buffers_are_ddps(two_ranks: RankPool, recipe: Recipe) -> None:
 
 
 def test_buffers_of_steps_as_ddps_are_too(two_ranks: RankPool) -> None:
-    recipe = Recipe(model=Buffered, callbacks=(partial(Changes, after=12, ranks=(0, 1)),))
+    recipe = Recipe(model=Buffered, steps=20, callbacks=(partial(Changes, after=12, ranks=(0, 1)),))
     ddp, ours = train_on(two_ranks, recipe, DDP, Run(options={**SIZES, "mode": "ddp"}))
     assert_same(ddp, ours)
 
@@ -133,7 +133,7 @@ def train_and_listen(rank: int, recipe: Recipe) -> tuple[Outcome, list[str]]:
 
 
 def test_a_change_of_the_first_rank_alone_late_in_a_fit_is_said_once(two_ranks: RankPool) -> None:
-    recipe = Recipe(model=Buffered, callbacks=(partial(Changes, after=12, ranks=(0,)),))
+    recipe = Recipe(model=Buffered, steps=20, callbacks=(partial(Changes, after=12, ranks=(0,)),))
     (first, said_by_first), (_, said_by_second) = two_ranks.run(train_and_listen, recipe=recipe)
     assert first.error is None
     assert not said_by_first
@@ -169,7 +169,7 @@ def train_and_count(rank: int, strategy: str) -> list[str]:
 
     with patch.object(DistributedDataParallel, "_distributed_broadcast_coalesced", broadcast):
         run = Run(strategy=strategy, options={**SIZES, "tuning": False}, network="plain")
-        train(rank, Recipe(model=Buffered, callbacks=(lambda: counted,)), run)
+        train(rank, Recipe(model=Buffered, steps=20, callbacks=(lambda: counted,)), run)
     return calls
 
 

@@ -25,7 +25,7 @@ if "bucket_cap_mb_list" in inspect.signature(DistributedDataParallel).parameters
 
 @pytest.mark.parametrize("option", _OVERLAPPED)
 def test_overlap_is_kept(two_ranks: RankPool, option: str) -> None:
-    recipe = Recipe(model=Tower, ddp=_OVERLAPPED[option])
+    recipe = Recipe(model=Tower, steps=20, ddp=_OVERLAPPED[option])
     for expected, actual in two_ranks.run(train_all, recipe=recipe, runs=[Run(strategy="ddp"), Run()]):
         assert differences(expected, actual) == []
         assert actual.statistics is not None

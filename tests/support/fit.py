@@ -65,7 +65,7 @@ class Recipe:
     """
 
     model: Callable[[], Any]
-    steps: int = 20
+    steps: int = 10
     trainer: Mapping[str, Any] = field(default_factory=dict)
     callbacks: tuple[Callable[[], Callback], ...] = ()
     plugins: tuple[Callable[[], Any], ...] = ()
