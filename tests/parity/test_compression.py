@@ -122,9 +122,9 @@ def test_an_overflow_is_seen_as_without_compression(two_ranks: RankPool) -> None
 
 def test_a_training_goes_on_from_its_checkpoint(two_ranks: RankPool, tmp_path: Path) -> None:
     model = partial(Tower, optimizer=adamw)
-    saving = Recipe(model=model, callbacks=(partial(SaveAt, 15, tmp_path),))
+    saving = Recipe(model=model, steps=20, callbacks=(partial(SaveAt, 15, tmp_path),))
     (saved,) = train_on(two_ranks, saving, Run(options=INT8))
-    (unsaved,) = train_on(two_ranks, Recipe(model=model), Run(options=INT8))
+    (unsaved,) = train_on(two_ranks, Recipe(model=model, steps=20), Run(options=INT8))
     assert_same(unsaved, saved)
 
     path = tmp_path / "ByteSchedulerStrategy.ckpt"
@@ -136,9 +136,11 @@ def test_a_training_goes_on_from_its_checkpoint(two_ranks: RankPool, tmp_path: P
         tensor.mul_(1e3)
     torch.save(checkpoint, tmp_path / "changed.ckpt")
 
-    resumed = Recipe(model=model, resume=str(path))
+    resumed = Recipe(model=model, steps=20, resume=str(path))
     ours, ddp = train_on(two_ranks, resumed, Run(options=INT8), DDP)
-    (changed,) = train_on(two_ranks, Recipe(model=model, resume=str(tmp_path / "changed.ckpt")), Run(options=INT8))
+    (changed,) = train_on(
+        two_ranks, Recipe(model=model, steps=20, resume=str(tmp_path / "changed.ckpt")), Run(options=INT8)
+    )
     assert len(ours[0].losses) == len(ddp[0].losses) == 5
     assert same_weights(ours[0], ours[1])
     off, far = (max_difference(ddp[0], one[0]) for one in (ours, changed))
@@ -461,7 +463,7 @@ def left_names(trainer: Trainer, model: Any) -> None:
 def test_what_was_left_of_what_is_not_compressed_any_more_is_left_out_and_said(
     two_ranks: RankPool, tmp_path: Path
 ) -> None:
-    saving = Recipe(model=partial(Tower, optimizer=adamw), callbacks=(partial(SaveAt, 15, tmp_path),))
+    saving = Recipe(model=partial(Tower, optimizer=adamw), steps=20, callbacks=(partial(SaveAt, 15, tmp_path),))
     train_on(two_ranks, saving, Run(options=INT8))
     options = {**INT8, "compression": {"layers.*": "int8"}}
     path = str(tmp_path / "ByteSchedulerStrategy.ckpt")
