@@ -18,6 +18,8 @@ def test_what_is_the_same_takes_four_runs(tmp_path: Path) -> None:
     report = CheckReport(findings=findings, command="train.py", steps=10)
     assert report.exit_code == 0
     assert report.headline() == "identical, 1.50x faster"
+    assert "Step times are those of deterministic algorithms" in report.text()
+    assert "OMP_NUM_THREADS" not in report.text()
 
 
 @pytest.mark.parametrize("stale", [(0,), (5,), (7,)])
@@ -82,6 +84,7 @@ def test_ddp_that_differs_from_itself_is_not_blamed_on_anybody(tmp_path: Path) -
     report = CheckReport(findings=findings, command="c", steps=10)
     assert report.exit_code == 2
     assert report.headline().startswith("could not check: the script is not reproducible under ddp itself from step 1")
+    assert "OMP_NUM_THREADS=1 may help" in report.text()
 
 
 def test_a_metric_that_changes_by_itself_is_left_out(tmp_path: Path) -> None:

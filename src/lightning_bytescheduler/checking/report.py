@@ -43,6 +43,7 @@ class CheckReport:
         default=(
             "Only the first call of Trainer.fit was checked; what follows it was not run.",
             "Checkpoints went to a temporary folder, loggers were replaced, validation took at most 2 batches.",
+            "Step times are those of deterministic algorithms, without cudnn.benchmark: on a GPU yours may be shorter.",
         )
     )
 
@@ -63,7 +64,10 @@ class CheckReport:
 
     @property
     def step_ms(self) -> dict[str, list[float]]:
-        """Median step time of each timed run, in milliseconds, by ``ddp`` and ``bytescheduler``."""
+        """Median step time of each timed run, in milliseconds, by ``ddp`` and ``bytescheduler``.
+
+        Timed runs take deterministic algorithms, and no ``cudnn.benchmark``.
+        """
         times: dict[str, list[float]] = {"ddp": [], "bytescheduler": []}
         for run in self.findings.runs:
             if run.whole and run.spec.timed:
@@ -133,6 +137,8 @@ class CheckReport:
                 lines.append(f"{self.steps} steps were asked for; the fit ended before")
         lines += self._what_is_equal(whole)
         lines += self._what_differs()
+        if self.verdict == "not reproducible":
+            lines.append("several threads may add up in another order each time: OMP_NUM_THREADS=1 may help")
         times = self.step_ms
         if times["ddp"]:
             shown = [f"{name} {' and '.join(f'{t:.1f}' for t in each)} ms" for name, each in times.items() if each]
