@@ -24,20 +24,20 @@ def step_on(ratio: float, link: LinkModel) -> float:
 
 
 def test_what_hides_is_left_alone() -> None:
-    assert auto_step(lambda link: step_on(0.5, link), COMPUTE, LINK, INT4).share == 0
-    assert auto_step(lambda link: step_on(1.04, link), COMPUTE, LINK, INT4).share == 0
+    assert auto_step(lambda link: step_on(0.5, link), COMPUTE, LINK, INT4)[1] == 0
+    assert auto_step(lambda link: step_on(1.04, link), COMPUTE, LINK, INT4)[1] == 0
 
 
 def test_as_little_as_hides_the_rest() -> None:
-    found = auto_step(lambda link: step_on(2.0, link), COMPUTE, LINK, INT4)
-    assert found.step_seconds <= 1.01 * COMPUTE
-    assert found.share == pytest.approx((1 - 1.01 / 2) / (1 - 1 / INT4.ratio), abs=0.05)
+    seconds, share = auto_step(lambda link: step_on(2.0, link), COMPUTE, LINK, INT4)
+    assert seconds <= 1.01 * COMPUTE
+    assert share == pytest.approx((1 - 1.01 / 2) / (1 - 1 / INT4.ratio), abs=0.05)
 
 
 def test_all_of_it_where_that_is_not_enough() -> None:
-    found = auto_step(lambda link: step_on(40.0, link), COMPUTE, LINK, INT4)
-    assert found.share == 1.0
-    assert found.step_seconds == pytest.approx(40.0 / INT4.ratio)
+    seconds, share = auto_step(lambda link: step_on(40.0, link), COMPUTE, LINK, INT4)
+    assert share == 1.0
+    assert seconds == pytest.approx(40.0 / INT4.ratio)
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
@@ -47,7 +47,7 @@ def test_it_pays_below_the_break_even_link_and_not_above(codec: CodecPace) -> No
     for factor in (0.5, 0.95, 1.05, 4.0):
         link = LinkModel(workers=4, bandwidth=factor * even)
         assert (compressed_link(link, codec).seconds_per_byte < link.seconds_per_byte) == (factor < 1)
-        assert (auto_step(lambda other: step_on(9e3, other), COMPUTE, link, codec).share > 0) == (factor < 1)
+        assert (auto_step(lambda other: step_on(9e3, other), COMPUTE, link, codec)[1] > 0) == (factor < 1)
 
 
 def test_one_worker_has_nothing_to_compress() -> None:

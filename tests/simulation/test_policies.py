@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 from hypothesis import given, settings
 
+from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.scheduler.policies import POLICIES, policy_of
 from lightning_bytescheduler.simulation import (
     LinkModel,
@@ -40,6 +44,13 @@ def test_each_is_what_its_name_says() -> None:
     ):
         found = simulate(VGG16, link, played(policy, link), steps=1)
         assert found == simulate(VGG16, link, same, steps=1), policy
+
+
+def test_too_many_slices_are_refused() -> None:
+    large = ModelProfile(name="large", layers=(replace(VGG16.layers[0], parameter_bytes=4 * 2_600_000_000),))
+    with pytest.raises(OptionError, match=r"policy='p3' .* cuts this model into 50,000 slices at most"):
+        policy_schedule(large, LINK, policy_of("p3"))
+    assert policy_schedule(large, LINK, policy_of("fifo")).partition_bytes == large.parameter_bytes
 
 
 @given(profile=models, link=links)

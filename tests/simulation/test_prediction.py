@@ -365,6 +365,8 @@ def test_servers_are_advised_where_they_help() -> None:
     assert given.recommended.strategy == SERVERS
     assert given.line == "trainer = L.Trainer(strategy=ByteSchedulerStrategy(servers=4))"
     assert "6 servers count as 4" in given.text()
+    assert "compression='auto'" in without.text()
+    assert "compression='auto'" not in given.text(), "servers do not go with it"
     assert given.figures()["architecture"] == "ps"
 
 

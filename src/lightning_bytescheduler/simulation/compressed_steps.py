@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from lightning_bytescheduler.simulation.link import LinkModel
 
-__all__ = ["CODECS", "CodecPace", "CompressedStep", "auto_step", "break_even_bandwidth", "compressed_link"]
+__all__ = ["CODECS", "CodecPace", "auto_step", "break_even_bandwidth", "compressed_link"]
 
 _HIDES = 1.05  # times the computation: up to there, ``"auto"`` leaves gradients as they are
 _LEFT = 1.01  # times the computation, that it compresses down to
@@ -50,19 +50,6 @@ CODECS = (
 documentation of compression."""
 
 
-@dataclass(frozen=True, slots=True)
-class CompressedStep:
-    """A step with ``compression="auto"``.
-
-    Attributes:
-        step_seconds: Of a step.
-        share: Of the gradients' bytes, what travels compressed.
-    """
-
-    step_seconds: float
-    share: float
-
-
 def compressed_link(link: LinkModel, codec: CodecPace, share: float = 1.0) -> LinkModel:
     """A link on which gradients as they are take as long as on ``link`` with ``share`` of them compressed."""
     exact = link.seconds_per_byte
@@ -79,8 +66,8 @@ def break_even_bandwidth(link: LinkModel, codec: CodecPace) -> float:
 
 def auto_step(
     step_on: Callable[[LinkModel], float], compute: float, link: LinkModel, codec: CodecPace
-) -> CompressedStep:
-    """The step with as little compressed as it takes to hide the communication.
+) -> tuple[float, float]:
+    """The step with as little compressed as it takes to hide the communication: its seconds, and the share of bytes.
 
     Args:
         step_on: Seconds of a step on a link.
@@ -88,14 +75,13 @@ def auto_step(
         link: The network.
         codec: Of what travels compressed.
     """
-    exact = step_on(link)
-    if exact <= _HIDES * compute or compressed_link(link, codec).bandwidth <= link.bandwidth:
-        return CompressedStep(exact, 0.0)
-    found = CompressedStep(exact, 0.0)
+    found = (step_on(link), 0.0)
+    if found[0] <= _HIDES * compute or compressed_link(link, codec).bandwidth <= link.bandwidth:
+        return found
     for part in range(1, _PARTS + 1):
         seconds = step_on(compressed_link(link, codec, part / _PARTS))
-        if seconds < found.step_seconds:
-            found = CompressedStep(seconds, part / _PARTS)
+        if seconds < found[0]:
+            found = (seconds, part / _PARTS)
         if seconds <= _LEFT * compute:
             break
     return found

@@ -50,6 +50,7 @@ _MIB = 1024 * 1024
 _DDP_BUCKETS = tuple(size * _MIB for size in (1, 2, 5, 10, 25, 50, 100, 250))
 _PARTITIONS = tuple(size * _MIB // 4 for size in (1, 4, 16, 64, 256, 1024))
 _MOST_PIECES = 2500  # finer ones order large models no better, and take long to play
+_MOST_SLICES = 50_000  # of a policy with sizes of its own; a second to play
 _WIDTH = 4  # bytes of a parameter
 _EQUAL = 1.03  # steps that differ by less than this are the same, as far as a model of a network can tell
 _UNEVEN = 1.1  # slowest over fastest worker
@@ -365,7 +366,7 @@ class Prediction:
         if link.servers > link.workers:
             yield f"{link.servers} servers count as {link.workers}: more than one for each worker change nothing."
         for expected in self.expectations:
-            if expected.strategy == AUTO:
+            if expected.strategy == AUTO and link.architecture == "allreduce":  # servers do not go with it
                 pays = [f"{codec.name} below {rate_in_words(break_even_bandwidth(link, codec))}" for codec in CODECS]
                 yield (
                     f"compression='auto' compresses {expected.compressed_share:.0%} of the bytes here. Codecs of one "
@@ -406,7 +407,7 @@ def predict(
         worker_seconds: Of a step on each worker, where several were measured.
 
     Raises:
-        OptionError: If there are less than two workers, or there is no such policy.
+        OptionError: If there are less than two workers, there is no such policy, or it makes too many slices.
     """
     asked = check(link, policies)
     measured = MeasuredStep(profile=model) if isinstance(model, ModelProfile) else model
@@ -460,10 +461,8 @@ def _compressed(measured: MeasuredStep, link: LinkModel) -> Iterator[Expectation
         return _scheduled(AUTO, measured, other, [next(_schedules(measured, other))]).step_seconds
 
     by_name = {codec.name: codec for codec in CODECS}
-    auto = auto_step(step_on, measured.profile.compute_seconds, link, by_name["int4"])
-    yield Expectation(
-        strategy=AUTO, step_seconds=auto.step_seconds, same_training=not auto.share, compressed_share=auto.share
-    )
+    seconds, share = auto_step(step_on, measured.profile.compute_seconds, link, by_name["int4"])
+    yield Expectation(strategy=AUTO, step_seconds=seconds, same_training=not share, compressed_share=share)
     for name, strategy in FIXED.items():
         # Of gradients in two bytes, half as many times fewer.
         codec = replace(by_name[name], ratio=by_name[name].ratio * 0.5 / measured.compressed_share)
@@ -493,15 +492,22 @@ def _waits_for_all(measured: MeasuredStep, link: LinkModel) -> bool:
 
 
 def policy_schedule(profile: ModelProfile, link: LinkModel, policy: SchedulingPolicy) -> Schedule:
-    """A policy with the sizes that the strategy would choose by itself; see :func:`chosen_schedule`."""
+    """A policy with the sizes that the strategy would choose by itself; see :func:`chosen_schedule`.
+
+    Raises:
+        OptionError: If the policy cuts the model into more slices than can be played in a moment.
+    """
     chosen = chosen_schedule(profile, link)
-    return Schedule.by_policy(
+    schedule = Schedule.by_policy(
         policy,
         parameters=-(-profile.parameter_bytes // _WIDTH),
         partition_bytes=chosen.partition_bytes or _WIDTH,
         credit_bytes=chosen.credit_bytes or _WIDTH,
         bucket_bytes=chosen.bucket_bytes,
     )
+    if profile.parameter_bytes > _MOST_SLICES * (schedule.partition_bytes or 1):
+        raise OptionError("policy", policy.name, f"one that cuts this model into {_MOST_SLICES:,} slices at most")
+    return schedule
 
 
 def best_ddp(profile: ModelProfile, link: LinkModel) -> Expectation:
