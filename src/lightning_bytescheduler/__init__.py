@@ -109,6 +109,10 @@ _IMPORTED_AT_FIRST_USE = {
 def __getattr__(name: str) -> Any:
     place = _IMPORTED_AT_FIRST_USE.get(name)
     if place is None:
+        from lightning_bytescheduler.checks import gone
+
+        if instead := gone(name, of=__name__):
+            raise ImportError(f"There is no {name} any more. {instead}")  # an AttributeError's words are not shown
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{place}"), name)
     globals()[name] = value

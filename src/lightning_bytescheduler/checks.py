@@ -35,6 +35,7 @@ GONE: dict[str, dict[str, str]] = {
         "samples": "Give weighting= the function, in place of weighting='samples'.",
         "staleness": "Leave it out for exact steps, or use DiLoCoStrategy where ranks should wait less for each other.",
     },
+    "ByteSchedulerFabricStrategy": {"max_error": "Gradients are compressed by ByteSchedulerStrategy, for Trainer."},
     "DiLoCoStrategy": {
         **dict.fromkeys(("inner_size", "inner_options"), "Write inner={'strategy': 'ddp', 'size': ...}, and so on."),
         "coordinator_ca": "Write coordinator={'url': ..., 'authority': FILE}.",
@@ -72,6 +73,9 @@ GONE: dict[str, dict[str, str]] = {
         "--standby": "Have what runs the coordinator start it again: it goes on from --state, and workers wait for it.",
         "--state-lease-s": "A second coordinator on the same --state is refused while the first lives.",
     },
+    "LinkModel": {"spare_servers": "It is servers, with architecture='ps', as of the strategy."},
+    "lightning_bytescheduler": {"Advice": "It is called Prediction, and predict() returns it."},
+    "timeline": {"FILES": "Give one worker's file. The command rounds draws all workers of a DiLoCo training."},
     "": {
         "algorithm=push_pull": "Servers are an architecture: architecture='ps', with servers=k spare machines.",
         **dict.fromkeys(["architecture=all_reduce", "architecture=all-reduce"], "It is called 'allreduce'."),
@@ -123,7 +127,7 @@ def gone(option: str, value: object = None, *, of: str = "") -> str:
 
     Empty if none is. Checks of names and of values ask this before they guess what was meant.
     """
-    return GONE.get(of, {}).get(option if value is None else f"{option}={value}", "")
+    return GONE.get(of, {}).get(option if value is None else f"{option}={value}".lower(), "")
 
 
 def is_whole(value: object, least: int = 0) -> TypeGuard[int]:
@@ -203,7 +207,7 @@ def require_not_negative(option: str, value: object, *, of: str = "") -> float:
         OptionError: If it is not; names ``option``.
     """
     if not is_finite(value) or value < 0:
-        raise OptionError(option, value, f"{_finite(of)}, 0 or more")
+        raise OptionError(option, value, f"a finite number{of and f' of {of}'}, 0 or more")
     return value
 
 
@@ -219,7 +223,7 @@ def require_positive(option: str, value: object, *, of: str = "") -> float:
         OptionError: If it is not; names ``option``.
     """
     if not is_finite(value) or value <= 0:
-        raise OptionError(option, value, f"{_finite(of)}, more than 0")
+        raise OptionError(option, value, f"a finite number{of and f' of {of}'}, more than 0")
     return value
 
 
@@ -353,19 +357,16 @@ def records_in(run: str | os.PathLike[str], name: str) -> list[Path]:
     if not path.is_dir():
         if path.exists():
             return [path]
-        raise OptionError("RUN", os.fspath(run), f"a file or a folder that is there, such as {_versions(name)}")
+        places = f"lightning_logs, lightning_logs/version_0 or {name}"
+        raise OptionError("RUN", os.fspath(run), f"a file or a folder that is there, such as {places}")
     direct = path / name
     if direct.is_file():
         return [direct]
-    places = (f"version_*/{name}", f"*/version_*/{name}", f"*/{name}", f"*/*/version_*/{name}")
-    found = {file for place in places for file in path.glob(place) if file.is_file()}
+    patterns = (f"version_*/{name}", f"*/version_*/{name}", f"*/{name}", f"*/*/version_*/{name}")
+    found = {file for pattern in patterns for file in path.glob(pattern) if file.is_file()}
     if not found:
         raise OptionError("RUN", os.fspath(run), f"a folder with {name} in it, or in one of its folders version_*")
     return sorted(found, key=lambda file: (file.stat().st_mtime_ns, os.fspath(file)), reverse=True)
-
-
-def _versions(name: str) -> str:
-    return f"lightning_logs, lightning_logs/version_0 or {name}"
 
 
 def did_you_mean(value: object, known: Collection[str]) -> str:
@@ -511,7 +512,3 @@ def _in_parameters(option: str, value: object) -> str:
     size = round(number)
     amount = f"{count} {unit.upper()}{binary}B of fp32" if in_bytes else f"{count} {unit.upper()}{binary}"
     return f"{amount} = {size:,} parameters: {option}={size:_}."
-
-
-def _finite(of: str) -> str:
-    return f"a finite number of {of}" if of else "a finite number"

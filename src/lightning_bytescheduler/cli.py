@@ -153,7 +153,8 @@ class _Parser(argparse.ArgumentParser):
         self._given = list(args or ())
         found, rest = super().parse_known_args(args, namespace)
         if rest:
-            self.error(self._unknown(rest) or f"{' '.join(rest)} is one argument too many")
+            instead = gone("FILES", of=self.prog.rpartition(" ")[2])
+            self.error(self._unknown(rest) or f"{' '.join(rest)} is one argument too many. {instead}".rstrip(" ."))
         return found, rest
 
     def print_help(self, file: Any = None) -> None:
@@ -303,6 +304,16 @@ class _Command(NamedTuple):
     run: Callable[[argparse.Namespace], int] | None = None
 
 
+_PREDICT = _Command(
+    "say how long a step of a network, or of your model, takes on a link",
+    "Say how long a training step would take on a link, with ddp, bytescheduler and others: of a known network "
+    "(--profile), or of your own module, of which a few steps are taken on a copy and on one device. Without "
+    "--bandwidth the link is measured: start one process on each machine, with torchrun.",
+    "train.py:Model --workers 4 --bandwidth 10Gbit/s --latency 50us --png plan.png",
+    "predicting.command",
+    _predict,
+)
+
 _COMMANDS = {
     "timeline": _Command(
         "summarise a timeline, and draw it",
@@ -310,22 +321,8 @@ _COMMANDS = {
         "trace.json --png trace.png --steps 10:13",
         "timeline.command",
     ),
-    "predict": _Command(
-        "say how long a step of a network, or of your model, takes on a link",
-        "Say how long a training step would take on a link, with ddp, bytescheduler and others: of a known network "
-        "(--profile), or of your own module, of which a few steps are taken on a copy and on one device. Without "
-        "--bandwidth the link is measured: start one process on each machine, with torchrun.",
-        "train.py:Model --workers 4 --bandwidth 10Gbit/s --latency 50us --png plan.png",
-        "predicting.command",
-        _predict,
-    ),
-    "advise": _Command(
-        "an older name of predict",
-        "The same as predict.",
-        "train.py:Model --workers 4 --bandwidth 1Gbit/s",
-        "predicting.command",
-        _predict,
-    ),
+    "predict": _PREDICT,
+    "advise": _PREDICT._replace(summary="an older name of predict"),
     "check": _Command(
         "train your script with ddp and with bytescheduler, and compare",
         "Run a training script for some steps with ddp and with bytescheduler, from the same seeds and whatever its "

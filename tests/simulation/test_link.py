@@ -105,6 +105,7 @@ def test_more_servers_than_workers_count_as_many_as_there_are_workers() -> None:
     [
         ({"algorithm": "push_pull"}, "Servers are an architecture: architecture='ps', with servers=k spare machines."),
         ({"architecture": "push_pull"}, "It is called 'ps'."),
+        ({"architecture": "Push_Pull"}, "It is called 'ps'."),
         ({"architecture": "all_reduce"}, "It is called 'allreduce'."),
         ({"spare_servers": 2}, "It is servers, with architecture='ps', as of the strategy."),
     ],

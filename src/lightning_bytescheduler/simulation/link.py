@@ -23,9 +23,8 @@ depend on the number of workers.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, get_args
+from typing import Literal, get_args
 
 from lightning_bytescheduler.checks import (
     ARCHITECTURES,
@@ -93,10 +92,6 @@ class LinkModel:
     algorithm: Algorithm = "ring"
     messages_in_flight: int | None = None
     idle_share: float | None = None
-
-    _options_elsewhere: ClassVar[Mapping[str, str]] = {
-        "spare_servers": "It is servers, with architecture='ps', as of the strategy."
-    }
 
     def __init__(
         self,
