@@ -181,7 +181,7 @@ class PointInForce(StepMode):
         if self._tuner is None:
             agreed = self._values.before_step(step)
         else:
-            if self._step and not self._others_try():
+            if self._step and (self._ddp_mode or not self._others_try()):  # what overlaps alone lets others try
                 # A decision that not all ranks know yet is none: these steps are still at the old point.
                 self._tuner.step_took(self._step, now - self._began, as_decided=self._tuner.current == self._point)
             wanted = self._tuner.current
