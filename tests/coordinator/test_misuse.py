@@ -149,6 +149,17 @@ def test_weights_that_unpack_to_more_than_was_announced_end_there() -> None:
         in_a_run(server, 1, work)
 
 
+def test_weights_that_came_in_damaged_may_be_sent_again() -> None:
+    async def work(one: SmallWorker) -> None:
+        await one.hello()
+        headers = {**one.headers, protocol.DIGEST_HEADER: "0" * 32}
+        async with one.http.put(one.url + protocol.STATE_PATH, data=bytes(8), headers=headers) as answer:
+            assert (answer.status, "came in damaged" in await answer.text()) == (400, True)  # not 422: they are wrong
+
+    with CoordinatorServer(options_of()) as server:
+        in_a_run(server, 1, work)
+
+
 @pytest.mark.parametrize(
     "changes",
     [

@@ -116,6 +116,27 @@ def test_a_worker_that_was_killed_and_started_anew_is_waited_for_once() -> None:
     assert len(played.run.scheduler.workers) == 2
 
 
+def test_an_update_of_a_former_process_does_not_end_the_round_of_the_one_that_has_its_name() -> None:
+    played, _, other = begun()
+    number = played.run.scheduler.round
+    played.step(other, number, 10)
+    offer = played.offer(other, number, 10)
+    played.run.sending(offer, played.now)
+    played.run.members.disconnect(other)
+    again = played.hello("other")
+    played.say(again, join(again))
+    played.run.arrived(offer, played.now, into=number, weight=10)
+    assert played.run.place_of(played.offer(again, number, 3)) == number
+
+
+def test_nothing_is_kept_of_a_worker_that_has_left() -> None:
+    played, _, other = begun()
+    assert "other" in played.run.tallies
+    played.run.leave(other, played.now)
+    played.run.tally(other.name).bytes_in += 1
+    assert "other" not in played.run.tallies
+
+
 @pytest.mark.parametrize("version", [0, 1])
 def test_steps_of_a_worker_that_was_given_up_count_when_it_comes_back_in_the_same_round(version: int) -> None:
     played, one, other = begun()

@@ -180,6 +180,11 @@ def test_followers_keep_step_whatever_rank_zero_chooses(choices: list[tuple[bool
         assert one.ddp_mode(step) == other.ddp_mode(step) == ddp_mode
 
 
+def test_ddps_way_is_compared_with_steps_whose_layers_are_found() -> None:
+    trial, layers_found = ModeTrial(overlapped=True, finds_layers=True), 60
+    assert trial.next_look > layers_found + SHOWN  # the steps that a look goes by are the last ones
+
+
 def test_without_figures_nothing_changes() -> None:
     trial = ModeTrial()
     assert trial.exposed == [math.inf] * SHOWN

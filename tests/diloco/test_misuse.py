@@ -120,6 +120,14 @@ def test_what_sparse_does_not_send_acts_as_momentum_too() -> None:
     assert strategy._given["wire_dtype"] == common_options(strategy._options)["wire_dtype"] == "sparse"
     assert run_options(wire_dtype="sparse:0.02").wire_dtype == "sparse"
     assert DiLoCoStrategy(wire_dtype="sparse", outer_optimizer=SGD)._options.outer_step["lr"] is None
+
+
+def test_ranks_that_give_the_default_of_the_outer_step_and_ranks_that_do_not_differ() -> None:
+    """A resume steps with what was given, or else with what the checkpoint has."""
+    left_out, given = (
+        common_options(strategy._options) for strategy in (DiLoCoStrategy(), DiLoCoStrategy(outer_lr=0.7))
+    )
+    assert {name for name in given if given[name] != left_out[name]} == {"outer_lr"}
     assert DiLoCoStrategy(outer_lr=0.5)._options.outer_step == {"lr": 0.5, "momentum": None, "factory": None}
 
 

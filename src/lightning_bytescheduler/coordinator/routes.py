@@ -447,7 +447,7 @@ class StateRoutes:
                 return problem(413, f"The weights are more than Content-Length={length} announced.")
             file.flush()
             if digest is not None and digest != state.hexdigest():
-                return problem(422, "The weights came in damaged: their digest is another one.")
+                return problem(400, "The weights came in damaged: their digest is another one.")
             try:
                 return await loop.run_in_executor(None, read_weights, file.name)
             except OptionError as error:

@@ -393,7 +393,9 @@ class Run:
             return Refusal(reason=reason)
         former = self.members.by_name(hello.worker)
         if former is not None and not former.connected and not hello.session:
-            log.info("%s was started anew, and what it held goes back.", former.name)
+            log.warning(
+                "%s was started anew: what it held goes back. Each worker needs a name of its own.", former.name
+            )
             self.leave(former, now)
         member = self.members.join(hello, now, address=address)
         self.count("rejoined" if member.session == hello.session else "joined")
@@ -585,12 +587,10 @@ class Run:
         """An update of the round that is on begins to come in."""
         self.members.hear(offer.member, now)
         if offer.member.name in self.scheduler.workers and offer.round == self.scheduler.round:
-            self._handle(
-                SendingPseudoGradient(
-                    worker=offer.member.name, round=offer.round, steps=offer.steps, samples=offer.round_samples
-                ),
-                now,
+            sending = SendingPseudoGradient(
+                worker=offer.member.name, round=offer.round, steps=offer.steps, samples=offer.round_samples
             )
+            self._handle_offer(offer, sending, now)
 
     def arrived(self, offer: Offer, now: float, *, into: int, weight: int) -> None:
         """An update is complete and verified, and is being added to the sum of round ``into``.
@@ -613,7 +613,7 @@ class Run:
         if into != offer.round:
             self._note_late(offer, into, weight)
         self.count("updates_added" if weight else "updates_dropped")
-        self._handle(PseudoGradientArrived(worker=member.name, round=offer.round), now)  # also if it has left meanwhile
+        self._handle_offer(offer, PseudoGradientArrived(worker=member.name, round=offer.round), now)
 
     def dropped(self, offer: Offer, now: float) -> None:
         """An update has come too late to count."""
@@ -621,7 +621,12 @@ class Run:
         into = self._rules.round_of_late(offer, self.scheduler.round)
         self._note_late(offer, into, 0)
         self.count("updates_dropped")
-        self._handle(PseudoGradientArrived(worker=offer.member.name, round=offer.round), now)
+        self._handle_offer(offer, PseudoGradientArrived(worker=offer.member.name, round=offer.round), now)
+
+    def _handle_offer(self, offer: Offer, message: Any, now: float) -> None:
+        """Tell the scheduler, also of a worker that has left, but not of one whose name another process has now."""
+        if self.members.by_name(offer.member.name) in (None, offer.member):
+            self._handle(message, now)
 
     def _note_late(self, offer: Offer, into: int, weight: int) -> None:
         self.tally(offer.member.name).late += 1
@@ -701,8 +706,8 @@ class Run:
         self.counters[event] = self.counters.get(event, 0) + by
 
     def tally(self, name: str) -> Tally:
-        """What a worker has come to so far."""
-        return self.tallies.setdefault(name, Tally())
+        """What a worker has come to so far; nothing is kept of one that has left."""
+        return Tally() if self.members.by_name(name) is None else self.tallies.setdefault(name, Tally())
 
     def state_dict(self) -> dict[str, Any]:
         """What to keep over a restart, beside the weights: primitives only. To be called right after a merge."""

@@ -26,8 +26,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["SHOWN", "ModeChoice", "ModeFound", "ModeTrial", "StepMode", "StepTimer", "TriedMode"]
-
 
 class StepMode:
     """Says which steps are taken as DDP's; here, all or none.
@@ -184,6 +182,8 @@ class ModeTrial:
         first_look: Step before which ranks exchange what they have seen for the first time.
         affordable_after: Steps after which a trial may be made where only some communication is exposed.
         check_after: Overlapped steps until DDP's way is tried.
+        finds_layers: Whether the first overlapped steps are exact, and compressed ones come later, once it is known of
+            how many layers: DDP's way is compared with those.
         again_after: Steps at most until something is tried again.
     """
 
@@ -194,11 +194,12 @@ class ModeTrial:
         first_look: int = _FIRST_LOOK,
         affordable_after: int = _AFFORDABLE_AFTER,
         check_after: int = _CHECK_AFTER,
+        finds_layers: bool = False,
         again_after: int = _AGAIN_AFTER,
     ) -> None:
         self._affordable_after = affordable_after
         self._again_after = again_after
-        self._check_after = min(check_after, again_after)
+        self._check_after = min(_CHECK_FOUND_AFTER if finds_layers else check_after, again_after)
         self._in_force = ModeChoice(ddp_mode=not overlapped, trying=False)
         self._since = 1  # first step of the mode in force
         self._failed = 0  # trials of overlap

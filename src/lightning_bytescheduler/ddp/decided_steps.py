@@ -11,13 +11,12 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
+from lightning_bytescheduler.ddp.compression_rules import AUTO
 from lightning_bytescheduler.ddp.ddp_mode import ModeFound, ModeTrial, StepMode, TriedMode
 from lightning_bytescheduler.ddp.fit_report import first_pace, reason_for, say_found
 from lightning_bytescheduler.ddp.plan import OverlapPlan
 from lightning_bytescheduler.scheduler.options import MODES, SchedulerOptions
 from lightning_bytescheduler.tuning.default_sizes import LinkEstimate, is_slow
-
-__all__ = ["DecidedSteps", "agreed_plan"]
 
 
 class DecidedSteps:
@@ -62,17 +61,18 @@ class DecidedSteps:
             self._plan = replace(plan, as_ddp=found.ddp_mode)
             return found
         slow = link is not None and is_slow(link, nbytes=nbytes, busy_processor=device.type == "cpu")
-        numbers = [MODES.index(mode), slow, self._tunes_at_once(slow=slow)]
+        finds_layers = set(plan.compressed.values()) == {AUTO}
+        numbers = [MODES.index(mode), slow, self._tunes_at_once(slow=slow), finds_layers]
         message = torch.tensor(numbers, dtype=torch.int64, device=device)
         dist.broadcast(message, src=0)
-        mode, slow, at_once = MODES[int(message[0])], bool(message[1]), bool(message[2])
+        mode, (slow, at_once, finds_layers) = MODES[int(message[0])], map(bool, message[1:].tolist())
         tuned = self._begin_tuning() if at_once else None
         self._plan = replace(self._plan, pace=first_pace(mode, slow=slow, tuned=tuned is not None))
         if tuned is not None:
             return tuned
         self._plan = replace(self._plan, as_ddp=mode == "ddp" or (mode == "auto" and not slow))
         if mode == "auto":
-            return TriedMode(ModeTrial(overlapped=slow), device, self._mode_found)
+            return TriedMode(ModeTrial(overlapped=slow, finds_layers=finds_layers), device, self._mode_found)
         return StepMode(mode == "ddp")
 
     def _mode_found(self, found: ModeFound) -> StepMode | None:

@@ -302,4 +302,5 @@ def ddp_options(inner: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
 def common_options(options: DiLoCoOptions) -> dict[str, object]:
     """What must be the same on all ranks, by name."""
     own = ("timeline", "batch_size", "outer_optimizer")
-    return {name: getattr(options, name) for name in _NAMES if name not in own} | msgspec.structs.asdict(options.run)
+    common = {name: getattr(options, name) for name in _NAMES if name not in own} | msgspec.structs.asdict(options.run)
+    return common | {f"outer_{name}": options.outer_step[name] for name in ("lr", "momentum")}  # None: a checkpoint's
