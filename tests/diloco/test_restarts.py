@@ -198,6 +198,18 @@ class Deaf(Callback):
             trainer.strategy._states._kept.close()
 
 
+def test_a_training_that_was_through_with_its_outer_steps_amid_an_epoch_is_over(
+    diloco_ranks: RankPool, tmp_path: Path
+) -> None:
+    more: dict[str, Any] = {"options": {"outer_steps": 2}, "limit_val_batches": 1, "val_check_interval": 8}
+    whole = fit(diloco_ranks, tmp_path, **more)
+    assert [one.global_step for one in whole] == [8, 8]
+    rest = fit(diloco_ranks, tmp_path / "rest", saved=tmp_path / "validated8.ckpt", **more)
+    for one, before in zip(rest, whole, strict=True):
+        assert (one.global_step, one.losses) == (8, [])
+        assert all(torch.equal(one.weights[name], value) for name, value in before.weights.items())
+
+
 def test_a_checkpoint_that_lacks_a_worker_is_one_all_the_same(diloco_ranks: RankPool, tmp_path: Path) -> None:
     """What optimizers have is wanted of nobody with ``worker_states=False``; places in the epoch are."""
     light = {"worker_states": False}

@@ -75,6 +75,8 @@ class LoopBoundaries(ABC):
         """Begin to decide."""
         self._loop._should_check_val_fx = self._after_batch
         self._began = self._clock()
+        if self._counts.over:
+            self._stop()
 
     def detach(self) -> None:
         """Leave the loop as it was."""
@@ -357,12 +359,6 @@ class CoordinatedBoundaries(LoopBoundaries):
         self._validates = False
         self._left = False
         self._aside = False
-
-    def attach(self) -> None:
-        """Begin to decide."""
-        super().attach()
-        if self._session.over:
-            self._stop()
 
     def before_batch(self) -> bool:
         """Returns whether training goes on."""
