@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import random
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import pytest
 
@@ -15,7 +18,15 @@ from lightning_bytescheduler import CoordinatorError
 from lightning_bytescheduler.diloco import coordinator_client
 from lightning_bytescheduler.diloco.coordinator_address import CoordinatorAddress
 from lightning_bytescheduler.diloco.coordinator_client import CoordinatorClient
-from lightning_bytescheduler.diloco.coordinator_protocol import Hello
+from lightning_bytescheduler.diloco.coordinator_protocol import (
+    Batch,
+    Hello,
+    ModelParameter,
+    Welcome,
+    encode_frame,
+    run_options,
+)
+from lightning_bytescheduler.diloco.messages import LeaveRounds
 
 pytest.importorskip("aiohttp")
 
@@ -112,3 +123,51 @@ def test_a_worker_that_finds_none_says_so_once_and_goes_on_trying(
     assert f"at http://{address} so far" in said
     assert "https://" in said
     assert worker.error is None
+
+
+class Hasty:
+    """A connection in which the last answer and the end come in one turn of the event loop."""
+
+    def __init__(self, client: CoordinatorClient) -> None:
+        welcome = Welcome(
+            worker="anna", session="5" * 32, options=run_options(), version=0, chain="0" * 32, fetch=True, lease=60.0
+        )
+        self.said: list[Any] = [welcome, Batch(number=1, heard=1)]
+        self.client = client
+
+    def ws_connect(self, url: str, **_: Any) -> Hasty:
+        return self
+
+    async def __aenter__(self) -> Hasty:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+    async def send_str(self, frame: str) -> None:
+        pass
+
+    async def receive(self) -> Any:
+        from aiohttp import WSMessage, WSMsgType
+
+        if not self.said:
+            return WSMessage(WSMsgType.CLOSED, None, None)
+        if isinstance(self.said[0], Batch):
+            while not self.client._sent:
+                await asyncio.sleep(0)
+            await asyncio.sleep(0.05)  # the frame is waited for
+        return WSMessage(WSMsgType.TEXT, encode_frame(self.said.pop(0)), None)
+
+
+def test_a_connection_that_ends_with_an_answer_is_left_at_once() -> None:
+    client = Worker("http://127.0.0.1:9").client
+    assert client.stop(10)  # what follows is without its thread
+    client._hello = lambda worker, session: Hello(  # type: ignore[method-assign]
+        protocol=1, package="1", worker=worker, model=(ModelParameter(name="w", shape=(1,), dtype="float32"),)
+    )
+    client._on_welcome = lambda _: client._put([LeaveRounds(worker="anna")])
+    client._http = Hasty(client)  # type: ignore[assignment]
+    began = time.monotonic()
+    with pytest.raises(ConnectionError, match="closed the connection"):
+        asyncio.run(client._connection())
+    assert time.monotonic() - began < 10.0  # and not after a quarter of the lease

@@ -353,8 +353,10 @@ class CoordinatorClient:
                 for side in done:
                     side.result()
             finally:
-                for side in sides:
-                    side.cancel()
+                while not all(side.done() for side in sides):
+                    for side in sides:  # wait_for loses a cancel in the turn that it ends in, up to Python 3.11
+                        side.cancel()
+                    await asyncio.wait(sides, timeout=_SHORTEST_S)
                 await asyncio.gather(*sides, return_exceptions=True)
 
     async def _speak(self, socket: Any) -> None:
