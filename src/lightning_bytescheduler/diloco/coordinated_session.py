@@ -10,15 +10,9 @@ sent for is part of the weights here.
 
 With ``overlap_steps="auto"`` the same look says when to merge what travels beside steps, see ``fragments.py``.
 
-This is the session of the first rank of a worker; see :class:`FollowingCoordinated` for the others.
-
-What a worker has done and its coordinator has not taken yet: counts for each fragment, and for the round.
-
-One rank's part in the rounds of a coordinator.
-
 The ranks of one worker go through the same calls in the same order. The first one has the session, the others follow it
-(:class:`FollowingCoordinated`): they are told after each synchronisation what has changed, and get the first rank's
-weights, bit for bit.
+(``CoordinatedRounds``): they are told after each synchronisation what has changed, and get the first rank's weights,
+bit for bit.
 """
 
 from __future__ import annotations

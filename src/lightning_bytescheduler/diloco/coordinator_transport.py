@@ -1,4 +1,4 @@
-"""A ``Transport`` through the coordinator: uploads, means, states, and where this worker stands among the rounds.
+"""A way to the others through the coordinator: uploads, means, states, and where this worker stands among the rounds.
 
 Its network is the client's thread's; encoding and decoding are done on a thread of their own,
 ``bytescheduler-coordinator-codec``, so that they hold up neither messages nor the training.
@@ -188,27 +188,27 @@ class CoordinatorTransport:
         if round == self.version + 1 and not self.realign:
             self._mean(round)
 
-    # ------------------------------------------------------------------ the training thread: Transport
+    # ------------------------------------------------------------------ the training thread: updates
 
     def post(self, message: Message) -> None:
-        """See ``Transport``."""
+        """Send a message to the coordinator; at once, never blocks."""
         self.client.post(message)
 
     def start(self, contribution: Contribution) -> CoordinatedExchange:
-        """See ``Transport``: encodes and uploads, until there is an answer."""
+        """Begin to encode and upload an update, until there is an answer."""
         encoded = _Encoded()
         receipt = self._start(self._upload(contribution, encoded))
         return CoordinatedExchange(self, contribution, receipt, encoded)
 
     def abort(self, cause: BaseException) -> None:
-        """See ``Transport``."""
+        """Fail whatever is waited for, now and later. For any thread."""
         with self.changed:
             if self._failure is None:
                 self._failure = cause
             self.changed.notify_all()
 
     def stop(self, timeout: float) -> bool:
-        """See ``Transport``."""
+        """End the connection and the threads; returns whether they ended within ``timeout`` seconds."""
         deadline = time.monotonic() + timeout
         ended = self.client.stop(timeout)
         self._codec.shutdown(wait=False, cancel_futures=True)
@@ -471,7 +471,7 @@ class _Encoded:
 
 
 class CoordinatedExchange:
-    """An update that is on its way, and the mean of its round; see ``Exchanging``.
+    """An update that is on its way, and the mean of its round.
 
     Args:
         transport: Carries it.
@@ -502,13 +502,13 @@ class CoordinatedExchange:
         return self._receipt.result()
 
     def is_there(self) -> bool:
-        """See ``Exchanging``; also whether it is known what became of the update, where that is waited for."""
+        """Whether the mean is there, and it is known what became of the update; or there is nothing to wait for."""
         transport = self._transport
         with transport.changed:
             return transport.realign or self._failed or (self._receipt.done() and transport.has_mean(self.round))
 
     def wait(self, timeout: float) -> tuple[Tensor, int] | CatchUp:
-        """See ``Exchanging``."""
+        """Wait for the weighted mean, flat, and the sum of the weights; ``timeout`` is the longest wait in seconds."""
         transport = self._transport
 
         def ended() -> bool:

@@ -126,12 +126,11 @@ def meet_all(
     require_alike(met, warn=rank_zero_warn)
 
 
-def open_rounds_file(trainer: pl.Trainer, options: DiLoCoOptions, *, append: bool) -> RoundFile:
-    """Where this rank records the rounds: as the user said, or in the run's folder. Trial runs record none.
+def open_rounds_file(trainer: pl.Trainer, *, append: bool) -> RoundFile:
+    """Where this rank records the rounds: in the run's folder. Trial runs record none.
 
     Args:
         trainer: Whose fit it is; asked on all ranks, as the answer travels among the ranks of a worker.
-        options: This rank's.
         append: Whether to go on with a file that is there.
     """
     path = None
@@ -689,7 +688,7 @@ class DiLoCoStrategy(RankStrategy):
             return
         timeout = seconds_of(self._timeout)
         group = WorkerGroup(world.inside, timeout=timeout)
-        self._file = open_rounds_file(trainer, options, append=state is not None)
+        self._file = open_rounds_file(trainer, append=state is not None)
         self._runtime = runtime = make_runtime(
             module,
             options=options,
