@@ -11,6 +11,7 @@ everything that is known about it, and the next call gets new processes, as the 
 from __future__ import annotations
 
 import faulthandler
+import fcntl
 import gc
 import itertools
 import multiprocessing
@@ -221,12 +222,21 @@ def _read(path: Path) -> str:
 
 
 def free_port() -> int:
-    """A free port, none of those that the system gives to outgoing connections: these could be taken in between."""
-    for port in random.SystemRandom().sample(range(15_000, 32_768), 100):
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise RuntimeError("None of 100 ports is free.")
+    """A free port that no other test gets, whichever process it is in, and that the system gives to no connection."""
+    said = _read(Path("/proc/sys/net/ipv4/ip_local_port_range")).split()  # nothing on macOS
+    first, last = 10_000, int(said[0]) if said else 32_768
+    with open(Path(tempfile.gettempdir()) / f"bytescheduler-test-ports-{os.getuid()}", "a+") as given:
+        fcntl.flock(given, fcntl.LOCK_EX)
+        given.seek(0)
+        latest = int(given.read() or random.SystemRandom().randrange(first, last))
+        for step in range(1, last - first):
+            port = first + (latest + step - first) % (last - first)
+            with socket.socket() as probe, suppress(OSError):
+                probe.bind(("0.0.0.0", port))
+                given.truncate(0)
+                given.write(str(port))
+                return port
+    raise RuntimeError(f"None of the ports from {first} to {last} is free.")
 
 
 _stack_files: list[IO[str]] = []  # of this process, if it is a rank
