@@ -21,6 +21,9 @@ from lightning_bytescheduler.diloco.messages import (
     MergePseudoGradients,
     Message,
     PseudoGradientArrived,
+    RoundStarted,
+    SendingPseudoGradient,
+    WaitForRound,
     WorkerMessage,
 )
 from lightning_bytescheduler.diloco.round_counter import RoundCounter
@@ -197,10 +200,41 @@ class _Run:
         return copies
 
 
+class _Counter(RoundCounter):
+    """Of a worker that knows that it waits, and what to say again to a scheduler that was started anew."""
+
+    waiting = False
+    sent: SendingPseudoGradient | None = None
+
+    def receive(self, message: Message) -> None:
+        super().receive(message)
+        if isinstance(message, WaitForRound):
+            self.waiting = self.waiting or message.round > self.round
+
+    def start(self) -> RoundStarted:
+        self.waiting, self.sent = False, None
+        return super().start()
+
+    def send(self) -> SendingPseudoGradient:
+        self.sent = super().send()
+        return self.sent
+
+    def join(self, session: int) -> JoinRounds:
+        done = self.sent or self
+        return JoinRounds(
+            worker=self.worker,
+            session=session,
+            round=self.round,
+            steps=done.steps,
+            samples=done.samples,
+            tokens=done.tokens,
+        )
+
+
 class _Worker:
     def __init__(self, run: _Run, name: str, machine: Machine, session: int = 0) -> None:
         self.run, self.machine, self.session = run, machine, session
-        self.counter = RoundCounter(name)
+        self.counter = _Counter(name)
         self.busy = False
         self.last_said: WorkerMessage = JoinRounds(worker=name)
         self.asked = 0

@@ -383,10 +383,10 @@ def test_names_and_step_times_expire() -> None:
     bench.steps(5, "a")
     bench.say(LeaveRounds(worker="a"))
     bench.say(RoundStarted(worker="b", round=2))
-    assert "a" in bench.scheduler.state_dict()["step_times"]
+    assert "a" in bench.scheduler._roster._remembered
     bench.now += 101.0
     bench.say(LeaveRounds(worker="b"))
-    assert "a" not in bench.scheduler.state_dict()["step_times"]
+    assert "a" not in bench.scheduler._roster._remembered
 
 
 def test_a_lost_worker_is_forgotten_after_a_while() -> None:
@@ -417,7 +417,7 @@ def test_memory_is_bounded_after_a_hundred_thousand_names(leaves: bool) -> None:
             bench.arrive("steady")
             bench.say(RoundStarted(worker="steady", round=bench.scheduler.round))
     assert len(bench.scheduler.workers) <= 4096
-    assert len(bench.scheduler.state_dict()["step_times"]) <= 8192
+    assert len(bench.scheduler._roster._remembered) <= 8192
 
 
 def test_a_round_whose_end_is_decided_is_not_lost_while_all_pause() -> None:

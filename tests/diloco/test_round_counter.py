@@ -4,7 +4,6 @@ import pytest
 
 from lightning_bytescheduler.diloco.messages import (
     Acknowledge,
-    JoinRounds,
     RoundStarted,
     SendAfter,
     SendingPseudoGradient,
@@ -12,7 +11,6 @@ from lightning_bytescheduler.diloco.messages import (
     StartRound,
     StepReport,
     TrainingOver,
-    WaitForRound,
 )
 from lightning_bytescheduler.diloco.round_counter import RoundCounter
 from lightning_bytescheduler.exceptions import OptionError
@@ -106,13 +104,9 @@ def test_a_start_that_is_doubled_or_old_changes_nothing() -> None:
 def test_a_round_that_was_missed_is_left_behind() -> None:
     counter = started(step_cap=9)
     step(counter)
-    counter.receive(WaitForRound(round=4))
-    assert counter.waiting
     counter.receive(StartRound(round=4))
     counter.start()
-    assert (counter.waiting, counter.steps, counter.samples, counter.due) == (False, 0, 0, False)
-    counter.receive(WaitForRound(round=4))  # overtaken by the start
-    assert not counter.waiting
+    assert (counter.steps, counter.samples, counter.due) == (0, 0, False)
 
 
 def test_steps_since_sending_count_for_the_next_round() -> None:
@@ -145,36 +139,3 @@ def test_what_is_no_step() -> None:
         counter.step(batch_size=0, seconds=1.0)
     with pytest.raises(OptionError, match="seconds"):
         counter.step(batch_size=1, seconds=-1.0)
-
-
-def test_one_who_joins_again_says_what_it_has_done() -> None:
-    counter = RoundCounter("a")
-    assert counter.join(7) == JoinRounds(worker="a", session=7)
-    counter.receive(StartRound(round=3))
-    counter.start()
-    for _ in range(2):
-        counter.step(batch_size=4, seconds=1.0, tokens=10)
-    assert counter.join(7) == JoinRounds(worker="a", session=7, round=3, steps=2, samples=8, tokens=20)
-    assert counter.sent is None
-    said = counter.send()
-    counter.step(batch_size=4, seconds=1.0)  # beside sending, for the next round
-    assert counter.sent == said
-    assert counter.join(7) == JoinRounds(worker="a", session=7, round=3, steps=2, samples=8, tokens=20)
-    counter.receive(StartRound(round=4))
-    counter.start()
-    assert counter.sent is None
-    assert counter.join(7) == JoinRounds(worker="a", session=7, round=4, steps=1, samples=4)
-
-
-def test_a_scheduler_that_is_behind_can_start_any_round_with_other_weights() -> None:
-    counter = RoundCounter("a")
-    counter.receive(StartRound(round=9, step_cap=1))
-    counter.start()
-    counter.step(batch_size=4, seconds=1.0)
-    counter.receive(StartRound(round=8))
-    assert counter.next_round is None
-    counter.start_anew()
-    assert (counter.round, counter.steps, counter.due) == (0, 0, False)
-    assert counter.join() == JoinRounds(worker="a")
-    counter.receive(StartRound(round=8))
-    assert counter.start().round == 8

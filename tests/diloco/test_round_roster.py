@@ -86,17 +86,10 @@ def test_a_step_of_no_time_does_not_count() -> None:
     assert times.seconds == 1.0
 
 
-def test_it_survives_a_restart() -> None:
-    times, again = after(1.0, 2.0, 4.0), StepTime()
-    times.observe(9.0, 8, first=True)
-    again.load_state_dict(times.state_dict())
-    assert (again.seconds, again.batch_size, again.is_known) == (times.seconds, times.batch_size, True)
-    assert again.state_dict() == times.state_dict()
-
-
 def test_zeros_are_values_too() -> None:
-    mean = RobustMean([0.0] * 16)
-    mean.observe(0.0)
+    mean = RobustMean()
+    for _ in range(17):
+        mean.observe(0.0)
     assert mean.mean == 0.0
     for _ in range(5):
         mean.observe(1.0)
@@ -151,5 +144,5 @@ def test_the_robust_mean_is_that_of_its_definition(chosen: list[tuple[float, flo
             middle = _plain_middle(before)
             if min(recent) > 1.5 * middle or max(recent) < middle / 1.5:
                 values = recent
-        assert mean.values == values
+        assert list(mean._values) == values
         assert mean.mean == pytest.approx(_plain_middle(values), rel=1e-12)

@@ -4,8 +4,8 @@ A state machine without clock, threads or transport. A message and the time go i
 to be called at ``next_tick``, or now and then. Nothing that a worker does or fails to do keeps a round from ending: a
 silent worker is not counted on, and pseudo-gradients are waited for until a deadline plus grace.
 
-Nor does a report cost more where there are more workers: what is asked after each is kept up to date, see
-``round_roster.py``.
+The end is decided on by a look at all workers: after each message where there are few, and else the more seldom the
+more there are, so that it takes a small share of the time.
 
 A round: everyone is told to start, fetches the weights and trains. Each report is answered, and moves the projection.
 When the projected end is a few steps of the slowest worker away, each worker is told after how many steps to send.
@@ -58,6 +58,12 @@ log = logging.getLogger(__name__)
 
 _FIRST_TRANSFER_S = 60.0  # that a first pseudo-gradient may take, before there is anything to go by
 _MOST_LATE = 1024  # late updates that a round's record holds
+_FEW = 16  # workers that are looked at after each message
+_LOOK_S = 1e-4  # for each of more workers, from one look at all to the next: twenty times as long as one takes
+
+LEAD_STEPS = 3
+"""The end of a round is decided so many steps of the slowest worker before it: fewer make a better forecast, and with
+one, a worker may be in the middle of a step that it should not have begun."""
 
 
 class _Phase(Enum):
@@ -89,13 +95,15 @@ class BatchScheduler:
         self._phase = _Phase.IDLE
         self._round = 0
         self._samples = 0
-        self._roster = RoundRoster(target, self._options)
+        self._roster = RoundRoster(self._options)
         self._first = self._options.start_workers  # that the next round waits for
         self._now = 0.0
         self._started = 0.0
         self._decided: float | None = None
         self._paused_since: float | None = None  # all who are there, after the end was decided
         self._deadline = 0.0
+        self._look_at = 0.0  # at all workers, where there are many
+        self._is_to_look = False  # something was heard since the last look
         self._longest_grace = 0.0
         self._counted_on: set[int] = set()  # numbers of those that the quorum is a share of
         self._late: list[LateUpdate] = []
@@ -131,7 +139,11 @@ class BatchScheduler:
     @property
     def left(self) -> int:
         """What is to go in this round, in the target's unit; 0 or less when it is reached."""
-        return self._roster.left
+        return self._left_of(self._roster.members())
+
+    def _left_of(self, workers: list[WorkerProgress]) -> int:
+        samples, steps = sum(worker.samples for worker in workers), [worker.steps for worker in workers]
+        return self._target.left(samples=samples, steps=steps)
 
     @property
     def collecting(self) -> bool:
@@ -148,8 +160,10 @@ class BatchScheduler:
         """When ``tick`` may change something, if no message comes before; ``None`` if it cannot."""
         if not self.is_open:
             return None
-        self._roster.look_for_silence(self._now)
-        silence = self._roster.next_silence
+        if self._phase is _Phase.TRAINING and self._is_to_look:
+            return self._look_at
+        counted_on = [worker for worker in self._roster if worker.is_counted_on(self._options, self._now)]
+        silence = min((worker.silent_at(self._options) for worker in counted_on), default=None)
         if self._phase is _Phase.TRAINING or self._all_pause():
             return silence
         end = self._end_of_waiting(self._now)
@@ -209,7 +223,6 @@ class BatchScheduler:
         known = self._roster.workers.get(worker)
         if known is not None and known.state is WorkerState.STARTING and now >= known.heard:
             known.heard = now
-            self._roster.refresh(known, now)
 
     def note_late(self, update: LateUpdate, *, into: int) -> None:
         """A pseudo-gradient has come after its round was over: the record of the round that is on says so.
@@ -238,15 +251,11 @@ class BatchScheduler:
         return self._take_outgoing()
 
     def state_dict(self) -> BatchSchedulerState:
-        """What to keep over a restart. Workers have to join again.
+        """What to keep over a restart. Workers have to join again, and their paces are observed anew.
 
         The round that was on begins anew, with the steps that they then say they have taken in it.
         """
-        return {
-            "round": self._round - self.is_open,
-            "samples": self._samples,
-            "step_times": self._roster.step_times(),
-        }
+        return {"round": self._round - self.is_open, "samples": self._samples}
 
     def load_state_dict(self, state: BatchSchedulerState) -> None:
         """Carry on from what was kept. Call it before anybody joins.
@@ -259,7 +268,6 @@ class BatchScheduler:
         except msgspec.ValidationError as error:
             raise OptionError("state of the rounds", state, f"what a batch scheduler has kept ({error})") from error
         self._round, self._samples = state["round"], state["samples"]
-        self._roster.load_step_times(state["step_times"])
         if self._round:
             self._first = self._options.restart_workers
         self._phase = _Phase.FINISHED if self._is_over() else _Phase.IDLE
@@ -272,7 +280,6 @@ class BatchScheduler:
             worker.state = WorkerState.WAITING
         if isinstance(message, PauseRounds):
             worker.paused = True
-            self._roster.refresh(worker, now)
             self._advance(now)
             return
         if isinstance(message, (JoinRounds, ResumeRounds)):
@@ -282,7 +289,7 @@ class BatchScheduler:
             self._begin_round(now)
         if not isinstance(message, (JoinRounds, LeaveRounds, ResumeRounds)) and message.round == self._round:
             self._follow(worker, message, now)
-        self._roster.refresh(worker, now)
+        worker.note_pace(self._target.step_cap)
         self._answer(worker)
         self._advance(now)
 
@@ -301,7 +308,7 @@ class BatchScheduler:
         elif self._phase is _Phase.TRAINING and not isinstance(self._target, FixedSteps):
             # Nobody has to wait for it: others do what it does not.
             worker.tell_to_start(now, late=True)
-        self._roster.refresh(worker, now)
+        worker.note_pace(self._target.step_cap)
 
     def _follow(
         self,
@@ -331,7 +338,6 @@ class BatchScheduler:
         departed = self._roster.departed(message.worker) if message.round == self._round else None
         if departed is not None:
             departed.arrive(now)
-            self._roster.refresh(departed, now)
             self._advance(now)
         elif worker is not None:
             if worker.state is WorkerState.LOST:
@@ -371,21 +377,23 @@ class BatchScheduler:
         self._first = 1
         self._round += 1
         self._phase = _Phase.TRAINING
-        self._started, self._decided = now, None
+        self._started, self._decided, self._look_at = now, None, now
         self._roster.begin_round()
         for worker in members:
             worker.tell_to_start(now)
             if worker.resumed is not None and worker.resumed.round == self._round:
                 worker.take_up(worker.resumed, now)
             worker.resumed = None
-            self._roster.refresh(worker, now)
+            worker.note_pace(self._target.step_cap)
             self._answer(worker)
 
     def _advance(self, now: float) -> None:
         """Decide the end of the round if it is time to, and end it if it is over."""
-        self._roster.look_for_silence(now)
         if self._phase is _Phase.TRAINING:
-            self._decide(now)
+            self._is_to_look = len(self.workers) > _FEW and now < self._look_at
+            if not self._is_to_look:
+                self._look_at = now + len(self.workers) * _LOOK_S
+                self._decide(now)
         if self._phase is not _Phase.COLLECTING:
             return
         if self._all_pause():
@@ -394,7 +402,9 @@ class BatchScheduler:
         if self._paused_since is not None:
             self._deadline += now - self._paused_since
             self._paused_since = None
-        if not self._roster.awaited or now >= self._end_of_waiting(now):
+        if not any(self._is_awaited(worker, now) for worker in self.workers.values()) or (
+            now >= self._end_of_waiting(now)
+        ):
             self._end_round(now)
 
     def _all_pause(self) -> bool:
@@ -408,23 +418,31 @@ class BatchScheduler:
             pausing = True
         return pausing
 
+    def _is_awaited(self, worker: WorkerProgress, now: float) -> bool:
+        """Whether its pseudo-gradient may still come."""
+        is_sending = worker.state is WorkerState.SENDING and not worker.left
+        return is_sending or worker.is_counted_on(self._options, now)
+
     def _decide(self, now: float) -> None:
-        roster = self._roster
-        if not roster.training:
+        members = self._roster.members()
+        training = [worker for worker in members if worker.is_counted_on(self._options, now)]
+        if not training:
             # Where all others are paused too, nobody waits for an end, and their steps are not to be lost.
-            members = roster.members()
             if not members or any(worker.has_ended or not worker.paused for worker in members):
                 self._collect({}, 0.0, now)
             return
-        left = roster.left_to_count_on
+        # Whoever is silent is not counted on, nor is what it did: its pseudo-gradient will probably not come.
+        ended = [one for one in members if one.has_ended and not (one.left and one.state is WorkerState.SENDING)]
+        left = self._left_of(training + ended)
         if left <= 0 or self._closes:
             # Nobody is to begin another step. Whoever has not started yet does not have to.
-            training = roster.counted_training()
-            slowest = max((worker.step_time.seconds or 0.0 for worker in training), default=0.0)
-            self._collect({}, slowest * max((one.in_flight + 1 for one in training), default=1), now)
-        elif roster.all_timed and not roster.is_far(left, now=now):
-            paces = [(one, pace) for one in roster.counted_training() if (pace := roster.pace(one)) is not None]
-            plan = self._target.plan(left, [pace for _, pace in paces], now=now, within=roster.lead) if paces else None
+            slowest = max(one.step_time.seconds or 0.0 for one in training)
+            self._collect({}, slowest * max(one.in_flight + 1 for one in training), now)
+        elif all(one.step_time.is_known or one.began_late for one in training):
+            paces = [(one, one.pace) for one in training if one.pace is not None]
+            # Each must hear of it before its last step.
+            lead = max((max(LEAD_STEPS, pace.committed + 1) * pace.step_seconds for _, pace in paces), default=0.0)
+            plan = self._target.plan(left, [pace for _, pace in paces], now=now, within=lead) if paces else None
             if plan is not None:
                 counters = {
                     worker.number: pace.steps + max(steps, pace.sure)
@@ -446,13 +464,11 @@ class BatchScheduler:
         for worker in self._roster.members():
             if worker.began_late and worker.is_training and not worker.steps:
                 worker.state = WorkerState.WAITING  # its first step may take any time, and is for the next round
-                self._roster.refresh(worker, now)
         members = self._roster.members()
         self._counted_on = {worker.number for worker in members}
         for worker in members:
             if worker.is_training:
                 worker.send_after = counters.get(worker.number)
-                self._roster.refresh(worker, now)
                 self._tell_to_send(worker)
 
     def _end_of_waiting(self, now: float) -> float:
@@ -461,7 +477,9 @@ class BatchScheduler:
             return self._deadline + self._longest_grace
         if now < self._deadline or self._decided is None:
             return self._deadline  # which is waited for in any case; what it then is worth is known then
-        missing, arrived = self._roster.missing_samples, self._arrived(self._roster.members())
+        workers = self._roster.workers.values()
+        missing = sum(worker.missing_samples for worker in workers if self._is_awaited(worker, now))
+        arrived = self._arrived(self._roster.members())
         if len(arrived) < self._least():
             missing += sum(worker.samples for worker in arrived)  # without a quorum, these count nothing either
         return worthwhile_wait(
@@ -469,7 +487,7 @@ class BatchScheduler:
             deadline=self._deadline,
             longest=self._longest_grace,
             missing=missing * (1.0 if self._options.late == "drop" else 0.5),  # a late one may still count half
-            idle=self._roster.idle_speed,
+            idle=sum(one.samples_per_second or 0.0 for one in workers if one.state is WorkerState.ARRIVED),
         )
 
     def _tell_to_send(self, worker: WorkerProgress) -> None:

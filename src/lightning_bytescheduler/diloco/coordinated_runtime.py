@@ -259,7 +259,7 @@ class CoordinatedRuntime(SessionRuntime[CoordinatedRounds]):
         if self._leading is None:
             return None
         statistics = self._leading.statistics
-        rounds = {"round": self._leading.version, "samples": statistics.merged_samples, "step_times": {}}
+        rounds = {"round": self._leading.version, "samples": statistics.merged_samples}
         return {"outer": self._leading.state.state_dict(), "rounds": rounds}
 
     # ------------------------------------------------------------------ what the fault board asks and tells

@@ -8,7 +8,6 @@ from __future__ import annotations
 from lightning_bytescheduler.checks import require_seconds, require_whole
 from lightning_bytescheduler.diloco.messages import (
     Acknowledge,
-    JoinRounds,
     Message,
     RoundStarted,
     SendAfter,
@@ -17,7 +16,6 @@ from lightning_bytescheduler.diloco.messages import (
     StartRound,
     StepReport,
     TrainingOver,
-    WaitForRound,
 )
 
 
@@ -35,7 +33,6 @@ class RoundCounter:
         next_round: The round to start, as soon as its weights are there; ``None`` if none was announced.
         finished: Whether the training is over.
         closes: Whether this round has no step, and sends what the last ones have left of a fragment.
-        waiting: Whether it was told to take no more steps until a round starts.
     """
 
     def __init__(self, worker: str) -> None:
@@ -47,12 +44,10 @@ class RoundCounter:
         self.next_round: int | None = None
         self.finished = False
         self.closes = False
-        self.waiting = False
         self._next_cap: int | None = None
         self._last_step: int | None = None
         self._acknowledged = 0
         self._sent = False
-        self._last_sent: SendingPseudoGradient | None = None
 
     def carried_into(self, round: int, *, steps: int = 0, samples: int = 0, tokens: int = 0) -> RoundCounter:
         """A new counter that begins ``round`` with what was done in this one's, and so much more."""
@@ -69,40 +64,6 @@ class RoundCounter:
         """Count what was done in this round before the process was started anew: steps beside the last round's mean."""
         self.steps, self.samples, self.tokens = self.steps + steps, self.samples + samples, self.tokens + tokens
         self._acknowledged = self.steps  # as in start()
-
-    @property
-    def sent(self) -> SendingPseudoGradient | None:
-        """What was said when the pseudo-gradient of this round was sent; ``None`` before that.
-
-        It is to be said again, and the pseudo-gradient sent again, after :meth:`join` to a scheduler that may not know.
-        """
-        return self._last_sent if self._sent else None
-
-    def join(self, session: int = 0) -> JoinRounds:
-        """What to say to a scheduler that does not know this worker, or does not know it any more.
-
-        What was done in this round counts, if the scheduler has that round. A worker whose weights are not those that
-        the round began with says :meth:`start_anew` before.
-
-        Args:
-            session: Which start of the worker's process this is.
-        """
-        done = self.sent or self
-        return JoinRounds(
-            worker=self.worker,
-            session=session,
-            round=self.round,
-            steps=done.steps,
-            samples=done.samples,
-            tokens=done.tokens,
-        )
-
-    def start_anew(self) -> None:
-        """Forget the round and all that was done in it: other weights were fetched, and any round may be next."""
-        self.round = 0
-        self._begin_count()
-        self.next_round = self._next_cap = self._last_step = self._last_sent = None
-        self.waiting = self._sent = False
 
     @property
     def due(self) -> bool:
@@ -122,8 +83,6 @@ class RoundCounter:
                 self.next_round, self._next_cap = message.round, message.step_cap
         elif isinstance(message, TrainingOver):
             self.finished = True
-        elif isinstance(message, WaitForRound):
-            self.waiting = self.waiting or message.round > self.round
         elif self._sent:
             pass  # what follows is about the round that this worker is through with
         elif isinstance(message, (Acknowledge, SendAfter, SendNow)) and message.round == self.round:
@@ -149,7 +108,7 @@ class RoundCounter:
         self._acknowledged = self.steps  # what was taken beside sending could not be answered
         self.round, self._last_step, self.closes = self.next_round, self._next_cap, self._next_cap == 0
         self.next_round = self._next_cap = None
-        self.waiting = self._sent = False
+        self._sent = False
         return RoundStarted(worker=self.worker, round=self.round)
 
     def step(self, *, batch_size: int, seconds: float, tokens: int = 0) -> StepReport:
@@ -187,7 +146,7 @@ class RoundCounter:
         )
         self._begin_count()
         self._last_step = None
-        self._sent, self._last_sent = True, message
+        self._sent = True
         return message
 
     def _begin_count(self) -> None:

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
 
 from lightning_bytescheduler.checks import require_one_of, require_seconds, require_share, require_whole
-from lightning_bytescheduler.diloco.projection import LastWorkerOutlook, Outlook, Pace, SampleOutlook, project
+from lightning_bytescheduler.diloco.projection import Pace, project
 from lightning_bytescheduler.exceptions import OptionError
 
 LateRule = Literal["drop", "discount"]
@@ -193,9 +193,6 @@ class RoundTarget(Protocol):
             ``None`` if the target is not reached ``within`` that time.
         """
 
-    def outlook(self) -> Outlook:
-        """What says, for one round, that ``plan`` would be ``None``, without a look at every worker."""
-
 
 @dataclass(frozen=True, slots=True)
 class SampleTarget:
@@ -235,10 +232,6 @@ class SampleTarget:
             return None
         return RoundPlan(seconds=projection.seconds, steps=projection.steps)
 
-    def outlook(self) -> Outlook:
-        """A bound on what all will have processed at one moment ahead."""
-        return SampleOutlook()
-
 
 @dataclass(frozen=True, slots=True)
 class FastestSteps:
@@ -267,14 +260,9 @@ class FastestSteps:
     def plan(self, left: int, paces: Sequence[Pace], *, now: float, within: float) -> RoundPlan | None:
         """Each worker is given its share, less what it has taken."""
         fastest = min((pace.step_seconds for pace in paces), default=1.0)
-        return _plan([self._steps_of(pace, fastest) for pace in paces], paces, now, within)
-
-    def outlook(self) -> Outlook:
-        """Somebody who will still be at it."""
-        return LastWorkerOutlook(self._steps_of)
-
-    def _steps_of(self, pace: Pace, fastest: float) -> int:
-        return max(_share(self.steps, pace.step_seconds, fastest) - pace.steps, pace.sure)
+        shares = [_share(self.steps, pace.step_seconds, fastest) for pace in paces]
+        steps = [max(share - pace.steps, pace.sure) for share, pace in zip(shares, paces, strict=True)]
+        return _plan(steps, paces, now, within)
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,14 +289,7 @@ class FixedSteps:
 
     def plan(self, left: int, paces: Sequence[Pace], *, now: float, within: float) -> RoundPlan | None:
         """Each worker takes what is missing."""
-        return _plan([self._steps_of(pace) for pace in paces], paces, now, within)
-
-    def outlook(self) -> Outlook:
-        """Somebody who will still be at it."""
-        return LastWorkerOutlook(self._steps_of)
-
-    def _steps_of(self, pace: Pace, fastest: float = 0.0) -> int:
-        return max(self.steps - pace.steps, 0)
+        return _plan([max(self.steps - pace.steps, 0) for pace in paces], paces, now, within)
 
 
 def _share(steps: int, seconds: float, fastest: float) -> int:

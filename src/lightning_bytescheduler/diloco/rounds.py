@@ -68,6 +68,7 @@ class Rounds:
         self._observer = observer
         self._ending: SendNow | SendAfter | None = None  # what all were told when one asked for a round's end
         self._told: dict[str, float] = {}
+        self._status, self._status_at = RoundStatus(round=0, left=0), 0.0  # one for all: it takes a look at all
         self._held: list[Envelope] | None = None
 
     def carry_on(self, state: BatchSchedulerState, options: RoundOptions) -> None:
@@ -121,7 +122,10 @@ class Rounds:
             self._post(name, self._ending)  # the first may have come before it had started
         elif now - self._told.get(name, -_STATUS_EVERY_S) >= _STATUS_EVERY_S:
             self._told[name] = now
-            self._post(name, RoundStatus(round=self.scheduler.round, left=max(self.scheduler.left, 0)))
+            if self._status.round != self.scheduler.round or now - self._status_at >= _STATUS_EVERY_S:
+                self._status_at = now
+                self._status = RoundStatus(round=self.scheduler.round, left=max(self.scheduler.left, 0))
+            self._post(name, self._status)
 
     def _deliver(self, envelopes: Iterable[Envelope]) -> None:
         for envelope in envelopes:
