@@ -97,10 +97,10 @@ def speed_of(spec: str, elements: int, part: int) -> Speed:
 def speed_of_mean(wire: WireFormat, elements: int) -> Speed:
     """To form the exact weighted mean and to encode it, and to decode and to add to it."""
     whole = gradient(elements)
-    sums, payload = WeightedMean({"all": whole}), wire.encode(whole)
+    sums, payload = WeightedMean(whole.numel()), wire.encode(whole)
     residual = torch.zeros_like(whole) if wire.keeps_residuals else None
     size = whole.nbytes / 1e6
-    adding = best_seconds(lambda: sums.add_encoded(payload, wire, weight=1000))
+    adding = best_seconds(lambda: sums.add(payload, wire, weight=1000))
     forming = best_seconds(lambda: sums.encode_mean(wire))
     fed = None if residual is None else size / best_seconds(lambda: sums.encode_mean(wire, residual=residual))
     return Speed(f"exact mean, {wire.dtype}", size / forming, size / adding, None, whole.nbytes / len(payload), fed)

@@ -67,7 +67,7 @@ GONE: dict[str, dict[str, str]] = {
         "--mixing": "A merge keeps half of the local weights with overlap, and none without.",
         "--rounds-file": "The record is rounds.jsonl in the folder of --state, if it is one of this machine.",
         "--seed": "A coordinator hands slices out in one order, that of the seed 0.",
-        **dict.fromkeys(("--spool", "--spool-bytes"), "Updates that wait share 4 GiB; TMPDIR says where."),
+        **dict.fromkeys(("--spool", "--spool-bytes"), "Updates that wait share 2 GiB of memory."),
         "--step-cap": "Use --equal-steps where no worker may take more steps than others.",
         "--shards": "A coordinator adds up in threads of its own; --wire-dtype int8 or sparse is less work for it.",
         "--standby": "Have what runs the coordinator start it again: it goes on from --state, and workers wait for it.",

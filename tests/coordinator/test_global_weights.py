@@ -33,8 +33,8 @@ async def means(weights: GlobalWeights, rounds: range, sent: list[Tensor]) -> li
         sums = weights.sum_of(0)
         for seed, update in enumerate(sent):
             payload = pieced.wire.encode(update, seed=seed)
-            extents = [pieced.extent(payload, index) for index in range(len(pieced.pieces))]
-            given = Update(payload, extents, digest_of(payload))
+            largest = max(pieced.largest(payload, index) for index in range(len(pieced.pieces)))
+            given = Update(payload, largest, digest_of(payload))
             sums.begin(given, weight=seed + 1)
             await sums.add(given)
         await sums.settled()

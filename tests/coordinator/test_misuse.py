@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import gzip
-import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,6 @@ import torch
 import xxhash
 from aiohttp import WSMsgType
 
-from lightning_bytescheduler.coordinator import spool
 from lightning_bytescheduler.coordinator.server import CoordinatorServer
 from lightning_bytescheduler.diloco import coordinator_protocol as protocol
 from lightning_bytescheduler.diloco import messages
@@ -213,33 +210,6 @@ def test_a_state_that_cannot_be_written_leaves_no_file(tmp_path: Path, monkeypat
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with CoordinatorServer(options_of()) as server:
         in_a_run(server, 1, work)
-
-
-def test_a_disk_that_is_full_refuses_an_update_for_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Room is reserved before anything is written: a file with holes on a full disk would be the process's end."""
-    reserve = os.posix_fallocate
-    asked: list[int] = []
-
-    def full(file: int, start: int, length: int) -> None:
-        asked.append(length)
-        if len(asked) == 1:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        reserve(file, start, length)
-
-    async def work(one: SmallWorker) -> None:
-        await one.join()
-        round = await one.start()
-        status, answer = await one.push(round, torch.ones(30), samples=1)
-        assert (status, "No space left" in answer["error"]) == (503, True)
-        assert (await one.push(round, torch.ones(30), samples=1))[1]["verdict"] == "added"
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    monkeypatch.setattr(spool, "_SMALL", 0)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with CoordinatorServer(options_of(spool_memory=0)) as server:
-        in_a_run(server, 1, work)
-        assert server.status().spool_bytes == 0
-    assert asked == [120, 120]
 
 
 def test_an_upload_that_dies_leaves_nothing() -> None:

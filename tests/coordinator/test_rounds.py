@@ -19,9 +19,9 @@ from lightning_bytescheduler.coordinator.state_store import StateStore
 from lightning_bytescheduler.diloco import coordinator_protocol as protocol
 from lightning_bytescheduler.diloco import messages
 from lightning_bytescheduler.diloco.outer_optimizer import OuterOptimizer
-from lightning_bytescheduler.diloco.weighted_mean import WeightedMean
 from tests.coordinator.runs import ELEMENTS, in_a_run, options_of, updates_of, weights_of
 from tests.coordinator.small_worker import SmallWorker
+from tests.support.plain_mean import PlainMean
 
 
 async def join_all(*workers: SmallWorker) -> None:
@@ -60,9 +60,9 @@ def test_workers_have_the_bits_of_the_exact_mean_in_any_order_of_arrival() -> No
                 assert (ended.round, ended.samples, ended.shares) == (round, 6, {f"w{number}": (number + 1) / 6})
                 await worker.pull(round)
         expected = OuterOptimizer(weights_of(0))
-        mean = WeightedMean({"all": torch.empty(ELEMENTS)})
+        mean = PlainMean({"all": torch.empty(ELEMENTS)})
         for number, update in enumerate(updates):
-            mean.add({"all": update}, weight=number + 1)
+            mean.add_plain({"all": update}, weight=number + 1)
         weight, bias = mean.mean()["all"].split([24, 6])
         for _ in range(3):
             expected.step({"layer.weight": weight.view(6, 4), "layer.bias": bias})

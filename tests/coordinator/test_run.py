@@ -77,7 +77,8 @@ class Played:
 
     def merge(self) -> None:
         merge = self.merges.pop()
-        total = sum(one.weight for one in self.run.contributions.of(merge.round)) if merge.counts else 0
+        booked = self.run.contributions._by_sum.get(merge.round, ())
+        total = sum(self.run.weight_of(one, merge.round) for one in booked) if merge.counts else 0
         digest = DIGEST if total else ""
         self.run.merged(merge, self.now, digest=digest, total=total, oldest_mean=1)
 

@@ -1,28 +1,32 @@
-"""Buffers that are used again, and never those in use."""
+"""Room for uploads is bounded, and given back."""
 
 from __future__ import annotations
 
-import importlib.util
-import sys
+import asyncio
 
 import pytest
 
-from lightning_bytescheduler.coordinator import spool
+from lightning_bytescheduler.coordinator.spool import Spool
+from lightning_bytescheduler.exceptions import OptionError, SchedulerTimeoutError
 
 
-@pytest.mark.parametrize("fewer", [0, 1])
-def test_buffers_in_use_are_not_handed_out(fewer: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where Python counts fewer references, as some of its versions do."""
-    count = sys.getrefcount
-    spec = importlib.util.spec_from_file_location("spool_again", spool.__file__)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setattr(sys, "getrefcount", lambda value: count(value) - 1 - fewer)  # one is the lambda's own
-    spec.loader.exec_module(module)
-    pool = module.BufferPool()
-    kept, other = pool.take(1 << 22), pool.take(1 << 22)
-    place = other.data_ptr()
-    assert kept.data_ptr() != place
-    del other
-    assert pool.take(1 << 22).data_ptr() == place
+def test_who_finds_no_room_waits_until_some_is_given_back() -> None:
+    async def work() -> None:
+        spool = Spool(10)
+        first = await spool.room_for(6, timeout=1)
+        with pytest.raises(SchedulerTimeoutError, match="6 of 10 are taken"):
+            await spool.room_for(5, timeout=0.01)
+        waiting = asyncio.ensure_future(spool.room_for(5, timeout=30))
+        await asyncio.sleep(0)
+        first.close()
+        first.close()
+        second = await waiting
+        assert spool.taken == 5
+        second.write(b"abc")
+        with pytest.raises(OptionError, match="5 bytes, as announced"):
+            second.write(b"def")
+        second.write(b"de")
+        assert second.is_complete
+        assert bytes(second.payload.tolist()) == b"abcde"
+
+    asyncio.run(work())

@@ -14,7 +14,6 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lightning_bytescheduler import DiLoCoStrategy
 from lightning_bytescheduler.coordinator.server import CoordinatorServer
@@ -83,13 +82,6 @@ class Notes(Callback):
         return self.validated, files
 
 
-class Plateaus(OwnData):
-    def configure_optimizers(self) -> Any:
-        optimizer = plain_sgd(self.parameters())
-        plateau = {"scheduler": ReduceLROnPlateau(optimizer), "monitor": "validation_loss", "interval": "epoch"}
-        return {"optimizer": optimizer, "lr_scheduler": plateau}
-
-
 def fit_with_a_leader(rank: int, *, url: str, folder: str, inner: dict[str, Any] | None = None) -> Result:
     own = f"{folder}/{rank}"
     Path(own).mkdir()
@@ -97,7 +89,7 @@ def fit_with_a_leader(rank: int, *, url: str, folder: str, inner: dict[str, Any]
         return fit_diloco(
             0,
             options={"coordinator": {"url": url, "name": f"w{rank}"}},
-            model=partial(Plateaus, rank, optimizer=plain_sgd, dropout=0.0, samples=32),
+            model=partial(OwnData, rank, optimizer=plain_sgd, dropout=0.0, samples=32),
             callbacks=(
                 partial(Notes, own),
                 partial(ModelCheckpoint, dirpath=own, monitor="validation_loss", filename="best", save_top_k=1),

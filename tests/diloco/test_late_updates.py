@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_bytescheduler.diloco.round_end import late_weight, require_late, round_of_late, staleness
-from lightning_bytescheduler.diloco.weighted_mean import WeightedMean
 from lightning_bytescheduler.exceptions import OptionError
+from tests.support.plain_mean import PlainMean
 
 
 def test_what_a_late_update_counts() -> None:
@@ -28,9 +28,9 @@ def test_the_mean_is_the_same_for_any_order_of_late_and_timely_updates() -> None
     weights = [40, *(late_weight("discount", 33, staleness=rounds) for rounds in (1, 2, 1))]  # the first is in time
     means = []
     for order in itertools.permutations(range(4)):
-        mean = WeightedMean(updates[0])
+        mean = PlainMean(updates[0])
         for index in order:
-            mean.add(updates[index], weight=weights[index])
+            mean.add_plain(updates[index], weight=weights[index])
         means.append(mean.mean()["w"])
     assert all(torch.equal(mean, means[0]) for mean in means)
 

@@ -12,10 +12,10 @@ from lightning_bytescheduler.diloco.mailbox import (
     Caller,
     Mailbox,
     Postman,
+    await_key,
     connection_to,
-    with_messages,
 )
-from lightning_bytescheduler.diloco.messages import Message, SendNow
+from lightning_bytescheduler.diloco.messages import Message, SendNow, decode
 from lightning_bytescheduler.exceptions import OptionError, RankFailedError, SchedulerTimeoutError
 
 LONG = 30.0
@@ -91,24 +91,15 @@ def test_nobody_answers(store: dist.Store) -> None:
         Caller(store, sender="worker1", timeout=5, check=nothing, clock=lambda: next(seconds)).call("here", "a")
 
 
-def test_a_failure_ends_the_waiting(store: dist.Store, server: Mailbox) -> None:
+def test_a_failure_ends_the_waiting(store: dist.Store) -> None:
     def failed() -> None:
         raise RankFailedError(1, "on purpose")
 
     with pytest.raises(RankFailedError, match="on purpose"):
         Caller(store, sender="worker1", timeout=LONG, check=failed).call("nowhere", "a")
     with pytest.raises(RankFailedError, match="on purpose"):
-        server.await_farewells(1, timeout=LONG, check=failed)
-
-
-def test_farewells_are_counted(store: dist.Store, server: Mailbox) -> None:
-    callers = [caller_of(store) for _ in range(2)]
-    assert server.await_farewells(0, timeout=0.0, check=nothing)
-    assert not server.await_farewells(1, timeout=0.0, check=nothing)
-    for caller in callers:
-        assert call(caller, "ab") == "ba"
-        caller.bid_farewell("here")
-    assert server.await_farewells(2, timeout=LONG, check=nothing)
+        await_key(store, "nothing", limit=LONG, check=failed)
+    assert not await_key(store, "nothing", limit=0.0, check=nothing)
 
 
 class Inbox:
@@ -121,7 +112,7 @@ class Inbox:
         self.mailbox = Mailbox(store, "worker0", thread=NAME, handle=self.handle, on_error=self.fail, postman=postman)
 
     def handle(self, sender: str, text: str) -> None:
-        with_messages(lambda message: self.heard.append((sender, message)))(sender, text)
+        self.heard.append((sender, decode(text, sender=sender)))
 
     def fail(self, error: BaseException) -> None:
         self.errors.append(error)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from lightning_bytescheduler.diloco.fragments import FragmentOptions, TrainedWeights
 from lightning_bytescheduler.diloco.outer_optimizer import OuterOptimizer, OuterState, pseudo_gradient
-from lightning_bytescheduler.diloco.weighted_mean import WeightedMean
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
+from tests.support.plain_mean import PlainMean
 
 
 def model(seed: int = 0) -> nn.Module:
@@ -43,9 +43,9 @@ def inner_step(module: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -
 
 
 def merge(updates: list[tuple[dict[str, Tensor], int]]) -> dict[str, Tensor]:
-    accumulator = WeightedMean(updates[0][0])
+    accumulator = PlainMean(updates[0][0])
     for update, weight in updates:
-        accumulator.add(update, weight=weight)
+        accumulator.add_plain(update, weight=weight)
     return accumulator.mean()
 
 

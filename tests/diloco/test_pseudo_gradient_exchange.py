@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_bytescheduler.compression.wire_format import WireFormat
 from lightning_bytescheduler.diloco.process_groups import WorkerWorld
 from lightning_bytescheduler.diloco.pseudo_gradient_exchange import PseudoGradientExchange
-from lightning_bytescheduler.diloco.weighted_mean import WeightedMean
+from tests.support.plain_mean import PlainMean
 from tests.support.rank_pool import RankPool
 
 
@@ -42,10 +42,10 @@ def exchange(rank: int, size: int, weights: list[int], wire_dtype: str, partitio
 
 
 def exact(size: int, weights: list[int]) -> Tensor:
-    sums = WeightedMean({"all": torch.zeros(size)})
+    sums = PlainMean({"all": torch.zeros(size)})
     for rank, weight in enumerate(weights):
         if weight:
-            sums.add({"all": pseudo_gradient_of(rank, size)}, weight=weight)
+            sums.add_plain({"all": pseudo_gradient_of(rank, size)}, weight=weight)
     return sums.mean()["all"]
 
 

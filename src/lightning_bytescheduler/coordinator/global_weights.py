@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_bytescheduler.checks import importing
-from lightning_bytescheduler.coordinator.spool import BufferPool, view_of
+from lightning_bytescheduler.coordinator.spool import buffer_of, view_of
 from lightning_bytescheduler.coordinator.update_sum import Inspection, PiecedFormat, UpdateSum
 from lightning_bytescheduler.diloco.coordinator_protocol import ModelParameter, RunOptions
 from lightning_bytescheduler.diloco.fragments import split_fragments
@@ -104,7 +104,6 @@ class GlobalWeights:
         self.formats = [PiecedFormat(wire, sum(sizes[name] for name in names)) for names in self._fragments]
         self.parameters = sum(sizes.values())
         self._spare: dict[int, UpdateSum] = {}  # by fragment
-        self._buffers = BufferPool()
         # What the means so far have lost, by fragment, where the wire keeps that; replaced, never changed.
         self._residuals: dict[int, Tensor] = {}
         self._lost: Tensor | None = None  # the same after the mean that is to be stepped along
@@ -136,10 +135,10 @@ class GlobalWeights:
             if only is not None:
                 payload, digest = only.payload, only.digest  # it loses nothing: what was lost before stays so
             else:
-                payload = self._buffers.take(pieced.of_means.payload_bytes)
+                payload = buffer_of(pieced.of_means.payload_bytes)
                 known = self._residuals.get(fragment)
                 if pieced.wire.keeps_residuals:
-                    self._lost = self._buffers.take(4 * pieced.elements).view(torch.float32)
+                    self._lost = torch.empty(pieced.elements, dtype=torch.float32)
                 await sums.encode_mean(payload, round=round, known=known, lost=self._lost)
                 digest = await asyncio.get_running_loop().run_in_executor(self.executor, digest_of, payload)
         mean = KeptMean(round=round, fragment=fragment, payload=payload, digest=digest, total=total)
@@ -158,11 +157,7 @@ class GlobalWeights:
 
     def _step(self, mean: KeptMean) -> None:
         names, pieced = self._fragments[mean.fragment], self.formats[mean.fragment]
-        if pieced.wire.dtype == "fp32":
-            decoded = mean.payload.view(torch.float32)
-        else:
-            decoded = self._buffers.take(4 * pieced.elements).view(torch.float32)
-            pieced.of_means.wire.decode(mean.payload, pieced.elements, out=decoded)
+        decoded = pieced.of_means.wire.decode(mean.payload, pieced.elements)
         parts = decoded.split([self._shapes[name].numel() for name in names])
         self._optimizer.step({name: part.view(self._shapes[name]) for name, part in zip(names, parts, strict=True)})
 

@@ -26,8 +26,7 @@ class CoordinatorOptions:
         lease: Seconds without a sign of life after which a worker is given up.
         keep_rounds: Means of that many rounds are kept for workers that are behind; later they fetch the state.
         keep_bytes: That these may take together; the last one is always kept.
-        spool_bytes: That all uploads under way may take together; one that is larger is taken alone.
-        spool_memory: Of these, in memory; the others are temporary files.
+        spool_bytes: Of memory, that all uploads under way may take together; one that is larger is taken alone.
         save_every: Rounds from one saved state to the next.
 
     Raises:
@@ -39,17 +38,14 @@ class CoordinatorOptions:
     lease: float = 60.0
     keep_rounds: int = 8
     keep_bytes: int = 2**30
-    spool_bytes: int = 2**32
-    spool_memory: int = 2**29
+    spool_bytes: int = 2**31
     save_every: int = 1
 
     def __post_init__(self) -> None:
         require_late("late", self.rounds.late, weighting=self.run.weighting)
         require_positive("lease", self.lease, of="seconds")
-        require_whole("keep_rounds", self.keep_rounds, 1)
-        for option in ("keep_bytes", "spool_bytes", "spool_memory"):
-            require_whole(option, getattr(self, option), 0 if option == "spool_memory" else 1)
-        require_whole("save_every", self.save_every, 1)
+        for option in ("keep_rounds", "keep_bytes", "spool_bytes", "save_every"):
+            require_whole(option, getattr(self, option), 1)
         own = replace(self.rounds, outer_steps=self.run.outer_steps, closing_rounds=self.run.fragments - 1)
         object.__setattr__(self, "rounds", own)
 

@@ -8,7 +8,6 @@ sum. A connection that dies half-way leaves nothing.
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import os
 import re
@@ -43,8 +42,6 @@ from lightning_bytescheduler.diloco.coordinator_protocol import (
 )
 from lightning_bytescheduler.diloco.messages import MOST
 from lightning_bytescheduler.exceptions import OptionError, SchedulerTimeoutError
-
-log = logging.getLogger(__name__)
 
 
 def problem(status: int, error: str, *, retry_after: float | None = None) -> web.Response:
@@ -156,9 +153,6 @@ class UpdateRoutes:
         except (ConnectionError, asyncio.IncompleteReadError, web.HTTPException) as error:
             self._run.count("updates_broken")
             return problem(400, f"The update did not come in whole: {type(error).__name__}.")
-        except OSError as error:  # the run goes on, and the worker tries again
-            log.warning("There is no room for an update of %s: %s", offer.member.name, error)
-            return problem(503, f"There is no room for an update: {error.strerror}.", retry_after=1)
 
     async def _receive(self, request: web.Request, member: Member, spooled: Spooled, inspection: Inspection) -> None:
         content = request.content

@@ -82,107 +82,6 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     round_samples: int
 
 
-class UpdateRules:
-    """The rules of a run.
-
-    Args:
-        options: Of the coordinator.
-    """
-
-    def __init__(self, options: CoordinatorOptions) -> None:
-        self._late = options.rounds.late
-        self._weighting = options.run.weighting
-        self._count = options.run.fragments
-        self._fragments = FragmentOptions(fragments=options.run.fragments)
-
-    def fragment_of(self, round: int) -> int:
-        """The fragment that a round synchronises."""
-        return self._fragments.fragment_of(round)
-
-    def place_of(self, offer: Offer, scheduler: BatchScheduler, *, merging: int | None) -> int | None:
-        """The round whose sum an update goes into as things are now; ``None`` for none, as it is late.
-
-        Args:
-            offer: The update.
-            scheduler: Of the rounds.
-            merging: The round that is being merged, to whose sum nothing is added any more.
-
-        Raises:
-            OptionError: If there is no such round or fragment yet, or the worker has no part in it.
-        """
-        if not 1 <= offer.round <= scheduler.round:
-            raise OptionError("round", offer.round, f"a round that has begun; the last one is {scheduler.round}")
-        expected = self.fragment_of(offer.round)
-        if offer.fragment != expected:
-            raise OptionError("fragment", offer.fragment, f"{expected}, which round {offer.round} synchronises")
-        if offer.round == scheduler.round and scheduler.is_open and merging != offer.round:
-            if not scheduler.expects(offer.member.name, offer.round):
-                raise OptionError("round", offer.round, f"one that {offer.member.name} takes part in")
-            return offer.round
-        if self._late == "drop" or scheduler.finished:
-            return None
-        return self.round_of_late(offer, scheduler.round)
-
-    def round_of_late(self, offer: Offer, current: int) -> int:
-        """The round that a late update would be part of, if it counts.
-
-        Args:
-            offer: The update.
-            current: The round that is on.
-        """
-        return round_of_late(offer.round, current=current, fragments=self._count)
-
-    def weight_of(self, offer: Offer, into: int | None = None) -> int:
-        """The weight of an update.
-
-        Args:
-            offer: The update.
-            into: The round that it is to be part of, if that is a later one than its own.
-
-        Raises:
-            OptionError: If tokens are to count and none were.
-        """
-        weight = pseudo_gradient_weight(self._weighting, samples=offer.samples, tokens=offer.tokens)
-        if into is None or into == offer.round:
-            return weight
-        late = staleness(offer.round, into=into, fragments=self._count)
-        return late_weight(self._late, weight, staleness=late)
-
-    def late_update(self, offer: Offer, into: int, weight: int) -> LateUpdate:
-        """What a round's record says of a late update.
-
-        Args:
-            offer: The update.
-            into: The round that it is part of.
-            weight: With which it counts.
-        """
-        return LateUpdate(
-            worker=offer.member.name,
-            round=offer.round,
-            staleness=staleness(offer.round, into=into, fragments=self._count),
-            samples=offer.round_samples,
-            weight=weight,
-        )
-
-
-class Contribution(msgspec.Struct, frozen=True, kw_only=True):
-    """An update that is part of a sum.
-
-    Attributes:
-        worker: Whose.
-        round: In which it was made.
-        steps: Taken in that round.
-        samples: Processed in that round.
-        weight: With which it counts.
-    """
-
-    worker: str
-    round: int
-    steps: int
-    samples: int
-    weight: int
-
-
 class Seen(NamedTuple):
     """What became of an update that is known.
 
@@ -200,39 +99,36 @@ class Contributions:
 
     def __init__(self, *, remembered: int = 8) -> None:
         self._remembered = remembered
-        self._by_sum: dict[int, list[Contribution]] = {}
+        self._by_sum: dict[int, list[Offer]] = {}
         self._seen: dict[tuple[str, int, int], Seen] = {}  # by worker, incarnation and round
 
-    def seen(self, worker: str, incarnation: int, round: int) -> Seen | None:
-        """What became of a worker's update of a round, or ``None`` if there was none."""
-        return self._seen.get((worker, incarnation, round))
+    def seen(self, offer: Offer) -> Seen | None:
+        """What became of the same update before, or ``None`` if there was none."""
+        return self._seen.get((offer.member.name, offer.member.incarnation, offer.round))
 
-    def book(self, contribution: Contribution, *, incarnation: int, into: int) -> None:
+    def book(self, offer: Offer, *, into: int, weight: int) -> None:
         """Take note of an update.
 
         Args:
-            contribution: The update; with weight 0 it is only remembered.
-            incarnation: Of the worker's process.
+            offer: The update.
             into: The round whose sum it goes into.
+            weight: With which it counts; with 0 it is only remembered.
         """
-        self._seen[contribution.worker, incarnation, contribution.round] = Seen(
-            contribution.weight, is_late=bool(contribution.weight) and into != contribution.round
+        member = offer.member
+        self._seen[member.name, member.incarnation, offer.round] = Seen(
+            weight, is_late=bool(weight) and into != offer.round
         )
-        if contribution.weight:
-            self._by_sum.setdefault(into, []).append(contribution)
+        if weight:
+            self._by_sum.setdefault(into, []).append(offer)
 
-    def of(self, round: int) -> tuple[Contribution, ...]:
-        """What is in the sum of a round."""
-        return tuple(self._by_sum.get(round, ()))
-
-    def take(self, round: int) -> tuple[Contribution, ...]:
-        """The same, at its end; it is forgotten."""
+    def take(self, round: int) -> tuple[Offer, ...]:
+        """What is in the sum of a round, at its end; it is forgotten."""
         taken = tuple(self._by_sum.pop(round, ()))
         self._seen = {key: seen for key, seen in self._seen.items() if key[2] > round - self._remembered}
         return taken
 
 
-def corrected(record: RoundRecord, merged: Mapping[str, Contribution]) -> RoundRecord:
+def corrected(record: RoundRecord, merged: Mapping[str, Offer]) -> RoundRecord:
     """A round's record as the sum has it: also who has left since its update came, and without whose never did.
 
     Args:
@@ -242,11 +138,11 @@ def corrected(record: RoundRecord, merged: Mapping[str, Contribution]) -> RoundR
     workers = []
     for worker in record.workers:
         found = merged.get(worker.worker)
-        samples = worker.samples if found is None else found.samples
+        samples = worker.samples if found is None else found.round_samples
         workers.append(msgspec.structs.replace(worker, merged=found is not None, samples=samples))
     known = {worker.worker for worker in workers}
     workers += [
-        WorkerRound(worker=name, steps=one.steps, samples=one.samples, merged=True, spans=())
+        WorkerRound(worker=name, steps=one.steps, samples=one.round_samples, merged=True, spans=())
         for name, one in merged.items()
         if name not in known
     ]
@@ -255,7 +151,6 @@ def corrected(record: RoundRecord, merged: Mapping[str, Contribution]) -> RoundR
 
 log = logging.getLogger(__name__)
 
-_STATUS_EVERY_S = 0.5
 _FOR_SCHEDULER = (StepReport, SendingPseudoGradient, RoundStarted, PauseRounds, ResumeRounds)
 _FROM_WORKERS = (
     JoinRounds,
@@ -360,7 +255,7 @@ class Run:
         self._rounds = Rounds(
             options.run.target, options.rounds, post=post, end=self._end_of_round, observer=self._remember
         )
-        self._rules = UpdateRules(options)
+        self._fragments = FragmentOptions(fragments=options.run.fragments)
         self._post = post
         self._merge = merge
         self._on_round = on_round
@@ -374,9 +269,9 @@ class Run:
         self._begin_anew: set[str] = set()  # who gets other weights as it joins, so that its steps so far do not count
         self._ready: dict[str, JoinRounds] = {}  # who has joined the rounds, also before there are any
         self._saved_rounds: BatchSchedulerState | None = None
-        self._merging: Merge | None = None
+        self.merging: Merge | None = None  # the round that is being merged
         self._record: dict[int, RoundRecord] = {}
-        self._leader: str | None = None
+        self.leader: str | None = None  # who validates, logs and saves for all
 
     # ── Joining and leaving ───────────────────────────────────────────────────────────
 
@@ -416,7 +311,7 @@ class Run:
             fetch=fetch,
             provide=provide,
             lease=self.options.lease,
-            leads=member.name == self._leader,
+            leads=member.name == self.leader,
         )
 
     def _has_place(self, hello: Hello) -> bool:
@@ -466,18 +361,13 @@ class Run:
 
     def _appoint(self) -> None:
         leader = self.members.leader
-        if leader == self._leader:
+        if leader == self.leader:
             return
-        self._leader = leader
+        self.leader = leader
         if leader is not None:
             log.info("%s leads: it validates, logs and saves for all.", leader)
             for member in self.members:
                 self._post(member.name, LeaderAppointed(worker=leader))
-
-    @property
-    def leader(self) -> str | None:
-        """Who validates, logs and saves for all."""
-        return self._leader
 
     # ── Rounds ───────────────────────────────────────────────────────────
 
@@ -534,7 +424,7 @@ class Run:
         return msgspec.structs.replace(joins, session=member.incarnation)
 
     def _take_wish(self, wish: EndRound) -> None:
-        if wish.stop and wish.worker == self._leader:
+        if wish.stop and wish.worker == self.leader:
             log.info("%s leads, and ends the training of all.", wish.worker)
             self.scheduler.end_soon()
         if wish.now and wish.round == self.scheduler.round:
@@ -568,20 +458,49 @@ class Run:
         Raises:
             OptionError: If there is no such round or fragment yet, or the worker has no part in it.
         """
+        scheduler = self.scheduler
         if not self.has_weights:
             raise OptionError("round", offer.round, "sent when there are weights and a round has begun")
-        merging = None if self._merging is None else self._merging.round
-        return self._rules.place_of(offer, self.scheduler, merging=merging)
+        if not 1 <= offer.round <= scheduler.round:
+            raise OptionError("round", offer.round, f"a round that has begun; the last one is {scheduler.round}")
+        expected = self._fragments.fragment_of(offer.round)
+        if offer.fragment != expected:
+            raise OptionError("fragment", offer.fragment, f"{expected}, which round {offer.round} synchronises")
+        is_merging = self.merging is not None and self.merging.round == offer.round  # nothing is added any more
+        if offer.round == scheduler.round and scheduler.is_open and not is_merging:
+            if not scheduler.expects(offer.member.name, offer.round):
+                raise OptionError("round", offer.round, f"one that {offer.member.name} takes part in")
+            return offer.round
+        if self.options.rounds.late == "drop" or scheduler.finished:
+            return None
+        return self._round_of_late(offer)
+
+    def _round_of_late(self, offer: Offer) -> int:
+        return round_of_late(offer.round, current=self.scheduler.round, fragments=self.options.run.fragments)
+
+    def _staleness(self, offer: Offer, into: int) -> int:
+        return staleness(offer.round, into=into, fragments=self.options.run.fragments)
 
     def seen(self, offer: Offer) -> Seen | None:
         """What became of the same update before, or ``None``."""
-        if offer.round < 1 or offer.fragment != self._rules.fragment_of(offer.round):
+        if offer.round < 1 or offer.fragment != self._fragments.fragment_of(offer.round):
             return None
-        return self.contributions.seen(offer.member.name, offer.member.incarnation, offer.round)
+        return self.contributions.seen(offer)
 
     def weight_of(self, offer: Offer, into: int | None = None) -> int:
-        """The weight of an update; see ``UpdateRules.weight_of``."""
-        return self._rules.weight_of(offer, into)
+        """The weight of an update.
+
+        Args:
+            offer: The update.
+            into: The round that it is to be part of, if that is a later one than its own.
+
+        Raises:
+            OptionError: If tokens are to count and none were.
+        """
+        weight = pseudo_gradient_weight(self.options.run.weighting, samples=offer.samples, tokens=offer.tokens)
+        if into is None or into == offer.round:
+            return weight
+        return late_weight(self.options.rounds.late, weight, staleness=self._staleness(offer, into))
 
     def sending(self, offer: Offer, now: float) -> None:
         """An update of the round that is on begins to come in."""
@@ -597,29 +516,17 @@ class Run:
 
         The round may be over with it: ``merge`` is called, and has to wait until it was added.
         """
-        member = offer.member
-        self.members.hear(member, now)
-        self.contributions.book(
-            Contribution(
-                worker=member.name,
-                round=offer.round,
-                steps=offer.steps,
-                samples=offer.round_samples if weight else 0,
-                weight=weight,
-            ),
-            incarnation=member.incarnation,
-            into=into,
-        )
+        self.members.hear(offer.member, now)
+        self.contributions.book(offer, into=into, weight=weight)
         if into != offer.round:
             self._note_late(offer, into, weight)
         self.count("updates_added" if weight else "updates_dropped")
-        self._handle_offer(offer, PseudoGradientArrived(worker=member.name, round=offer.round), now)
+        self._handle_offer(offer, PseudoGradientArrived(worker=offer.member.name, round=offer.round), now)
 
     def dropped(self, offer: Offer, now: float) -> None:
         """An update has come too late to count."""
         self.members.hear(offer.member, now)
-        into = self._rules.round_of_late(offer, self.scheduler.round)
-        self._note_late(offer, into, 0)
+        self._note_late(offer, self._round_of_late(offer), 0)
         self.count("updates_dropped")
         self._handle_offer(offer, PseudoGradientArrived(worker=offer.member.name, round=offer.round), now)
 
@@ -631,7 +538,14 @@ class Run:
     def _note_late(self, offer: Offer, into: int, weight: int) -> None:
         self.tally(offer.member.name).late += 1
         self.count("updates_late")
-        self.scheduler.note_late(self._rules.late_update(offer, into, weight), into=into)
+        update = LateUpdate(
+            worker=offer.member.name,
+            round=offer.round,
+            staleness=self._staleness(offer, into),
+            samples=offer.round_samples,
+            weight=weight,
+        )
+        self.scheduler.note_late(update, into=into)
 
     def merged(self, merge: Merge, now: float, *, digest: str, total: int, oldest_mean: int) -> None:
         """A round has become part of the weights: tell everybody, and go on.
@@ -647,13 +561,13 @@ class Run:
         booked = self.contributions.take(merge.round)
         if not total:  # without a quorum
             booked = ()
-        own = {one.worker: one for one in booked if one.round == merge.round}
+        own = {one.member.name: one for one in booked if one.round == merge.round}
         record = corrected(self._record.pop(merge.round), own)
         metrics = self._rounds.metrics.take()
-        samples = sum(one.samples for one in booked)
+        samples = sum(one.round_samples for one in booked)
         self.samples += samples
         for one in booked:
-            self.tally(one.worker).merged += 1
+            self.tally(one.member.name).merged += 1
         self.count("rounds" if total else "empty_rounds")
         ended = RoundEnded(
             round=merge.round,
@@ -663,16 +577,16 @@ class Run:
         )
         for member in self.members:  # each hears its own share: all shares for all grow with the square of their number
             mine = own.get(member.name)
-            shares = {mine.worker: mine.samples / samples} if mine is not None and samples else {}
+            shares = {member.name: mine.round_samples / samples} if mine is not None and samples else {}
             self._post(member.name, msgspec.structs.replace(ended, shares=shares))
-        self._merging = None
+        self.merging = None
         self._rounds.go_on()
         self._on_round(record, metrics)
 
     def _end_of_round(self, end: MergePseudoGradients) -> bool:
-        fragment = self._rules.fragment_of(end.round)
-        self._merging = Merge(round=end.round, fragment=fragment, counts=bool(end.workers))
-        self._merge(self._merging)
+        fragment = self._fragments.fragment_of(end.round)
+        self.merging = Merge(round=end.round, fragment=fragment, counts=bool(end.workers))
+        self._merge(self.merging)
         return True
 
     def _remember(self, record: RoundRecord) -> None:
@@ -688,18 +602,13 @@ class Run:
     @property
     def phase(self) -> str:
         """What the run does: see ``RunStatus.phase``."""
-        if self._merging is not None:
+        if self.merging is not None:
             return "merging"
         if self.scheduler.finished:
             return "finished"
         if not self.has_weights or self.scheduler.next_tick is None:
             return "waiting"
         return "collecting" if self.scheduler.collecting else "training"
-
-    @property
-    def merging(self) -> Merge | None:
-        """The round that is being merged."""
-        return self._merging
 
     def count(self, event: str, by: int = 1) -> None:
         """Count an event, see ``RunStatus.counters``."""

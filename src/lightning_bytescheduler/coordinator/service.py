@@ -155,7 +155,7 @@ class CoordinatorService:
             on_no_provider=self._ask_another,
         )
         self._loop = asyncio.get_running_loop()
-        self.spool = Spool(limit=options.spool_bytes, memory=options.spool_memory)
+        self.spool = Spool(options.spool_bytes)
         self.stalls = Stalls(_STALLED_SECONDS, clock)
         self.updates = UpdateRoutes(self.run, self.spool, self.stalls, clock=clock)
         self.states = StateRoutes(self.run)

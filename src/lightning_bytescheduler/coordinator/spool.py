@@ -1,18 +1,11 @@
-"""Room for bodies of requests while they come in: in memory as long as there is some, else in files; bounded together.
+"""Room in memory for bodies of requests while they come in, and until they are added; bounded together.
 
-What is taken is given back when the :class:`Spooled` is closed. Files have no name from the moment that they are
-opened, so that nothing is left of a process that is killed.
+What is taken is given back when the :class:`Spooled` is closed.
 """
 
 from __future__ import annotations
 
 import asyncio
-import errno
-import mmap
-import os
-import sys
-import tempfile
-import threading
 from typing import Any
 
 import numpy as np
@@ -21,18 +14,6 @@ from torch import Tensor
 
 from lightning_bytescheduler.exceptions import OptionError, SchedulerTimeoutError
 
-_SMALL = 1 << 16  # always in memory: many small ones are no load, and each file costs more than that
-_LARGE = 1 << 22  # bytes from which on buffers are used again
-_FREE = 3  # of other lengths, as of another fragment, that are kept
-
-
-def _references(arrays: list[Any]) -> list[int]:
-    """How many there are to each; with those of the list, the loop and the call, whose number is Python's affair."""
-    return [sys.getrefcount(array) for array in arrays]
-
-
-_UNUSED = _references([object()])[0]
-
 
 def view_of(payload: Tensor) -> memoryview:
     """The bytes of a tensor, without a copy."""
@@ -40,33 +21,9 @@ def view_of(payload: Tensor) -> memoryview:
     return memoryview(array)
 
 
-class BufferPool:
-    """Large buffers that are used again: the first touch of fresh memory costs as much as all that is done in it.
-
-    One is free again when the last tensor and view of it is gone. For any thread. NumPy makes them, as it asks the
-    system for large pages.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._arrays: list[Any] = []
-
-    def take(self, length: int) -> Tensor:
-        """A buffer of so many bytes, which hold anything."""
-        if length < _LARGE:
-            return torch.empty(length, dtype=torch.uint8)
-        with self._lock:
-            free = []
-            for array, references in zip(self._arrays, _references(self._arrays), strict=True):
-                if references == _UNUSED:
-                    if array.nbytes == length:
-                        return torch.from_numpy(array)
-                    free.append(id(array))
-            dropped = set(free[:-_FREE])
-            self._arrays = [array for array in self._arrays if id(array) not in dropped]
-            made = np.empty(length, dtype=np.uint8)
-            self._arrays.append(made)
-            return torch.from_numpy(made)
+def buffer_of(length: int) -> Tensor:
+    """So many bytes, which hold anything. NumPy makes them, as it asks the system for large pages."""
+    return torch.from_numpy(np.empty(length, dtype=np.uint8))
 
 
 class Spooled:
@@ -75,20 +32,13 @@ class Spooled:
     Args:
         spool: Whose room it takes.
         length: In bytes.
-        in_memory: Whether of the memory's share.
     """
 
-    def __init__(self, spool: Spool, length: int, *, in_memory: bool) -> None:
+    def __init__(self, spool: Spool, length: int) -> None:
         self._spool = spool
-        self._in_memory = in_memory
         self._length = length
         self._closed = False
-        if in_memory:
-            self.payload = spool.buffers.take(length)
-        else:
-            with tempfile.TemporaryFile(prefix="bytescheduler-") as file:
-                _reserve(file.fileno(), length)
-                self.payload = torch.frombuffer(mmap.mmap(file.fileno(), length), dtype=torch.uint8)
+        self.payload = buffer_of(length)
         self._view = view_of(self.payload)
         self.filled = 0
 
@@ -116,23 +66,7 @@ class Spooled:
         self._closed = True
         self._view = memoryview(b"")
         self.payload = torch.empty(0, dtype=torch.uint8)
-        self._spool.give_back(self._length, in_memory=self._in_memory)
-
-
-def _reserve(file: int, length: int) -> None:
-    """Make a file that long, on blocks that are its own: in a file with holes, a disk that is full later is a SIGBUS.
-
-    Raises:
-        OSError: If there is no room on the disk.
-    """
-    if hasattr(os, "posix_fallocate"):
-        try:
-            os.posix_fallocate(file, 0, length)
-            return
-        except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-                raise
-    os.ftruncate(file, length)
+        self._spool.give_back(self._length)
 
 
 class Spool:
@@ -140,15 +74,11 @@ class Spool:
 
     Args:
         limit: Bytes of all together; a larger body is taken alone.
-        memory: Of these, in memory.
     """
 
-    def __init__(self, *, limit: int, memory: int) -> None:
+    def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._memory_limit = min(memory, limit)
         self._taken = 0
-        self._in_memory = 0
-        self.buffers = BufferPool()
         self._waiting: list[asyncio.Future[None]] = []
 
     @property
@@ -165,7 +95,6 @@ class Spool:
 
         Raises:
             SchedulerTimeoutError: If there is not enough in time.
-            OSError: If a file cannot be made.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
@@ -179,19 +108,13 @@ class Spool:
                     f"There is no room for {length} bytes more: {self._taken} of {self._limit} are taken by updates "
                     "that are not merged yet."
                 ) from None
-        in_memory = length <= _SMALL or self._in_memory + length <= self._memory_limit
+        spooled = Spooled(self, length)
         self._taken += length
-        self._in_memory += length * in_memory
-        try:
-            return Spooled(self, length, in_memory=in_memory)
-        except BaseException:
-            self.give_back(length, in_memory=in_memory)
-            raise
+        return spooled
 
-    def give_back(self, length: int, *, in_memory: bool) -> None:
+    def give_back(self, length: int) -> None:
         """Room is free again."""
         self._taken -= length
-        self._in_memory -= length * in_memory
         waiting, self._waiting = self._waiting, []
         for changed in waiting:
             if not changed.done():

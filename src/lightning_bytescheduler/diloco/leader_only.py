@@ -1,27 +1,25 @@
 """What is for one worker only of those of a coordinator: checkpoints, loggers, and what looks at validations.
 
 The coordinator appoints one worker to validate, log and save for all. On the others, checkpoint callbacks and loggers
-are passed over; ``EarlyStopping`` and ``ReduceLROnPlateau`` are where what they monitor is not there, as a metric of
-the validation, so that they do not fail for want of it. Where ``EarlyStopping`` stops the leader, all are to stop.
-Another worker may be appointed at any time, which is looked at with each call. What was to be logged of hyperparameters
-before is logged then.
+are passed over; ``EarlyStopping`` is where what it monitors is not there, as a metric of the validation, so that it
+does not fail for want of it. A ``ReduceLROnPlateau`` is refused. Where ``EarlyStopping`` stops the leader, all are to
+stop. Another worker may be appointed at any time, which is looked at with each call. What was to be logged of
+hyperparameters before is logged then.
 """
 
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch.utils.data import DistributedSampler
 
 from lightning_bytescheduler.ddp.rank_strategy import callbacks_of
+from lightning_bytescheduler.exceptions import UnsupportedError
 from lightning_bytescheduler.lightning_api import Checkpoint, Logger, pl, rank_zero_info
-
-log = logging.getLogger(__name__)
 
 _CHECKPOINT_HOOKS = (
     "on_train_batch_end",
@@ -53,7 +51,6 @@ def for_leader_only(
                 stack.enter_context(_early_stopping(trainer, callback, leads, on_stop))
         for logger in trainer.loggers:
             stack.enter_context(_logging(logger, leads))
-        stack.enter_context(_plateaus(trainer, leads))
         yield
 
 
@@ -128,40 +125,21 @@ def _logging(logger: Logger, leads: Callable[[], bool]) -> Iterator[None]:
             vars(logger).pop("log_hyperparams", None)
 
 
-@contextmanager
-def _plateaus(trainer: pl.Trainer, leads: Callable[[], bool]) -> Iterator[None]:
-    loop: Any = trainer.fit_loop.epoch_loop
-    own = getattr(loop, "_update_learning_rates", None)
-    if own is None:
-        yield
-        return
+def refuse_plateaus(schedulers: Sequence[Any]) -> None:
+    """Refuse schedules that follow a metric.
 
-    said = set[str]()
+    Args:
+        schedulers: Lightning's configurations of them.
 
-    def update(*values: Any, **options: Any) -> None:
-        strategy: Any = trainer.strategy
-        configs = strategy.lr_scheduler_configs
-        if not leads():
-            here = trainer.callback_metrics
-            for monitor in {c.monitor for c in configs if c.reduce_on_plateau} - set(here) - said:
-                said.add(monitor)
-                log.warning(
-                    "ReduceLROnPlateau does nothing on this worker, as %r is of the leader's validation alone: learning"
-                    " rates of workers may come to differ. Have it monitor what each worker logs in training_step, or "
-                    "use a schedule of steps.",
-                    monitor,
-                )
-            strategy.lr_scheduler_configs = [c for c in configs if not c.reduce_on_plateau or c.monitor in here]
-        try:
-            own(*values, **options)
-        finally:
-            strategy.lr_scheduler_configs = configs
-
-    vars(loop)["_update_learning_rates"] = update
-    try:
-        yield
-    finally:
-        vars(loop).pop("_update_learning_rates", None)
+    Raises:
+        UnsupportedError: Names the metric, and the way out.
+    """
+    for config in schedulers:
+        if config.reduce_on_plateau:
+            raise UnsupportedError(
+                f"ReduceLROnPlateau of {config.monitor!r} is not allowed with a coordinator: the leader alone "
+                "validates, and learning rates of workers would come to differ. Use a schedule of steps or epochs."
+            )
 
 
 _SEED = "PL_GLOBAL_SEED"  # where Lightning's seed_everything leaves it

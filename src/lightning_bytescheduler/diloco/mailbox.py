@@ -27,13 +27,12 @@ from typing import TypeAlias
 import msgspec
 import torch.distributed as dist
 
-from lightning_bytescheduler.diloco.messages import Message, coalesced, decode, encode
+from lightning_bytescheduler.diloco.messages import Message, coalesced, encode
 from lightning_bytescheduler.exceptions import OptionError, SchedulerTimeoutError
 from lightning_bytescheduler.failures.store import connect_to_store
 
 _NO_LIMIT = timedelta(days=30)  # a wait for the next letter, which a closing one ends; liveness is watched elsewhere
 _SHORTEST_S, _LONGEST_S = 0.0002, 0.05  # between two looks for an answer
-_LOOK_S = 1.0  # between two looks for failures
 _PART = 4 * 2**20  # bytes of a value in the store
 
 
@@ -50,10 +49,6 @@ class _Asked(_Letter, frozen=True, tag="asked"):
     answer_to: str  # a key
 
 
-class _Farewell(_Letter, frozen=True, tag="farewell"):
-    pass
-
-
 class _Close(_Letter, frozen=True, tag="close"):
     pass
 
@@ -64,9 +59,7 @@ class _Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     failure: str | None = None
 
 
-_LETTERS: msgspec.json.Decoder[_Told | _Asked | _Farewell | _Close] = msgspec.json.Decoder(
-    _Told | _Asked | _Farewell | _Close
-)
+_LETTERS: msgspec.json.Decoder[_Told | _Asked | _Close] = msgspec.json.Decoder(_Told | _Asked | _Close)
 
 
 class Mailbox:
@@ -100,29 +93,9 @@ class Mailbox:
         self._handle = handle
         self._on_error = on_error
         self._stopped = False
-        self._changed = threading.Condition()
-        self._farewells = 0  # changes under the condition
         self._thread = threading.Thread(target=self._run, name=thread, daemon=True)
         self._thread.start()
         atexit.register(self.stop, 0.5)  # a thread inside torch while the interpreter ends would abort it
-
-    def await_farewells(self, count: int, *, timeout: float, check: Callable[[], None]) -> bool:
-        """Wait until so many callers have said that they call no more; returns whether they have, in time.
-
-        Args:
-            count: How many.
-            timeout: Longest wait, in seconds.
-            check: Called while waiting, each second; raises if they never will.
-        """
-        deadline = time.monotonic() + timeout
-        with self._changed:
-            while self._farewells < count:
-                check()
-                left = deadline - time.monotonic()
-                if left <= 0 or not self._thread.is_alive():
-                    return False
-                self._changed.wait(min(left, _LOOK_S))
-        return True
 
     def stop(self, timeout: float) -> bool:
         """End the reading after the letters that have come; idempotent.
@@ -152,18 +125,14 @@ class Mailbox:
                 self._store.delete_key(key)
                 if isinstance(letter, _Close):
                     return
-                if isinstance(letter, _Farewell):
-                    with self._changed:
-                        self._farewells += 1
-                        self._changed.notify_all()
-                elif isinstance(letter, _Asked):
+                if isinstance(letter, _Asked):
                     self._answer(letter)
                 else:
                     self._handle(letter.sender, letter.text)
         except BaseException as error:
             self._on_error(error)
 
-    def _read(self, text: bytes) -> _Told | _Asked | _Farewell | _Close:
+    def _read(self, text: bytes) -> _Told | _Asked | _Close:
         try:
             return _LETTERS.decode(text)
         except (msgspec.DecodeError, UnicodeError) as error:
@@ -183,15 +152,6 @@ class Mailbox:
                     self._store.set(f"{key}/{index}", content[begin : begin + _PART])  # type: ignore[arg-type]  # or bytes
                 answer = _Answer(parts=len(begins))
         self._store.set(key, msgspec.json.encode(answer).decode())
-
-
-def with_messages(receive: Callable[[Message], object]) -> Callable[[str, str], None]:
-    """What handles the letters of a :class:`Postman`: hands on the message that each one has, once it is checked."""
-
-    def handle(sender: str, text: str) -> None:
-        receive(decode(text, sender=sender))
-
-    return handle
 
 
 class Postman:
@@ -326,11 +286,6 @@ class Caller:
         if answer.failure is not None:
             raise RuntimeError(f"There is no answer of {mailbox!r}: {answer.failure}")
         return answer.content + b"".join(self._taken(f"{key}/{index}") for index in range(answer.parts))
-
-    def bid_farewell(self, mailbox: str) -> None:
-        """Say that there will be no more calls; does not wait for an answer."""
-        with suppress(RuntimeError):  # the store is gone, and the reader with it
-            _post(self._store, mailbox, _Farewell(self._sender))
 
     def _taken(self, key: str) -> bytes:
         value: bytes = self._store.get(key)

@@ -13,12 +13,6 @@ a training that goes on from it is lost for good: see :meth:`PseudoGradientExcha
 
 Two ranks' messages are told apart by their number and not by their order. Still, every worker has to start the parts in
 one order: with a limited number in flight, each could otherwise wait for what the other has not started.
-
-How large the parts of a pseudo-gradient are, and how many of them travel at once, on a link that was measured.
-
-The parts of a pseudo-gradient need no order, unlike gradients, of which the first layers' are needed first: nothing is
-to overtake them. So parts are as large as that brings something, and no larger than lets a worker encode, add up and
-decode one part while another one travels. Pure.
 """
 
 from __future__ import annotations
@@ -27,48 +21,36 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_bytescheduler.checks import require_size, require_whole
+from lightning_bytescheduler.checks import require_size
 from lightning_bytescheduler.collectives.completion import CompletionThread
-from lightning_bytescheduler.collectives.operations import StartedOperation, reduce_with, shard_of, wait_unless
+from lightning_bytescheduler.collectives.operations import StartedOperation, shard_of
 from lightning_bytescheduler.compression.wire_format import WireFormat
 from lightning_bytescheduler.diloco.outer_timeline import OuterTimeline
 from lightning_bytescheduler.diloco.weighted_mean import WeightedMean
 from lightning_bytescheduler.exceptions import SchedulerTimeoutError
 from lightning_bytescheduler.scheduler.core import ByteCore
 from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask, TaskKey
-from lightning_bytescheduler.tuning.default_sizes import LinkEstimate
 
-_BYTES = 4  # of a parameter, in fp32; what travels may be less, and is part of the estimate
-_LARGEST = 8_000_000  # parameters, as published; what travels is held in memory several times
-_SMALLEST = 16_384
-_ALONE = 1 / 6  # of what a part costs is not hidden under other parts, at the beginning and the end
+_LARGEST = 2_000_000  # parameters
 
 
-def outer_sizes(
-    parameters: int,
-    link: LinkEstimate,
-    *,
-    partition_size: int | None = None,
-    credit: int | None = None,
-) -> tuple[int, int]:
-    """Sizes with which a pseudo-gradient is exchanged soonest.
+def outer_sizes(parameters: int, *, partition_size: int | None = None, credit: int | None = None) -> tuple[int, int]:
+    """Sizes with which a pseudo-gradient is exchanged.
 
-    Cutting ``N`` parameters into parts of ``p`` costs ``alpha N / p`` for starting them. What cannot be hidden under
-    other parts is a share of one, ``beta p / 6``. Their sum is least with ``p = sqrt(6 N alpha / beta)``. Two parts are
-    in flight, and more where the link holds more than one.
+    Its parts need no order, unlike gradients, of which the first layers' are needed first: nothing is to overtake them.
+    So they are large, as each costs some milliseconds to start, and not so large that much of what a worker encodes,
+    adds up and decodes is not hidden under another part that travels.
 
     Args:
         parameters: Of the largest pseudo-gradient that is sent.
-        link: Cost of exchanging one part, by the bytes that it has in fp32.
-        partition_size: The same size if it is given.
-        credit: What may be in flight, if it is given.
+        partition_size: Of a part, if it is given; else parts are of the same size, of two million at most.
+        credit: What may be in flight, if it is given; else two parts.
 
     Returns:
         Largest part that is sent at once, and what may be in flight, in parameters.
@@ -76,26 +58,14 @@ def outer_sizes(
     Raises:
         OptionError: If a size is not a whole number above 0.
     """
-    require_whole("parameters", parameters, 1)
     if partition_size is None:
-        best = math.sqrt(parameters * link.alpha / (_ALONE * link.beta * _BYTES))
-        parts = max(round(parameters / min(max(best, _SMALLEST), _LARGEST)), math.ceil(parameters / _LARGEST), 1)
-        partition_size = math.ceil(parameters / parts)  # of the same size: a small one at the end would cost as much
+        partition_size = math.ceil(parameters / math.ceil(parameters / _LARGEST))
         if credit is not None:
             partition_size = min(partition_size, require_size("credit", credit))
     require_size("partition_size", partition_size)
-    if credit is None:
-        held = math.ceil(link.alpha / (link.beta * _BYTES * partition_size))
-        credit = (1 + max(held, 1)) * partition_size
-    return partition_size, require_size("credit", credit)
+    return partition_size, require_size("credit", 2 * partition_size if credit is None else credit)
 
 
-_PROBE = "link probe"
-_WHOLE = 2**40  # parameters: a part that is measured is not cut
-_SMALL, _FIRST, _LAST = 1024, 32 * 1024, 2 * 1024 * 1024  # parameters
-_ENOUGH_S = 0.05
-_REPEATS = 4
-_LOOK = timedelta(seconds=0.5)
 _HEADER = 8  # bytes of the weight before each payload
 _TAGS = 2**29
 _NUMBERS_PER_PART = 2  # one for what goes to a shard's owner, one for what comes back: seeds differ
@@ -142,8 +112,8 @@ class PseudoGradientExchange:
     Args:
         group: Over all workers; gloo, used by this object alone.
         wire: What travels.
-        partition_size: Largest part that is sent at once, in parameters; ``None`` follows the link.
-        credit: What may be in flight at once, in parameters; ``None`` follows the link.
+        partition_size: Largest part that is sent at once, in parameters.
+        credit: What may be in flight at once, in parameters.
         timeline: Where spans go.
         on_error: Called with what a message failed with, on the completion thread; returns the error to raise.
     """
@@ -153,76 +123,21 @@ class PseudoGradientExchange:
         group: dist.ProcessGroup,
         *,
         wire: WireFormat,
-        partition_size: int | None = None,
-        credit: int | None = None,
+        partition_size: int,
+        credit: int,
         timeline: OuterTimeline | None = None,
         on_error: Callable[[BaseException], BaseException],
     ) -> None:
         self._group = group
         self._wire = wire
         self._timeline = OuterTimeline() if timeline is None else timeline
-        self._given = partition_size, credit
-        measures = partition_size is None or credit is None
         self._core = ByteCore(
-            partition_size=_WHOLE if measures or partition_size is None else partition_size,
-            credit=_WHOLE if measures or credit is None else credit,
-            observer=self._observe,
-            name="bytescheduler-outer",
+            partition_size=partition_size, credit=credit, observer=self._observe, name="bytescheduler-outer"
         )
         self._completion = CompletionThread(on_error, group)
         self._started = 0
         self._numbers = 0
         self._residuals: dict[str, _Residuals] = {}  # by name of the pseudo-gradient
-
-    @property
-    def sizes(self) -> tuple[int, int]:
-        """Largest part that is sent at once, and what may be in flight at once, in parameters."""
-        return self._core.partition_size, self._core.credit
-
-    def follow_link(self, parameters: int, *, timeout: float) -> LinkEstimate | None:
-        """Measure the link, and set the sizes that were not given. All workers at the same point, before :meth:`start`.
-
-        Parts grow until one takes 50 ms, so that a slow link is measured for a fraction of a second. What is measured
-        is what a part costs: its codec and the threads that it passes, too. Each figure is the slowest worker's.
-
-        Args:
-            parameters: Of the largest pseudo-gradient that is sent.
-            timeout: Longest wait for the other workers, in seconds.
-
-        Returns:
-            Cost of exchanging one part, by its bytes in fp32; ``None`` where nothing was to be measured.
-
-        Raises:
-            SchedulerTimeoutError: If other workers were not there in time.
-            BaseException: What the exchange has failed with.
-        """
-        if None not in self._given or self._group.size() == 1:
-            return None
-        small = self._least_seconds(_SMALL, timeout)
-        size = _FIRST
-        while (seconds := self._least_seconds(size, timeout)) < _ENOUGH_S and size < _LAST:
-            size *= 4
-        link = LinkEstimate.fit([(4 * _SMALL, small), (4 * size, seconds)])
-        self._started = self._numbers = 0  # seeds follow them: measuring leaves no trace in the weights
-        partition_size, credit = self._given
-        self._core.partition_size, self._core.credit = outer_sizes(
-            parameters, link, partition_size=partition_size, credit=credit
-        )
-        return link
-
-    def _least_seconds(self, size: int, timeout: float) -> float:
-        """Least time of several exchanges of one part, on the slowest worker; the same on all."""
-        values = torch.linspace(-1.0, 1.0, size, dtype=torch.float32, device="cpu")
-        least = float("inf")
-        for _ in range(_REPEATS):
-            began = time.perf_counter()
-            self.start(_PROBE, values, weight=1, on_end=lambda error: None).wait(timeout)
-            least = min(least, time.perf_counter() - began)
-        self._residuals.pop(_PROBE, None)
-        slowest = torch.tensor([least], dtype=torch.float64)
-        work = reduce_with(self._group, slowest, dist.ReduceOp.MAX)
-        wait_unless(work, lambda: self._core.abort_cause, look_every=_LOOK)
-        return float(slowest)
 
     @property
     def abort_cause(self) -> BaseException | None:
@@ -278,7 +193,7 @@ class PseudoGradientExchange:
         return {**ranks, "numbers": self._numbers, "own": own, "mean": mean}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Carry on from a state, on all workers, before anything but a measurement was started.
+        """Carry on from a state, on all workers, before anything was started.
 
         What was not sent goes to the worker that it is of; all others begin without any, and what they had not sent is
         lost. With another number of workers shards are others, and what their owners had not sent is lost, too.
@@ -417,11 +332,11 @@ class _ShardedMean:
 
     def _merged(self, versions: list[Tensor], length: int, number: int, unsent: Tensor | None) -> Tensor:
         """The message with the mean of this worker's shard."""
-        sums = WeightedMean({"shard": torch.empty(length, dtype=torch.float32)})
+        sums = WeightedMean(length)
         for version in versions:
             weight = _weight(version)
             if weight:
-                sums.add_encoded(version[_HEADER:], self.wire, weight=weight)
+                sums.add(version[_HEADER:], self.wire, weight=weight)
         if not sums.added:
             return self._pack(0, torch.zeros(length, dtype=torch.float32), number, wire=self.wire.of_means)
         message = self._buffer(length, self.wire.of_means, sums.weight)

@@ -18,13 +18,17 @@ from torch import nn
 
 from lightning_bytescheduler.diloco.batch_scheduler_thread import BatchSchedulerThread
 from lightning_bytescheduler.diloco.fragments import TrainedWeights
-from lightning_bytescheduler.diloco.mailbox import Mailbox, Postman, with_messages
-from lightning_bytescheduler.diloco.messages import Message, PseudoGradientArrived
+from lightning_bytescheduler.diloco.mailbox import Mailbox, Postman
+from lightning_bytescheduler.diloco.messages import Message, PseudoGradientArrived, decode
 from lightning_bytescheduler.diloco.options import DiLoCoOptions
 from lightning_bytescheduler.diloco.outer_optimizer import OuterState
 from lightning_bytescheduler.diloco.outer_timeline import OuterTimeline
 from lightning_bytescheduler.diloco.process_groups import WorkerGroup, WorkerWorld, worker_name
-from lightning_bytescheduler.diloco.pseudo_gradient_exchange import Exchange, PseudoGradientExchange
+from lightning_bytescheduler.diloco.pseudo_gradient_exchange import (
+    Exchange,
+    PseudoGradientExchange,
+    outer_sizes,
+)
 from lightning_bytescheduler.diloco.round_record import RoundRecord
 from lightning_bytescheduler.diloco.session import Contribution, LeadingSession, RankSession, WorkerSession
 from lightning_bytescheduler.exceptions import RankFailedError
@@ -229,15 +233,17 @@ class LeadingRuntime(SessionRuntime[WorkerSession]):
         self._idle = False
         self._examining: threading.Thread | None = None
         self._elements = [sum(p.numel() for p in state.trained.of(f)) for f in range(len(state.trained.fragments))]
-        self._timeout = timeout
+        partition_size, credit = outer_sizes(
+            max(self._elements), partition_size=options.partition_size, credit=options.credit
+        )
         self.overlaps = bool(options.run.overlap)
         self.timeline = OuterTimeline(options.timeline, rank=world.rank, worker=self._name)
         self._postman = Postman(world.store, self._name, self._on_error)
         self._exchange = PseudoGradientExchange(
             world.leaders,
             wire=options.run.wire,
-            partition_size=options.partition_size,
-            credit=options.credit,
+            partition_size=partition_size,
+            credit=credit,
             timeline=self.timeline,
             on_error=self._on_error,
         )
@@ -272,17 +278,6 @@ class LeadingRuntime(SessionRuntime[WorkerSession]):
         """See SessionRuntime."""
         if state is not None:
             self.state.load_state_dict(state["outer"])
-        link = self._exchange.follow_link(max(self._elements), timeout=self._timeout)
-        if link is not None and self._scheduler is not None:
-            sent, flying = self._exchange.sizes
-            log.info(
-                "diloco: a part of a pseudo-gradient takes %.1f ms and a second for each %.1f MB of fp32 between these "
-                "workers: %d parameters are sent at once, and %d may be in flight",
-                1e3 * link.alpha,
-                1e-6 / link.beta,
-                sent,
-                flying,
-            )
         if state is not None:
             self._exchange.load_state_dict(state.get("unsent", _NOTHING_UNSENT))
         if self._scheduler is not None:
@@ -352,7 +347,9 @@ class LeadingRuntime(SessionRuntime[WorkerSession]):
         return self._idle
 
     def _open(self, world: WorkerWorld, name: str, thread: str, receive: Callable[[Message], object]) -> Mailbox:
-        handle = with_messages(receive)
+        def handle(sender: str, text: str) -> None:
+            receive(decode(text, sender=sender))
+
         return Mailbox(world.store, name, thread=thread, handle=handle, on_error=self._on_error, postman=self._postman)
 
     def _examine(self, silent: list[str]) -> None:

@@ -8,7 +8,7 @@ from typing import cast
 
 import torch.distributed as dist
 
-from lightning_bytescheduler.diloco.mailbox import Caller, Mailbox
+from lightning_bytescheduler.diloco.mailbox import Caller, Mailbox, await_key, connection_to
 from lightning_bytescheduler.diloco.process_groups import WorkerWorld, worker_name
 from lightning_bytescheduler.exceptions import UnsupportedError
 from lightning_bytescheduler.lightning_api import TrainerFn, pl
@@ -29,6 +29,7 @@ from lightning_bytescheduler.slices.training import TrackedTraining
 log = logging.getLogger(__name__)
 
 _MAILBOX = "slices"
+_OVER = "slices/over"  # and a worker's number, once it asks for nothing more
 _THREAD = "bytescheduler-slice-tracker"
 _STOP_S = 5.0
 _MOMENT_S = 0.5
@@ -102,15 +103,18 @@ class SharedSlices:
         Raises:
             Exception: What another worker has failed with.
         """
+        store = connection_to(self._store)
         if self._client is not None:
-            self._client.close()
+            self._client.closed = True
+            store.set(f"{_OVER}/{self.worker}", "1")
         if self._server is not None:
-            self._server.await_farewells(self.workers - 1, timeout=self._timeout, check=self._check)
+            for worker in range(1, self.workers):
+                await_key(store, f"{_OVER}/{worker}", limit=self._timeout, check=self._check)
 
     def close(self, *, failed: bool) -> bool:
         """Stop answering and calling; bounded, idempotent. Returns whether the threads have ended."""
         if self._client is not None:
-            self._client.close(quietly=failed)
+            self._client.closed = True
         connected = self._client is not None or self._server is not None
         if failed and connected and self.training is not None and not self.training.halt(_MOMENT_S):
             return False
@@ -155,15 +159,9 @@ class _RemoteTracker:
 
     def __init__(self, caller: Caller) -> None:
         self._caller = caller
-        self._closed = False
-
-    def close(self, *, quietly: bool = False) -> None:
-        if not self._closed:
-            self._closed = True
-            if not quietly:
-                self._caller.bid_farewell(_MAILBOX)
+        self.closed = False
 
     def answer(self, message: Call) -> Reply:
-        if self._closed and not isinstance(message, (JoinTracker, RequestSlice)):
+        if self.closed and not isinstance(message, (JoinTracker, RequestSlice)):
             return session_over(message)  # the training is over, and worker 0 may have gone
         return cast(Reply, decode(self._caller.call(_MAILBOX, encode(message))))

@@ -36,7 +36,7 @@ from lightning_bytescheduler.diloco.coordinated_runtime import CoordinatedRuntim
 from lightning_bytescheduler.diloco.coordinator_address import resolve_coordinator
 from lightning_bytescheduler.diloco.coordinator_protocol import wire_named
 from lightning_bytescheduler.diloco.epoch_shares import share_of, shared_loader
-from lightning_bytescheduler.diloco.leader_only import for_leader_only, seed_sampler
+from lightning_bytescheduler.diloco.leader_only import for_leader_only, refuse_plateaus, seed_sampler
 from lightning_bytescheduler.diloco.options import (
     OPTIONS_ELSEWHERE,
     DiLoCoOptions,
@@ -207,7 +207,7 @@ class DiLoCoStrategy(RankStrategy):
       SIGTERM end that worker: it sends what it has of the round's fragment, and ends with the global weights.
       ``outer_steps`` end all, and a round without a step follows for each other fragment.
     * One worker, the leader, validates the global weights, saves checkpoints and logs; if it goes, another one does.
-      Its ``EarlyStopping`` ends all. The others' ``ReduceLROnPlateau`` of a metric of the validation does nothing.
+      Its ``EarlyStopping`` ends all. ``ReduceLROnPlateau`` is refused.
     * A :class:`SliceDataModule` takes slices from the coordinator; the ranks of a worker share its batches. Data
       loaders are each worker's own: shuffled ones are seeded by its name, unless ``seed_everything`` was called.
 
@@ -461,6 +461,8 @@ class DiLoCoStrategy(RankStrategy):
         super().setup(trainer)
         if self._gradients is not None:
             self._gradients.decide()
+        if self._address is not None:
+            refuse_plateaus(self.lr_scheduler_configs)
         if trainer.state.fn != TrainerFn.FITTING:
             self._open.enter_context(self._validating_together())
 

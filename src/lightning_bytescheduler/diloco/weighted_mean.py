@@ -16,9 +16,8 @@ constants are taken off when the mean is formed. What is too large for that is s
 
 from __future__ import annotations
 
-import math
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Literal, get_args
 
 import numpy as np
@@ -34,39 +33,41 @@ Weighting = Literal["samples", "tokens", "uniform"]
 WEIGHTINGS: tuple[Weighting, ...] = get_args(Weighting)
 """Ways to weight pseudo-gradients."""
 
+_CPU = torch.device("cpu")
 _COARSE_BITS, _FINE_BITS = 24, 40
 LARGEST = 2.0**38
 """Bound of the weighted sum: 2^62 multiples of 2^-24."""
 MOST_WEIGHT = 2**28
 """Times the 24 bits of fp32 fits into the 53 of fp64, so that the product is exact."""
 _MOST_ADDED = 2**22  # times 2^40 multiples of 2^-64 fits into a whole number
-COARSE_SHIFT, FINE_SHIFT = 1.5 * 2.0 ** (52 - _COARSE_BITS), 1.5 * 2.0 ** (52 - _COARSE_BITS - _FINE_BITS)
+_COARSE_SHIFT, _FINE_SHIFT = 1.5 * 2.0 ** (52 - _COARSE_BITS), 1.5 * 2.0 ** (52 - _COARSE_BITS - _FINE_BITS)
 """Beside these, a double has no smaller unit than 2^-24, and 2^-64."""
-FINEST = 2.0 ** -(_COARSE_BITS + _FINE_BITS)
-"""Unit of the weighted sum."""
-_COARSE_BITS_OF_SHIFT, _FINE_BITS_OF_SHIFT = struct.unpack("<2q", struct.pack("<2d", COARSE_SHIFT, FINE_SHIFT))
-_EXACT_FINE = 2**10  # as many pseudo-gradients have fine parts whose sum leaves FINE_SHIFT its unit
-MOST_SPLIT = COARSE_SHIFT / 6
-"""A number as large as that, or less, leaves the sum with ``COARSE_SHIFT`` its unit."""
+_COARSE_BITS_OF_SHIFT, _FINE_BITS_OF_SHIFT = struct.unpack("<2q", struct.pack("<2d", _COARSE_SHIFT, _FINE_SHIFT))
+_EXACT_FINE = 2**10  # as many pseudo-gradients have fine parts whose sum leaves _FINE_SHIFT its unit
+_MOST_SPLIT = _COARSE_SHIFT / 6
+"""A number as large as that, or less, leaves the sum with ``_COARSE_SHIFT`` its unit."""
 
 
 class WeightedMean:
-    """Weighted mean of pseudo-gradients.
+    """Weighted mean of pseudo-gradients as they have travelled.
 
     Args:
-        like: A tensor of each shape, by name; they are only looked at. Sums are kept on the first one's device.
+        elements: Of each.
     """
 
-    def __init__(self, like: Mapping[str, Tensor]) -> None:
-        self._shapes = {name: tensor.shape for name, tensor in like.items()}
-        self._device = next((tensor.device for tensor in like.values()), torch.device("cpu"))
-        self._elements = sum(tensor.numel() for tensor in like.values())
-        self._coarse = torch.zeros(self._elements, dtype=torch.int64, device=self._device)
-        self._fine = torch.zeros(self._elements, dtype=torch.int64, device=self._device)
-        self._largest = dict.fromkeys(like, 0.0)
-        self._weight = 0
-        self._added = 0
-        self._shifted = 0  # of those, by the bits of doubles
+    def __init__(self, elements: int) -> None:
+        self._elements = elements
+        self._coarse = torch.zeros(elements, dtype=torch.int64)
+        self._fine = torch.zeros(elements, dtype=torch.int64)
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin anew, in the same memory."""
+        self._coarse.zero_()
+        self._fine.zero_()
+        self._largest = 0.0
+        self._weight = self._added = 0
+        self._shifted = 0  # of those that were added, by the bits of doubles
 
     @property
     def weight(self) -> int:
@@ -78,113 +79,52 @@ class WeightedMean:
         """How many were added."""
         return self._added
 
-    def clear(self) -> None:
-        """Begin anew, in the same memory."""
-        self._coarse.zero_()
-        self._fine.zero_()
-        self._largest = dict.fromkeys(self._largest, 0.0)
-        self._weight = self._added = self._shifted = 0
-
-    def add(self, pseudo_gradient: Mapping[str, Tensor], *, weight: int) -> None:
-        """Add a pseudo-gradient. If it is refused, nothing of it was added.
-
-        Args:
-            pseudo_gradient: A tensor of each shape, by name; taken as fp32.
-            weight: Relative to the others', 1 or more.
-
-        Raises:
-            OptionError: If the weight is not allowed.
-            ValueError: If names or shapes do not fit, or a number is not finite, or too large: the weighted sum must
-                stay below 2^38.
-        """
-        self._check_weight(weight)
-        self._check_names(pseudo_gradient)
-        flat = {name: pseudo_gradient[name].detach().reshape(-1) for name in self._shapes}
-        self._add_chunks(flat.values(), {name: _extent(part) for name, part in flat.items()}, weight)
-
-    def add_encoded(self, payload: Tensor, wire: WireFormat, *, weight: int) -> None:
-        """Add a pseudo-gradient as it has travelled: decoded chunk by chunk, with the same result as :meth:`add`.
+    def add(self, payload: Tensor, wire: WireFormat, *, weight: int) -> None:
+        """Add a pseudo-gradient, decoded chunk by chunk. If it is refused, nothing of it was added.
 
         Args:
             payload: Of all tensors, flat, one after the other.
             wire: What it was encoded with.
-            weight: See :meth:`add`.
+            weight: Relative to the others', 1 or more.
 
         Raises:
             OptionError: If the weight is not allowed.
-            ValueError: If the payload has another size, or is damaged, or a number is not finite, or too large.
+            ValueError: If the payload has another size, or is damaged, or a number is not finite, or too large: the
+                weighted sum must stay below 2^38.
         """
-        self.add_several([(payload, weight)], wire)
-
-    def add_several(self, payloads: Sequence[tuple[Tensor, int]], wire: WireFormat) -> None:
-        """Add pseudo-gradients as they have travelled, and read and write the sums once for all of them.
-
-        Args:
-            payloads: Each with its weight; see :meth:`add_encoded`. If one is refused, those before it may have been
-                added.
-            wire: What they were encoded with.
-
-        Raises:
-            OptionError: As :meth:`add_encoded`.
-            ValueError: As :meth:`add_encoded`.
-        """
-        if len(payloads) > 1 and wire.dtype != "sparse":
-            self._add_together(payloads, wire)
-            return
-        for payload, weight in payloads:
-            self._add_one(payload, wire, weight)
-
-    def _add_one(self, payload: Tensor, wire: WireFormat, weight: int) -> None:
-        self._check_weight(weight)
-        extents = dict.fromkeys(self._shapes, wire.largest(payload, self._elements))
-        largest = self._require_room(extents, weight)
+        require_whole("weight", weight, 1)
+        if weight > MOST_WEIGHT or self._added >= _MOST_ADDED:
+            raise OptionError(
+                "weight", weight, f"{MOST_WEIGHT} at most, and that of {_MOST_ADDED} pseudo-gradients at most"
+            )
+        extent = wire.largest(payload, self._elements)
+        largest = self._largest + extent * weight
+        if not largest < LARGEST:  # NaN is not less, either
+            raise ValueError(f"The pseudo-gradient was not added: its largest value is {extent:g}.")
         entries = wire.entries(payload, self._elements)
+        # With conversions where some alone are added: the constants of the other way would be missing elsewhere.
+        shifted = entries is None and extent * weight <= _MOST_SPLIT
         if entries is None:
-            self._add_chunks(wire.decode_chunks(payload, self._elements), extents, weight)
-            return
-        indices, values = entries
-        coarse, fine = self._coarse[indices], self._fine[indices]
-        # With conversions: the constants of the other way would be missing where nothing is added.
-        _Splitter(values.numel(), self._device, weight, shifted=False).add(values, coarse, fine)
-        self._coarse[indices], self._fine[indices] = coarse, fine
-        self._count(largest, weight, shifted=False)
-
-    def _add_together(self, payloads: Sequence[tuple[Tensor, int]], wire: WireFormat) -> None:
-        """The same result as one after the other; all are dense, and a chunk of the sums stays in a core's cache."""
-        size = min(chunk_size(self._device), self._elements)
-        splitters = []
-        for payload, weight in payloads:
-            self._check_weight(weight)
-            extent = wire.largest(payload, self._elements)
-            largest = self._require_room(dict.fromkeys(self._shapes, extent), weight)
-            shifted = extent * weight <= MOST_SPLIT
-            splitters.append(_Splitter(size, self._device, weight, shifted=shifted))
-            self._count(largest, weight, shifted=shifted)
-        place = 0
-        for chunks in zip(*(wire.decode_chunks(payload, self._elements) for payload, _ in payloads), strict=True):
-            part = slice(place, place + chunks[0].numel())
-            for splitter, chunk in zip(splitters, chunks, strict=True):
+            splitter = _Splitter(min(chunk_size(_CPU), self._elements), weight, shifted=shifted)
+            place = 0
+            for chunk in wire.decode_chunks(payload, self._elements):
+                part = slice(place, place + chunk.numel())
                 splitter.add(chunk, self._coarse[part], self._fine[part])
-            place = part.stop
-
-    def mean(self) -> dict[str, Tensor]:
-        """The weighted mean of what was added, in fp32.
-
-        Raises:
-            ValueError: If nothing was added.
-        """
-        flat = torch.empty(self._elements, dtype=torch.float32, device=self._device)
-        place = 0
-        for chunk in self._mean_chunks():
-            flat[place : place + chunk.numel()] = chunk
-            place += chunk.numel()
-        parts = flat.split([shape.numel() for shape in self._shapes.values()])
-        return {name: part.reshape(shape) for (name, shape), part in zip(self._shapes.items(), parts, strict=True)}
+                place = part.stop
+        else:
+            indices, values = entries
+            coarse, fine = self._coarse[indices], self._fine[indices]
+            _Splitter(values.numel(), weight, shifted=shifted).add(values, coarse, fine)
+            self._coarse[indices], self._fine[indices] = coarse, fine
+        self._largest = largest
+        self._weight += weight
+        self._added += 1
+        self._shifted += shifted
 
     def encode_mean(
         self, wire: WireFormat, *, seed: int = 0, out: Tensor | None = None, residual: Tensor | None = None
     ) -> Tensor:
-        """The weighted mean as it is to travel, without its fp32 in memory: all tensors, flat, one after the other.
+        """The weighted mean as it is to travel, without its fp32 in memory.
 
         Args:
             wire: Encodes it.
@@ -196,46 +136,18 @@ class WeightedMean:
             ValueError: If nothing was added.
         """
         chunks = self._mean_chunks()
-        return wire.encode_chunks(chunks, self._elements, device=self._device, seed=seed, out=out, residual=residual)
-
-    def _add_chunks(self, chunks: Iterable[Tensor], extents: Mapping[str, float], weight: int) -> None:
-        largest = self._require_room(extents, weight)
-        shifted = all(extent * weight <= MOST_SPLIT for extent in extents.values())
-        size = min(chunk_size(self._device), self._elements)
-        splitter = _Splitter(size, self._device, weight, shifted=shifted)
-        place = 0
-        for chunk in chunks:
-            for first, length in chunks_of(chunk.numel(), size):
-                part = slice(place + first, place + first + length)
-                splitter.add(chunk[first : first + length], self._coarse[part], self._fine[part])
-            place += chunk.numel()
-        self._count(largest, weight, shifted=shifted)
-
-    def _require_room(self, extents: Mapping[str, float], weight: int) -> dict[str, float]:
-        """What the sums may be at most with something more."""
-        largest = {}
-        for name, extent in extents.items():
-            largest[name] = self._largest[name] + extent * weight
-            if not largest[name] < LARGEST:  # NaN is not less, either
-                raise ValueError(f"The pseudo-gradient of {name!r} was not added: its largest value is {extent:g}.")
-        return largest
-
-    def _count(self, largest: dict[str, float], weight: int, *, shifted: bool) -> None:
-        self._largest = largest
-        self._weight += weight
-        self._added += 1
-        self._shifted += shifted
+        return wire.encode_chunks(chunks, self._elements, device=_CPU, seed=seed, out=out, residual=residual)
 
     def _mean_chunks(self) -> Iterator[Tensor]:
         """The mean in fp32, in chunks of which each is overwritten when the next is asked for."""
         if not self._added:
             raise ValueError("There is no mean: no pseudo-gradient was added.")
-        size = min(chunk_size(self._device), self._elements)
+        size = min(chunk_size(_CPU), self._elements)
         # Both parts of the sum are doubles without rounding then, and so is theirs: the bits of a carry are the same.
-        exact = max(self._largest.values(), default=0.0) <= MOST_SPLIT and self._added <= _EXACT_FINE
-        one, other = (torch.empty(size, dtype=torch.int64, device=self._device) for _ in range(2))
-        total, high = (torch.empty(size, dtype=torch.float64, device=self._device) for _ in range(2))
-        mean = torch.empty(size, dtype=torch.float32, device=self._device)
+        exact = self._largest <= _MOST_SPLIT and self._added <= _EXACT_FINE
+        one, other = (torch.empty(size, dtype=torch.int64) for _ in range(2))
+        total, high = (torch.empty(size, dtype=torch.float64) for _ in range(2))
+        mean = torch.empty(size, dtype=torch.float32)
         share = 1 / self._weight  # to multiply with it is several times as fast as to divide
         for first, length in chunks_of(self._elements, size):
             part, here = slice(first, first + length), slice(0, length)
@@ -249,7 +161,7 @@ class WeightedMean:
     def _exact_sum(self, coarse: Tensor, fine: Tensor, one: Tensor, other: Tensor) -> Tensor:
         high = _add_whole(coarse, _signed((1 - self._shifted) * _COARSE_BITS_OF_SHIFT), out=one).view(torch.float64)
         low = _add_whole(fine, _signed((1 + self._shifted) * _FINE_BITS_OF_SHIFT), out=other).view(torch.float64)
-        return high.sub_(COARSE_SHIFT).add_(low.sub_(FINE_SHIFT))
+        return high.sub_(_COARSE_SHIFT).add_(low.sub_(_FINE_SHIFT))
 
     def _carried_sum(
         self, coarse: Tensor, fine: Tensor, one: Tensor, other: Tensor, total: Tensor, high: Tensor
@@ -261,45 +173,31 @@ class WeightedMean:
         high.copy_(_add_whole(one, _signed(-self._shifted * _COARSE_BITS_OF_SHIFT), out=one))
         return total.add_(high).mul_(2.0**-_COARSE_BITS)
 
-    def _check_weight(self, weight: int) -> None:
-        require_whole("weight", weight, 1)
-        if weight > MOST_WEIGHT or self._added >= _MOST_ADDED:
-            raise OptionError(
-                "weight", weight, f"{MOST_WEIGHT} at most, and that of {_MOST_ADDED} pseudo-gradients at most"
-            )
-
-    def _check_names(self, pseudo_gradient: Mapping[str, Tensor]) -> None:
-        shapes = {name: tensor.shape for name, tensor in pseudo_gradient.items()}
-        if shapes != self._shapes:
-            names = sorted(name for name in {*shapes, *self._shapes} if shapes.get(name) != self._shapes.get(name))
-            raise ValueError(f"The pseudo-gradient was not added: it does not fit the weights in {', '.join(names)}.")
-
 
 class _Splitter:
     """Adds ``weight`` times a chunk to its sums, in two whole numbers; keeps the scratch for that.
 
     Args:
         size: Most elements of a chunk.
-        device: Of the sums.
         weight: Of what is added.
         shifted: Whether by the bits of doubles.
     """
 
-    def __init__(self, size: int, device: torch.device, weight: int, *, shifted: bool) -> None:
+    def __init__(self, size: int, weight: int, *, shifted: bool) -> None:
         self._weight = weight
         self._shifted = shifted
-        self._value, self._sum = (torch.empty(size, dtype=torch.float64, device=device) for _ in range(2))
-        self._shift = torch.tensor(COARSE_SHIFT, dtype=torch.float64, device=device)
+        self._value, self._sum = (torch.empty(size, dtype=torch.float64) for _ in range(2))
+        self._shift = torch.tensor(_COARSE_SHIFT, dtype=torch.float64)
 
     def add(self, chunk: Tensor, coarse: Tensor, fine: Tensor) -> None:
         size = chunk.numel()
         value, split = self._value[:size], self._sum[:size]
-        value.copy_(chunk if chunk.dtype == torch.float32 else chunk.float())
+        value.copy_(chunk)
         if self._shifted:
             torch.add(self._shift, value, alpha=self._weight, out=split)
             _add_whole(coarse, split.view(torch.int64), out=coarse)
             # What the coarse part has too much: exact, as it is made of digits of the number that was split.
-            split.sub_(COARSE_SHIFT).sub_(value, alpha=self._weight).add_(FINE_SHIFT)
+            split.sub_(_COARSE_SHIFT).sub_(value, alpha=self._weight).add_(_FINE_SHIFT)
             _subtract_whole(fine, split.view(torch.int64), out=fine)
             return
         value.mul_(self._weight * 2.0**_COARSE_BITS)
@@ -310,7 +208,7 @@ class _Splitter:
 
 def _add_whole(one: Tensor, other: Tensor | int, *, out: Tensor) -> Tensor:
     """``one + other``, modulo 2^64."""
-    if _by_numpy(out):
+    if _by_numpy():
         np.add(one.numpy(), other.numpy() if isinstance(other, Tensor) else np.int64(other), out=out.numpy())
         return out
     return torch.add(one, other, out=out)
@@ -318,27 +216,20 @@ def _add_whole(one: Tensor, other: Tensor | int, *, out: Tensor) -> Tensor:
 
 def _subtract_whole(one: Tensor, other: Tensor, *, out: Tensor) -> Tensor:
     """``one - other``, modulo 2^64."""
-    if _by_numpy(out):
+    if _by_numpy():
         np.subtract(one.numpy(), other.numpy(), out=out.numpy())
         return out
     return torch.sub(one, other, out=out)
 
 
-def _by_numpy(tensor: Tensor) -> bool:
+def _by_numpy() -> bool:
     """Whether NumPy is to add whole numbers: on one thread three times as fast as torch 2.13, which multiplies by 1."""
-    return tensor.device.type == "cpu" and torch.get_num_threads() == 1
+    return torch.get_num_threads() == 1
 
 
 def _signed(number: int) -> int:
     """The same modulo 2^64, as 64 bits with a sign hold it."""
     return (number + 2**63) % 2**64 - 2**63
-
-
-def _extent(tensor: Tensor) -> float:
-    """The largest magnitude; NaN if there is one."""
-    size = chunk_size(tensor.device)
-    parts = [float(tensor[first : first + length].abs().amax()) for first, length in chunks_of(tensor.numel(), size)]
-    return math.nan if any(map(math.isnan, parts)) else max(parts, default=0.0)
 
 
 def require_weighting(option: str, value: object) -> str:
