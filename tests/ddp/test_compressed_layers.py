@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -99,6 +100,15 @@ def test_compressing_that_brings_nothing_is_taken_back_and_not_tried_for_long() 
     assert 3 <= sum(count > 0 for count in training.counts) <= 10, "it was tried, once"
 
 
+def test_the_more_has_brought_nothing_the_later_is_the_next_try() -> None:
+    training = Training(2.0, codecs=1.0)
+    training.run(1600)
+    tries = [at for at, (before, now) in enumerate(itertools.pairwise(training.counts)) if now and not before]
+    apart = [later - earlier for earlier, later in itertools.pairwise(tries)]
+    assert len(tries) == 5
+    assert all(later > 1.8 * earlier for earlier, later in itertools.pairwise(apart))
+
+
 def test_a_link_that_changes_is_followed() -> None:
     training = Training(2.0)
     training.run(60)
@@ -128,19 +138,20 @@ class Fit:
     def __init__(self, values: Any, *, decides: bool, buckets: Sequence[int] = (10, 10, 10, 10)) -> None:
         self.now, self.step = 0.0, 0
         self.buckets = buckets
+        self.exact_s = 2.0  # that the link takes for exact gradients
         self.statistics: Any = SimpleNamespace(exposed_s=0.0, communication_s=0.0)
         self.layers = CompressedLayers(
             RATIO, values, decides=decides, statistics=self.statistics, clock=lambda: self.now
         )
 
-    def take(self) -> list[int]:
+    def take(self, *, exact: bool = False) -> list[int]:
         """A step; returns which of its buckets are compressed."""
         self.step += 1
         self.layers.before_step(self.step, counts=self.step > 2)
-        self.layers.begin_backward()
+        self.layers.begin_backward(exact=exact)
         compressed = [index for index, size in enumerate(self.buckets) if self.layers.include(index, size)]
         share = len(compressed) / len(self.buckets)
-        busy = 2.0 * (1 - share + share / RATIO)
+        busy = self.exact_s * (1 - share + share / RATIO)
         self.now += max(busy, 1.0)
         self.statistics.exposed_s += max(busy - 1.0, 0.0)
         self.statistics.communication_s += busy
@@ -192,3 +203,41 @@ def test_what_ddp_arranges_anew_is_gone_by_in_the_next_step() -> None:
     fit.buckets = (5, 5)
     fit.take()
     assert fit.take() == [0, 1], "as many as before, where there are fewer"
+
+
+def test_steps_as_ddps_are_exact_and_the_next_ones_as_before() -> None:
+    fit = Fit(OneRank(), decides=True)
+    for _ in range(30):
+        fit.take()
+    assert fit.take(exact=True) == []
+    assert fit.take() == [1, 2, 3]
+
+
+def test_disturbed_steps_say_nothing() -> None:
+    fit = Fit(OneRank(), decides=True)
+    fit.exact_s = 0.9
+    for _ in range(60):
+        assert fit.take() == []
+        if fit.step % 3:  # all wait for a rank that writes a checkpoint
+            fit.now += 5.0
+            fit.statistics.exposed_s += 5.0
+            fit.layers.disturb()
+
+
+def test_waits_that_begin_soon_are_answered_soon() -> None:
+    fit = Fit(OneRank(), decides=True)
+    fit.exact_s = 0.9
+    for _ in range(14):
+        fit.take()
+    assert fit.layers.is_settled, "others may try something"
+    fit.exact_s = 2.0
+    taken = [fit.take() for _ in range(12)]
+    assert taken[-1] == [1, 2, 3]
+
+
+def test_exchanges_are_rare_once_nothing_was_to_be_changed_for_long() -> None:
+    values = OneRank()
+    fit = Fit(values, decides=True)
+    for _ in range(200):
+        fit.take()
+    assert len(values.exchanges) < 60

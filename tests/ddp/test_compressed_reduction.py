@@ -96,7 +96,7 @@ class Scripted:
     def __init__(self) -> None:
         self.step = 0
 
-    def begin_backward(self) -> None:
+    def begin_backward(self, *, exact: bool) -> None:
         self.step += 1
 
     def include(self, bucket: int, nbytes: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import lightning as L
 import pytest
@@ -70,3 +71,18 @@ def test_buckets_that_were_chosen_are_those_that_count(monkeypatch: pytest.Monke
         ScheduledGradients(strategy, SchedulerOptions(), timeout=None, own_buckets=True).prepare(board)
     assert raised.value.args[0].bucket_bytes == 2 * 2**20
     assert strategy._ddp_kwargs == {"bucket_cap_mb": 2}
+
+
+@pytest.mark.parametrize("what", ["an epoch", "a validation", "a checkpoint"])
+def test_a_step_with_something_else_in_it_says_nothing_of_layers(what: str) -> None:
+    strategy: Any = SimpleNamespace(lightning_module=None, precision_plugin=Precision())
+    gradients = ScheduledGradients(strategy, SchedulerOptions(), timeout=None, own_buckets=False)
+    gradients._compression = compression = Mock()
+    compression.not_applied.return_value = ()
+    if what == "an epoch":
+        gradients.begin_epoch()
+    elif what == "a validation":
+        gradients.validate()
+    else:
+        gradients.all_left(lambda total: None, keep=False)
+    compression.layers.disturb.assert_called_once_with()

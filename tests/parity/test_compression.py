@@ -14,11 +14,12 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.plugins import MixedPrecision
 from torch.optim import AdamW
 
-from lightning_bytescheduler.ddp import fit_report
+from lightning_bytescheduler.ddp import decided_steps, fit_report
 from lightning_bytescheduler.ddp.compressed_layers import LayerSearch
 from lightning_bytescheduler.exceptions import OptionError, RanksDifferError
 from tests.parity.checks import DDP, assert_overlapped, assert_same, train_on
 from tests.parity.test_checkpoints import SaveAt
+from tests.parity.test_modes import Restless
 from tests.support.fit import SIZES, Outcome, Recipe, Run, train, train_all
 from tests.support.models import Tower
 from tests.support.rank_pool import RankPool
@@ -572,6 +573,40 @@ def test_auto_compresses_the_layers_that_rank_0_says(two_ranks: RankPool, traine
             assert outcome.error is None
             assert outcome.statistics is not None
             assert 0.15 < outcome.statistics.compressed_share < 0.7
+
+
+def train_in_two_ways(rank: int, recipe: Recipe, wanted: list[tuple[bool, bool]]) -> Outcome:
+    """All layers are to be compressed, in steps of which some are taken as DDP's."""
+    run = Run(options={**AUTO, "mode": "auto", "tuning": False})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decided_steps, "ModeTrial", partial(Restless, rank, wanted))
+        return train_chosen(rank, recipe, [run], [1000])[0]
+
+
+def test_auto_is_exact_in_steps_as_ddps(two_ranks: RankPool) -> None:
+    recipe = Recipe(model=partial(Tower, optimizer=adamw), steps=12)
+    (ddp,) = train_on(two_ranks, recipe, DDP)
+    exact = two_ranks.run(train_in_two_ways, recipe=recipe, wanted=[(True, False)])
+    assert_same(ddp, exact)
+    mixed = two_ranks.run(train_in_two_ways, recipe=recipe, wanted=[(False, False), (True, False)])
+    assert same_weights(mixed[0], mixed[1]), "ranks drift apart"
+    assert max_difference(ddp[0], mixed[0]) < 0.05
+    statistics = mixed[0].statistics
+    assert statistics is not None
+    assert 0.1 < statistics.compressed_share < 0.7
+    assert 3 <= statistics.overlapped_steps <= 9
+
+
+def test_auto_on_three_ranks_that_accumulate(three_ranks: RankPool) -> None:
+    recipe = Recipe(model=partial(Tower, optimizer=adamw), steps=10, trainer={"accumulate_grad_batches": 2})
+    (ddp,) = train_on(three_ranks, recipe, DDP)
+    counts = [0, 1, 1000, 0, 2, 2]
+    outcomes = [o for (o,) in three_ranks.run(train_chosen, recipe=recipe, runs=[Run(options=AUTO)], counts=counts)]
+    for rank, outcome in enumerate(outcomes):
+        assert same_weights(outcomes[0], outcome), "ranks drift apart"
+        assert 0 < max_difference(ddp[rank], outcome) < 0.05
+        assert outcome.statistics is not None
+        assert 0.1 < outcome.statistics.compressed_share < 0.9
 
 
 def test_auto_goes_on_exact_and_sends_what_a_checkpoint_has_left(two_ranks: RankPool, tmp_path: Path) -> None:

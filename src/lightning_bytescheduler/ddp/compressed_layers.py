@@ -6,7 +6,7 @@ steps take and wait for. It begins with none, so that where exact gradients hide
 
 The unit is DDP's bucket. All ranks change the number before the same step (``AgreedValues`` in
 ``collectives/number_exchange.py``), and DDP has the same buckets on all of them, numbered as gradients come: so they
-compress the same. In the first step, after which DDP arranges its buckets anew, nothing is.
+compress the same. Steps as DDP's are exact, and so is the first one, after which DDP arranges its buckets anew.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ _TRIES = 2  # until it has to
 _STEPS = 3  # that are looked at together
 _LOOKS = 2  # in a row, before anything is compressed
 _SETTLE = 2  # first steps of their kind, which do not count
-_REST = 100  # steps, after a change that was taken back
-_INTERVAL = 16  # steps between exchanges while nothing is tried
+_REST = 100  # steps, after a change that was taken back; twice as many after each further one
+_MOST_REST = 3200
+_QUIET = 8  # looks in a row at which nothing was to be changed, until exchanges become rare
+_INTERVAL = 16  # steps between those
 
 
 class LayerSearch:
@@ -39,7 +41,8 @@ class LayerSearch:
 
     A step that waits for the link is shorter by what the link is spared. So the number follows from the waits, and how
     long the link takes for exact gradients. Where a change brings less than a quarter of that, as where codecs are what
-    takes long, and so does a further one, both are taken back, and no other is tried for 100 steps.
+    takes long, or another rank is waited for, and so does a further one, both are taken back, and no other is tried for
+    100 steps: for 200 after the next one in a row, and so on.
 
     Pure: it has no clock, and says the same of the same steps.
 
@@ -64,11 +67,18 @@ class LayerSearch:
         self._saves = 0.0  # what that was to save, of a step
         self._tried = 0  # changes
         self._rest = 0
+        self._in_vain = 0  # tries in a row
+        self._quiet = 0  # looks in a row
 
     @property
     def is_settled(self) -> bool:
         """Whether nothing is being tried."""
         return self._looks >= _LOOKS and self._before is None and not self._late
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing has been tried for long: a change to come may take some steps to be known."""
+        return self._quiet >= _QUIET
 
     def step_took(self, seconds: float, waited: float, busy: float, *, counts: bool = True) -> None:
         """Take down a step.
@@ -100,7 +110,8 @@ class LayerSearch:
             self._link = busy
         is_late = waited > (_STAY if self.count else _BEGIN) * computes
         if self._is_in_vain(seconds, is_late=is_late):
-            self._rest = _REST
+            self._rest = min(_REST << self._in_vain, _MOST_REST)
+            self._in_vain += 1
         self._late = self._late + 1 if is_late and not self._rest else 0
         if self._late >= (1 if self.count else _LOOKS):
             self._late = 0
@@ -109,6 +120,7 @@ class LayerSearch:
             self._change(busy - _BUSY * seconds, seconds)
         else:
             self._before = None
+        self._quiet = self._quiet + 1 if self.is_settled else 0
 
     def _is_in_vain(self, seconds: float, *, is_late: bool) -> bool:
         """Whether what was tried has not brought what it was for; then it is taken back."""
@@ -119,7 +131,10 @@ class LayerSearch:
         if not brings and is_late and count < self.count < len(self.sizes) and self._tried < _TRIES:
             return False  # one more bucket may be what it takes
         self._before = None
-        self.count = self.count if brings else count
+        if brings:
+            self._in_vain = 0
+        else:
+            self.count = count
         return not brings
 
     def _change(self, spared: float, seconds: float) -> None:
@@ -171,11 +186,16 @@ class CompressedLayers:
         self._began = (0.0, 0.0, 0.0)
         self._sizes: dict[int, int] = {}  # of the buckets of this step, so far
         self._first: frozenset[int] = frozenset()
+        self._disturbed = False
 
     @property
     def is_settled(self) -> bool:
         """Whether rank 0 tries nothing; ``True`` on the others."""
         return self._search is None or self._search.is_settled
+
+    def disturb(self) -> None:
+        """The present step has something in it that others have not, such as a checkpoint: its time tells nothing."""
+        self._disturbed = True
 
     def before_step(self, step: int, *, counts: bool) -> None:
         """A forward pass of ``step`` begins, on all ranks.
@@ -191,18 +211,23 @@ class CompressedLayers:
             now = self._clock(), self._statistics.exposed_s, self._statistics.communication_s
             seconds, waited, busy = (here - before for here, before in zip(now, self._began, strict=True))
             counts = counts and self._step > 0 and search.count == self.count
-            search.step_took(seconds, waited, busy, counts=counts)
+            if not (counts and self._disturbed):
+                search.step_took(seconds, waited, busy, counts=counts)
             self._began, wanted = now, search.count
-            interval = _INTERVAL if search.is_settled and wanted == self.count else 1
-        self._step = step
+            interval = _INTERVAL if search.is_quiet and wanted == self.count else 1
+        self._step, self._disturbed = step, False
         agreed = self._values.before_step(step, (wanted,), interval=interval)
         if agreed is not None:
             (self.count,) = agreed
 
-    def begin_backward(self) -> None:
-        """A backward pass has its first bucket: those of the last one say which are the first layers'."""
+    def begin_backward(self, *, exact: bool) -> None:
+        """A backward pass has its first bucket: those of the last one say which are the first layers'.
+
+        Args:
+            exact: Whether nothing is compressed in it; the same on all ranks.
+        """
         sizes = sorted(self._sizes.items(), reverse=True)
-        self._first = frozenset(index for index, _ in sizes[: self.count])
+        self._first = frozenset(index for index, _ in sizes[: 0 if exact else self.count])
         if self._search is not None:
             self._search.sizes = [size for _, size in sizes]
         self._sizes = {}

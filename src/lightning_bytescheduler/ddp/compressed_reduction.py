@@ -204,10 +204,14 @@ class GradientCompression:
         """Keep in host memory what is left to be sent: the fit is over, and nothing is under way."""
         self._residuals.live_on(torch.device("cpu"))
 
-    def begin_step(self) -> None:
-        """A backward pass has its first bucket, and nothing of the last one is under way."""
+    def begin_step(self, *, as_ddp: bool = False) -> None:
+        """A backward pass has its first bucket, and nothing of the last one is under way.
+
+        Args:
+            as_ddp: Whether the step is taken as DDP's: exact, where only some of the layers are compressed.
+        """
         if self.layers is not None:
-            self.layers.begin_backward()
+            self.layers.begin_backward(exact=as_ddp)
         if self._statistics.steps >= _SEEN_STEPS:
             self._seen()
             self._seen = lambda: None

@@ -293,7 +293,7 @@ class GradientEngine:
         else:
             self._step = SynchronisedStep(context, number, self._position_of)
         if context.compression is not None:
-            context.compression.begin_step()
+            context.compression.begin_step(as_ddp=as_ddp)
 
     def _nothing_pending(self, number: int) -> TrainingStep:
         """What stands for step ``number`` from the next backward pass on, until that communicates."""

@@ -371,6 +371,7 @@ class ScheduledGradients(DecidedSteps):
 
     def all_left(self, add_up: Callable[[torch.Tensor], object], *, keep: bool) -> dict[str, Any] | None:
         """See :meth:`Residuals.total`."""
+        self.disturb()
         given = () if self._compression is None else self._compression.not_applied()
         return self.residuals.total(add_up, keep=keep, loss_scale=loss_scale_of(self._strategy), not_applied=given)
 
@@ -420,8 +421,15 @@ class ScheduledGradients(DecidedSteps):
 
     def validate(self) -> None:
         """Something else than batches of a training comes before the next one."""
+        self.disturb()
         if self._buffers is not None:
             self._buffers.look_closely()
+
+    def disturb(self) -> None:
+        """The present step is to have something in it that others have not: its time tells nothing of others'."""
+        layers = None if self._compression is None else self._compression.layers
+        if layers is not None:
+            layers.disturb()
 
     def _find_unaveraged(self) -> None:
         module = self._strategy.lightning_module
