@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from benchmarks.contenders import DDP_BUCKETS, POLICIES
 from benchmarks.delayed_link import PAYLOAD_SHARE
 from benchmarks.emulation import scaled
-from lightning_bytescheduler.scheduler.policies import policy_of
+from lightning_bytescheduler.scheduler.options import policy_of
 from lightning_bytescheduler.simulation import (
     LinkModel,
     ModelProfile,

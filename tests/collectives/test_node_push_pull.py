@@ -16,7 +16,7 @@ from lightning_bytescheduler.collectives.node_push_pull import NodePushPull
 from lightning_bytescheduler.collectives.operations import StartedOperation
 from lightning_bytescheduler.collectives.server_meeting import join_group
 from lightning_bytescheduler.collectives.summing_server import abandon
-from lightning_bytescheduler.scheduler.passage import NodePassage
+from lightning_bytescheduler.scheduler.task import NodePassage
 
 TIMEOUT = timedelta(seconds=20)
 NODES, RANKS = 2, 3

@@ -14,8 +14,7 @@ import torch
 from lightning_bytescheduler.ddp.reduction import GradientBucket
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
 from lightning_bytescheduler.ddp.steps import StepContext
-from lightning_bytescheduler.scheduler.passage import Passage
-from lightning_bytescheduler.scheduler.task import CommTask
+from lightning_bytescheduler.scheduler.task import CommTask, Passage
 from tests.support.late_copies import LateCopies
 
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ from lightning_bytescheduler.scheduler import (
     TaskKey,
     TaskState,
 )
-from lightning_bytescheduler.scheduler.lanes import LaneChoice
+from lightning_bytescheduler.scheduler.order import LaneChoice
 from tests.scheduler.harness import ManualTransport, enqueue, running_core, until
 
 

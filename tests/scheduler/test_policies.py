@@ -7,8 +7,7 @@ from collections.abc import Mapping
 import pytest
 
 from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.scheduler.options import SchedulerOptions
-from lightning_bytescheduler.scheduler.policies import POLICIES, policy_of
+from lightning_bytescheduler.scheduler.options import POLICIES, SchedulerOptions, policy_of
 
 MILLION = 1_000_000
 

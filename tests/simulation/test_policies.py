@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 
 from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.scheduler.policies import POLICIES, policy_of
+from lightning_bytescheduler.scheduler.options import POLICIES, policy_of
 from lightning_bytescheduler.simulation import (
     LinkModel,
     ModelProfile,

@@ -168,7 +168,7 @@ def one_threaded_options(timeout: timedelta) -> Any:
 
 
 def create_overtaking(device: torch.device, *, timeout: timedelta | None) -> dist.ProcessGroup:
-    """Create the second lane's group, see ``scheduler/lanes.py``; every rank must call this at the same point.
+    """Create the second lane's group, see ``scheduler/order.py``; every rank must call this at the same point.
 
     Args:
         device: Where gradients live.

@@ -14,7 +14,7 @@ Why the ranks agree, and why nobody waits forever:
   exist, and no younger one can be popped before it. So it completes, and by induction all do.
 * Collectives of others (``routing_group.py``) are in the same sequence, where they are routed. A rank may wait
   for what is above before it comes to submit one: so the induction takes more, see below.
-* The lane that a part travels on (``scheduler/lanes.py``, over long ways) rank 0 says with the decision. Each lane is a
+* The lane that a part travels on (``LaneChoice``, over long ways) rank 0 says with the decision. Each lane is a
   group of its own. What is launched on it is a part of the one sequence, so it is one sequence on all ranks too. What
   overtakes may take a second credit, on followers whatever rank 0 says; for the induction a credit of any size is
   enough.
@@ -64,8 +64,7 @@ import torch.distributed as dist
 from lightning_bytescheduler.collectives.completion import wait_in_slices
 from lightning_bytescheduler.collectives.operations import broadcast_from_first
 from lightning_bytescheduler.failures.standstill import break_connections
-from lightning_bytescheduler.scheduler.lanes import LaneChoice
-from lightning_bytescheduler.scheduler.order import AnnouncedOrder, Decision, MixedOrder
+from lightning_bytescheduler.scheduler.order import AnnouncedOrder, Decision, LaneChoice, MixedOrder
 from lightning_bytescheduler.scheduler.short_turns import prefer_short_turns
 from lightning_bytescheduler.scheduler.task import SubCommTask, TaskKey
 

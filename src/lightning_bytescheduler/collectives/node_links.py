@@ -19,8 +19,8 @@ import torch.distributed as dist
 from lightning_bytescheduler.collectives.operations import Pull, StartedOperation
 from lightning_bytescheduler.collectives.sending_turns import PATIENCE
 from lightning_bytescheduler.collectives.summing_server import OwnSum, abandon
-from lightning_bytescheduler.scheduler.passage import NodePassage
 from lightning_bytescheduler.scheduler.short_turns import prefer_short_turns
+from lightning_bytescheduler.scheduler.task import NodePassage
 
 __all__ = ["NodeLinks", "Pushed"]
 

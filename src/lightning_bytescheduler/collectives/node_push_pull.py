@@ -49,8 +49,8 @@ from lightning_bytescheduler.collectives.node_links import NodeLinks
 from lightning_bytescheduler.collectives.operations import Pull, StartedOperation
 from lightning_bytescheduler.collectives.push_pull import ByteShares, PushPull, Way
 from lightning_bytescheduler.collectives.summing_server import OwnSum
-from lightning_bytescheduler.scheduler.passage import NodePassage
 from lightning_bytescheduler.scheduler.placement import Nodes, Placement, mixed_server, server_weights
+from lightning_bytescheduler.scheduler.task import NodePassage
 
 __all__ = ["NodePushPull", "PlacedParts"]
 

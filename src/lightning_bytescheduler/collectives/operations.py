@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_bytescheduler.scheduler.passage import Passage
+from lightning_bytescheduler.scheduler.task import Passage
 
 
 def broadcast_from_first(group: dist.ProcessGroup, tensor: torch.Tensor) -> dist.Work:

@@ -45,8 +45,8 @@ from lightning_bytescheduler.collectives.summing_server import (
     abandon,
 )
 from lightning_bytescheduler.exceptions import UnsupportedError
-from lightning_bytescheduler.scheduler.passage import Passage
 from lightning_bytescheduler.scheduler.placement import server_weights
+from lightning_bytescheduler.scheduler.task import Passage
 
 __all__ = ["ByteShares", "PushPull", "Way", "abandon"]
 

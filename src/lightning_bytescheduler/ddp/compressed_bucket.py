@@ -34,8 +34,7 @@ from lightning_bytescheduler.ddp.low_rank_reduction import WorkObserver
 from lightning_bytescheduler.ddp.node_sums import given, room_for, summed
 from lightning_bytescheduler.ddp.pushed_pieces import PushedPiece, PushedPieces, described, read
 from lightning_bytescheduler.ddp.sample_weights import StepWeight
-from lightning_bytescheduler.scheduler.passage import NodePassage, Passage
-from lightning_bytescheduler.scheduler.task import SubCommTask
+from lightning_bytescheduler.scheduler.task import NodePassage, Passage, SubCommTask
 
 __all__ = ["CompressedBucket"]
 

@@ -15,8 +15,7 @@ from lightning_bytescheduler.ddp.ddp_mode import ModeFound
 from lightning_bytescheduler.ddp.plan import OverlapPlan
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
 from lightning_bytescheduler.lightning_api import rank_zero_info, rank_zero_warn
-from lightning_bytescheduler.scheduler.options import SchedulerOptions
-from lightning_bytescheduler.scheduler.policies import POLICIES, SchedulingPolicy, policy_of
+from lightning_bytescheduler.scheduler.options import POLICIES, SchedulerOptions, SchedulingPolicy, policy_of
 from lightning_bytescheduler.tuning.default_sizes import LinkEstimate
 
 __all__ = ["announce", "codec_cost", "first_pace", "reason_for", "say_found", "say_if_tiny", "say_start", "summary_of"]

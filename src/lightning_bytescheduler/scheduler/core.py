@@ -43,7 +43,7 @@ class ByteCore:
         partition_size: Largest sub-task, in parameters. Clamped to ``credit``.
         credit: How much may be in flight, in parameters.
         one_at_a_time: Start a sub-task only when nothing is in flight, whatever the credit.
-        overtaking: Let what is more urgent than all that is in flight take as much credit again, see ``lanes.py``.
+        overtaking: Let what is more urgent than all that is in flight take as much credit again, see ``LaneChoice``.
         order: Which ready sub-task is next; by priority unless given.
         observer: Called with each sub-task that has finished, its times (``ready_at``, ``started_at``,
             ``finished_at``, seconds of ``clock``) filled in.

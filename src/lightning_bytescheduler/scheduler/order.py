@@ -1,5 +1,7 @@
 """Which sub-task is sent next: by priority, by priority with somebody else's among them, or as another rank decided.
 
+Over long ways also on which lane, so that what is urgent overtakes what is under way (:class:`LaneChoice`).
+
 Both orders are plain data structures that ``ByteCore`` calls under its own lock; they have no lock of their
 own. What an order pops is *claimed*: it will be launched even if its task fails meanwhile, as other ranks may
 have been told.
@@ -8,15 +10,19 @@ have been told.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from lightning_bytescheduler.exceptions import LaunchOrderError
-from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask, TaskKey, part_size
+from lightning_bytescheduler.scheduler.task import ENDED, CommTask, SubCommTask, TaskKey, part_size
 
-__all__ = ["AnnouncedOrder", "Decision", "LaunchOrder", "MixedOrder", "PriorityOrder"]
+__all__ = ["LANES", "AnnouncedOrder", "Decision", "LaneChoice", "LaunchOrder", "MixedOrder", "PriorityOrder"]
+
+LANES = 2
+_MANY = 64  # under way on a lane, of which most have ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +34,7 @@ class Decision:
         partition_size: The size the deciding rank partitioned the task with, in parameters.
         index: Which sub-task is next.
         task_size: The task's size on the deciding rank, in parameters; ``None`` leaves it unchecked.
-        lane: On which the sub-task travels, see ``lanes.py``.
+        lane: On which the sub-task travels, see :class:`LaneChoice`.
     """
 
     key: TaskKey
@@ -248,3 +254,41 @@ class AnnouncedOrder:
         self._tasks.clear()
         self._popped.clear()
         self._decisions.clear()
+
+
+class LaneChoice:
+    """Chooses lanes, for one sub-task after the other as they are launched; under the core's launching lock.
+
+    A *lane* is a set of connections between all ranks. What is sent on one lane leaves in that order. Over a long way
+    much has to be under way, lest the link stands idle: an urgent sub-task would wait a tenth of a second behind it. On
+    another lane it shares the link with it, as connections do. So what is more urgent than the one launched before it
+    goes to the lane on which less is under way, and what follows stays there. It may also take a second credit, as it
+    would wait for the first. Four workers, 500 Mbit/s, 20 ms there and back: steps took 1.09 times their bound with one
+    lane, 1.08 with two, and 1.05 with the second credit, too.
+
+    Only the deciding rank chooses. Its choice travels with the decision: each lane has one order of launches on all
+    ranks.
+    """
+
+    def __init__(self) -> None:
+        self._under_way: list[list[SubCommTask]] = [[] for _ in range(LANES)]
+        self._lane = 0
+        self._last_priority: float = -math.inf
+
+    def choose(self, sub_task: SubCommTask) -> int:
+        """The lane of what is launched next."""
+        if sub_task.priority < self._last_priority:
+            loads = [self._load(lane) for lane in range(LANES)]
+            least = min(range(LANES), key=loads.__getitem__)
+            if loads[least] + sub_task.charge < loads[self._lane]:
+                self._lane = least
+        self._last_priority = sub_task.priority
+        if len(self._under_way[self._lane]) >= _MANY:
+            self._load(self._lane)
+        self._under_way[self._lane].append(sub_task)
+        return self._lane
+
+    def _load(self, lane: int) -> int:
+        """What is under way on a lane, in parameters; forgets what has ended."""
+        self._under_way[lane] = [sub for sub in self._under_way[lane] if sub.state not in ENDED]
+        return sum(sub.charge for sub in self._under_way[lane])

@@ -16,7 +16,7 @@ from typing import Any
 
 from lightning_bytescheduler.checks import require_one_of
 from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.scheduler.policies import POLICIES, SchedulingPolicy, policy_of
+from lightning_bytescheduler.scheduler.options import POLICIES, SchedulingPolicy, policy_of
 from lightning_bytescheduler.simulation.bounds import clipped_bound, lower_bound
 from lightning_bytescheduler.simulation.compressed_steps import (
     CODECS,

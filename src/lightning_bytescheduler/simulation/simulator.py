@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from lightning_bytescheduler.checks import require_bool, require_one_of, require_whole
 from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.scheduler.policies import SchedulingPolicy
+from lightning_bytescheduler.scheduler.options import SchedulingPolicy
 from lightning_bytescheduler.simulation.bounds import norm_seconds, require_all_reduce
 from lightning_bytescheduler.simulation.link import LinkModel
 from lightning_bytescheduler.simulation.profiles import ModelProfile
