@@ -29,6 +29,7 @@ from lightning_bytescheduler.ddp.ddp_mode import StepMode
 from lightning_bytescheduler.ddp.engine import EngineOptions, GradientEngine
 from lightning_bytescheduler.ddp.residuals import Residuals
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
+from lightning_bytescheduler.ddp.steps import StepContext
 from lightning_bytescheduler.scheduler.core import ByteCore
 from tests.support.late_copies import by_host
 from tests.support.models import MeanOfAll
@@ -131,7 +132,7 @@ class Scheduled:
         if isinstance(self.order, FollowingOrder):
             self.order.start(self.core.update_order)
         self.routing = self.transport.routing = self._route(device)
-        self.engine = GradientEngine(
+        context = StepContext(
             core=self.core,
             transport=self.transport,
             parameters=parameters,
@@ -140,6 +141,7 @@ class Scheduled:
             statistics=self.statistics,
             compression=self.compression,
         )
+        self.engine = GradientEngine(context)
         self.engine.begin_fit(
             EngineOptions(
                 overlapped=case.mode != "synchronised",
@@ -263,7 +265,7 @@ def _train_scheduled(
             optimizer.zero_grad()
             with engine.backward():
                 loss.backward()
-            if case.max_norm is not None and not engine.clip_norm(optimizer, case.max_norm):
+            if case.max_norm is not None and not engine.context.step.clip_norm(optimizer, case.max_norm):
                 torch.nn.utils.clip_grad_norm_(model.parameters(), case.max_norm)
             if engine.options.overlapped:
                 engine.step(optimizer, optimizer.step)

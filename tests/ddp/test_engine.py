@@ -12,12 +12,13 @@ from torch import nn
 from lightning_bytescheduler.ddp.engine import GradientEngine
 from lightning_bytescheduler.ddp.own_gradients import OwnGradients
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
+from lightning_bytescheduler.ddp.steps import StepContext
 from tests.ddp.transports import idle_transport
 
 
 @pytest.fixture
 def engine() -> GradientEngine:
-    return GradientEngine(
+    context = StepContext(
         core=Mock(),
         transport=idle_transport(),
         parameters=[nn.Parameter(torch.ones(3))],
@@ -25,12 +26,13 @@ def engine() -> GradientEngine:
         timeout=5.0,
         statistics=SchedulerStatistics(),
     )
+    return GradientEngine(context)
 
 
 def test_updates_land_after_a_backward_pass_that_failed(engine: GradientEngine) -> None:
     with pytest.raises(ValueError, match="boom"), engine.backward():
         raise ValueError("boom")
-    engine._step = step = Mock()
+    engine.context.step = step = Mock()
     engine.flush()
     step.flush.assert_called_once_with()
 
@@ -41,7 +43,7 @@ def test_another_threads_pass_leaves_the_trainings_alone(engine: GradientEngine)
             pass
 
     with engine.backward(), ThreadPoolExecutor(1) as another:
-        engine._step = step = Mock()
+        engine.context.step = step = Mock()
         another.submit(passes).result()
         assert not step.mock_calls
         passes()

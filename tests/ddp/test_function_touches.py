@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_bytescheduler.ddp import entry_points
-from lightning_bytescheduler.ddp.entry_points import FunctionTouches
+from lightning_bytescheduler.ddp.entry_points import watch_entry_points
 from lightning_bytescheduler.ddp.gates import FirstUseObserver, GatedParameter, arm, disarm
 
 
@@ -110,16 +112,21 @@ if _takes_keywords():
     USES["setup_context, keyword"] = lambda p: WithSetup.apply(VALUE, weight=p)
 
 
+def watch() -> Callable[[], None]:
+    """As one fit does."""
+    fit: Any = SimpleNamespace(backward_pass=nullcontext)
+    return watch_entry_points(fit)
+
+
 @pytest.fixture
-def touches() -> Iterator[FunctionTouches]:
-    seen = FunctionTouches()
-    seen.begin()
-    yield seen
-    seen.end()
+def touches() -> Iterator[None]:
+    leave = watch()
+    yield
+    leave()
 
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
-def test_a_gate_opens_before_a_custom_function(touches: FunctionTouches, use: Callable[[nn.Parameter], Tensor]) -> None:
+def test_a_gate_opens_before_a_custom_function(touches: None, use: Callable[[nn.Parameter], Tensor]) -> None:
     parameter, gate = nn.Parameter(torch.full((3,), 2.0)), Gate()
     arm([parameter], gate)
     assert torch.equal(use(parameter).detach(), parameter.detach())
@@ -137,7 +144,7 @@ def test_without_it_nothing_is_seen(use: Callable[[nn.Parameter], Tensor]) -> No
     disarm([parameter])
 
 
-def test_the_order_of_first_use_sees_it(touches: FunctionTouches) -> None:
+def test_the_order_of_first_use_sees_it(touches: None) -> None:
     first, second = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
     observer = FirstUseObserver([first, second])
     observer.begin()
@@ -148,7 +155,7 @@ def test_the_order_of_first_use_sees_it(touches: FunctionTouches) -> None:
     assert observer.position([second]) < observer.position([first])
 
 
-def test_a_gate_that_stays_closed_lets_the_function_run(touches: FunctionTouches) -> None:
+def test_a_gate_that_stays_closed_lets_the_function_run(touches: None) -> None:
     class StaysClosed(Gate):
         def touched(self, parameter: nn.Parameter, gradient_only: bool) -> None:
             self.touches.append(gradient_only)
@@ -165,36 +172,32 @@ def test_a_gate_that_stays_closed_lets_the_function_run(touches: FunctionTouches
 
 def test_pytorch_is_left_as_it_was_when_the_last_user_ends() -> None:
     before, apply = vars(OWNER)[NAME], torch.autograd.Function.apply
-    one, other = FunctionTouches(), FunctionTouches()
-    one.begin()
-    one.begin()
-    other.begin()
+    leave, leave_too = watch(), watch()
     assert (torch.autograd.Function.apply == apply) is (NAME != "apply")
-    one.end()
-    one.end()
+    leave()
+    leave()
     assert vars(OWNER)[NAME] is not before
-    other.end()
+    leave_too()
     assert vars(OWNER)[NAME] is before
 
 
 def test_what_somebody_else_put_there_meanwhile_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OWNER, NAME, vars(OWNER)[NAME])
-    seen = FunctionTouches()
-    seen.begin()
+    leave = watch()
     theirs = lambda args: args  # noqa: E731
     setattr(OWNER, NAME, theirs)
-    seen.end()
+    leave()
     assert vars(OWNER)[NAME] is theirs
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does
-def test_custom_functions_still_compile_whole(touches: FunctionTouches) -> None:
+def test_custom_functions_still_compile_whole(touches: None) -> None:
     compiled = torch.compile(lambda value: Double.apply(value) + 1, backend="eager", fullgraph=True)
     assert torch.equal(compiled(VALUE), torch.full((3,), 3.0))
 
 
 @pytest.mark.filterwarnings("ignore:.*vmap.*")
-def test_functorch_transforms_still_run(touches: FunctionTouches) -> None:
+def test_functorch_transforms_still_run(touches: None) -> None:
     gradient = torch.func.grad(lambda weight: WithSetup.apply(VALUE, weight).sum())(torch.ones(3))
     assert torch.equal(gradient, VALUE)
 

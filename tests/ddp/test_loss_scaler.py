@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from lightning_bytescheduler.ddp.deferred_optimizer import can_be_deferred, is_enabled, scaling_later
 from lightning_bytescheduler.ddp.gradient_transforms import Unscale
-from lightning_bytescheduler.ddp.loss_scaler import can_be_deferred, is_enabled, scaling_later
 
 
 class Engine:
@@ -20,6 +21,7 @@ class Engine:
         self.norm = norm
         self.pending: Any = None
         self.settled = 0
+        self.context = SimpleNamespace(step=self)
 
     def unscale(self, optimizer: Any, inverse_scale: torch.Tensor) -> Unscale | None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]

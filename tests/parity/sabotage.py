@@ -16,7 +16,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_bytescheduler.ddp import loss_scaler as loss_scaler_module
+from lightning_bytescheduler.ddp import deferred_optimizer as loss_scaler_module
 from lightning_bytescheduler.ddp import overlapped_step as overlapped_module
 from lightning_bytescheduler.ddp import plan as planning_module
 from lightning_bytescheduler.ddp import runtime as runtime_module
@@ -88,7 +88,7 @@ def blind_between_steps(module: LightningModule) -> Iterator[None]:
 
     def rearming_begin_forward(engine: GradientEngine, *batch: Any) -> None:
         begin_forward(engine, *batch)
-        for update in engine._step.updates if isinstance(engine._step, OverlappedStep) else ():
+        for update in engine.context.step.updates if isinstance(engine.context.step, OverlappedStep) else ():
             if update.state is UpdateState.DUE:
                 update.close_gate()
 

@@ -80,7 +80,7 @@ class SeesNoCopies(Callback):
 
 
 def own_of(strategy: Any) -> OwnGradients:
-    gradients: OwnGradients = strategy.runtime.engine._context.own_gradients
+    gradients: OwnGradients = strategy.runtime.engine.context.own_gradients
     return gradients
 
 

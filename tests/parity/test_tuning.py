@@ -62,7 +62,7 @@ def run_restlessly(rank: int, recipe: Recipe, options: dict[str, Any]) -> tuple[
 
     def watched(engine: GradientEngine, *batch: Any) -> None:
         begin_forward(engine, *batch)
-        core = engine._context.core
+        core = engine.context.core
         seen.append((0, 0) if engine.mode.ddp_mode else (core.credit, core.partition_size))
 
     with (

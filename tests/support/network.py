@@ -113,7 +113,7 @@ class LateNetwork:
 
     def _release(self, strategy: ByteSchedulerStrategy | FabricModuleGradients) -> None:
         if strategy.runtime is not None:
-            self._release_up_to(strategy.runtime.engine._step.number)
+            self._release_up_to(strategy.runtime.engine.context.step.number)
 
     def _release_up_to(self, step: int) -> None:
         with self._released:

@@ -244,7 +244,7 @@ class _Sharing:
 
     def _shared(self, batches: SharedBatches) -> SharedBatches:
         shares, loop = batches.shares, self.trainer.fit_loop
-        weights = None if self.runtime is None else self.runtime.engine.weights
+        weights = None if self.runtime is None else self.runtime.weights
         if weights is not None:
             weights.share_out(shares, batches.sizes, lambda: loop.batch_idx)
         said = (

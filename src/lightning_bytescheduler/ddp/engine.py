@@ -23,8 +23,6 @@ What a step is, by its kind: ``steps.py``. What threads may meet, and the order 
 
 import sys
 import threading
-import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -37,22 +35,15 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_bytescheduler.collectives.transport import GradientTransport
-from lightning_bytescheduler.ddp.compressed_reduction import GradientCompression
 from lightning_bytescheduler.ddp.ddp_arguments import refuse_join, refuse_steps_in_backward
 from lightning_bytescheduler.ddp.ddp_mode import StepMode
-from lightning_bytescheduler.ddp.entry_points import FunctionTouches, before_forks
+from lightning_bytescheduler.ddp.entry_points import before_forks
 from lightning_bytescheduler.ddp.gates import FirstUseObserver
-from lightning_bytescheduler.ddp.gradient_transforms import PendingScale, Unscale
 from lightning_bytescheduler.ddp.merged_buckets import DdpModeStep
 from lightning_bytescheduler.ddp.overlapped_step import OverlappedStep
-from lightning_bytescheduler.ddp.sample_weights import NOTHING, SampleWeights
-from lightning_bytescheduler.ddp.sparse_gradients import SparseGradients
-from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
+from lightning_bytescheduler.ddp.sample_weights import NOTHING
 from lightning_bytescheduler.ddp.steps import ForwardPass, StepContext, StepListener, SynchronisedStep, TrainingStep
-from lightning_bytescheduler.scheduler.core import ByteCore
-from lightning_bytescheduler.scheduler.task import CommTask
-from lightning_bytescheduler.timeline.timeline import COMPUTE, Timeline
+from lightning_bytescheduler.timeline.timeline import COMPUTE
 
 __all__ = ["EngineOptions", "GradientEngine", "schedule_bucket"]
 
@@ -83,20 +74,11 @@ class GradientEngine:
     """Turns one DDP module's gradients into tasks, and their arrival into optimizer steps.
 
     Args:
-        core: Sends what becomes ready.
-        transport: What a sub-task's start does.
-        parameters: All parameters DDP reduces.
-        device: Where gradients live.
-        timeout: Longest wait for one bucket, in seconds.
-        statistics: Counters to keep.
-        timeline: Where spans go, if anywhere.
-        compression: Says what of the gradients travels encoded, if anything does.
+        context: Shared with all steps.
         by_first_use: Whether buckets have the priority of their first use in the forward pass, or that of their coming.
-        weights: Says what this rank's gradients count, where not as much as any other's.
-        sparse: Carries sparse gradients; the default group does when left out.
-        clock: Seconds; the core's clock.
 
     Attributes:
+        context: As given.
         options: How steps are taken, see :meth:`begin_fit`.
         mode: Says which of them are taken as DDP's, at present.
         phase: What the training does, in words; other ranks show it when they wait for this one in vain.
@@ -104,47 +86,16 @@ class GradientEngine:
         steps_handed_over: Those that have ended.
     """
 
-    def __init__(
-        self,
-        *,
-        core: ByteCore,
-        transport: GradientTransport,
-        parameters: Iterable[nn.Parameter],
-        device: torch.device,
-        timeout: float,
-        statistics: SchedulerStatistics,
-        timeline: Timeline | None = None,
-        compression: GradientCompression | None = None,
-        by_first_use: bool = True,
-        weights: SampleWeights | None = None,
-        sparse: dist.ProcessGroup | None = None,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        parameters = list(parameters)
+    def __init__(self, context: StepContext, *, by_first_use: bool = True) -> None:
+        self.context = context
         self.options = EngineOptions(overlapped=False)
         self.mode = self.options.mode
         self.phase = "before the first step"
         self.steps_handed_over = 0
         self.steps_offered = 0
-        self._context = StepContext(
-            core=core,
-            transport=transport,
-            parameters=parameters,
-            await_means=lambda ids: self._step.await_means(ids),
-            device=device,
-            timeout=timeout,
-            statistics=statistics,
-            timeline=timeline,
-            compression=compression,
-            weights=weights,
-            sparse=SparseGradients(sparse),
-            clock=clock,
-        )
         self._by_first_use = by_first_use
-        self._first_use = FirstUseObserver(parameters)
-        self._function_touches = FunctionTouches()
+        self._first_use = FirstUseObserver(context.parameters)
         self._bucket_order: dict[int, int] = {}
-        self._step: TrainingStep = self._nothing_pending(0)
         self._last_index = sys.maxsize  # of the buckets of this backward pass
         self._backward_start = 0.0
         self._in_backward = 0  # of the thread that is in the strategy's, its id
@@ -159,13 +110,13 @@ class GradientEngine:
         """
         self.options = options
         self.mode = options.mode
-        self._context.unseen = set(options.unseen)
+        self.context.unseen = set(options.unseen)
         if listener is not None:
-            self._context.listener = listener
+            self.context.listener = listener
 
     def take_over(self, model: DistributedDataParallel) -> None:
         """Take the place of the communication of ``model``."""
-        self._context.own_gradients.know(model)
+        self.context.own_gradients.know(model)
         model.register_comm_hook(self, schedule_bucket)
         model.join_hook = refuse_join  # type: ignore[method-assign]
         model._setup_in_backward_optimizers = partial(refuse_steps_in_backward, model.module)  # type: ignore[method-assign]
@@ -177,75 +128,43 @@ class GradientEngine:
     @property
     def awaited_step(self) -> int:
         """The step whose gradients the training thread waits for, 0 if it does not."""
-        number = self._step.number
+        number = self.context.step.number
         # At the end of a backward pass DDP waits for its futures.
         at_its_end = self._in_backward != 0 and self.steps_offered == number > self.steps_handed_over
-        return number if self._context.waiting or at_its_end else 0
-
-    @property
-    def unseen(self) -> set[int]:
-        """Ids of parameters whose updates are taken in the step, as touches of them cannot be seen."""
-        return self._context.unseen
-
-    @property
-    def held_elsewhere(self) -> set[int]:
-        """Ids of parameters whose memory somebody else held at the last step, or when that was asked last."""
-        return self._context.held_elsewhere
-
-    @property
-    def opened_for(self) -> Counter[str]:
-        """What needed all gates open at once, in how many steps."""
-        return self._context.opened_for
-
-    @property
-    def weights(self) -> SampleWeights | None:
-        """What says what this rank's gradients count, where not as much as any other's."""
-        return self._context.weights
-
-    def find_held(self) -> set[int]:
-        """Ids of parameters whose memory somebody else can read."""
-        return self._context.find_held()
+        return number if self.context.waiting or at_its_end else 0
 
     def update_in_step(self, parameters: Iterable[int]) -> None:
         """Treat parameters with these ids as if touches of them could not be seen; ranks need not agree."""
-        self._context.unseen.update(parameters)
-
-    def due_tasks(self) -> list[CommTask]:
-        """Communication of updates whose step has been taken."""
-        return self._step.due_tasks()
-
-    def arriving_tasks(self) -> list[CommTask]:
-        """Communication that steps which were handed over wait for, be they taken or not."""
-        return self._step.arriving_tasks()
+        self.context.unseen.update(parameters)
 
     def flush(self) -> None:
         """Wait for all gradients and apply all updates that are due; afterwards everything is final."""
         if not self._in_backward:  # as of a signal's handler: weights are final, and what it would wait for is not sent
-            self._step.flush()
+            self.context.step.flush()
 
     def fail_merged(self, error: BaseException) -> None:
         """Have a backward pass that waits past the scheduler's core end with ``error``."""
-        self._step.fail(error)
-        self._context.sparse.call_off()
+        self.context.step.fail(error)
+        self.context.sparse.call_off()
 
     @property
     def merged_under_way(self) -> bool:
         """Whether what has been sent past the scheduler's core has not arrived."""
-        return self._step.under_way or self._context.sparse.under_way
+        return self.context.step.under_way or self.context.sparse.under_way
 
     def before_fork(self) -> None:
         """See :class:`~lightning_bytescheduler.ddp.entry_points.Forkable`."""
-        self._context.lock.acquire()  # who has it waits for a task at most, which ends with an abort or the timeout
+        self.context.lock.acquire()  # who has it waits for a task at most, which ends with an abort or the timeout
         with suppress(Exception):  # the training thread meets it at its next touch
-            self._step.before_fork()
+            self.context.step.before_fork()
 
     def after_fork(self, *, in_child: bool) -> None:
         """See :class:`~lightning_bytescheduler.ddp.entry_points.Forkable`."""
         if in_child:
-            self._context.lock = threading.RLock()
+            self.context.lock = threading.RLock()
             self.close()
         else:
-            self._context.lock.release()
+            self.context.lock.release()
 
     # ------------------------------------------------------------------ DDP's side
 
@@ -255,22 +174,22 @@ class GradientEngine:
         if index <= self._last_index:  # hooks run in order of index, so a new backward pass has begun
             self._begin_step()
         self._last_index = index
-        step = self._step
-        if self._context.weights is not None:
-            self._context.weights.gradient_exists()
+        step = self.context.step
+        if self.context.weights is not None:
+            self.context.weights.gradient_exists()
         if bucket.is_last():
             self.steps_offered = step.number
         buffer = bucket.buffer()
-        self._context.own_gradients.hand_over(bucket)
+        self.context.own_gradients.hand_over(bucket)
         return step.reduce_sparse(bucket, buffer) if buffer.is_sparse else step.reduce(bucket, buffer)
 
     def _begin_step(self) -> None:
-        if self._step.is_pending:
+        if self.context.step.is_pending:
             raise RuntimeError(
                 "A backward pass started while gradients of the previous one were still on their way. Call "
                 "self.manual_backward(loss) instead of loss.backward(), or use cross_barrier=False."
             )
-        context, options, number = self._context, self.options, self._step.number + 1
+        context, options, number = self.context, self.options, self.context.step.number + 1
         context.weight = None if context.weights is None else context.weights.begin_step()
         as_ddp = number > 1 and self.mode.begin_step(number)
         routing = context.transport.routing
@@ -279,9 +198,9 @@ class GradientEngine:
         elif routing is not None:
             routing.go_in_order()
         if as_ddp and not context.merges:
-            self._step = SynchronisedStep(context, number, self._position_of, self.mode.add_exposed)
+            context.step = SynchronisedStep(context, number, self._position_of, self.mode.add_exposed)
         elif as_ddp:
-            self._step = DdpModeStep(
+            context.step = DdpModeStep(
                 context,
                 number,
                 merged_bytes=options.merged_bytes,
@@ -289,15 +208,11 @@ class GradientEngine:
                 on_exposed=self.mode.add_exposed,
             )
         elif number > 1 and options.overlapped:
-            self._step = OverlappedStep(context, number, self._position_of, sharded=options.sharded)
+            context.step = OverlappedStep(context, number, self._position_of, sharded=options.sharded)
         else:
-            self._step = SynchronisedStep(context, number, self._position_of)
+            context.step = SynchronisedStep(context, number, self._position_of)
         if context.compression is not None:
             context.compression.begin_step(as_ddp=as_ddp)
-
-    def _nothing_pending(self, number: int) -> TrainingStep:
-        """What stands for step ``number`` from the next backward pass on, until that communicates."""
-        return SynchronisedStep(self._context, number, self._position_of)
 
     def _position_of(self, index: int, parameters: list[nn.Parameter]) -> int:
         known = self._bucket_order.get(index) if self._by_first_use else index
@@ -307,7 +222,7 @@ class GradientEngine:
 
     def look(self) -> None:
         """Agree with the other ranks how steps are taken, where that is due: all come here before the same step."""
-        context, step = self._context, self._step
+        context, step = self.context, self.context.step
         layers = None if context.compression is None else context.compression.layers
         context.waiting = self.mode.may_wait or layers is not None
         try:
@@ -325,7 +240,7 @@ class GradientEngine:
             batch: Of this rank; ``NOTHING`` if it has none.
             looks: Whether all ranks come here; else they call :meth:`look`, and weigh batches, elsewhere.
         """
-        context, number = self._context, self._step.number + 1
+        context, number = self.context, self.context.step.number + 1
         weights = context.weights if looks else None
         if weights is not None:
             weights.begin_batch(batch)
@@ -338,19 +253,18 @@ class GradientEngine:
         context.forward = ForwardPass(context.clock())
         context.own_gradients.begin_forward()
         if batch is NOTHING:
-            self._step.finish()  # nobody will touch what is due
+            self.context.step.finish()  # nobody will touch what is due
         elif self.options.overlapped:
-            self._function_touches.begin()
             self._first_use.begin(context.unseen)
             context.reads.begin(number)
 
     def end_forward(self) -> None:
         """After ``training_step``: apply what it did not touch."""
-        context = self._context
-        forward, number = context.forward, self._step.number + 1
+        context = self.context
+        forward, number = context.forward, self.context.step.number + 1
         context.own_gradients.end_forward()
         self._first_use.end()
-        late, untouched = self._step.end_forward()
+        late, untouched = self.context.step.end_forward()
         context.reads.end(late, untouched)
         if forward.touched_buckets:
             self._bucket_order = {index: position for position, index in enumerate(forward.touched_buckets)}
@@ -361,20 +275,20 @@ class GradientEngine:
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Around the strategy's backward pass, or passes, which write the buckets: the last step lands before."""
-        context = self._context
+        context = self.context
         try:
             context.stream.is_here()
-            self._step.finish()
+            self.context.step.finish()
             if context.compression is not None:
                 context.compression.before_backward()
             self._in_backward = threading.get_ident()
             context.reads.before_backward()
-            self._step = self._nothing_pending(self._step.number)
-            self.phase = f"in the backward pass, step {self._step.number + 1}"
+            context.step = TrainingStep(context, context.step.number)
+            self.phase = f"in the backward pass, step {self.context.step.number + 1}"
             self._last_index = sys.maxsize
             self._backward_start = context.clock()
             yield
-            step = self._step
+            step = self.context.step
             step.count_exposed()
             if context.weights is not None:
                 context.weights.end_backward()
@@ -391,55 +305,35 @@ class GradientEngine:
         if self._in_backward not in (0, threading.get_ident()):
             yield  # another thread's: what is under way is the training's pass
             return
-        self._step.open_all("another backward pass")
-        with self._context.own_gradients.backward_pass():
+        self.context.step.open_all("another backward pass")
+        with self.context.own_gradients.backward_pass():
             yield
-        self._step.end_backward()
+        self.context.step.end_backward()
 
     def _find_unseen(self) -> None:
         """Take updates in the step from here on. Ranks need not agree: it changes who waits, not what is sent."""
-        context = self._context
+        context = self.context
         context.unseen |= self._first_use.read_unseen()
         for certain, parameters in zip((True, False), context.reads.after_backward(), strict=True):
             if parameters:
                 context.unseen.update(map(id, parameters))
                 self._first_use.note_unseen(parameters)
-                context.listener.read_unseen(parameters, self._step.number, certain)
-
-    def unscale(self, optimizer: Optimizer, inverse_scale: torch.Tensor) -> Unscale | None:
-        """Divide gradients by the loss scale when they have arrived; ``None`` if the caller has to, now."""
-        return self._step.unscale(optimizer, inverse_scale)
-
-    def clip_norm(self, optimizer: Optimizer, max_norm: float) -> bool:
-        """Clip gradients by their norm when they have arrived; ``False`` if the caller has to, now."""
-        return self._step.clip_norm(optimizer, max_norm)
-
-    def clip_value(self, optimizer: Optimizer, limit: float) -> bool:
-        """Clip gradients by value when they have arrived; ``False`` if the caller has to, now."""
-        return self._step.clip_value(optimizer, limit)
-
-    def scale_later(self, pending: PendingScale) -> None:
-        """Update a loss scale when it is known whether this step's gradients are finite."""
-        self._step.scale_later(pending)
-
-    def update_scale(self) -> None:
-        """Wait until it is known whether this step's gradients are finite, and update the loss scale."""
-        self._step.update_scale()
+                context.listener.read_unseen(parameters, self.context.step.number, certain)
 
     def step(self, optimizer: Optimizer, own_step: Callable[[], Any]) -> Any:
         """Step the optimizer, or defer that; see :meth:`TrainingStep.take`."""
-        self._context.stream.is_here()
+        self.context.stream.is_here()
         self._note_step(optimizer)
-        return self._step.take(optimizer, own_step)
+        return self.context.step.take(optimizer, own_step)
 
     def count_whole_step(self, optimizer: Optimizer) -> None:
         """Account for a step that the optimizer took on its own."""
         self._note_step(optimizer)
-        self._context.count_whole_step(optimizer)
+        self.context.count_whole_step(optimizer)
 
     def _note_step(self, optimizer: Optimizer) -> None:
-        if self._context.compression is not None:
-            self._context.compression.stepped(optimizer)
+        if self.context.compression is not None:
+            self.context.compression.stepped(optimizer)
 
     def land_what_arrived(self) -> tuple[int, int]:
         """After a failure: apply what has arrived, forget the rest, and make every parameter plain again.
@@ -447,20 +341,19 @@ class GradientEngine:
         Returns:
             How many parameters have the update of the last step, and how many should have it and never will.
         """
-        with self._context.lock:
-            applied, lost = self._step.land_what_arrived()
+        with self.context.lock:
+            applied, lost = self.context.step.land_what_arrived()
             self.close()
-        torn = self._context.torn
+        torn = self.context.torn
         return applied - torn, lost + torn
 
     def close(self) -> None:
         """Drop what is still due and make every parameter plain again; after an error, or after a flush."""
-        with self._context.lock:
+        with self.context.lock:
             self._first_use.end()
-            self._context.reads.close()
-            self._context.own_gradients.close()
-            self._function_touches.end()
-            self._step.close()
+            self.context.reads.close()
+            self.context.own_gradients.close()
+            self.context.step.close()
 
 
 def schedule_bucket(engine: GradientEngine, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -19,11 +19,10 @@ Each is replaced where PyTorch looks it up, by a function that opens gates and g
   traces what is inside. PyTorch 2.14 has ``apply`` in C, where nothing is looked up: ``apply`` itself is replaced, and
   one that was kept as a function before the fit is not seen.
 
-Why there are two ways to replace. Entry points (:func:`watch_entry_points`) are replaced for a whole fit, by functions
-that Dynamo may follow: they do nothing while it compiles, so what it compiles does not come to depend on gates. What
-custom functions pass through (:class:`FunctionTouches`) runs in every forward pass of such a model, so it is replaced
-only where steps are deferred; and where Dynamo has given up on a custom function and runs it as it is, it must not look
-into what is around it: the replacement is one object for good, and Dynamo is told to leave it alone.
+They are replaced for a whole fit, by functions that Dynamo may follow: they do nothing while it compiles, so what it
+compiles does not come to depend on gates. But where Dynamo has given up on a custom function and runs it as it is, it
+must not look into what is around it: what takes the place there is one object for good, and Dynamo is told to leave it
+alone.
 
 Not seen: weights that the arguments only lead to, such as a module's, and kernels that are called without a custom
 function. The first iteration finds those, and later ones do (``gates.py``). What a version of PyTorch does
@@ -61,13 +60,11 @@ from lightning_bytescheduler.ddp.aliases import note_script
 from lightning_bytescheduler.ddp.compiled_calls import open_everything, resume
 from lightning_bytescheduler.ddp.gates import GatedParameter, any_closed, open_gates
 
-__all__ = ["Accumulating", "Forkable", "FunctionTouches", "before_forks", "watch_entry_points"]
+__all__ = ["Accumulating", "Forkable", "before_forks", "watch_entry_points"]
 
 _FUNCTION = torch.autograd.Function
 _IN_PYTHON = isinstance(vars(_FUNCTION)["apply"], classmethod)
 _OWNER, _NAME = (utils, "unwrap_dead_wrappers") if _IN_PYTHON else (_FUNCTION, "apply")
-_functions_lock = threading.Lock()
-_users = 0
 _original: Any = vars(_OWNER).get(_NAME)
 
 
@@ -89,38 +86,6 @@ _replacement: Any = (
     if _IN_PYTHON
     else classmethod(torch.compiler.disable(apply_and_open, recursive=False))
 )
-
-
-class FunctionTouches:
-    """Sees to it that gates open, from :meth:`begin` to :meth:`end`; several may do so at a time, on any thread."""
-
-    def __init__(self) -> None:
-        self._begun = False
-
-    def begin(self) -> None:
-        """Begin; again: nothing happens."""
-        global _users, _original
-        if self._begun:
-            return
-        with _functions_lock:
-            self._begun = True
-            _users += 1
-            if _users == 1:
-                found = vars(_OWNER).get(_NAME)
-                if found is not None and found is not _replacement:
-                    _original = found
-                    setattr(_OWNER, _NAME, _replacement)
-
-    def end(self) -> None:
-        """End, and leave PyTorch as it was once nobody needs this any more; again: nothing happens."""
-        global _users
-        with _functions_lock:
-            if not self._begun:
-                return
-            self._begun = False
-            _users -= 1
-            if _users == 0 and vars(_OWNER).get(_NAME) is _replacement:
-                setattr(_OWNER, _NAME, _original)
 
 
 class Forkable(Protocol):
@@ -244,6 +209,11 @@ def watch_entry_points(engine: Accumulating) -> Callable[[], None]:
 
 
 def _replace_all() -> None:
+    global _original
+    found = vars(_OWNER).get(_NAME)
+    if found is not None:
+        _original = found
+        _put(_OWNER, _NAME, found, _replacement)
     for module, name in _TAKE_THEIR_ARGUMENTS:
         _replace(module, name, _opening_arguments)
     for module, name in _DROP_GRADIENTS:

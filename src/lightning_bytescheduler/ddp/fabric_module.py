@@ -35,11 +35,10 @@ from lightning_bytescheduler.ddp import compiled_calls
 from lightning_bytescheduler.ddp.agreed_sizes import agree_on_sizes
 from lightning_bytescheduler.ddp.ddp_arguments import check_hooks, check_module
 from lightning_bytescheduler.ddp.decided_steps import DecidedSteps, agreed_plan
-from lightning_bytescheduler.ddp.deferred_optimizer import deferred_step
+from lightning_bytescheduler.ddp.deferred_optimizer import deferred_step, is_enabled
 from lightning_bytescheduler.ddp.engine import EngineOptions
 from lightning_bytescheduler.ddp.fit_report import announce, say_start
 from lightning_bytescheduler.ddp.gates import is_of_libraries
-from lightning_bytescheduler.ddp.loss_scaler import is_enabled
 from lightning_bytescheduler.ddp.merged_buckets import merged_bytes
 from lightning_bytescheduler.ddp.partial_step import wants_whole_steps
 from lightning_bytescheduler.ddp.plan import (
@@ -207,8 +206,8 @@ class FabricModuleGradients(DecidedSteps):
         if runtime is not None and module is not None:
             self._plan = plan = replace(
                 plan,
-                gated_at_start=names_of(module, runtime.engine.unseen),
-                held_elsewhere=names_of(module, runtime.engine.held_elsewhere),
+                gated_at_start=names_of(module, runtime.engine.context.unseen),
+                held_elsewhere=names_of(module, runtime.engine.context.held_elsewhere),
             )
         return replace(
             plan,
@@ -246,7 +245,7 @@ class FabricModuleGradients(DecidedSteps):
         if self._has_run:
             self._has_run = False
             runtime.engine.look()
-        weights, wrapper = runtime.engine.weights, None if self._wrapper is None else self._wrapper()
+        weights, wrapper = runtime.weights, None if self._wrapper is None else self._wrapper()
         if weights is None or wrapper is None:
             return True
         weights.begin_batch(None)
@@ -259,7 +258,10 @@ class FabricModuleGradients(DecidedSteps):
             yield
             return
         engine, batches = self.runtime.engine, self._options.batches
-        with engine.backward(), nullcontext() if engine.weights is None else engine.weights.backward(loss):
+        with (
+            engine.backward(),
+            nullcontext() if self.runtime.weights is None else self.runtime.weights.backward(loss),
+        ):
             yield
         if batches is not None:
             batches.end_backward()
@@ -293,7 +295,7 @@ class FabricModuleGradients(DecidedSteps):
 
     def clip_value(self, optimizer: Optimizer, limit: float) -> bool:
         """Clip gradients by value when they have arrived; ``False`` if the caller has to, now."""
-        return self.runtime is not None and self.runtime.engine.clip_value(optimizer, limit)
+        return self.runtime is not None and self.runtime.engine.context.step.clip_value(optimizer, limit)
 
     # ------------------------------------------------------------------ what overlaps
 
@@ -309,7 +311,7 @@ class FabricModuleGradients(DecidedSteps):
             return
         engine, scheduler = runtime.engine, self._options.scheduler
         unseen = frozenset(unseen_parameters(module))
-        plan = self._make_plan(module, optimizers, precision, unseen, engine.find_held())
+        plan = self._make_plan(module, optimizers, precision, unseen, engine.context.find_held())
         agree, link = self._options.agree, self._agreed.link
         plan = agreed_plan(plan, agree)
         if self._options.batches is not None:
@@ -318,7 +320,7 @@ class FabricModuleGradients(DecidedSteps):
         if plan.overlapped:
             names = {id(p): name for name, p in module.named_parameters()}
             listener = self._reads = LoopReads(names, rank)
-            self._opened_for = engine.opened_for
+            self._opened_for = engine.context.opened_for
         mode = self._decide_mode(plan, scheduler, agree, link=link, device=self._device, nbytes=self._nbytes)
         engine.begin_fit(
             EngineOptions(

@@ -18,8 +18,8 @@ from lightning_bytescheduler.collectives.operations import shards_over
 from lightning_bytescheduler.ddp.aliases import AliasDetector
 from lightning_bytescheduler.ddp.compiled_calls import compiled_calls_are_seen
 from lightning_bytescheduler.ddp.compression_rules import AUTO
+from lightning_bytescheduler.ddp.deferred_optimizer import scales_losses, steps_plainly
 from lightning_bytescheduler.ddp.gates import can_be_gated
-from lightning_bytescheduler.ddp.loss_scaler import can_be_deferred, is_enabled
 from lightning_bytescheduler.ddp.partial_step import (
     can_have_a_gate,
     has_step_hooks,
@@ -27,7 +27,7 @@ from lightning_bytescheduler.ddp.partial_step import (
     steps_as_its_class,
 )
 from lightning_bytescheduler.ddp.sparse_gradients import sparse_layers
-from lightning_bytescheduler.lightning_api import GradClipAlgorithmType, MixedPrecision, Precision, is_overridden, pl
+from lightning_bytescheduler.lightning_api import GradClipAlgorithmType, Precision, is_overridden, pl
 from lightning_bytescheduler.scheduler.placement import Placement
 
 ONE_RANK = "1 rank: nothing to schedule"
@@ -334,20 +334,6 @@ def _plain_tensors(module: nn.Module) -> Iterable[torch.Tensor]:
     for parameter in module._parameters.values():
         if parameter is not None and not parameter.requires_grad and parameter.numel():
             yield parameter
-
-
-def steps_plainly(plugin: Precision) -> bool:
-    """Whether the plugin's optimizer step is the closure and ``optimizer.step``, with a known scaler or none."""
-    if isinstance(plugin, MixedPrecision):
-        return type(plugin).optimizer_step is MixedPrecision.optimizer_step and (
-            plugin.scaler is None or can_be_deferred(plugin.scaler)
-        )
-    return type(plugin).optimizer_step is Precision.optimizer_step
-
-
-def scales_losses(plugin: Precision) -> bool:
-    """Whether the plugin scales losses, and leaves out steps with gradients that are not finite."""
-    return isinstance(plugin, MixedPrecision) and plugin.scaler is not None and is_enabled(plugin.scaler)
 
 
 def make_plan(

@@ -33,6 +33,7 @@ from lightning_bytescheduler.ddp.parameter_servers import JoinedServers
 from lightning_bytescheduler.ddp.reduction import position_of
 from lightning_bytescheduler.ddp.sample_weights import NUMBERS, SampleCounter, SampleWeights
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
+from lightning_bytescheduler.ddp.steps import StepContext
 from lightning_bytescheduler.exceptions import (
     ByteSchedulerError,
     RankFailedError,
@@ -141,13 +142,13 @@ class SchedulerRuntime:
         if isinstance(self._order, FollowingOrder):
             self._order.start(self._core.update_order)
         self._exchange: NumberExchange | None = None
-        weights: SampleWeights | None = None
+        self.weights: SampleWeights | None = None
         if counter is not None and groups.counts is not None:
             self._exchange = NumberExchange(
                 groups.counts, NUMBERS, on_error=self._counts_failed, failure=lambda: self._core.abort_cause
             )
             device_time = DeviceTime(device) if device.type == "cuda" else None
-            weights = SampleWeights(
+            self.weights = SampleWeights(
                 counter,
                 self._exchange,
                 parameters=parameters,
@@ -156,7 +157,7 @@ class SchedulerRuntime:
             )
             if device_time is not None:
                 self._transport.measure_waits(device_time.waiting)
-        self.engine = GradientEngine(
+        context = StepContext(
             core=self._core,
             transport=self._transport,
             parameters=parameters,
@@ -165,10 +166,10 @@ class SchedulerRuntime:
             statistics=self.statistics,
             timeline=self._timeline,
             compression=self._compression,
-            by_first_use=options.policy.by_first_use,
-            weights=weights,
+            weights=self.weights,
             sparse=groups.sparse,
         )
+        self.engine = GradientEngine(context, by_first_use=options.policy.by_first_use)
         self._routing = self._transport.routing = self._route(device)
         self._turns = InterpreterTurns()
         self._leave_entry_points = watch_entry_points(self.engine)
@@ -358,7 +359,7 @@ class SchedulerRuntime:
         """Give the updates of this rank's last step a moment to arrive."""
         deadline = time.monotonic() + _LANDING_S
         with suppress(Exception):
-            for task in self.engine.due_tasks():
+            for task in self.engine.context.step.due_tasks():
                 task.wait(max(0.0, deadline - time.monotonic()))
 
     def _await_arrival(self, step: int | None) -> None:
@@ -372,7 +373,7 @@ class SchedulerRuntime:
         while self.engine.steps_handed_over < step and time.monotonic() < deadline and not self._stopped:
             time.sleep(_LOOK_S)
         with suppress(Exception):
-            for task in self.engine.arriving_tasks():
+            for task in self.engine.context.step.arriving_tasks():
                 if task.key.step <= step:
                     task.wait(max(0.0, deadline - time.monotonic()))
 

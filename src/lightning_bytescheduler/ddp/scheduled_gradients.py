@@ -32,7 +32,7 @@ from lightning_bytescheduler.ddp.compression_rules import CompressionRules, name
 from lightning_bytescheduler.ddp.ddp_arguments import check_hooks, check_module
 from lightning_bytescheduler.ddp.ddp_mode import StepMode
 from lightning_bytescheduler.ddp.decided_steps import DecidedSteps, agreed_plan
-from lightning_bytescheduler.ddp.deferred_optimizer import deferring
+from lightning_bytescheduler.ddp.deferred_optimizer import deferring, loss_scale_of
 from lightning_bytescheduler.ddp.engine import EngineOptions
 from lightning_bytescheduler.ddp.fit_report import (
     announce,
@@ -40,7 +40,6 @@ from lightning_bytescheduler.ddp.fit_report import (
     say_start,
     summary_of,
 )
-from lightning_bytescheduler.ddp.loss_scaler import loss_scale_of
 from lightning_bytescheduler.ddp.merged_buckets import merged_bytes
 from lightning_bytescheduler.ddp.parameter_servers import ServerOptions
 from lightning_bytescheduler.ddp.partial_step import wants_whole_steps
@@ -162,8 +161,8 @@ class ScheduledGradients(DecidedSteps):
             self._plan = replace(
                 self._plan,
                 pace=self._tuned() or self._plan.pace,
-                gated_at_start=names_of(module, runtime.engine.unseen),
-                held_elsewhere=names_of(module, runtime.engine.held_elsewhere),
+                gated_at_start=names_of(module, runtime.engine.context.unseen),
+                held_elsewhere=names_of(module, runtime.engine.context.held_elsewhere),
             )
         return replace(
             self._plan,
@@ -310,7 +309,7 @@ class ScheduledGradients(DecidedSteps):
             group=runtime.group,
             device=runtime.wire_device,
             unseen=unseen,
-            held=engine.find_held(),
+            held=engine.context.find_held(),
             whole_matrices=self._rules is not None and self._rules.whole_matrices,
             has_servers=self._servers.used,
         )
@@ -326,7 +325,7 @@ class ScheduledGradients(DecidedSteps):
         if plan.overlapped:
             names = {id(p): name for name, p in module.named_parameters()}
             listener = self._early_reads = EarlyReads(module.trainer, names, self._strategy.global_rank)
-            self._opened_for = engine.opened_for
+            self._opened_for = engine.context.opened_for
         elif self._tuning is not None:
             self._tuning.say_untuned("steps cannot overlap")
         link, device, nbytes = runtime.agreed.link, self._strategy.root_device, _bytes_of_gradients(module)
@@ -415,7 +414,10 @@ class ScheduledGradients(DecidedSteps):
         """An epoch begins: callbacks may let more layers learn, until its first step."""
         self._epoch_begins = True
         self.validate()
-        weights, module = None if self.runtime is None else self.runtime.engine.weights, self._strategy.lightning_module
+        weights, module = (
+            None if self.runtime is None else self.runtime.weights,
+            self._strategy.lightning_module,
+        )
         if weights is not None and module is not None and module.automatic_optimization:
             weights.begin_epoch()
 
@@ -467,7 +469,7 @@ class ScheduledGradients(DecidedSteps):
 
     def leaves_out(self) -> bool:
         """Whether a backward pass is better not begun, as the batch has no sample."""
-        weights = None if self.runtime is None else self.runtime.engine.weights
+        weights = None if self.runtime is None else self.runtime.weights
         sends = getattr(self._strategy.model, "require_backward_grad_sync", True)
         return weights is not None and weights.leaves_out(communicates=sends)
 
@@ -476,7 +478,7 @@ class ScheduledGradients(DecidedSteps):
         """Around a backward pass of ``loss``."""
         self._await_batch()  # gradients are handed over of batches that the others have
         engine = None if self.runtime is None else self.runtime.engine
-        weights = None if engine is None else engine.weights
+        weights = None if self.runtime is None else self.runtime.weights
         with (
             nullcontext() if engine is None else engine.backward(),
             nullcontext() if weights is None or loss is None else weights.backward(loss),

@@ -13,8 +13,9 @@ engine, is of one kind from then on, and has all that is known of it alone:
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, ClassVar, cast
@@ -169,11 +170,11 @@ class StepContext:
         timeline: Where spans go, if anywhere.
         compression: Says what of the gradients travels encoded, if anything does.
         weights: Says what this rank's gradients count, where not as much as any other's.
-        sparse: Averages sparse gradients; on the default group when left out.
-        await_means: Waits until the means of gradients of parameters with these ids are there.
+        sparse: Carries sparse gradients; the default group does when left out.
         clock: Seconds; the core's clock.
 
     Attributes:
+        step: That is under way; where a backward pass has begun, and no bucket of it has come, one with nothing to do.
         weight: Of the step that has begun last: what this rank's gradients count in it.
         own_gradients: What user code sees of gradients.
         lock: Held while updates are applied, see ``overlapped_step.py``.
@@ -190,19 +191,18 @@ class StepContext:
         *,
         core: ByteCore,
         transport: GradientTransport,
-        parameters: Sequence[nn.Parameter],
+        parameters: Iterable[nn.Parameter],
         device: torch.device,
         timeout: float,
         statistics: SchedulerStatistics,
-        timeline: Timeline | None,
+        timeline: Timeline | None = None,
         compression: GradientCompression | None = None,
         weights: SampleWeights | None = None,
-        sparse: SparseGradients | None = None,
-        await_means: Callable[[set[int]], None] = lambda _: None,
-        clock: Callable[[], float],
+        sparse: dist.ProcessGroup | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.weights = weights
-        self.sparse = SparseGradients(None) if sparse is None else sparse
+        self.sparse = SparseGradients(sparse)
         self.weight: StepWeight | None = None
         self.core = core
         self.transport = transport
@@ -215,7 +215,9 @@ class StepContext:
         self.lock = threading.RLock()
         self.stream = TrainingStream(device)
         self.futures = BucketFutures(device)
-        self.own_gradients = OwnGradients(parameters, await_means)
+        self.parameters = list(parameters)
+        self.step = TrainingStep(self, 0)
+        self.own_gradients = OwnGradients(self.parameters, lambda ids: self.step.await_means(ids))
         self.reads = UnseenReads()
         self.forward = ForwardPass(0.0, under_way=False)
         self.training_thread = threading.get_ident()
@@ -225,7 +227,7 @@ class StepContext:
         self.waiting = False
         self.torn = 0
         self.timeline = timeline
-        self._aliases = AliasDetector(parameters)
+        self._aliases = AliasDetector(self.parameters)
 
     @property
     def entered(self) -> bool:

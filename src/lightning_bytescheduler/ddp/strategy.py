@@ -367,7 +367,7 @@ class ByteSchedulerStrategy(RankStrategy):
         return self._uneven
 
     def _has_batch(self, has: bool) -> PostedNumbers:
-        weights = None if self.runtime is None else self.runtime.engine.weights
+        weights = None if self.runtime is None else self.runtime.weights
         if weights is None:
             raise UnsupportedError(
                 "weighting='samples': training data without a length was loaded before the model is wrapped, as by "
