@@ -102,61 +102,29 @@ def traced() -> nn.Module:
         return torch.jit.trace(nn.Linear(2, 2), torch.zeros(1, 2))
 
 
-def compiled_by_lightning() -> nn.Module:
-    layer: Any = nn.Linear(2, 2)
-    layer._compiler_ctx = {"compiler": "dynamo"}
-    return layer
-
-
 @pytest.mark.parametrize("opaque", [scripted, traced])
 def test_scripted_modules_read_unseen(opaque: Any) -> None:
     model = nn.Sequential(nn.Linear(2, 2), opaque())
     assert unseen_parameters(model) == {id(p) for p in model[1].parameters()}
 
 
-@pytest.fixture(params=[True, False], ids=["seen", "unseen"])
-def compiled_calls_are_seen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Whether gates can be opened before compiled code is entered, which depends on the version of PyTorch."""
-    monkeypatch.setattr(plan, "compiled_calls_are_seen", lambda: request.param)
-    return request.param
+@pytest.mark.parametrize("opaque", [compiled, compiled_in_place])
+def test_compiled_modules_are_seen(opaque: Any) -> None:
+    assert unseen_parameters(nn.Sequential(nn.Linear(2, 2), opaque())) == set()
 
 
-@pytest.mark.parametrize("opaque", [compiled, compiled_in_place, compiled_by_lightning])
-def test_compiled_modules_read_unseen_if_calls_are_not_seen(compiled_calls_are_seen: bool, opaque: Any) -> None:
-    model = nn.Sequential(nn.Linear(2, 2), opaque())
-    assert unseen_parameters(model) == (set() if compiled_calls_are_seen else {id(p) for p in model[1].parameters()})
-
-
-class Decorated(nn.Linear):
-    @torch.compile(backend="eager")
-    def product(self, inputs: torch.Tensor) -> torch.Tensor:
-        return super().forward(inputs)
-
-
-class Doubling(nn.Linear):
-    def twice(self, inputs: torch.Tensor) -> torch.Tensor:
-        return 2 * self(inputs)
-
-
-def test_so_does_a_module_with_a_decorated_method(compiled_calls_are_seen: bool) -> None:
-    model = nn.Sequential(nn.Linear(2, 2), Decorated(2, 2))
-    assert unseen_parameters(model) == (set() if compiled_calls_are_seen else {id(p) for p in model[1].parameters()})
-
-
-def test_so_does_the_module_whose_method_was_compiled(compiled_calls_are_seen: bool) -> None:
-    model: Any = nn.Sequential(nn.Linear(2, 2), Doubling(2, 2), nn.Linear(2, 2))
-    model.compiled = torch.compile(model[1].twice, backend="eager")
-    assert unseen_parameters(model) == (set() if compiled_calls_are_seen else {id(p) for p in model[1].parameters()})
-
-
-def squared_error(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return (outputs - targets).square().mean()
-
-
-def test_a_compiled_function_that_is_handed_all_it_reads_is_no_reason() -> None:
-    model: Any = nn.Sequential(nn.Linear(2, 2))
-    model.loss = torch.compile(squared_error, backend="eager")
-    assert unseen_parameters(model) == set()
+@pytest.mark.parametrize(
+    ("owner", "name", "value"),
+    [(plan, "compiled_calls_are_seen", lambda: False), (AliasDetector, "works", False)],
+    ids=["compiled code", "aliases"],
+)
+def test_a_pytorch_that_hides_reads_has_no_overlap(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, value: object
+) -> None:
+    assert model_reasons(nn.Linear(2, 2)) == []
+    monkeypatch.setattr(owner, name, value)
+    (reason,) = model_reasons(nn.Linear(2, 2))
+    assert f"PyTorch {torch.__version__} does not show" in reason
 
 
 class Special(nn.Parameter):
@@ -167,21 +135,6 @@ def test_parameters_of_another_class_are_unseen() -> None:
     model = nn.Linear(2, 2)
     model.weight = Special(torch.zeros(2, 2))
     assert unseen_parameters(model) == {id(model.weight)}
-
-
-@pytest.mark.parametrize("where", ["attribute", "buffer", "list", "other module"])
-def test_parameters_of_which_an_alias_is_kept_are_unseen(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a look at the modules, where PyTorch does not show who holds a memory."""
-    monkeypatch.setattr(AliasDetector, "works", False)
-    model: Any = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    alias = model[0].weight.data[0]
-    if where == "buffer":
-        model[0].register_buffer("alias", alias)
-    elif where == "list":
-        model[0].aliases = [alias]
-    else:
-        model[1 if where == "other module" else 0].alias = alias
-    assert unseen_parameters(model) == {id(model[0].weight)}
 
 
 def test_empty_parameters_and_tensors_are_no_aliases_of_each_other() -> None:

@@ -10,7 +10,7 @@ import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.plugins import AsyncCheckpointIO
 
-from lightning_bytescheduler.ddp.whole_file import digest_of, written_whole
+from lightning_bytescheduler.ddp.rank_strategy import digest_of, written_whole
 
 
 def save(path: Path, value: int) -> None:

@@ -8,7 +8,7 @@ broken into several graphs is treated likewise, as one of them may have been com
 of which no compilation was seen, as it was compiled before the fit.
 
 All of this happens at places of Dynamo's own Python code that every compiled call and every compilation passes through.
-A version of PyTorch that lacks one of them has compiled modules stepped at the step (``plan.py``).
+With a version of PyTorch that lacks one of them, steps are synchronised (``plan.py``).
 """
 
 from __future__ import annotations

@@ -29,8 +29,8 @@ from lightning_bytescheduler.ddp.ddp_arguments import (
 )
 from lightning_bytescheduler.ddp.fabric_module import FabricModuleGradients, SetUpOptions, take_final
 from lightning_bytescheduler.ddp.fit_position import introduce, parameter_facts
-from lightning_bytescheduler.ddp.joined_ranks import JoinedRanks
 from lightning_bytescheduler.ddp.plan import OverlapPlan
+from lightning_bytescheduler.ddp.rank_strategy import JoinedRanks
 from lightning_bytescheduler.ddp.runtime import SchedulerRuntime
 from lightning_bytescheduler.ddp.sample_weights import Weighting
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics

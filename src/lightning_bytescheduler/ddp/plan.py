@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -238,6 +237,15 @@ def optimizer_reasons(optimizers: Sequence[Optimizer]) -> list[str]:
 def model_reasons(model: nn.Module) -> list[str]:
     """Why updates of ``model`` cannot be deferred; empty if they can. Each reason says how to avoid it."""
     reasons = []
+    shown = {
+        "compiled calls": compiled_calls_are_seen(),
+        "who holds a tensor's memory": AliasDetector(()).works,
+    }
+    if hidden := [what for what, is_shown in shown.items() if not is_shown]:
+        reasons.append(
+            f"PyTorch {torch.__version__} does not show {' or '.join(hidden)} (a version that this package is tested "
+            "with keeps the overlap)"
+        )
     sparse = sparse_layers(model)
     if sparse:
         reasons.append(f"{sparse[0]!r} has sparse gradients (sparse=False keeps the overlap)")
@@ -271,69 +279,13 @@ def _end(parameter: nn.Parameter) -> int:
 def unseen_parameters(model: nn.Module) -> set[int]:
     """Ids of parameters that may be read without a touch: their steps are not deferred.
 
-    Those of scripted modules, whose code holds the memory itself, and those of a class of their own. Compiled modules,
-    and modules with compiled methods, count where gates cannot be opened before such code is entered. What shows only
-    when it runs is found by :class:`~lightning_bytescheduler.ddp.gates.FirstUseObserver`, and who keeps an
-    alias by :class:`~lightning_bytescheduler.ddp.aliases.AliasDetector`; where PyTorch does not show aliases,
-    parameters of which a module keeps one (a tensor attribute, buffer or frozen parameter over the same memory) count
-    as unseen.
+    Those of scripted modules, whose code holds the memory itself, and those of a class of their own. What shows only
+    when it runs is found by :class:`~lightning_bytescheduler.ddp.gates.FirstUseObserver`, and who keeps an alias by
+    :class:`~lightning_bytescheduler.ddp.aliases.AliasDetector`.
     """
-    compiled_too = not compiled_calls_are_seen()
-    aliases_show = AliasDetector(()).works
-    unseen: set[int] = set()
-    by_storage: dict[int, int] = {}
-    for parameter in model.parameters():
-        if not can_be_gated(parameter):
-            unseen.add(id(parameter))
-        elif parameter.requires_grad and parameter.numel():
-            by_storage[parameter.untyped_storage().data_ptr()] = id(parameter)
-    for module in model.modules():
-        if isinstance(module, torch.jit.ScriptModule) or (compiled_too and _is_compiled(module)):
-            unseen.update(id(p) for p in module.parameters())
-        for owner_of_method in _compiled_methods_owners(module) if compiled_too else ():
-            unseen.update(id(p) for p in owner_of_method.parameters())
-        for alias in () if aliases_show else _plain_tensors(module):
-            owner = by_storage.get(alias.untyped_storage().data_ptr())
-            if owner is not None:
-                unseen.add(owner)
-    return unseen
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return (
-        isinstance(module, torch._dynamo.OptimizedModule)
-        or getattr(module, "_compiled_call_impl", None) is not None
-        or getattr(module, "_compiler_ctx", None) is not None  # Lightning's mark on a compiled LightningModule
-    )
-
-
-def _compiled_methods_owners(module: nn.Module) -> Iterable[nn.Module]:
-    """Modules of which ``module`` has a compiled method: Dynamo must not meet the gates of what such a method reads."""
-    # Decorated in the class, or compiled later and kept as an attribute.
-    if any(_compiled_from(value) is not None for cls in type(module).__mro__ for value in vars(cls).values()):
-        yield module
-    for value in vars(module).values():
-        owner = getattr(_compiled_from(value), "__self__", None)
-        if isinstance(owner, nn.Module):
-            yield owner
-
-
-def _compiled_from(value: Any) -> Any:
-    """What ``torch.compile`` made the function ``value`` from, or ``None``."""
-    return getattr(value, "_torchdynamo_orig_callable", None) if inspect.isfunction(value) else None
-
-
-def _plain_tensors(module: nn.Module) -> Iterable[torch.Tensor]:
-    """Tensors that ``module`` reads and no gate is ever closed on."""
-    values = [*vars(module).values(), *module._buffers.values()]
-    for value in values:
-        candidates = value if isinstance(value, (list, tuple)) else (value,)
-        for tensor in candidates:
-            if type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.numel():
-                yield tensor
-    for parameter in module._parameters.values():
-        if parameter is not None and not parameter.requires_grad and parameter.numel():
-            yield parameter
+    scripted = (m for m in model.modules() if isinstance(m, torch.jit.ScriptModule))
+    unseen = {id(p) for script in scripted for p in script.parameters()}
+    return unseen | {id(p) for p in model.parameters() if not can_be_gated(p)}
 
 
 def make_plan(
