@@ -17,7 +17,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_bytescheduler import ByteSchedulerStrategy
-from lightning_bytescheduler.ddp import decided_steps
+from lightning_bytescheduler.ddp import fit_report
 from lightning_bytescheduler.ddp.ddp_mode import ModeChoice, ModeFound, ModeTrial
 from tests.support.fit import SIZES
 from tests.support.models import Tower
@@ -103,7 +103,7 @@ def say_what_is_found(rank: int, ddp_ms: list[float], overlapped_ms: list[float]
     made = partial(_Finds, ddp_ms, overlapped_ms)
     steps = 5 * len(ddp_ms) + 5
     trainer = trainer_with(rank, strategy, max_steps=steps, max_epochs=-1, callbacks=[Reads()])
-    with patch.object(decided_steps, "ModeTrial", made), said() as lines:
+    with patch.object(fit_report, "ModeTrial", made), said() as lines:
         trainer.fit(Tower())
     return lines, paces[:-1]
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from lightning.pytorch import Callback
 
-from lightning_bytescheduler.ddp import read_warnings
-from lightning_bytescheduler.ddp.read_warnings import EarlyReads
+from lightning_bytescheduler.ddp import fit_report
+from lightning_bytescheduler.ddp.fit_report import EarlyReads
 from tests.parity.checks import assert_overlapped, train_on
 from tests.support.fit import Recipe, Run
 from tests.support.models import Tower
@@ -104,4 +104,4 @@ def test_validation_is_not_meant() -> None:
     reads = EarlyReads(trainer)
     Habit().on_train_batch_end(reads)
     assert reads.steps == {}
-    assert read_warnings._reader(None) is None
+    assert fit_report._reader(None) is None

@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_bytescheduler import ByteSchedulerStrategy, CreditTuner
-from lightning_bytescheduler.ddp import decided_steps
+from lightning_bytescheduler.ddp import fit_report
 from lightning_bytescheduler.ddp.tuned_fit import PointInForce
 from tests.ddp.fits import said, trainer_with
 from tests.support.models import Tower
@@ -99,7 +99,7 @@ def tuned_fit(
     given = {f"BYTESCHEDULER_{name}": value for name, value in (environment or {}).items()}
     with (
         patch.dict("os.environ", {"BYTESCHEDULER_CREDIT_TUNING": "", **given}),
-        patch.object(decided_steps, "is_slow", lambda *_, **__: slow and rank == 0),
+        patch.object(fit_report, "is_slow", lambda *_, **__: slow and rank == 0),
         said() as seen.said,
     ):
         strategy = ByteSchedulerStrategy(**{"bucket_cap_mb": 0.002, **(options or {})})

@@ -14,7 +14,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.plugins import MixedPrecision
 from torch.optim import AdamW
 
-from lightning_bytescheduler.ddp import decided_steps, fit_report
+from lightning_bytescheduler.ddp import fit_report
 from lightning_bytescheduler.ddp.compressed_layers import LayerSearch
 from lightning_bytescheduler.exceptions import OptionError, RanksDifferError
 from tests.parity.checks import DDP, assert_overlapped, assert_same, train_on
@@ -579,7 +579,7 @@ def train_in_two_ways(rank: int, recipe: Recipe, wanted: list[tuple[bool, bool]]
     """All layers are to be compressed, in steps of which some are taken as DDP's."""
     run = Run(options={**AUTO, "mode": "auto", "tuning": False})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decided_steps, "ModeTrial", partial(Restless, rank, wanted))
+        patch.setattr(fit_report, "ModeTrial", partial(Restless, rank, wanted))
         return train_chosen(rank, recipe, [run], [1000])[0]
 
 

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 from torch.optim import SGD, AdamW
 
-from lightning_bytescheduler.ddp import decided_steps
+from lightning_bytescheduler.ddp import fit_report
 from lightning_bytescheduler.ddp.ddp_mode import ModeChoice, ModeFound, ModeTrial
 from lightning_bytescheduler.ddp.merged_buckets import MergedBuckets
 from tests.parity.checks import DDP, assert_same, train_on
@@ -55,7 +55,7 @@ def run_restlessly(rank: int, recipe: Recipe, wanted: list[tuple[bool, bool]]) -
         made.append(Restless(rank, wanted, **given))
         return made[-1]
 
-    with patch.object(decided_steps, "ModeTrial", make):
+    with patch.object(fit_report, "ModeTrial", make):
         outcome = train(rank, recipe, Run(options={**SIZES, "mode": "auto", "tuning": False}))
     return outcome, made[0].modes
 

@@ -34,10 +34,9 @@ from lightning_bytescheduler.collectives.groups import SchedulerGroups
 from lightning_bytescheduler.ddp import compiled_calls
 from lightning_bytescheduler.ddp.agreed_sizes import agree_on_sizes
 from lightning_bytescheduler.ddp.ddp_arguments import check_hooks, check_module
-from lightning_bytescheduler.ddp.decided_steps import DecidedSteps, agreed_plan
 from lightning_bytescheduler.ddp.deferred_optimizer import deferred_step, is_enabled
 from lightning_bytescheduler.ddp.engine import EngineOptions
-from lightning_bytescheduler.ddp.fit_report import announce, say_start
+from lightning_bytescheduler.ddp.fit_report import DecidedSteps, SeenReads, agreed_plan, announce, say_start
 from lightning_bytescheduler.ddp.gates import is_of_libraries
 from lightning_bytescheduler.ddp.merged_buckets import merged_bytes
 from lightning_bytescheduler.ddp.partial_step import wants_whole_steps
@@ -48,7 +47,6 @@ from lightning_bytescheduler.ddp.plan import (
     optimizer_reasons,
     unseen_parameters,
 )
-from lightning_bytescheduler.ddp.read_warnings import SeenReads
 from lightning_bytescheduler.ddp.runtime import SchedulerRuntime
 from lightning_bytescheduler.ddp.scheduled_gradients import own_processors
 from lightning_bytescheduler.ddp.sparse_gradients import sparse_layers
@@ -160,8 +158,6 @@ class FabricModuleGradients(DecidedSteps):
         parameters = [p for p in module.parameters() if p.requires_grad]
         self._nbytes = sum(p.numel() * p.element_size() for p in parameters)
         self._parameters = frozenset(map(id, parameters))
-        self._reads: LoopReads | None = None
-        self._opened_for: Mapping[str, int] = {}
         self._has_run = False  # forward, since the last backward pass
         sparse = bool(sparse_layers(module))
         groups = SchedulerGroups.create(timeout=options.timeout, sparse=sparse, counts=options.batches is not None)
@@ -200,23 +196,7 @@ class FabricModuleGradients(DecidedSteps):
     @property
     def plan(self) -> OverlapPlan | None:
         """What overlaps, and why not; ``None`` before the first step."""
-        plan, reads, runtime, module = self._plan, self._reads, self.runtime, self._module()
-        if plan is None or reads is None:
-            return plan
-        if runtime is not None and module is not None:
-            self._plan = plan = replace(
-                plan,
-                gated_at_start=names_of(module, runtime.engine.context.unseen),
-                held_elsewhere=names_of(module, runtime.engine.context.held_elsewhere),
-            )
-        return replace(
-            plan,
-            early_readers=dict(reads.steps),
-            whole_steps=dict(reads.whole_steps),
-            deferred_share=self.statistics.deferred_share if self.statistics.updates else None,
-            read_unseen=dict(reads.unseen),
-            opened_for=dict(self._opened_for),
-        )
+        return self._so_far(self._module())
 
     def trains(self, optimizer: Optimizer) -> bool:
         """Whether ``optimizer`` has a parameter of this module."""
@@ -316,11 +296,9 @@ class FabricModuleGradients(DecidedSteps):
         plan = agreed_plan(plan, agree)
         if self._options.batches is not None:
             plan = replace(plan, weighting="samples")
-        listener: LoopReads | None = None
         if plan.overlapped:
             names = {id(p): name for name, p in module.named_parameters()}
-            listener = self._reads = LoopReads(names, rank)
-            self._opened_for = engine.context.opened_for
+            self._reads = LoopReads(names, rank)
         mode = self._decide_mode(plan, scheduler, agree, link=link, device=self._device, nbytes=self._nbytes)
         engine.begin_fit(
             EngineOptions(
@@ -330,7 +308,7 @@ class FabricModuleGradients(DecidedSteps):
                 merged_bytes=0 if self._options.own_buckets else merged_bytes(self._device, link),
                 processors=own_processors(self._options.ranks_on_host),
             ),
-            listener,
+            self._reads,
         )
         ranks, policy = runtime.group.size(), scheduler.policy
         plan = plan if self._plan is None else self._plan

@@ -1,25 +1,57 @@
-"""What the user is told of a fit, on rank 0: one line for each decision, and one at the end.
+"""What a fit has decided, from what, and what came of it: the plan as it stands, and what the user is told on rank 0.
 
-A line has the figures that a decision was made from, and can be read by somebody who does not know this package's
-words. Whoever has nothing to schedule gets one line that says so.
+Told is one line for each decision, and one at the end. A line has the figures that a decision was made from, and can be
+read by somebody who does not know this package's words. Whoever has nothing to schedule gets one line that says so.
+
+Who reads weights or gradients between steps, or unseen, costs overlap or exactness, and is told once, by name.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
 
 from lightning_bytescheduler.ddp.agreed_sizes import AgreedSizes
 from lightning_bytescheduler.ddp.compressed_reduction import GradientCompression
-from lightning_bytescheduler.ddp.ddp_mode import ModeFound
-from lightning_bytescheduler.ddp.plan import OverlapPlan
+from lightning_bytescheduler.ddp.compression_rules import AUTO
+from lightning_bytescheduler.ddp.ddp_mode import ModeFound, ModeTrial, StepMode, TriedMode
+from lightning_bytescheduler.ddp.plan import OverlapPlan, names_of
+from lightning_bytescheduler.ddp.runtime import SchedulerRuntime
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
-from lightning_bytescheduler.lightning_api import rank_zero_info, rank_zero_warn
-from lightning_bytescheduler.scheduler.options import POLICIES, SchedulerOptions, SchedulingPolicy, policy_of
-from lightning_bytescheduler.tuning.default_sizes import LinkEstimate
+from lightning_bytescheduler.ddp.steps import StepListener
+from lightning_bytescheduler.lightning_api import Logger, pl, rank_zero_info, rank_zero_warn
+from lightning_bytescheduler.scheduler.options import MODES, POLICIES, SchedulerOptions, SchedulingPolicy, policy_of
+from lightning_bytescheduler.tuning.default_sizes import LinkEstimate, is_slow
 
-__all__ = ["announce", "codec_cost", "first_pace", "reason_for", "say_found", "say_if_tiny", "say_start", "summary_of"]
+__all__ = [
+    "ENOUGH",
+    "DecidedSteps",
+    "EarlyReads",
+    "SeenReads",
+    "agreed_plan",
+    "announce",
+    "codec_cost",
+    "first_pace",
+    "reason_for",
+    "say_found",
+    "say_if_tiny",
+    "say_start",
+    "summary_of",
+]
 
+log = logging.getLogger(__name__)
+
+_NAMES_SHOWN = 3
 _FAR = (
     "Messages are long under way, so each rank's share of a part goes straight to it, and its sum straight to all; "
     "what is urgent overtakes on connections of its own. "
@@ -228,3 +260,229 @@ def say_if_tiny(**sizes: int | None) -> None:
                 f"bytescheduler: {option}={size} is in parameters: {4 * size:,} bytes of fp32 at a time, which is "
                 f"slow. {size} MB of fp32 = {size * 250_000:,} parameters."
             )
+
+
+def say_unseen(names: Sequence[str], step: int, *, certain: bool, rank: int) -> None:
+    """Say loudly that weights were read where no gate sees it: a warning on rank 0, an error in the log elsewhere.
+
+    Args:
+        names: Of the parameters.
+        step: In which it was found.
+        certain: Whether they were the weights of the step before; else they may have been.
+        rank: Of this process.
+    """
+    shown = ", ".join(map(repr, names[:_NAMES_SHOWN]))
+    shown += f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+    late = "had the weights of the step before" if certain else "may have had the weights of the step before"
+    message = (
+        f"bytescheduler: in step {step} {shown} {'was' if len(names) == 1 else 'were'} read by code that takes a "
+        f"weight's memory past PyTorch's functions, for the first time after the first step: it {late}, and this "
+        "training is not DDP's to the last bit. From here on their updates are waited for. To avoid it, hand such code "
+        "weight.detach(), use it from the first step on, or train with cross_barrier=False."
+    )
+    if rank == 0:
+        rank_zero_warn(message)
+    else:
+        log.error("rank %d: %s", rank, message)
+
+
+ENOUGH = 20  # steps of which most were read early, before it is worth a line
+_OWNERS = (pl.Callback, pl.LightningModule, Logger)
+
+
+class SeenReads(StepListener):
+    """Counts the steps whose updates or gradients were waited for between steps, and what else costs.
+
+    Args:
+        names: Of the parameters, by their ids.
+        rank: Of this process.
+
+    Attributes:
+        steps: How many steps each reader waited in, by its name, for example ``MyCallback.on_train_batch_end``.
+        whole_steps: How many steps were taken whole, by why.
+        unseen: In which step each parameter was found to have been read past its gate, by its name.
+    """
+
+    def __init__(self, names: Mapping[int, str] | None = None, rank: int = 0) -> None:
+        self._names = names or {}
+        self._rank = rank
+        self._told: set[str] = set()
+        self.steps: Counter[str] = Counter()
+        self.whole_steps: Counter[str] = Counter()
+        self.unseen: dict[str, int] = {}
+
+    def stepped_whole(self, why: str) -> None:
+        """See :class:`StepListener`."""
+        self.whole_steps[why] += 1
+        if self.whole_steps[why] == ENOUGH:
+            rank_zero_info(f"bytescheduler: {ENOUGH} steps were not deferred, because {why}.")
+
+    def read_early(self, reader: str, since: int = 0) -> None:
+        """A reader waited in one more step; told once it has in most of ``since`` steps."""
+        self.steps[reader] += 1
+        if reader not in self._told and self.steps[reader] >= ENOUGH and 2 * self.steps[reader] > since:
+            self._told.add(reader)
+            rank_zero_info(
+                f"bytescheduler: {reader} looks at weights or gradients between steps, in {self.steps[reader]} steps "
+                "so far. They are what DDP would show, but these steps wait for all gradients; looking less often "
+                "keeps the overlap."
+            )
+
+    def read_unseen(self, parameters: list[nn.Parameter], step: int, certain: bool) -> None:
+        """See :class:`StepListener`."""
+        found = [self._names[id(p)] for p in parameters]
+        self.unseen.update(dict.fromkeys(found, step))
+        say_unseen(found, step, certain=certain, rank=self._rank)
+
+
+class EarlyReads(SeenReads):
+    """See :class:`SeenReads`: by callback, module or logger.
+
+    Such reads are exact, but each costs the overlap of its step. Nothing has to be declared: a callback that reads
+    nothing costs nothing, one that reads every hundred steps costs every hundredth step.
+
+    Args:
+        trainer: Reads while it validates, tests or predicts are none of ours.
+        names: See :class:`SeenReads`.
+        rank: See :class:`SeenReads`.
+    """
+
+    def __init__(self, trainer: pl.Trainer, names: Mapping[int, str] | None = None, rank: int = 0) -> None:
+        super().__init__(names, rank)
+        self._trainer = trainer
+        self._first_step: dict[str, int] = {}
+
+    def waited_early(self) -> None:
+        """See :class:`StepListener`."""
+        if not self._trainer.training:
+            return
+        step = self._trainer.global_step
+        if reader := _reader(sys._getframe(1)):
+            self.read_early(reader, step - self._first_step.setdefault(reader, step) + 1)
+
+
+def _reader(frame: FrameType | None) -> str | None:
+    """The innermost method of a callback, module or logger on the stack that is not Lightning's own plumbing."""
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, _OWNERS) and not frame.f_code.co_name.startswith("_"):
+            return f"{type(owner).__name__}.{frame.f_code.co_name}"
+        frame = frame.f_back
+    return None
+
+
+class DecidedSteps:
+    """Has the plan of a fit, and decides with the other ranks which of its steps are as DDP's.
+
+    Agreed on before the first step, and again by what is seen; the same for a Trainer's fit and for a module of Fabric.
+    What is tuned besides is the Trainer's.
+
+    Attributes:
+        runtime: During a fit.
+        statistics: Of the current fit, or of the last one.
+    """
+
+    runtime: SchedulerRuntime | None = None
+    statistics: SchedulerStatistics | None = None
+
+    def __init__(self) -> None:
+        self._plan: OverlapPlan | None = None
+        self._reads: SeenReads | None = None  # where steps overlap
+        self._finding = ""  # what was seen to be fastest
+
+    def _so_far(self, module: nn.Module | None, **facts: Any) -> OverlapPlan | None:
+        """The plan of the current fit, or of the last one, with what came of it; ``None`` before the first.
+
+        Args:
+            module: What is trained.
+            **facts: What else is known.
+        """
+        plan, reads, statistics = self._plan, self._reads, self.statistics
+        if plan is not None and reads is not None:
+            if self.runtime is not None and module is not None:
+                # Not only what was known at the start: reads that nobody sees are found in the first step, and who
+                # keeps an alias may have come later.
+                context = self.runtime.engine.context
+                facts["gated_at_start"] = names_of(module, context.unseen)
+                facts["held_elsewhere"] = names_of(module, context.held_elsewhere)
+                facts["opened_for"] = dict(context.opened_for)
+            facts["early_readers"], facts["whole_steps"] = dict(reads.steps), dict(reads.whole_steps)
+            facts["read_unseen"] = dict(reads.unseen)
+            updated = statistics is not None and statistics.updates
+            facts["deferred_share"] = statistics.deferred_share if statistics is not None and updated else None
+        return plan if plan is None or not facts else replace(plan, **facts)
+
+    def _tunes_at_once(self, *, slow: bool) -> bool:
+        """Whether this rank would have sizes tuned from the first step on, on a link that is slow for the model."""
+        return False
+
+    def _begin_tuning(self) -> StepMode | None:
+        """Have sizes tuned from here on; every rank comes here before the same step. ``None`` where nothing is."""
+        return None
+
+    def _decide_mode(
+        self,
+        plan: OverlapPlan,
+        options: SchedulerOptions,
+        agree: Callable[[bool], bool],
+        *,
+        link: LinkEstimate | None,
+        device: torch.device,
+        nbytes: int,
+    ) -> StepMode:
+        """Agree on how steps are taken, as far as that is known before the first; notes the plan.
+
+        Args:
+            plan: Which all ranks have agreed on.
+            options: This rank's; what counts is what rank 0 says.
+            agree: Says whether all ranks say so.
+            link: As measured.
+            device: Where the default group wants its tensors.
+            nbytes: Of all gradients.
+        """
+        self._plan, mode = plan, options.mode
+        if not plan.overlapped:
+            # Parts by priority bring nothing to a step that waits for all of them; who asks for that step gets them.
+            found = StepMode(agree(mode == "ddp" or (mode == "auto" and options.cross_barrier)))
+            self._plan = replace(plan, as_ddp=found.ddp_mode)
+            return found
+        slow = link is not None and is_slow(link, nbytes=nbytes, busy_processor=device.type == "cpu")
+        finds_layers = set(plan.compressed.values()) == {AUTO}
+        numbers = [MODES.index(mode), slow, self._tunes_at_once(slow=slow), finds_layers]
+        message = torch.tensor(numbers, dtype=torch.int64, device=device)
+        dist.broadcast(message, src=0)
+        mode, (slow, at_once, finds_layers) = MODES[int(message[0])], map(bool, message[1:].tolist())
+        tuned = self._begin_tuning() if at_once else None
+        self._plan = replace(self._plan, pace=first_pace(mode, slow=slow, tuned=tuned is not None))
+        if tuned is not None:
+            return tuned
+        self._plan = replace(self._plan, as_ddp=mode == "ddp" or (mode == "auto" and not slow))
+        if mode == "auto":
+            return TriedMode(ModeTrial(overlapped=slow, finds_layers=finds_layers), device, self._mode_found)
+        return StepMode(mode == "ddp")
+
+    def _mode_found(self, found: ModeFound) -> StepMode | None:
+        """Every rank comes here before the same step."""
+        reason, plan = reason_for(found), self._plan
+        news = found.changed or (found.compared and not self._finding)
+        self._finding = reason if found.compared else ""
+        if plan is not None:
+            self._plan = replace(plan, as_ddp=found.ddp_mode, pace=reason)
+        tuned = self._begin_tuning() if found.changed and not found.ddp_mode else None
+        if news:
+            stays = plan is not None and plan.as_ddp == found.ddp_mode
+            compressed = plan is not None and bool(plan.compressed)
+            say_found(found, stays=stays, tuned=tuned is not None, compressed=compressed)
+        return tuned
+
+
+def agreed_plan(plan: OverlapPlan, agree: Callable[[bool], bool]) -> OverlapPlan:
+    """``plan``, or one without overlap where another rank cannot: it decides what is sent, so all have to do the same.
+
+    Args:
+        plan: This rank's.
+        agree: Says whether all ranks say so.
+    """
+    if agree(plan.overlapped) or not plan.overlapped:
+        return plan
+    return OverlapPlan(steps="synchronised", reasons=("another rank cannot let its steps overlap",))

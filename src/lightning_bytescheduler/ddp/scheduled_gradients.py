@@ -7,7 +7,7 @@ What the user is told of a fit: ``fit_report.py``.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -31,10 +31,12 @@ from lightning_bytescheduler.ddp.compressed_reduction import GradientCompression
 from lightning_bytescheduler.ddp.compression_rules import CompressionRules, names_that_count
 from lightning_bytescheduler.ddp.ddp_arguments import check_hooks, check_module
 from lightning_bytescheduler.ddp.ddp_mode import StepMode
-from lightning_bytescheduler.ddp.decided_steps import DecidedSteps, agreed_plan
 from lightning_bytescheduler.ddp.deferred_optimizer import deferring, loss_scale_of
 from lightning_bytescheduler.ddp.engine import EngineOptions
 from lightning_bytescheduler.ddp.fit_report import (
+    DecidedSteps,
+    EarlyReads,
+    agreed_plan,
     announce,
     codec_cost,
     say_start,
@@ -47,17 +49,14 @@ from lightning_bytescheduler.ddp.plan import (
     OverlapPlan,
     make_plan,
     may_drop_gradients,
-    names_of,
     norm_needed_by,
     unseen_parameters,
 )
-from lightning_bytescheduler.ddp.read_warnings import EarlyReads
 from lightning_bytescheduler.ddp.residuals import Residuals
 from lightning_bytescheduler.ddp.runtime import SchedulerRuntime
 from lightning_bytescheduler.ddp.sample_weights import NOTHING, SampleCounter
 from lightning_bytescheduler.ddp.sparse_gradients import sparse_layers
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
-from lightning_bytescheduler.ddp.steps import StepListener
 from lightning_bytescheduler.ddp.tuned_fit import FitTuning
 from lightning_bytescheduler.ddp.uneven_data import log_nothing, loss_of_nothing
 from lightning_bytescheduler.exceptions import SchedulerClosedError, UnsupportedError
@@ -103,8 +102,6 @@ class ScheduledGradients(DecidedSteps):
         await_batch: Waits until the other ranks have begun the present batch, too.
 
     Attributes:
-        runtime: During a fit.
-        statistics: Of the current fit, or of the last one.
         residuals: What error feedback has left to be sent, on this rank.
     """
 
@@ -122,8 +119,6 @@ class ScheduledGradients(DecidedSteps):
         await_batch: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__()
-        self.runtime: SchedulerRuntime | None = None
-        self.statistics: SchedulerStatistics | None = None
         self.residuals = Residuals()
         self._buffers: BufferBroadcast | None = None
         self._await_batch = await_batch
@@ -138,8 +133,6 @@ class ScheduledGradients(DecidedSteps):
         self._own_buckets = own_buckets
         self._tuning = tuning
         self._sharded = False  # where steps overlap in this fit
-        self._early_reads: EarlyReads | None = None
-        self._opened_for: Mapping[str, int] = {}
         self._lost_weights: SchedulerClosedError | None = None
         self._known: set[int] = set()  # ids of parameters that DDP averages, and of those said not to be
         self._epoch_begins = False
@@ -147,36 +140,14 @@ class ScheduledGradients(DecidedSteps):
     @property
     def plan(self) -> OverlapPlan | None:
         """What overlaps in the current fit, or did in the last one, and why not; ``None`` before the first."""
-        module, runtime, reads, share = self._strategy.lightning_module, self.runtime, self._early_reads, None
-        if self._plan is None:
-            return None
-        placement = None if self._placed is None else self._placed.so_far
-        if reads is None:
-            return self._plan if placement is None else replace(self._plan, placement=placement)
-        if self.statistics is not None and self.statistics.updates:
-            share = self.statistics.deferred_share
-        if runtime is not None and module is not None:
-            # Not only what was known at the start: reads that nobody sees are found in the first step, and who keeps an
-            # alias may have come later.
-            self._plan = replace(
-                self._plan,
-                pace=self._tuned() or self._plan.pace,
-                gated_at_start=names_of(module, runtime.engine.context.unseen),
-                held_elsewhere=names_of(module, runtime.engine.context.held_elsewhere),
-            )
-        return replace(
-            self._plan,
-            early_readers=dict(reads.steps),
-            whole_steps=dict(reads.whole_steps),
-            deferred_share=share,
-            read_unseen=dict(reads.unseen),
-            opened_for=dict(self._opened_for),
-            placement=placement,
-        )
+        facts: dict[str, Any] = {} if self._placed is None else {"placement": self._placed.so_far}
+        if self._reads is not None and (tuned := self._tuned()):
+            facts["pace"] = tuned
+        return self._so_far(self._strategy.lightning_module, **facts)
 
     def remember(self, plan: OverlapPlan | None, statistics: SchedulerStatistics | None) -> None:
         """Have what another process found as the outcome of the last fit."""
-        self._plan, self.statistics, self._early_reads, self._placed = plan, statistics, None, None
+        self._plan, self.statistics, self._reads, self._placed = plan, statistics, None, None
 
     # ------------------------------------------------------------------ life cycle
 
@@ -320,12 +291,10 @@ class ScheduledGradients(DecidedSteps):
             plan = replace(plan, weighting="samples")
         if self._compression is not None:
             plan = replace(plan, compressed=self._compression.compressed, compression_ratio=self._compression.ratio)
-        self._early_reads = None
-        listener: StepListener | None = None
+        self._reads = None
         if plan.overlapped:
             names = {id(p): name for name, p in module.named_parameters()}
-            listener = self._early_reads = EarlyReads(module.trainer, names, self._strategy.global_rank)
-            self._opened_for = engine.context.opened_for
+            self._reads = EarlyReads(module.trainer, names, self._strategy.global_rank)
         elif self._tuning is not None:
             self._tuning.say_untuned("steps cannot overlap")
         link, device, nbytes = runtime.agreed.link, self._strategy.root_device, _bytes_of_gradients(module)
@@ -339,7 +308,7 @@ class ScheduledGradients(DecidedSteps):
                 merged_bytes=0 if self._own_buckets else merged_bytes(device, link),
                 processors=own_processors(self._strategy.num_processes),
             ),
-            listener,
+            self._reads,
         )
         ranks, tuned, policy = runtime.group.size(), bool(self._tuned()), self._options.policy
         plan = plan if self._plan is None else self._plan
@@ -506,8 +475,8 @@ class ScheduledGradients(DecidedSteps):
         overlapped = engine.options.overlapped
         why_whole = wants_whole_steps(optimizer) if overlapped else None  # as of now: it may be another one
         if not overlapped or not deferrable or why_whole:
-            if why_whole and self._early_reads is not None:
-                self._early_reads.stepped_whole(why_whole)
+            if why_whole and self._reads is not None:
+                self._reads.stepped_whole(why_whole)
             output = take(closure if deferrable and not why_whole else _then(closure, engine.flush))
             engine.count_whole_step(optimizer)
             return output
