@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -27,13 +27,14 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from lightning_bytescheduler.collectives.device_streams import ReadyMark
 from lightning_bytescheduler.collectives.operations import wait_unless
-from lightning_bytescheduler.ddp.recorded_group import recorded
 from lightning_bytescheduler.ddp.sample_weights import StepWeight
 from lightning_bytescheduler.ddp.steps import BucketFutures, StepContext, TrainingStep
+from lightning_bytescheduler.timeline.timeline import COMMUNICATION
 from lightning_bytescheduler.tuning.default_sizes import LinkEstimate
 
-__all__ = ["DdpModeStep", "MergedBuckets", "merged_bytes"]
+__all__ = ["DdpModeStep", "MergedBuckets", "SentMessages", "merged_bytes"]
 
 
 _Waiting = list[tuple[torch.Tensor, torch.futures.Future[torch.Tensor]]]
@@ -69,6 +70,7 @@ class MergedBuckets:
         processors: That this rank has for itself.
         weight: What this rank counts; as much as any other when left out.
         failure: Why nothing will come any more, if another rank failed before this pass began.
+        record: Told of each message before it is sent; what it returns is told of that message's future.
     """
 
     def __init__(
@@ -81,9 +83,11 @@ class MergedBuckets:
         processors: int = 1,
         weight: StepWeight | None = None,
         failure: Callable[[], BaseException | None] = lambda: None,
+        record: Callable[[Sequence[torch.Tensor]], Callable[[torch.futures.Future[object]], None]] | None = None,
     ) -> None:
         self._group = group
         self._failure = failure
+        self._record = record
         self._weight = weight
         self._formed: list[_Waiting] = []  # messages that are not sent, as it is not known what this rank counts
         self._processors = processors
@@ -189,11 +193,15 @@ class MergedBuckets:
             torch._foreach_zero_([buffer for buffer, _ in waiting])
         for together in [waiting] if self._merges else [[each] for each in waiting]:
             buffers = [buffer for buffer, _ in together]
+            arrived = None if self._record is None else self._record(buffers)
             work = self._group.allreduce(buffers) if len(buffers) == 1 else self._group.allreduce_coalesced(buffers)
             if self._waits_here:
                 self._works.append(work)
             else:
                 work.get_future().add_done_callback(partial(_arrived, together))
+            if arrived is not None:
+                with suppress(RuntimeError):  # a backend without futures trains all the same
+                    work.get_future().add_done_callback(arrived)
 
     def _await(self) -> None:
         start, busy = time.perf_counter(), time.process_time()
@@ -215,6 +223,55 @@ def _arrived(waiting: _Waiting, reduced: torch.futures.Future[object]) -> None:
                 future.set_exception(error)  # type: ignore[arg-type]
             else:
                 future.set_result(buffer)
+
+
+class SentMessages:
+    """Puts what a step as DDP's sends on the timeline: it goes past the scheduler's core, which records the rest.
+
+    On a GPU a message begins and ends when the device comes by.
+
+    Args:
+        context: Shared with all steps of the fit; has a timeline.
+        step: Its number.
+        wire_share: What each rank sends of a byte.
+    """
+
+    def __init__(self, context: StepContext, step: int, wire_share: float) -> None:
+        self._context = context
+        self._step = step
+        self._wire_share = wire_share
+        self._count = 0
+
+    def sending(self, buffers: Sequence[torch.Tensor]) -> Callable[[torch.futures.Future[object]], None]:
+        """One begins, of ``buffers``; returns what is to be told of its future, on any thread."""
+        clock, number = self._context.clock, self._count
+        self._count += 1
+        nbytes = self._wire_share * sum(buffer.numel() * buffer.element_size() for buffer in buffers)
+        args = {"bytes": nbytes, "step": self._step, "task": number, "partition": 0, "buckets": len(buffers)}
+        began = [clock()]
+        self._when_reached(lambda: began.append(clock()))
+
+        def end() -> None:
+            if self._context.timeline is not None:
+                lane = "COMMUNICATION"
+                self._context.timeline.overlapping(
+                    f"all-reduce {number}", COMMUNICATION, began[-1], clock(), lane=lane, args=args
+                )
+
+        def arrived(future: torch.futures.Future[object]) -> None:
+            with suppress(Exception):  # whoever waits for it hears of that
+                future.value()
+                self._when_reached(end)
+
+        return arrived
+
+    def _when_reached(self, then: Callable[[], None]) -> None:
+        """Call ``then`` when what was enqueued until now on the current stream is done; at once on a CPU."""
+        streams = self._context.transport.streams
+        if streams is None:
+            then()
+        else:
+            streams.when_ready(ReadyMark(self._context.device), then)
 
 
 class DdpModeStep(TrainingStep):
@@ -243,8 +300,6 @@ class DdpModeStep(TrainingStep):
         if context.transport.streams is not None:
             context.core.drain(context.timeout)  # NCCL goes by the order of launches; this thread launches next
         group = context.transport.group
-        if context.timeline is not None:
-            group = recorded(group, context, number)
         self._on_exposed = on_exposed
         self._wire_share = 2.0 * (group.size() - 1) / group.size()
         self._merged = MergedBuckets(
@@ -255,6 +310,7 @@ class DdpModeStep(TrainingStep):
             processors=processors,
             weight=context.weight,
             failure=lambda: context.core.abort_cause,
+            record=None if context.timeline is None else SentMessages(context, number, self._wire_share).sending,
         )
 
     def reduce(self, bucket: dist.GradBucket, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_bytescheduler.ddp import recorded_group
-from lightning_bytescheduler.ddp.recorded_group import recorded
+from lightning_bytescheduler.ddp import merged_buckets
+from lightning_bytescheduler.ddp.merged_buckets import BucketFutures, MergedBuckets, SentMessages
 from lightning_bytescheduler.timeline.timeline import COMMUNICATION, Timeline
 from lightning_bytescheduler.timeline.trace import Span, read_timeline
 
@@ -24,9 +24,6 @@ class Group:
 
     def size(self) -> int:
         return 4
-
-    def name(self) -> str:
-        return "mine"
 
     def allreduce(self, buffers: list[torch.Tensor]) -> Any:
         future: torch.futures.Future[Any] = torch.futures.Future()
@@ -61,7 +58,14 @@ class Steps:
             transport=SimpleNamespace(streams=streams),
         )
         group: Any = self.group
-        self.recorded: Any = recorded(group, context, 7)
+        device: Any = SimpleNamespace(type="any")  # nothing is waited for on the host
+        group._get_backend = lambda _: SimpleNamespace(name=lambda: "any")
+        record = SentMessages(context, 7, 1.5).sending
+        self._merged = MergedBuckets(group, device, BucketFutures(torch.device("cpu")), record=record)
+
+    def send(self, *buffers: torch.Tensor) -> None:
+        """All of them in one message."""
+        self._merged._send_together([(buffer, torch.futures.Future()) for buffer in buffers], 0.25)
 
     def spans(self) -> list[Span]:
         self.timeline.close()
@@ -70,11 +74,9 @@ class Steps:
 
 def test_each_message_is_there_when_it_has_arrived(tmp_path: Path) -> None:
     steps = Steps(tmp_path / "t.json")
-    assert steps.recorded.size() == 4
-    assert steps.recorded.name() == "mine", "all else is the group's"
-    steps.recorded.allreduce([torch.zeros(10)])
+    steps.send(torch.zeros(10))
     steps.now = 1.0
-    steps.recorded.allreduce_coalesced([torch.zeros(10), torch.zeros(20, dtype=torch.float64)])
+    steps.send(torch.zeros(10), torch.zeros(40))
     for now, future in zip((3.0, 5.0), steps.group.futures, strict=True):
         steps.now = now
         future.set_result(None)
@@ -88,16 +90,16 @@ def test_each_message_is_there_when_it_has_arrived(tmp_path: Path) -> None:
 
 def test_what_fails_is_not_sent(tmp_path: Path) -> None:
     steps = Steps(tmp_path / "t.json")
-    steps.recorded.allreduce([torch.zeros(10)])
+    steps.send(torch.zeros(10))
     steps.group.futures[0].set_exception(RuntimeError("gone"))  # type: ignore[arg-type]
     assert steps.spans() == []
 
 
 def test_on_a_gpu_it_is_the_device_that_comes_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorded_group, "ReadyMark", lambda device: None)
+    monkeypatch.setattr(merged_buckets, "ReadyMark", lambda device: None)
     streams = Streams()
     steps = Steps(tmp_path / "t.json", streams)
-    steps.recorded.allreduce([torch.zeros(10)])
+    steps.send(torch.zeros(10))
     steps.group.futures[0].set_result(None)  # as NCCL's are, as soon as all is enqueued
     begins, ends = streams.marks
     for now, then in ((2.0, begins), (6.0, ends)):
