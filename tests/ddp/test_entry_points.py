@@ -77,6 +77,12 @@ class Passes:
         self.count += 1
         yield
 
+    def before_fork(self) -> None:
+        """Nothing is under way."""
+
+    def after_fork(self, *, in_child: bool) -> None:
+        """Nothing was."""
+
 
 def update(parameter: nn.Parameter) -> None:
     with torch.no_grad():

@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_bytescheduler.ddp.entry_points import _reduce_opened, before_forks
+from lightning_bytescheduler.ddp.entry_points import _reduce_opened, watch_entry_points
 from lightning_bytescheduler.ddp.gates import GatedParameter, arm, disarm
 
 
@@ -23,6 +24,9 @@ class Engine:
 
     def after_fork(self, *, in_child: bool) -> None:
         self.calls.append("child" if in_child else "parent")
+
+    def backward_pass(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 class Gate:
@@ -42,18 +46,20 @@ class Gate:
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_engines_are_told_on_both_sides_of_a_fork() -> None:
     engine = Engine()
-    before_forks(engine)
+    leave = watch_entry_points(engine)
     child = os.fork()
     if child == 0:
         os._exit(0 if engine.calls == ["before", "child"] else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    leave()
     assert engine.calls == ["before", "parent"]
 
 
 def test_a_program_that_is_started_costs_nothing() -> None:
     engine = Engine()
-    before_forks(engine)
+    leave = watch_entry_points(engine)
     subprocess.run([sys.executable, "-c", ""], check=True)
+    leave()
     assert engine.calls == []
 
 

@@ -37,7 +37,6 @@ from torch.optim import Optimizer
 
 from lightning_bytescheduler.ddp.ddp_arguments import refuse_join, refuse_steps_in_backward
 from lightning_bytescheduler.ddp.ddp_mode import StepMode
-from lightning_bytescheduler.ddp.entry_points import before_forks
 from lightning_bytescheduler.ddp.gates import FirstUseObserver
 from lightning_bytescheduler.ddp.merged_buckets import DdpModeStep
 from lightning_bytescheduler.ddp.overlapped_step import OverlappedStep
@@ -99,7 +98,6 @@ class GradientEngine:
         self._last_index = sys.maxsize  # of the buckets of this backward pass
         self._backward_start = 0.0
         self._in_backward = 0  # of the thread that is in the strategy's, its id
-        before_forks(self)
 
     def begin_fit(self, options: EngineOptions, listener: StepListener | None = None) -> None:
         """Say how steps are taken, once, before the first of them.
@@ -153,13 +151,13 @@ class GradientEngine:
         return self.context.step.under_way or self.context.sparse.under_way
 
     def before_fork(self) -> None:
-        """See :class:`~lightning_bytescheduler.ddp.entry_points.Forkable`."""
+        """See :class:`~lightning_bytescheduler.ddp.entry_points.Watching`."""
         self.context.lock.acquire()  # who has it waits for a task at most, which ends with an abort or the timeout
         with suppress(Exception):  # the training thread meets it at its next touch
             self.context.step.before_fork()
 
     def after_fork(self, *, in_child: bool) -> None:
-        """See :class:`~lightning_bytescheduler.ddp.entry_points.Forkable`."""
+        """See :class:`~lightning_bytescheduler.ddp.entry_points.Watching`."""
         if in_child:
             self.context.lock = threading.RLock()
             self.close()
@@ -301,7 +299,7 @@ class GradientEngine:
 
     @contextmanager
     def backward_pass(self) -> Iterator[None]:
-        """Around each pass that adds to gradients, the strategy's or the user's: see ``entry_points.Accumulating``."""
+        """Around each pass that adds to gradients, the strategy's or the user's: see ``entry_points.Watching``."""
         if self._in_backward not in (0, threading.get_ident()):
             yield  # another thread's: what is under way is the training's pass
             return

@@ -34,7 +34,7 @@ and needs nothing of ours. ``subprocess`` replaces the child's memory at once, r
 Processes that get a weight over a pipe (``spawn``, ``forkserver``, queues) have it pickled, which opens its gate; torch
 hands parameters over in shared memory, by their exact class.
 
-Locks: whoever forks takes the lock of each :class:`Forkable` and holds it across the fork, so that the child never
+Locks: whoever forks takes the lock of each :class:`Watching` and holds it across the fork, so that the child never
 finds it taken by a thread that it does not have. Two threads that fork take the locks in one order.
 """
 
@@ -44,7 +44,6 @@ import functools
 import importlib
 import os
 import threading
-import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from multiprocessing.reduction import ForkingPickler
@@ -60,7 +59,7 @@ from lightning_bytescheduler.ddp.aliases import note_script
 from lightning_bytescheduler.ddp.compiled_calls import open_everything, resume
 from lightning_bytescheduler.ddp.gates import GatedParameter, any_closed, open_gates
 
-__all__ = ["Accumulating", "Forkable", "before_forks", "watch_entry_points"]
+__all__ = ["Watching", "watch_entry_points"]
 
 _FUNCTION = torch.autograd.Function
 _IN_PYTHON = isinstance(vars(_FUNCTION)["apply"], classmethod)
@@ -88,8 +87,8 @@ _replacement: Any = (
 )
 
 
-class Forkable(Protocol):
-    """What has gates to open before a fork."""
+class Watching(Protocol):
+    """What has gates to open before a fork, and gradients under way to which a backward pass would add."""
 
     def before_fork(self) -> None:
         """Take the lock, and make all parameters plain; must not raise."""
@@ -97,19 +96,19 @@ class Forkable(Protocol):
     def after_fork(self, *, in_child: bool) -> None:
         """Let go of the lock; in the child, forget what only the parent can end."""
 
+    def backward_pass(self) -> AbstractContextManager[object]:
+        """Around a backward pass that adds to gradients."""
 
-_watched: weakref.WeakSet[Any] = weakref.WeakSet()
+
+_lock = threading.Lock()
+_watchers: list[Watching] = []
+_replaced: list[tuple[Any, str, Any, Any]] = []  # owner, name, what was there, what is in its place
 _of_this_thread = threading.local()
-
-
-def before_forks(engine: Forkable) -> None:
-    """Tell ``engine`` of every fork of this process from here on, for as long as it lives."""
-    _watched.add(engine)
 
 
 def _before() -> None:
     _of_this_thread.held = held = []
-    for engine in sorted(_watched, key=id):
+    for engine in list(_watchers):
         engine.before_fork()
         held.append(engine)
 
@@ -168,23 +167,11 @@ _NEED_ALL_OPEN = {
 _RUN_BACKWARD = ("torch.autograd", "torch.autograd.graph")  # where its name is looked up
 
 
-class Accumulating(Protocol):
-    """What has gradients under way, to which a backward pass would add."""
-
-    def backward_pass(self) -> AbstractContextManager[object]:
-        """Around a backward pass that adds to gradients."""
-
-
-_lock = threading.Lock()
-_watchers: list[Accumulating] = []
-_replaced: list[tuple[Any, str, Any, Any]] = []  # owner, name, what was there, what is in its place
-
-
-def watch_entry_points(engine: Accumulating) -> Callable[[], None]:
+def watch_entry_points(engine: Watching) -> Callable[[], None]:
     """Have gates opened at each entry point, until what is returned is called; calls may overlap, on any threads.
 
     Args:
-        engine: Told of backward passes.
+        engine: Told of backward passes and forks.
     """
     with _lock:
         _watchers.append(engine)
