@@ -12,7 +12,7 @@ from lightning_bytescheduler.exceptions import RankFailedError, SchedulerClosedE
 def test_a_rank_keeps_an_error_of_its_own_when_another_has_failed() -> None:
     cause = RankFailedError(1, "ValueError: boom")
     runtime: Any = SimpleNamespace(
-        _core=SimpleNamespace(abort_cause=cause), _servers=None, _explained_by_board=lambda error: error
+        core=SimpleNamespace(abort_cause=cause), _servers=None, _explained_by_board=lambda error: error
     )
     own = RuntimeError("Expected to have finished reduction in the prior iteration before starting a new one.")
     assert SchedulerRuntime.explain(runtime, own) is own

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ __all__ = ["AgreedSizes", "agree_on_sizes"]
 
 _FAR_S = 0.01  # of an all-reduce of nothing
 _LEAST_BUCKET_BYTES = 128 * 1024  # where buckets are not cut
+_DDPS_BUCKET_BYTES = 25 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ def agree_on_sizes(
         if goes_straight and chooses:
             far = probe_start_up(groups.data, device) > _FAR_S
         least = partition * width if partition < count or options.partition_size else _LEAST_BUCKET_BYTES
-        bucket = max(least, min(count * width // 64, 25 * 1024 * 1024))
+        bucket = max(least, min(count * width // 64, _DDPS_BUCKET_BYTES))
         sizes = SchedulerSizes(partition_size=min(partition, credit), credit=credit, bucket_bytes=bucket)
     else:
         link, far = _near_or_far(probe_link(groups.data, device), groups.world_size, goes_straight)
@@ -95,20 +96,16 @@ def agree_on_sizes(
             far=far,
         )
         if ratio > 1:  # codecs, too, have work with each partition: twice as large ones were seen to be faster
-            sizes = SchedulerSizes(
-                partition_size=2 * sizes.partition_size,
-                credit=2 * sizes.credit,
-                bucket_bytes=max(sizes.bucket_bytes * width // travels, 2 * sizes.partition_size * width),
+            larger, bucket = 2 * sizes.partition_size, sizes.bucket_bytes * width // travels
+            sizes = replace(
+                sizes, partition_size=larger, credit=2 * sizes.credit, bucket_bytes=max(bucket, larger * width)
             )
         if credit:
-            sizes = SchedulerSizes(
-                partition_size=min(sizes.partition_size, credit), credit=credit, bucket_bytes=sizes.bucket_bytes
-            )
+            sizes = replace(sizes, partition_size=min(sizes.partition_size, credit), credit=credit)
         elif partition:
+            bucket = max(sizes.bucket_bytes, min(partition * width, _DDPS_BUCKET_BYTES))
             sizes = SchedulerSizes(
-                partition_size=partition,
-                credit=max(sizes.credit, 2 * partition),
-                bucket_bytes=max(sizes.bucket_bytes, min(partition * width, 25 * 1024 * 1024)),
+                partition_size=partition, credit=max(sizes.credit, 2 * partition), bucket_bytes=bucket
             )
     return AgreedSizes(sizes=sizes, link=link, far=far)
 

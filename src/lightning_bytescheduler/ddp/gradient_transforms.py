@@ -31,13 +31,6 @@ NormOf = Callable[[nn.Parameter], float]
 """Norm of a parameter's reduced gradient, as it travelled; waits until it is known."""
 
 
-class GradientTransform(Protocol):
-    """A step on the way from the reduced gradient to the one the optimizer sees."""
-
-    def apply(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Transform ``gradients`` in place."""
-
-
 class ClipValue:
     """Clips each value; see :func:`torch.nn.utils.clip_grad_value_`.
 
@@ -49,7 +42,7 @@ class ClipValue:
         self._limit = float(limit)
 
     def apply(self, gradients: Sequence[torch.Tensor]) -> None:
-        """See :class:`GradientTransform`."""
+        """Transform ``gradients`` in place, on their way to what the optimizer sees."""
         for gradient in gradients:
             gradient.clamp_(min=-self._limit, max=self._limit)
 
@@ -81,7 +74,7 @@ class Unscale:
         return self._found_inf
 
     def apply(self, gradients: Sequence[torch.Tensor]) -> None:
-        """See :class:`GradientTransform`."""
+        """Transform ``gradients`` in place, on their way to what the optimizer sees."""
         for gradient in gradients:
             torch._amp_foreach_non_finite_check_and_unscale_(
                 [gradient],
@@ -128,7 +121,7 @@ class ClipNorm:
         return self._coefficient
 
     def apply(self, gradients: Sequence[torch.Tensor]) -> None:
-        """See :class:`GradientTransform`."""
+        """Transform ``gradients`` in place, on their way to what the optimizer sees."""
         coefficient = self.coefficient()
         if coefficient.item() == 1.0:
             return
@@ -168,7 +161,7 @@ class StepTransforms:
         self._reduction = reduction
         self._buckets = buckets
         self._wait = wait
-        self._transforms: list[GradientTransform] = []
+        self._transforms: list[Unscale | ClipNorm | ClipValue] = []
         self._gradients: dict[int, list[torch.Tensor]] = {}  # by index of the bucket: what is transformed
         self._applied: dict[int, int] = {}  # by index of the bucket: how many of the transforms
         self._handed_out: dict[
@@ -264,7 +257,7 @@ class StepTransforms:
         self._wait(reduction.norms)
         return reduction.norm(parameter)
 
-    def _add(self, transform: GradientTransform) -> None:
+    def _add(self, transform: Unscale | ClipNorm | ClipValue) -> None:
         self._transforms.append(transform)
         for bucket, _ in list(self._handed_out.values()):
             self.hand_out(bucket)

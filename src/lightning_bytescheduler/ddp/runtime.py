@@ -75,6 +75,18 @@ class SchedulerRuntime:
         compression: Makes what compresses gradients, if anything does, with the counters and timeline that it keeps.
         counter: Says how many samples a batch has, where ranks count by them; the groups have one for counts then.
         servers: That average gradients, if any do; left when the runtime stops.
+
+    Attributes:
+        agreed: As given.
+        architecture: Who averages gradients: ``"allreduce"`` or ``"ps"``.
+        core: Its credit and partition size may be changed on rank 0 at any time.
+        engine: Between DDP and the core.
+        group: What gradients travel on.
+        layers: Says how many layers are compressed, where not all are.
+        lost_weights: Why the weights are not those of a whole number of steps, after a failure.
+        statistics: Of this fit.
+        weights: Says what this rank's gradients count, where not as much as any other's.
+        wire_device: Where what travels of gradients lives.
     """
 
     def __init__(
@@ -93,6 +105,8 @@ class SchedulerRuntime:
     ) -> None:
         self.statistics = SchedulerStatistics()
         self.agreed = agreed
+        self.group = groups.data
+        self.architecture = "allreduce" if servers is None else "ps"
         self._groups = groups
         self._overtaking = create_overtaking(groups.wire_device(device), timeout=timeout) if agreed.far else None
         self._servers = servers
@@ -102,7 +116,6 @@ class SchedulerRuntime:
         self._process = os.getpid()
         self._closed_in_order = False  # the control group: nobody waits for a decision any more
         self._collectives_failed = False
-        # Why the weights are not those of a whole number of steps, after a failure.
         self.lost_weights: SchedulerClosedError | None = None
         self._busy_until = 0.0
         parameters = list(parameters)
@@ -114,7 +127,7 @@ class SchedulerRuntime:
             if groups.rank == 0
             else FollowingOrder(groups.control, self._on_error, direct=direct)
         )
-        self._core = ByteCore(
+        self.core = ByteCore(
             partition_size=agreed.sizes.partition_size,
             credit=agreed.sizes.credit,
             one_at_a_time=options.policy.one_at_a_time,
@@ -128,6 +141,7 @@ class SchedulerRuntime:
             if servers is not None:
                 self._compression.sums_elsewhere(servers.left)
         on_device = self._compression is not None and groups.by_host and servers is None
+        self.layers = None if self._compression is None else self._compression.layers
         self._transport = GradientTransport(
             groups.data,
             self._on_error,
@@ -137,15 +151,16 @@ class SchedulerRuntime:
             by_host=groups.by_host,
             payloads=self._compression.work_on(device) if self._compression is not None and on_device else None,
         )
+        self.wire_device = self._transport.wire_device
         if servers is not None and self._timeline is not None:
             servers.push_pull.watch_replies(self._observe_reply)
         if isinstance(self._order, FollowingOrder):
-            self._order.start(self._core.update_order)
+            self._order.start(self.core.update_order)
         self._exchange: NumberExchange | None = None
         self.weights: SampleWeights | None = None
         if counter is not None and groups.counts is not None:
             self._exchange = NumberExchange(
-                groups.counts, NUMBERS, on_error=self._counts_failed, failure=lambda: self._core.abort_cause
+                groups.counts, NUMBERS, on_error=self._counts_failed, failure=lambda: self.core.abort_cause
             )
             device_time = DeviceTime(device) if device.type == "cuda" else None
             self.weights = SampleWeights(
@@ -158,7 +173,7 @@ class SchedulerRuntime:
             if device_time is not None:
                 self._transport.measure_waits(device_time.waiting)
         context = StepContext(
-            core=self._core,
+            core=self.core,
             transport=self._transport,
             parameters=parameters,
             device=device,
@@ -187,7 +202,7 @@ class SchedulerRuntime:
             default,
             groups.data,
             groups.reports,
-            core=self._core,
+            core=self.core,
             order=self._order,
             device=device,
             failure=self.failure,
@@ -197,51 +212,21 @@ class SchedulerRuntime:
         routing.install()
         return routing
 
-    @property
-    def compression_is_settled(self) -> bool:
-        """Whether this rank is not about to find how much is compressed."""
-        layers = None if self._compression is None else self._compression.layers
-        return layers is None or layers.is_settled
-
-    def _close_layers(self) -> None:
-        if self._compression is not None and self._compression.layers is not None:
-            self._compression.layers.close()
-
-    @property
-    def architecture(self) -> str:
-        """Who averages gradients: ``"allreduce"`` or ``"ps"``."""
-        return "allreduce" if self._servers is None else "ps"
-
-    @property
-    def wire_device(self) -> torch.device:
-        """Where what travels of gradients lives."""
-        return self._transport.wire_device
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        """What gradients travel on."""
-        return self._groups.data
-
-    @property
-    def core(self) -> ByteCore:
-        """The scheduler core; its credit and partition size may be changed on rank 0 at any time."""
-        return self._core
-
     # What the fault board asks and tells (Watched), on its own thread.
 
     def rank_failed(self, fault: RankFailedError, step: int | None) -> None:
         """Stop, once what ``step`` steps have sent has arrived, so that all ranks end with the same weights."""
         self._await_arrival(step)
-        self._core.abort(fault)
+        self.core.abort(fault)
         self.engine.fail_merged(fault)
 
     def own_failure(self) -> BaseException | None:
         """What has stopped the scheduler, on whichever thread."""
-        return self._core.abort_cause
+        return self.core.abort_cause
 
     def failure(self) -> BaseException | None:
         """Why nothing is to be waited for any more, if so."""
-        return self._core.abort_cause or self._board.fault
+        return self.core.abort_cause or self._board.fault
 
     def phase(self) -> str:
         """What this rank is doing, in words."""
@@ -255,7 +240,7 @@ class SchedulerRuntime:
 
     def explain(self, error: BaseException) -> BaseException:
         """Return the failure of another rank that ``error`` is a consequence of, or ``error`` itself."""
-        cause = self._core.abort_cause
+        cause = self.core.abort_cause
         # What the core was stopped with comes back as it is, or wrapped by torch; other errors are this rank's own.
         wrapped = isinstance(error, RuntimeError) and str(cause) in str(error)
         if cause is not None and (wrapped or isinstance(error, ByteSchedulerError)):
@@ -273,7 +258,7 @@ class SchedulerRuntime:
             error: What this rank fails with, as explained by :meth:`explain`.
         """
         self._await_landing()
-        self._core.abort(error)
+        self.core.abort(error)
         self.engine.fail_merged(error)
         self.stop(failed=True)
         try:
@@ -299,7 +284,7 @@ class SchedulerRuntime:
         self._board.unwatch(self)
         steps: list[Callable[[], object]] = [
             lambda: None if self._routing is None else self._routing.uninstall(failed=failed, timeout=_STOP_S),
-            lambda: self._core.shutdown(timeout=_STOP_S, drain=not failed),
+            lambda: self.core.shutdown(timeout=_STOP_S, drain=not failed),
             lambda: self._close_order(failed),
             lambda: self._transport.stop_encoding(_STOP_S),  # it sends on the group
             lambda: None if self._exchange is None else self._exchange.close(_STOP_S),
@@ -307,7 +292,7 @@ class SchedulerRuntime:
             self._leave_groups,
             lambda: self._transport.stop(_STOP_S),
             lambda: None if failed or self._compression is None else self._compression.leave_device(),
-            self._close_layers,
+            lambda: None if self.layers is None else self.layers.close(),
             self._turns.end,
         ]
         if self._timeline is not None:
@@ -342,7 +327,7 @@ class SchedulerRuntime:
         order.stop(_STOP_S)
 
     def _leave_groups(self) -> None:
-        idle = not (self._collectives_failed or self._core.in_flight or self.engine.merged_under_way)
+        idle = not (self._collectives_failed or self.core.in_flight or self.engine.merged_under_way)
         if self._servers is not None:
             if self._compression is not None:
                 with suppress(RuntimeError):  # a server has gone in this moment
@@ -383,19 +368,19 @@ class SchedulerRuntime:
     def _on_error(self, error: BaseException) -> BaseException:
         """A collective failed, on one of the scheduler's threads: find out why, and let everybody here know."""
         self._collectives_failed = True
-        if self._servers is not None and not self._core.abort_cause:
+        if self._servers is not None and not self.core.abort_cause:
             found = self._servers.find_gone() or self._servers.explain_timeout(error)
             if isinstance(found, ServerFailedError):
                 found.__cause__ = error
-                self._core.abort(found)
+                self.core.abort(found)
                 self._board.publish(found)
                 return found
             error = found
-        cause = self._core.abort_cause or self._explained_by_board(error)
+        cause = self.core.abort_cause or self._explained_by_board(error)
         if is_communication_error(cause):
             cause = RankFailedError(None, f"it could not be told which; here that broke: {error}")
             cause.__cause__ = error
-        self._core.abort(cause)
+        self.core.abort(cause)
         return cause
 
     def _explained_by_board(self, error: BaseException) -> BaseException:

@@ -289,7 +289,7 @@ class FitTuning:
             point=TuningPoint(credit=credit or None, partition_size=partition_size or None),
             tuner=tuner,
             on_change=on_change,
-            others_try=lambda: not runtime.compression_is_settled,
+            others_try=lambda: runtime.layers is not None and not runtime.layers.is_settled,
         )
         return self._in_force
 
