@@ -206,23 +206,38 @@ def steps_as_its_class(optimizer: Optimizer, step: object = None) -> bool:
     return own is None or any(vars(kind).get("step") is own for kind in type(optimizer).__mro__)
 
 
-def wants_whole_steps(optimizer: Optimizer, step: object = None) -> str | None:
+def whole_steps_for(optimizer: Optimizer, step: object = None) -> Iterator[tuple[str, str]]:
     """Why an optimizer cannot be stepped bucket by bucket, as it is now: it may have changed since the fit began.
 
     Args:
         optimizer: Any.
         step: The instance's own step, where something else stands in for it at present.
+
+    Yields:
+        A reason, and how it goes on for who can still do something about it.
     """
     name = kind_of(optimizer).__name__
-    if has_step_hooks(optimizer):
-        return f"{name} has step hooks"
-    if not steps_as_its_class(optimizer, step):
-        return f"the step of this {name} was replaced"
     if not is_per_parameter(optimizer):
-        return f"{name} is not known to update each parameter on its own"
-    if not can_have_a_gate(optimizer):
-        return f"{name} hides its state or its groups"
-    return None
+        yield (
+            f"{name} is not known to update each parameter on its own",
+            " (torch.optim's SGD, Adam, AdamW and the like are)",
+        )
+    elif not can_have_a_gate(optimizer):
+        way_out = " (state and param_groups as plain ones keep the overlap)"
+        yield f"{name} has attributes of a kind of its own", way_out
+    if not steps_as_its_class(optimizer, step):
+        yield (
+            f"the step of this {name} was replaced",
+            " by another function (leave it as it is, and do what else is to be done in "
+            "LightningModule.on_train_batch_end, to keep the overlap)",
+        )
+    if has_step_hooks(optimizer):
+        yield f"{name} has step hooks", ", which expect whole steps (remove them to keep the overlap)"
+
+
+def wants_whole_steps(optimizer: Optimizer, step: object = None) -> str | None:
+    """The first of the reasons of :func:`whole_steps_for`, if there is one."""
+    return next((why for why, _ in whole_steps_for(optimizer, step)), None)
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:

@@ -19,12 +19,7 @@ from lightning_bytescheduler.ddp.compiled_calls import compiled_calls_are_seen
 from lightning_bytescheduler.ddp.compression_rules import AUTO
 from lightning_bytescheduler.ddp.deferred_optimizer import scales_losses, steps_plainly
 from lightning_bytescheduler.ddp.gates import can_be_gated
-from lightning_bytescheduler.ddp.partial_step import (
-    can_have_a_gate,
-    has_step_hooks,
-    is_per_parameter,
-    steps_as_its_class,
-)
+from lightning_bytescheduler.ddp.partial_step import whole_steps_for
 from lightning_bytescheduler.ddp.sparse_gradients import sparse_layers
 from lightning_bytescheduler.lightning_api import GradClipAlgorithmType, Precision, is_overridden, pl
 from lightning_bytescheduler.scheduler.placement import Placement
@@ -214,24 +209,7 @@ def optimizer_reasons(optimizers: Sequence[Optimizer]) -> list[str]:
     optimizer = optimizers[0]
     if optimizer_name(optimizer) == _NONE:
         return ["there is no optimizer (configure_optimizers that returns one keeps the overlap)"]
-    reasons = []
-    name = optimizer_name(optimizer)
-    if not is_per_parameter(optimizer):
-        reasons.append(
-            f"{name} is not known to update each parameter on its own (torch.optim's SGD, Adam, AdamW and the like are)"
-        )
-    elif not can_have_a_gate(optimizer):
-        reasons.append(
-            f"{name} has attributes of a kind of its own (state and param_groups as plain ones keep the overlap)"
-        )
-    if not steps_as_its_class(optimizer):
-        reasons.append(
-            f"the step of this {name} was replaced by another function (leave it as it is, and do what else is to be "
-            "done in LightningModule.on_train_batch_end, to keep the overlap)"
-        )
-    if has_step_hooks(optimizer):
-        reasons.append(f"{name} has step hooks, which expect whole steps (remove them to keep the overlap)")
-    return reasons
+    return [why + rest for why, rest in whole_steps_for(optimizer)]
 
 
 def model_reasons(model: nn.Module) -> list[str]:
