@@ -25,7 +25,7 @@ from lightning_bytescheduler.ddp.agreed_sizes import AgreedSizes
 from lightning_bytescheduler.ddp.compressed_reduction import GradientCompression
 from lightning_bytescheduler.ddp.compression_rules import AUTO
 from lightning_bytescheduler.ddp.ddp_mode import ModeFound, ModeTrial, StepMode, TriedMode
-from lightning_bytescheduler.ddp.plan import OverlapPlan, names_of
+from lightning_bytescheduler.ddp.plan import OverlapPlan, names_of, some_of
 from lightning_bytescheduler.ddp.runtime import SchedulerRuntime
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
 from lightning_bytescheduler.ddp.steps import StepListener
@@ -51,7 +51,6 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-_NAMES_SHOWN = 3
 _FAR = (
     "Messages are long under way, so each rank's share of a part goes straight to it, and its sum straight to all; "
     "what is urgent overtakes on connections of its own. "
@@ -271,11 +270,10 @@ def say_unseen(names: Sequence[str], step: int, *, certain: bool, rank: int) -> 
         certain: Whether they were the weights of the step before; else they may have been.
         rank: Of this process.
     """
-    shown = ", ".join(map(repr, names[:_NAMES_SHOWN]))
-    shown += f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+    were = "was" if len(names) == 1 else "were"
     late = "had the weights of the step before" if certain else "may have had the weights of the step before"
     message = (
-        f"bytescheduler: in step {step} {shown} {'was' if len(names) == 1 else 'were'} read by code that takes a "
+        f"bytescheduler: in step {step} {some_of(names)} {were} read by code that takes a "
         f"weight's memory past PyTorch's functions, for the first time after the first step: it {late}, and this "
         "training is not DDP's to the last bit. From here on their updates are waited for. To avoid it, hand such code "
         "weight.detach(), use it from the first step on, or train with cross_barrier=False."

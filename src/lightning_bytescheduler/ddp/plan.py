@@ -28,7 +28,6 @@ ONE_RANK = "1 rank: nothing to schedule"
 """Why steps of a training on one process are as they are."""
 
 _BEFORE_A_STEP = ("on_after_backward", "on_before_optimizer_step")  # of modules and callbacks
-_NAMES_SHOWN = 3
 _NONE = "no optimizer"
 _STAND_IN = "_MockOptimizer"  # what Lightning makes of a configure_optimizers() that returns None
 _BY_SAMPLES = "each rank's gradient counts by its samples of the step"
@@ -120,9 +119,9 @@ class OverlapPlan:
         if self.norm_needed_by:
             line += f"; reduce-scatter, norm, all-gather for {' and '.join(self.norm_needed_by)}"
         if self.gated_at_start:
-            line += f"; {_some_of(self.gated_at_start)} updated early, as reads of them cannot be seen"
+            line += f"; {some_of(self.gated_at_start)} updated early, as reads of them cannot be seen"
         if self.held_elsewhere:
-            line += f"; {_some_of(self.held_elsewhere)} {_HELD}"
+            line += f"; {some_of(self.held_elsewhere)} {_HELD}"
         return f"{line}{self._besides()}."
 
     @property
@@ -171,9 +170,9 @@ class OverlapPlan:
         if self.placement is not None and any(self.placement.bytes_per_server):
             lines += str(self.placement).splitlines()
         if self.gated_at_start:
-            lines.append(f"updated early: {_some_of(self.gated_at_start)}")
+            lines.append(f"updated early: {some_of(self.gated_at_start)}")
         if self.held_elsewhere:
-            lines.append(f"{_some_of(self.held_elsewhere)} {_HELD}")
+            lines.append(f"{some_of(self.held_elsewhere)} {_HELD}")
         if self.overlapped and self.deferred_share is not None and (self.deferred_share or not self.as_ddp):
             lines.append(f"so far {self.deferred_share:.0%} of the updates crossed the step boundary")
         lines += [f"{steps} steps were taken whole, because {why}" for why, steps in self.whole_steps.items()]
@@ -188,9 +187,10 @@ def _count(steps: int) -> str:
     return f"{steps} step" if steps == 1 else f"{steps} steps"
 
 
-def _some_of(names: tuple[str, ...]) -> str:
-    shown = ", ".join(map(repr, names[:_NAMES_SHOWN]))
-    more = len(names) - _NAMES_SHOWN
+def some_of(names: Sequence[str], most: int = 3) -> str:
+    """The first of ``names``, and how many more there are, in words."""
+    shown = ", ".join(map(repr, names[:most]))
+    more = len(names) - most
     return f"{shown} and {more} more" if more > 0 else shown
 
 

@@ -50,6 +50,7 @@ from lightning_bytescheduler.ddp.plan import (
     make_plan,
     may_drop_gradients,
     norm_needed_by,
+    some_of,
     unseen_parameters,
 )
 from lightning_bytescheduler.ddp.residuals import Residuals
@@ -68,8 +69,6 @@ from lightning_bytescheduler.tuning.search_space import TuningPoint
 
 __all__ = ["ScheduledGradients", "own_processors"]
 
-_NAMES_SHOWN = 2
-
 
 def warn_unaveraged(names: Sequence[str]) -> None:
     """Say that ranks train parameters alone: DDP averages what required gradients when it wrapped the model.
@@ -77,12 +76,10 @@ def warn_unaveraged(names: Sequence[str]) -> None:
     Args:
         names: Of the parameters.
     """
-    shown = ", ".join(map(repr, names[:_NAMES_SHOWN]))
-    shown += f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
     rank_zero_warn(
-        f"bytescheduler: the gradients of {shown} are not averaged over ranks: they require gradients now, and did not "
-        "when DDP wrapped the model. As with strategy='ddp', each rank trains them on its own batches, and the ranks' "
-        "weights differ. To have them averaged, freeze them in on_fit_start, not before, and use "
+        f"bytescheduler: the gradients of {some_of(names, 2)} are not averaged over ranks: they require gradients now, "
+        "and did not when DDP wrapped the model. As with strategy='ddp', each rank trains them on its own batches, and "
+        "the ranks' weights differ. To have them averaged, freeze them in on_fit_start, not before, and use "
         "find_unused_parameters=True."
     )
 
