@@ -17,29 +17,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_bytescheduler.checks import did_you_mean, is_finite, require_bool, require_one_of, require_whole
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
-from lightning_bytescheduler.lightning_api import rank_zero_warn
+from lightning_bytescheduler.lightning_api import pl, rank_zero_warn
+from lightning_bytescheduler.tuning.credit_tuner import CreditTuner
+
+
+def _options_of(kind: type, says: str) -> dict[str, str]:
+    return {name: says.format(name=name) for name in inspect.signature(kind).parameters}
+
 
 ELSEWHERE = {
-    **{
-        name: f"It is an option of Trainer: Trainer({name}=...)."
-        for name in (
-            "accumulate_grad_batches",
-            "devices",
-            "gradient_clip_algorithm",
-            "gradient_clip_val",
-            "log_every_n_steps",
-            "max_epochs",
-            "max_steps",
-            "num_nodes",
-            "precision",
-            "sync_batchnorm",
-            "use_distributed_sampler",
-        )
-    },
-    **{
-        name: f"It is an option of the callback CreditTuner: Trainer(callbacks=[CreditTuner({name}=...)])."
-        for name in ("cost_share", "cost_steps", "steps_per_trial", "trials", "warm_up")
-    },
+    **_options_of(
+        CreditTuner, "It is an option of the callback CreditTuner: Trainer(callbacks=[CreditTuner({name}=...)])."
+    ),
+    **_options_of(pl.Trainer, "It is an option of Trainer: Trainer({name}=...)."),
 }
 """What to say of options that neither strategy has, by name."""
 
