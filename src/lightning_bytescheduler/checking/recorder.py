@@ -149,7 +149,7 @@ class Recorder(pl.Callback):
         runtime = trainer.strategy.runtime if isinstance(trainer.strategy, ByteSchedulerStrategy) else None
         if runtime is not None and self._spec.early:
             early = set(self._spec.early)
-            runtime.engine.update_in_step(id(p) for name, p in pl_module.named_parameters() if name in early)
+            runtime.engine.context.unseen.update(id(p) for name, p in pl_module.named_parameters() if name in early)
         self._step_ended = time.perf_counter()
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:

@@ -23,7 +23,7 @@ What a step is, by its kind: ``steps.py``. What threads may meet, and the order 
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -44,7 +44,7 @@ from lightning_bytescheduler.ddp.sample_weights import NOTHING
 from lightning_bytescheduler.ddp.steps import ForwardPass, StepContext, StepListener, SynchronisedStep, TrainingStep
 from lightning_bytescheduler.timeline.timeline import COMPUTE
 
-__all__ = ["EngineOptions", "GradientEngine", "schedule_bucket"]
+__all__ = ["EngineOptions", "GradientEngine"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +115,7 @@ class GradientEngine:
     def take_over(self, model: DistributedDataParallel) -> None:
         """Take the place of the communication of ``model``."""
         self.context.own_gradients.know(model)
-        model.register_comm_hook(self, schedule_bucket)
+        model.register_comm_hook(self, GradientEngine.hook)
         model.join_hook = refuse_join  # type: ignore[method-assign]
         model._setup_in_backward_optimizers = partial(refuse_steps_in_backward, model.module)  # type: ignore[method-assign]
         # Dynamo cuts compiled graphs at DDP's bucket size, which it wants no smaller than DDP's first bucket.
@@ -130,10 +130,6 @@ class GradientEngine:
         # At the end of a backward pass DDP waits for its futures.
         at_its_end = self._in_backward != 0 and self.steps_offered == number > self.steps_handed_over
         return number if self.context.waiting or at_its_end else 0
-
-    def update_in_step(self, parameters: Iterable[int]) -> None:
-        """Treat parameters with these ids as if touches of them could not be seen; ranks need not agree."""
-        self.context.unseen.update(parameters)
 
     def flush(self) -> None:
         """Wait for all gradients and apply all updates that are due; afterwards everything is final."""
@@ -352,8 +348,3 @@ class GradientEngine:
             self.context.reads.close()
             self.context.own_gradients.close()
             self.context.step.close()
-
-
-def schedule_bucket(engine: GradientEngine, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Hand ``bucket`` to ``engine``; see ``DistributedDataParallel.register_comm_hook``."""
-    return engine.hook(bucket)

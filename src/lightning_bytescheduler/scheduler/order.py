@@ -1,6 +1,6 @@
 """Which sub-task is sent next: by priority, by priority with somebody else's among them, or as another rank decided.
 
-Over long ways also on which lane, so that what is urgent overtakes what is under way (:class:`LaneChoice`).
+Over long ways also on which lane, so that what is urgent overtakes what is under way (``LaneChoice``).
 
 Both orders are plain data structures that ``ByteCore`` calls under its own lock; they have no lock of their
 own. What an order pops is *claimed*: it will be launched even if its task fails meanwhile, as other ranks may
@@ -34,7 +34,7 @@ class Decision:
         partition_size: The size the deciding rank partitioned the task with, in parameters.
         index: Which sub-task is next.
         task_size: The task's size on the deciding rank, in parameters; ``None`` leaves it unchecked.
-        lane: On which the sub-task travels, see :class:`LaneChoice`.
+        lane: On which the sub-task travels, see ``LaneChoice``.
     """
 
     key: TaskKey
