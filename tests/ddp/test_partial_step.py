@@ -301,7 +301,7 @@ def replaced_part(parameters: Any) -> Optimizer:
     return optimizer
 
 
-class OwnDefaults(AdamW):
+class OwnDefaults(Adam):
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, lr=0.5)
 
