@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from lightning_bytescheduler.simulation.link import LinkModel
     from lightning_bytescheduler.simulation.prediction import Prediction
     from lightning_bytescheduler.slices.data_module import SliceCoordinator, SliceDataModule
-    from lightning_bytescheduler.slices.dataset import SliceDataset
     from lightning_bytescheduler.tuning.credit_tuner import CreditTuner
 
 __all__ = [
@@ -73,7 +72,6 @@ __all__ = [
     "SliceCoordinator",
     "SliceCorruptError",
     "SliceDataModule",
-    "SliceDataset",
     "SliceIndexError",
     "SourceUnavailableError",
     "TaskStateError",
@@ -99,7 +97,6 @@ _IMPORTED_AT_FIRST_USE = {
     "SchedulerStatistics": "ddp.statistics",
     "SliceCoordinator": "slices.data_module",
     "SliceDataModule": "slices.data_module",
-    "SliceDataset": "slices.dataset",
     "advise": "predicting.predict",
     "check": "checking.notebook",
     "predict": "predicting.predict",

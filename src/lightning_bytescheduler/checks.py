@@ -53,6 +53,7 @@ GONE: dict[str, dict[str, str]] = {
     "SliceDataModule": {
         **dict.fromkeys(("cache_dir", "cache_bytes"), "Write cache=FOLDER, or cache={'dir': ..., 'bytes': ...}."),
         "slice_bytes": "Files without an index are cut at 64 MiB; 'slices make --slice-size' cuts them otherwise.",
+        "shortage": "Samples are repeated where a step has fewer than there are ranks.",
         "shuffle_samples": "Write shuffle='samples'.",
         "prefetch_factor": "Each process reads two batches ahead.",
         "pin_memory": "Batches are pinned where they go to a GPU.",
@@ -74,7 +75,10 @@ GONE: dict[str, dict[str, str]] = {
         "--state-lease-s": "A second coordinator on the same --state is refused while the first lives.",
     },
     "LinkModel": {"spare_servers": "It is servers, with architecture='ps', as of the strategy."},
-    "lightning_bytescheduler": {"Advice": "It is called Prediction, and predict() returns it."},
+    "lightning_bytescheduler": {
+        "Advice": "It is called Prediction, and predict() returns it.",
+        "SliceDataset": "The loaders of a SliceDataModule work in a loop of your own too, after setup('fit').",
+    },
     "timeline": {"FILES": "Give one worker's file. The command rounds draws all workers of a DiLoCo training."},
     "": {
         "algorithm=push_pull": "Servers are an architecture: architecture='ps', with servers=k spare machines.",

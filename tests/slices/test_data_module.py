@@ -177,7 +177,6 @@ def test_shuffle_is_no_number(tmp_path: Path) -> None:
         ("shuffle", "slices"),
         ("seed", -1),
         ("seed", 2**64),
-        ("shortage", "repeat"),
         ("transform", 3),
         ("collate", "stack"),
         ("cache", 5),

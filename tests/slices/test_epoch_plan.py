@@ -23,7 +23,6 @@ ALL = Counter((index, sample) for index, count in enumerate(COUNTS) for sample i
 Samples = list[tuple[int, int]]
 NUMBERS = st.lists(st.integers(1, 12), min_size=1, max_size=12)
 RANKS = st.lists(st.integers(1, 6), min_size=1, max_size=6) | st.lists(st.just(1), min_size=1, max_size=8)
-SHORTAGES = st.sampled_from(["pad", "drop"])
 
 
 def catalogue(counts: Sequence[int] = COUNTS) -> SliceCatalogue:
@@ -150,10 +149,6 @@ def test_a_last_batch_without_a_sample_for_each_rank() -> None:
     assert [plan.size_of(8) for plan in plans] == [1, 0, 0]
     assert plans[0].share_of_step(8, 1) == plans[0].share_of_step(0, 2) == 1.0
     assert plans[0].share_of_step(8, 9) == pytest.approx(9 / 257)
-    dropping = shared(3, 32, shortage="drop")
-    assert dropping[0].batches == 8
-    assert dropping[0].dropped == 1
-    assert all(len(batch) > 1 for batches in train(dropping) for batch in batches)
 
 
 def restored(processed: int) -> SimpleNamespace:
@@ -185,37 +180,35 @@ def test_the_next_slices_are_named_across_the_end_of_an_epoch() -> None:
         assert next(iter(plan)).runs[0].slice_index in batches[-1].ahead
 
 
-@given(NUMBERS, RANKS, SHORTAGES, st.integers(0, 2**64 - 1), st.booleans())
+@given(NUMBERS, RANKS, st.integers(0, 2**64 - 1), st.booleans())
 @settings(max_examples=100, deadline=None)
 def test_every_rank_has_a_batch_in_every_step_and_together_they_cover_the_epoch(
-    counts: list[int], batch_sizes: list[int], shortage: str, seed: int, shuffle: bool
+    counts: list[int], batch_sizes: list[int], seed: int, shuffle: bool
 ) -> None:
-    plans = together(batch_sizes, counts, shortage=shortage, seed=seed, shuffle=shuffle)
+    plans = together(batch_sizes, counts, seed=seed, shuffle=shuffle)
     ranks, total, plan = len(batch_sizes), sum(counts), plans[0]
     found = train(plans)
     for size, batches in zip(batch_sizes, found, strict=True):
         assert len(batches) == plan.steps
         assert all(1 <= len(batch) <= size for batch in batches)
     trained = Counter(sample for batches in found for batch in batches for sample in batch)
-    assert sum(trained.values()) == total + plan.padded - plan.dropped
-    assert len(trained) == total - plan.dropped
+    assert sum(trained.values()) == total + plan.padded
+    assert len(trained) == total
     assert 0 <= plan.padded < ranks
-    assert 0 <= plan.dropped < ranks
-    assert plan.padded == 0 if shortage == "drop" else plan.dropped == 0
     if total >= ranks and min(batch_sizes) >= 2:
-        assert plan.padded == plan.dropped == 0
-    assert plan.steps in (-(-total // sum(batch_sizes)), total // sum(batch_sizes))
+        assert plan.padded == 0
+    assert plan.steps == -(-total // sum(batch_sizes))
 
 
-@example(counts=[7], stages=[([1] * 5, "pad", 0.5)], last=[1])
-@given(counts=NUMBERS, stages=st.lists(st.tuples(RANKS, SHORTAGES, st.floats(0, 1)), max_size=4), last=RANKS)
+@example(counts=[7], stages=[([1] * 5, 0.5)], last=[1])
+@given(counts=NUMBERS, stages=st.lists(st.tuples(RANKS, st.floats(0, 1)), max_size=4), last=RANKS)
 @settings(max_examples=100, deadline=None)
 def test_before_and_after_any_changes_of_ranks_and_batch_sizes_the_epoch_is_covered_exactly(
-    counts: list[int], stages: list[tuple[list[int], str, float]], last: list[int]
+    counts: list[int], stages: list[tuple[list[int], float]], last: list[int]
 ) -> None:
     trained, padded, state = Counter[tuple[int, int]](), 0, None
-    for batch_sizes, shortage, part in [*stages, (last, "pad", 1.0)]:
-        plans = together(batch_sizes, counts, shortage=shortage)
+    for batch_sizes, part in [*stages, (last, 1.0)]:
+        plans = together(batch_sizes, counts)
         for plan in plans:
             if state is not None:
                 plan.load_state_dict(state)
@@ -256,20 +249,11 @@ def test_a_rank_reads_whole_slices_but_for_a_few() -> None:
         assert len(slices) <= 16
 
 
-def test_fewer_samples_than_ranks_are_padded_or_dropped() -> None:
-    padded, dropped = together([4] * 5, [2]), together([4] * 5, [2], shortage="drop")
-    assert (padded[0].steps, padded[0].padded, padded[0].dropped) == (1, 3, 0)
-    assert (dropped[0].steps, dropped[0].padded, dropped[0].dropped) == (0, 0, 2)
+def test_fewer_samples_than_ranks_are_repeated() -> None:
+    padded = together([4] * 5, [2])
+    assert (padded[0].steps, padded[0].padded) == (1, 3)
     assert [len(set(batch)) for (batch,) in train(padded)] == [1] * 5
     assert used(train(together([4] * 5, [2]))) == Counter([(0, 0), (0, 1)])
-
-
-def test_what_some_ranks_drop_is_left_for_others() -> None:
-    before, after = together([1, 1, 1], [5], shortage="drop"), together([1, 1], [5])
-    assert (before[0].steps, before[0].dropped) == (1, 2)
-    train(before)
-    after[0].load_state_dict(before[0].state_dict())
-    assert after[0].left == 2
 
 
 def test_the_order_is_another_one_in_each_epoch() -> None:
@@ -288,7 +272,6 @@ def test_misuse() -> None:
         ("batch_sizes", {"batch_sizes": []}),
         ("batch_sizes", {"batch_sizes": [4, 0]}),
         ("batch_sizes", {"batch_sizes": [True]}),
-        ("shortage", {"shortage": "ignore"}),
         ("rank", {"rank": 1}),
         ("seed", {"seed": -1}),
     ):

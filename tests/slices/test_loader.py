@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
-from lightning_bytescheduler import SliceDataModule, SliceDataset
+from lightning_bytescheduler import SliceDataModule
 from lightning_bytescheduler.slices import data_module, formats
 from lightning_bytescheduler.slices.make import make_slices
 from lightning_bytescheduler.slices.slice import SliceStream
@@ -282,19 +281,3 @@ def test_a_corrupt_slice_is_told_in_each_epoch_by_workers_that_stay(tmp_path: Pa
         assert len(told) == len(epochs)  # by the worker whose sample it is
     assert epochs[0] == epochs[1]
     data.teardown("fit")
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_dataset_without_lightning_follows_its_epoch(tmp_path: Path, workers: int) -> None:
-    dataset = SliceDataset(write(tmp_path, "numbers"), batch_size=4, shuffle_samples=True)
-    loader: DataLoader[Any] = DataLoader(
-        dataset, batch_size=None, num_workers=workers, collate_fn=list, persistent_workers=workers > 0
-    )
-    epochs = []
-    for epoch in range(2):
-        dataset.set_epoch(epoch)
-        epochs.append([int(number) for batch in loader for number in batch])
-        alone = SliceDataset(write(tmp_path, "numbers"), batch_size=4, shuffle_samples=True)
-        alone.set_epoch(epoch)
-        assert epochs[-1] == [int(number) for batch in alone for number in batch]
-    assert epochs[0] != epochs[1]

@@ -16,14 +16,12 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from torch.utils.data import DataLoader
 
 from lightning_bytescheduler import (
     OptionError,
     SliceCoordinator,
     SliceCorruptError,
     SliceDataModule,
-    SliceDataset,
     SliceIndexError,
     SourceUnavailableError,
     UnsupportedError,
@@ -84,13 +82,12 @@ def web() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("package", ["xxhash", "tenacity", "platformdirs"])
-@pytest.mark.parametrize("name", [SliceDataModule, SliceDataset])
-def test_the_constructor_names_the_extra(text: str, monkeypatch: pytest.MonkeyPatch, package: str, name: Any) -> None:
+def test_the_constructor_names_the_extra(text: str, monkeypatch: pytest.MonkeyPatch, package: str) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     slice_module.xxhash.cache_clear()
-    words = rf"{name.__name__} needs {package}, which is not installed: pip install 'lightning-bytescheduler\[data\]'"
+    words = rf"SliceDataModule needs {package}, which is not installed: pip install 'lightning-bytescheduler\[data\]'"
     with pytest.raises(ImportError, match=words):
-        name(text)
+        SliceDataModule(text)
 
 
 @pytest.mark.parametrize(
@@ -158,8 +155,6 @@ def test_storage_options_that_nobody_takes_are_refused_and_not_shown(url: str, o
     with pytest.raises(OptionError, match=reason) as caught:
         SliceDataModule(url, storage_options=options)
     assert SECRET not in str(caught.value)
-    with pytest.raises(OptionError, match=reason):
-        SliceDataset(url, storage_options=options)
 
 
 def test_storage_options_go_to_those_that_take_them(text: str, tmp_path: Path) -> None:
@@ -467,42 +462,6 @@ def test_a_loader_without_its_data_module(text: str, tmp_path: Path, monkeypatch
     data.teardown("fit")
 
 
-# ------------------------------------------------------------------ SliceDataset
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"batch_size": "4"}, "batch_size='4'"),
-        ({"batch_size": 4, "rank": 1}, "rank=1 .*from 0 to 0; num_replicas"),
-        ({"batch_size": [4, 2], "num_replicas": 3}, r"batch_size=\[4, 2\].*a list of 3"),
-        ({"num_replicas": 0}, "num_replicas=0"),
-        ({"options": {"timeout": 3}}, "a StoreOptions of lightning_bytescheduler.slices"),
-        ({"shuffle": "no"}, "shuffle='no'"),
-        ({"transform": 3}, "transform=3"),
-    ],
-)
-def test_options_of_a_dataset(text: str, options: dict[str, Any], reason: str) -> None:
-    with pytest.raises(OptionError, match=reason):
-        SliceDataset(text, **options)
-
-
-def test_ranks_of_a_dataset(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    shares = [list(SliceDataset(text, batch_size=2, num_replicas=2, rank=rank, shuffle=False)) for rank in range(2)]
-    assert shares == [[["one", "two"]], [["three"]]]
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    with pytest.warns(UserWarning, match=r"Each of 2 ranks reads all samples.*num_replicas=2"):
-        list(SliceDataset(text))
-
-
-def test_batches_are_not_put_into_batches(text: str) -> None:
-    dataset = SliceDataset(text, batch_size=2)
-    with pytest.raises(OptionError, match=r"DataLoader\(dataset, batch_size=None\)"):
-        next(iter(DataLoader(dataset)))
-    assert len(next(iter(DataLoader(dataset, batch_size=None)))) == 2
-
-
 # --------------------------------------------------------------------- commands
 
 
@@ -543,12 +502,12 @@ def test_a_slice_that_is_missing_is_named_at_once(
     assert "slice-000001.txt: its file is missing." in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("kind", [SliceDataModule, SliceDataset])
-def test_a_misspelt_option_is_answered_with_the_right_one(kind: Any, text: str) -> None:
-    with pytest.raises(OptionError, match=f"{kind.__name__} has no option 'batchsize'. Did you mean 'batch_size'"):
-        kind(text, batchsize=4)
-    with pytest.raises(OptionError, match=f"{kind.__name__} takes its options by name"):
-        kind(text, 4)
+def test_a_misspelt_option_is_answered_with_the_right_one(text: str) -> None:
+    misspelt: Any = {"batchsize": 4}
+    with pytest.raises(OptionError, match="SliceDataModule has no option 'batchsize'. Did you mean 'batch_size'"):
+        SliceDataModule(text, **misspelt)
+    with pytest.raises(OptionError, match="SliceDataModule takes its options by name"):
+        SliceDataModule(text, 4)  # type: ignore[misc]
 
 
 def test_a_port_in_use_is_named(text: str, capsys: pytest.CaptureFixture[str]) -> None:

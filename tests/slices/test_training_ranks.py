@@ -45,16 +45,13 @@ def test_two_ranks_train_what_one_does(two_ranks: RankPool, rows: str, strategy:
     assert Counter(seen + seen_too) == Counter(dict.fromkeys(range(SAMPLES), 2))
 
 
-@pytest.mark.parametrize(("shortage", "steps", "most"), [("pad", 13, 2), ("drop", 12, 1)])
-def test_an_uneven_rest_is_padded_or_dropped(
-    two_ranks: RankPool, tmp_path: Path, shortage: str, steps: int, most: int
-) -> None:
-    options = {"train": make_rows(tmp_path / "odd", [11, 14]), "batch_size": 1, "shortage": shortage}
+def test_an_uneven_rest_is_repeated(two_ranks: RankPool, tmp_path: Path) -> None:
+    options = {"train": make_rows(tmp_path / "odd", [11, 14]), "batch_size": 1}
     (first, _, expected), (second, _, _) = fitted(two_ranks, options=options, trainer={"strategy": "ddp"})
     counts = trained(first, second)
-    assert len(first) == len(second) == expected == steps
-    assert max(counts.values()) == most
-    assert sum(counts.values()) == 25 + (1 if shortage == "pad" else -1)
+    assert len(first) == len(second) == expected == 13
+    assert max(counts.values()) == 2
+    assert sum(counts.values()) == 26
 
 
 def test_fewer_samples_than_ranks(two_ranks: RankPool, tmp_path: Path) -> None:
@@ -64,8 +61,6 @@ def test_fewer_samples_than_ranks(two_ranks: RankPool, tmp_path: Path) -> None:
     )
     assert first == second == [[0]]
     assert seen[-1:] == seen_too[-1:] == [0]
-    with pytest.raises(AssertionError, match="a sample for each rank"):
-        fitted(two_ranks, options={"train": one, "batch_size": 4, "shortage": "drop"}, trainer={"strategy": "ddp"})
 
 
 def test_resume_with_the_same_ranks_more_and_fewer(two_ranks: RankPool, rows: str, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@
 - Where slices come from, and where they are kept: ``urls``, ``source``, ``fetch``, ``cache``, ``store``,
   ``open_slice``.
 - Batches: ``batches``; ``epoch_plan`` of ranks that step together; ``tracked_plan`` of workers that take slices as they
-  need them; ``loader``, ``dataset``.
+  need them; ``loader``.
 - The tracker, which hands slices out: ``messages``, ``tracker``, ``tracker_state``.
 - Lightning: ``options``, ``training``, ``data_module``.
 - ``lightning-bytescheduler slices``: ``command``, ``make``, ``serve``.
@@ -13,7 +13,7 @@
 from lightning_bytescheduler.slices.catalogue import SliceCatalogue
 from lightning_bytescheduler.slices.make import make_slices
 from lightning_bytescheduler.slices.messages import TrackerClient
-from lightning_bytescheduler.slices.options import FetchOptions, StoreOptions, TrackerOptions
+from lightning_bytescheduler.slices.options import FetchOptions, TrackerOptions
 from lightning_bytescheduler.slices.slice import Slice, SliceState, SliceStream
 from lightning_bytescheduler.slices.source import SliceSource, open_source
 from lightning_bytescheduler.slices.tracker import SliceTracker, TrackerReport
@@ -27,7 +27,6 @@ __all__ = [
     "SliceState",
     "SliceStream",
     "SliceTracker",
-    "StoreOptions",
     "TrackerClient",
     "TrackerHost",
     "TrackerOptions",

@@ -19,7 +19,6 @@ from lightning_bytescheduler.slices.formats import SliceReader
 from lightning_bytescheduler.slices.loader import BatchWorkers, SliceLoader, collate_samples
 from lightning_bytescheduler.slices.options import (
     Delivery,
-    Shortage,
     StoreOptions,
     TrackerOptions,
     batch_sizes_of,
@@ -27,7 +26,6 @@ from lightning_bytescheduler.slices.options import (
     require_batch_size,
     require_function,
     require_packages,
-    require_shortage,
     require_urls,
 )
 from lightning_bytescheduler.slices.source import SliceSource, open_source
@@ -82,8 +80,6 @@ class SliceDataModule(pl.LightningDataModule):
         shuffle: Take the training slices in another order in each epoch; ``"samples"``: and the samples of each, which
             maps one whole slice into memory, for each process that reads.
         seed: Of these orders.
-        shortage: ``"pad"`` repeats or ``"drop"`` leaves out training samples where a step has fewer than there are
-            ranks. Other data is always padded.
         transform: Applied to each sample, in the process that reads.
         collate: Makes a batch of a list of samples; None stacks arrays, and else does as PyTorch does.
         reader: Makes samples of bytes, for files whose suffix is not known.
@@ -115,7 +111,6 @@ class SliceDataModule(pl.LightningDataModule):
         num_workers: int = 0,
         shuffle: bool | Literal["samples"] = True,
         seed: int = 0,
-        shortage: Shortage = "pad",
         transform: Callable[[Any], Any] | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
         reader: SliceReader | None = None,
@@ -141,10 +136,9 @@ class SliceDataModule(pl.LightningDataModule):
         )
         if not isinstance(shuffle, bool) and shuffle != "samples":
             raise OptionError("shuffle", shuffle, "True, False or 'samples'")
-        require_shortage(shortage)
         require_function("transform", transform, "sample")
         require_function("collate", collate, "samples")
-        self._shuffle_samples, self._shortage = shuffle == "samples", shortage
+        self._shuffle_samples = shuffle == "samples"
         self._transform, self._collate = transform, collate
         self._num_workers = require_whole("num_workers", num_workers, 0)
         given_cache = dict(cache) if isinstance(cache, Mapping) else {"dir": cache}
@@ -290,7 +284,6 @@ class SliceDataModule(pl.LightningDataModule):
             rank=rank,
             seed=self._tracking.seed,
             shuffle=self._tracking.shuffle,
-            shortage=self._shortage,
             is_shared=together is not None,
         )
         if before is not None:  # a further fit goes on where the last one stopped

@@ -29,7 +29,6 @@ from lightning_bytescheduler.exceptions import OptionError, TrackerStateError, U
 from lightning_bytescheduler.lightning_api import pl, rank_zero_info
 from lightning_bytescheduler.slices.batches import SLICES_AHEAD, ReadReport, SampleRun, SliceBatch, cut_runs, samples_in
 from lightning_bytescheduler.slices.catalogue import DataOrder, SliceCatalogue, slice_order
-from lightning_bytescheduler.slices.options import Shortage, require_shortage
 from lightning_bytescheduler.slices.tracker_state import read_state
 
 _HELD = 1 + SLICES_AHEAD  # slices, so that those that come next can be fetched
@@ -206,8 +205,6 @@ class EpochPlan:
         rank: This one.
         seed: Of the order of slices.
         shuffle: False keeps the catalogue's order in every epoch.
-        shortage: ``"pad"`` repeats or ``"drop"`` leaves out samples, fewer than there are ranks, where there is not one
-            for each rank in every step.
         repeats: Whether an epoch follows each, whose first slices are named ahead at the end.
         is_shared: Whether :meth:`share_out` says who takes how much of each batch. All batches but the last have as
             many samples then. A rank without one computes on another's, which is to count nothing.
@@ -220,8 +217,7 @@ class EpochPlan:
         counted: Steps that the training loop counts before those that are left, as it was restored in mid-epoch.
         left: Samples that were left when the epoch began, or was resumed.
         steps: Of every rank, to train on these.
-        padded: Samples that are trained on twice.
-        dropped: Samples that are left out.
+        padded: Samples that are trained on twice, fewer than there are ranks: each has one in every step.
 
     Raises:
         OptionError: If an option is not allowed.
@@ -233,7 +229,6 @@ class EpochPlan:
     left: int
     steps: int
     padded: int
-    dropped: int
     _steps: int  # that were taken of what is shared now
     _opened: int  # of these, when the loader was made
 
@@ -245,7 +240,6 @@ class EpochPlan:
         rank: int = 0,
         seed: int = 0,
         shuffle: bool = True,
-        shortage: Shortage = "pad",
         repeats: bool = True,
         is_shared: bool = False,
     ) -> None:
@@ -257,9 +251,8 @@ class EpochPlan:
         self.batch_size = sum(self._batch_sizes)
         if not is_whole(rank) or rank >= len(self._batch_sizes):
             raise OptionError("rank", rank, f"from 0 to {len(self._batch_sizes) - 1}, one for each batch size")
-        require_shortage(shortage)
         self._rank = rank
-        self._seed, self._shuffle, self._shortage, self._repeats = seed, shuffle, shortage, repeats
+        self._seed, self._shuffle, self._repeats = seed, shuffle, repeats
         self.is_shared = is_shared
         self._shares_of: Callable[[int, int], Sequence[int]] | None = None
         self._unfinished: Callable[[], int] = lambda: 0
@@ -286,7 +279,6 @@ class EpochPlan:
         """What has to be the same on all ranks, for them to share."""
         return {
             "the SliceDataModule's batch_size": f"{self.batch_size} for all ranks",
-            "the SliceDataModule's shortage": self._shortage,
             "the order of the slices": f"shuffled from seed {self._seed}" if self._shuffle else "as it is",
             "where the training stands in its slices": f"epoch {self.epoch}, {self._pool.left:,} samples left",
         }
@@ -344,7 +336,7 @@ class EpochPlan:
         first = self._steps
         afterwards: Sequence[int] | None = None
         for step in range(first, self.steps):
-            sizes = self._sizes_of(step - first, pool.left - self.dropped)
+            sizes = self._sizes_of(step - first, pool.left)
             drawn.append(sizes)
             taken = pool.take(sizes)
             self._sizes[self.counted + step - self._opened] = sizes[self._rank]
@@ -361,24 +353,21 @@ class EpochPlan:
             yield SliceBatch(self.epoch, runs, tuple(slices)[:SLICES_AHEAD])
 
     def open(self, trainer: pl.Trainer | None) -> None:
-        """See ``Plan``; says what is padded or dropped.
+        """See ``Plan``; says what is padded.
 
         Raises:
-            OptionError: If there is not a single step.
+            OptionError: If there is not a single sample.
         """
         if self.over and self.begun:  # these ranks have no step for what was left to others
             self.end_epoch()
         self._only_ends = trainer is not None and not self.begun and ends_restored_epoch(trainer)
         self.counted, self._opened = 0 if trainer is None else counted_batches(trainer), self._steps
         if not self.steps:
-            raise OptionError(
-                "train", f"{self.left} samples", "a sample for each rank: check what is quarantined, or use 'pad'"
-            )
-        if self.padded or self.dropped:
-            what = f"{self.padded} will be repeated" if self.padded else f"{self.dropped} will be left out"
+            raise OptionError("train", f"{len(self.catalogue)} slices", "one that can be read: all are quarantined")
+        if self.padded:
             rank_zero_info(
-                f"slices: the samples of epoch {self.epoch} do not go round, so {what}, for every rank to take "
-                f"{self.steps} steps."
+                f"slices: the samples of epoch {self.epoch} do not go round, so {self.padded} will be repeated, for "
+                f"every rank to take {self.steps} steps."
             )
 
     def received(self, report: ReadReport) -> None:
@@ -499,14 +488,8 @@ class EpochPlan:
         self._before = deque[EpochPosition]()  # where each batch of an unfinished step began
         self._steps = self._opened = 0
         self.left, ranks = self._pool.left, len(self._batch_sizes)
-        self.steps, last = -(-self.left // self.batch_size), self.left % self.batch_size
-        self.padded = self.dropped = 0
-        if 0 < last < ranks if self.is_shared else self.left < self.steps * ranks:
-            if self._shortage == "drop":
-                self.steps -= 1
-                self.dropped = self.left - self.steps * self.batch_size
-            elif not self.is_shared:
-                self.padded = self.steps * ranks - self.left
+        self.steps = -(-self.left // self.batch_size)
+        self.padded = 0 if self.is_shared else max(self.steps * ranks - self.left, 0)
 
     def _pool_of(self, epoch: int, left_out: Mapping[str, str], position: EpochPosition | None) -> EpochPool:
         samples: npt.NDArray[np.int64] = self.catalogue.samples.copy()

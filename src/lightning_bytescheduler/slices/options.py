@@ -20,9 +20,6 @@ from lightning_bytescheduler.checks import (
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.slices.catalogue import require_seed
 
-Shortage = Literal["pad", "drop"]
-"""What is done where there is not one sample for each rank in every step."""
-
 Delivery = Literal["at_least_once", "at_most_once"]
 """What a worker's death may cost: samples trained twice, or samples left out."""
 
@@ -156,15 +153,6 @@ def require_function(option: str, value: object, *arguments: str) -> None:
         signature.bind(*arguments)
     except TypeError as error:
         raise OptionError(option, value, f"a function that can be called as {call}: {error}") from error
-
-
-def require_shortage(value: object) -> None:
-    """Require a ``Shortage``.
-
-    Raises:
-        OptionError: If it is none.
-    """
-    require_one_of("shortage", value, get_args(Shortage))
 
 
 def require_urls(option: str, urls: object) -> tuple[str, ...] | None:

@@ -1,0 +1,58 @@
+"""Batches of slices that cannot be read: other samples are repeated in their place, or the reading ends with an error."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_bytescheduler.exceptions import SliceCorruptError, SourceUnavailableError
+from lightning_bytescheduler.slices.batches import BatchReader, SampleRun, SliceBatch
+from lightning_bytescheduler.slices.options import StoreOptions
+from lightning_bytescheduler.slices.slice import Slice
+from lightning_bytescheduler.slices.store import SliceStore
+from tests.slices.faults import FaultySource, lines
+
+COUNT = 6
+BATCHES = [SliceBatch(0, (SampleRun(index, 0, COUNT),)) for index in range(3)]
+
+
+def reader_of(source: FaultySource, *, fill: bool = True) -> BatchReader:
+    return BatchReader(SliceStore(source, StoreOptions(timeout=0.1)), fill=fill)
+
+
+def damaged(slice_: Slice, start: int, answer: bytes) -> bytes:
+    return b"?" * len(answer)
+
+
+def test_a_corrupt_slice_is_named_and_others_repeated() -> None:
+    source = FaultySource(3, count=COUNT)
+    source.fault = lambda slice_, start, answer: damaged(slice_, start, answer) if slice_.key == "s1" else answer
+    reader = reader_of(source)
+    read = [reader.read(batch) for batch in BATCHES]
+    assert read[0][0] == lines(0, COUNT)
+    assert list(read[1][0]) == [lines(0, COUNT)[-1]] * COUNT
+    assert read[2][0] == lines(2, COUNT)
+    assert [[key for key, _ in report.corrupt] for _, report in read] == [[], ["s1"], []]
+
+
+def test_without_a_fill_its_batch_is_empty() -> None:
+    source = FaultySource(1, count=COUNT)
+    source.fault = damaged
+    samples, report = reader_of(source, fill=False).read(BATCHES[0])
+    assert (len(samples), report.lost, report.is_empty) == (0, COUNT, True)
+
+
+def test_nothing_readable_at_all_is_an_error() -> None:
+    source = FaultySource(2, count=COUNT)
+    source.fault = damaged
+    with pytest.raises(SliceCorruptError, match="corrupt"):
+        reader_of(source).read(BATCHES[0])
+
+
+def test_a_source_that_stays_away_ends_the_reading() -> None:
+    def gone(slice_: Slice, start: int, answer: bytes) -> bytes:
+        raise ConnectionError("gone")
+
+    source = FaultySource(2, count=COUNT)
+    source.fault = gone
+    with pytest.raises(SourceUnavailableError, match="gone"):
+        reader_of(source).read(BATCHES[0])
