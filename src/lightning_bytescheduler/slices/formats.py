@@ -46,7 +46,6 @@ COMPRESSIONS = (".gz", ".zst")
 """Suffixes of what is decompressed on reading."""
 
 _INFLATED_BYTES = 256 * 1024
-_AT_ONCE = 1024  # samples of a block made at once where they are wanted one after the other: bounds memory
 _PIECE_BYTES = 1024 * 1024  # searched at once for the ends of lines: what is compared stays in the processor's cache
 _NEWLINE = 10
 _SPACE = 32  # the last of the white space in ASCII
@@ -95,19 +94,15 @@ class SliceFormat:
     compression: str | None = None
 
     def samples(self, stream: SliceStream, first: int = 0) -> Iterator[Any]:
-        """The samples from number ``first`` on.
+        """The samples from number ``first`` on, of a format that a user's function reads.
 
         Raises:
-            ValueError: If the data is malformed.
-            TypeError: If a user's reader returns nothing that can be iterated.
-            ImportError: If a library is missing that the format needs.
+            TypeError: If it returns nothing that can be iterated.
         """
-        if self.read is not None:
-            made: object = self.read(self.opened(stream), first)
-            if not isinstance(made, Iterable):
-                raise TypeError(f"reader={self.read!r} has to yield samples, and returned {made!r}.")
-            return iter(made)
-        return samples_of(self.blocks_of(stream), first)
+        made: object = None if self.read is None else self.read(self.opened(stream), first)
+        if not isinstance(made, Iterable):
+            raise TypeError(f"reader={self.read!r} has to yield samples, and returned {made!r}.")
+        return iter(made)
 
     def blocks_of(self, stream: SliceStream) -> Iterator[SampleBlock[Any]]:
         """The samples in blocks, of a format that has them."""
@@ -164,24 +159,6 @@ class ListedSamples:
         if isinstance(numbers, slice):
             return self._samples[numbers]
         return [self._samples[number] for number in numbers.tolist()]
-
-
-def samples_of(blocks: Iterator[SampleBlock[Any]], first: int) -> Iterator[Any]:
-    """The samples of blocks, one after the other, from number ``first`` on."""
-    return itertools.chain.from_iterable(_parts(blocks, first))  # a sample costs no Python frame
-
-
-def _parts(blocks: Iterator[SampleBlock[Any]], first: int) -> Iterator[Sequence[Any]]:
-    for block in blocks:
-        count = len(block)
-        for start in range(min(first, count), count, _AT_ONCE):
-            try:
-                part = block[start : start + _AT_ONCE]
-            except ValueError:  # what is before the malformed one is right
-                yield from (block[number : number + 1] for number in range(start, count))
-                raise
-            yield part
-        first = max(first - count, 0)
 
 
 def text_blocks(stream: SliceStream) -> Iterator[TextLines]:

@@ -20,6 +20,9 @@ from lightning_bytescheduler.slices.formats import ListedSamples, SampleBlock, S
 from lightning_bytescheduler.slices.slice import Bytes, ChunkPlan, Slice, right_chunks
 
 
+_END = object()
+
+
 class OpenSlice:
     """A slice between two of its batches; to be closed.
 
@@ -161,7 +164,7 @@ class BlockSamples:
                 pass
             upto = min(stop, self._end)
             if start >= upto:
-                raise self._wrong_count(f"holds {self._end} samples, where {self._slice.samples} were counted.")
+                raise self._wrong_count()
             yield from self._made(self._block, self._begin, slice(start - self._begin, upto - self._begin))
             start = upto
         if stop == self._slice.samples:
@@ -188,7 +191,7 @@ class BlockSamples:
         try:
             block = next(self._blocks, None)
         except (ValueError, EOFError) as error:
-            raise self._malformed(self._end, error) from error
+            raise _corrupt(self._slice, self._end, error) from error
         if block is None:
             return False
         self._begin, self._block = self._end, block
@@ -198,7 +201,7 @@ class BlockSamples:
         while self._end <= self._slice.samples and self._go_on():  # also takes the reader to the end of its bytes
             pass
         if self._end > self._slice.samples:
-            raise self._wrong_count(f"holds more than the {self._slice.samples} samples that were counted.")
+            raise self._wrong_count()
 
     def _read_all(self) -> None:
         found, begins = [], []
@@ -207,7 +210,7 @@ class BlockSamples:
                 found.append(self._block)
                 begins.append(self._begin)
         if self._end != self._slice.samples:
-            raise self._wrong_count(f"holds {self._end} samples, where {self._slice.samples} were counted.")
+            raise self._wrong_count()
         self._all, self._begins = found, begins
 
     def _made(self, block: SampleBlock[Any], begin: int, numbers: SampleNumbers) -> Iterator[Sequence[Any]]:
@@ -220,17 +223,15 @@ class BlockSamples:
                 try:
                     one = block[number : number + 1]
                 except ValueError as error:
-                    raise self._malformed(begin + number, error) from error
+                    raise _corrupt(self._slice, begin + number, error) from error
                 yield one
         else:
             yield made
 
-    def _malformed(self, number: int, error: Exception) -> SliceCorruptError:
-        reason = str(error) or type(error).__name__
-        return SliceCorruptError(self._slice.key, self._slice.url, f"after sample {number}: {reason}")
-
-    def _wrong_count(self, what: str) -> SliceCorruptError:
-        return SliceCorruptError(self._slice.key, self._slice.url, f"it {what}")
+    def _wrong_count(self) -> SliceCorruptError:
+        more, counted = self._end > self._slice.samples, self._slice.samples
+        what = f"more than the {counted} samples that" if more else f"{self._end} samples, where {counted}"
+        return SliceCorruptError(self._slice.key, self._slice.url, f"it holds {what} were counted.")
 
 
 class ReaderSamples:
@@ -256,26 +257,43 @@ class ReaderSamples:
         self._read = read
         self._is_here = is_here
         self._samples: Iterator[Any] | None = None
-        self._place = 0
+        self._first = self._place = 0  # where it began, and where it is
         self._all: ListedSamples | None = None
 
     def take(self, start: int, stop: int) -> Iterator[Sequence[Any]]:
         """See ``SliceSamples``."""
         if self._samples is None or (start != self._place and self._is_here()):
-            self._samples, self._place = self._read(start), start
+            self._samples, self._first, self._place = self._read(start), start, start
         part: list[Any] = []
         try:
             part.extend(itertools.islice(self._samples, start - self._place, stop - self._place))
             self._place = stop
-            if stop == self._slice.samples:
-                next(self._samples, None)  # checks that there is no more
+            self._require_count(start + len(part), stop)
+        except (ValueError, EOFError) as error:
+            yield part
+            raise _corrupt(self._slice, start + len(part), error) from error
         except SliceCorruptError:
             yield part
             raise
         yield part
 
+    def _require_count(self, found: int, stop: int) -> None:
+        counted = self._slice.samples
+        if found < stop:
+            raise ValueError(f"it holds {found} samples, where {counted} were counted.")
+        if stop == counted and next(self._samples or iter(()), _END) is not _END:
+            reason = f"it holds more than the {counted} samples that were counted."
+            if self._first:
+                reason += f" Or the reader did not begin with sample number {self._first}, its argument first."
+            raise ValueError(reason)
+
     def pick(self, numbers: npt.NDArray[np.int64]) -> Iterator[Sequence[Any]]:
         """See ``SliceSamples``."""
         if self._all is None:
-            self._all = ListedSamples(list(self._read(0)))
+            self._all = ListedSamples([sample for part in self.take(0, self._slice.samples) for sample in part])
         yield self._all[numbers]
+
+
+def _corrupt(slice_: Slice, number: int, error: Exception) -> SliceCorruptError:
+    reason = str(error) or type(error).__name__
+    return SliceCorruptError(slice_.key, slice_.url, f"after sample {number}: {reason}")

@@ -13,7 +13,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from operator import length_hint
 from typing import Any, TypeVar
 
 from lightning_bytescheduler.checks import require_whole
@@ -21,7 +20,6 @@ from lightning_bytescheduler.exceptions import OptionError, SliceCorruptError, S
 from lightning_bytescheduler.slices.fetch import LASTING_AT_FIRST, Waiting, ask, fetch_chunks
 from lightning_bytescheduler.slices.formats import (
     NpyHeader,
-    SampleBlock,
     SliceFormat,
     SliceReader,
     format_of,
@@ -35,6 +33,7 @@ from lightning_bytescheduler.slices.make import (
     require_sample,
     row_ranges,
 )
+from lightning_bytescheduler.slices.open_slice import BlockSamples, ReaderSamples, SliceSamples
 from lightning_bytescheduler.slices.options import FetchOptions, require_packages, require_urls
 from lightning_bytescheduler.slices.slice import (
     CHUNK_BYTES,
@@ -60,7 +59,6 @@ _PIECE_BYTES = 8 * 1024 * 1024
 _HEADER_BYTES = 4096
 _Result = TypeVar("_Result")
 _Progress = Callable[[int, int], None]
-_END = object()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,57 +132,22 @@ class SliceSource:
         """
         return read_range(slice_.url, start, stop, self._storage_options)
 
-    def has_blocks(self, slice_: Slice) -> bool:
-        """Whether samples of the slice are found without making them: not by a reader that is a user's function."""
-        return self._files[slice_.url].form.blocks is not None
-
-    def blocks(self, slice_: Slice, chunks: Iterator[Bytes]) -> Iterator[SampleBlock[Any]]:
-        """The samples of the slice's chunks, in blocks; whether there are as many as there should be is not checked.
+    def open(
+        self, slice_: Slice, chunks: Callable[[], Iterator[Bytes]], *, is_here: Callable[[], bool] = lambda: False
+    ) -> SliceSamples:
+        """The samples of a slice.
 
         Args:
             slice_: The slice.
-            chunks: Its verified bytes.
-
-        Raises:
-            ValueError: If the data is malformed.
-            EOFError: If it is cut short.
+            chunks: Begins to read its verified bytes.
+            is_here: Whether all of them are on this machine, so that reading them again costs little.
         """
-        return self._files[slice_.url].form.blocks_of(self._stream(slice_, chunks))
-
-    def samples(self, slice_: Slice, chunks: Iterator[Bytes], first: int = 0) -> Iterator[Any]:
-        """Make samples of the slice's chunks.
-
-        Args:
-            slice_: The slice.
-            chunks: Its verified bytes.
-            first: Number of the first sample that is wanted.
-
-        Yields:
-            The samples from there on.
-
-        Raises:
-            SliceCorruptError: If the data is malformed, or there are not as many samples as there should be.
-        """
-        file = self._files[slice_.url]
-        stream = self._stream(slice_, chunks)
-        # What is between the reader and the training is counted without a Python frame: this is paid for each sample.
-        missing = itertools.repeat(True, slice_.samples - first)
-        try:
-            samples = iter(file.form.samples(stream, first))
-            yield from itertools.compress(itertools.islice(samples, slice_.samples - first), missing)
-            number = slice_.samples - length_hint(missing)
-            if number < slice_.samples:
-                raise ValueError(f"it holds {number} samples, where {slice_.samples} were counted.")
-            if next(samples, _END) is _END:  # which also takes the reader to the end of its bytes
-                return
-        except (ValueError, EOFError) as error:
-            number = slice_.samples - length_hint(missing)
-            reason = str(error) or type(error).__name__
-            raise SliceCorruptError(slice_.key, slice_.url, f"after sample {number}: {reason}") from error
-        reason = f"it holds more than the {slice_.samples} samples that were counted."
-        if first and file.form.read is not None:
-            reason += f" Or the reader did not begin with sample number {first}, its argument first."
-        raise SliceCorruptError(slice_.key, slice_.url, reason)
+        form = self._files[slice_.url].form
+        if form.blocks is not None:
+            return BlockSamples(slice_, form.blocks_of(self._stream(slice_, chunks())))
+        return ReaderSamples(
+            slice_, lambda first: form.samples(self._stream(slice_, chunks()), first), is_here=is_here
+        )
 
     def _stream(self, slice_: Slice, chunks: Iterator[Bytes]) -> SliceStream:
         header = self._files[slice_.url].header
@@ -371,7 +334,7 @@ class _Opening:
 
         stream = noted()
         try:
-            samples = sum(1 for _ in form.samples(SliceStream(stream)))
+            samples = _count(form, SliceStream(stream))
         except (ValueError, EOFError) as error:
             raise SliceCorruptError(whole.key, whole.url, str(error) or type(error).__name__) from error
         for _ in stream:
@@ -401,6 +364,17 @@ class _Opening:
             at = begin + first * header.row_bytes
             length = (after - first) * header.row_bytes
             self._found[url].append(Slice(key=f"{url}@{at}", url=url, start=at, size=length, samples=after - first))
+
+
+def _count(form: SliceFormat, stream: SliceStream) -> int:
+    if form.blocks is None:
+        return sum(1 for _ in form.samples(stream))
+    samples = 0
+    for block in form.blocks_of(stream):
+        if not samples:
+            block[:1]  # of another format than its name says
+        samples += len(block)
+    return samples
 
 
 def _is_slice(url: str) -> bool:

@@ -7,6 +7,8 @@ in another one of this machine. Given the slices that come next, ``SliceStore.pr
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import threading
 import time
@@ -17,7 +19,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
-from lightning_bytescheduler.checks import is_whole
 from lightning_bytescheduler.exceptions import ByteSchedulerError, OptionError, SourceUnavailableError
 from lightning_bytescheduler.slices.cache import (
     CachedSlice,
@@ -28,14 +29,8 @@ from lightning_bytescheduler.slices.cache import (
     cache_name,
     file_bytes,
 )
-from lightning_bytescheduler.slices.fetch import ReadAhead, SliceCounters, SliceStatistics, Waiting, fetch_chunks
-from lightning_bytescheduler.slices.open_slice import (
-    BlockSamples,
-    OpenSlice,
-    ReaderSamples,
-    Reading,
-    mapped_chunks,
-)
+from lightning_bytescheduler.slices.fetch import SliceCounters, SliceStatistics, Waiting, fetch_chunks
+from lightning_bytescheduler.slices.open_slice import OpenSlice, Reading, mapped_chunks
 from lightning_bytescheduler.slices.options import FetchOptions, StoreOptions
 from lightning_bytescheduler.slices.slice import Bytes, Slice
 from lightning_bytescheduler.slices.source import SliceSource
@@ -94,15 +89,8 @@ class SliceStore:
             ByteSchedulerError: If the store has been closed.
             ImportError: If a library is missing that the URL or the format needs.
         """
-        self._require_sample(slice_, first)
-        self._begin_in_this_process()
-        reading = Reading(slice_, self.source.plan(slice_))
-        chunks = self._chunks(reading)
-        try:
-            yield from self.source.samples(slice_, chunks, first)
-        finally:
-            chunks.close()
-            self._counters.add(stall_seconds=reading.stalled)
+        with contextlib.closing(self.open(slice_)) as opened:
+            yield from itertools.chain.from_iterable(opened.samples.take(first, slice_.samples))
 
     def open(self, slice_: Slice, *, whole: bool = False) -> OpenSlice:
         """Read a slice in parts: only what is asked for is made.
@@ -117,18 +105,11 @@ class SliceStore:
         self._begin_in_this_process()
         opened = OpenSlice(lambda stalled: self._counters.add(stall_seconds=stalled))
 
-        def chunks(*, again: bool = False) -> Iterator[Bytes]:
+        def chunks() -> Iterator[Bytes]:
             reading = Reading(slice_, self.source.plan(slice_), together=whole)
-            return opened.reads(reading, self._chunks(reading, again=again))
+            return opened.reads(reading, self._chunks(reading, again=opened.is_read))
 
-        if self.source.has_blocks(slice_):
-            opened.samples = BlockSamples(slice_, self.source.blocks(slice_, chunks()))
-        else:
-            opened.samples = ReaderSamples(
-                slice_,
-                lambda first: self.source.samples(slice_, chunks(again=opened.is_read), first),
-                is_here=partial(self._is_here, slice_),
-            )
+        opened.samples = self.source.open(slice_, chunks, is_here=partial(self._is_here, slice_))
         return opened
 
     def prefetch(self, slices: Sequence[Slice]) -> None:
@@ -227,10 +208,6 @@ class SliceStore:
         remote = (slice_ for slice_ in self.source.slices if local_path(slice_.url) is None)
         return max((file_bytes(self.source.plan(slice_)), slice_.key) for slice_ in remote)
 
-    def _require_sample(self, slice_: Slice, first: int) -> None:
-        if not is_whole(first) or first > slice_.samples:
-            raise OptionError("first", first, f"a whole number from 0 to {slice_.samples}")
-
     def _is_here(self, slice_: Slice) -> bool:
         """Whether all bytes of a slice are on this machine, so that reading them again costs little."""
         if local_path(slice_.url) is not None:
@@ -250,7 +227,7 @@ class SliceStore:
                 yield from self._through_cache(reading, self._cache, self._prefetcher, again)
             except _PastTheCache:
                 self._counters.add(uncached=1)
-        yield from self._read_ahead(reading)
+        yield from self._fetched(reading)
 
     def _through_cache(
         self, reading: Reading, cache: SliceCache, prefetcher: SlicePrefetcher, again: bool
@@ -318,30 +295,8 @@ class SliceStore:
         if reading.waited > 2 * timeout:  # retries end after one; a request that does not return after none
             raise SourceUnavailableError(reading.slice.url, reading.waited, "a request that has not returned")
 
-    def _read_ahead(self, reading: Reading) -> Iterator[Bytes]:
-        if reading.is_over:
-            return
-        options = self.options
-        ahead = max(options.request_bytes // reading.plan.chunk_bytes, 1)
-        fetched = ReadAhead(self._fetch(reading), ahead=ahead, url=reading.slice.url, timeout=2 * options.timeout)
-        try:
-            chunks = fetched.chunks()
-            while True:
-                started = time.monotonic()
-                chunk = next(chunks, None)
-                reading.stalled += time.monotonic() - started
-                if chunk is None:
-                    return
-                yield reading.got(chunk)
-        finally:
-            fetched.close()
-
     def _fetched(self, reading: Reading) -> Iterator[Bytes]:
-        for chunk in self._fetch(reading):
-            yield reading.got(chunk)
-
-    def _fetch(self, reading: Reading) -> Iterator[bytearray]:
-        return fetch_chunks(
+        chunks = fetch_chunks(
             reading.slice,
             reading.plan,
             partial(self.source.read, reading.slice),
@@ -350,6 +305,13 @@ class SliceStore:
             waiting=self._waiting,
             counters=self._counters,
         )
+        while True:
+            started = time.monotonic()
+            chunk = next(chunks, None)
+            reading.stalled += time.monotonic() - started
+            if chunk is None:
+                return
+            yield reading.got(chunk)
 
     def _warn_of(self, full: CacheFull) -> None:
         if isinstance(full, DiskFailed) and not self._warned.is_set():

@@ -6,11 +6,9 @@ needs ones of its own.
 
 from __future__ import annotations
 
-import inspect
 import os
 import re
 from collections.abc import Iterable, Mapping
-from functools import cache
 from typing import Any, cast
 
 from fsspec import asyn, available_protocols, get_filesystem_class
@@ -24,20 +22,6 @@ Options = Mapping[str, Any]
 
 _EXTRAS = {"s3": "s3", "s3a": "s3", "http": "data", "https": "data"}
 """The extra of a protocol; other protocols need packages of their own."""
-
-_STRICT = ("file", "local", "memory", "http", "https")
-"""Protocols whose options are all known. What others do not know they hand on to libraries behind them."""
-
-_ANY = ("use_listings_cache", "listings_expiry_time", "max_paths", "skip_instance_cache", "asynchronous", "loop")
-"""Options of every file system of fsspec."""
-
-_REQUEST = (
-    *("allow_redirects", "auth", "auto_decompress", "chunked", "compress", "cookies", "expect100", "fingerprint"),
-    *("headers", "max_field_size", "max_line_size", "max_redirects", "middlewares", "params", "proxy", "proxy_auth"),
-    *("proxy_headers", "raise_for_status", "read_bufsize", "read_until_eof", "server_hostname", "skip_auto_headers"),
-    *("ssl", "ssl_context", "timeout", "trace_request_ctx", "verify_ssl"),
-)
-"""Options of a request of aiohttp, which fsspec sends with each."""
 
 _PLACE = "a file, a folder with files, or a glob that some file fits"
 
@@ -78,50 +62,21 @@ def require_storage_options(urls: Iterable[str], options: object) -> dict[str, A
         return {}
     if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
         raise OptionError("storage_options", type(options).__name__, "a dict of options by name, or None")
-    headers = options.get("headers", {})
-    if not isinstance(headers, Mapping) or not all(isinstance(text, str) for pair in headers.items() for text in pair):
-        allowed = "with headers as a dict of texts, such as {'headers': {'Authorization': 'Bearer TOKEN'}}"
-        raise OptionError("storage_options", list(options), allowed)
     places = list(urls)
     unknown = [name for name in options if not any(takes(place, name) for place in places)]
     if unknown:
-        if any(is_http(place) for place in places):
-            allowed = (
-                "of options that https:// takes, such as headers, auth, cookies or client_kwargs; a token goes into "
-                "{'headers': {'Authorization': 'Bearer TOKEN'}}"
-            )
-        else:
-            protocols = ", ".join(sorted({_protocol(place) for place in places}))
-            allowed = f"of options that one of the sources takes: they are of {protocols}, which does not take these"
+        protocols = ", ".join(sorted({_protocol(place) for place in places}))
+        allowed = f"of options that one of the sources takes: they are of {protocols}, which does not take these"
         raise OptionError("storage_options", unknown, allowed)
     return dict(options)
 
 
 def takes(url: str, option: str) -> bool:
-    """Whether the file system of a URL takes an option, as far as that is known."""
+    """Whether an option is for the file system of a URL, which knows by itself what it takes."""
     protocol = _protocol(url)
     if option in available_protocols():  # its value is the options of that protocol alone
         return option == protocol or "::" in url
-    if "::" in url:  # the options of a chain are by protocol, and each link has its own
-        return True
-    if protocol in _STRICT:
-        return option in _known_options(protocol)
-    return option not in _REQUEST or option in _known_options(protocol)
-
-
-@cache
-def _known_options(protocol: str) -> frozenset[str]:
-    names = set(_ANY)
-    for part in _class_of(protocol).__mro__:
-        if "__init__" in vars(part):
-            names.update(
-                name
-                for name, parameter in inspect.signature(vars(part)["__init__"]).parameters.items()
-                if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-            )
-    if protocol in ("http", "https"):
-        names.update(_REQUEST)
-    return frozenset(names - {"self"})
+    return "::" in url or protocol not in ("file", "local")  # in a chain, each link has its own
 
 
 def _class_of(protocol: str) -> type[Any]:
