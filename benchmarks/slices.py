@@ -170,7 +170,7 @@ class _TimedSteps(LightningModule):
         self.first_slice = self.rows = 0
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
-        self.waited.append(self.trainer.datamodule.waited)  # type: ignore[attr-defined]
+        self.waited.append(self.trainer.datamodule.statistics.wait_seconds)  # type: ignore[attr-defined]
         self.rows += len(batch)
         if not self.began and self.rows > self.first_slice:
             self.began, self.waited = time.perf_counter(), self.waited[-1:]

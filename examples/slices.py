@@ -85,7 +85,7 @@ def train(url: str, cache: Path, *, batch_size: int, workers: int, **options: An
     costs = data.statistics
     print(
         f"{model.samples} lines in batches of {batch_size}, loss {float(trainer.callback_metrics['loss']):.2f}; "
-        f"{costs.bytes_fetched / 1e6:.1f} MB fetched, waited {data.waited:.2f} s for batches"
+        f"{costs.bytes_fetched / 1e6:.1f} MB fetched, waited {costs.wait_seconds:.2f} s for batches"
     )
     return trainer, model.samples
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_bytescheduler import SliceDataModule
+from lightning_bytescheduler import SliceDataModule, UnsupportedError
 from lightning_bytescheduler.slices import data_module, formats
 from lightning_bytescheduler.slices.make import make_slices
 from lightning_bytescheduler.slices.slice import SliceStream
@@ -170,7 +170,7 @@ def test_a_worker_that_dies_is_an_error(tmp_path: Path) -> None:
 
 def test_batches_of_any_structure_and_size(tmp_path: Path) -> None:
     def collate(samples: list[Any]) -> Any:
-        size = 2_000_000 if samples[0] == 0 else 3  # 8 MB do not fit into a slot
+        size = 2_000_000 if samples[0] == 0 else 3  # 8 MB go by way of a file
         nested = [torch.zeros(0, 2), {"a": torch.full((size,), float(samples[0])), "b": "text"}]
         return {"nested": nested, "pair": (torch.ones(2, requires_grad=True), torch.tensor(samples)[::2]), 3: None}
 
@@ -241,7 +241,7 @@ def test_workers_end_with_a_fit_that_fails(tmp_path: Path) -> None:
     assert not model.read[0] & {process.pid for process in multiprocessing.active_children()}
 
 
-def test_passes_that_overlap_or_are_given_up(tmp_path: Path) -> None:
+def test_passes_that_are_ended_by_another_one_or_given_up(tmp_path: Path) -> None:
     data = SliceDataModule(write(tmp_path, "numbers"), batch_size=4, num_workers=2, shuffle=False, collate=with_process)
     data.setup("fit")
     loader = data.train_dataloader()
@@ -249,18 +249,18 @@ def test_passes_that_overlap_or_are_given_up(tmp_path: Path) -> None:
     torch.manual_seed(1)
     assert [batch.tolist() for batch, _ in loader] == whole
     drawn = torch.rand(1)
-    given_up = iter(loader)  # gets those that were kept, and ends them
-    kept = {next(given_up)[1] for _ in range(2)}
-    side_by_side = list(zip(loader, loader, strict=True))
-    for one, batch in enumerate(whole):
-        assert [side[0].tolist() for side in side_by_side[one]] == [batch, batch]
-    readers = [{batch[side][1] for batch in side_by_side} for side in range(2)]
-    assert not readers[0] & readers[1]
-    given_up.close()  # type: ignore[attr-defined]
+    ended, given_up = iter(loader), iter(loader)
+    kept = {next(ended)[1] for _ in range(2)}
+    others = {next(given_up)[1] for _ in range(2)}
     assert not kept & {process.pid for process in multiprocessing.active_children()}
-    assert {process for _, process in loader} in readers
+    with pytest.raises(UnsupportedError, match="Another pass"):
+        next(ended)
+    given_up.close()  # type: ignore[attr-defined]
+    assert not others & {process.pid for process in multiprocessing.active_children()}
+    again = list(loader)
+    assert [batch.tolist() for batch, _ in again] == whole, "nothing is left of what was given up"
     data.teardown("fit")
-    assert not set.union(*readers) & {process.pid for process in multiprocessing.active_children()}
+    assert not {process for _, process in again} & {process.pid for process in multiprocessing.active_children()}
 
     torch.manual_seed(1)
     alone = SliceDataModule(write(tmp_path, "numbers"), batch_size=4, shuffle=False)
@@ -274,7 +274,7 @@ def test_a_corrupt_slice_is_told_in_each_epoch_by_workers_that_stay(tmp_path: Pa
     data.setup("fit")
     loader = data.train_dataloader()
     told: list[Any] = []
-    loader._on_report = lambda report: told.extend(report.corrupt)
+    loader._on_report = lambda report, _: told.extend(report.corrupt)
     epochs = []
     for _ in range(2):
         epochs.append(as_lists(list(loader)))

@@ -198,14 +198,9 @@ class BatchReader:
         report = ReadReport(self._cost(), tuple(corrupt), lost, is_empty=not len(samples))
         return samples, report
 
-    def rest(self, ahead: tuple[int, ...] = ()) -> None:
-        """There is no batch for now: let go of what is open, and forget what was found out, as if nothing was read.
-
-        Args:
-            ahead: Indices of the slices that come next, if there will be more.
-        """
+    def begin_pass(self) -> None:
+        """Let go of what is open, and forget what was found out, as if nothing was read."""
         self._close()
-        self._prefetch(ahead)
         self._bad, self._spare = set(), None
 
     def _prefetch(self, ahead: tuple[int, ...]) -> None:

@@ -16,7 +16,7 @@ from lightning_bytescheduler.slices.catalogue import SliceCatalogue
 from lightning_bytescheduler.slices.epoch_plan import EpochPlan
 from lightning_bytescheduler.slices.fetch import SliceCounters, SliceStatistics
 from lightning_bytescheduler.slices.formats import SliceReader
-from lightning_bytescheduler.slices.loader import BatchWorkers, SliceLoader, collate_samples
+from lightning_bytescheduler.slices.loader import SliceLoader, collate_samples
 from lightning_bytescheduler.slices.options import (
     Delivery,
     StoreOptions,
@@ -156,13 +156,11 @@ class SliceDataModule(pl.LightningDataModule):
         self._sources: dict[str, SliceSource] = {}
         self._catalogues: dict[str, SliceCatalogue] = {}
         self._stores: dict[str, SliceStore] = {}
-        self._workers: dict[str, BatchWorkers] = {}
+        self._loaders: dict[str, SliceLoader] = {}
         self._host: TrackerHost | None = None
         self._training: Plan | None = None
         self._pending: dict[str, Any] | None = None
         self._counters = SliceCounters()
-        self._waited = 0.0  # for loaders that are gone
-        self._loader_of_training: SliceLoader | None = None
         self._warned: set[str] = set()
 
     def bind_tracker(self, host: TrackerHost | None) -> None:
@@ -200,11 +198,6 @@ class SliceDataModule(pl.LightningDataModule):
     def statistics(self) -> SliceStatistics:
         """What reading has cost this rank and its workers so far."""
         return self._counters.snapshot()
-
-    @property
-    def waited(self) -> float:
-        """Seconds that the training of this rank has waited for batches so far, whatever for."""
-        return self._waited + (0.0 if self._loader_of_training is None else self._loader_of_training.waited)
 
     # ------------------------------------------------------------------ life cycle
 
@@ -245,7 +238,7 @@ class SliceDataModule(pl.LightningDataModule):
         """Stop what fetches, and give back what is held; see LightningDataModule."""
         if stage == "fit" and self._training is not None:
             self._training.close()
-        self._end_workers()
+        self._end_processes()
         for store in self._stores.values():
             store.close()
         self._stores = {}
@@ -254,12 +247,12 @@ class SliceDataModule(pl.LightningDataModule):
 
     def on_exception(self, exception: BaseException) -> None:
         """End the processes that read, as there is no teardown; see LightningDataModule."""
-        self._end_workers()
+        self._end_processes()
 
-    def _end_workers(self) -> None:
-        workers, self._workers = self._workers, {}
-        for each in workers.values():
-            each.close()
+    def _end_processes(self) -> None:
+        loaders, self._loaders = self._loaders, {}
+        for loader in loaders.values():
+            loader.close()
 
     def _set_up_training(self) -> None:
         before = self._training
@@ -345,9 +338,7 @@ class SliceDataModule(pl.LightningDataModule):
     def train_dataloader(self) -> SliceLoader:
         """Batches of what is left of the running epoch."""
         self.training.open(self.trainer)
-        self._waited = self.waited
-        self._loader_of_training = self._loader("train", self.training, self.training.batches)
-        return self._loader_of_training
+        return self._loader("train", self.training)
 
     def val_dataloader(self) -> list[SliceLoader]:
         """The validation data, if there is any."""
@@ -382,43 +373,40 @@ class SliceDataModule(pl.LightningDataModule):
                 f"slices: the samples of {split} do not go round, so {plan.padded} will be repeated, for every rank "
                 f"to take {plan.steps} steps."
             )
-        return [self._loader(split, plan, plan.batches)]
+        return [self._loader(split, plan)]
 
-    def _loader(self, split: str, plan: Plan, length: int | None) -> SliceLoader:
-        on_report = self._heed_training if split == "train" else self._heed
-        return SliceLoader(
-            plan, self._workers_of(split), length=length, on_report=on_report, is_alone=self.trainer is None
-        )
-
-    def _workers_of(self, split: str) -> BatchWorkers:
-        """Those of the loader before, as there is one for each epoch."""
-        store = self._stores[split]
-        before = self._workers.get(split)
-        if before is not None:
-            if before.reader.store is store and self._num_workers:
-                return before
-            before.close()
-        is_training = split == "train"
+    def _loader(self, split: str, plan: Plan) -> SliceLoader:
+        """The loader before with another plan, as Lightning asks for one in each epoch."""
+        store, loader, is_training = self._stores[split], self._loaders.get(split), split == "train"
+        if loader is not None and loader.reader.store is store:
+            loader.plan = plan
+            return loader
+        if loader is not None:
+            loader.close()
         reader = BatchReader(
             store,
             transform=self._transform,
             shuffle_samples=self._shuffle_samples and is_training,
             seed=self._tracking.seed,
-            fill=self.training.fills if is_training else True,
+            fill=plan.fills,
         )
-        self._workers[split] = BatchWorkers(
+        self._loaders[split] = loader = SliceLoader(
+            plan,
             reader,
             collate=self._collate or collate_samples,
             num_workers=self._num_workers,
             pin_memory=self.trainer is not None and self.trainer.strategy.root_device.type == "cuda",
+            on_report=self._heed_training if is_training else self._heed,
+            is_alone=self.trainer is None,
         )
-        return self._workers[split]
+        return loader
 
-    def _heed_training(self, report: ReadReport) -> None:
-        self._heed(report)
+    def _heed_training(self, report: ReadReport, waited: float) -> None:
+        self._counters.add(wait_seconds=waited)
+        self._heed(report, waited)
         self.training.received(report)
 
-    def _heed(self, report: ReadReport) -> None:
+    def _heed(self, report: ReadReport, waited: float) -> None:
         self._counters.add(**report.cost)
         for key, reason in report.corrupt:
             if key not in self._warned:  # several processes may find it
@@ -470,7 +458,7 @@ class SliceCoordinator(pl.Callback):
         self._log_metrics = require_bool("log_metrics", log_metrics)
         self._is_added = False  # by the data module
         self._reload_epochs: int | None = None
-        self._logged, self._waited, self._steps = SliceStatistics(), 0.0, 0
+        self._logged, self._steps = SliceStatistics(), 0
 
     @classmethod
     def bind(cls, trainer: pl.Trainer, *, has_length: bool) -> None:
@@ -520,8 +508,7 @@ class SliceCoordinator(pl.Callback):
         """
         require_same_package(trainer, "SliceCoordinator")
         if stage == "fit":
-            data = self._data(trainer)
-            self._logged, self._waited, self._steps = data.statistics, data.waited, 0
+            self._logged, self._steps = self._data(trainer).statistics, 0
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -543,12 +530,11 @@ class SliceCoordinator(pl.Callback):
 
     def _log(self, pl_module: pl.LightningModule, data: SliceDataModule) -> None:
         now, before, steps = data.statistics, self._logged, self._steps
-        waited = data.waited - self._waited
-        self._logged, self._waited, self._steps = now, data.waited, 0
+        self._logged, self._steps = now, 0
         asked = now.cache_hits + now.cache_misses
         pl_module.log_dict(
             {
-                "slices/wait_ms": 1e3 * waited / steps,
+                "slices/wait_ms": 1e3 * (now.wait_seconds - before.wait_seconds) / steps,
                 "slices/stall_ms": 1e3 * (now.stall_seconds - before.stall_seconds) / steps,
                 "slices/megabytes_fetched": (now.bytes_fetched - before.bytes_fetched) / steps / 1e6,
                 "slices/cache_hit_share": now.cache_hits / asked if asked else 1.0,

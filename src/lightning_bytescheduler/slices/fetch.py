@@ -220,6 +220,7 @@ class SliceStatistics:
     """Sums since the start.
 
     Attributes:
+        wait_seconds: How long the training waited for its batches, with all that it took to make them.
         stall_seconds: How long readers waited for bytes.
         cache_hits: Slices that were local when they were wanted.
         cache_misses: Slices that were not, or not wholly.
@@ -230,6 +231,7 @@ class SliceStatistics:
         prefetched: Slices that were fetched before they were wanted.
     """
 
+    wait_seconds: float = 0.0
     stall_seconds: float = 0.0
     cache_hits: int = 0
     cache_misses: int = 0
