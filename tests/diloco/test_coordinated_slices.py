@@ -17,7 +17,7 @@ from lightning_bytescheduler import DiLoCoStrategy, SliceDataModule
 from lightning_bytescheduler.coordinator.server import CoordinatorServer
 from lightning_bytescheduler.coordinator.slice_routes import SliceRoutes
 from lightning_bytescheduler.coordinator.status import SliceStatus
-from lightning_bytescheduler.diloco.coordinated_slices import CoordinatedSlices, StoreRanks, _CoordinatorTracker
+from lightning_bytescheduler.diloco.coordinated_slices import CoordinatedSlices, _CoordinatorTracker
 from lightning_bytescheduler.diloco.coordinator_client import Answer
 from lightning_bytescheduler.diloco.training_loop import CoordinatedBoundaries
 from lightning_bytescheduler.exceptions import CoordinatorError, OptionError, RankFailedError, SchedulerTimeoutError
@@ -308,12 +308,9 @@ def test_who_asks_for_slices_hears_what_has_ended_the_training() -> None:
 
 
 @pytest.mark.parametrize("halts", [True, False])
-def test_a_plan_that_does_not_end_keeps_no_other_thread(halts: bool) -> None:
-    training, ranks = Mock(spec=TrackedTraining), Mock(spec=StoreRanks)
-    training.halt.return_value, ranks.stop.return_value = halts, True
-    slices = CoordinatedSlices(
-        Mock(training=training), Mock(), idle=Mock(), timeout=1.0, check=lambda: None, ranks=ranks
-    )
+def test_it_says_whether_the_plan_has_ended(halts: bool) -> None:
+    training = Mock(spec=TrackedTraining)
+    training.halt.return_value = halts
+    slices = CoordinatedSlices(Mock(training=training), Mock(), idle=Mock(), timeout=1.0, check=lambda: None)
     slices.connect(Mock())
     assert slices.close(failed=True) is halts
-    ranks.stop.assert_called_once()

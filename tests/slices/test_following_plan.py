@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_bytescheduler.exceptions import OptionError, SchedulerTimeoutError
 from lightning_bytescheduler.slices.batches import ReadReport, SampleRun, SliceBatch
-from lightning_bytescheduler.slices.tracked_plan import PlanThread, TrackerPlan
 from lightning_bytescheduler.slices.tracker import SliceTracker
-from lightning_bytescheduler.slices.training import FollowingPlan, LeadingRank, cut_batch, read
-from tests.slices.tracker_workers import make_tracker
+from lightning_bytescheduler.slices.training import TrackedTraining, cut_batch
+from tests.slices.tracker_workers import make_tracker, tracked_training
 
 LIMIT_S = 10.0
 
@@ -27,18 +26,16 @@ class Worker:
 
     def __init__(self, ranks: int) -> None:
         self.said: list[queue.Queue[str]] = [queue.Queue() for _ in range(ranks)]
-        self.heeds: dict[int, Callable[[str], object]] = {}
-        self.early: dict[int, deque[str]] = {rank: deque() for rank in range(ranks)}
-        self.failure: BaseException | None = None
-        self.lock = threading.Lock()
-        self.ranks = [Rank(self, rank, ranks) for rank in range(ranks)]
+        self.numbers: list[list[float]] = [[] for _ in range(ranks)]
+        self.meeting = threading.Barrier(ranks, timeout=LIMIT_S)
+        self.ranks = [Rank(self, rank) for rank in range(ranks)]
 
 
 class Rank:
-    """A ``WorkerRanks``."""
+    """A ``WorkerRanks``; each on a thread of its own."""
 
-    def __init__(self, worker: Worker, rank: int, count: int) -> None:
-        self.worker, self.rank, self.count, self.timeout = worker, rank, count, LIMIT_S
+    def __init__(self, worker: Worker, rank: int) -> None:
+        self.worker, self.rank = worker, rank
 
     def tell(self, text: str = "") -> str:
         if self.rank:
@@ -47,22 +44,12 @@ class Rank:
             others.put(text)
         return text
 
-    def listen(self, heed: Callable[[str], object], on_error: Callable[[BaseException], object]) -> None:
-        with self.worker.lock:
-            self.worker.heeds[self.rank] = heed
-            while self.worker.early[self.rank]:
-                heed(self.worker.early[self.rank].popleft())
-
-    def post(self, rank: int, text: str) -> None:
-        with self.worker.lock:
-            if rank in self.worker.heeds:
-                self.worker.heeds[rank](text)
-            else:
-                self.worker.early[rank].append(text)
-
-    def check(self) -> None:
-        if self.worker.failure is not None:
-            raise self.worker.failure
+    def total(self, numbers: list[float]) -> list[float]:
+        self.worker.numbers[self.rank] = list(numbers)
+        self.worker.meeting.wait()
+        sums = [sum(each) for each in zip(*self.worker.numbers, strict=True)]
+        self.worker.meeting.wait()
+        return sums
 
 
 class IdleCalls:
@@ -83,22 +70,37 @@ class IdleCalls:
 
 
 @pytest.fixture
-def plans() -> Iterator[list[PlanThread]]:
-    made: list[PlanThread] = []
+def plans() -> Iterator[list[TrackedTraining]]:
+    made: list[TrackedTraining] = []
     yield made
     for plan in made:
-        assert plan.stop()
+        assert plan.halt()
 
 
-def leading(
-    plans: list[PlanThread], rank: Rank, tracker: Any, sizes: tuple[int, ...], *, worker: str = "w", idle: Any = None
-) -> PlanThread:
-    others = LeadingRank(rank, sizes)
-    own = TrackerPlan(tracker, worker=worker, incarnation="a", batch_size=sum(sizes), slices=tuple(tracker.catalogue))
-    plan = PlanThread(own, timeout=LIMIT_S, idle=idle, others=others)
-    others.listen(plan.quarantine)
-    plans.append(plan)
-    return plan
+def worker_of(
+    plans: list[TrackedTraining], tracker: Any, sizes: tuple[int, ...], idle: list[IdleCalls] | None = None
+) -> list[TrackedTraining]:
+    """Its ranks."""
+    ranks = Worker(len(sizes)).ranks
+    made = [
+        tracked_training(
+            tracker,
+            tracker.catalogue,
+            batch_sizes=sizes,
+            rank=rank,
+            worker=9,
+            ranks=ranks[rank],
+            idle=None if idle is None else idle[rank],
+        )
+        for rank in range(len(sizes))
+    ]
+    plans += made
+    return made
+
+
+def on_each(ranks: list[TrackedTraining], function: Callable[[TrackedTraining], Any]) -> list[Any]:
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        return list(threads.map(function, ranks))
 
 
 def samples(batch: SliceBatch) -> list[tuple[int, int]]:
@@ -125,95 +127,81 @@ def test_parts_are_the_batch_and_none_is_empty(lengths: list[int], sizes: list[i
         assert [len(samples(part)) for part in parts] == sizes
 
 
-def test_each_rank_gets_its_part_of_every_batch(plans: list[PlanThread]) -> None:
-    tracker, worker = make_tracker([6, 5, 4, 7]), Worker(3)
-    first = leading(plans, worker.ranks[0], tracker, (2, 1, 1))
-    followers = [FollowingPlan(rank, batch_size=1) for rank in worker.ranks[1:]]
-    trained: Counter[Any] = Counter()
-    passes = [iter(first), *map(iter, followers)]
-    for part in passes[0]:
-        parts = [part, *(next(each) for each in passes[1:])]
-        for plan in (first, *followers):
-            plan.received(ReadReport({}))
-            plan.trained()
-        trained.update({sample for each in parts for sample in samples(each)})
-    assert [next(each, None) for each in passes[1:]] == [None, None]
-    first.settle()
-    assert trained == Counter((index, sample) for index, count in enumerate([6, 5, 4, 7]) for sample in range(count))
-    assert tracker.report().trained == 22
+def train(rank: TrackedTraining) -> list[list[tuple[int, int]]]:
+    """One pass."""
+    found = []
+    for batch in rank:
+        rank.received(ReadReport({}))
+        rank.trained()
+        found.append(samples(batch))
+    return found
 
 
-def test_a_pass_that_is_given_up_is_made_again(plans: list[PlanThread]) -> None:
-    tracker, worker = make_tracker([12]), Worker(2)
-    first, second = leading(plans, worker.ranks[0], tracker, (1, 1)), FollowingPlan(worker.ranks[1], batch_size=1)
-    one, other = iter(first), iter(second)
-    for _ in range(3):  # the third is not trained on
-        before = samples(next(one)) + samples(next(other))
-    first.trained()
-    first.trained()
-    assert samples(next(iter(first))) + samples(next(iter(second))) == before
+def test_each_rank_gets_its_part_of_every_batch(plans: list[TrackedTraining]) -> None:
+    counts = [6, 5, 4, 7]
+    tracker = make_tracker(counts)
+    ranks = worker_of(plans, tracker, (2, 1, 1))
+    parts = on_each(ranks, train)
+    ranks[0].settle()
+    trained = Counter(sample for batches in zip(*parts, strict=True) for sample in {*batches[0], *batches[1], *batches[2]})
+    assert trained == Counter((index, sample) for index, count in enumerate(counts) for sample in range(count))
+    assert [len(part) for part in parts[0][:5]] == [2] * 5
+    assert tracker.report().trained == sum(counts)
 
 
-def test_what_another_rank_finds_corrupt_is_left_out_at_once(plans: list[PlanThread]) -> None:
-    tracker, worker = make_tracker([4, 4, 4]), Worker(2)
-    first, second = leading(plans, worker.ranks[0], tracker, (1, 1)), FollowingPlan(worker.ranks[1], batch_size=1)
-    one, other = iter(first), iter(second)
-    next(one)
-    corrupt = next(other).runs[0].slice_index
-    second.received(ReadReport({}, corrupt=((tuple(tracker.catalogue)[corrupt].key, "on purpose"),)))
-    first.trained()
-    first.settle()
+def test_a_pass_that_is_given_up_is_made_again(plans: list[TrackedTraining]) -> None:
+    def give_up(rank: TrackedTraining) -> list[tuple[int, int]]:
+        batches = iter(rank)
+        found = [samples(next(batches)) for _ in range(3)]
+        rank.trained()
+        rank.trained()
+        return found[2]  # is not trained on
+
+    ranks = worker_of(plans, make_tracker([12]), (1, 1))
+    assert on_each(ranks, give_up) == on_each(ranks, lambda rank: samples(next(iter(rank))))
+
+
+def test_what_another_rank_finds_corrupt_is_left_out_from_the_next_pass_on(plans: list[TrackedTraining]) -> None:
+    tracker = make_tracker([4, 4, 4])
+    ranks = worker_of(plans, tracker, (1, 1))
+
+    def find(rank: TrackedTraining) -> int:
+        batch = next(iter(rank))
+        if rank is ranks[1]:
+            key = tracker.catalogue.key(batch.runs[0].slice_index)
+            rank.received(ReadReport({}, corrupt=((key, "on purpose"),)))
+        return batch.runs[0].slice_index
+
+    corrupt = on_each(ranks, find)[1]
+    rest = on_each(ranks, train)[0]
+    ranks[0].settle()
+    assert corrupt not in {index for batch in rest for index, _ in batch}
     assert len(tracker.report().quarantined) == 1
 
 
-def hold_all(tracker: SliceTracker, plans: list[PlanThread]) -> None:
+def hold_all(tracker: SliceTracker, plans: list[TrackedTraining]) -> None:
     """Have others hold the only slice, in the running epoch and in the next one, which has begun by then."""
-    for name in ("holder", "next holder"):
-        slices = tuple(tracker.catalogue)
-        plans.append(PlanThread(TrackerPlan(tracker, worker=name, incarnation="a", batch_size=4, slices=slices)))
+    for worker in range(2):
+        plans.append(tracked_training(tracker, tracker.catalogue, worker=worker, batch_sizes=(4,)))
         next(iter(plans[-1]))
 
 
-def test_all_do_at_once_what_the_first_does_while_others_hold_all(plans: list[PlanThread]) -> None:
-    tracker, worker = make_tracker([4]), Worker(2)
+def test_all_do_at_once_what_the_first_does_while_others_hold_all(plans: list[TrackedTraining]) -> None:
+    tracker = make_tracker([4])
     hold_all(tracker, plans)
     idle = [IdleCalls(), IdleCalls()]
-    first = leading(plans, worker.ranks[0], tracker, (1, 1), idle=idle[0])
-    second = FollowingPlan(worker.ranks[1], batch_size=1, idle=idle[1])
-    found: list[SliceBatch] = []
-    thread = threading.Thread(target=lambda: found.append(next(iter(first))))
-    thread.start()
-    assert idle[0].waiting.wait(LIMIT_S)
-    plans[0].leave()
-    found.append(next(iter(second)))
-    thread.join(LIMIT_S)
-    assert sorted(sample for batch in found for sample in samples(batch)) == [(0, 0), (0, 1)]
+    ranks = worker_of(plans, tracker, (1, 1), idle)
+    with ThreadPoolExecutor(2) as threads:
+        found = [threads.submit(lambda rank=rank: next(iter(rank))) for rank in ranks]
+        assert idle[0].waiting.wait(LIMIT_S)
+        plans[0].leave()
+        assert sorted(sample for each in found for sample in samples(each.result(LIMIT_S))) == [(0, 0), (0, 1)]
     assert idle[0].calls == idle[1].calls
     assert idle[0].calls[-1] == "goes on"
 
 
-def test_all_give_up_together(plans: list[PlanThread]) -> None:
-    tracker, worker = make_tracker([4]), Worker(2)
+def test_all_give_up_together(plans: list[TrackedTraining]) -> None:
+    tracker = make_tracker([4])
     hold_all(tracker, plans)
-    first = leading(plans, worker.ranks[0], tracker, (1, 1), idle=IdleCalls(gives_up=True))
-    second = FollowingPlan(worker.ranks[1], batch_size=1, idle=IdleCalls(gives_up=True))
-    assert list(first) == list(second) == []
-
-
-def test_a_wait_for_the_first_rank_ends() -> None:
-    worker = Worker(2)
-    rank = worker.ranks[1]
-    rank.timeout = 0.01
-    plan = FollowingPlan(rank, batch_size=1)
-    worker.said[1].put("1")
-    with pytest.raises(SchedulerTimeoutError, match="made no batch"):
-        next(iter(plan))
-    worker.said[1].put("2")
-    worker.failure = ConnectionError("on purpose")
-    with pytest.raises(ConnectionError, match="on purpose"):
-        next(iter(plan))
-
-
-def test_a_damaged_text_is_refused() -> None:
-    with pytest.raises(OptionError, match="text"):
-        read('{"kind": "Part", "number": "one"}')
+    ranks = worker_of(plans, tracker, (1, 1), [IdleCalls(gives_up=True), IdleCalls(gives_up=True)])
+    assert on_each(ranks, list) == [[], []]

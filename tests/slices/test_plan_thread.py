@@ -12,8 +12,8 @@ import pytest
 
 from lightning_bytescheduler.slices.batches import ReadReport, SliceBatch
 from lightning_bytescheduler.slices.messages import BeginSlice, FinishSlice, ReportProgress, Verdict
-from lightning_bytescheduler.slices.tracked_plan import PlanThread, TrackerPlan
-from tests.slices.tracker_workers import make_tracker
+from lightning_bytescheduler.slices.training import TrackedTraining
+from tests.slices.tracker_workers import make_tracker, tracked_training
 
 
 class SlowTracker:
@@ -37,21 +37,22 @@ class SlowTracker:
 
 
 @pytest.fixture
-def made() -> Iterator[list[PlanThread]]:
-    plans: list[PlanThread] = []
+def made() -> Iterator[list[TrackedTraining]]:
+    plans: list[TrackedTraining] = []
     yield plans
     for plan in plans:
-        assert plan.stop()
+        assert plan.halt()
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("bytescheduler-slice")]
 
 
-def plan_of(made: list[PlanThread], client: Any, slices: Any, *, worker: str = "w", **options: Any) -> PlanThread:
-    plan = PlanThread(TrackerPlan(client, worker=worker, incarnation="a", slices=slices, **options), timeout=10.0)
-    made.append(plan)
-    return plan
+def plan_of(
+    made: list[TrackedTraining], client: Any, slices: Any, *, worker: int = 0, batch_size: int = 1
+) -> TrackedTraining:
+    made.append(tracked_training(client, slices, worker=worker, batch_sizes=(batch_size,)))
+    return made[-1]
 
 
-def train(plan: PlanThread, batches: Iterator[SliceBatch], trained: Counter[Any], most: int = 1000) -> None:
+def train(plan: TrackedTraining, batches: Iterator[SliceBatch], trained: Counter[Any], most: int = 1000) -> None:
     for batch in batches:
         plan.received(ReadReport({}))
         trained.update((run.slice_index, sample) for run in batch.runs for sample in range(run.start, run.stop))
@@ -61,7 +62,7 @@ def train(plan: PlanThread, batches: Iterator[SliceBatch], trained: Counter[Any]
             return
 
 
-def test_the_training_thread_makes_no_call(made: list[PlanThread]) -> None:
+def test_the_training_thread_makes_no_call(made: list[TrackedTraining]) -> None:
     tracker = make_tracker([6, 5, 4])
     slow = SlowTracker(tracker)
     plan = plan_of(made, slow, tuple(tracker.catalogue), batch_size=1)
@@ -76,7 +77,7 @@ def test_the_training_thread_makes_no_call(made: list[PlanThread]) -> None:
     assert slow.calls[BeginSlice] == slow.calls[FinishSlice] == 3
 
 
-def test_a_batch_is_there_only_when_its_slices_are_begun(made: list[PlanThread]) -> None:
+def test_a_batch_is_there_only_when_its_slices_are_begun(made: list[TrackedTraining]) -> None:
     tracker = make_tracker([2, 2, 2, 2])
     slow = SlowTracker(tracker, 0.01)
     plan = plan_of(made, slow, tuple(tracker.catalogue), batch_size=2)
@@ -85,7 +86,7 @@ def test_a_batch_is_there_only_when_its_slices_are_begun(made: list[PlanThread])
         plan.trained()
 
 
-def test_what_was_made_ahead_and_not_taken_is_not_reported(made: list[PlanThread]) -> None:
+def test_what_was_made_ahead_and_not_taken_is_not_reported(made: list[TrackedTraining]) -> None:
     tracker = make_tracker([8])
     plan = plan_of(made, tracker, tuple(tracker.catalogue), batch_size=1)
     trained: Counter[Any] = Counter()
@@ -98,7 +99,7 @@ def test_what_was_made_ahead_and_not_taken_is_not_reported(made: list[PlanThread
     assert trained == Counter((0, sample) for sample in range(8))
 
 
-def test_what_a_tracker_raises_is_raised_where_batches_are_taken(made: list[PlanThread]) -> None:
+def test_what_a_tracker_raises_is_raised_where_batches_are_taken(made: list[TrackedTraining]) -> None:
     class Broken:
         def answer(self, message: Any) -> Any:
             raise ConnectionError("on purpose")
@@ -110,16 +111,16 @@ def test_what_a_tracker_raises_is_raised_where_batches_are_taken(made: list[Plan
     plan.leave()  # does not hang
 
 
-def test_a_worker_that_waits_for_others_can_be_stopped(made: list[PlanThread]) -> None:
+def test_a_worker_that_waits_for_others_can_be_stopped(made: list[TrackedTraining]) -> None:
     tracker = make_tracker([3])
     slices = tuple(tracker.catalogue)
-    holder = plan_of(made, tracker, slices, worker="holder", batch_size=1)
+    holder = plan_of(made, tracker, slices, worker=0, batch_size=1)
     next(iter(holder))
-    idle = plan_of(made, tracker, slices, worker="idle", batch_size=1)
+    idle = plan_of(made, tracker, slices, worker=1, batch_size=1)
     assert len(list(idle)) == 3  # of the next epoch
     for _ in range(3):
         idle.trained()
-    timer = threading.Timer(0.3, idle.stop)
+    timer = threading.Timer(0.3, idle.halt)
     timer.start()
     assert list(idle) == []
     timer.join()

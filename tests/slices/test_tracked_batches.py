@@ -21,21 +21,6 @@ class _Waits(Exception):
     """The plan would wait now."""
 
 
-class _NoWaiting:
-    def __init__(self, clock: Clock) -> None:
-        self.clock = clock
-        self.stopped = False
-
-    def set(self) -> None:
-        self.stopped = True
-
-    def wait(self, seconds: float) -> bool:
-        if self.stopped:
-            return True
-        self.clock.now += seconds
-        raise _Waits
-
-
 class Trains:
     """A training loop that fetches batches ahead, and remembers what it trained on."""
 
@@ -48,13 +33,21 @@ class Trains:
             clock=clock,
             **{"batch_size": 3, **options},
         )
-        self.plan._stopped = _NoWaiting(clock)  # type: ignore[assignment]
+        self.clock = clock
         self.trained = trained
         self.begin()
 
     def begin(self) -> None:
-        self.batches: Iterator[SliceBatch] = iter(self.plan)
+        self.batches = self.one_pass()
         self.fetched: list[SliceBatch] = []
+
+    def one_pass(self) -> Iterator[SliceBatch]:
+        self.plan.begin_pass()
+        while (found := self.plan.poll()) is not None:
+            if isinstance(found, float):
+                self.clock.now += found
+                raise _Waits
+            yield found
 
     def fetch(self) -> bool:
         try:
@@ -75,6 +68,7 @@ class Trains:
         for run in batch.runs:
             self.trained.update((batch.epoch, run.slice_index, sample) for sample in range(run.start, run.stop))
         self.plan.trained()
+        self.plan.report()
         return sum(run.stop - run.start for run in batch.runs)
 
     def epoch(self) -> list[int]:
@@ -266,20 +260,6 @@ def test_it_prefers_what_is_cached_and_says_what_comes_and_goes():
     assert trained == all_of([2] * 9)
 
 
-def test_stop_ends_a_wait():
-    clock = Clock()
-    trained: Counter = Counter()
-    tracker = make_tracker([4], clock)
-    holder, waits = (Trains(tracker, clock, name, trained, batch_size=4) for name in "ab")
-    holder.fetch()
-    assert waits.epoch() == [4]  # of the next epoch
-    waits.begin()
-    with pytest.raises(_Waits):
-        next(waits.batches)
-    waits.plan.stop()
-    assert list(waits.plan) == []
-
-
 @pytest.mark.parametrize("batch_size", [0, -1, 1.5, True])
 def test_misuse(batch_size):
     with pytest.raises(OptionError, match="batch_size"):
@@ -289,7 +269,7 @@ def test_misuse(batch_size):
 def test_other_slices_than_the_trackers_are_an_error():
     plan = TrackerPlan(make_tracker([1]), worker="w", incarnation="a", batch_size=1, slices=slices([1], prefix="other"))
     with pytest.raises(OptionError, match="'slice0'"):
-        next(iter(plan))
+        plan.poll()
 
 
 def test_without_waiting_epochs_end_together():

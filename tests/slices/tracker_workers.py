@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 from lightning_bytescheduler.slices.catalogue import SliceCatalogue
@@ -23,6 +25,7 @@ from lightning_bytescheduler.slices.messages import (
 from lightning_bytescheduler.slices.options import TrackerOptions
 from lightning_bytescheduler.slices.slice import Slice
 from lightning_bytescheduler.slices.tracker import SliceTracker
+from lightning_bytescheduler.slices.training import TrackedTraining
 
 
 class Clock:
@@ -142,3 +145,28 @@ def finish(tracker: SliceTracker, workers: list[Worker], clock: Clock, batch: in
             worker.train(batch)
         clock.now += 1.0
     raise AssertionError(f"The epoch does not end: {tracker.report()}")
+
+
+class Host:
+    """A ``TrackerHost`` of a tracker that is there."""
+
+    waits = True
+    workers = 1
+
+    def __init__(self, client: Any, worker: int = 0, idle: Any = None, ranks: Any = None) -> None:
+        self.client, self.worker, self.idle, self.ranks = client, worker, idle, ranks
+
+    def connect(self, make: Callable[[], SliceTracker]) -> Any:
+        return self.client
+
+
+def tracked_training(
+    client: Any, data: Sequence[Slice], *, batch_sizes: Sequence[int] = (1,), rank: int = 0, **host: Any
+) -> TrackedTraining:
+    """One rank's, which has reached the tracker if it is the first."""
+    store: Any = SimpleNamespace(source=SimpleNamespace(slices=tuple(data)), depth=2, cached=lambda some: [])
+    training = TrackedTraining(
+        Host(client, **host), store, options=TrackerOptions(), batch_sizes=batch_sizes, rank=rank
+    )
+    training.open(None)
+    return training

@@ -3,8 +3,8 @@
 Epochs of the data go on by themselves: a worker that finds nothing when its epoch begins waits for a slice that comes
 back, or for the next epoch. Nothing of it waits in a step: the tracker is called from the plan's own thread.
 
-Where several ranks train together as one worker, the first one calls the tracker for all of them, and posts each
-other one its parts of the batches over the job's store: see ``slices.training``.
+Where several ranks train together as one worker, the first one calls the tracker for all of them: see
+``slices.training``.
 """
 
 from __future__ import annotations
@@ -16,13 +16,11 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import cast
 
 import msgspec
-import torch.distributed as dist
 
 from lightning_bytescheduler.diloco.coordinated_runtime import CoordinatedRuntime
 from lightning_bytescheduler.diloco.coordinator_client import Answer as HttpAnswer
 from lightning_bytescheduler.diloco.coordinator_client import CoordinatorClient
 from lightning_bytescheduler.diloco.coordinator_protocol import SLICES_PATH
-from lightning_bytescheduler.diloco.mailbox import Mailbox, Sender
 from lightning_bytescheduler.diloco.process_groups import WorkerGroup, WorkerWorld
 from lightning_bytescheduler.exceptions import CoordinatorError, SchedulerTimeoutError, UnsupportedError
 from lightning_bytescheduler.lightning_api import TrainerFn, pl
@@ -36,15 +34,12 @@ from lightning_bytescheduler.slices.messages import (
     encode,
     session_over,
 )
-from lightning_bytescheduler.slices.tracked_plan import Idle
 from lightning_bytescheduler.slices.tracker import SliceTracker
-from lightning_bytescheduler.slices.training import TrackedTraining
+from lightning_bytescheduler.slices.training import Idle, TrackedTraining
 
 _LOOK_S = 1.0
 _NO_SESSION = 403  # of this run: the coordinator has given this worker up
-_MAILBOX = "slices"
-_THREAD = "bytescheduler-slice-parts"
-_STOP_S, _MOMENT_S = 5.0, 0.5
+_STOP_S = 5.0
 
 
 class CoordinatedSlices:
@@ -75,7 +70,7 @@ class CoordinatedSlices:
         idle: Idle,
         timeout: float,
         check: Callable[[], None],
-        ranks: StoreRanks | None = None,
+        ranks: WorkerGroup | None = None,
     ) -> None:
         self.idle = idle
         self.ranks = ranks
@@ -105,84 +100,12 @@ class CoordinatedSlices:
             training.leave()
 
     def close(self, *, failed: bool) -> bool:
-        """Stop calling and listening; bounded, idempotent. Returns whether the threads have ended."""
-        halted = True
-        if self._tracker is not None:
-            self._tracker.closed = True
-            training = self._data.training
-            if failed and isinstance(training, TrackedTraining):
-                halted = training.halt(_STOP_S)
-        listened = self.ranks is not None and not self.ranks.stop(_MOMENT_S if failed else _STOP_S)
-        return halted and not listened
-
-
-class StoreRanks:
-    """One rank's way to the others of its worker, over the job's store: ``WorkerRanks``.
-
-    Each rank that listens has a thread for it.
-
-    Args:
-        store: That these ranks share, and nobody else.
-        rank: This one.
-        count: How many there are.
-        group: The worker's, once it is connected.
-        timeout: Longest wait for the first rank, in seconds.
-        check: Raises what has ended the training, if anything.
-
-    Attributes:
-        rank: As given.
-        count: As given.
-        timeout: As given.
-    """
-
-    def __init__(
-        self,
-        store: dist.Store,
-        *,
-        rank: int,
-        count: int,
-        group: WorkerGroup,
-        timeout: float,
-        check: Callable[[], None],
-    ) -> None:
-        self.rank = rank
-        self.count = count
-        self.timeout = timeout
-        self._store = store
-        self._group = group
-        self._check = check
-        self._mailbox: Mailbox | None = None
-        self._sender: Sender | None = None
-
-    def tell(self, text: str = "") -> str:
-        """See ``WorkerRanks``."""
-        return self._group.tell(text)
-
-    def listen(self, heed: Callable[[str], object], on_error: Callable[[BaseException], object]) -> None:
-        """See ``WorkerRanks``."""
-
-        def handle(_: str, text: str) -> None:
-            heed(text)
-
-        self._mailbox = Mailbox(self._store, self._name(self.rank), thread=_THREAD, handle=handle, on_error=on_error)
-
-    def post(self, rank: int, text: str) -> None:
-        """See ``WorkerRanks``."""
-        if self._sender is None:
-            self._sender = Sender(self._store, str(self.rank))
-        self._sender.post(self._name(rank), text)
-
-    def check(self) -> None:
-        """See ``WorkerRanks``."""
-        self._check()
-
-    def stop(self, timeout: float) -> bool:
-        """Listen no more; idempotent. Returns whether the thread ended within ``timeout`` seconds."""
-        return self._mailbox is None or self._mailbox.stop(timeout)
-
-    @staticmethod
-    def _name(rank: int) -> str:
-        return f"{_MAILBOX}/{rank}"
+        """Stop calling; bounded, idempotent. Returns whether the plan's thread has ended, after a failure."""
+        if self._tracker is None:
+            return True
+        self._tracker.closed = True
+        training = self._data.training
+        return not failed or not isinstance(training, TrackedTraining) or training.halt(_STOP_S)
 
 
 def coordinated_slices(
@@ -210,12 +133,7 @@ def coordinated_slices(
         check()
         runtime.check()
 
-    ranks = None
-    if world.size > 1:
-        group = runtime.group
-        ranks = StoreRanks(
-            world.store, rank=world.rank, count=world.size, group=group, timeout=timeout, check=check_all
-        )
+    ranks = runtime.group if world.size > 1 else None
     slices = CoordinatedSlices(
         data, lambda: runtime.client, idle=runtime, timeout=timeout, check=check_all, ranks=ranks
     )

@@ -297,7 +297,7 @@ class SliceDataModule(pl.LightningDataModule):
         return found
 
     def _tracked(self, host: TrackerHost, before: Plan | None) -> TrackedTraining:
-        ranks = self._rank_and_ranks()[1]
+        rank, ranks = self._rank_and_ranks()
         if ranks > 1 and getattr(host, "ranks", None) is None:
             raise UnsupportedError(
                 "A worker that takes slices from a tracker has to be one rank, as ranks that train together need the "
@@ -315,6 +315,7 @@ class SliceDataModule(pl.LightningDataModule):
             self._stores["train"],
             options=self._tracking,
             batch_sizes=batch_sizes,
+            rank=rank if ranks > 1 else 0,
         )
         if before is not None:
             training.load_state_dict(before.state_dict())

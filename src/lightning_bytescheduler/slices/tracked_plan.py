@@ -1,28 +1,17 @@
-"""The batches of a worker that takes slices from a tracker as it needs them, and the thread that asks for them.
+"""The batches of a worker that takes slices from a tracker as it needs them: what is asked, begun and reported.
 
-The thread, ``bytescheduler-slice-plan``, asks for slices, begins them and makes batches of them ahead of need, and
-reports what was trained on: nothing of it waits in a step. The training takes batches that are there, and leaves notes.
-It waits for the thread where it waits for the data themselves (a pass has begun, or the tracker is slower than the
-training), and where it asks how things stand: at the end of a round or an epoch, and before a position is saved.
-
-What the tracker is promised holds: a slice's begin was accepted before a batch with its first sample is there to be
-taken.
-
-One lock; nothing is called with it held.
+What the tracker is promised holds: a slice's begin was accepted before a batch with its first sample is handed out.
 """
 
 from __future__ import annotations
 
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, cast
+from typing import TypeVar, cast
 
 from lightning_bytescheduler.checks import require_whole
-from lightning_bytescheduler.exceptions import CoordinatorError, OptionError, SchedulerTimeoutError
+from lightning_bytescheduler.exceptions import CoordinatorError, OptionError
 from lightning_bytescheduler.slices.batches import ReadReport, SampleRun, SliceBatch
 from lightning_bytescheduler.slices.messages import (
     Answer,
@@ -47,7 +36,6 @@ from lightning_bytescheduler.slices.messages import (
 )
 from lightning_bytescheduler.slices.slice import Slice
 
-WAITS, GOES_ON = "waits", "goes on"  # what ranks are told besides the number of a pass that has a batch
 _T = TypeVar("_T")
 _AGAIN = 0.25  # seconds until the tracker is asked again that has nothing for now
 _RENEWALS = 4  # in the time of a lease, while there is nothing else to say
@@ -67,17 +55,17 @@ class _Held:
 
 
 class TrackerPlan:
-    """The batches of a worker that trains at its own speed. Used by one thread, but for ``stop``.
+    """The batches of a worker that trains at its own speed. For one thread.
 
     Asks the tracker for slices one at a time, some ahead of need; begins each before its first sample is handed out,
-    and reports each batch when it was trained on.
+    and reports what was trained on.
 
-    An iteration ends, with a smaller batch if need be, when nothing of its epoch is to be had *for now*: the others may
-    hold what is left. The one after it is of the next epoch, which the tracker opens then. So each iteration has slices
+    A pass ends, with a smaller batch if need be, when nothing of its epoch is to be had *for now*: the others may
+    hold what is left. The one after it is of the next epoch, which the tracker opens then. So each pass has slices
     of one epoch, and of the epoch before only what has come back from others; no batch has samples of both. None waits
     while a batch that it handed out may be untrained, since that may be what others wait for; so one that has just
-    begun waits if the next epoch cannot be opened yet. With ``waits=False`` an iteration goes on to no other epoch, and
-    whoever has all workers end their epochs together calls :meth:`awaits_others` and :meth:`end_epoch`.
+    begun waits if the next epoch cannot be opened yet. With ``waits=False`` a pass goes on to no other epoch, and
+    whoever has all workers end their epochs together calls ``awaits_others`` and ``end_epoch``.
 
     Args:
         client: The tracker.
@@ -87,11 +75,11 @@ class TrackerPlan:
         ahead: Slices to hold that are not begun, so that they can be fetched.
         slices: Those of the data, in the tracker's order.
         cached: Says which of some slices are local, by key.
-        waits: Whether an iteration that has just begun goes on to the next epoch by itself, or waits for it.
+        waits: Whether a pass that has just begun goes on to the next epoch by itself, or waits for it.
         clock: Seconds that never run backwards.
 
     Raises:
-        OptionError: If the batch size is not allowed; when iterated, if the tracker has other slices.
+        OptionError: If the batch size is not allowed; from ``poll``, if the tracker has other slices.
 
     Attributes:
         batch_size: Samples of the batches from the next one on; may be changed at any time.
@@ -121,8 +109,7 @@ class TrackerPlan:
         self._cached = cached
         self._waits = waits
         self._clock = clock
-        self._stopped = threading.Event()
-        self._has_given = False  # in this iteration
+        self._has_given = False  # in this pass
         self._session: int | None = None
         self._lease = 0.0
         self._heard = 0.0  # when the tracker last heard of this worker
@@ -133,18 +120,12 @@ class TrackerPlan:
         self._is_over = False
         self._is_given_out = False  # nothing of this epoch is to be had for now
         self._out: dict[int, list[tuple[int, int]]] = {}  # by number of the batch: grants, and where it leaves them
+        self._reached: dict[int, int] = {}  # what was trained on, by grant, and the tracker is not told
         self._handed = self._received = 0
 
-    def __iter__(self) -> Iterator[SliceBatch]:
-        self.begin_pass()
-        while (found := self.poll()) is not None:
-            if isinstance(found, SliceBatch):
-                yield found
-            elif self._stopped.wait(found):
-                return
-
     def begin_pass(self) -> None:
-        """Begin to iterate: what was handed out before is handed out again, as far as nobody has trained on it."""
+        """What was handed out before is handed out again, as far as nobody has trained on it."""
+        self.report()
         self._out.clear()
         self._received = self._handed
         for held in self._held.values():
@@ -154,7 +135,7 @@ class TrackerPlan:
             self._go_on()
 
     def poll(self) -> SliceBatch | float | None:
-        """The next batch; or the seconds after which to ask again; or ``None``, as the iteration is over."""
+        """The next batch; or the seconds after which to ask again; or ``None``, as the pass is over."""
         while (batch := self._next()) is None:
             if self._has_given or not self._waits:
                 return None
@@ -179,22 +160,21 @@ class TrackerPlan:
         Args:
             corrupt: Key and reason of each.
         """
+        self.report()
         for key, reason in corrupt:
             self._drop(held.grant for held in list(self._held.values()) if held.slice.key == key)
             if self._session is not None:
                 self._heed(self._tell(QuarantineSlice(session=self._session, key=key, reason=reason)))
 
-    def trained(self, batches: int = 1) -> None:
-        """Report the first batches that were handed out and not trained on; nothing if there is none.
+    def trained(self) -> None:
+        """The first batch that was handed out and not trained on has been; nothing if there is none."""
+        number = next(iter(self._out), None)
+        if number is not None:
+            self._reached.update(self._out.pop(number))
 
-        Args:
-            batches: How many. Of each slice only where the last of them leaves it is reported.
-        """
-        reached: dict[int, int] = {}
-        for _ in range(batches):
-            number = next(iter(self._out), None)
-            if number is not None:
-                reached.update(self._out.pop(number))
+    def report(self) -> None:
+        """Tell the tracker what was trained on since the last time: of each slice where the last batch leaves it."""
+        reached, self._reached = self._reached, {}
         for grant, trained in reached.items():
             held = self._held.get(grant)
             if held is None or self._session is None:
@@ -222,15 +202,12 @@ class TrackerPlan:
             self._go_on()
 
     def leave(self) -> None:
-        """Give back what is held, where it stands. An iteration after this joins again."""
+        """Give back what is held, where it stands. A pass after this joins again."""
+        self.report()
         if self._session is not None:
             session, self._session = self._session, None
             self._forget()
             self._client.answer(LeaveTracker(session=session))
-
-    def stop(self) -> None:
-        """End every iteration that finds nothing to be had, instead of waiting. May be called by any thread."""
-        self._stopped.set()
 
     # ------------------------------------------------------------------ inside
 
@@ -278,6 +255,7 @@ class TrackerPlan:
 
     def _look(self) -> bool:
         """Ask whether the epoch is over, and be given a slice only if nobody holds one."""
+        self.report()
         while not self._held and self._ask(looks=True):
             pass
         return self._is_over
@@ -381,285 +359,3 @@ class TrackerPlan:
     def _forget(self) -> None:
         self._held.clear()
         self._out = {number: [] for number in self._out}  # still to come from readers, and nothing to report about
-
-
-_NAME = "bytescheduler-slice-plan"
-_LOOK_S = 1.0
-_MOMENT_S = 0.2
-_FEWEST, _MOST = 2, 64  # batches that are made ahead of need
-_LEAVE_S = 5.0
-_TRAINED = object()  # a note that a batch was trained on
-
-
-class Idle(Protocol):
-    """Whoever has to know that a worker has nothing to train on. Called by the training thread, without a lock."""
-
-    def waits(self) -> bool:
-        """Others hold what is left, and have for a moment; called again and again. Returns whether to give up."""
-
-    def goes_on(self) -> None:
-        """There is something again."""
-
-
-class OtherRanks(Protocol):
-    """The ranks of this worker that train with the first one."""
-
-    def say(self, text: str) -> None:
-        """Say what is done next; on the training thread."""
-
-    def hand_out(self, number: int, batch: SliceBatch | None) -> SliceBatch | None:
-        """Post their parts of a batch of a pass; on the thread that makes the batches. Returns the first rank's."""
-
-
-class PlanThread:
-    """A worker's batches, made ahead of need. For the training thread, but for :meth:`stop` and :meth:`quarantine`.
-
-    Args:
-        plan: Is this thread's alone from now on.
-        timeout: Longest wait for the tracker where something is asked, in seconds.
-        idle: Told while a pass that has begun waits, and when it goes on.
-        others: The ranks that this one trains with, which do as it does and get parts of its batches.
-
-    Raises:
-        Exception: What the tracker or its transport has raised, from whatever is called next.
-    """
-
-    def __init__(
-        self, plan: TrackerPlan, *, timeout: float = 1800.0, idle: Idle | None = None, others: OtherRanks | None = None
-    ) -> None:
-        self._plan = plan
-        self._idle = idle
-        self._others = others
-        self._timeout = timeout
-        self._changed = threading.Condition()
-        # What follows changes under it.
-        self._notes: deque[Any] = deque()  # _TRAINED, what readers report, or what is to be called
-        self._ready: deque[SliceBatch] = deque()
-        self._pass = 0
-        self._is_over = True
-        self._depth = _FEWEST
-        self._untrained = 0  # batches that were taken
-        self._error: BaseException | None = None
-        self._stopping = False
-        self._thread: threading.Thread | None = None
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the data that is trained on."""
-        return self._plan.epoch
-
-    def __iter__(self) -> Iterator[SliceBatch]:
-        with self._changed:
-            self._pass += 1
-            own = self._pass
-            self._ready.clear()
-            self._is_over = False
-            self._untrained = 0
-        self._note(lambda: self._begin_pass(own))
-        has_given = has_waited = False
-        while True:
-            with self._changed:
-                if has_given and not self._ready and not self._is_over:
-                    self._depth = min(2 * self._depth, _MOST)  # the training is faster than the tracker answers
-                is_there = self._await_batch(own, _LOOK_S if has_given or self._idle is None else _MOMENT_S)
-            if not is_there:
-                if self._idle is not None and not has_given:
-                    has_waited = True
-                    self._say(WAITS)
-                    if self._idle.waits():
-                        return
-                continue
-            if has_waited and self._idle is not None:
-                has_waited = False
-                self._say(GOES_ON)
-                self._idle.goes_on()
-            if not has_given:
-                self._say(str(own))
-            with self._changed:
-                if self._pass != own or not self._ready:
-                    return
-                batch = self._ready.popleft()
-                self._untrained += 1
-                self._changed.notify_all()
-            has_given = True
-            yield batch
-
-    def _say(self, text: str) -> None:
-        if self._others is not None:
-            self._others.say(text)
-
-    def _await_batch(self, own: int, seconds: float) -> bool:
-        """Wait for a batch, or the end of the pass; returns whether either is there. With the lock held."""
-        deadline = time.monotonic() + seconds
-        while not self._ready and not self._is_over and self._pass == own and not self._stopping:
-            self._check()
-            left = deadline - time.monotonic()
-            if left <= 0:
-                return False
-            self._changed.wait(left)
-        self._check()
-        return True
-
-    # ------------------------------------------------------------------ notes
-
-    def received(self, report: ReadReport) -> None:
-        """Readers have answered for the next batch that was taken."""
-        if report.is_empty:
-            with self._changed:
-                self._untrained -= 1
-        self._note(report)
-
-    def quarantine(self, corrupt: Iterable[tuple[str, str]]) -> None:
-        """Readers of another rank have found corrupt slices: key and reason of each. For any thread."""
-        self._note(lambda: self._plan.quarantine(corrupt))
-
-    def trained(self) -> None:
-        """The first batch that was taken and not trained on has been; nothing if there is none."""
-        with self._changed:
-            if not self._untrained:
-                return
-            self._untrained -= 1
-        self._note(_TRAINED)
-
-    def keep_alive(self) -> None:
-        """Renew the lease, if nothing was said for a good part of it."""
-        if not self._notes:
-            self._note(self._plan.keep_alive)
-
-    # ------------------------------------------------------------------ questions
-
-    def settle(self) -> None:
-        """Wait until the tracker knows all that was trained on."""
-        if self._thread is not None:
-            self._ask(lambda: None)
-
-    def awaits_others(self) -> bool:
-        """See ``TrackerPlan``."""
-        return self._ask(self._plan.awaits_others)
-
-    def end_epoch(self) -> None:
-        """See ``TrackerPlan``."""
-        self._ask(self._plan.end_epoch)
-
-    def leave(self) -> None:
-        """Give back what is held, where it stands. An iteration after this joins again."""
-        with self._changed:
-            self._pass += 1  # whoever iterates gets no more
-            self._ready.clear()
-            self._is_over = True
-            if self._thread is None or self._error is not None:
-                return
-        with suppress(SchedulerTimeoutError):  # else the lease runs out
-            self._ask(self._plan.leave, timeout=_LEAVE_S)
-
-    def stop(self, timeout: float = _LEAVE_S) -> bool:
-        """End the thread after what was noted. For any thread; idempotent.
-
-        Returns:
-            Whether it ended within ``timeout`` seconds.
-        """
-        self._plan.stop()
-        with self._changed:
-            self._stopping = True
-            self._changed.notify_all()
-            thread = self._thread
-        if thread is None or thread is threading.current_thread():
-            return True
-        thread.join(timeout)
-        return not thread.is_alive()
-
-    def _check(self) -> None:
-        if self._error is not None:
-            raise self._error
-
-    def _note(self, note: Any) -> None:
-        with self._changed:
-            self._check()
-            self._notes.append(note)
-            if self._thread is None and not self._stopping:
-                self._thread = threading.Thread(target=self._run, name=_NAME, daemon=True)
-                self._thread.start()
-            self._changed.notify_all()
-
-    def _ask(self, question: Callable[[], _T], *, timeout: float | None = None) -> _T:
-        answers: list[_T] = []
-        deadline = time.monotonic() + (self._timeout if timeout is None else timeout)
-        self._note(lambda: answers.append(question()))
-        with self._changed:
-            while not answers:
-                self._check()
-                left = deadline - time.monotonic()
-                if left <= 0 or self._stopping:
-                    raise SchedulerTimeoutError("The tracker of slices has not answered in time.")
-                self._changed.wait(min(left, _LOOK_S))
-        return answers[0]
-
-    # ------------------------------------------------------------------ the thread
-
-    def _run(self) -> None:
-        try:
-            wait = 0.0
-            while True:
-                with self._changed:
-                    if not self._notes and wait > 0:
-                        self._changed.wait(min(wait, _LOOK_S))
-                    while not self._notes and not self._makes and not self._stopping:
-                        self._changed.wait(_LOOK_S)
-                    notes, self._notes = self._notes, deque()
-                    if self._stopping and not notes:
-                        return
-                self._heed(notes)
-                wait = self._make()
-        except BaseException as error:
-            with self._changed:
-                self._error = error
-                self._changed.notify_all()
-
-    @property
-    def _makes(self) -> bool:
-        return not self._is_over and self._made_for == self._pass and len(self._ready) < self._depth
-
-    _made_for = 0  # the pass that the plan is in
-
-    def _heed(self, notes: deque[Any]) -> None:
-        trained = 0
-        for note in notes:
-            if note is _TRAINED:
-                trained += 1
-            elif isinstance(note, ReadReport) and not note.corrupt:
-                self._plan.received(note)  # no call, and batches on either side of it may be reported together
-            else:
-                if trained:
-                    self._plan.trained(trained)
-                    trained = 0
-                self._plan.received(note) if isinstance(note, ReadReport) else note()
-        if trained:
-            self._plan.trained(trained)
-        if notes:
-            with self._changed:
-                self._changed.notify_all()
-
-    def _begin_pass(self, number: int) -> None:
-        if number == self._pass:
-            self._plan.begin_pass()
-            self._made_for = number
-
-    def _make(self) -> float:
-        """Make batches as long as there is room; returns the seconds after which to ask again."""
-        while True:
-            with self._changed:
-                if not self._makes or self._stopping:
-                    return 0.0
-                number = self._pass
-            found = self._plan.poll()
-            if self._others is not None and not isinstance(found, float):
-                found = self._others.hand_out(number, found)  # before it can be taken here
-            with self._changed:
-                if self._pass == number:
-                    if isinstance(found, SliceBatch):
-                        self._ready.append(found)
-                    elif found is None:
-                        self._is_over = True
-                    self._changed.notify_all()
-            if isinstance(found, float):
-                return found

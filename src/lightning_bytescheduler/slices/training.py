@@ -1,10 +1,15 @@
 """The training data of a worker that goes at its own speed: how it reaches the tracker, and what its ranks share.
 
-The batches of a worker of several ranks that train together are made by its first rank, which cuts them. Each rank gets
-a part of every batch, as long as its share of the batch sizes, so that all take equally many steps. What the first rank
-says at the beginning of a pass, where nobody is in a step, is a collective of the training threads. Parts are posted by
-the thread that makes the batches, before the first rank can take its own: nobody waits for them in a step. The tracker
-does not know of the other ranks: what they train on counts with the first rank's steps, which are their own too.
+A thread, ``bytescheduler-slice-plan``, asks for slices, begins them and makes batches of them ahead of need, and
+reports what was trained on: no call to the tracker waits in a step. The training takes batches that are there, and
+leaves notes. It waits for the thread where it waits for the data themselves (a pass has begun, or the tracker is slower
+than the training), and where it asks how things stand: at the end of a round or an epoch, and before a position is
+saved. One lock; nothing is called with it held.
+
+The batches of a worker of several ranks that train together are taken by its first rank, which tells the others of
+each: a collective of the training threads, which are in step anyhow. Each takes a part, as long as its share of the
+batch sizes, so that all take equally many steps. The tracker does not know of the other ranks: what they train on counts
+with the first rank's steps, which are their own too.
 """
 
 from __future__ import annotations
@@ -13,8 +18,9 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -27,66 +33,39 @@ from lightning_bytescheduler.slices.epoch_plan import step_sizes
 from lightning_bytescheduler.slices.messages import TrackerClient
 from lightning_bytescheduler.slices.options import TrackerOptions
 from lightning_bytescheduler.slices.store import SliceStore
-from lightning_bytescheduler.slices.tracked_plan import GOES_ON, WAITS, Idle, PlanThread, TrackerPlan
+from lightning_bytescheduler.slices.tracked_plan import TrackerPlan
 from lightning_bytescheduler.slices.tracker import SliceTracker
 
+_T = TypeVar("_T")
+_NAME = "bytescheduler-slice-plan"
 _AHEAD = 4  # slices that a worker holds to fetch them, which others may be glad of at the end of an epoch
 _LOOK_S = 1.0
-_PATIENCE = 3.0  # times the timeout: the first rank may wait that long for several answers of the tracker
+_MOMENT_S = 0.2
+_ANSWER_S = 1800.0  # longest wait for the tracker where something is asked
+_LEAVE_S = 5.0
+_FEWEST, _MOST = 2, 64  # batches that are made ahead of need
+_WAITS = "waits"  # what ranks are told in place of a batch, or of the end of a pass
+_TURN: msgspec.json.Decoder[SliceBatch | str | None] = msgspec.json.Decoder(SliceBatch | str | None)
+
+
+class Idle(Protocol):
+    """Whoever has to know that a worker has nothing to train on. Called by the training thread, without a lock."""
+
+    def waits(self) -> bool:
+        """Others hold what is left, and have for a moment; called again and again. Returns whether to give up."""
+
+    def goes_on(self) -> None:
+        """There is something again."""
 
 
 class WorkerRanks(Protocol):
-    """One rank's way to the others of its worker.
-
-    Attributes:
-        rank: This one, from 0, which leads.
-        count: How many there are.
-        timeout: Longest wait for the first rank, in seconds.
-    """
-
-    rank: int
-    count: int
-    timeout: float
+    """The ranks of one worker, for their training threads, which all make the same calls."""
 
     def tell(self, text: str = "") -> str:
-        """The first rank's text, on all ranks: of the training threads, which all make the same calls."""
+        """The first rank's text, on all ranks."""
 
-    def listen(self, heed: Callable[[str], object], on_error: Callable[[BaseException], object]) -> None:
-        """Have what is posted to this rank heeded, in order, on a thread; once."""
-
-    def post(self, rank: int, text: str) -> None:
-        """Post a text to a rank, which need not listen yet. For one thread of a rank."""
-
-    def check(self) -> None:
-        """Raise what another rank has failed with, if any."""
-
-
-class Part(msgspec.Struct, frozen=True, tag=True, tag_field="kind", forbid_unknown_fields=True):
-    """One rank's part of a batch of a pass; None as the pass has no more."""
-
-    number: int
-    batch: SliceBatch | None
-
-
-class CorruptSlices(msgspec.Struct, frozen=True, tag=True, tag_field="kind", forbid_unknown_fields=True):
-    """What a rank's readers have found: reasons by key."""
-
-    found: dict[str, str]
-
-
-_DECODER: msgspec.json.Decoder[Part | CorruptSlices] = msgspec.json.Decoder(Part | CorruptSlices)
-
-
-def read(text: str) -> Part | CorruptSlices:
-    """What was posted.
-
-    Raises:
-        OptionError: If it is damaged.
-    """
-    try:
-        return _DECODER.decode(text)
-    except (msgspec.DecodeError, UnicodeError) as error:
-        raise OptionError("text", text, f"one that a rank has posted ({error})") from error
+    def total(self, numbers: Sequence[float]) -> list[float]:
+        """The sums of all ranks' numbers, on all ranks."""
 
 
 def cut_batch(batch: SliceBatch, batch_sizes: Sequence[int]) -> list[SliceBatch]:
@@ -106,145 +85,6 @@ def cut_batch(batch: SliceBatch, batch_sizes: Sequence[int]) -> list[SliceBatch]
         ahead.pop(own[-1].slice_index, None)
         found.append(SliceBatch(batch.epoch, own, tuple(ahead)[:SLICES_AHEAD]))
     return found
-
-
-class LeadingRank:
-    """What the first rank tells the others: ``OtherRanks``.
-
-    Args:
-        ranks: The way to them.
-        batch_sizes: Of each rank.
-    """
-
-    def __init__(self, ranks: WorkerRanks, batch_sizes: Sequence[int]) -> None:
-        self._ranks = ranks
-        self._batch_sizes = tuple(batch_sizes)
-
-    def listen(self, quarantine: Callable[[Iterable[tuple[str, str]]], None]) -> None:
-        """Hear of corrupt slices: of keys and reasons, on a thread."""
-
-        def heed(text: str) -> None:
-            letter = read(text)
-            if isinstance(letter, CorruptSlices):
-                quarantine(letter.found.items())
-
-        self._ranks.listen(heed, lambda error: None)  # what ends it ends the training too, which says so
-
-    def say(self, text: str) -> None:
-        """Say what is done next; on the training thread."""
-        self._ranks.tell(text)
-
-    def hand_out(self, number: int, batch: SliceBatch | None) -> SliceBatch | None:
-        """Post the other ranks' parts; on the thread that makes the batches. Returns this rank's.
-
-        Args:
-            number: Of the pass.
-            batch: Of all ranks together; ``None`` if the pass is over.
-        """
-        parts = None if batch is None else cut_batch(batch, self._batch_sizes)
-        for rank in range(1, self._ranks.count):
-            part = Part(number, None if parts is None else parts[rank])
-            self._ranks.post(rank, msgspec.json.encode(part).decode())
-        return None if parts is None else parts[0]
-
-
-class FollowingPlan:
-    """A further rank's batches: parts. For the training thread; what is posted comes on a thread of the ranks.
-
-    Args:
-        ranks: The way to the first rank.
-        batch_size: Samples of this rank's parts.
-        idle: Told what the first rank's is told, at the same moments.
-
-    Attributes:
-        batch_size: As given; the first rank's counts.
-        epoch: The epoch of the data that is trained on.
-    """
-
-    def __init__(self, ranks: WorkerRanks, *, batch_size: int, idle: Idle | None = None) -> None:
-        self.batch_size = batch_size
-        self.epoch = 0
-        self._ranks = ranks
-        self._idle = idle
-        self._changed = threading.Condition()
-        # What follows changes under it.
-        self._parts: deque[Part] = deque()
-        self._error: BaseException | None = None
-        ranks.listen(self._heed, self._fail)
-
-    def __iter__(self) -> Iterator[SliceBatch]:
-        number = self._begin()
-        if number is None:
-            return
-        while (batch := self._next(number)) is not None:
-            self.epoch = batch.epoch
-            yield batch
-
-    def _begin(self) -> int | None:
-        """Do as the first rank does until there is a batch; returns the number of the pass, unless it is given up."""
-        while True:
-            said = self._ranks.tell()
-            if said == WAITS:
-                if self._idle is not None and self._idle.waits():
-                    return None
-            elif said == GOES_ON:
-                if self._idle is not None:
-                    self._idle.goes_on()
-            else:
-                return int(said)
-
-    def _next(self, number: int) -> SliceBatch | None:
-        limit = _PATIENCE * self._ranks.timeout
-        deadline = time.monotonic() + limit
-        with self._changed:
-            while True:
-                while self._parts and self._parts[0].number < number:  # of a pass that was given up
-                    self._parts.popleft()
-                if self._parts:
-                    return self._parts.popleft().batch
-                self._ranks.check()
-                if self._error is not None:
-                    raise self._error
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise SchedulerTimeoutError(
-                        f"The worker's first rank made no batch for {limit:.0f} s. Raise the strategy's timeout if the "
-                        "coordinator may be away for longer."
-                    )
-                self._changed.wait(min(left, _LOOK_S))
-
-    def _heed(self, text: str) -> None:
-        letter = read(text)
-        if isinstance(letter, Part):
-            with self._changed:
-                self._parts.append(letter)
-                self._changed.notify_all()
-
-    def _fail(self, error: BaseException) -> None:
-        with self._changed:
-            self._error = error
-            self._changed.notify_all()
-
-    def received(self, report: ReadReport) -> None:
-        """Tell the first rank what is corrupt."""
-        if report.corrupt:
-            self._ranks.post(0, msgspec.json.encode(CorruptSlices(dict(report.corrupt))).decode())
-
-    def trained(self) -> None:
-        """The first rank reports the step."""
-
-    def keep_alive(self) -> None:
-        """The first rank renews the lease."""
-
-    def settle(self) -> None:
-        """The first rank knows where the worker is."""
-
-    def leave(self) -> None:
-        """Nothing is held here."""
-
-    def stop(self) -> bool:
-        """There is no thread here."""
-        return True
 
 
 def require_same(trainer: pl.Trainer, option: str, here: str) -> None:
@@ -282,8 +122,9 @@ class TrackerHost(Protocol):
         waits: Whether a worker that finds nothing for now when its epoch begins waits in its loader, and goes on to the
             next epoch of the data by itself. If not, its epoch of Lightning may be empty, and the strategy ends epochs
             of the data for all workers, with ``training.awaits_others()`` and ``training.end_epoch()``.
-        ranks: May be left out, or ``None``: the ranks of this worker, where several train together and share its
-            batches. Then ``connect`` is called on the first of them alone.
+        ranks: May be left out, or ``None``: a ``WorkerRanks``, where several ranks train together as this worker and
+            share its batches. Then ``connect`` is called on the first of them alone.
+        idle: May be left out, or ``None``: an ``Idle``, told while a pass that has begun waits.
     """
 
     worker: int
@@ -305,12 +146,23 @@ class TrackerHost(Protocol):
 class TrackedTraining:
     """The ``Plan`` of one worker. The tracker is at worker 0, which saves it too.
 
+    For the training thread, but for :meth:`halt`.
+
     Args:
         host: The way to the tracker.
         store: Of the training data.
         options: Of the tracker.
         batch_sizes: Samples of a batch, of each rank of this worker.
+        rank: This one of them.
+
+    Attributes:
+        epoch: The epoch of the data that is trained on.
+
+    Raises:
+        Exception: What the tracker or its transport has raised, from whatever is called next.
     """
+
+    batches = None  # nobody knows
 
     def __init__(
         self,
@@ -319,61 +171,42 @@ class TrackedTraining:
         *,
         options: TrackerOptions,
         batch_sizes: Sequence[int],
+        rank: int = 0,
     ) -> None:
+        self.epoch = 0
         self._host = host
         self._store = store
         self._options = options
+        self._idle: Idle | None = getattr(host, "idle", None)
         self._ranks: WorkerRanks | None = getattr(host, "ranks", None)
         self._batch_sizes = tuple(batch_sizes)
+        self._rank = rank
+        self._corrupt: dict[str, str] = {}  # that this rank has found, and the first one does not know of
         self._tracker: SliceTracker | None = None
         self._pending: Mapping[str, Any] | None = None
-        self._plan: PlanThread | FollowingPlan | None = None
+        self._plan: TrackerPlan | None = None  # at the first rank, when there was a loader; is its thread's alone
+        self._untrained = 0  # batches that were taken
+        self._thread: threading.Thread | None = None
+        self._changed = threading.Condition()
+        # What follows changes under it.
+        self._notes: deque[Callable[[TrackerPlan], object]] = deque()
+        self._ready: deque[SliceBatch] = deque()
+        self._pass = 0
+        self._made_for = 0  # the pass that the plan is in
+        self._is_over = True
+        self._depth = _FEWEST
+        self._error: BaseException | None = None
+        self._stopping = False
 
     @property
     def fills(self) -> bool:
         """A rank that left out a batch would leave the others of its worker alone in a step."""
         return self._ranks is not None
 
-    @property
-    def plan(self) -> PlanThread | FollowingPlan:
-        """The batches of this worker.
-
-        Raises:
-            OptionError: Before there was a loader.
-        """
-        if self._plan is None:
-            raise OptionError("plan", None, "asked for after train_dataloader()")
-        return self._plan
-
-    def __iter__(self) -> Iterator[SliceBatch]:
-        return iter(self.plan)
-
-    @property
-    def epoch(self) -> int:
-        """See ``Plan``."""
-        return 0 if self._plan is None else self._plan.epoch
-
-    @property
-    def batches(self) -> None:
-        """Nobody knows."""
-        return None
-
-    @property
-    def tracker(self) -> SliceTracker | None:
-        """The tracker, where it is."""
-        return self._tracker
-
     def open(self, trainer: pl.Trainer | None) -> None:
         """Reach the tracker, once."""
-        if self._plan is not None:
-            return
-        idle, ranks = getattr(self._host, "idle", None), self._ranks
-        if ranks is not None and ranks.rank > 0:
-            self._plan = FollowingPlan(ranks, batch_size=self._batch_sizes[ranks.rank], idle=idle)
-            return
-        leading = None if ranks is None else LeadingRank(ranks, self._batch_sizes)
-        self._plan = plan = PlanThread(
-            TrackerPlan(
+        if self._plan is None and self._rank == 0:
+            self._plan = TrackerPlan(
                 self._host.connect(self._make_tracker),
                 worker=_name(self._host.worker),
                 incarnation=uuid.uuid4().hex,
@@ -382,65 +215,228 @@ class TrackedTraining:
                 slices=self._store.source.slices,
                 cached=self._store.cached,
                 waits=self._host.waits,
-            ),
-            idle=idle,
-            others=leading,
-        )
-        if leading is not None:
-            leading.listen(plan.quarantine)
+            )
+
+    def __iter__(self) -> Iterator[SliceBatch]:
+        own = self._begin()
+        has_given = has_waited = False
+        while (turn := self._turn(own, has_given)) is not None:
+            if isinstance(turn, SliceBatch):
+                if has_waited and self._idle is not None:
+                    self._idle.goes_on()
+                has_waited, has_given = False, True
+                self._untrained += 1
+                self.epoch = turn.epoch
+                yield turn
+            elif self._idle is not None and not has_given:
+                has_waited = True
+                if self._idle.waits():
+                    return
+        if has_waited and self._idle is not None:
+            self._idle.goes_on()
+
+    def _begin(self) -> int:
+        self._share_corrupt()
+        self._untrained = 0
+        with self._changed:
+            self._pass += 1
+            own = self._pass
+            self._ready.clear()
+            self._is_over = False
+
+        def begin(plan: TrackerPlan) -> None:
+            if own == self._pass:
+                plan.begin_pass()
+                self._made_for = own
+
+        self._note(begin)
+        return own
+
+    def _share_corrupt(self) -> None:
+        """Have the first rank know what others have found; where no rank is in a step."""
+        found, self._corrupt = self._corrupt, {}
+        if self._ranks is None or not self._ranks.total([float(bool(found))])[0]:
+            return
+        slices = self._store.source.slices
+        marks = self._ranks.total([float(slice_.key in found) for slice_ in slices])
+        known = {slice_.key: found.get(slice_.key, "Another rank found it to be corrupt.") for slice_ in slices}
+        marked = [(slice_.key, known[slice_.key]) for slice_, mark in zip(slices, marks, strict=True) if mark]
+        self._note(lambda plan: plan.quarantine(marked))
+
+    def _turn(self, own: int, has_given: bool) -> SliceBatch | str | None:
+        """What is next, for all ranks alike: this one's batch, the news that there is none for now, or the end."""
+        turn = self._await_turn(own, has_given) if self._rank == 0 else None
+        if self._ranks is not None:
+            turn = _TURN.decode(self._ranks.tell(msgspec.json.encode(turn).decode()))
+            if isinstance(turn, SliceBatch):
+                return cut_batch(turn, self._batch_sizes)[self._rank]
+        return turn
+
+    def _await_turn(self, own: int, has_given: bool) -> SliceBatch | str | None:
+        with self._changed:
+            if has_given and not self._ready and not self._is_over:
+                self._depth = min(2 * self._depth, _MOST)  # the training is faster than the tracker answers
+            deadline = time.monotonic() + (_LOOK_S if has_given or self._idle is None else _MOMENT_S)
+            while not self._ready and not self._is_over and self._pass == own and not self._stopping:
+                self._check()
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return _WAITS
+                self._changed.wait(left)
+            self._check()
+            if self._pass != own or not self._ready:
+                return None
+            self._changed.notify_all()
+            return self._ready.popleft()
+
+    # ------------------------------------------------------------------ notes
 
     def received(self, report: ReadReport) -> None:
-        """Tell the tracker what is corrupt."""
-        self.plan.received(report)
+        """Readers have answered for the next batch that was taken."""
+        if report.is_empty:
+            self._untrained -= 1
+        if self._rank:
+            self._corrupt.update(report.corrupt)
+        self._note(lambda plan: plan.received(report))
 
     def trained(self) -> None:
-        """Tell the tracker where this worker is."""
-        self.plan.trained()
+        """The first batch that was taken and not trained on has been; nothing if there is none."""
+        if self._untrained:
+            self._untrained -= 1
+            self._note(TrackerPlan.trained)
+
+    def keep_alive(self) -> None:
+        """Renew the lease in time."""
+        if not self._notes:
+            self._note(TrackerPlan.keep_alive)
 
     def finish_epoch(self, trainer: pl.Trainer) -> None:
         """The tracker says when an epoch of the data is over."""
 
-    def keep_alive(self) -> None:
-        """Renew the lease in time."""
-        if self._plan is not None:
-            self._plan.keep_alive()
+    def _note(self, note: Callable[[TrackerPlan], object]) -> None:
+        with self._changed:
+            self._check()
+            if self._plan is None:
+                return
+            self._notes.append(note)
+            if self._thread is None and not self._stopping:
+                self._thread = threading.Thread(target=self._run, args=(self._plan,), name=_NAME, daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    # ------------------------------------------------------------------ questions
 
     def awaits_others(self) -> bool:
         """Whether other workers hold all that is left of the epoch."""
-        plan = self.plan
-        return isinstance(plan, PlanThread) and plan.awaits_others()
+        return bool(self._ask(TrackerPlan.awaits_others))
 
     def end_epoch(self) -> None:
         """Go on to the next epoch of the data, if nothing is left of this one: for all workers at the same moment."""
-        if isinstance(self.plan, PlanThread):
-            self.plan.end_epoch()
+        self._ask(TrackerPlan.end_epoch)
+
+    def settle(self) -> None:
+        """Wait until the tracker knows all that this worker has trained on."""
+        if self._thread is not None:
+            self._ask(TrackerPlan.report)
 
     def leave(self) -> None:
-        """Give back what this worker holds, while the tracker can be reached."""
-        if self._plan is not None:
-            self._plan.leave()
+        """Give back what this worker holds, while the tracker can be reached. A pass after this joins again."""
+        with self._changed:
+            self._pass += 1  # whoever iterates gets no more
+            self._ready.clear()
+            self._is_over = True
+            if self._thread is None or self._error is not None:
+                return
+        with suppress(SchedulerTimeoutError):  # else the lease runs out
+            self._ask(TrackerPlan.leave, timeout=_LEAVE_S)
 
-    def halt(self, timeout: float) -> bool:
-        """End the plan's thread, as after a failure, when nothing can be given back; returns whether it ended in time.
+    def halt(self, timeout: float = _LEAVE_S) -> bool:
+        """End the plan's thread after what was noted; idempotent. Returns whether it ended in time.
 
         Args:
             timeout: In seconds.
         """
-        return not isinstance(self._plan, PlanThread) or self._plan.stop(timeout)
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+            thread = self._thread
+        if thread is None or thread is threading.current_thread():
+            return True
+        thread.join(timeout)
+        return not thread.is_alive()
 
     def close(self) -> None:
-        """Give back what this worker holds."""
-        plan, self._plan = self._plan, None
-        if plan is not None:
-            try:
-                plan.leave()
-            finally:
-                plan.stop()
+        """Give back what this worker holds; the training is over."""
+        try:
+            self.leave()
+        finally:
+            self.halt()
+            self._plan = None
 
-    def settle(self) -> None:
-        """Wait until the tracker knows all that this worker has trained on."""
-        if self._plan is not None:
-            self._plan.settle()
+    def _ask(self, question: Callable[[TrackerPlan], _T], *, timeout: float = _ANSWER_S) -> _T | None:
+        """The thread's answer; none at a rank that has no plan."""
+        answers: list[_T] = []
+        if self._plan is None:
+            return None
+        deadline = time.monotonic() + timeout
+        self._note(lambda plan: answers.append(question(plan)))
+        with self._changed:
+            while not answers:
+                self._check()
+                left = deadline - time.monotonic()
+                if left <= 0 or self._stopping:
+                    raise SchedulerTimeoutError("The tracker of slices has not answered in time.")
+                self._changed.wait(min(left, _LOOK_S))
+        return answers[0]
+
+    # ------------------------------------------------------------------ the thread
+
+    def _run(self, plan: TrackerPlan) -> None:
+        try:
+            wait = 0.0
+            while True:
+                with self._changed:
+                    if not self._notes and wait > 0:
+                        self._changed.wait(min(wait, _LOOK_S))
+                    while not (self._notes or self._makes or self._stopping):
+                        self._changed.wait(_LOOK_S)
+                    notes, self._notes = self._notes, deque()
+                    if self._stopping and not notes:
+                        return
+                for note in notes:
+                    note(plan)
+                plan.report()
+                wait = self._make(plan)
+        except BaseException as error:
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    @property
+    def _makes(self) -> bool:
+        return not self._is_over and self._made_for == self._pass and len(self._ready) < self._depth
+
+    def _make(self, plan: TrackerPlan) -> float:
+        """Make a batch if there is room; returns the seconds after which to ask again."""
+        with self._changed:
+            self._changed.notify_all()  # questions were answered
+            if not self._makes or self._stopping:
+                return 0.0
+            number = self._pass
+        found = plan.poll()
+        with self._changed:
+            if self._pass == number:
+                if isinstance(found, SliceBatch):
+                    self._ready.append(found)
+                self._is_over = found is None
+                self._changed.notify_all()
+        return found if isinstance(found, float) else 0.0
+
+    # ------------------------------------------------------------------ the position
 
     def state_dict(self) -> dict[str, Any]:
         """The tracker's at worker 0, with all that was trained on here; elsewhere nothing."""
@@ -484,3 +480,4 @@ class TrackedTraining:
 
 def _name(worker: int) -> str:
     return f"worker-{worker}"
+
