@@ -62,14 +62,13 @@ def _resident_bytes() -> int:
 
 
 def measure(count: int, workers: int = 16) -> TrackerFigures:
-    """Hand every slice out to workers with half of the data cached, and save and load the state on the way."""
+    """Hand every slice out to workers that keep them, and save and load the state on the way."""
     before = _resident_bytes()
     tracker = SliceTracker(SliceCatalogue(_slices(count)), clock=time.monotonic)
     memory = _resident_bytes() - before
     sessions = []
     for worker in range(workers):
-        cached = tuple(tracker.catalogue.key(index) for index in range(worker, min(count, 16_000), 2 * workers))
-        sessions.append(tracker.join(JoinTracker(worker=str(worker), incarnation="a", cached=cached)).session)
+        sessions.append(tracker.join(JoinTracker(worker=str(worker), incarnation="a", keeps=count)).session)
     requests, dones, saved = [], [], io.BytesIO()
     checkpoint = 0.0
     for turn in range(count):

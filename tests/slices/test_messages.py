@@ -34,9 +34,9 @@ from lightning_bytescheduler.slices.slice import Slice
 
 PIECE = Slice(key="a\n\u00e4", url="memory://a", start=3, size=8, samples=2, checksum=None)
 MESSAGES: list[Call | Reply] = [
-    JoinTracker(worker="worker-1", incarnation="x", cached=("a", "b"), prefetch=None),
+    JoinTracker(worker="worker-1", incarnation="x", keeps=3, prefetch=None),
     Joined(session=3, epoch=1, lease=2.5),
-    RequestSlice(session=3, epoch=1, holding=(1, 2), cached=(), evicted=("a",), looks=True),
+    RequestSlice(session=3, epoch=1, holding=(1, 2), looks=True),
     BeginSlice(session=3, grant=1),
     ReportProgress(session=3, grant=1, trained=7),
     FinishSlice(session=3, grant=1),
@@ -67,8 +67,8 @@ def test_what_is_none_is_named(text: str) -> None:
 WRONG = [
     ("JoinTracker", {"worker": 1}),
     ("JoinTracker", {"worker": ""}),
-    ("JoinTracker", {"cached": "abc"}),
-    ("JoinTracker", {"cached": [1]}),
+    ("JoinTracker", {"keeps": "abc"}),
+    ("JoinTracker", {"keeps": -1}),
     ("JoinTracker", {"prefetch": 0}),
     ("JoinTracker", {"more": 1}),
     ("Joined", {"lease": None}),

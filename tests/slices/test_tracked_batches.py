@@ -235,29 +235,23 @@ def test_a_corrupt_slice_is_quarantined_and_an_empty_batch_not_reported():
     assert tracker.over
 
 
-def test_it_prefers_what_is_cached_and_says_what_comes_and_goes():
-    clock, local = Clock(), {"slice7", "slice5"}
+@pytest.mark.parametrize("keeps", [2, 9])
+def test_each_is_given_first_what_it_keeps(keeps):
+    clock = Clock()
     trained: Counter = Counter()
     tracker = make_tracker([2] * 9, clock)
-    worker = Trains(
-        tracker,
-        clock,
-        "w",
-        trained,
-        batch_size=2,
-        ahead=0,
-        cached=lambda some: [slice_.key for slice_ in some if slice_.key in local],
-    )
-    worker.fetch()
-    worker.train()
-    local.clear()
-    worker.fetch()
-    worker.train()
-    assert len({index for _, index, _ in trained} & {5, 7}) >= 1
-    local.update(f"slice{index}" for _, index, _ in trained)
-    while worker.fetch():
-        worker.train()
-    assert trained == all_of([2] * 9)
+    workers = [Trains(tracker, clock, name, trained, batch_size=2, ahead=0, keeps=keeps) for name in "ab"]
+    given: list[list[list[int]]] = [[[], [], []], [[], [], []]]
+    while tracker.epoch < 2:
+        for worker, own in zip(workers, given, strict=True):
+            if not worker.fetched and not worker.fetch():
+                worker.begin()
+            for batch in worker.fetched:
+                own[batch.epoch] += [run.slice_index for run in batch.runs]
+            worker.train()
+    for first, second, _ in given:
+        kept = min(keeps, 4)
+        assert set(second[:kept]) <= set(first[-keeps:])
 
 
 @pytest.mark.parametrize("batch_size", [0, -1, 1.5, True])

@@ -105,20 +105,22 @@ def test_a_worker_holds_no_more_ahead_than_it_may():
     assert isinstance(worker.ask(), Assignment)  # what it trains on is not ahead
 
 
-def test_a_worker_gets_first_what_it_has_locally_in_the_epochs_order():
-    tracker = make_tracker([1] * 100)
-    plain = Worker(make_tracker([1] * 100), "0", Counter())
-    order = []
-    for _ in range(100):
-        order.append(plain.ask().slice.key)
-        plain.train(1)
-    worker = Worker(tracker, "0", Counter(), cached=("slice3", "slice50", "of other data"))
-    got = []
-    for turn in range(100):
-        got.append(worker.ask(cached=("slice70",) if turn == 0 else (), evicted=("slice3",)).slice.key)
-        worker.train(1)
-    local = [key for key in order if key in ("slice50", "slice70")]
-    assert got == local + [key for key in order if key not in local]
+def test_a_worker_gets_first_what_it_keeps_in_the_epochs_order():
+    def orders(keeps):
+        tracker = make_tracker([1] * 100)
+        worker = Worker(tracker, "0", Counter(), keeps=keeps)
+        found = []
+        for worker.epoch in (0, 1):
+            found.append([])
+            for _ in range(100):
+                found[-1].append(worker.ask().slice.key)
+                worker.train(1)
+        return found
+
+    first, order = orders(0)
+    kept, got = orders(3)
+    assert kept == first
+    assert got == sorted(order, key=lambda key: key not in first[-3:])
 
 
 def test_at_least_once_a_dead_workers_slice_comes_back_where_it_is_known_to_be():
@@ -381,32 +383,15 @@ def test_a_corrupt_slice_leaves_both_open_epochs():
     assert (tracker.epoch, tracker.report().trained, tracker.report().dropped) == (1, 2, 2)
 
 
-def test_an_epoch_can_be_abandoned_while_the_next_one_is_open():
-    tracker = make_tracker([2, 2])
-    first, second = Worker(tracker, "0", Counter()), Worker(tracker, "1", Counter())
-    first.ask()
-    second.ask()
-    first.train(2)
-    first.epoch = 1
-    ahead = first.ask().grant
-    assert not tracker.start_epoch(1)
-    assert tracker.start_epoch(1, abandon=True)
-    assert tracker.epoch == 1
-    assert not second.train(2)
-    assert first.held[0].grant == ahead
-    assert first.train(2) == 2
-
-
-def test_an_epoch_can_be_abandoned():
-    tracker = make_tracker([4, 4, 4])
+def test_an_epoch_begins_when_the_one_before_is_over():
+    tracker = make_tracker([4])
     worker = Worker(tracker, "0", Counter())
-    grant = worker.ask().grant
-    worker.train(1)
+    worker.ask()
     assert not tracker.start_epoch(1)
-    assert not tracker.start_epoch(2, abandon=True)
-    assert tracker.start_epoch(1, abandon=True)
+    worker.train(4)
+    assert not tracker.start_epoch(2)
     assert tracker.start_epoch(1)
-    assert tracker.done(FinishSlice(session=worker.session, grant=grant)).verdict is Verdict.VOID
+    assert tracker.start_epoch(1)
     assert tracker.report().trained == 0
 
 
@@ -434,14 +419,16 @@ def test_a_request_looks_at_no_more_slices_than_there_are(monkeypatch):
     monkeypatch.setattr(EpochSlices, "take", taken)
     tracker = make_tracker([1] * 2000)
     workers = [
-        Worker(tracker, str(rank), Counter(), cached=tuple(f"slice{index}" for index in range(rank, 2000, 2)))
-        for rank in range(3)
+        Worker(tracker, str(rank), Counter(), keeps=2000) for rank in range(3)
     ]
-    while not tracker.over:
-        for worker in workers:
-            worker.ask()
-            worker.train(1)
-    assert len(looked_at) <= 2000 + 3000  # each in the epoch's order, and as one that a worker has locally
+    for epoch in range(2):
+        looked_at.clear()
+        while not (tracker.over and tracker.epoch == epoch):
+            for worker in workers:
+                worker.epoch = epoch
+                worker.ask()
+                worker.train(1)
+    assert len(looked_at) <= 2 * 2000  # each in the epoch's order, and as one that a worker keeps
 
 
 @pytest.mark.parametrize(

@@ -54,14 +54,14 @@ class TrackerMachine(RuleBasedStateMachine):
         self.mail: list[tuple[str, object]] = []
         self.processes = 0
         self.saved: Any = None
-        self.join("a", set())
-        self.join("b", set())
+        self.join("a", 0)
+        self.join("b", 8)
 
     def worker(self, data):
         """One of those that are there, joining first if nobody is."""
         self.expire()
         if not self.workers:
-            self.join("c", set())
+            self.join("c", 2)
         return self.workers[data.draw(st.sampled_from(sorted(self.workers)))]
 
     def expire(self):
@@ -75,8 +75,8 @@ class TrackerMachine(RuleBasedStateMachine):
         """What was held may be of any epoch that is open, or was a moment ago."""
         self.deaths |= {self.tracker.epoch - 1, self.tracker.epoch, self.tracker.epoch + 1}
 
-    @rule(name=NAMES, cached=st.sets(st.integers(0, 7)))
-    def join(self, name, cached):
+    @rule(name=NAMES, keeps=st.integers(0, 8))
+    def join(self, name, keeps):
         self.expire()
         if name in self.workers:
             return
@@ -89,7 +89,7 @@ class TrackerMachine(RuleBasedStateMachine):
             name,
             self.trained,
             incarnation=f"process {self.processes}",
-            cached=tuple(f"slice{i}" for i in cached),
+            keeps=keeps,
         )
 
     @rule(data=st.data(), lose=st.booleans())
@@ -237,7 +237,7 @@ class TrackerMachine(RuleBasedStateMachine):
         self.expire()
         self.deliver_all(list(self.workers))
         if not self.workers:
-            self.join("d", set())
+            self.join("d", 0)
         # Workers whose lease ends now are dead, or not there since the state was loaded.
         if self.dead:
             self.mourn()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -151,11 +152,11 @@ def test_quarantine_and_dropped_samples_are_kept():
     assert before.dropped > 0
     resumed = make_tracker(COUNTS, delivery="at_most_once")
     resumed.load_state_dict(round_trip(tracker.state_dict()))
-    assert resumed.report() == before
+    assert resumed.report() == replace(before, returned=0)
     assert resumed.state_of("slice4") is SliceState.QUARANTINED
 
 
-def test_a_checkpoint_is_a_byte_a_slice():
+def test_a_checkpoint_is_nine_bytes_a_slice():
     tracker = make_tracker([3] * 20_000)
     worker = Worker(tracker, "0", Counter())
     for _ in range(5000):
@@ -163,7 +164,7 @@ def test_a_checkpoint_is_a_byte_a_slice():
         worker.train(3)
     file = io.BytesIO()
     torch.save(tracker.state_dict(), file)
-    assert file.tell() < 20_000 + 8_000
+    assert file.tell() < 9 * 20_000 + 8_000
 
 
 def test_a_state_is_not_changed_by_what_the_tracker_does_next():
@@ -213,8 +214,13 @@ DAMAGE = {
         torch.zeros(6, dtype=torch.uint8),
         torch.zeros(6),
     ],
-    "partial": [torch.tensor([9]), torch.tensor([-1]), torch.zeros(0, dtype=torch.int64), None],
-    "partial_positions": [torch.tensor([99, 99]), torch.tensor([-1, -1]), None],
+    "positions": [
+        None,
+        torch.zeros(5, dtype=torch.int64),
+        torch.zeros(6),
+        torch.full((6,), 99),
+        torch.full((6,), -1),
+    ],
     "workers": [
         None,
         {},
@@ -226,9 +232,6 @@ DAMAGE = {
         {"0": [[0, True, 1]]},
     ],
     "quarantined": [None, {7: "?"}, {1: None}, {"1": "?"}, {-1: "?"}],
-    "places": [None, [6], [-1]],
-    "cursor": [7, -1, None],
-    "returned": [-1, None],
     "next_grant": [None],
     "next_session": [None, -1, "1"],
 }
@@ -239,7 +242,6 @@ def test_a_damaged_state_is_refused_and_changes_nothing(name, value):
     tracker, workers, _ = in_mid_epoch()
     state = tracker.state_dict()
     (epoch,) = state["epochs"]
-    assert len(epoch["partial"]) == 2
     before = str(tracker.state_dict())
     with pytest.raises(TrackerStateError):
         tracker.load_state_dict(

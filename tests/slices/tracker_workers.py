@@ -164,7 +164,7 @@ def tracked_training(
     client: Any, data: Sequence[Slice], *, batch_sizes: Sequence[int] = (1,), rank: int = 0, **host: Any
 ) -> TrackedTraining:
     """One rank's, which has reached the tracker if it is the first."""
-    store: Any = SimpleNamespace(source=SimpleNamespace(slices=tuple(data)), depth=2, cached=lambda some: [])
+    store: Any = SimpleNamespace(source=SimpleNamespace(slices=tuple(data)), depth=2, keeps=0)
     training = TrackedTraining(
         Host(client, **host), store, options=TrackerOptions(), batch_sizes=batch_sizes, rank=rank
     )

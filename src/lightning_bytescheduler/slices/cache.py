@@ -84,10 +84,6 @@ class SliceCache:
             for path, _, _ in self._files(_PARTIAL):
                 self._delete_unused(path)
 
-    def names(self) -> frozenset[str]:
-        """The slices that are there, wholly; any of them may be gone the next moment."""
-        return frozenset(name[: -len(_COMPLETE)] for name in os.listdir(self.folder) if name.endswith(_COMPLETE))
-
     def has(self, name: str) -> bool:
         """Whether a slice is there now."""
         return self._complete(name).exists()

@@ -32,13 +32,13 @@ class JoinTracker(_Message, frozen=True):
         worker: Its name, the same after a restart: what it held is kept for that name.
         incarnation: Any text that no other process of that name uses. A process that joins again after
             :class:`JoinAgain` may repeat its own.
-        cached: Keys of the slices it has locally: all of them.
+        keeps: How many slices it keeps that it has fetched. It is given these first in the next epochs.
         prefetch: Slices it may hold that it has not begun; None for the tracker's own option.
     """
 
     worker: Name
     incarnation: Name
-    cached: tuple[Name, ...] = ()
+    keeps: Natural = 0
     prefetch: _Positive | None = None
 
 
@@ -68,16 +68,12 @@ class RequestSlice(_Message, frozen=True):
             opens it, if all that is left of this one is in workers' hands.
         holding: Every grant that it was told of and has not finished: one that is missing here and that the worker
             never began is sent again, as its answer must have been lost.
-        cached: Keys of slices it has got locally since it last said so. Repeating all is as good, only slower.
-        evicted: Keys of slices it has locally no longer.
         looks: It only asks how the epoch stands: as long as another worker holds a slice, it is given none.
     """
 
     session: Natural
     epoch: Natural
     holding: tuple[Natural, ...] = ()
-    cached: tuple[Name, ...] = ()
-    evicted: tuple[Name, ...] = ()
     looks: bool = False
 
 

@@ -14,7 +14,7 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -57,6 +57,7 @@ class SliceStore:
         source: As given.
         options: As given.
         depth: How many slices are kept ahead of those being read.
+        keeps: How many slices of the largest size the cache holds; 0 without one.
 
     Raises:
         OptionError: If the cache is smaller than the largest slice, or its folder cannot be used.
@@ -122,15 +123,6 @@ class SliceStore:
         if self._prefetcher is not None:
             self._prefetcher.plan([slice_ for slice_ in slices if local_path(slice_.url) is None])
 
-    def cached(self, slices: Iterable[Slice]) -> list[str]:
-        """Keys of those slices that are in the cache now, whichever process has brought them there."""
-        self._begin_in_this_process()
-        if self._cache is None or self._prefetcher is None:
-            return []
-        names = self._cache.names()
-        name_of = self._prefetcher.name_of
-        return [slice_.key for slice_ in slices if name_of(slice_) in names] if names else []
-
     @property
     def is_local(self) -> bool:
         """Whether all slices are files of this machine, which need neither a cache nor a network."""
@@ -171,12 +163,13 @@ class SliceStore:
         self._counters = SliceCounters()
         self._cache: SliceCache | None = None
         self._prefetcher: SlicePrefetcher | None = None
-        self.depth = 0
+        self.depth = self.keeps = 0
         options = self.options
         if options.cache_dir is None or self.is_local:
             return
         # Several processes keep slices in the cache, and what is read has to find room.
-        self.depth = min(options.prefetch, max(options.cache_bytes // (4 * self._largest[0]), 1))
+        self.keeps = options.cache_bytes // self._largest[0]
+        self.depth = min(options.prefetch, max(self.keeps // 4, 1))
         self._cache = SliceCache(options.cache_dir, options.cache_bytes)
         self._prefetcher = SlicePrefetcher(
             self.source,

@@ -74,7 +74,7 @@ class TrackerPlan:
         batch_size: Samples of a batch.
         ahead: Slices to hold that are not begun, so that they can be fetched.
         slices: Those of the data, in the tracker's order.
-        cached: Says which of some slices are local, by key.
+        keeps: How many slices are kept that were fetched.
         waits: Whether a pass that has just begun goes on to the next epoch by itself, or waits for it.
         clock: Seconds that never run backwards.
 
@@ -95,7 +95,7 @@ class TrackerPlan:
         batch_size: int,
         ahead: int = 2,
         slices: Sequence[Slice],
-        cached: Callable[[Iterable[Slice]], list[str]] = lambda slices: [],
+        keeps: int = 0,
         waits: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -106,7 +106,7 @@ class TrackerPlan:
         self._ahead = ahead
         self._allowed = ahead  # by the tracker
         self._slices = slices
-        self._cached = cached
+        self._keeps = keeps
         self._waits = waits
         self._clock = clock
         self._has_given = False  # in this pass
@@ -114,8 +114,6 @@ class TrackerPlan:
         self._lease = 0.0
         self._heard = 0.0  # when the tracker last heard of this worker
         self._held: dict[int, _Held] = {}
-        self._local: dict[str, Slice] = {}  # what the tracker takes to be cached, and what may be so soon
-        self._told: set[str] = set()
         self._ask_at = 0.0
         self._is_over = False
         self._is_given_out = False  # nothing of this epoch is to be had for now
@@ -272,17 +270,13 @@ class TrackerPlan:
             session = self._join()
         elif self._is_over:
             return False
-        new, gone = self._cache_changes()
-        request = RequestSlice(
-            session=session, epoch=self.epoch, holding=tuple(self._held), cached=new, evicted=gone, looks=looks
-        )
+        request = RequestSlice(session=session, epoch=self.epoch, holding=tuple(self._held), looks=looks)
         answer = cast(Answer, self._call(request, Assignment, AskLater, EpochOver, JoinAgain))
         self._heard = self._clock()
         if isinstance(answer, JoinAgain):
             self._session = None
             self._forget()
             return True
-        self._told = (self._told | set(new)) - set(gone)
         self._drop(answer.revoked)
         if isinstance(answer, Assignment):
             self._require_same_slice(answer)
@@ -290,7 +284,6 @@ class TrackerPlan:
             held = _Held(answer.grant, answer.epoch, answer.slice_index, answer.slice, trained=first, handed=first)
             self._held[held.grant] = held
             self._is_given_out = False
-            self._local[held.slice.key] = held.slice
             return True
         if isinstance(answer, EpochOver):
             self._is_over = self._is_given_out = True
@@ -302,13 +295,10 @@ class TrackerPlan:
         return False
 
     def _join(self) -> int:
-        here = set(self._cached(self._slices))
-        self._local = {slice_.key: slice_ for slice_ in self._slices if slice_.key in here} if here else {}
-        self._told = set(self._local)
         join = JoinTracker(
             worker=self._worker,
             incarnation=self._incarnation,
-            cached=tuple(self._told),
+            keeps=self._keeps,
             prefetch=max(self._ahead, 1),
         )
         joined = self._call(join, Joined)
@@ -316,16 +306,6 @@ class TrackerPlan:
         self._allowed = self._ahead
         self.epoch, self._is_over, self._is_given_out, self._ask_at = joined.epoch, False, False, 0.0
         return joined.session
-
-    def _cache_changes(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Keys of slices that have come into the cache, and that have left it, since the tracker was told."""
-        now = set(self._cached(self._local.values()))
-        gone = self._told - now
-        held = {held.slice.key for held in self._held.values()}
-        for key in gone:
-            if key not in held:
-                del self._local[key]
-        return tuple(now - self._told), tuple(gone)
 
     def _require_same_slice(self, answer: Assignment) -> None:
         index = answer.slice_index

@@ -159,9 +159,8 @@ class SliceTracker:
             record = TrackedWorker(message.worker, session=None, incarnation=None, deadline=deadline, prefetch=prefetch)
             self._workers.add(record)
         record.incarnation = message.incarnation
-        record.prefetch = prefetch
+        record.prefetch, record.keeps = prefetch, message.keeps
         record.deadline = now + self.options.lease
-        record.cached.add(self._known(message.cached), self._epochs.newest.slices.ranks)
         session = self._workers.open_session(record) if record.session is None else record.session
         self.expire()
         return Joined(session=session, epoch=self._epochs.newest.slices.epoch, lease=self.options.lease)
@@ -176,8 +175,6 @@ class SliceTracker:
         self.expire()
         if record is None:
             return JoinAgain()
-        for index in self._known(message.evicted):
-            record.cached.discard(index)
         if len(self._epochs.quarantined) == len(self.catalogue):  # epochs would be over as soon as they begin
             raise OptionError("train", f"{len(self.catalogue)} slices", "one that can be read: all are quarantined")
         revoked = tuple(number for number in message.holding if number not in record.grants)
@@ -186,7 +183,6 @@ class SliceTracker:
                 record.grants[number].told = True
         if self._epochs.open_for(message.epoch):
             self._roll()
-        record.cached.add(self._known(message.cached), self._epochs.newest.slices.ranks)
         asked = self._epochs.up_to(message.epoch)
         if not asked:
             return EpochOver(epoch=message.epoch, revoked=revoked)
@@ -304,23 +300,16 @@ class SliceTracker:
         return tuple(names)
 
     @_alone
-    def start_epoch(self, epoch: int, *, abandon: bool = False) -> bool:
+    def start_epoch(self, epoch: int) -> bool:
         """Make all slices available again, for the epoch after the running one; returns whether that one runs now.
 
         Args:
-            epoch: The epoch that is to run; if it does, nothing changes.
-            abandon: Drop what is left of the running epoch, in workers' hands too; otherwise it must be over.
+            epoch: The epoch that is to run; if it does, nothing changes. The one before must be over.
         """
-        running = self._epochs.running.slices
-        if epoch == running.epoch:
+        if epoch == self.epoch:
             return True
-        if epoch != running.epoch + 1 or not (self.over or abandon):
+        if epoch != self.epoch + 1 or not self.over:
             return False
-        if abandon:
-            running.abandon()
-            for record in self._workers:
-                for grant in [grant for grant in record.grants.values() if grant.epoch == running.epoch]:
-                    self._drop_grant(record, grant)
         self._epochs.open_for(epoch)
         self._roll()
         return True
@@ -429,10 +418,6 @@ class SliceTracker:
         if self._epochs.roll():
             self._wanted = False
 
-    def _known(self, keys: Iterable[str]) -> Iterable[int]:
-        """Indices of those keys that are of this catalogue: a cache may hold slices of other data too."""
-        return (index for index in map(self.catalogue.find, keys) if index is not None)
-
     def _renewed(self, session: int) -> TrackedWorker | None:
         record = self._workers.of_session(session)
         if record is not None:
@@ -449,7 +434,7 @@ class SliceTracker:
     def _choose(self, record: TrackedWorker, asked: Sequence[OpenEpoch]) -> tuple[OpenEpoch, int] | None:
         """Assign a slice of the first epoch that has one to give, or else a slower worker's.
 
-        In an epoch: one that came back, or one the worker has locally, or the next.
+        In an epoch: one that came back, or one that the worker keeps from before, or the next.
         """
         for one in asked:
             slices = one.slices
@@ -457,8 +442,8 @@ class SliceTracker:
                 continue
             index = slices.take_returned()
             if index is None:
-                offers = record.cached.offers(slices.epoch, slices.ranks)
-                index = next((cached for cached in offers if slices.take(cached)), None)
+                offers = record.offers(slices.epoch, slices.ranks)
+                index = next((kept for kept in offers if slices.take(kept)), None)
             if index is None:
                 index = slices.take_next()
             if index is not None:
@@ -498,6 +483,7 @@ class SliceTracker:
         grant = Grant(number=self._next_grant, epoch=one.slices.epoch, index=index)
         self._next_grant += 1
         record.grants[grant.number] = grant
+        record.keep(index)
         one.holders[index] = record
         return grant
 
@@ -539,12 +525,12 @@ class TrackerReport:
         over: Whether nothing is left of it.
         samples: Samples of all slices.
         trained: Of these, samples known to be trained on, each counted once.
-        dropped: Of these, samples that the epoch will not train on: quarantined, abandoned, or at most once.
+        dropped: Of these, samples that the epoch will not train on: quarantined, or at most once.
         unfinished: Slices that are neither used nor quarantined.
         quarantined: Reason by key, of all slices that are left out.
         workers: Workers known.
-        returned: Slices that came back from workers that died or left.
-        stolen: Slices taken from a slower worker that had not begun them.
+        returned: Slices that came back from workers that died or left, since the tracker was made.
+        stolen: Slices taken from a slower worker that had not begun them, since the tracker was made.
         ahead: Samples of the next epoch that are trained on already.
     """
 

@@ -41,7 +41,7 @@ class TrackedWorker:
         deadline: When it is taken for dead unless it says something, on the tracker's clock.
         prefetch: Slices it may hold that it has not begun.
         grants: By number, in the order in which they were made.
-        cached: What it has locally.
+        keeps: How many slices it keeps that it has fetched.
         speed: How fast it trains.
     """
 
@@ -54,8 +54,10 @@ class TrackedWorker:
         self.deadline = deadline
         self.prefetch = prefetch
         self.grants: dict[int, Grant] = {}
-        self.cached = CachedSlices()
+        self.keeps = 0
         self.speed = WorkerSpeed()
+        self._kept: dict[int, None] = {}  # the last ones of those that it was given
+        self._offers: tuple[int, list[int]] = (-1, [])  # an epoch, and what is still to be offered in it
 
     @property
     def ahead(self) -> list[Grant]:
@@ -66,6 +68,20 @@ class TrackedWorker:
     def training(self) -> bool:
         """Whether it has begun one that it holds."""
         return any(grant.begun for grant in self.grants.values())
+
+    def keep(self, index: int) -> None:
+        """It is given a slice, which it fetches and keeps."""
+        self._kept.pop(index, None)
+        self._kept[index] = None
+        if len(self._kept) > self.keeps:
+            del self._kept[next(iter(self._kept))]
+
+    def offers(self, epoch: int, ranks: npt.NDArray[np.int32]) -> Iterator[int]:
+        """Slices that it keeps, in the epoch's order; each is offered once an epoch, so no request looks at all."""
+        if epoch != self._offers[0]:
+            self._offers = (epoch, sorted(self._kept, key=lambda index: -int(ranks[index])))
+        while self._offers[1]:
+            yield self._offers[1].pop()
 
     def held_of(self, epoch: int) -> list[tuple[int, bool]]:
         """What it holds of an epoch, in order: the slice, and whether it was begun."""
@@ -89,40 +105,6 @@ class Grant:
     index: int
     begun: bool = False
     told: bool = False
-
-
-class CachedSlices:
-    """The slices a worker has locally, and which of them to offer it next.
-
-    Each is offered once an epoch, in the epoch's order, whether or not it is still to be had: what is told of a slice
-    is paid for once, and no request looks through all of them.
-    """
-
-    def __init__(self) -> None:
-        self._known: set[int] = set()
-        self._offers: list[tuple[int, int]] = []  # heap of place in the order and index
-        self._epoch = -1
-
-    def add(self, indices: Iterable[int], ranks: npt.NDArray[np.int32]) -> None:
-        """Slices the worker has got."""
-        for index in indices:
-            if index not in self._known:
-                self._known.add(index)
-                heapq.heappush(self._offers, (int(ranks[index]), index))
-
-    def discard(self, index: int) -> None:
-        """A slice that the worker has no longer."""
-        self._known.discard(index)
-
-    def offers(self, epoch: int, ranks: npt.NDArray[np.int32]) -> Iterable[int]:
-        """Slices to try, first the one that comes first in the epoch; each one taken from here is not offered again."""
-        if epoch != self._epoch:
-            self._epoch = epoch
-            self._offers = sorted((int(ranks[index]), index) for index in self._known)
-        while self._offers:
-            _, index = heapq.heappop(self._offers)
-            if index in self._known:
-                yield index
 
 
 class WorkerSpeed:
@@ -266,7 +248,7 @@ def holder_to_relieve(asking: Holder, others: Sequence[Holder]) -> int | None:
     return slowest if sooner else None
 
 
-_VERSION = 3
+_VERSION = 4
 
 _Saved = TypeVar("_Saved")
 
@@ -313,15 +295,8 @@ class EpochSlices:
     def restore(self, saved: SavedEpoch) -> None:
         """Take up where this epoch was saved; the values must have been checked."""
         self.states[:] = saved.states.numpy()
-        self.positions[:] = self.usual_positions()
-        self.positions[saved.partial.numpy()] = saved.partial_positions.numpy()
-        self.cursor = saved.cursor
-        self.returned = sorted(saved.places)
+        self.positions[:] = saved.positions.numpy()
         self._count()
-
-    def usual_positions(self) -> npt.NDArray[np.int64]:
-        """Where slices stand whose state tells it."""
-        return np.where(self.states == SliceState.USED, self.samples, 0)
 
     def _count(self) -> None:
         left = self.samples - self.positions
@@ -405,41 +380,24 @@ class EpochSlices:
         self.states[index] = state
         self.unfinished -= 1
 
-    def abandon(self) -> None:
-        """Drop all that is left of the epoch."""
-        left = self.states < SliceState.USED
-        self.states[left] = SliceState.USED
-        self._count()
-
 
 class SavedEpoch(msgspec.Struct, kw_only=True):
-    """An epoch as it is saved: a byte a slice, and 16 for each whose position its state does not tell.
+    """An epoch as it is saved: nine bytes a slice.
 
     Attributes:
         epoch: Which.
         states: A :class:`SliceState` for each slice.
-        partial: Slices whose position their state does not tell.
-        partial_positions: That of each of these, in samples.
-        cursor: Place in the epoch's order up to which slices were looked at.
-        places: Places of slices that came back.
+        positions: In samples, of each.
         workers: By name, what each holds of it, in order: the slice, and whether it was begun.
-        returned: Count for the report.
-        stolen: Count for the report.
     """
 
     epoch: Natural
     states: torch.Tensor
-    partial: torch.Tensor
-    partial_positions: torch.Tensor
-    cursor: Natural
-    places: list[Natural]
+    positions: torch.Tensor
     workers: dict[Name, list[tuple[Natural, bool]]]
-    returned: Natural
-    stolen: Natural
 
     def __post_init__(self) -> None:
-        self.states, self.partial = self.states.cpu(), self.partial.cpu()
-        self.partial_positions = self.partial_positions.cpu()
+        self.states, self.positions = self.states.cpu(), self.positions.cpu()
 
 
 class SavedTracker(msgspec.Struct, kw_only=True):
@@ -523,23 +481,18 @@ def unpack(state: Mapping[str, Any], order: DataOrder, samples: npt.NDArray[np.i
 
 
 def _require_whole(saved: SavedEpoch, samples: npt.NDArray[np.int64]) -> None:
-    slices = len(samples)
-    for name, dtype in (("states", torch.uint8), ("partial", torch.int64), ("partial_positions", torch.int64)):
+    for name, dtype in (("states", torch.uint8), ("positions", torch.int64)):
         value = getattr(saved, name)
-        if value.dtype != dtype or value.dim() != 1:
-            raise _damaged(name, f"is not a column of {dtype}")
-    states, partial, positions = saved.states.numpy(), saved.partial.numpy(), saved.partial_positions.numpy()
-    if len(states) != slices or int(states.max()) > max(SliceState):
-        raise _damaged("states", "has another length, or holds a value that is no state")
-    if len(partial) != len(positions) or ((partial < 0) | (partial >= slices)).any():
-        raise _damaged("partial", "names slices that are not there, or has another length than their positions")
-    if ((positions < 0) | (positions > samples[partial])).any():
-        raise _damaged("partial_positions", "is outside its slice")
+        if value.dtype != dtype or value.shape != samples.shape:
+            raise _damaged(name, f"is not a column of {dtype}, one for each slice")
+    states, positions = saved.states.numpy(), saved.positions.numpy()
+    if int(states.max()) > max(SliceState):
+        raise _damaged("states", "holds a value that is no state")
+    if ((positions < 0) | (positions > samples)).any():
+        raise _damaged("positions", "has one outside its slice")
     held = sorted(index for pairs in saved.workers.values() for index, _ in pairs)
     if held != np.nonzero(states == SliceState.ASSIGNED)[0].tolist():
         raise _damaged("workers", "does not hold each assigned slice once")
-    if any(place >= slices for place in saved.places) or saved.cursor > slices:
-        raise _damaged("places", "or cursor is outside the order")
 
 
 def _damaged(name: str, how: str) -> TrackerStateError:
@@ -556,8 +509,8 @@ class OpenEpoch:
     Attributes:
         slices: Where they stand.
         holders: Of its ASSIGNED slices.
-        returned: Slices that came back from workers that died or left.
-        stolen: Slices taken from a slower worker that had not begun them.
+        returned: Slices that came back from workers that died or left, since the tracker was made.
+        stolen: Slices taken from a slower worker that had not begun them, since the tracker was made.
     """
 
     slices: EpochSlices
@@ -576,17 +529,11 @@ class OpenEpoch:
     def saved(self, workers: Iterable[TrackedWorker]) -> SavedEpoch:
         """As it is to be saved."""
         slices = self.slices
-        (partial,) = np.nonzero(slices.positions != slices.usual_positions())
         return SavedEpoch(
             epoch=slices.epoch,
             states=torch.from_numpy(slices.states.copy()),
-            partial=torch.from_numpy(partial.astype(np.int64)),
-            partial_positions=torch.from_numpy(slices.positions[partial]),
-            cursor=slices.cursor,
-            places=list(slices.returned),
+            positions=torch.from_numpy(slices.positions.copy()),
             workers={record.name: record.held_of(slices.epoch) for record in workers},
-            returned=self.returned,
-            stolen=self.stolen,
         )
 
 
@@ -655,7 +602,6 @@ class OpenEpochs:
         for saved in state.epochs:
             one = self._begun(saved.epoch)
             one.slices.restore(saved)
-            one.returned, one.stolen = saved.returned, saved.stolen
             self._open.append(one)
 
     def _begun(self, epoch: int) -> OpenEpoch:

@@ -213,7 +213,7 @@ class TrackedTraining:
                 batch_size=sum(self._batch_sizes),
                 ahead=min(self._store.depth, _AHEAD),
                 slices=self._store.source.slices,
-                cached=self._store.cached,
+                keeps=self._store.keeps,
                 waits=self._host.waits,
             )
 
