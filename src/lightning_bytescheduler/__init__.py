@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from lightning_bytescheduler.predicting.predict import advise, predict
     from lightning_bytescheduler.simulation.link import LinkModel
     from lightning_bytescheduler.simulation.prediction import Prediction
-    from lightning_bytescheduler.slices.data_module import SliceCoordinator, SliceDataModule
+    from lightning_bytescheduler.slices.data_module import SliceDataModule
     from lightning_bytescheduler.tuning.credit_tuner import CreditTuner
 
 __all__ = [
@@ -69,7 +69,6 @@ __all__ = [
     "SchedulerStatistics",
     "SchedulerTimeoutError",
     "ServerFailedError",
-    "SliceCoordinator",
     "SliceCorruptError",
     "SliceDataModule",
     "SliceIndexError",
@@ -95,7 +94,6 @@ _IMPORTED_AT_FIRST_USE = {
     "Prediction": "simulation.prediction",
     "PushPullStore": "collectives.push_pull_store",
     "SchedulerStatistics": "ddp.statistics",
-    "SliceCoordinator": "slices.data_module",
     "SliceDataModule": "slices.data_module",
     "advise": "predicting.predict",
     "check": "checking.notebook",

@@ -77,6 +77,7 @@ GONE: dict[str, dict[str, str]] = {
     "LinkModel": {"spare_servers": "It is servers, with architecture='ps', as of the strategy."},
     "lightning_bytescheduler": {
         "Advice": "It is called Prediction, and predict() returns it.",
+        "SliceCoordinator": "A SliceDataModule reports and logs its steps by itself.",
         "SliceDataset": "The loaders of a SliceDataModule work in a loop of your own too, after setup('fit').",
     },
     "timeline": {"FILES": "Give one worker's file. The command rounds draws all workers of a DiLoCo training."},

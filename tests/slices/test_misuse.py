@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 from lightning_bytescheduler import (
     OptionError,
-    SliceCoordinator,
     SliceCorruptError,
     SliceDataModule,
     SliceIndexError,
@@ -438,11 +437,6 @@ def test_a_reader_that_does_not_heed_first(tmp_path: Path) -> None:
     (slice_,) = source.slices
     with pytest.raises(SliceCorruptError, match="the reader did not begin with sample number 4"):
         list(source.open(slice_, lambda: iter((bytes(10),))).take(4, 10))
-
-
-def test_one_coordinator_is_enough(text: str) -> None:
-    with pytest.raises(OptionError, match=r"callbacks='2 of SliceCoordinator'.*one SliceCoordinator, or none"):
-        fit(SliceDataModule(text), callbacks=[SliceCoordinator(), SliceCoordinator(log_metrics=False)])
 
 
 def test_a_loader_without_its_data_module(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

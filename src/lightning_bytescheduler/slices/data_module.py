@@ -1,4 +1,4 @@
-"""``SliceDataModule``: training, validation, test and prediction data in slices; and its callback."""
+"""``SliceDataModule``: training, validation, test and prediction data in slices."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from lightning_bytescheduler.checks import options_by_name, require_bool, require_one_of, require_whole
+from lightning_bytescheduler.checks import options_by_name, require_one_of, require_whole
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 from lightning_bytescheduler.lightning_api import pl, rank_zero_info, rank_zero_warn
 from lightning_bytescheduler.registration import require_same_package
@@ -160,6 +160,7 @@ class SliceDataModule(pl.LightningDataModule):
         self._host: TrackerHost | None = None
         self._training: Plan | None = None
         self._pending: dict[str, Any] | None = None
+        self._reload_epochs: int | None = None  # as the Trainer was told, in a fit
         self._counters = SliceCounters()
         self._warned: set[str] = set()
 
@@ -211,6 +212,8 @@ class SliceDataModule(pl.LightningDataModule):
             UnsupportedError: If a tracker is bound, and a worker has several ranks that do not share its batches.
         """
         splits = _SPLITS[require_one_of("stage", getattr(stage, "value", stage), _SPLITS)]  # Lightning's is an enum
+        if self.trainer is not None:
+            require_same_package(self.trainer, "SliceDataModule")
         if self._urls[splits[0]] is None:
             raise OptionError(splits[0], None, f"given, for trainer.{getattr(stage, 'value', stage)}()")
         for split in splits:
@@ -243,7 +246,11 @@ class SliceDataModule(pl.LightningDataModule):
             store.close()
         self._stores = {}
         if stage == "fit" and self.trainer is not None:
-            SliceCoordinator.release(self.trainer)
+            callbacks: list[pl.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
+            callbacks[:] = [callback for callback in callbacks if not isinstance(callback, SliceSteps)]
+            if self._reload_epochs is not None:
+                self.trainer.reload_dataloaders_every_n_epochs = self._reload_epochs  # type: ignore[attr-defined]
+                self._reload_epochs = None
 
     def on_exception(self, exception: BaseException) -> None:
         """End the processes that read, as there is no teardown; see LightningDataModule."""
@@ -261,7 +268,14 @@ class SliceDataModule(pl.LightningDataModule):
             self._training.load_state_dict(self._pending)
             self._pending = None
         if self.trainer is not None:
-            SliceCoordinator.bind(self.trainer, has_length=self._host is None)
+            callbacks: list[pl.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+            others = [callback for callback in callbacks if not isinstance(callback, SliceSteps)]
+            callbacks[:] = [SliceSteps(self), *others]
+            if self._host is None and self._reload_epochs is None:
+                # An epoch that is resumed in the middle, or whose slices were quarantined, has another number of steps
+                # than the next one: Lightning asks each new loader. One costs nothing until its first batch.
+                self._reload_epochs = self.trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
+                self.trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]
 
     def _together(self, before: Plan | None) -> EpochPlan:
         rank, ranks = self._rank_and_ranks()
@@ -436,101 +450,40 @@ class SliceDataModule(pl.LightningDataModule):
             self._training.load_state_dict(state_dict)
 
 
-@options_by_name
-class SliceCoordinator(pl.Callback):
+class SliceSteps(pl.Callback):
     """Reports each step that is trained, to the plan that ranks share or to the run's tracker, and logs.
 
-    :class:`SliceDataModule` adds one by itself; give one to the Trainer to set its options. It is put before all other
-    callbacks, so that whoever saves a checkpoint after a step saves a position that has the step.
-
-    Logged at Lightning's ``log_every_n_steps``, per step since the last time: ``slices/wait_ms`` (how long the training
-    waited for its batch, whatever for), ``slices/stall_ms`` (how long readers waited for bytes) and
-    ``slices/megabytes_fetched``; and ``slices/cache_hit_share``, of all slices so far that are not files of this
-    machine. They are rank 0's, with its DataLoader workers'.
+    A data module puts one before all other callbacks of a fit, so that whoever saves a checkpoint after a step saves a
+    position that has the step.
 
     Args:
-        log_metrics: Whether to log.
-
-    Raises:
-        OptionError: If ``log_metrics`` is neither True nor False.
+        data: Whose training it is.
     """
 
-    def __init__(self, *, log_metrics: bool = True) -> None:
-        self._log_metrics = require_bool("log_metrics", log_metrics)
-        self._is_added = False  # by the data module
-        self._reload_epochs: int | None = None
-        self._logged, self._steps = SliceStatistics(), 0
-
-    @classmethod
-    def bind(cls, trainer: pl.Trainer, *, has_length: bool) -> None:
-        """Put the run's coordinator before all other callbacks, a new one if there is none.
-
-        Args:
-            trainer: Whose fit begins.
-            has_length: Whether the loader knows its steps, so that each epoch needs a new one.
-
-        Raises:
-            OptionError: If there are several, which would count each step as often.
-        """
-        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-        found = [callback for callback in callbacks if isinstance(callback, cls)]
-        if len(found) > 1:
-            given = f"{len(found)} of SliceCoordinator"
-            raise OptionError("callbacks", given, "a list with one SliceCoordinator, or none")
-        own = found[0] if found else None
-        if own is None:
-            own = cls()
-            own._is_added = True
-        else:
-            callbacks.remove(own)
-        callbacks.insert(0, own)
-        if has_length:
-            # An epoch that is resumed in the middle, or whose slices were quarantined, has another number of steps than
-            # the next one: Lightning asks each new loader. One costs nothing until its first batch.
-            own._reload_epochs = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
-            trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]
-
-    @classmethod
-    def release(cls, trainer: pl.Trainer) -> None:
-        """Undo what ``bind`` did."""
-        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        for own in [callback for callback in callbacks if isinstance(callback, cls)]:
-            if own._reload_epochs is not None:
-                trainer.reload_dataloaders_every_n_epochs = own._reload_epochs  # type: ignore[attr-defined]
-                own._reload_epochs = None
-            if own._is_added:
-                callbacks.remove(own)
-
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Require the data module that this is for.
-
-        Raises:
-            UnsupportedError: If the Trainer has another one, or none, or is of the other package of Lightning.
-        """
-        require_same_package(trainer, "SliceCoordinator")
-        if stage == "fit":
-            self._logged, self._steps = self._data(trainer).statistics, 0
+    def __init__(self, data: SliceDataModule) -> None:
+        self._data = data
+        self._logged, self._steps = data.statistics, 0
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Report the step."""
-        data = self._data(trainer)
-        data.training.trained()
+        training = self._data.training
+        training.trained()
         self._steps += 1
         if batch_idx + 1 >= trainer.num_training_batches:
-            data.training.finish_epoch(trainer)
+            training.finish_epoch(trainer)
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if self._log_metrics and every and trainer.global_step % every == 0 and not trainer.barebones:
-            self._log(pl_module, data)
+        if every and trainer.global_step % every == 0 and not trainer.barebones:
+            self._log(pl_module)
 
     def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         """Keep the lease of what is held."""
         if not trainer.sanity_checking and trainer.state.fn == "fit":
-            self._data(trainer).training.keep_alive()
+            self._data.training.keep_alive()
 
-    def _log(self, pl_module: pl.LightningModule, data: SliceDataModule) -> None:
-        now, before, steps = data.statistics, self._logged, self._steps
+    def _log(self, pl_module: pl.LightningModule) -> None:
+        now, before, steps = self._data.statistics, self._logged, self._steps
         self._logged, self._steps = now, 0
         asked = now.cache_hits + now.cache_misses
         pl_module.log_dict(
@@ -543,12 +496,3 @@ class SliceCoordinator(pl.Callback):
             on_step=True,
             on_epoch=False,
         )
-
-    def _data(self, trainer: pl.Trainer) -> SliceDataModule:
-        data = trainer.datamodule  # type: ignore[attr-defined]
-        if not isinstance(data, SliceDataModule):
-            raise UnsupportedError(
-                "SliceCoordinator needs the data to be a SliceDataModule: pass one to trainer.fit(datamodule=...), or "
-                "leave the callback out."
-            )
-        return data
