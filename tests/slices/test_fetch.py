@@ -7,9 +7,9 @@ from functools import partial
 
 import pytest
 
-from lightning_bytescheduler.exceptions import OptionError, SliceCorruptError, SourceUnavailableError
+from lightning_bytescheduler.exceptions import SliceCorruptError, SourceUnavailableError
+from lightning_bytescheduler.slices import fetch as fetch_module
 from lightning_bytescheduler.slices.fetch import SliceCounters, fetch_chunks
-from lightning_bytescheduler.slices.options import FetchOptions
 from tests.slices.faults import CHUNK, FaultySource, VirtualTime
 
 
@@ -23,14 +23,14 @@ def time():
     return VirtualTime()
 
 
-def fetch(source, time, first=0, counters=None, **options):
+def fetch(source, time, first=0, counters=None, timeout=60.0):
     (slice_,) = source.slices
     chunks = fetch_chunks(
         slice_,
         source.plan(slice_),
         partial(source.read, slice_),
         first=first,
-        options=FetchOptions(**options),
+        timeout=timeout,
         waiting=time.waiting(),
         counters=counters,
     )
@@ -52,8 +52,9 @@ def flip(answer: bytes) -> bytes:
     return bytes([answer[0] ^ 1]) + answer[1:]
 
 
-def test_requests_grow_from_one_chunk_to_their_bound(source, time):
-    assert fetch(source, time, request_bytes=4 * CHUNK) == source.contents["s0"]
+def test_requests_grow_from_one_chunk_to_their_bound(source, time, monkeypatch):
+    monkeypatch.setattr(fetch_module, "_REQUEST_BYTES", 4 * CHUNK)
+    assert fetch(source, time) == source.contents["s0"]
     assert [stop - start for _, start, stop in source.asked][:3] == [CHUNK, 2 * CHUNK, 4 * CHUNK]
     assert max(stop - start for _, start, stop in source.asked) == 4 * CHUNK
     assert time.sleeps == []
@@ -140,14 +141,6 @@ def test_a_missing_library_is_not_waited_for(source, time):
     with pytest.raises(ImportError, match="s3fs"):
         fetch(source, time)
     assert time.sleeps == []
-
-
-@pytest.mark.parametrize(
-    ("option", "value"), [("timeout", 0), ("timeout", float("inf")), ("attempts", 0), ("request_bytes", True)]
-)
-def test_misuse(option, value):
-    with pytest.raises(OptionError, match=option):
-        FetchOptions(**{option: value})
 
 
 def test_hours_of_asking(source, time):

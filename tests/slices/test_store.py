@@ -18,7 +18,7 @@ from lightning_bytescheduler.exceptions import (
     SliceCorruptError,
     SourceUnavailableError,
 )
-from lightning_bytescheduler.slices import cache
+from lightning_bytescheduler.slices import cache, fetch
 from lightning_bytescheduler.slices.options import StoreOptions
 from lightning_bytescheduler.slices.store import SliceStore
 from tests.slices.faults import CHUNK, FaultySource, VirtualTime, lines
@@ -31,10 +31,9 @@ LONG = 60.0
 
 
 @pytest.fixture
-def options(tmp_path):
-    return StoreOptions(
-        cache={"dir": tmp_path / "cache", "bytes": 10 * SLICE_BYTES}, timeout=LONG, request_bytes=4 * CHUNK
-    )
+def options(tmp_path, monkeypatch):
+    monkeypatch.setattr(fetch, "_REQUEST_BYTES", 4 * CHUNK)
+    return StoreOptions(cache={"dir": tmp_path / "cache", "bytes": 10 * SLICE_BYTES}, timeout=LONG)
 
 
 def until(condition) -> None:
@@ -307,7 +306,7 @@ def test_a_cache_smaller_than_a_slice_is_an_error_at_start(tmp_path):
         SliceStore(FaultySource(1), StoreOptions(cache={"dir": tmp_path, "bytes": 1000}))
 
 
-@pytest.mark.parametrize(("option", "value"), [("cache", 3), ("cache", {"bytes": 0}), ("prefetch", -1), ("timeout", 0)])
+@pytest.mark.parametrize(("option", "value"), [("cache", 3), ("cache", {"bytes": 0}), ("prefetch", -1), ("timeout", 0), ("timeout", float("inf"))])
 def test_misuse(option, value):
     with pytest.raises(OptionError, match=option):
         StoreOptions(**{option: value})

@@ -17,7 +17,7 @@ from lightning_bytescheduler.exceptions import OptionError, SliceCorruptError
 from lightning_bytescheduler.serving import parse_bind, read_token
 from lightning_bytescheduler.slices.fetch import fetch_chunks
 from lightning_bytescheduler.slices.make import SLICE_BYTES, make_slices
-from lightning_bytescheduler.slices.options import FetchOptions
+from lightning_bytescheduler.slices.options import TIMEOUT
 from lightning_bytescheduler.slices.slice import Slice, WholeChecksum
 from lightning_bytescheduler.slices.source import SliceSource, open_source
 
@@ -123,14 +123,14 @@ def _named(**arguments: str) -> Iterator[None]:
 def verify_slices(
     source: SliceSource,
     *,
-    options: FetchOptions | None = None,
+    timeout: float = TIMEOUT,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[tuple[Slice, str]]:
     """Read every slice from its source, compare it with its checksums and count its samples.
 
     Args:
         source: The slices.
-        options: How hard to try to read.
+        timeout: Seconds that the source may stay away.
         progress: Told how many bytes have been read, and of how many.
 
     Returns:
@@ -140,15 +140,14 @@ def verify_slices(
         SourceUnavailableError: If the source stays away.
         ImportError: If a library is missing that a format needs.
     """
-    options = options or FetchOptions()
     total = sum(slice_.size for slice_ in source.slices)
     done = 0
     bad = []
     for slice_ in source.slices:
         try:
-            if not source.has_file(slice_, options):  # whoever verifies does not wait for a folder to be mounted
+            if not source.has_file(slice_, timeout):  # whoever verifies does not wait for a folder to be mounted
                 raise SliceCorruptError(slice_.key, slice_.url, "its file is missing.")
-            chunks = fetch_chunks(slice_, source.plan(slice_), partial(source.read, slice_), options=options)
+            chunks = fetch_chunks(slice_, source.plan(slice_), partial(source.read, slice_), timeout=timeout)
             whole = WholeChecksum()
             hashed = _hashed(chunks, whole)
             for _ in source.open(slice_, lambda: hashed).take(0, slice_.samples):  # noqa: B023  # called at once

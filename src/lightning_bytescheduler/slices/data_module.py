@@ -235,7 +235,7 @@ class SliceDataModule(pl.LightningDataModule):
         options = self._opening["storage_options"]  # each of them is for some of the URLs, but not for all
         taken = {name: value for name, value in options.items() if any(takes(url, name) for url in urls)}
         opening = {**self._opening, "storage_options": taken}
-        return open_source(urls, option=split, options=self._storing, **opening)
+        return open_source(urls, option=split, timeout=self._storing.timeout, **opening)
 
     def teardown(self, stage: str) -> None:
         """Stop what fetches, and give back what is held; see LightningDataModule."""

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from lightning_bytescheduler.checks import importing, is_whole
 from lightning_bytescheduler.exceptions import OptionError, SliceCorruptError, SourceUnavailableError
-from lightning_bytescheduler.slices.options import FetchOptions
+from lightning_bytescheduler.slices.options import TIMEOUT
 from lightning_bytescheduler.slices.slice import ChunkPlan, Slice
 from lightning_bytescheduler.slices.urls import is_http, local_path
 
@@ -94,6 +94,8 @@ def _short(error: BaseException) -> str:
     return str(getattr(error, "message", None) or error) or type(error).__name__
 
 
+_REQUEST_BYTES = 16 * 1024 * 1024
+_ATTEMPTS = 3  # at a chunk that is short or wrong
 _FIRST_DELAY = 0.1
 _LONGEST_DELAY = 5.0
 _SAID_SECONDS = 2.0  # without an answer, until it is said that one is waited for
@@ -277,13 +279,13 @@ def fetch_chunks(
     read: Callable[[int, int], bytes],
     *,
     first: int = 0,
-    options: FetchOptions | None = None,
+    timeout: float = TIMEOUT,
     waiting: Waiting | None = None,
     counters: SliceCounters | None = None,
 ) -> Iterator[bytearray]:
     """Fetch the chunks of a slice in order.
 
-    Requests grow from one chunk to ``request_bytes``: the first sample is there soon, and a long way to the source is
+    Requests grow from one chunk to 16 MiB: the first sample is there soon, and a long way to the source is
     not paid for each chunk.
 
     Args:
@@ -291,7 +293,7 @@ def fetch_chunks(
         plan: Its chunks.
         read: Reads the bytes of the slice's file from the first number up to, but not including, the second.
         first: Number of the first chunk that is wanted.
-        options: How hard to try.
+        timeout: Seconds that the source may stay away.
         waiting: Time and chance.
         counters: Where bytes and retries are counted.
 
@@ -302,10 +304,9 @@ def fetch_chunks(
         SliceCorruptError: If a chunk is short or wrong however often it is fetched, or its file stays missing.
         SourceUnavailableError: If the source stays away.
     """
-    options = options or FetchOptions()
     waiting = waiting or Waiting()
     counters = counters or SliceCounters()
-    most = max(options.request_bytes // plan.chunk_bytes, 1)
+    most = max(_REQUEST_BYTES // plan.chunk_bytes, 1)
     number, together = first, 1
     wrong = pauses = 0  # in a row: answers without a right chunk, and those that were not all right
     while number < plan.count:
@@ -315,7 +316,7 @@ def fetch_chunks(
             content = ask(
                 slice_.url,
                 partial(read, slice_.start + start, slice_.start + stop),
-                timeout=options.timeout,
+                timeout=timeout,
                 waiting=waiting,
                 lasting=(*LASTING, FileNotFoundError) if counters.missing.is_set() else LASTING,
                 on_retry=lambda: counters.add(retries=1),
@@ -351,7 +352,7 @@ def fetch_chunks(
         pauses += 1
         together = 1
         counters.add(retries=1, corrupt_chunks=1)
-        if wrong >= options.attempts:
+        if wrong >= _ATTEMPTS:
             raise SliceCorruptError(slice_.key, slice_.url, f"{reason} It was fetched {wrong} times.")
         waiting.sleep(_delay(pauses, waiting))
 

@@ -24,7 +24,7 @@ from lightning_bytescheduler.checks import require_bool, require_whole
 from lightning_bytescheduler.exceptions import OptionError, SliceCorruptError, SliceIndexError, UnsupportedError
 from lightning_bytescheduler.slices.fetch import LASTING_AT_FIRST, Waiting, ask, fetch_chunks
 from lightning_bytescheduler.slices.formats import SliceFormat, format_of, import_parquet, npy_blocks, parquet_blocks
-from lightning_bytescheduler.slices.options import FetchOptions, require_packages, require_urls
+from lightning_bytescheduler.slices.options import TIMEOUT, require_packages, require_urls
 from lightning_bytescheduler.slices.slice import (
     CHUNK_BYTES,
     Bytes,
@@ -68,7 +68,7 @@ def make_slices(
     slice_bytes: int = SLICE_BYTES,
     overwrite: bool = False,
     storage_options: Mapping[str, Any] | None = None,
-    options: FetchOptions | None = None,
+    timeout: float = TIMEOUT,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[IndexedSlice]:
     """Cut files of lines, .npy and Parquet files into slices, with an index that holds counts and checksums.
@@ -82,7 +82,7 @@ def make_slices(
         slice_bytes: Target size of a slice.
         overwrite: Replace the slices of a folder that has an index.
         storage_options: For fsspec's file systems.
-        options: How hard to try to read.
+        timeout: Seconds that a source may stay away.
         progress: Told how many bytes have been read, and of how many.
 
     Returns:
@@ -106,7 +106,6 @@ def make_slices(
     require_protocols("urls", places)
     require_protocols("folder", (folder,))
     known = require_storage_options((*places, folder), storage_options)
-    timeout = (options or FetchOptions()).timeout
 
     def asked(url: str, question: Callable[[], _Result]) -> _Result:
         return ask(url, question, timeout=timeout, waiting=Waiting(), lasting=LASTING_AT_FIRST)
@@ -134,7 +133,7 @@ def make_slices(
         nonlocal done
         whole = Slice(key=url, url=url, start=0, size=sizes[url], samples=1)
         plan = ChunkPlan(size=whole.size, chunk_bytes=_PIECE_BYTES, digests=None)
-        for piece in fetch_chunks(whole, plan, partial(read_range, url, options=known), options=options):
+        for piece in fetch_chunks(whole, plan, partial(read_range, url, options=known), timeout=timeout):
             yield piece
             done += len(piece)
             if progress is not None:

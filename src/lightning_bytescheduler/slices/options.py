@@ -26,38 +26,19 @@ Delivery = Literal["at_least_once", "at_most_once"]
 _PACKAGES = ("xxhash", "tenacity", "platformdirs")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FetchOptions:
-    """How hard a fetch tries.
-
-    Attributes:
-        timeout: Seconds that a source may stay away.
-        attempts: How often a chunk is fetched that is short or wrong.
-        request_bytes: Largest range asked for at once; the first request for a slice is a single chunk.
-
-    Raises:
-        OptionError: If an option is out of its range.
-    """
-
-    timeout: float = 60.0
-    attempts: int = 3
-    request_bytes: int = 16 * 1024 * 1024
-
-    def __post_init__(self) -> None:
-        require_positive("timeout", self.timeout, of="seconds")
-        require_whole("attempts", self.attempts, 1)
-        require_whole("request_bytes", self.request_bytes, 1)
+TIMEOUT = 60.0
+"""Seconds that a source may stay away, where nothing else is said."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StoreOptions(FetchOptions):
+class StoreOptions:
     """How slices are stored and fetched; validated when made.
 
     Attributes:
         cache: Folder of the cache, on a disk of this machine, or ``{"dir": ..., "bytes": ...}`` with the cache's bound;
             None for no cache, which means no prefetching.
         prefetch: Slices to keep ahead of the one being read; fewer where these were more than a quarter of the cache.
-        fetch_threads: Slices that are fetched at once before they are wanted.
+        timeout: Seconds that a source may stay away.
 
     Raises:
         OptionError: If an option is out of its range.
@@ -65,7 +46,7 @@ class StoreOptions(FetchOptions):
 
     cache: str | os.PathLike[str] | Mapping[str, Any] | None = None
     prefetch: int = 8
-    fetch_threads: int = 4
+    timeout: float = TIMEOUT
     cache_dir: str | None = field(init=False)
     cache_bytes: int = field(init=False)
 
@@ -80,8 +61,7 @@ class StoreOptions(FetchOptions):
         object.__setattr__(self, "cache_dir", folder)
         object.__setattr__(self, "cache_bytes", size)
         require_whole("prefetch", self.prefetch, 0)
-        require_whole("fetch_threads", self.fetch_threads, 1)
-        FetchOptions.__post_init__(self)  # super() is of a class without slots, which is no more
+        require_positive("timeout", self.timeout, of="seconds")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -34,7 +34,7 @@ from lightning_bytescheduler.slices.make import (
     row_ranges,
 )
 from lightning_bytescheduler.slices.open_slice import BlockSamples, ReaderSamples, SliceSamples
-from lightning_bytescheduler.slices.options import FetchOptions, require_packages, require_urls
+from lightning_bytescheduler.slices.options import TIMEOUT, require_packages, require_urls
 from lightning_bytescheduler.slices.slice import (
     CHUNK_BYTES,
     Bytes,
@@ -58,7 +58,6 @@ from lightning_bytescheduler.slices.urls import (
 _PIECE_BYTES = 8 * 1024 * 1024
 _HEADER_BYTES = 4096
 _Result = TypeVar("_Result")
-_Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,14 +114,14 @@ class SliceSource:
         """What tells other contents of the same URL apart, where there is no checksum; else empty."""
         return self._files[slice_.url].version
 
-    def has_file(self, slice_: Slice, options: FetchOptions) -> bool:
+    def has_file(self, slice_: Slice, timeout: float) -> bool:
         """Whether the slice's file is there now.
 
         Raises:
             SourceUnavailableError: If the source stays away.
         """
         question = partial(exists, slice_.url, self._storage_options)
-        return ask(slice_.url, question, timeout=options.timeout, waiting=Waiting(), lasting=LASTING_AT_FIRST)
+        return ask(slice_.url, question, timeout=timeout, waiting=Waiting(), lasting=LASTING_AT_FIRST)
 
     def read(self, slice_: Slice, start: int, stop: int) -> bytes:
         """Ask the source for a range of the slice's file.
@@ -161,9 +160,8 @@ def open_source(
     reader: SliceReader | None = None,
     slice_bytes: int = SLICE_BYTES,
     storage_options: Mapping[str, Any] | None = None,
-    options: FetchOptions | None = None,
+    timeout: float = TIMEOUT,
     waiting: Waiting | None = None,
-    progress: _Progress | None = None,
     needs_index: bool = False,
 ) -> SliceSource:
     """Find the slices in files and folders.
@@ -174,9 +172,8 @@ def open_source(
         reader: Makes samples of a file's bytes, for a format that is not known by its suffix.
         slice_bytes: Target size of the ranges into which large files are divided.
         storage_options: For fsspec's file systems.
-        options: How hard to try.
+        timeout: Seconds that a source may stay away.
         waiting: Time and chance.
-        progress: Told how many bytes have been read, and of how many, while files are read that have no index.
         needs_index: Refuse what has no index, before it is read.
 
     Raises:
@@ -194,10 +191,10 @@ def open_source(
     require_packages("Reading slices")
     require_protocols(option, places)
     known = require_storage_options(places, storage_options)
-    opening = _Opening(option, reader, slice_bytes, known, options or FetchOptions(), waiting or Waiting(), needs_index)
+    opening = _Opening(option, reader, slice_bytes, known, timeout, waiting or Waiting(), needs_index)
     for number, place in enumerate(places):
         opening.add(place, prefix=f"{number}:" if len(places) > 1 else "")
-    opening.scan(progress)
+    opening.scan()
     return opening.result(places)
 
 
@@ -208,7 +205,7 @@ class _Opening:
         reader: SliceReader | None,
         slice_bytes: int,
         storage_options: Mapping[str, Any],
-        options: FetchOptions,
+        timeout: float,
         waiting: Waiting,
         needs_index: bool,
     ) -> None:
@@ -217,7 +214,7 @@ class _Opening:
         self._reader = reader
         self._slice_bytes = slice_bytes
         self._storage_options = storage_options
-        self._options = options
+        self._timeout = timeout
         self._waiting = waiting
         self._found: dict[str, list[Slice]] = {}  # by place, and then file: the order of the result
         self._unread: dict[str, int] = {}  # files that are to be read, and their sizes
@@ -253,20 +250,13 @@ class _Opening:
             elif size:
                 self._unread[url] = size
 
-    def scan(self, progress: _Progress | None) -> None:
+    def scan(self) -> None:
         """Read the files that have no index."""
-        total = sum(self._unread.values())
-        done = 0
 
         def pieces(whole: Slice) -> Iterator[bytearray]:
-            nonlocal done
             plan = ChunkPlan(size=whole.size, chunk_bytes=_PIECE_BYTES, digests=None)
             read = partial(read_range, whole.url, options=self._storage_options)
-            for piece in fetch_chunks(whole, plan, read, options=self._options, waiting=self._waiting):
-                yield piece
-                done += len(piece)
-                if progress is not None:
-                    progress(done, total)
+            return fetch_chunks(whole, plan, read, timeout=self._timeout, waiting=self._waiting)
 
         for url, size in self._unread.items():
             whole = Slice(key=url, url=url, start=0, size=size, samples=1)
@@ -284,7 +274,7 @@ class _Opening:
         return SliceSource(slices, self._files, self._digests, self._storage_options)
 
     def _ask(self, url: str, question: Callable[[], _Result]) -> _Result:
-        return ask(url, question, timeout=self._options.timeout, waiting=self._waiting, lasting=LASTING_AT_FIRST)
+        return ask(url, question, timeout=self._timeout, waiting=self._waiting, lasting=LASTING_AT_FIRST)
 
     def _add_index(self, index: str, prefix: str) -> None:
         first, chain, rest = index.partition("::")

@@ -31,11 +31,12 @@ from lightning_bytescheduler.slices.cache import (
 )
 from lightning_bytescheduler.slices.fetch import SliceCounters, SliceStatistics, Waiting, fetch_chunks
 from lightning_bytescheduler.slices.open_slice import OpenSlice, Reading, mapped_chunks
-from lightning_bytescheduler.slices.options import FetchOptions, StoreOptions
+from lightning_bytescheduler.slices.options import StoreOptions
 from lightning_bytescheduler.slices.slice import Bytes, Slice
 from lightning_bytescheduler.slices.source import SliceSource
 from lightning_bytescheduler.slices.urls import local_path
 
+_THREADS = 4  # that fetch what is planned
 _POLL_SECONDS = 0.002
 _CLOSE_SECONDS = 5.0
 _RETRY_SECONDS = 0.05  # until something that another process fetches, or that found no room, is looked at again
@@ -175,8 +176,7 @@ class SliceStore:
             self.source,
             self._cache,
             depth=self.depth,
-            threads=options.fetch_threads,
-            options=options,
+            timeout=options.timeout,
             waiting=self._waiting,
             counters=self._counters,
         )
@@ -294,7 +294,7 @@ class SliceStore:
             reading.plan,
             partial(self.source.read, reading.slice),
             first=reading.next,
-            options=self.options,
+            timeout=self.options.timeout,
             waiting=self._waiting,
             counters=self._counters,
         )
@@ -356,8 +356,7 @@ class SlicePrefetcher:
         source: Where slices come from.
         cache: Where they go to.
         depth: How many planned slices are kept ahead.
-        threads: That fetch what is planned.
-        options: How hard to try.
+        timeout: Seconds that the source may stay away.
         waiting: Time and chance.
         counters: Where work is counted.
     """
@@ -368,15 +367,14 @@ class SlicePrefetcher:
         cache: SliceCache,
         *,
         depth: int,
-        threads: int,
-        options: FetchOptions,
+        timeout: float,
         waiting: Waiting,
         counters: SliceCounters,
     ) -> None:
         self._source = source
         self._cache = cache
         self._depth = depth
-        self._options = options
+        self._timeout = timeout
         self._waiting = replace(waiting, sleep=partial(self._sleep, waiting))
         self._counters = counters
         self._changed = threading.Condition()
@@ -391,7 +389,7 @@ class SlicePrefetcher:
             threading.Thread(
                 target=self._run, args=(number > 0,), name=f"bytescheduler-slice-fetch-{number}", daemon=True
             )
-            for number in range(threads + 1)
+            for number in range(_THREADS + 1)
         ]
         self._started = False
 
@@ -544,7 +542,7 @@ class SlicePrefetcher:
         try:
             read = partial(self._source.read, job.slice)
             fetched = fetch_chunks(
-                job.slice, plan, read, options=self._options, waiting=self._waiting, counters=self._counters
+                job.slice, plan, read, timeout=self._timeout, waiting=self._waiting, counters=self._counters
             )
             for chunk in fetched:
                 writer.write(chunk)
