@@ -43,7 +43,7 @@ MESSAGES: list[Call | Reply] = [
     QuarantineSlice(session=3, key="a", reason="held"),
     RenewLease(session=3),
     LeaveTracker(session=3),
-    Assignment(grant=1, epoch=0, slice_index=4, slice=PIECE, first=1, lease=0.1, revoked=(9,)),
+    Assignment(grant=1, epoch=0, slice_index=4, slice=PIECE, first=1, revoked=(9,)),
     AskLater(reason=WaitReason.HELD, revoked=()),
     EpochOver(epoch=2, revoked=(1,)),
     JoinAgain(),

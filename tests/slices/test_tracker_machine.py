@@ -199,14 +199,14 @@ class TrackerMachine(RuleBasedStateMachine):
     @invariant()
     def counts_add_up(self):
         open_ = list(self.tracker._epochs)
-        assert [one.slices.epoch for one in open_] == [self.tracker.epoch, self.tracker.epoch + 1][: len(open_)]
-        for one in open_:
-            slices, trained = one.slices, self.of(one.slices.epoch)
+        assert [one.epoch for one in open_] == [self.tracker.epoch, self.tracker.epoch + 1][: len(open_)]
+        for slices in open_:
+            trained = self.of(slices.epoch)
             left = sum(slices.left(index) for index in range(len(self.counts)) if slices.states[index] < 2)
             assert slices.trained + slices.dropped + left == sum(self.counts)
             assert slices.trained <= len(trained)  # nothing counts that was not trained on
             assert slices.available == sum(state == 0 for state in slices.states)
-            assert slices.unfinished == slices.available + len(one.holders)
+            assert slices.unfinished == slices.available + len(slices.holders)
             if self.delivery == "at_most_once" or slices.epoch not in self.deaths:
                 assert not trained or max(trained.values()) == 1
         assert max((sample[0] for sample in self.trained), default=0) <= self.tracker.epoch + 1

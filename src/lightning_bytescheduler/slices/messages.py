@@ -86,7 +86,6 @@ class Assignment(_Message, frozen=True):
         slice_index: The slice's index in the catalogue.
         slice: The slice itself.
         first: First sample to train on; those before it have been.
-        lease: Seconds from now without a message after which it is given to another worker.
         revoked: Of the grants listed in the request, those that are not the worker's any more.
     """
 
@@ -95,7 +94,6 @@ class Assignment(_Message, frozen=True):
     slice_index: Natural
     slice: Slice
     first: Natural
-    lease: _Seconds
     revoked: tuple[Natural, ...] = ()
 
 

@@ -59,9 +59,9 @@ from lightning_bytescheduler.slices.messages import (
 from lightning_bytescheduler.slices.options import TrackerOptions
 from lightning_bytescheduler.slices.slice import SliceState
 from lightning_bytescheduler.slices.tracker_state import (
+    EpochSlices,
     Grant,
     Holder,
-    OpenEpoch,
     OpenEpochs,
     SavedTracker,
     TrackedWorker,
@@ -163,7 +163,7 @@ class SliceTracker:
         record.deadline = now + self.options.lease
         session = self._workers.open_session(record) if record.session is None else record.session
         self.expire()
-        return Joined(session=session, epoch=self._epochs.newest.slices.epoch, lease=self.options.lease)
+        return Joined(session=session, epoch=self._epochs.newest.epoch, lease=self.options.lease)
 
     def request(self, message: RequestSlice) -> Answer:
         """Hand out one more slice, or say why there is none.
@@ -189,8 +189,8 @@ class SliceTracker:
         for grant in record.grants.values():
             if not grant.told and grant.epoch <= message.epoch:
                 return self._assignment(grant, revoked)  # its answer was lost, or it was held before a restart
-        beyond = message.epoch > self._epochs.newest.slices.epoch
-        if not beyond and not any(one.slices.unfinished for one in asked):
+        beyond = message.epoch > self._epochs.newest.epoch
+        if not beyond and not any(one.unfinished for one in asked):
             return EpochOver(epoch=message.epoch, revoked=revoked)
         if message.looks and any(one.holders for one in asked):
             return AskLater(reason=WaitReason.HELD, revoked=revoked)
@@ -205,11 +205,7 @@ class SliceTracker:
 
     def begin(self, message: BeginSlice) -> Receipt:
         """Say whether the worker may train on a slice."""
-        record, grant, verdict = self._look_up(message.session, message.grant)
-        if record is not None and grant is not None:
-            grant.begun = grant.told = True
-            record.speed.begin(self._clock())
-        return Receipt(verdict=verdict)
+        return self._train(message.session, message.grant, lambda record, grant: None)
 
     def progress(self, message: ReportProgress) -> Receipt:
         """Count samples as trained on.
@@ -217,29 +213,25 @@ class SliceTracker:
         Raises:
             OptionError: If ``trained`` is no number of samples of that slice.
         """
-        record, grant, verdict = self._look_up(message.session, message.grant)
-        if record is not None and grant is not None:
-            slices = self._epochs.of(grant).slices
+
+        def count(record: TrackedWorker, grant: Grant) -> None:
+            slices, trained = self._epochs.of(grant), message.trained
             samples = int(slices.samples[grant.index])
-            trained = message.trained
             if not is_whole(trained) or trained > samples:
                 raise OptionError("trained", trained, f"from 0 to {samples}, the samples of that slice")
-            now = self._clock()
-            grant.begun = grant.told = True
-            record.speed.begin(now)
-            record.speed.report(slices.train(grant.index, trained), now)
-        return Receipt(verdict=verdict)
+            record.speed.report(slices.train(grant.index, trained), self._clock())
+
+        return self._train(message.session, message.grant, count)
 
     def done(self, message: FinishSlice) -> Receipt:
         """Count a slice as used."""
-        record, grant, verdict = self._look_up(message.session, message.grant)
-        if record is not None and grant is not None:
-            now = self._clock()
-            record.speed.begin(now)
-            record.speed.report(self._epochs.of(grant).slices.finish(grant.index), now)
+
+        def finish(record: TrackedWorker, grant: Grant) -> None:
+            record.speed.report(self._epochs.of(grant).finish(grant.index), self._clock())
             self._drop_grant(record, grant)
             self._roll()
-        return Receipt(verdict=verdict)
+
+        return self._train(message.session, message.grant, finish)
 
     def quarantine(self, message: QuarantineSlice) -> Receipt:
         """Leave a slice out of the epochs that are open and the following ones.
@@ -255,7 +247,7 @@ class SliceTracker:
             held = one.held_by(index)
             if held is not None:
                 self._drop_grant(*held)
-            one.slices.leave_out(index)
+            one.leave_out(index)
         self._roll()
         return Receipt(verdict=Verdict.ACCEPTED)
 
@@ -317,7 +309,7 @@ class SliceTracker:
     @property
     def epoch(self) -> int:
         """The running epoch, from 0: the first of which something may be left."""
-        return self._epochs.running.slices.epoch
+        return self._epochs.running.epoch
 
     @property
     def over(self) -> bool:
@@ -335,25 +327,24 @@ class SliceTracker:
         Raises:
             OptionError: If there is no such slice.
         """
-        return self._epochs.running.slices.state(self._index(key))
+        return self._epochs.running.state(self._index(key))
 
     @_alone
     def report(self) -> TrackerReport:
         """How far the running epoch is."""
         running = self._epochs.running
-        slices = running.slices
         return TrackerReport(
-            epoch=slices.epoch,
+            epoch=running.epoch,
             over=self.over,
             samples=self.catalogue.total_samples,
-            trained=slices.trained,
-            dropped=slices.dropped,
-            unfinished=slices.unfinished,
+            trained=running.trained,
+            dropped=running.dropped,
+            unfinished=running.unfinished,
             quarantined={self.catalogue.key(index): reason for index, reason in self._epochs.quarantined.items()},
             workers=len(self._workers),
             returned=running.returned,
             stolen=running.stolen,
-            ahead=sum(one.slices.trained for one in self._epochs if one is not running),
+            ahead=sum(one.trained for one in self._epochs if one is not running),
         )
 
     @_alone
@@ -424,33 +415,35 @@ class SliceTracker:
             record.deadline = self._clock() + self.options.lease
         return record
 
-    def _look_up(self, session: int, number: int) -> tuple[TrackedWorker | None, Grant | None, Verdict]:
+    def _train(self, session: int, number: int, count: Callable[[TrackedWorker, Grant], None]) -> Receipt:
+        """A worker trains on a slice, if it is its."""
         record = self._renewed(session)
-        if record is None:
-            return None, None, Verdict.JOIN_AGAIN
-        grant = record.grants.get(number)
-        return record, grant, Verdict.VOID if grant is None else Verdict.ACCEPTED
+        grant = None if record is None else record.grants.get(number)
+        if record is None or grant is None:
+            return Receipt(verdict=Verdict.JOIN_AGAIN if record is None else Verdict.VOID)
+        grant.begun = grant.told = True
+        record.speed.begin(self._clock())
+        count(record, grant)
+        return Receipt(verdict=Verdict.ACCEPTED)
 
-    def _choose(self, record: TrackedWorker, asked: Sequence[OpenEpoch]) -> tuple[OpenEpoch, int] | None:
+    def _choose(self, record: TrackedWorker, asked: Sequence[EpochSlices]) -> tuple[EpochSlices, int] | None:
         """Assign a slice of the first epoch that has one to give, or else a slower worker's.
 
         In an epoch: one that came back, or one that the worker keeps from before, or the next.
         """
         for one in asked:
-            slices = one.slices
-            if not slices.available:
+            if not one.available:
                 continue
-            index = slices.take_returned()
+            index = one.take_returned()
             if index is None:
-                offers = record.offers(slices.epoch, slices.ranks)
-                index = next((kept for kept in offers if slices.take(kept)), None)
+                index = next((kept for kept in record.offers(one.epoch, one.ranks) if one.take(kept)), None)
             if index is None:
-                index = slices.take_next()
+                index = one.take_next()
             if index is not None:
                 return one, index
-        return self._steal(record, asked[-1].slices.epoch)
+        return self._steal(record, asked[-1].epoch)
 
-    def _steal(self, record: TrackedWorker, epoch: int) -> tuple[OpenEpoch, int] | None:
+    def _steal(self, record: TrackedWorker, epoch: int) -> tuple[EpochSlices, int] | None:
         """Take a slice, of this epoch or one before."""
         now = self._clock()
         # Who has not joined since a state was loaded is about to continue exactly what it held.
@@ -468,7 +461,7 @@ class SliceTracker:
         return one, grant.index
 
     def _left(self, grant: Grant) -> int:
-        return self._epochs.of(grant).slices.left(grant.index)
+        return self._epochs.of(grant).left(grant.index)
 
     def _as_holder(self, record: TrackedWorker, now: float, epoch: int) -> Holder:
         ahead = [grant for grant in record.ahead if grant.epoch <= epoch]
@@ -478,9 +471,9 @@ class SliceTracker:
             speed=record.speed.samples_per_second(now),
         )
 
-    def _grant(self, record: TrackedWorker, one: OpenEpoch, index: int) -> Grant:
+    def _grant(self, record: TrackedWorker, one: EpochSlices, index: int) -> Grant:
         self._wanted = False
-        grant = Grant(number=self._next_grant, epoch=one.slices.epoch, index=index)
+        grant = Grant(number=self._next_grant, epoch=one.epoch, index=index)
         self._next_grant += 1
         record.grants[grant.number] = grant
         record.keep(index)
@@ -499,9 +492,9 @@ class SliceTracker:
             self._drop_grant(record, grant)
             one = self._epochs.of(grant)
             if lost and grant.begun:
-                one.slices.drop_rest(grant.index)
-            elif one.slices.give_back(grant.index):
-                one.returned += 1
+                one.drop_rest(grant.index)
+            else:
+                one.give_back(grant.index)
         self._roll()
 
     def _assignment(self, grant: Grant, revoked: tuple[int, ...]) -> Assignment:
@@ -510,8 +503,7 @@ class SliceTracker:
             epoch=grant.epoch,
             slice_index=grant.index,
             slice=self.catalogue[grant.index],
-            first=int(self._epochs.of(grant).slices.positions[grant.index]),
-            lease=self.options.lease,
+            first=int(self._epochs.of(grant).positions[grant.index]),
             revoked=revoked,
         )
 

@@ -10,9 +10,10 @@ The workers a tracker knows: what each holds and how fast it trains, whose lease
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 from typing import Annotated, Any, TypeVar
 
@@ -150,9 +151,6 @@ class WorkerSpeed:
 class WorkerRegistry:
     """Workers and their leases.
 
-    Any message renews a worker's lease, so that is an assignment only; the queue of deadlines keeps one entry per
-    worker, which is corrected when it comes up.
-
     Attributes:
         next_session: Number of the next session; none is used twice.
     """
@@ -161,8 +159,7 @@ class WorkerRegistry:
         self.next_session = 1
         self._by_name: dict[str, TrackedWorker] = {}
         self._by_session: dict[int, TrackedWorker] = {}
-        self._deadlines: list[tuple[float, int, TrackedWorker]] = []
-        self._entries = 0  # breaks ties between deadlines
+        self._first_deadline = math.inf  # of them all, or one before it: messages put deadlines off
 
     def __len__(self) -> int:
         return len(self._by_name)
@@ -181,7 +178,7 @@ class WorkerRegistry:
     def add(self, record: TrackedWorker) -> None:
         """Keep a worker whose name is not known, and watch its lease."""
         self._by_name[record.name] = record
-        self._watch(record)
+        self._first_deadline = min(self._first_deadline, record.deadline)
 
     def open_session(self, record: TrackedWorker) -> int:
         """Number of a new session of a worker that has none."""
@@ -196,20 +193,12 @@ class WorkerRegistry:
         if record.session is not None:
             del self._by_session[record.session]
 
-    def expired(self, now: float) -> Iterator[TrackedWorker]:
-        """Workers whose lease is over; whoever iterates removes each."""
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, _, record = heapq.heappop(self._deadlines)
-            if self._by_name.get(record.name) is not record:
-                continue  # it was removed before
-            if record.deadline > now:
-                self._watch(record)
-            else:
-                yield record
-
-    def _watch(self, record: TrackedWorker) -> None:
-        self._entries += 1
-        heapq.heappush(self._deadlines, (record.deadline, self._entries, record))
+    def expired(self, now: float) -> list[TrackedWorker]:
+        """Workers whose lease is over, for the caller to remove."""
+        if now < self._first_deadline:
+            return []
+        self._first_deadline = min((record.deadline for record in self if record.deadline > now), default=math.inf)
+        return [record for record in self if record.deadline <= now]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -275,6 +264,9 @@ class EpochSlices:
         trained: Samples known to be trained on in this epoch, each counted once.
         dropped: Samples that this epoch will not train on.
         unfinished: Slices that are AVAILABLE or ASSIGNED.
+        holders: Of ASSIGNED slices.
+        returned: Slices that came back from workers that died or left, since the tracker was made.
+        stolen: Slices taken from a slower worker that had not begun them, since the tracker was made.
     """
 
     def __init__(
@@ -289,7 +281,9 @@ class EpochSlices:
         self.states[list(left_out)] = SliceState.QUARANTINED
         self.positions: npt.NDArray[np.int64] = np.zeros(len(samples), np.int64)
         self.cursor = 0  # place in the order; whatever is before it was looked at
-        self.returned: list[int] = []  # heap of places; some may have been handed out again by another way
+        self.holders: dict[int, TrackedWorker] = {}
+        self.returned = self.stolen = 0
+        self._places: list[int] = []  # heap of what came back; some may have been handed out again by another way
         self._count()
 
     def restore(self, saved: SavedEpoch) -> None:
@@ -310,6 +304,23 @@ class EpochSlices:
         """State of a slice."""
         return SliceState(int(self.states[index]))
 
+    def held_by(self, index: int) -> tuple[TrackedWorker, Grant] | None:
+        """Who holds a slice, and how."""
+        holder = self.holders.get(index)
+        if holder is None:
+            return None
+        of = (self.epoch, index)
+        return holder, next(grant for grant in holder.grants.values() if (grant.epoch, grant.index) == of)
+
+    def saved(self, workers: Iterable[TrackedWorker]) -> SavedEpoch:
+        """As it is to be saved."""
+        return SavedEpoch(
+            epoch=self.epoch,
+            states=torch.from_numpy(self.states.copy()),
+            positions=torch.from_numpy(self.positions.copy()),
+            workers={record.name: record.held_of(self.epoch) for record in workers},
+        )
+
     def left(self, index: int) -> int:
         """Samples of a slice that are not known to be trained on."""
         return int(self.samples[index]) - int(self.positions[index])
@@ -324,8 +335,8 @@ class EpochSlices:
 
     def take_returned(self) -> int | None:
         """Assign the first slice of those that came back; None if there is none."""
-        while self.returned:
-            index = int(self._order[heapq.heappop(self.returned)])
+        while self._places:
+            index = int(self._order[heapq.heappop(self._places)])
             if self.take(index):
                 return index
         return None
@@ -354,15 +365,15 @@ class EpochSlices:
         self._end(index, SliceState.USED)
         return gained
 
-    def give_back(self, index: int) -> bool:
-        """An assigned slice comes back at its position; returns False if nothing is left of it, so that it is used."""
+    def give_back(self, index: int) -> None:
+        """An assigned slice comes back at its position; if nothing is left of it, it is used."""
         if not self.left(index):
             self._end(index, SliceState.USED)
-            return False
+            return
         self.states[index] = SliceState.AVAILABLE
         self.available += 1
-        heapq.heappush(self.returned, int(self.ranks[index]))
-        return True
+        self.returned += 1
+        heapq.heappush(self._places, int(self.ranks[index]))
 
     def drop_rest(self, index: int) -> None:
         """What an assigned slice has left is not trained on in this epoch."""
@@ -502,41 +513,6 @@ def _damaged(name: str, how: str) -> TrackerStateError:
 _MOST = 2  # so that no slice is left behind by more than one epoch
 
 
-@dataclass(eq=False, slots=True)
-class OpenEpoch:
-    """An epoch that slices are handed out of.
-
-    Attributes:
-        slices: Where they stand.
-        holders: Of its ASSIGNED slices.
-        returned: Slices that came back from workers that died or left, since the tracker was made.
-        stolen: Slices taken from a slower worker that had not begun them, since the tracker was made.
-    """
-
-    slices: EpochSlices
-    holders: dict[int, TrackedWorker] = field(default_factory=dict)
-    returned: int = 0
-    stolen: int = 0
-
-    def held_by(self, index: int) -> tuple[TrackedWorker, Grant] | None:
-        """Who holds a slice, and how."""
-        holder = self.holders.get(index)
-        if holder is None:
-            return None
-        of = (self.slices.epoch, index)
-        return holder, next(grant for grant in holder.grants.values() if (grant.epoch, grant.index) == of)
-
-    def saved(self, workers: Iterable[TrackedWorker]) -> SavedEpoch:
-        """As it is to be saved."""
-        slices = self.slices
-        return SavedEpoch(
-            epoch=slices.epoch,
-            states=torch.from_numpy(slices.states.copy()),
-            positions=torch.from_numpy(slices.positions.copy()),
-            workers={record.name: record.held_of(slices.epoch) for record in workers},
-        )
-
-
 class OpenEpochs:
     """One epoch, or two that follow each other.
 
@@ -554,35 +530,35 @@ class OpenEpochs:
         self._options = options
         self._open = [self._begun(0)]
 
-    def __iter__(self) -> Iterator[OpenEpoch]:
+    def __iter__(self) -> Iterator[EpochSlices]:
         return iter(self._open)
 
     @property
-    def running(self) -> OpenEpoch:
+    def running(self) -> EpochSlices:
         """The first one of which something may be left."""
         return self._open[0]
 
     @property
-    def newest(self) -> OpenEpoch:
+    def newest(self) -> EpochSlices:
         """The next one if it is open, or the running one."""
         return self._open[-1]
 
     @property
     def over(self) -> bool:
         """Whether nothing is left of the running one."""
-        return self.running.slices.unfinished == 0
+        return self.running.unfinished == 0
 
-    def of(self, grant: Grant) -> OpenEpoch:
+    def of(self, grant: Grant) -> EpochSlices:
         """The one that a grant is of, which is not over as long as somebody has it."""
-        return self._open[grant.epoch - self.running.slices.epoch]
+        return self._open[grant.epoch - self.running.epoch]
 
-    def up_to(self, epoch: int) -> Sequence[OpenEpoch]:
+    def up_to(self, epoch: int) -> Sequence[EpochSlices]:
         """Those up to an epoch, itself included."""
-        return [one for one in self._open if one.slices.epoch <= epoch]
+        return [one for one in self._open if one.epoch <= epoch]
 
     def open_for(self, epoch: int) -> bool:
         """Open an epoch, if it is the next one and all that is left before it is in workers' hands."""
-        newest = self.newest.slices
+        newest = self.newest
         if epoch != newest.epoch + 1 or len(self._open) == _MOST or newest.available:
             return False
         self._open.append(self._begun(epoch))
@@ -601,15 +577,14 @@ class OpenEpochs:
         self._open = []
         for saved in state.epochs:
             one = self._begun(saved.epoch)
-            one.slices.restore(saved)
+            one.restore(saved)
             self._open.append(one)
 
-    def _begun(self, epoch: int) -> OpenEpoch:
-        slices = EpochSlices(
+    def _begun(self, epoch: int) -> EpochSlices:
+        return EpochSlices(
             self._catalogue.samples,
             epoch=epoch,
             seed=self._options.seed,
             shuffle=self._options.shuffle,
             left_out=self.quarantined,
         )
-        return OpenEpoch(slices=slices)
