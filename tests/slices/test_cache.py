@@ -183,7 +183,7 @@ def _other(folder: Path, what: str, ready) -> None:
         ready.set()
         time.sleep(60)
     elif what == "lock":
-        with cache._locked():
+        with cache.locked():
             ready.set()
             time.sleep(60)
     else:

@@ -18,8 +18,8 @@ import mmap
 import os
 import struct
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from lightning_bytescheduler.checks import require_whole
@@ -80,7 +80,7 @@ class SliceCache:
             reason = "it is a file" if isinstance(error, FileExistsError) else error.strerror or str(error)
             allowed = f"a folder of this machine that can be made and written, but {reason}"
             raise OptionError("cache", os.fspath(folder), allowed) from error
-        with self._locked():
+        with self.locked():
             for path, _, _ in self._files(_PARTIAL):
                 self._delete_unused(path)
 
@@ -121,7 +121,7 @@ class SliceCache:
             OSError: If the folder cannot be used.
         """
         partial = self._partial(name, plan)
-        with self._locked():
+        with self.locked():
             if self._complete(name).exists() or (partial.exists() and not self._delete_unused(partial)):
                 return None
             needed = file_bytes(plan)
@@ -131,9 +131,7 @@ class SliceCache:
                 raise CacheFull(f"The cache in {self.folder} has no room for {needed} bytes beside what is in use.")
             descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
             lock_file(descriptor, exclusive=True)
-        return SliceWriter(
-            descriptor, partial, self._complete(name), plan, locked=self._locked, make_room=self._make_room
-        )
+        return SliceWriter(self, descriptor, partial, self._complete(name), plan)
 
     def discard(self, name: str, cached: CachedSlice) -> None:
         """Delete a slice that turned out to be damaged."""
@@ -141,16 +139,16 @@ class SliceCache:
 
     def _discard(self, name: str, inode: int) -> None:
         path = self._complete(name)
-        with self._locked():
+        with self.locked():
             try:
                 if path.stat().st_ino == inode:  # else someone has fetched it again in the meantime
                     path.unlink()
             except FileNotFoundError:
                 pass
 
-    def _make_room(self, size: int) -> bool:
+    def make_room(self, size: int) -> bool:
         """The disk is full, although the bound is not reached: delete what nobody uses; whether something was."""
-        with self._locked():
+        with self.locked():
             return self._evict(size, partly=True) > 0
 
     def _evict(self, excess: int, *, partly: bool = False) -> int:
@@ -206,7 +204,8 @@ class SliceCache:
         return self.folder / f"{name}-{file_bytes(plan)}{_PARTIAL}"
 
     @contextmanager
-    def _locked(self) -> Iterator[None]:
+    def locked(self) -> Iterator[None]:
+        """The lock of the folder."""
         from filelock import FileLock  # comes with torch
 
         # A lock object of its own each time: none is inherited in a locked state by a process that is forked.
@@ -314,30 +313,19 @@ class SliceWriter:
     """A slice that is being written; others may follow it, and it counts only once it is committed.
 
     Args:
+        cache: Where it is written.
         descriptor: Of the new file, locked exclusively, which says that the writer lives; owned from now on.
         partial: Where the file is.
         complete: Where it will be.
         plan: The slice's chunks.
-        locked: The lock of the cache's folder.
-        make_room: Deletes something from a full disk; returns whether there was anything.
     """
 
-    def __init__(
-        self,
-        descriptor: int,
-        partial: Path,
-        complete: Path,
-        plan: ChunkPlan,
-        *,
-        locked: Callable[[], AbstractContextManager[None]],
-        make_room: Callable[[int], bool],
-    ) -> None:
+    def __init__(self, cache: SliceCache, descriptor: int, partial: Path, complete: Path, plan: ChunkPlan) -> None:
+        self._cache = cache
         self._descriptor = descriptor
         self._partial = partial
         self._complete = complete
         self._plan = plan
-        self._locked = locked
-        self._make_room = make_room
         self._written = 0
         self._digests: list[bytes] = []
 
@@ -359,7 +347,7 @@ class SliceWriter:
         self._append(footer(self._plan, b"".join(self._digests)))
         try:
             os.fsync(self._descriptor)
-            with self._locked():  # between its two names the file is for a moment not locked
+            with self._cache.locked():  # between its two names the file is for a moment not locked
                 fcntl.flock(self._descriptor, fcntl.LOCK_SH)
                 self._partial.rename(self._complete)
             folder = os.open(self._complete.parent, os.O_RDONLY | os.O_CLOEXEC)
@@ -377,7 +365,7 @@ class SliceWriter:
         if self._descriptor < 0:
             return
         try:
-            with self._locked():
+            with self._cache.locked():
                 self._partial.unlink(missing_ok=True)
         except OSError:
             pass  # unlocked below, it is a leftover that the next process deletes
@@ -391,7 +379,7 @@ class SliceWriter:
             try:
                 length = os.pwrite(self._descriptor, view, self._written)
             except OSError as error:
-                if _is_full(error) and self._make_room(len(view)):
+                if _is_full(error) and self._cache.make_room(len(view)):
                     continue
                 raise DiskFailed(f"The cache cannot be written: {error}") from error
             self._written += length

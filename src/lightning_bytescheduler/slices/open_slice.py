@@ -24,55 +24,16 @@ _END = object()
 
 
 class OpenSlice:
-    """A slice between two of its batches; to be closed.
-
-    Args:
-        on_close: Told how many seconds were waited for bytes.
-
-    Attributes:
-        samples: Its samples.
-    """
-
-    samples: SliceSamples
-
-    def __init__(self, on_close: Callable[[float], None]) -> None:
-        self._on_close = on_close
-        self._reading: Reading | None = None
-        self._chunks: Generator[Bytes, None, None] | None = None
-        self._stalled = 0.0
-
-    @property
-    def is_read(self) -> bool:
-        """Whether its bytes were asked for."""
-        return self._reading is not None
-
-    def reads(self, reading: Reading, chunks: Generator[Bytes, None, None]) -> Iterator[Bytes]:
-        """Its bytes are read from now on in this way, and no longer in the one before."""
-        self._let_go()
-        self._reading, self._chunks = reading, chunks
-        return chunks
-
-    def close(self) -> None:
-        """Let go of the slice; once."""
-        self._let_go()
-        self._on_close(self._stalled)
-
-    def _let_go(self) -> None:
-        if self._chunks is not None and self._reading is not None:
-            self._chunks.close()
-            self._stalled += self._reading.stalled
-            self._chunks = None
-
-
-class Reading:
-    """Where the reading of a slice stands.
+    """A slice between two of its batches, and where the reading of its bytes stands; to be closed.
 
     Args:
         slice_: What is read.
         plan: Its chunks.
         together: Hand over as many chunks as there are in one piece: for readers that take the whole slice anyway.
+        on_close: Told how many seconds were waited for bytes.
 
     Attributes:
+        samples: Its samples.
         slice: What is read.
         plan: Its chunks.
         together: As given.
@@ -81,18 +42,32 @@ class Reading:
         stalled: Seconds that were waited for chunks, in all.
     """
 
-    def __init__(self, slice_: Slice, plan: ChunkPlan, *, together: bool = False) -> None:
+    samples: SliceSamples
+
+    def __init__(self, slice_: Slice, plan: ChunkPlan, *, together: bool, on_close: Callable[[float], None]) -> None:
         self.slice = slice_
         self.plan = plan
         self.together = together
         self.next = 0
-        self.waited = 0.0
-        self.stalled = 0.0
+        self.waited = self.stalled = 0.0
+        self._on_close = on_close
+        self._chunks: Generator[Bytes, None, None] | None = None
+
+    @property
+    def is_read(self) -> bool:
+        """Whether its bytes were asked for."""
+        return self._chunks is not None
 
     @property
     def is_over(self) -> bool:
         """Whether there is no next chunk."""
         return self.next >= self.plan.count
+
+    def reads(self, chunks: Generator[Bytes, None, None]) -> Iterator[Bytes]:
+        """Its bytes are read from their beginning on in this way, and no longer in the one before."""
+        self._let_go()
+        self.next, self._chunks = 0, chunks
+        return chunks
 
     def got(self, chunk: Bytes) -> Bytes:
         """Note that the next chunk is here, or several in one piece, and return it."""
@@ -100,8 +75,17 @@ class Reading:
         self.waited = 0.0
         return chunk
 
+    def close(self) -> None:
+        """Let go of the slice; once."""
+        self._let_go()
+        self._on_close(self.stalled)
 
-def mapped_chunks(reading: Reading, path: str) -> Iterator[Bytes]:
+    def _let_go(self) -> None:
+        if self._chunks is not None:
+            self._chunks.close()
+
+
+def mapped_chunks(reading: OpenSlice, path: str) -> Iterator[Bytes]:
     """Verified chunks of a slice in a file of this machine, without a copy; ends before what is missing or damaged.
 
     Args:

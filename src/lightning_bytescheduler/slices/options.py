@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -110,29 +109,18 @@ def require_packages(feature: str) -> None:
 
 
 def require_function(option: str, value: object, *arguments: str) -> None:
-    """Require a function that can be called with so many arguments, or None.
+    """Require a function, or None.
 
     Args:
         option: Its name.
         value: What was given.
-        arguments: Names for the message.
+        arguments: Names of what it is called with, for the message.
 
     Raises:
         OptionError: If it is neither.
     """
-    if value is None:
-        return
-    call = f"{option}({', '.join(arguments)})"
-    if not callable(value):
-        raise OptionError(option, value, f"a function that is called as {call}, or None")
-    try:
-        signature = inspect.signature(value)
-    except ValueError:  # nothing is known of it, as of much that is written in C
-        return
-    try:
-        signature.bind(*arguments)
-    except TypeError as error:
-        raise OptionError(option, value, f"a function that can be called as {call}: {error}") from error
+    if value is not None and not callable(value):
+        raise OptionError(option, value, f"a function that is called as {option}({', '.join(arguments)}), or None")
 
 
 def require_urls(option: str, urls: object) -> tuple[str, ...] | None:

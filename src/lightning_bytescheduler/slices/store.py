@@ -30,7 +30,7 @@ from lightning_bytescheduler.slices.cache import (
     file_bytes,
 )
 from lightning_bytescheduler.slices.fetch import SliceCounters, SliceStatistics, Waiting, fetch_chunks
-from lightning_bytescheduler.slices.open_slice import OpenSlice, Reading, mapped_chunks
+from lightning_bytescheduler.slices.open_slice import OpenSlice, mapped_chunks
 from lightning_bytescheduler.slices.options import StoreOptions
 from lightning_bytescheduler.slices.slice import Bytes, Slice
 from lightning_bytescheduler.slices.source import SliceSource
@@ -105,11 +105,15 @@ class SliceStore:
             ByteSchedulerError: If the store has been closed.
         """
         self._begin_in_this_process()
-        opened = OpenSlice(lambda stalled: self._counters.add(stall_seconds=stalled))
+        opened = OpenSlice(
+            slice_,
+            self.source.plan(slice_),
+            together=whole,
+            on_close=lambda stalled: self._counters.add(stall_seconds=stalled),
+        )
 
         def chunks() -> Iterator[Bytes]:
-            reading = Reading(slice_, self.source.plan(slice_), together=whole)
-            return opened.reads(reading, self._chunks(reading, again=opened.is_read))
+            return opened.reads(self._chunks(opened, again=opened.is_read))
 
         opened.samples = self.source.open(slice_, chunks, is_here=partial(self._is_here, slice_))
         return opened
@@ -208,7 +212,7 @@ class SliceStore:
         cache, prefetcher = self._cache, self._prefetcher
         return cache is not None and prefetcher is not None and cache.has(prefetcher.name_of(slice_))
 
-    def _chunks(self, reading: Reading, *, again: bool = False) -> Generator[Bytes, None, None]:
+    def _chunks(self, reading: OpenSlice, *, again: bool) -> Generator[Bytes, None, None]:
         path = local_path(reading.slice.url)
         if path is not None:
             yield from mapped_chunks(reading, path)
@@ -223,7 +227,7 @@ class SliceStore:
         yield from self._fetched(reading)
 
     def _through_cache(
-        self, reading: Reading, cache: SliceCache, prefetcher: SlicePrefetcher, again: bool
+        self, reading: OpenSlice, cache: SliceCache, prefetcher: SlicePrefetcher, again: bool
     ) -> Iterator[Bytes]:
         name = prefetcher.name_of(reading.slice)
         cached = cache.find(name, reading.plan)
@@ -245,7 +249,7 @@ class SliceStore:
             yield from self._followed(reading, cache, prefetcher, name)
             cached = cache.find(name, reading.plan)
 
-    def _followed(self, reading: Reading, cache: SliceCache, prefetcher: SlicePrefetcher, name: str) -> Iterator[Bytes]:
+    def _followed(self, reading: OpenSlice, cache: SliceCache, prefetcher: SlicePrefetcher, name: str) -> Iterator[Bytes]:
         """Chunks as they are written; ends when there is nothing to follow, or no more of it."""
         job = prefetcher.want(reading.slice)
         growing: GrowingSlice | None = None
@@ -271,7 +275,7 @@ class SliceStore:
             if growing is not None:
                 growing.close()
 
-    def _wait(self, reading: Reading, job: FetchJob) -> None:
+    def _wait(self, reading: OpenSlice, job: FetchJob) -> None:
         if self._closed:
             raise ByteSchedulerError("Slices cannot be read, as the store has been closed.")
         started = time.monotonic()
@@ -288,7 +292,7 @@ class SliceStore:
         if reading.waited > 2 * timeout:  # retries end after one; a request that does not return after none
             raise SourceUnavailableError(reading.slice.url, reading.waited, "a request that has not returned")
 
-    def _fetched(self, reading: Reading) -> Iterator[Bytes]:
+    def _fetched(self, reading: OpenSlice) -> Iterator[Bytes]:
         chunks = fetch_chunks(
             reading.slice,
             reading.plan,
