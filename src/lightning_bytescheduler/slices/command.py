@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import msgspec
+from tqdm import tqdm
 
 from lightning_bytescheduler.checks import importing
 from lightning_bytescheduler.exceptions import OptionError, SliceCorruptError
@@ -171,22 +171,15 @@ def _hashed(chunks: Iterator[bytearray], whole: WholeChecksum) -> Iterator[bytea
 
 
 @contextmanager
-def _progress(what: str) -> Iterator[Callable[[int, int], None] | None]:
-    """A bar on the terminal; none without rich, or where nobody watches."""
-    try:
-        from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-    except ImportError:
-        yield None
-        return
-    console = Console(file=sys.stderr)
-    if not console.is_terminal:
-        yield None
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar, on a terminal."""
+    with tqdm(desc=what, unit="B", unit_scale=True, disable=None) as bar:
+
+        def tell(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield tell
 
 
 def _bytes(text: str) -> int:

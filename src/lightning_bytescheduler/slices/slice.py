@@ -175,24 +175,6 @@ class ChunkPlan:
         if self.digests is not None and len(self.digests) != self.count * DIGEST_BYTES:
             raise OptionError("digests", self.digests, f"{self.count} times {DIGEST_BYTES} bytes")
 
-    @classmethod
-    def of(cls, slice_: Slice, chunk_bytes: int, digests: bytes | None) -> ChunkPlan:
-        """Plan a slice; one that has a checksum, but no digests of chunks, is a single chunk.
-
-        Raises:
-            OptionError: If the checksum is not ``"xxh3_64:<hex>"``, or the digests do not fit the size.
-        """
-        if digests is not None or slice_.checksum is None:
-            return cls(size=slice_.size, chunk_bytes=chunk_bytes, digests=digests)
-        algorithm, _, digest = slice_.checksum.partition(":")
-        try:
-            whole = bytes.fromhex(digest)
-        except ValueError:
-            whole = b""
-        if algorithm != _ALGORITHM or len(whole) != DIGEST_BYTES:
-            raise OptionError("checksum", slice_.checksum, f"'{_ALGORITHM}:' and {2 * DIGEST_BYTES} hexadecimal digits")
-        return cls(size=slice_.size, chunk_bytes=max(slice_.size, 1), digests=whole if slice_.size else b"")
-
     @property
     def count(self) -> int:
         """Number of chunks."""

@@ -108,7 +108,8 @@ class SliceSource:
 
     def plan(self, slice_: Slice) -> ChunkPlan:
         """The chunks of a slice."""
-        return ChunkPlan.of(slice_, self._files[slice_.url].chunk_bytes, self._digests.get(slice_.key))
+        chunk_bytes, digests = self._files[slice_.url].chunk_bytes, self._digests.get(slice_.key)
+        return ChunkPlan(size=slice_.size, chunk_bytes=chunk_bytes, digests=digests)
 
     def version(self, slice_: Slice) -> str:
         """What tells other contents of the same URL apart, where there is no checksum; else empty."""
