@@ -460,10 +460,6 @@ def test_messages_that_are_not_allowed():
             tracker.progress(ReportProgress(session=worker.session, grant=grant, trained=trained))
     with pytest.raises(OptionError, match="key='elsewhere'"):
         tracker.quarantine(QuarantineSlice(session=worker.session, key="elsewhere", reason="?"))
-    with pytest.raises(OptionError, match="worker="):
-        tracker.join(JoinTracker(worker="", incarnation="a"))
-    with pytest.raises(OptionError, match="incarnation="):
-        tracker.join(JoinTracker(worker="1", incarnation=""))
     with pytest.raises(OptionError, match="prefetch="):
         tracker.join(JoinTracker(worker="1", incarnation="a", prefetch=0))
     assert tracker.report().workers == 1

@@ -8,14 +8,13 @@ from __future__ import annotations
 import itertools
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from lightning_bytescheduler.exceptions import SliceCorruptError
-from lightning_bytescheduler.lightning_api import pl
 from lightning_bytescheduler.slices.catalogue import sample_order
 from lightning_bytescheduler.slices.open_slice import OpenSlice
 from lightning_bytescheduler.slices.store import SliceStore
@@ -66,49 +65,6 @@ class ReadReport(NamedTuple):
     corrupt: tuple[tuple[str, str], ...] = ()
     lost: int = 0
     is_empty: bool = False
-
-
-class Plan(Protocol):
-    """The batches of a rank or worker in training, and its position: what was trained on, not what was handed out."""
-
-    @property
-    def epoch(self) -> int:
-        """Of the data, from 0, which is not Lightning's where that was stopped and resumed."""
-
-    @property
-    def fills(self) -> bool:
-        """Whether other samples are repeated in the place of those that cannot be read."""
-
-    @property
-    def batches(self) -> int | None:
-        """Length of a loader, if it is known."""
-
-    def __iter__(self) -> Iterator[SliceBatch]:
-        """Batches from the position on; whoever was handed some before and did not train on them gets them again."""
-
-    def open(self, trainer: pl.Trainer | None) -> None:
-        """A loader is about to be made, after a checkpoint was loaded."""
-
-    def received(self, report: ReadReport) -> None:
-        """A reader has answered for the next batch."""
-
-    def trained(self) -> None:
-        """The next batch has been trained on."""
-
-    def finish_epoch(self, trainer: pl.Trainer) -> None:
-        """Lightning's epoch has had its last batch, of all ranks."""
-
-    def keep_alive(self) -> None:
-        """Something takes time in which nothing is trained."""
-
-    def close(self) -> None:
-        """The training is over."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position, for a checkpoint: plain values and tensors."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where a state was saved."""
 
 
 def samples_in(runs: Iterable[SampleRun]) -> int:

@@ -10,7 +10,7 @@ from lightning_bytescheduler.checks import options_by_name, require_one_of, requ
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 from lightning_bytescheduler.lightning_api import pl, rank_zero_info, rank_zero_warn
 from lightning_bytescheduler.registration import require_same_package
-from lightning_bytescheduler.slices.batches import BatchReader, Plan, ReadReport
+from lightning_bytescheduler.slices.batches import BatchReader, ReadReport
 from lightning_bytescheduler.slices.cache import CAN_CACHE
 from lightning_bytescheduler.slices.catalogue import SliceCatalogue
 from lightning_bytescheduler.slices.epoch_plan import EpochPlan
@@ -31,6 +31,7 @@ from lightning_bytescheduler.slices.options import (
 from lightning_bytescheduler.slices.source import SliceSource, open_source
 from lightning_bytescheduler.slices.store import SliceStore
 from lightning_bytescheduler.slices.training import (
+    Plan,
     TrackedTraining,
     TrackerHost,
     require_same,

@@ -24,7 +24,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lightning_bytescheduler.checks import is_whole, require_whole
 from lightning_bytescheduler.exceptions import OptionError, TrackerStateError, UnsupportedError
 from lightning_bytescheduler.lightning_api import pl, rank_zero_info
 from lightning_bytescheduler.slices.batches import SLICES_AHEAD, ReadReport, SampleRun, SliceBatch, cut_runs, samples_in
@@ -197,7 +196,7 @@ def step_sizes(left: int, batch_sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 class EpochPlan:
-    """A ``Plan`` for ranks that take the same number of steps, and have the same position.
+    """The batches of ranks that take the same number of steps, and have the same position.
 
     Args:
         catalogue: The slices.
@@ -218,9 +217,6 @@ class EpochPlan:
         left: Samples that were left when the epoch began, or was resumed.
         steps: Of every rank, to train on these.
         padded: Samples that are trained on twice, fewer than there are ranks: each has one in every step.
-
-    Raises:
-        OptionError: If an option is not allowed.
     """
 
     fills = True
@@ -245,12 +241,7 @@ class EpochPlan:
     ) -> None:
         self.catalogue = catalogue
         self._batch_sizes = tuple(batch_sizes)
-        least = 0 if is_shared else 1
-        if not any(self._batch_sizes) or not all(is_whole(size, least) for size in self._batch_sizes):
-            raise OptionError("batch_sizes", batch_sizes, "a whole number for each rank, 1 or more")
         self.batch_size = sum(self._batch_sizes)
-        if not is_whole(rank) or rank >= len(self._batch_sizes):
-            raise OptionError("rank", rank, f"from 0 to {len(self._batch_sizes) - 1}, one for each batch size")
         self._rank = rank
         self._seed, self._shuffle, self._repeats = seed, shuffle, repeats
         self.is_shared = is_shared
@@ -305,11 +296,6 @@ class EpochPlan:
         return sizes[batch % accumulated] * len(sizes) / sum(sizes)
 
     @property
-    def quarantined(self) -> dict[str, str]:
-        """Reason by key of the slices that are left out from the next epoch on."""
-        return dict(self._quarantined)
-
-    @property
     def over(self) -> bool:
         """Whether nothing of the epoch is left to these ranks."""
         return self._steps >= self.steps
@@ -353,7 +339,7 @@ class EpochPlan:
             yield SliceBatch(self.epoch, runs, tuple(slices)[:SLICES_AHEAD])
 
     def open(self, trainer: pl.Trainer | None) -> None:
-        """See ``Plan``; says what is padded.
+        """A loader is about to be made, after a checkpoint was loaded; says what is padded.
 
         Raises:
             OptionError: If there is not a single sample.
@@ -395,12 +381,8 @@ class EpochPlan:
         self.start_epoch(self.epoch + 1)
 
     def start_epoch(self, epoch: int) -> None:
-        """Go to the beginning of an epoch.
-
-        Raises:
-            OptionError: If it is no number of an epoch.
-        """
-        self.epoch = require_whole("epoch", epoch, 0)
+        """Go to the beginning of an epoch."""
+        self.epoch = epoch
         self.counted = 0
         self._left_out = dict(self._quarantined)
         self._start(None)

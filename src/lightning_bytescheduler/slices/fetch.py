@@ -10,7 +10,7 @@ import random
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -64,15 +64,9 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _status(error: BaseException) -> int | None:
-    """The status of HTTP that the libraries behind fsspec know, each in a place of its own."""
-    if hasattr(error, "status"):  # aiohttp, whose code is deprecated
-        found = error.status
-    elif hasattr(error, "response"):  # botocore and huggingface_hub
-        response = error.response
-        inside = response.get("ResponseMetadata") if isinstance(response, Mapping) else None
-        found = inside.get("HTTPStatusCode") if isinstance(inside, Mapping) else getattr(response, "status_code", None)
-    else:
-        found = getattr(error, "code", None)  # gcsfs
+    """The status of HTTP that the libraries behind fsspec know: aiohttp, huggingface_hub, and gcsfs."""
+    found = getattr(error, "status", None) or getattr(getattr(error, "response", None), "status_code", None)
+    found = found or getattr(error, "code", None)  # last, as it is deprecated in aiohttp
     return found if is_whole(found) else None
 
 

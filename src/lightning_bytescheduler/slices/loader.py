@@ -27,7 +27,8 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data import default_collate as torch_collate
 
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
-from lightning_bytescheduler.slices.batches import BatchReader, Plan, ReadReport, SliceBatch
+from lightning_bytescheduler.slices.batches import BatchReader, ReadReport, SliceBatch
+from lightning_bytescheduler.slices.training import Plan
 
 _SMALL_BYTES = 1024 * 1024
 _AHEAD = 2  # batches that a DataLoader has each process read ahead

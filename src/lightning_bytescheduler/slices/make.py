@@ -311,13 +311,6 @@ def _write(url: str, content: bytes, options: Mapping[str, Any]) -> None:
         raise
 
 
-class _Format(msgspec.Struct):
-    """What any version's first line has."""
-
-    format: str
-    version: int
-
-
 class _Head(msgspec.Struct):
     """The first line."""
 
@@ -403,22 +396,17 @@ def read_index(content: bytes, *, folder: str) -> list[IndexedSlice]:
     first, _, body = content.partition(b"\n")
     place = join(folder, INDEX_NAME)
     try:
-        found = msgspec.json.decode(first, type=_Format)
-    except (msgspec.DecodeError, UnicodeError):
-        found = _Format("", 0)
-    if found.format != _FORMAT:
+        head = msgspec.json.decode(first, type=_Head)
+    except (msgspec.DecodeError, UnicodeError) as error:
         raise SliceIndexError(
-            f"{place} is not an index of slices; make one with 'lightning-bytescheduler slices make'."
-        )
-    if found.version != _VERSION:
+            f"{place} is damaged, or no index of slices: {error}. Make the slices again, with 'lightning-bytescheduler "
+            "slices make'."
+        ) from error
+    if (head.format, head.version) != (_FORMAT, _VERSION):
         raise SliceIndexError(
-            f"{place} is of version {found.version!r}, and this release reads version {_VERSION}: "
+            f"{place} is of version {head.version!r}, and this release reads version {_VERSION}: "
             "make the slices again, or install the release that made them."
         )
-    try:
-        head = msgspec.json.decode(first, type=_Head)
-    except msgspec.DecodeError as error:
-        raise SliceIndexError(f"{place} is damaged: {error}. Make the slices again.") from error
     if head.checksum != checksum_of(body):
         raise SliceIndexError(f"{place} is damaged: its checksum is not that of its content. Make the slices again.")
     decoder = msgspec.json.Decoder(_Line)

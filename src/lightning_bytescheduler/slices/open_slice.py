@@ -10,7 +10,7 @@ import itertools
 import mmap
 import os
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -107,26 +107,11 @@ def mapped_chunks(reading: OpenSlice, path: str) -> Iterator[Bytes]:
         yield reading.got(chunk)
 
 
-class SliceSamples(Protocol):
-    """What a reader of batches asks of a slice."""
-
-    def take(self, start: int, stop: int) -> Iterator[Sequence[Any]]:
-        """Samples ``start`` to ``stop``, in parts; what is before ``start`` can no longer be asked for.
-
-        Raises:
-            SliceCorruptError: If the slice is not what it should be. What was yielded before is right.
-        """
-
-    def pick(self, numbers: npt.NDArray[np.int64]) -> Iterator[Sequence[Any]]:
-        """Samples in any order, in parts; keeps the whole slice.
-
-        Raises:
-            SliceCorruptError: See ``take``.
-        """
-
-
 class BlockSamples:
     """Samples of a slice whose reader finds them without making them.
+
+    Samples are taken in parts, in any order with ``pick``, which keeps the whole slice. Both raise a
+    ``SliceCorruptError`` if the slice is not what it should be; what was yielded before is right.
 
     Args:
         slice_: The slice.
@@ -142,7 +127,7 @@ class BlockSamples:
         self._begins: list[int] = []
 
     def take(self, start: int, stop: int) -> Iterator[Sequence[Any]]:
-        """See ``SliceSamples``."""
+        """Samples ``start`` to ``stop``; what is before ``start`` can no longer be asked for."""
         while start < stop:
             while start >= self._end and self._go_on():
                 pass
@@ -155,7 +140,7 @@ class BlockSamples:
             self._require_end()
 
     def pick(self, numbers: npt.NDArray[np.int64]) -> Iterator[Sequence[Any]]:
-        """See ``SliceSamples``."""
+        """Samples in any order."""
         if not self._all:
             self._read_all()
         if len(self._all) == 1:
@@ -245,7 +230,7 @@ class ReaderSamples:
         self._all: ListedSamples | None = None
 
     def take(self, start: int, stop: int) -> Iterator[Sequence[Any]]:
-        """See ``SliceSamples``."""
+        """See ``BlockSamples``."""
         if self._samples is None or (start != self._place and self._is_here()):
             self._samples, self._first, self._place = self._read(start), start, start
         part: list[Any] = []
@@ -272,10 +257,14 @@ class ReaderSamples:
             raise ValueError(reason)
 
     def pick(self, numbers: npt.NDArray[np.int64]) -> Iterator[Sequence[Any]]:
-        """See ``SliceSamples``."""
+        """See ``BlockSamples``."""
         if self._all is None:
             self._all = ListedSamples([sample for part in self.take(0, self._slice.samples) for sample in part])
         yield self._all[numbers]
+
+
+SliceSamples: TypeAlias = BlockSamples | ReaderSamples
+"""What a reader of batches asks of a slice."""
 
 
 def _corrupt(slice_: Slice, number: int, error: Exception) -> SliceCorruptError:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -199,28 +199,19 @@ def open_source(
     return opening.result(places)
 
 
+@dataclass(eq=False, slots=True)
 class _Opening:
-    def __init__(
-        self,
-        option: str,
-        reader: SliceReader | None,
-        slice_bytes: int,
-        storage_options: Mapping[str, Any],
-        timeout: float,
-        waiting: Waiting,
-        needs_index: bool,
-    ) -> None:
-        self._option = option
-        self._needs_index = needs_index
-        self._reader = reader
-        self._slice_bytes = slice_bytes
-        self._storage_options = storage_options
-        self._timeout = timeout
-        self._waiting = waiting
-        self._found: dict[str, list[Slice]] = {}  # by place, and then file: the order of the result
-        self._unread: dict[str, int] = {}  # files that are to be read, and their sizes
-        self._files: dict[str, SourceFile] = {}
-        self._digests: dict[str, bytes] = {}
+    _option: str
+    _reader: SliceReader | None
+    _slice_bytes: int
+    _storage_options: Mapping[str, Any]
+    _timeout: float
+    _waiting: Waiting
+    _needs_index: bool
+    _found: dict[str, list[Slice]] = field(default_factory=dict)  # by place, and then file: the order of the result
+    _unread: dict[str, int] = field(default_factory=dict)  # files that are to be read, and their sizes
+    _files: dict[str, SourceFile] = field(default_factory=dict)
+    _digests: dict[str, bytes] = field(default_factory=dict)
 
     def add(self, place: str, *, prefix: str) -> None:
         """Look what a place is; what has to be read is only noted."""

@@ -104,7 +104,6 @@ class TrackerPlan:
         self._client = client
         self._worker, self._incarnation = worker, incarnation
         self._ahead = ahead
-        self._allowed = ahead  # by the tracker
         self._slices = slices
         self._keeps = keeps
         self._waits = waits
@@ -225,7 +224,7 @@ class TrackerPlan:
             missing -= taken
         if not runs:
             return None
-        while len(self._waiting()) < min(self._ahead, self._allowed) and self._clock() >= self._ask_at and self._ask():
+        while len(self._waiting()) < self._ahead and self._clock() >= self._ask_at and self._ask():
             pass
         self._out[self._handed] = parts
         self._handed += 1
@@ -287,8 +286,6 @@ class TrackerPlan:
             return True
         if isinstance(answer, EpochOver):
             self._is_over = self._is_given_out = True
-        elif answer.reason is WaitReason.LIMIT:
-            self._allowed = max(len(self._waiting()), 1)  # from now on it is asked when one more was begun
         else:
             self._is_given_out = answer.reason is WaitReason.HELD
             self._ask_at = self._clock() + _AGAIN
@@ -303,7 +300,6 @@ class TrackerPlan:
         )
         joined = self._call(join, Joined)
         self._session, self._lease, self._heard = joined.session, joined.lease, self._clock()
-        self._allowed = self._ahead
         self.epoch, self._is_over, self._is_given_out, self._ask_at = joined.epoch, False, False, 0.0
         return joined.session
 

@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from threading import RLock
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar, cast
 
 from lightning_bytescheduler.checks import is_whole, require_whole
 from lightning_bytescheduler.exceptions import OptionError
@@ -71,21 +71,18 @@ from lightning_bytescheduler.slices.tracker_state import (
     unpack,
 )
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
-def _alone(
-    method: Callable[Concatenate[SliceTracker, _P], _R],
-) -> Callable[Concatenate[SliceTracker, _P], _R]:
+def _alone(method: _Method) -> _Method:
     """One call at a time. Nothing is called back meanwhile, so the lock can be taken while holding any other."""
 
     @wraps(method)
-    def call(self: SliceTracker, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+    def call(self: SliceTracker, /, *args: Any, **kwargs: Any) -> Any:
         with self._lock:
             return method(self, *args, **kwargs)
 
-    return call
+    return cast(_Method, call)
 
 
 class SliceTracker:
@@ -142,11 +139,8 @@ class SliceTracker:
         former one, which must be dead. After a state was loaded, whoever joins continues what that name held.
 
         Raises:
-            OptionError: If the name or incarnation is empty, or ``prefetch`` is not allowed.
+            OptionError: If ``prefetch`` is not allowed.
         """
-        for option, text in (("worker", message.worker), ("incarnation", message.incarnation)):
-            if not isinstance(text, str) or not text:
-                raise OptionError(option, text, "a text that is not empty")
         prefetch = self.options.prefetch if message.prefetch is None else require_whole("prefetch", message.prefetch, 1)
         now = self._clock()
         record = self._workers.named(message.worker)
@@ -155,8 +149,7 @@ class SliceTracker:
             self._workers.remove(record)
             record = None
         if record is None:
-            deadline = now + self.options.lease
-            record = TrackedWorker(message.worker, session=None, incarnation=None, deadline=deadline, prefetch=prefetch)
+            record = TrackedWorker(message.worker, now + self.options.lease, prefetch)
             self._workers.add(record)
         record.incarnation = message.incarnation
         record.prefetch, record.keeps = prefetch, message.keeps
@@ -381,9 +374,7 @@ class SliceTracker:
         deadline = self._clock() + self.options.lease
         stay = None if workers is None else frozenset(workers)
         for name in saved.epochs[0].workers:
-            record = TrackedWorker(
-                name, session=None, incarnation=None, deadline=deadline, prefetch=self.options.prefetch
-            )
+            record = TrackedWorker(name, deadline, self.options.prefetch)
             self._workers.add(record)
             for one, found in zip(self._epochs, saved.epochs, strict=True):
                 for index, begun in found.workers[name]:

@@ -13,7 +13,7 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Annotated, Any, TypeVar
 
@@ -32,33 +32,32 @@ from lightning_bytescheduler.slices.slice import SliceState
 _INTERVALS = 15
 
 
+@dataclass(eq=False, slots=True)
 class TrackedWorker:
     """A worker, or after a restart of the tracker, what it left.
 
     Attributes:
         name: The worker's.
-        session: None as long as the worker has not joined since a state was loaded.
-        incarnation: Which process of that name.
         deadline: When it is taken for dead unless it says something, on the tracker's clock.
         prefetch: Slices it may hold that it has not begun.
+        session: None as long as the worker has not joined since a state was loaded.
+        incarnation: Which process of that name.
         grants: By number, in the order in which they were made.
         keeps: How many slices it keeps that it has fetched.
         speed: How fast it trains.
     """
 
-    def __init__(
-        self, name: str, *, session: int | None, incarnation: str | None, deadline: float, prefetch: int
-    ) -> None:
-        self.name = name
-        self.session = session
-        self.incarnation = incarnation
-        self.deadline = deadline
-        self.prefetch = prefetch
-        self.grants: dict[int, Grant] = {}
-        self.keeps = 0
-        self.speed = WorkerSpeed()
-        self._kept: dict[int, None] = {}  # the last ones of those that it was given
-        self._offers: tuple[int, list[int]] = (-1, [])  # an epoch, and what is still to be offered in it
+    name: str
+    deadline: float
+    prefetch: int
+    session: int | None = None
+    incarnation: str | None = None
+    grants: dict[int, Grant] = field(default_factory=dict)
+    keeps: int = 0
+    speed: WorkerSpeed = field(default_factory=lambda: WorkerSpeed())
+    _kept: dict[int, None] = field(default_factory=dict)  # the last ones of those that it was given
+    _offers: list[int] = field(default_factory=list)  # what is still to be offered
+    _offers_of: int = -1  # an epoch
 
     @property
     def ahead(self) -> list[Grant]:
@@ -79,10 +78,10 @@ class TrackedWorker:
 
     def offers(self, epoch: int, ranks: npt.NDArray[np.int32]) -> Iterator[int]:
         """Slices that it keeps, in the epoch's order; each is offered once an epoch, so no request looks at all."""
-        if epoch != self._offers[0]:
-            self._offers = (epoch, sorted(self._kept, key=lambda index: -int(ranks[index])))
-        while self._offers[1]:
-            yield self._offers[1].pop()
+        if epoch != self._offers_of:
+            self._offers, self._offers_of = sorted(self._kept, key=lambda index: -int(ranks[index])), epoch
+        while self._offers:
+            yield self._offers.pop()
 
     def held_of(self, epoch: int) -> list[tuple[int, bool]]:
         """What it holds of an epoch, in order: the slice, and whether it was begun."""

@@ -20,7 +20,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import msgspec
 
@@ -29,7 +29,7 @@ from lightning_bytescheduler.exceptions import OptionError, SchedulerTimeoutErro
 from lightning_bytescheduler.lightning_api import pl
 from lightning_bytescheduler.slices.batches import SLICES_AHEAD, ReadReport, SliceBatch, cut_runs, samples_in
 from lightning_bytescheduler.slices.catalogue import SliceCatalogue
-from lightning_bytescheduler.slices.epoch_plan import step_sizes
+from lightning_bytescheduler.slices.epoch_plan import EpochPlan, step_sizes
 from lightning_bytescheduler.slices.messages import TrackerClient
 from lightning_bytescheduler.slices.options import TrackerOptions
 from lightning_bytescheduler.slices.store import SliceStore
@@ -144,7 +144,7 @@ class TrackerHost(Protocol):
 
 
 class TrackedTraining:
-    """The ``Plan`` of one worker. The tracker is at worker 0, which saves it too.
+    """The batches of one worker. The tracker is at worker 0, which saves it too.
 
     For the training thread, but for :meth:`halt`.
 
@@ -481,3 +481,6 @@ class TrackedTraining:
 def _name(worker: int) -> str:
     return f"worker-{worker}"
 
+
+Plan: TypeAlias = EpochPlan | TrackedTraining
+"""The batches of a rank or worker in training, and its position: what was trained on, not what was handed out."""
