@@ -124,12 +124,12 @@ def test_one_that_stays_away_is_an_error_with_url_and_time(source, time):
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
-def test_a_file_that_stays_missing_is_the_slices_fault(source, time):
+def test_a_file_that_stays_missing_is_waited_for(source, time):
     def missing(*_):
         raise FileNotFoundError("s0.txt")
 
     source.fault = missing
-    with pytest.raises(SliceCorruptError, match=r"missing, and has been for 60\.0 s"):
+    with pytest.raises(SourceUnavailableError, match=r"60\.0 s.*FileNotFoundError: s0\.txt"):
         fetch(source, time)
 
 

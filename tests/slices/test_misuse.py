@@ -358,20 +358,6 @@ def test_slices_without_their_index_are_not_taken_for_all_of_them(text: str, tmp
     assert len(open_source(f"{tmp_path}/out/slice-*").slices) == 3
 
 
-def test_files_that_went_away_are_waited_for_once(tmp_path: Path) -> None:
-    def gone(*_: Any) -> bytes:
-        raise FileNotFoundError("gone")
-
-    source, time = FaultySource(5, count=6), VirtualTime()
-    source.fault = gone
-    with SliceStore(source, StoreOptions(timeout=60.0), waiting=time.waiting()) as store:
-        before = time.now
-        for slice_ in source.slices:
-            with pytest.raises(SliceCorruptError, match="its file is missing"):
-                list(store.samples(slice_))
-        assert time.now - before < 2 * 60.0
-
-
 # --------------------------------------------------------------------- batches
 
 

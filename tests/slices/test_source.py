@@ -70,7 +70,7 @@ def test_arrays_are_ranges_of_rows_without_being_read(tmp_path, monkeypatch, pro
         fsspec.filesystem("memory").pipe_file("/rows/a.npy", (tmp_path / "a.npy").read_bytes())
         url = "memory://rows/a.npy"
     with monkeypatch.context() as patch:
-        patch.setattr(source_module, "fetch_chunks", lambda *_, **__: pytest.fail("The file was read."))
+        patch.setattr(source_module, "read_file", lambda *_, **__: pytest.fail("The file was read."))
         source = open_source(url, slice_bytes=slice_bytes)
     assert len(source.slices) == {100: 24, 1000: 3, 10**6: 1}[slice_bytes]
     np.testing.assert_array_equal(np.stack(all_samples(source)), rows)

@@ -239,15 +239,9 @@ class SliceStatistics:
 
 
 class SliceCounters:
-    """Statistics that any thread may add to.
-
-    Attributes:
-        missing: Set as long as files are missing, from the first one on that was waited for in vain. If all are, as on
-            a disk that was taken away, only that one is waited for.
-    """
+    """Statistics that any thread may add to."""
 
     def __init__(self) -> None:
-        self.missing = threading.Event()
         self._lock = threading.Lock()
         self._sums: dict[str, float] = asdict(SliceStatistics())
 
@@ -295,8 +289,8 @@ def fetch_chunks(
         Verified chunks, each in memory of its own.
 
     Raises:
-        SliceCorruptError: If a chunk is short or wrong however often it is fetched, or its file stays missing.
-        SourceUnavailableError: If the source stays away.
+        SliceCorruptError: If a chunk is short or wrong however often it is fetched.
+        SourceUnavailableError: If the source stays away, or the file, which may be in a folder that is not mounted yet.
     """
     waiting = waiting or Waiting()
     counters = counters or SliceCounters()
@@ -306,26 +300,13 @@ def fetch_chunks(
     while number < plan.count:
         start = plan.bounds(number)[0]
         stop = plan.bounds(min(number + together, plan.count) - 1)[1]
-        try:
-            content = ask(
-                slice_.url,
-                partial(read, slice_.start + start, slice_.start + stop),
-                timeout=timeout,
-                waiting=waiting,
-                lasting=(*LASTING, FileNotFoundError) if counters.missing.is_set() else LASTING,
-                on_retry=lambda: counters.add(retries=1),
-            )
-        except FileNotFoundError as error:
-            missing = "its file is missing, as others have been for longer."
-            raise SliceCorruptError(slice_.key, slice_.url, missing) from error
-        except SourceUnavailableError as away:
-            if not isinstance(away.__cause__, FileNotFoundError):
-                raise
-            counters.missing.set()
-            # For a while a missing file may be a folder that is not mounted yet; then it is the slice's fault.
-            missing = f"its file is missing, and has been for {away.seconds:.1f} s."
-            raise SliceCorruptError(slice_.key, slice_.url, missing) from away.__cause__
-        counters.missing.clear()
+        content = ask(
+            slice_.url,
+            partial(read, slice_.start + start, slice_.start + stop),
+            timeout=timeout,
+            waiting=waiting,
+            on_retry=lambda: counters.add(retries=1),
+        )
         counters.add(bytes_fetched=len(content))
         reason = ""
         if len(content) > stop - start:

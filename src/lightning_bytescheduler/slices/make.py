@@ -120,7 +120,7 @@ def make_slices(
             raise OptionError("folder", folder, allowed)
         # What is left of the old slices is no slice of the new ones, so an interrupted run must not leave its index.
         remove(join(folder, INDEX_NAME), known)
-    sizes = {url: asked(url, partial(size_of, url, known)) for url in files}
+    sizes = {url: asked(url, partial(size_of, url, known))[0] for url in files}
     total, done = sum(sizes.values()), 0
     entries: list[IndexedSlice] = []
     try:
@@ -131,9 +131,7 @@ def make_slices(
 
     def pieces(url: str) -> Iterator[bytearray]:
         nonlocal done
-        whole = Slice(key=url, url=url, start=0, size=sizes[url], samples=1)
-        plan = ChunkPlan(size=whole.size, chunk_bytes=_PIECE_BYTES, digests=None)
-        for piece in fetch_chunks(whole, plan, partial(read_range, url, options=known), timeout=timeout):
+        for piece in read_file(url, sizes[url], known, timeout=timeout):
             yield piece
             done += len(piece)
             if progress is not None:
@@ -153,6 +151,15 @@ def make_slices(
         raise OptionError("urls", urls, "files with at least one sample")
     _write(join(folder, INDEX_NAME), write_index(entries), known)
     return entries
+
+
+def read_file(
+    url: str, size: int, options: Mapping[str, Any], *, timeout: float, waiting: Waiting | None = None
+) -> Iterator[bytearray]:
+    """A whole file, in pieces of whole chunks."""
+    whole = Slice(key=url, url=url, start=0, size=size, samples=1)
+    plan = ChunkPlan(size=size, chunk_bytes=_PIECE_BYTES, digests=None)
+    return fetch_chunks(whole, plan, partial(read_range, url, options=options), timeout=timeout, waiting=waiting)
 
 
 def _cut(url: str, form: SliceFormat, pieces: Iterator[Bytes], slice_bytes: int) -> Iterator[tuple[bytes, int]]:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from lightning_bytescheduler.checks import require_whole
 from lightning_bytescheduler.exceptions import OptionError, SliceCorruptError, SliceIndexError
-from lightning_bytescheduler.slices.fetch import LASTING_AT_FIRST, Waiting, ask, fetch_chunks
+from lightning_bytescheduler.slices.fetch import LASTING_AT_FIRST, Waiting, ask
 from lightning_bytescheduler.slices.formats import (
     NpyHeader,
     SliceFormat,
@@ -29,6 +29,7 @@ from lightning_bytescheduler.slices.make import (
     INDEX_NAME,
     SLICE_BYTES,
     cut_lines,
+    read_file,
     read_index,
     require_sample,
     row_ranges,
@@ -48,14 +49,12 @@ from lightning_bytescheduler.slices.slice import (
 from lightning_bytescheduler.slices.urls import (
     exists,
     expand,
-    file_version,
     read_range,
     require_protocols,
     require_storage_options,
     size_of,
 )
 
-_PIECE_BYTES = 8 * 1024 * 1024
 _HEADER_BYTES = 4096
 _Result = TypeVar("_Result")
 
@@ -233,9 +232,8 @@ class _Opening:
             if url in self._found:
                 continue  # two globs may name the same file
             form = format_of(url, self._reader, option=self._option)
-            version = self._ask(url, partial(file_version, url, self._storage_options))
+            size, version = self._ask(url, partial(size_of, url, self._storage_options))
             self._files[url] = SourceFile(form=form, version=version)
-            size = self._ask(url, partial(size_of, url, self._storage_options))
             self._found[url] = []
             if form.blocks is npy_blocks and form.compression is None:
                 self._add_rows(url, size)
@@ -244,19 +242,13 @@ class _Opening:
 
     def scan(self) -> None:
         """Read the files that have no index."""
-
-        def pieces(whole: Slice) -> Iterator[bytearray]:
-            plan = ChunkPlan(size=whole.size, chunk_bytes=_PIECE_BYTES, digests=None)
-            read = partial(read_range, whole.url, options=self._storage_options)
-            return fetch_chunks(whole, plan, read, timeout=self._timeout, waiting=self._waiting)
-
         for url, size in self._unread.items():
-            whole = Slice(key=url, url=url, start=0, size=size, samples=1)
             form = self._files[url].form
+            pieces = read_file(url, size, self._storage_options, timeout=self._timeout, waiting=self._waiting)
             if form.count_lines is not None and form.compression is None:
-                self._cut(url, pieces(whole), form, form.count_lines)
+                self._cut(url, pieces, form, form.count_lines)
             else:
-                self._count(whole, form, pieces(whole))
+                self._count(Slice(key=url, url=url, start=0, size=size, samples=1), form, pieces)
 
     def result(self, places: Sequence[str]) -> SliceSource:
         """The source."""
@@ -271,7 +263,7 @@ class _Opening:
     def _add_index(self, index: str, prefix: str) -> None:
         first, chain, rest = index.partition("::")
         folder = f"{first[: -len(INDEX_NAME)]}{chain}{rest}"
-        size = self._ask(index, partial(size_of, index, self._storage_options))
+        size, _ = self._ask(index, partial(size_of, index, self._storage_options))
         content = self._ask(index, partial(read_range, index, 0, size, self._storage_options))
         entries = read_index(content, folder=folder)
         if not entries:

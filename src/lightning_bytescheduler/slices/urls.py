@@ -174,25 +174,19 @@ def join(folder: str, name: str) -> str:
     return f"{first.rstrip('/') + '/' if not first.endswith('://') else first}{name}{chain}{rest}"
 
 
-def size_of(url: str, options: Options) -> int:
-    """Bytes of the file at ``url``.
+def size_of(url: str, options: Options) -> tuple[int, str]:
+    """Bytes of the file at ``url``, and a version: what changes when it does, as far as the source tells.
 
     Raises:
         OSError: If there is none, or its size is not known.
     """
     filesystem, path = _open(url, options)
-    size = _about(filesystem, path).get("size")
+    about = _about(filesystem, path)
+    size = about.get("size")
     if size is None:
         raise OSError(f"{url} does not say how large it is.")
-    return int(size)
-
-
-def file_version(url: str, options: Options) -> str:
-    """What changes when the file does, as far as the source tells: its etag, or the time of its last change."""
-    filesystem, path = _open(url, options)
-    about = _about(filesystem, path)
     known = [about.get(name) for name in ("ETag", "etag", "LastModified", "last_modified", "mtime", "created")]
-    return f"{next((value for value in known if value), '')}/{about.get('size')}"
+    return int(size), f"{next((value for value in known if value), '')}/{size}"
 
 
 def read_range(url: str, start: int, stop: int, options: Options) -> bytes:
