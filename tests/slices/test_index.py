@@ -7,33 +7,37 @@ import json
 import pytest
 
 from lightning_bytescheduler.exceptions import SliceIndexError
-from lightning_bytescheduler.slices.make import indexed_slice, read_index, write_index
-from lightning_bytescheduler.slices.slice import checksum_of
+from lightning_bytescheduler.slices.make import IndexLine, read_index, write_index
+from lightning_bytescheduler.slices.slice import checksum_of, digests_of
 
-ENTRIES = [
-    indexed_slice("slice-0.txt", b"a\n" * 3, 3, folder="memory://data"),
-    indexed_slice("slice-1.txt", b"b" * 3_000_000, 1, folder="memory://data"),
-]
+CONTENTS = [b"a\n" * 3, b"b" * 3_000_000]
+LINES = [IndexLine.of("slice-0.txt", CONTENTS[0], 3), IndexLine.of("slice-1.txt", CONTENTS[1], 1)]
 
 
 def test_round_trip():
-    assert read_index(write_index(ENTRIES), folder="memory://data") == ENTRIES
+    entries = read_index(write_index(LINES), folder="memory://data")
+    for number, (entry, content) in enumerate(zip(entries, CONTENTS, strict=True)):
+        assert entry.slice.url == f"memory://data/slice-{number}.txt"
+        assert (entry.slice.size, entry.slice.samples) == (len(content), [3, 1][number])
+        assert entry.slice.checksum == checksum_of(content)
+        assert entry.digests == digests_of(content)
 
 
 def test_an_index_of_an_earlier_release_is_read():
     """Which had blanks between its values."""
-    head, *lines = write_index(ENTRIES).splitlines()
+    head, *lines = write_index(LINES).splitlines()
     body = b"".join(json.dumps(json.loads(line)).encode() + b"\n" for line in lines)
     head = json.dumps({**json.loads(head), "checksum": checksum_of(body)}).encode()
     assert b'"version": 1' in head
-    assert read_index(head + b"\n" + body, folder="memory://data") == ENTRIES
+    entries = read_index(write_index(LINES), folder="memory://data")
+    assert read_index(head + b"\n" + body, folder="memory://data") == entries
 
 
 @pytest.mark.parametrize(
     ("name", "value"), [("slices", None), ("chunk_bytes", 0), ("chunk_bytes", True), ("checksum", 1)]
 )
 def test_a_damaged_first_line_is_an_error(name, value):
-    head, _, body = write_index(ENTRIES).partition(b"\n")
+    head, _, body = write_index(LINES).partition(b"\n")
     head = json.dumps({**json.loads(head), name: value}).encode()
     with pytest.raises(SliceIndexError, match="is damaged"):
         read_index(head + b"\n" + body, folder="memory://data")
@@ -44,7 +48,7 @@ def test_a_damaged_first_line_is_an_error(name, value):
     [("size", "8"), ("samples", 0), ("samples", True), ("checksum", 1), ("chunks", "x"), ("more", 1)],
 )
 def test_a_line_that_is_no_slice_is_named(name, value):
-    head, _, body = write_index(ENTRIES[:1]).partition(b"\n")
+    head, _, body = write_index(LINES[:1]).partition(b"\n")
     body = json.dumps({**json.loads(body), name: value}).encode() + b"\n"
     head = json.dumps({**json.loads(head), "checksum": checksum_of(body)}).encode()
     with pytest.raises(SliceIndexError, match="line 2, does not describe a slice"):
@@ -52,21 +56,21 @@ def test_a_line_that_is_no_slice_is_named(name, value):
 
 
 def test_names_follow_the_folder():
-    (moved, _) = read_index(write_index(ENTRIES), folder="zip://::file:///b.zip")
+    (moved, _) = read_index(write_index(LINES), folder="zip://::file:///b.zip")
     assert moved.slice.url == "zip://slice-0.txt::file:///b.zip"
     assert moved.slice.key == "slice-0.txt"
 
 
 @pytest.mark.parametrize("at", [0, 40, 150, 300, -2])
 def test_a_flipped_bit_is_noticed(at):
-    content = bytearray(write_index(ENTRIES))
+    content = bytearray(write_index(LINES))
     content[at] ^= 4
     with pytest.raises(SliceIndexError):
         read_index(bytes(content), folder="memory://data")
 
 
 def test_a_cut_short_or_foreign_index_is_refused():
-    content = write_index(ENTRIES)
+    content = write_index(LINES)
     for wrong in (b"", b"{}", b"\xff\x00", content[:-10], content.partition(b"\n")[0]):
         with pytest.raises(SliceIndexError, match=r"slices make|[Mm]ake the slices again"):
             read_index(wrong, folder="memory://data")
@@ -74,12 +78,12 @@ def test_a_cut_short_or_foreign_index_is_refused():
 
 def test_another_version_is_named():
     with pytest.raises(SliceIndexError, match="of version 2, and this release reads version 1"):
-        read_index(write_index(ENTRIES).replace(b'"version":1', b'"version":2'), folder="memory://data")
+        read_index(write_index(LINES).replace(b'"version":1', b'"version":2'), folder="memory://data")
 
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "../other.txt", "file:///etc/passwd", "a::b", ""])
 def test_an_index_cannot_name_files_elsewhere(name):
-    head, _, body = write_index(ENTRIES[:1]).partition(b"\n")
+    head, _, body = write_index(LINES[:1]).partition(b"\n")
     body = body.replace(b"slice-0.txt", json.dumps(name)[1:-1].encode())
     head = json.dumps({**json.loads(head), "checksum": checksum_of(body)}).encode()
     with pytest.raises(SliceIndexError, match="line 2"):

@@ -122,7 +122,7 @@ def make_slices(
         remove(join(folder, INDEX_NAME), known)
     sizes = {url: asked(url, partial(size_of, url, known))[0] for url in files}
     total, done = sum(sizes.values()), 0
-    entries: list[IndexedSlice] = []
+    lines: list[IndexLine] = []
     try:
         make_folder(folder, known)
     except OSError as error:
@@ -141,16 +141,17 @@ def make_slices(
         form = forms[url]
         try:
             for content, samples in _cut(url, form, pieces(url), slice_bytes):
-                name = f"slice-{len(entries):06d}{form.suffix}"
+                name = f"slice-{len(lines):06d}{form.suffix}"
                 require_sample(form, url, content)
                 _write(join(folder, name), content, known)
-                entries.append(indexed_slice(name, content, samples, folder=folder))
+                lines.append(IndexLine.of(name, content, samples))
         except (ValueError, EOFError) as error:
             raise SliceCorruptError(url, url, str(error) or type(error).__name__) from error
-    if not entries:
+    if not lines:
         raise OptionError("urls", urls, "files with at least one sample")
-    _write(join(folder, INDEX_NAME), write_index(entries), known)
-    return entries
+    index = write_index(lines)
+    _write(join(folder, INDEX_NAME), index, known)
+    return read_index(index, folder=folder)
 
 
 def read_file(
@@ -328,7 +329,7 @@ class _Head(msgspec.Struct):
     checksum: str
 
 
-class _Line(msgspec.Struct, forbid_unknown_fields=True):
+class IndexLine(msgspec.Struct, forbid_unknown_fields=True):
     """Each other line."""
 
     name: str
@@ -336,6 +337,11 @@ class _Line(msgspec.Struct, forbid_unknown_fields=True):
     samples: int
     checksum: str | None
     chunks: str
+
+    @classmethod
+    def of(cls, name: str, content: bytes, samples: int) -> IndexLine:
+        """Describe the slice that ``content`` makes as a file."""
+        return cls(name, len(content), samples, checksum_of(content), digests_of(content).hex())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -353,37 +359,14 @@ class IndexedSlice:
     digests: bytes
 
 
-def indexed_slice(name: str, content: bytes, samples: int, *, folder: str) -> IndexedSlice:
-    """Describe the slice that ``content`` makes as a file ``name`` in the folder at a URL."""
-    slice_ = Slice(
-        key=name,
-        url=join(folder, name),
-        start=0,
-        size=len(content),
-        samples=samples,
-        checksum=checksum_of(content),
-    )
-    return IndexedSlice(slice=slice_, chunk_bytes=CHUNK_BYTES, digests=digests_of(content))
-
-
-def write_index(entries: Iterable[IndexedSlice]) -> bytes:
+def write_index(lines: Sequence[IndexLine]) -> bytes:
     """The content of the index file for these slices."""
-    described = [
-        _Line(
-            name=entry.slice.key,
-            size=entry.slice.size,
-            samples=entry.slice.samples,
-            checksum=entry.slice.checksum,
-            chunks=entry.digests.hex(),
-        )
-        for entry in entries
-    ]
     encoder = msgspec.json.Encoder()
-    body = encoder.encode_lines(described)
+    body = encoder.encode_lines(lines)
     head = _Head(
         format=_FORMAT,
         version=_VERSION,
-        slices=len(described),
+        slices=len(lines),
         chunk_bytes=CHUNK_BYTES,
         checksum=checksum_of(body),
     )
@@ -416,7 +399,7 @@ def read_index(content: bytes, *, folder: str) -> list[IndexedSlice]:
         )
     if head.checksum != checksum_of(body):
         raise SliceIndexError(f"{place} is damaged: its checksum is not that of its content. Make the slices again.")
-    decoder = msgspec.json.Decoder(_Line)
+    decoder = msgspec.json.Decoder(IndexLine)
     entries = []
     for number, line in enumerate(body.splitlines(), start=2):
         try:
@@ -432,7 +415,7 @@ def read_index(content: bytes, *, folder: str) -> list[IndexedSlice]:
     return entries
 
 
-def _entry(line: _Line, chunk_bytes: int, folder: str) -> IndexedSlice:
+def _entry(line: IndexLine, chunk_bytes: int, folder: str) -> IndexedSlice:
     if not _stays_in_folder(line.name):
         raise ValueError(f"{line.name!r} is not the name of a file in its folder.")
     slice_ = Slice(
