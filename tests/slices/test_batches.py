@@ -1,4 +1,4 @@
-"""Batches of slices that cannot be read: other samples are repeated in their place, or the reading ends with an error."""
+"""Batches of slices that cannot be read: other samples are repeated in their place, or the reading ends."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import gzip
-import sys
 
 import numpy as np
 import pytest

@@ -143,7 +143,9 @@ def test_each_rank_gets_its_part_of_every_batch(plans: list[TrackedTraining]) ->
     ranks = worker_of(plans, tracker, (2, 1, 1))
     parts = on_each(ranks, train)
     ranks[0].settle()
-    trained = Counter(sample for batches in zip(*parts, strict=True) for sample in {*batches[0], *batches[1], *batches[2]})
+    trained = Counter(
+        sample for batches in zip(*parts, strict=True) for sample in {*batches[0], *batches[1], *batches[2]}
+    )
     assert trained == Counter((index, sample) for index, count in enumerate(counts) for sample in range(count))
     assert [len(part) for part in parts[0][:5]] == [2] * 5
     assert tracker.report().trained == sum(counts)
@@ -192,7 +194,7 @@ def test_all_do_at_once_what_the_first_does_while_others_hold_all(plans: list[Tr
     idle = [IdleCalls(), IdleCalls()]
     ranks = worker_of(plans, tracker, (1, 1), idle)
     with ThreadPoolExecutor(2) as threads:
-        found = [threads.submit(lambda rank=rank: next(iter(rank))) for rank in ranks]
+        found = [threads.submit(next, iter(rank)) for rank in ranks]
         assert idle[0].waiting.wait(LIMIT_S)
         plans[0].leave()
         assert sorted(sample for each in found for sample in samples(each.result(LIMIT_S))) == [(0, 0), (0, 1)]

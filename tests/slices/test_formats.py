@@ -72,6 +72,7 @@ def test_npy(shape, size, first):
 
 def test_rows_of_a_piece_share_its_memory():
     content = bytearray(npy_slice(np.zeros((4, 8), np.float32)))
+    rows: Any
     (rows,) = format_of("a.npy").blocks_of(SliceStream(iter([content])))
     rows[2][3] = 5
     assert np.load(io.BytesIO(content))[2, 3] == 5

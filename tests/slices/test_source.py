@@ -141,7 +141,7 @@ def test_more_or_fewer_samples_than_counted_is_corrupt():
         slice_ = replace(source.slices[0], samples=wrong)
         chunks = fetch_chunks(slice_, source.plan(slice_), partial(source.read, slice_))
         with pytest.raises(SliceCorruptError, match=reason):
-            list(source.open(slice_, lambda chunks=chunks: chunks).take(0, wrong))
+            list(source.open(slice_, partial(iter, chunks)).take(0, wrong))
 
 
 def test_malformed_data_names_the_slice_and_the_sample():

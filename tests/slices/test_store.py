@@ -306,7 +306,10 @@ def test_a_cache_smaller_than_a_slice_is_an_error_at_start(tmp_path):
         SliceStore(FaultySource(1), StoreOptions(cache={"dir": tmp_path, "bytes": 1000}))
 
 
-@pytest.mark.parametrize(("option", "value"), [("cache", 3), ("cache", {"bytes": 0}), ("prefetch", -1), ("timeout", 0), ("timeout", float("inf"))])
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("cache", 3), ("cache", {"bytes": 0}), ("prefetch", -1), ("timeout", 0), ("timeout", float("inf"))],
+)
 def test_misuse(option, value):
     with pytest.raises(OptionError, match=option):
         StoreOptions(**{option: value})

@@ -109,7 +109,7 @@ def test_a_worker_gets_first_what_it_keeps_in_the_epochs_order():
     def orders(keeps):
         tracker = make_tracker([1] * 100)
         worker = Worker(tracker, "0", Counter(), keeps=keeps)
-        found = []
+        found: list[list[str]] = []
         for worker.epoch in (0, 1):
             found.append([])
             for _ in range(100):
@@ -418,9 +418,7 @@ def test_a_request_looks_at_no_more_slices_than_there_are(monkeypatch):
 
     monkeypatch.setattr(EpochSlices, "take", taken)
     tracker = make_tracker([1] * 2000)
-    workers = [
-        Worker(tracker, str(rank), Counter(), keeps=2000) for rank in range(3)
-    ]
+    workers = [Worker(tracker, str(rank), Counter(), keeps=2000) for rank in range(3)]
     for epoch in range(2):
         looked_at.clear()
         while not (tracker.over and tracker.epoch == epoch):

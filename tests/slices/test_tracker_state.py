@@ -120,7 +120,7 @@ def test_two_open_epochs_go_on_exactly(names, delivery):
     clock = Clock()
     resumed = make_tracker(COUNTS, clock, delivery=delivery)
     resumed.load_state_dict(state)
-    assert resumed.report() == tracker.report()
+    assert resumed.report() == replace(tracker.report(), stolen=0)
     assert resumed.report().ahead > 0
     workers = [EachEpoch(resumed, name, trained, incarnation="b") for name in names]
     if "2" in names:

@@ -71,8 +71,8 @@ class SliceLoader:
     """Batches of a plan, any number of times, one pass at a time: one that begins ends the one before.
 
     It is not a ``DataLoader``, so that Lightning does not look for a sampler to replace. Processes are kept if a pass
-    has had all of its batches. Those of a pass that is given up are ended, as they may be in the middle of a long fetch.
-    As with ``persistent_workers`` of a ``DataLoader``, random numbers in a process go on from pass to pass.
+    has had all of its batches. Those of a pass that is given up are ended, as they may be in the middle of a long
+    fetch. As with ``persistent_workers`` of a ``DataLoader``, random numbers in a process go on from pass to pass.
 
     Args:
         plan: Which batches.
@@ -146,13 +146,14 @@ class SliceLoader:
         # A generator, so that nothing starts before the first batch is wanted: Lightning makes more iterators than
         # it uses.
         started = time.perf_counter()
-        if self._is_reading:
+        if self._is_reading and not self._asked.is_done:
             self.close()
         self._asked.plan, self._asked.number = self.plan, self._asked.number + 1
         own, self._is_reading = self._asked.number, True
         try:
             iterator = self._begun()
             while (read := next(iterator, None)) is not None:
+                self._asked.left -= 1
                 batch, report = pickle.loads(read[0]) if isinstance(read[0], _Packed) else read[0], ReadReport(*read[1])
                 self._on_report(report, time.perf_counter() - started)
                 if batch is not None:
@@ -162,11 +163,11 @@ class SliceLoader:
                 if self._asked.number != own:
                     raise UnsupportedError("Another pass over this loader of slices has begun, which ends this one.")
                 started = time.perf_counter()
-            self._is_reading = False
         finally:
-            if self._is_reading and self._asked.number == own:
+            if self._asked.number == own:
                 self._is_reading = False
-                self.close()
+                if not self._asked.is_done:
+                    self.close()
 
     def close(self) -> None:
         """End the processes, waiting about 5 s for each."""
@@ -211,14 +212,24 @@ class _Asked:
     Attributes:
         plan: The plan.
         number: Of the pass.
+        left: Batches that were asked for, and are not there.
+        is_done: Whether nothing is left, and nothing more will be asked for.
     """
 
     plan: Plan
-    number = 0
+    number = left = 0
+    _is_over = False
+
+    @property
+    def is_done(self) -> bool:  # a Trainer takes no more than a loader's length, and never sees its end
+        return self._is_over and not self.left
 
     def __iter__(self) -> Iterator[tuple[int, SliceBatch]]:
-        number = self.number
-        return ((number, batch) for batch in self.plan)
+        self.left, self._is_over = 0, False
+        for batch in self.plan:
+            self.left += 1
+            yield self.number, batch
+        self._is_over = True
 
 
 class _Batches(Dataset[Any]):

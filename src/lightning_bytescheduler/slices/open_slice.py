@@ -19,7 +19,6 @@ from lightning_bytescheduler.exceptions import SliceCorruptError
 from lightning_bytescheduler.slices.formats import ListedSamples, SampleBlock, SampleNumbers
 from lightning_bytescheduler.slices.slice import Bytes, ChunkPlan, Slice, right_chunks
 
-
 _END = object()
 
 

@@ -144,9 +144,7 @@ class SliceSource:
         form = self._files[slice_.url].form
         if form.blocks is not None:
             return BlockSamples(slice_, form.blocks_of(self._stream(slice_, chunks())))
-        return ReaderSamples(
-            slice_, lambda first: form.samples(self._stream(slice_, chunks()), first), is_here=is_here
-        )
+        return ReaderSamples(slice_, lambda first: form.samples(self._stream(slice_, chunks()), first), is_here=is_here)
 
     def _stream(self, slice_: Slice, chunks: Iterator[Bytes]) -> SliceStream:
         header = self._files[slice_.url].header

@@ -249,7 +249,9 @@ class SliceStore:
             yield from self._followed(reading, cache, prefetcher, name)
             cached = cache.find(name, reading.plan)
 
-    def _followed(self, reading: OpenSlice, cache: SliceCache, prefetcher: SlicePrefetcher, name: str) -> Iterator[Bytes]:
+    def _followed(
+        self, reading: OpenSlice, cache: SliceCache, prefetcher: SlicePrefetcher, name: str
+    ) -> Iterator[Bytes]:
         """Chunks as they are written; ends when there is nothing to follow, or no more of it."""
         job = prefetcher.want(reading.slice)
         growing: GrowingSlice | None = None

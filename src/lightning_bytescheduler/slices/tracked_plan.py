@@ -149,7 +149,8 @@ class TrackerPlan:
         number, self._received = self._received, self._received + 1
         if report.is_empty:  # nobody can train on it
             self._out.pop(number, None)
-        self.quarantine(report.corrupt)
+        if report.corrupt:
+            self.quarantine(report.corrupt)
 
     def quarantine(self, corrupt: Iterable[tuple[str, str]]) -> None:
         """Report slices that readers have found to be corrupt.

@@ -8,8 +8,8 @@ saved. One lock; nothing is called with it held.
 
 The batches of a worker of several ranks that train together are taken by its first rank, which tells the others of
 each: a collective of the training threads, which are in step anyhow. Each takes a part, as long as its share of the
-batch sizes, so that all take equally many steps. The tracker does not know of the other ranks: what they train on counts
-with the first rank's steps, which are their own too.
+batch sizes, so that all take equally many steps. The tracker does not know of the other ranks: what they train on
+counts with the first rank's steps, which are their own too.
 """
 
 from __future__ import annotations
@@ -421,20 +421,21 @@ class TrackedTraining:
         return not self._is_over and self._made_for == self._pass and len(self._ready) < self._depth
 
     def _make(self, plan: TrackerPlan) -> float:
-        """Make a batch if there is room; returns the seconds after which to ask again."""
-        with self._changed:
-            self._changed.notify_all()  # questions were answered
-            if not self._makes or self._stopping:
-                return 0.0
-            number = self._pass
-        found = plan.poll()
-        with self._changed:
-            if self._pass == number:
-                if isinstance(found, SliceBatch):
-                    self._ready.append(found)
-                self._is_over = found is None
-                self._changed.notify_all()
-        return found if isinstance(found, float) else 0.0
+        """Make batches as long as there is room; returns the seconds after which to ask again."""
+        while True:
+            with self._changed:
+                self._changed.notify_all()  # questions were answered, or a batch is there
+                if not self._makes or self._stopping:
+                    return 0.0
+                number = self._pass
+            found = plan.poll()
+            if isinstance(found, float):
+                return found
+            with self._changed:
+                if self._pass == number:
+                    self._is_over = found is None
+                    if found is not None:
+                        self._ready.append(found)
 
     # ------------------------------------------------------------------ the position
 
