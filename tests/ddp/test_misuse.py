@@ -26,7 +26,7 @@ from lightning_bytescheduler import (
 )
 from lightning_bytescheduler.ddp import rank_strategy
 from lightning_bytescheduler.ddp.ddp_arguments import check_hooks, check_module
-from lightning_bytescheduler.ddp.scheduler_hooks import SchedulerHooks
+from lightning_bytescheduler.ddp.strategy import SchedulerHooks
 from tests.support.fabric_loops import SIZES as FABRIC_SIZES
 from tests.support.fabric_loops import tower
 from tests.support.fit import Recipe, Run, train

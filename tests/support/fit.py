@@ -32,7 +32,7 @@ from lightning_bytescheduler.ddp.gates import GatedParameter
 from lightning_bytescheduler.ddp.overlapped_step import OverlappedStep
 from lightning_bytescheduler.ddp.partial_step import is_closed
 from lightning_bytescheduler.ddp.plan import OverlapPlan
-from lightning_bytescheduler.ddp.scheduler_hooks import SchedulerHooks
+from lightning_bytescheduler.ddp.strategy import SchedulerHooks
 from tests.support.compare import bit_differences
 from tests.support.late_copies import by_host
 from tests.support.network import LateNetwork
