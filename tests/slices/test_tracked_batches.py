@@ -14,7 +14,7 @@ from lightning_bytescheduler.slices.batches import ReadReport, SliceBatch
 from lightning_bytescheduler.slices.slice import SliceState
 from lightning_bytescheduler.slices.tracked_plan import TrackerPlan
 from lightning_bytescheduler.slices.tracker import SliceTracker
-from tests.slices.tracker_workers import Clock, make_tracker, slices
+from tests.slices.tracker_workers import Clock, make_tracker, slices, state_of
 
 
 class _Waits(Exception):
@@ -228,7 +228,7 @@ def test_a_corrupt_slice_is_quarantined_and_an_empty_batch_not_reported():
     first = next(worker.batches)
     worker.plan.received(ReadReport({}, corrupt=(("slice0", "it is damaged."),), lost=3, is_empty=True))
     assert first.runs[0].slice_index == 0
-    assert tracker.state_of("slice0") is SliceState.QUARANTINED
+    assert state_of(tracker, "slice0") == SliceState.QUARANTINED
     worker.fetch()
     worker.train()
     assert trained == {(0, 1, sample): 1 for sample in range(3)}

@@ -25,7 +25,7 @@ from lightning_bytescheduler.slices.messages import (
 from lightning_bytescheduler.slices.options import TrackerOptions
 from lightning_bytescheduler.slices.slice import SliceState
 from lightning_bytescheduler.slices.tracker_state import EpochSlices
-from tests.slices.tracker_workers import Clock, Worker, finish, make_tracker
+from tests.slices.tracker_workers import Clock, Worker, finish, make_tracker, state_of
 
 
 def exactly(counts, times=1):
@@ -35,11 +35,11 @@ def exactly(counts, times=1):
 def test_a_slice_is_available_then_assigned_then_used():
     tracker = make_tracker([5])
     worker = Worker(tracker, "0", Counter())
-    assert tracker.state_of("slice0") is SliceState.AVAILABLE
+    assert state_of(tracker, "slice0") == SliceState.AVAILABLE
     worker.ask()
-    assert tracker.state_of("slice0") is SliceState.ASSIGNED
+    assert state_of(tracker, "slice0") == SliceState.ASSIGNED
     worker.train(5)
-    assert tracker.state_of("slice0") is SliceState.USED
+    assert state_of(tracker, "slice0") == SliceState.USED
     assert isinstance(worker.ask(), EpochOver)
 
 
@@ -195,7 +195,7 @@ def test_a_late_message_of_a_lease_that_is_over_counts_unless_the_slice_is_gone(
     assert other.ask().first == 4
     assert tracker.done(FinishSlice(session=session, grant=grant)).verdict is Verdict.JOIN_AGAIN
     assert tracker.report().trained == 4
-    assert tracker.state_of("slice0") is SliceState.ASSIGNED
+    assert state_of(tracker, "slice0") == SliceState.ASSIGNED
 
 
 def test_repeated_and_late_reports_change_nothing():

@@ -47,6 +47,11 @@ def make_tracker(counts: list[int], clock: Clock | None = None, **options) -> Sl
     return SliceTracker(SliceCatalogue(slices(counts)), TrackerOptions(**options), clock=clock or Clock())
 
 
+def state_of(tracker: SliceTracker, key: str) -> int:
+    """A ``SliceState`` of the running epoch."""
+    return int(tracker._epochs.running.states[tracker.catalogue.find(key)])
+
+
 class Held:
     """A slice as a worker sees it: ``position`` is where it really is."""
 

@@ -205,27 +205,6 @@ class Postman:
             self._on_error(error)
 
 
-class Sender:
-    """Posts texts, on the thread that calls: for one thread, which waits for the store and nobody else.
-
-    Args:
-        store: That all ranks share.
-        sender: Whose letters these are.
-    """
-
-    def __init__(self, store: dist.Store, sender: str) -> None:
-        self._store = connection_to(store)
-        self._sender = sender
-
-    def post(self, mailbox: str, text: str) -> None:
-        """Post a text.
-
-        Raises:
-            RuntimeError: If the store is gone.
-        """
-        _post(self._store, mailbox, _Told(self._sender, text))
-
-
 class Caller:
     """Calls readers of mailboxes, which need not be there yet.
 

@@ -14,7 +14,7 @@ from lightning_bytescheduler.slices.catalogue import SliceCatalogue
 from lightning_bytescheduler.slices.make import make_slices
 from lightning_bytescheduler.slices.messages import TrackerClient
 from lightning_bytescheduler.slices.options import TrackerOptions
-from lightning_bytescheduler.slices.slice import Slice, SliceState, SliceStream
+from lightning_bytescheduler.slices.slice import Slice, SliceStream
 from lightning_bytescheduler.slices.source import SliceSource, open_source
 from lightning_bytescheduler.slices.tracker import SliceTracker, TrackerReport
 from lightning_bytescheduler.slices.training import TrackerHost
@@ -23,7 +23,6 @@ __all__ = [
     "Slice",
     "SliceCatalogue",
     "SliceSource",
-    "SliceState",
     "SliceStream",
     "SliceTracker",
     "TrackerClient",

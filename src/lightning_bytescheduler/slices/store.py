@@ -166,8 +166,7 @@ class SliceStore:
         self._closed = False
         self._warned = threading.Event()
         self._counters = SliceCounters()
-        self._cache: SliceCache | None = None
-        self._prefetcher: SlicePrefetcher | None = None
+        self._prefetcher: SlicePrefetcher | None = None  # with the cache, if there is one
         self.depth = self.keeps = 0
         options = self.options
         if options.cache_dir is None or self.is_local:
@@ -175,10 +174,9 @@ class SliceStore:
         # Several processes keep slices in the cache, and what is read has to find room.
         self.keeps = options.cache_bytes // self._largest[0]
         self.depth = min(options.prefetch, max(self.keeps // 4, 1))
-        self._cache = SliceCache(options.cache_dir, options.cache_bytes)
         self._prefetcher = SlicePrefetcher(
             self.source,
-            self._cache,
+            SliceCache(options.cache_dir, options.cache_bytes),
             depth=self.depth,
             timeout=options.timeout,
             waiting=self._waiting,
@@ -194,7 +192,7 @@ class SliceStore:
             self._begin()
 
     def _require_room(self) -> None:
-        if self._cache is not None and self.options.cache_bytes < self._largest[0]:
+        if self._prefetcher is not None and self.options.cache_bytes < self._largest[0]:
             needed, key = self._largest
             allowed = f"of at least {needed} bytes, which the largest slice, {key!r}, takes in it"
             raise OptionError("cache", {"bytes": self.options.cache_bytes}, allowed)
@@ -209,8 +207,8 @@ class SliceStore:
         """Whether all bytes of a slice are on this machine, so that reading them again costs little."""
         if local_path(slice_.url) is not None:
             return True
-        cache, prefetcher = self._cache, self._prefetcher
-        return cache is not None and prefetcher is not None and cache.has(prefetcher.name_of(slice_))
+        prefetcher = self._prefetcher
+        return prefetcher is not None and prefetcher.cache.has(prefetcher.name_of(slice_))
 
     def _chunks(self, reading: OpenSlice, *, again: bool) -> Generator[Bytes, None, None]:
         path = local_path(reading.slice.url)
@@ -219,16 +217,15 @@ class SliceStore:
             # Only what is missing or damaged is left: read again as from any source, which says what is wrong.
             yield from self._fetched(reading)
             return
-        if self._cache is not None and self._prefetcher is not None:
+        if self._prefetcher is not None:
             try:
-                yield from self._through_cache(reading, self._cache, self._prefetcher, again)
+                yield from self._through_cache(reading, self._prefetcher, again)
             except _PastTheCache:
                 self._counters.add(uncached=1)
         yield from self._fetched(reading)
 
-    def _through_cache(
-        self, reading: OpenSlice, cache: SliceCache, prefetcher: SlicePrefetcher, again: bool
-    ) -> Iterator[Bytes]:
+    def _through_cache(self, reading: OpenSlice, prefetcher: SlicePrefetcher, again: bool) -> Iterator[Bytes]:
+        cache = prefetcher.cache
         name = prefetcher.name_of(reading.slice)
         cached = cache.find(name, reading.plan)
         if not again:
@@ -246,28 +243,26 @@ class SliceStore:
                     cached.close()
             if reading.is_over:
                 return
-            yield from self._followed(reading, cache, prefetcher, name)
+            yield from self._followed(reading, prefetcher, name)
             cached = cache.find(name, reading.plan)
 
-    def _followed(
-        self, reading: OpenSlice, cache: SliceCache, prefetcher: SlicePrefetcher, name: str
-    ) -> Iterator[Bytes]:
+    def _followed(self, reading: OpenSlice, prefetcher: SlicePrefetcher, name: str) -> Iterator[Bytes]:
         """Chunks as they are written; ends when there is nothing to follow, or no more of it."""
         job = prefetcher.want(reading.slice)
         growing: GrowingSlice | None = None
         try:
             while not reading.is_over:
                 is_done = job.done.is_set()  # asked first: what a job that is done has written is there
-                growing = growing or cache.follow(name, reading.plan)
+                growing = growing or prefetcher.cache.follow(name, reading.plan)
                 chunk = None if growing is None else growing.chunk(reading.next)
                 if chunk is not None:
                     yield reading.got(chunk)
                     continue
+                if is_done and isinstance(job.error, CacheFull):
+                    self._warn_of(job.error)
+                    raise _PastTheCache
                 if is_done and job.error is not None:
                     raise job.error
-                if is_done and job.full is not None:
-                    self._warn_of(job.full)
-                    raise _PastTheCache
                 if is_done and not job.busy:
                     return
                 self._wait(reading, job)
@@ -335,15 +330,13 @@ class FetchJob:
         planned: Whether it is fetched before it is wanted.
         done: Set at the end.
         busy: At the end: someone else is writing it, or has just written it.
-        full: At the end: why the cache cannot take it.
-        error: At the end: why it cannot be fetched.
+        error: At the end: why it cannot be fetched, or the cache cannot take it.
     """
 
     slice: Slice
     planned: bool
     done: threading.Event = field(default_factory=threading.Event)
     busy: bool = False
-    full: CacheFull | None = None
     error: Exception | None = None
 
 
@@ -365,6 +358,9 @@ class SlicePrefetcher:
         timeout: Seconds that the source may stay away.
         waiting: Time and chance.
         counters: Where work is counted.
+
+    Attributes:
+        cache: As given.
     """
 
     def __init__(
@@ -378,7 +374,7 @@ class SlicePrefetcher:
         counters: SliceCounters,
     ) -> None:
         self._source = source
-        self._cache = cache
+        self.cache = cache
         self._depth = depth
         self._timeout = timeout
         self._waiting = replace(waiting, sleep=partial(self._sleep, waiting))
@@ -513,19 +509,17 @@ class SlicePrefetcher:
         pause = _RETRY_SECONDS
         try:
             plan = self._source.plan(job.slice)
-            cached = self._cache.find(name, plan)
+            cached = self.cache.find(name, plan)
             if cached is None:
                 cached = self._fetch(job, name)
                 if cached is not None:
                     self._counters.add(prefetched=job.planned)
         except _Stopped:
             job.busy = True
-        except CacheFull as error:
-            job.full = error
         except Exception as error:  # whatever it is, it belongs to whoever reads the slice
             job.error = error
-            pause = _FAILED_SECONDS
-        job.busy = job.busy or (cached is None and job.full is None and job.error is None)
+            pause = _RETRY_SECONDS if isinstance(error, CacheFull) else _FAILED_SECONDS
+        job.busy = job.busy or (cached is None and job.error is None)
         with self._changed:
             del self._jobs[name]
             if cached is None:
@@ -540,7 +534,7 @@ class SlicePrefetcher:
     def _fetch(self, job: FetchJob, name: str) -> CachedSlice | None:
         plan = self._source.plan(job.slice)
         try:
-            writer = self._cache.begin(name, plan)
+            writer = self.cache.begin(name, plan)
         except OSError as error:
             raise DiskFailed(f"The cache cannot be used: {error}") from error
         if writer is None:

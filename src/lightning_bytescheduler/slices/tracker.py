@@ -57,7 +57,6 @@ from lightning_bytescheduler.slices.messages import (
     WaitReason,
 )
 from lightning_bytescheduler.slices.options import TrackerOptions
-from lightning_bytescheduler.slices.slice import SliceState
 from lightning_bytescheduler.slices.tracker_state import (
     EpochSlices,
     Grant,
@@ -313,14 +312,6 @@ class SliceTracker:
     def wanted(self) -> bool:
         """Whether somebody has asked for a slice and found that others hold all that are left."""
         return self._wanted and not self.over
-
-    def state_of(self, key: str) -> SliceState:
-        """Where a slice stands in the running epoch.
-
-        Raises:
-            OptionError: If there is no such slice.
-        """
-        return self._epochs.running.state(self._index(key))
 
     @_alone
     def report(self) -> TrackerReport:

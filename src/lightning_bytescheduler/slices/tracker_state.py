@@ -299,10 +299,6 @@ class EpochSlices:
         self.unfinished = int(len(ended) - np.count_nonzero(ended))
         self.available = int(np.count_nonzero(self.states == SliceState.AVAILABLE))
 
-    def state(self, index: int) -> SliceState:
-        """State of a slice."""
-        return SliceState(int(self.states[index]))
-
     def held_by(self, index: int) -> tuple[TrackedWorker, Grant] | None:
         """Who holds a slice, and how."""
         holder = self.holders.get(index)
