@@ -69,7 +69,7 @@ def main() -> None:
             fabric.launch()
             fabric.seed_everything(2, verbose=False)
             weights.append(train(fabric, epochs, Path(folder, "state.ckpt")))
-    fabric.print(ours.plans[0])
+    fabric.print(ours.plan)
     same = all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     fabric.print(f"the weights are {'DDP' if same else 'not DDP'}'s, bit for bit")
 

@@ -32,8 +32,8 @@ class Compared(NamedTuple):
     """What one rank saw."""
 
     differences: list[str]
-    plans: tuple[OverlapPlan | None, ...]
-    statistics: tuple[SchedulerStatistics, ...]
+    plan: OverlapPlan | None
+    statistics: SchedulerStatistics
     forced: int
 
 
@@ -75,12 +75,13 @@ def _compare(rank: int, loop: Loop, network: str, options: Mapping[str, Any], ar
         actual = loop(_launched(strategy, arguments))
         strategy.flush()
         found = _settled(actual)
-    plans, statistics = strategy.plans, strategy.statistics
+    plan, statistics = strategy.plan, strategy.statistics
+    assert statistics is not None
     strategy.end()
     modules = [value for value in actual.values() if isinstance(value, nn.Module)]
     assert not [p for module in modules for p in module.parameters() if type(p) is GatedParameter]
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("bytescheduler")]
-    return Compared(bit_differences(expected, found), plans, statistics, late.forced)
+    return Compared(bit_differences(expected, found), plan, statistics, late.forced)
 
 
 def _launched(strategy: Any, arguments: Mapping[str, Any]) -> Fabric:

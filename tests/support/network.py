@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from lightning_bytescheduler.collectives.transport import GradientTransport
-from lightning_bytescheduler.ddp.fabric_module import FabricModuleGradients
+from lightning_bytescheduler.ddp.fabric_strategy import ModuleGradients
 from lightning_bytescheduler.ddp.strategy import ByteSchedulerStrategy
 from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask
 
@@ -70,18 +70,18 @@ class LateNetwork:
             self._release(strategy)
             flush(strategy)
 
-        forward, flush_module = FabricModuleGradients.forward, FabricModuleGradients.flush
+        forward, flush_module = ModuleGradients.forward, ModuleGradients.flush
 
-        def releasing_forward(gradients: FabricModuleGradients) -> AbstractContextManager[None]:
+        def releasing_forward(gradients: ModuleGradients) -> AbstractContextManager[None]:
             self._release(gradients)
             return forward(gradients)
 
-        def releasing_flush_module(gradients: FabricModuleGradients) -> None:
+        def releasing_flush_module(gradients: ModuleGradients) -> None:
             self._release(gradients)
             flush_module(gradients)
 
-        self._patch(FabricModuleGradients, "forward", releasing_forward)
-        self._patch(FabricModuleGradients, "flush", releasing_flush_module)
+        self._patch(ModuleGradients, "forward", releasing_forward)
+        self._patch(ModuleGradients, "flush", releasing_flush_module)
         self._patch(GradientTransport, "send", late_send)
         self._patch(CommTask, "notify_ready", late_notify_ready)
         self._patch(ByteSchedulerStrategy, "training_step", releasing_training_step)
@@ -111,7 +111,7 @@ class LateNetwork:
             self._delay()
             task.notify_ready()
 
-    def _release(self, strategy: ByteSchedulerStrategy | FabricModuleGradients) -> None:
+    def _release(self, strategy: ByteSchedulerStrategy | ModuleGradients) -> None:
         if strategy.runtime is not None:
             self._release_up_to(strategy.runtime.engine.context.step.number)
 

@@ -1,4 +1,17 @@
-"""``Fabric(strategy="bytescheduler")``: DDP's training in a loop of one's own, with ByteScheduler's communication."""
+"""``Fabric(strategy="bytescheduler")``: DDP's training in a loop of one's own, with ByteScheduler's communication.
+
+A loop of the user's own has none of the Trainer's hooks. What takes their places:
+
+- *the forward pass*: that of the wrapped module, while gradients are enabled (:class:`ScheduledDataParallel`);
+- *the backward pass*: ``fabric.backward``, which the strategy sees;
+- *the optimizer's step*: ``optimizer.step()`` of what ``fabric.setup`` returned, which comes to the strategy;
+- *decisions*: at the end of the first optimizer step. It is synchronised in any case, and every rank comes there after
+  the same backward pass;
+- *the end*: there is none. Whoever reads a weight, a gradient or the optimizer's state meets a gate and waits, and what
+  nobody has read when the process ends is waited for then.
+
+One module at a time has its gradients scheduled, the first that is set up; DDP itself reduces those of others.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +22,9 @@ import os
 import sys
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -20,22 +34,35 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_bytescheduler.checks import require_known
+from lightning_bytescheduler.collectives.groups import SchedulerGroups
+from lightning_bytescheduler.ddp.agreed_sizes import agree_on_sizes
 from lightning_bytescheduler.ddp.ddp_arguments import (
     SAID_BY_THE_STRATEGY,
     check_ddp_options,
     check_ddp_values,
+    check_hooks,
     check_launch_options,
+    check_module,
     known_ddp_options,
 )
-from lightning_bytescheduler.ddp.fabric_module import FabricModuleGradients, SetUpOptions, take_final
+from lightning_bytescheduler.ddp.deferred_optimizer import deferred_step, is_enabled
+from lightning_bytescheduler.ddp.engine import EngineOptions
 from lightning_bytescheduler.ddp.fit_position import introduce, parameter_facts
-from lightning_bytescheduler.ddp.plan import OverlapPlan
+from lightning_bytescheduler.ddp.fit_report import DecidedSteps, SeenReads, agreed_plan, announce, say_start
+from lightning_bytescheduler.ddp.merged_buckets import merged_bytes
+from lightning_bytescheduler.ddp.partial_step import wants_whole_steps
+from lightning_bytescheduler.ddp.plan import (
+    OverlapPlan,
+    model_reasons,
+    names_of,
+    optimizer_reasons,
+    unseen_parameters,
+)
 from lightning_bytescheduler.ddp.rank_strategy import JoinedRanks
 from lightning_bytescheduler.ddp.runtime import SchedulerRuntime
-from lightning_bytescheduler.ddp.sample_weights import Weighting
+from lightning_bytescheduler.ddp.scheduled_gradients import own_processors
+from lightning_bytescheduler.ddp.sparse_gradients import sparse_layers
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
-from lightning_bytescheduler.ddp.uneven_data import DrawnBatches, DrawnLoader, gather_lengths
-from lightning_bytescheduler.exceptions import UnsupportedError
 from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.failures.startup_check import Introduction, hold_roll_call
 from lightning_bytescheduler.lightning_api import (
@@ -43,6 +70,7 @@ from lightning_bytescheduler.lightning_api import (
     CheckpointIO,
     ClusterEnvironment,
     FabricDDPStrategy,
+    FabricMixedPrecision,
     FabricPrecision,
     _FabricLauncher,
     default_pg_timeout,
@@ -51,14 +79,254 @@ from lightning_bytescheduler.lightning_api import (
 )
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
 
-__all__ = ["ByteSchedulerFabricStrategy"]
+__all__ = ["ByteSchedulerFabricStrategy", "ModuleGradients", "ScheduledDataParallel"]
 
 _END_S = 10.0  # for the other ranks to end, too
 
-_OF_THE_TRAINER = (
-    *("tuning", "log_metrics", "compression", "compression_min_size"),
-    *("batch_size", "servers"),
+_ELSEWHERE = dict.fromkeys(
+    (*("tuning", "log_metrics", "compression", "compression_min_size"), *("weighting", "batch_size", "servers")),
+    "It is an option of ByteSchedulerStrategy, for Trainer.",
 )
+
+
+class ScheduledDataParallel(DistributedDataParallel):
+    """DDP's wrapper, whose forward passes the scheduler sees while gradients are enabled.
+
+    Args:
+        gradients: Of this module.
+        module: See DistributedDataParallel.
+        **options: See DistributedDataParallel.
+    """
+
+    def __init__(self, gradients: ModuleGradients, *, module: nn.Module, **options: Any) -> None:
+        super().__init__(module=module, **options)
+        self._bytescheduler = gradients
+
+    def __getstate__(self) -> Any:
+        state = super().__getstate__()  # type: ignore[no-untyped-call]
+        state.pop("_bytescheduler", None)
+        return state
+
+    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """See DistributedDataParallel."""
+        gradients = self.__dict__.get("_bytescheduler")
+        if gradients is None or not torch.is_grad_enabled():
+            return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        with gradients.forward():
+            return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+
+
+class ModuleGradients(DecidedSteps):
+    """The scheduler of one module, from its wrap to the last step.
+
+    Args:
+        module: What is trained, not wrapped.
+        strategy: That sets it up.
+        board: Where failures are published.
+        scheduler: This rank's options.
+        own_buckets: Whether the user chose the sizes of DDP's buckets.
+
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        strategy: ByteSchedulerFabricStrategy,
+        board: FaultBoard,
+        scheduler: SchedulerOptions,
+        *,
+        own_buckets: bool,
+    ) -> None:
+        super().__init__()
+        check_module(module)
+        check_hooks(module)
+        self._strategy = strategy
+        self._options = scheduler
+        self._own_buckets = own_buckets
+        self._module = weakref.ref(module)
+        self._wrapper: weakref.ref[ScheduledDataParallel] | None = None
+        self._parameters = set(map(id, module.parameters()))
+        parameters = [p for p in module.parameters() if p.requires_grad]
+        self._nbytes = sum(p.numel() * p.element_size() for p in parameters)
+        self._has_run = False  # forward, since the last backward pass
+        timeout, device = strategy._timeout, strategy.root_device
+        groups = SchedulerGroups.create(timeout=timeout, sparse=bool(sparse_layers(module)))
+        self._agreed = agreed = agree_on_sizes(groups, scheduler, parameters, device)
+        self.runtime = SchedulerRuntime(
+            groups=groups,
+            board=board,
+            agreed=agreed,
+            options=scheduler,
+            parameters=parameters,
+            device=device,
+            timeout=timeout,
+        )
+        self.statistics = self.runtime.statistics
+        announce(scheduler, agreed)
+
+    def wrap(self, module: nn.Module, device_ids: list[int] | None) -> ScheduledDataParallel:
+        """Wrap the module with DDP, whose gradients go to the scheduler."""
+        ddp = dict(self._strategy._ddp_kwargs)
+        if not self._own_buckets:
+            ddp["bucket_cap_mb"] = self._agreed.sizes.bucket_bytes / 2**20
+        model = ScheduledDataParallel(self, module=module, device_ids=device_ids, **ddp)
+        if self.runtime is not None:
+            self.runtime.engine.take_over(model)
+        self._wrapper = weakref.ref(model)
+        return model
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether nobody has the wrapped module any more."""
+        return self._wrapper is not None and self._wrapper() is None
+
+    @property
+    def plan(self) -> OverlapPlan | None:
+        """What overlaps, and why not; ``None`` before the first step."""
+        return self._so_far(self._module())
+
+    def trains(self, optimizer: Optimizer) -> bool:
+        """Whether ``optimizer`` has a parameter of this module."""
+        return any(id(p) in self._parameters for group in optimizer.param_groups for p in group["params"])
+
+    def _alone_in(self, optimizer: Optimizer) -> bool:
+        return all(id(p) in self._parameters for group in optimizer.param_groups for p in group["params"])
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around a forward pass that a backward pass may follow."""
+        runtime = self.runtime
+        self._has_run = True
+        if runtime is not None:
+            runtime.engine.begin_forward(looks=False)  # one rank alone may be here, to look at something
+        yield
+        if runtime is not None:
+            runtime.engine.end_forward()
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around a backward pass of this module or others, which all ranks begin."""
+        if self.runtime is None:
+            yield
+            return
+        engine, has_run, self._has_run = self.runtime.engine, self._has_run, False
+        if has_run:
+            engine.look()
+        with engine.backward():
+            yield
+
+    def step(self, take: Callable[..., Any], optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
+        """Defer the optimizer's step where its gradients are still on their way, else take it.
+
+        Args:
+            take: The strategy's own step, given a closure, or none.
+            optimizer: Whose step it is.
+            closure: Computes loss and gradients, if anything does.
+        """
+        runtime = self.runtime
+        if runtime is None:
+            return take(closure)
+        engine, deferrable = runtime.engine, runtime.engine.options.overlapped and self._alone_in(optimizer)
+        why_whole = wants_whole_steps(optimizer) if deferrable else None
+        if deferrable and why_whole is None:
+            with deferred_step(optimizer, engine):
+                return take(closure)
+        if why_whole and self._reads is not None:
+            self._reads.stepped_whole(why_whole)
+        output = take_final(take, closure, engine.flush)
+        engine.count_whole_step(optimizer)
+        return output
+
+    def flush(self) -> None:
+        """Wait for all gradients and apply every update that is due."""
+        if self.runtime is not None:
+            self.runtime.engine.flush()
+
+    def clip_value(self, optimizer: Optimizer, limit: float) -> bool:
+        """Clip gradients by value when they have arrived; ``False`` if the caller has to, now."""
+        return (
+            self.runtime is not None and self._alone_in(optimizer) and self.runtime.engine.context.step.clip_value(optimizer, limit)
+        )
+
+    def decide(self, optimizer: Optimizer) -> None:
+        """Decide with the other ranks what overlaps, once the first step has been taken."""
+        module, runtime, strategy = self._module(), self.runtime, self._strategy
+        if module is None or runtime is None or self._plan is not None:
+            return
+        engine, link, device = runtime.engine, self._agreed.link, strategy.root_device
+        unseen = frozenset(unseen_parameters(module))
+        plan = self._make_plan(module, optimizer, unseen, engine.context.find_held())
+        plan = agreed_plan(plan, strategy.reduce_boolean_decision)
+        if plan.overlapped:
+            names = {id(p): name for name, p in module.named_parameters()}
+            self._reads = SeenReads(names, strategy.global_rank)
+        mode = self._decide_mode(
+            plan, self._options, strategy.reduce_boolean_decision, link=link, device=device, nbytes=self._nbytes
+        )
+        engine.begin_fit(
+            EngineOptions(
+                overlapped=plan.overlapped,
+                mode=mode,
+                unseen=unseen,
+                merged_bytes=0 if self._own_buckets else merged_bytes(device, link),
+                processors=own_processors(strategy.num_processes),
+            ),
+            self._reads,
+        )
+        plan, ranks = self._plan or plan, runtime.group.size()
+        say_start(plan, self._agreed, ranks, self._nbytes, tuned=False, policy=self._options.policy)
+
+    def _make_plan(
+        self, module: nn.Module, optimizer: Optimizer, unseen: Iterable[int], held: Iterable[int]
+    ) -> OverlapPlan:
+        reasons = optimizer_reasons([optimizer])
+        if not self._options.cross_barrier:
+            reasons.append("cross_barrier=False (leave it out to keep the overlap)")
+        if not self._strategy._ddp_kwargs.get("gradient_as_bucket_view", True):
+            reasons.append(
+                "gradient_as_bucket_view=False makes DDP copy gradients at the end of backward (leave it out to keep "
+                "the overlap)"
+            )
+        reasons += [*_precision_reasons(self._strategy.precision), *model_reasons(module)]
+        if reasons:
+            return OverlapPlan(steps="synchronised", reasons=tuple(reasons))
+        return OverlapPlan(
+            steps="overlapped", gated_at_start=names_of(module, unseen), held_elsewhere=names_of(module, held)
+        )
+
+    def close(self, *, failed: bool) -> None:
+        """Stop every thread, and make every parameter plain again; bounded, idempotent."""
+        self._plan = self.plan
+        runtime, self.runtime = self.runtime, None
+        if runtime is not None:
+            runtime.close(failed=failed)
+
+
+def take_final(take: Callable[..., Any], closure: Callable[[], Any] | None, settle: Callable[[], None]) -> Any:
+    """Take a step whose gradients are all final: also those that a closure has computed."""
+    if closure is None:
+        settle()
+        return take(None)
+
+    def computed() -> Any:
+        output = closure()
+        settle()
+        return output
+
+    return take(computed)
+
+
+def _precision_reasons(plugin: FabricPrecision) -> list[str]:
+    """Why steps cannot be deferred with this precision plugin."""
+    own = type(plugin).optimizer_step
+    if isinstance(plugin, FabricMixedPrecision) and own is FabricMixedPrecision.optimizer_step:
+        if plugin.scaler is not None and is_enabled(plugin.scaler):
+            return ["fp16 loss scaling looks at all gradients before a step (precision='bf16-mixed' keeps the overlap)"]
+        return []
+    if own is FabricPrecision.optimizer_step:
+        return []
+    return [f"{type(plugin).__name__} has an optimizer step of its own (precision='bf16-mixed' keeps the overlap)"]
 
 
 class _PublishingLauncher(_FabricLauncher):
@@ -79,7 +347,8 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
     """DDP in Fabric, with partitioned, prioritised gradient communication; see :class:`ByteSchedulerStrategy`.
 
     Each layer's update is applied when the next forward pass reaches it, or whoever else reads its weights. The weights
-    are DDP's, bit for bit at two ranks. Every module that ``fabric.setup`` wraps has a scheduler of its own.
+    are DDP's, bit for bit at two ranks. One module at a time has its gradients scheduled, the first that
+    ``fabric.setup`` wraps; DDP itself reduces those of others.
 
     Args:
         accelerator: As for Fabric's DDPStrategy, like all positional arguments.
@@ -98,12 +367,10 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
             waits for the gradients at the end of each backward pass.
         mode: ``"overlapped"``; ``"ddp"`` takes steps as DDP does; ``"auto"`` begins as DDP, unless the link is slow,
             and overlaps where that is seen to pay. The weights are the same.
-        timeline: Write a Chrome-trace timeline to this file (``<stem>.rank<k>`` beside it for rank k > 0,
-            ``<stem>.module<k>`` for modules set up after the first); ``BYTESCHEDULER_TIMELINE`` is used if left out.
+        timeline: Write a Chrome-trace timeline to this file (``<stem>.rank<k>`` beside it for rank k > 0);
+            ``BYTESCHEDULER_TIMELINE`` is used if left out.
         debug: Log each scheduling decision; ``BYTESCHEDULER_DEBUG`` is used if left out.
         policy: In which order and in what pieces gradients travel, see :class:`ByteSchedulerStrategy`.
-        weighting: Whether each rank's gradient counts alike, or by its samples, see :class:`ByteSchedulerStrategy`.
-            These are counted in what the loaders hand out that ``fabric.setup_dataloaders`` returns.
         bucket_cap_mb: Size at which DDP closes a bucket, in MiB. Follows model and link when left out.
         gradient_as_bucket_view: See DistributedDataParallel. ``False`` is honoured, but keeps steps from overlapping.
         **kwargs: For :class:`~torch.nn.parallel.DistributedDataParallel`.
@@ -131,19 +398,12 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
         timeline: str | os.PathLike[str] | None = None,
         debug: bool | None = None,
         policy: str = "bytescheduler",
-        weighting: Literal["ranks", "samples"] | Callable[[Any], Any] = "ranks",
         bucket_cap_mb: float | None = None,
         gradient_as_bucket_view: bool = True,
         **kwargs: Any,
     ) -> None:
-        for option in _OF_THE_TRAINER:
-            if option in kwargs:
-                raise UnsupportedError(
-                    f"ByteSchedulerFabricStrategy cannot honour {option}={kwargs[option]!r}: it is an option of "
-                    "ByteSchedulerStrategy, for Trainer."
-                )
         own = [name for name in inspect.signature(ByteSchedulerFabricStrategy).parameters if name != "kwargs"]
-        require_known(kwargs, [*own, *known_ddp_options()], of="ByteSchedulerFabricStrategy")
+        require_known(kwargs, [*own, *known_ddp_options()], of="ByteSchedulerFabricStrategy", elsewhere=_ELSEWHERE)
         check_ddp_options(kwargs)
         check_ddp_values({**kwargs, "bucket_cap_mb": bucket_cap_mb, "gradient_as_bucket_view": gradient_as_bucket_view})
         launch: dict[str, Any] = {
@@ -173,12 +433,8 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
             debug=debug,
             policy=policy,
         )
-        self._weighting = Weighting(weighting)
-        self._batches: DrawnBatches | None = None
         self._own_buckets = bucket_cap_mb is not None or kwargs.get("bucket_cap_mb_list") is not None
-        self._gradients: list[FabricModuleGradients] = []  # in the order in which modules were set up
-        self._set_up = 0
-        self._optimizers: list[weakref.ref[Optimizer]] = []
+        self._gradients: ModuleGradients | None = None
         self._excepthook: Callable[..., Any] | None = None
         self._exiting = self._lost_at_exit = self._trains = False
         super().__init__(**launch, **kwargs)
@@ -190,19 +446,14 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
         return f"<{type(self).__name__} of {PACKAGE!r}>"
 
     @property
-    def statistics(self) -> tuple[SchedulerStatistics, ...]:
-        """Counters of each module that was set up and is still there, in that order."""
-        return tuple(gradients.statistics for gradients in self._gradients)
+    def statistics(self) -> SchedulerStatistics | None:
+        """Counters of the module whose gradients are scheduled; ``None`` before one is set up, and on one process."""
+        return None if self._gradients is None else self._gradients.statistics
 
     @property
-    def plans(self) -> tuple[OverlapPlan | None, ...]:
-        """What overlaps in each module that was set up, and why not; ``None`` before its first step."""
-        return tuple(gradients.plan for gradients in self._gradients)
-
-    @property
-    def has_batch(self) -> bool:
-        """Whether the batch that was drawn last is a new one; with ``weighting="samples"`` it may be there again."""
-        return self._batches is None or self._batches.has_batch
+    def plan(self) -> OverlapPlan | None:
+        """What overlaps in that module, and why not; ``None`` before its first step."""
+        return None if self._gradients is None else self._gradients.plan
 
     # ------------------------------------------------------------------ life cycle
 
@@ -219,84 +470,38 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
         self._failed = False
         atexit.register(self._exit_with_failure)  # so it comes after all that is registered later
         self._board = FaultBoard.open(rank=self.global_rank, world_size=self.world_size)
-        own = introduce(self.global_rank, "bytescheduler in Fabric", self._common_options())
+        facts = {**self._facts_of(self._options), "precision": type(self.precision).__name__}
+        own = introduce(self.global_rank, "bytescheduler in Fabric", facts)
         self._meet("options", own, connected=self._just_connected)
-        if self._weighting.by_samples:
-            self._batches = DrawnBatches(self._weighting.samples, self.global_rank)
         self._publish_uncaught()
         self._end_before_exit()
 
     def _know_ranks(self) -> None:
         self._set_world_ranks()
 
-    def _common_options(self) -> dict[str, object]:
-        """What has to be the same on all ranks."""
-        facts = {**self._facts_of(self._options), **self._weighting.facts}
-        return {**facts, "precision": type(self.precision).__name__}
-
-    def process_dataloader(self, dataloader: Any) -> Any:
-        """Have batches counted, and go on until all ranks' are used up, with ``weighting="samples"``."""
-        dataloader = super().process_dataloader(dataloader)
-        if self._batches is None:
-            return dataloader
-        with self._explained():
-            _, most, certain = gather_lengths(dataloader, self.root_device)
-        return DrawnLoader(dataloader, self._batches, most if certain else None)
-
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
-        """Wrap ``module`` with DDP and a scheduler; every rank does so at the same point. See DDPStrategy."""
+        """Wrap ``module`` with DDP and the scheduler; every rank does so at the same point. See DDPStrategy."""
         board = self._board
         if board is None or not any(p.requires_grad for p in module.parameters()):
             return super().setup_module(module)
         self.barrier()  # notices a rank that died on the way here, which the store does not
-        self._set_up += 1
         self._meet("a model", Introduction(rank=self.global_rank, facts=parameter_facts(module.parameters())))
-        self._close_gone()
-        if self._batches is not None and self._gradients:
-            raise UnsupportedError(
-                f"weighting='samples' weighs gradients of one module, and {type(module).__name__} would be another. "
-                "Set up one module with both inside, or drop what fabric.setup returned of the first one."
-            )
-        if self.root_device.type != "cpu" and self._gradients:
-            rank_zero_info(
-                "bytescheduler: on a GPU one module has its gradients scheduled, the first that was set up; DDP itself "
-                f"reduces those of {type(module).__name__}. To have them scheduled too, set up one module with both "
-                "inside."
-            )
-            return super().setup_module(module)
-        options = SetUpOptions(
-            scheduler=self._options_of(self._set_up),
-            timeout=self._timeout,
-            ddp=self._ddp_kwargs,
-            own_buckets=self._own_buckets,
-            ranks_on_host=self.num_processes,
-            agree=self.reduce_boolean_decision,
-            batches=self._batches,
-        )
+        if self._gradients is not None:
+            if not self.reduce_boolean_decision(self._gradients.is_gone):
+                rank_zero_info(
+                    "bytescheduler: one module has its gradients scheduled, the first that was set up; DDP itself "
+                    f"reduces those of {type(module).__name__}. To have them scheduled too, set up one module with "
+                    "both inside."
+                )
+                return super().setup_module(module)
+            self._gradients.flush()
+            self._gradients.close(failed=False)
         device_ids = self._determine_ddp_device_ids()
         with self._explained():
-            gradients = FabricModuleGradients(module, board=board, options=options, device=self.root_device)
-            self._gradients.append(gradients)
+            self._gradients = ModuleGradients(module, self, board, self._options, own_buckets=self._own_buckets)
             self._end_before_exit()
             with nullcontext() if device_ids is None else torch.cuda.stream(torch.cuda.Stream()):
-                return gradients.wrap(device_ids)
-
-    def _options_of(self, number: int) -> SchedulerOptions:
-        return self._options if number == 1 else self._options.for_module(number)
-
-    def _close_gone(self) -> None:
-        """Close the schedulers of modules that nobody has any more, on all ranks."""
-        for gradients in list(self._gradients):
-            if self.reduce_boolean_decision(gradients.is_gone):
-                gradients.flush()
-                gradients.close(failed=False)
-                self._gradients.remove(gradients)
-
-    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """See DDPStrategy; known from here on, whichever module's parameters it has."""
-        self._optimizers = [known for known in self._optimizers if known() is not None]
-        self._optimizers.append(weakref.ref(optimizer))
-        return super().setup_optimizer(optimizer)
+                return self._gradients.wrap(module, device_ids)
 
     # ------------------------------------------------------------------ one step
 
@@ -307,46 +512,29 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
         if not self._trains:  # another rank may have a checkpoint that this one does not load
             self._trains = True
             self._meet("the first backward pass", Introduction(rank=self.global_rank, facts={}))
-        with self._explained(), ExitStack() as stack:
-            begun = [gradients for gradients in self._gradients if gradients.begin_backward()]
-            if len(begun) < len(self._gradients):  # counts nothing
-                return
-            for gradients in begun:
-                stack.enter_context(gradients.backward(tensor))
+        with self._explained(), nullcontext() if self._gradients is None else self._gradients.backward():
             super().backward(tensor, module, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Take the step, or defer it where its gradients are still on their way. See DDPStrategy."""
-        own_step = super().optimizer_step
+        gradients, own_step = self._gradients, super().optimizer_step
         closure = kwargs.pop("closure", None)
 
         def take(closure: Callable[[], Any] | None) -> Any:
             given = kwargs if closure is None else {**kwargs, "closure": closure}
             return own_step(optimizer, **given)
 
-        trained = [gradients for gradients in self._gradients if gradients.trains(optimizer)]
-        if not trained:
+        if gradients is None or not gradients.trains(optimizer):
             return take(closure)
         with self._explained():
-            if len(trained) > 1 or kwargs:  # the step of one module's buckets would be another's, too
-                output = take_final(take, closure, self.flush)
-            else:
-                output = trained[0].step(take, optimizer, closure)
-            for gradients in trained:
-                if not gradients.is_decided:
-                    gradients.decide(self._optimizers_of(gradients, optimizer), self.precision, self.global_rank)
+            output = take_final(take, closure, self.flush) if kwargs else gradients.step(take, optimizer, closure)
+            gradients.decide(optimizer)
         return output
-
-    def _optimizers_of(self, gradients: FabricModuleGradients, stepping: Optimizer) -> list[Optimizer]:
-        known = [optimizer for reference in self._optimizers if (optimizer := reference()) is not None]
-        others = [optimizer for optimizer in known if optimizer is not stepping and gradients.trains(optimizer)]
-        return [stepping, *others]
 
     def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float | int) -> None:
         """Clip when the gradients have arrived, where they are still on their way. See DDPStrategy."""
         with self._explained():
-            trained = [gradients for gradients in self._gradients if gradients.trains(optimizer)]
-            if len(trained) != 1 or not trained[0].clip_value(optimizer, float(clip_val)):
+            if self._gradients is None or not self._gradients.clip_value(optimizer, float(clip_val)):
                 super().clip_gradients_value(module, optimizer, clip_val)
 
     def clip_gradients_norm(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -357,8 +545,8 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
     def flush(self) -> None:
         """Wait for all gradients and apply every pending update; the weights are final afterwards."""
         with self._explained():
-            for gradients in self._gradients:
-                gradients.flush()
+            if self._gradients is not None:
+                self._gradients.flush()
 
     # ------------------------------------------------------------------ with the other ranks
 
@@ -388,7 +576,8 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
     # ------------------------------------------------------------------ the end, and failures
 
     def _runtimes(self) -> Iterable[SchedulerRuntime]:
-        return [gradients.runtime for gradients in self._gradients if gradients.runtime is not None]
+        runtime = None if self._gradients is None else self._gradients.runtime
+        return () if runtime is None else (runtime,)
 
     def end(self, patience: float = _END_S) -> None:
         """Land what is pending, and stop every thread; every rank does so. Modules go on as plain ones.
@@ -416,13 +605,13 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
             if not self._exiting:
                 atexit.unregister(self._exit_with_failure)
             self._board = None
-            for gradients in self._gradients:
-                gradients.close(failed=not in_order)
+            if self._gradients is not None:
+                self._gradients.close(failed=not in_order)
             board.close()
 
     def _all_end(self, board: FaultBoard, patience: float) -> bool:
         """Whether all ranks end now: then each can wait for the others while it stops."""
-        if not self._gradients:
+        if self._gradients is None:
             return True
         place, own = board.meeting_place("end"), Introduction(rank=self.global_rank, facts={})
         with suppress(Exception):

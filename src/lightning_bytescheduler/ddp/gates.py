@@ -29,7 +29,6 @@ import gc
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from threading import current_thread, get_ident
 from typing import Any, Literal, Protocol
 
@@ -422,13 +421,3 @@ class UnseenReads:
 
 
 OpeningKind = Literal["touch", "gradient", "step", "forward end", "flush"]
-
-_OWN_FILES = str(Path(__file__).parent)
-_TORCH_FILES = str(Path(torch.__file__).parent)
-_LIBRARIES = (_OWN_FILES, _TORCH_FILES)
-
-
-def is_of_libraries(file: str) -> bool:
-    """Whether code in ``file`` is PyTorch's or this package's."""
-    parts = Path(file).parts
-    return file.startswith(_LIBRARIES) or "lightning_bytescheduler" in parts or "contextlib.py" in parts[-1:]

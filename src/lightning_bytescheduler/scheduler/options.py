@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 
 from lightning_bytescheduler.checks import parse_size, require_bool, require_new_file, require_one_of
 from lightning_bytescheduler.exceptions import OptionError
@@ -140,17 +139,6 @@ class SchedulerOptions:
         self._require_fitting_policy()
         if self.timeline is not None:
             object.__setattr__(self, "timeline", require_new_file("timeline", self.timeline))
-
-    def for_module(self, number: int) -> SchedulerOptions:
-        """The options of a module that is trained beside others: it has a timeline of its own.
-
-        Args:
-            number: Of the module, from 1.
-        """
-        if self.timeline is None or number == 1:
-            return self
-        path = Path(self.timeline)
-        return replace(self, timeline=str(path.with_stem(f"{path.stem}.module{number}")))
 
     def _require_fitting_policy(self) -> None:
         policy, way_out = self.policy, f"left out, as policy={self.policy.name!r}"
