@@ -18,6 +18,7 @@ than a step apart, or as many batches as a step accumulates, which ``ahead`` has
 
 from __future__ import annotations
 
+import math
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +36,7 @@ from torch.utils.data import (
 )
 
 from lightning_bytescheduler.collectives.number_exchange import PostedNumbers
-from lightning_bytescheduler.ddp.balance import Balance, part_of, shares_by_pace
+from lightning_bytescheduler.ddp.balance import Balance, part_of
 from lightning_bytescheduler.exceptions import UnsupportedError
 
 _CANNOT = "batch_size={how!r} cannot share out the batches of"
@@ -156,40 +157,13 @@ class BalancedBatchSampler(Sampler[list[int]]):
             yield together[start : start + size] or together[:1]
 
 
-class EqualShares:
-    """Every batch's shares where each rank takes as much as any other; the first ones take what is left over.
-
-    Args:
-        total: Samples of a batch.
-        ranks: How many there are.
-    """
-
-    def __init__(self, total: int, ranks: int) -> None:
-        self.present = shares_by_pace(total, [1.0] * ranks, [total] * ranks)
-
-    def add(self, posted: PostedNumbers) -> None:
-        """See :meth:`AgreedShares.add`; nothing follows from it."""
-
-    def of_pass(self, batch: int) -> tuple[int, ...]:
-        """See :meth:`AgreedShares.of_pass`."""
-        return self.present
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """What the plan says of them."""
-        return {"batch_shares": self.present}
-
-    def metrics(self) -> dict[str, float]:
-        """What is logged: they do not change."""
-        return {}
-
-
 class AgreedShares:
     """Every batch's shares, from what all ranks have posted; for the training thread.
 
     Args:
         balance: What decides.
-        ahead: Decisions count from so many batches later on, as the loaders of all ranks draw no farther ahead.
+        ahead: Decisions count from so many batches later on, as the loaders of all ranks draw no farther ahead; with
+            ``math.inf`` none ever does, and shares stay equal.
         failure: Asked while other ranks' numbers are waited for: why they will not come, if they will not.
 
     Attributes:
@@ -197,7 +171,7 @@ class AgreedShares:
         ahead: As given.
     """
 
-    def __init__(self, balance: Balance, ahead: int, failure: Callable[[], BaseException | None]) -> None:
+    def __init__(self, balance: Balance, ahead: float, failure: Callable[[], BaseException | None]) -> None:
         self.balance = balance
         self.ahead = ahead
         self._failure = failure
@@ -206,9 +180,15 @@ class AgreedShares:
         self._count = 0
         self._first = 0  # of this pass, among all batches
 
+    @property
+    def follow_pace(self) -> bool:
+        """Whether they may change."""
+        return math.isfinite(self.ahead)
+
     def add(self, posted: PostedNumbers) -> None:
         """A batch begins: all ranks post, after their number of samples, samples and nanoseconds of the one before."""
-        self._posted.append(posted)
+        if self.follow_pace:
+            self._posted.append(posted)
         self._count += 1
 
     def of_pass(self, batch: int) -> tuple[int, ...]:
@@ -247,7 +227,9 @@ class AgreedShares:
         return {"batch_shares": self.present, "waiting_saved_ms": self.saved_ms}
 
     def metrics(self) -> dict[str, float]:
-        """What is logged."""
+        """What is logged, where they may change."""
+        if not self.follow_pace:
+            return {}
         found = {f"bytescheduler/share_of_rank_{rank}": float(share) for rank, share in enumerate(self.present)}
         if self.saved_ms is not None:
             found["bytescheduler/waiting_saved_ms"] = self.saved_ms

@@ -6,6 +6,7 @@ to be told the shares, as ranks read different ones (``slices/epoch_plan.py``). 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -18,7 +19,6 @@ from lightning_bytescheduler.ddp.balance import Balance, part_of
 from lightning_bytescheduler.ddp.balanced_batches import (
     AgreedShares,
     EpochOrder,
-    EqualShares,
     balanced_loader,
     drawn_ahead,
     require_balanceable,
@@ -61,7 +61,7 @@ class SharedBatches:
     """
 
     loader: object
-    shares: AgreedShares | EqualShares
+    shares: AgreedShares
     sizes: _Sizes
     data: EpochData | None
 
@@ -129,8 +129,13 @@ class BatchSharing:
         if meet is not None:
             facts = plan.facts if plan is not None else _facts(loader)  # type: ignore[arg-type]  # balanceable
             meet(f"batches {self._loaders}", facts)
+            if several:
+                raise UnsupportedError(
+                    f"batch_size={how!r} shares out the batches of one DataLoader, and there are several. Make one "
+                    "data set of them, or leave batch_size out."
+                )
         before = None if self.batches is None else self.batches.shares  # of a loader that Lightning has made anew
-        batches = _Sharing(weighting, trainer, runtime, before, alone=meet is None, several=several)
+        batches = _Sharing(weighting, trainer, None if meet is None else runtime, before)
         self.batches = batches.of_slices(loader, plan) if plan is not None else batches.of_loader(loader, self._resumed)  # type: ignore[arg-type]
         return self.batches.loader
 
@@ -166,17 +171,13 @@ class _Sharing:
         weighting: Weighting,
         trainer: pl.Trainer,
         runtime: SchedulerRuntime | None,
-        before: AgreedShares | EqualShares | None,
-        *,
-        alone: bool,
-        several: bool,
+        before: AgreedShares | None,
     ) -> None:
         self.before = before
-        self.several = several
         self.weighting = weighting
         self.trainer = trainer
-        self.runtime = None if alone else runtime
-        self.rank, self.ranks = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
+        self.runtime = runtime
+        self.rank, self.ranks = (0, 1) if runtime is None else (dist.get_rank(), dist.get_world_size())
 
     def of_loader(self, loader: DataLoader[Any], saved: Mapping[str, Any] | None) -> SharedBatches:
         """Batches that the strategy draws.
@@ -218,25 +219,20 @@ class _Sharing:
         return self._shared(SharedBatches(loader=loader, shares=shares, sizes=plan, data=None))
 
     def _require_one_for_each(self, option: str, total: int) -> None:
-        how = self.weighting.batch_size
-        if self.several and self.runtime is not None:
-            raise UnsupportedError(
-                f"batch_size={how!r} shares out the batches of one DataLoader, and there are several. Make one data "
-                "set of them, or leave batch_size out."
-            )
         if total < self.ranks:
+            how = self.weighting.batch_size
             hint = f"With batch_size={how!r} in the strategy it counts for all {self.ranks} ranks together."
             raise OptionError(option, total, f"{self.ranks} or more, one for each rank", hint)
 
-    def _shares(self, total: int, drawn: int) -> AgreedShares | EqualShares:
+    def _shares(self, total: int, drawn: int) -> AgreedShares:
         if not self.weighting.by_pace or self.runtime is None:
-            return EqualShares(total, self.ranks)
+            return AgreedShares(Balance(total, self.ranks, ahead=1), math.inf, lambda: None)
         message = torch.tensor(
             [drawn_ahead(drawn, self.trainer.accumulate_grad_batches)], device=self.trainer.strategy.root_device
         )
         dist.all_reduce(message, op=dist.ReduceOp.MAX)
         ahead, before = int(message), self.before
-        if isinstance(before, AgreedShares) and before.balance.total == total and before.ahead >= ahead:
+        if before is not None and before.balance.total == total and before.ahead >= ahead:
             return before  # paces are known
         # What a batch took is told with the next one.
         balance = Balance(total, self.ranks, ahead=ahead + 1, limits=self.weighting.limits(self.ranks, total))
@@ -249,7 +245,7 @@ class _Sharing:
             weights.share_out(shares, batches.sizes, lambda: loop.batch_idx)
         said = (
             f"by pace; a change counts {shares.ahead + 1} batches later, as loaders draw ahead"
-            if isinstance(shares, AgreedShares)
+            if shares.follow_pace
             else f"by rank {shares.present}"
         )
         rank_zero_info(f"bytescheduler: batches of {sum(shares.present)} samples are shared out {said}.")

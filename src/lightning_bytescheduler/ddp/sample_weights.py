@@ -38,7 +38,7 @@ from torch import nn
 
 from lightning_bytescheduler.checks import did_you_mean, gone, is_whole
 from lightning_bytescheduler.collectives.number_exchange import NumberExchange, PostedNumbers
-from lightning_bytescheduler.ddp.balanced_batches import AgreedShares, EqualShares
+from lightning_bytescheduler.ddp.balanced_batches import AgreedShares
 from lightning_bytescheduler.ddp.device_time import DeviceTime
 from lightning_bytescheduler.exceptions import OptionError
 
@@ -282,7 +282,7 @@ class SampleWeights:
         self._began = 0.0  # this batch, by a clock that stands still while the training thread waits
         self._took = [0, 0]  # the last batch: samples and nanoseconds
         self._sizes: BatchSizes | None = None
-        self._shares: AgreedShares | EqualShares | None = None
+        self._shares: AgreedShares | None = None
         self._position: Callable[[], int] = lambda: 0
         self._added = -1  # the batch whose numbers were added last
         self._batch: tuple[int, PostedNumbers] | None = None
@@ -336,7 +336,7 @@ class SampleWeights:
         self._step.clear()
         self._added = -1
 
-    def share_out(self, shares: AgreedShares | EqualShares, sizes: BatchSizes, position: Callable[[], int]) -> None:
+    def share_out(self, shares: AgreedShares, sizes: BatchSizes, position: Callable[[], int]) -> None:
         """Batches are shared out from here on.
 
         Args:
