@@ -18,14 +18,11 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from lightning_bytescheduler.compression import Compressor, WireFormat, make_compressor
+from lightning_bytescheduler.compression import WireFormat, make_compressor
 from lightning_bytescheduler.compression.wire_format import WIRE_DTYPES
 from lightning_bytescheduler.diloco.weighted_mean import WeightedMean
 
-SPECS = (
-    *("bf16", "fp16", "int8", "int8:nearest", "int4", "int4:nearest", "onebit", "topk:0.01", "topk:0.01:int4"),
-    "powersgd:4",
-)
+SPECS = (*("bf16", "fp16", "int8", "int8:nearest", "int4", "int4:nearest", "onebit", "topk:0.01", "topk:0.01:int4"),)
 _ROUNDS = 5
 
 
@@ -72,24 +69,27 @@ def speed_of(spec: str, elements: int, part: int) -> Speed:
     whole = gradient(elements)
     parts, outs = whole.split(part), torch.empty_like(whole).split(part)
     sums = torch.zeros(elements).split(part)
-    bare = make_compressor(spec, error_feedback=False, min_size=0)
-    fed = make_compressor(spec, min_size=0)
+    codec, residuals = make_compressor(spec), torch.zeros(elements).split(part)
     payloads: list[torch.Tensor] = []
 
-    def compress(compressor: Compressor) -> None:
-        payloads[:] = [compressor.compress(one, seed=n, key=str(n)) for n, one in enumerate(parts)]
+    def compress() -> None:
+        payloads[:] = [codec.compress(one, seed=n) for n, one in enumerate(parts)]
+
+    def compress_fed() -> None:
+        for n, (residual, one) in enumerate(zip(residuals, parts, strict=True)):
+            codec.compress_with(residual, one, seed=n)
 
     def read() -> None:
         for payload, out in zip(payloads, outs, strict=True):
-            bare.decompress(payload, part, out=out)
+            codec.decompress(payload, part, out=out)
 
     def add() -> None:
         for payload, total in zip(payloads, sums, strict=True):
-            bare.add(payload, total)
+            codec.add(payload, total)
 
     size = whole.nbytes / 1e6
-    feedback = size / best_seconds(lambda: compress(fed))
-    compressing = best_seconds(lambda: compress(bare))
+    feedback = size / best_seconds(compress_fed)
+    compressing = best_seconds(compress)
     ratio = whole.nbytes / sum(payload.numel() for payload in payloads)
     return Speed(spec, size / compressing, size / best_seconds(read), size / best_seconds(add), ratio, feedback)
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from lightning_bytescheduler.collectives import interface
-from lightning_bytescheduler.collectives.interface import VARIABLE, choose_interface
+from lightning_bytescheduler.collectives import groups
+from lightning_bytescheduler.collectives.groups import VARIABLE, choose_interface
 
 MASTER = "192.0.2.10"  # an address for examples, which nobody has
 
@@ -24,8 +24,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (addresses[host], 0))]
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
-    monkeypatch.setattr(interface, "_address_towards", lambda host: "192.0.2.11" if host == MASTER else None)
-    monkeypatch.setattr(interface, "_interface_of", {"192.0.2.11": "eth7"}.get)
+    monkeypatch.setattr(groups, "_address_towards", lambda host: "192.0.2.11" if host == MASTER else None)
+    monkeypatch.setattr(groups, "_interface_of", {"192.0.2.11": "eth7"}.get)
     monkeypatch.setenv(VARIABLE, "")
     return addresses
 
@@ -67,6 +67,6 @@ def test_without_a_way_gloo_decides() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
 def test_interfaces_are_known_by_their_addresses() -> None:
-    assert interface._address_towards("127.0.0.1") == "127.0.0.1"
-    assert interface._interface_of("127.0.0.1") == "lo"
-    assert interface._interface_of(MASTER) is None
+    assert groups._address_towards("127.0.0.1") == "127.0.0.1"
+    assert groups._interface_of("127.0.0.1") == "lo"
+    assert groups._interface_of(MASTER) is None

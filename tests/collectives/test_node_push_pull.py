@@ -101,7 +101,7 @@ def test_a_rank_that_has_gone_ends_all_that_waits_for_it(ranks: list[NodePushPul
             one.close(idle=False)
 
     def leave() -> None:
-        gone.node.abandon()
+        abandon(gone.local)
         abandon(gone.group)
 
     results = at_once([*(partial(wait, one) for one in waiting), leave])

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from lightning_bytescheduler.collectives import server_port
-from lightning_bytescheduler.collectives.server_port import ServerPort, call_on
+from lightning_bytescheduler.collectives import server_meeting
+from lightning_bytescheduler.collectives.server_meeting import ServerPort, call_on
 
 
 @pytest.fixture
@@ -43,14 +43,14 @@ def test_it_hangs_up_on_who_says_something_else(door: ServerPort) -> None:
 
 
 def test_strangers_that_say_nothing_take_no_workers_place(door: ServerPort, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_port, "_MOST_STRANGERS", 20)
+    monkeypatch.setattr(server_meeting, "_MOST_STRANGERS", 20)
     first = call_on("127.0.0.1", door.port, door.token)
     strangers = [socket.create_connection(("127.0.0.1", door.port), timeout=10.0) for _ in range(100)]
     late = call_on("127.0.0.1", door.port, door.token)
     assert 2 < until(door, 22) <= 22
     assert not first.gone()
     assert not late.gone()
-    monkeypatch.setattr(server_port, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr(server_meeting, "_PATIENCE_S", 0.1)
     assert until(door, 2) == 2
     assert not first.gone()
     for stranger in strangers:

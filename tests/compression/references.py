@@ -52,20 +52,3 @@ def topk(kept: int) -> Callable:
         return found
 
     return sent
-
-
-def powersgd(rank: int) -> Callable:
-    kept: dict[int, np.ndarray] = {}
-
-    def sent(values: np.ndarray, seed: int, start: np.ndarray | None = None, worker: int = 0) -> np.ndarray:
-        columns = int(np.sqrt(len(values)))
-        rows = -(-len(values) // columns)
-        padded = np.zeros(rows * columns)
-        padded[: len(values)] = values
-        matrix = padded.reshape(rows, columns)
-        right = kept.get(worker, start)
-        left = np.linalg.qr(matrix @ np.linalg.qr(right)[0])[0]
-        kept[worker] = matrix.T @ left
-        return (left @ kept[worker].T).reshape(-1)[: len(values)].astype(_FLOAT)
-
-    return sent

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_bytescheduler.compression.positions import (
+from lightning_bytescheduler.compression.sparse import (
     index_bytes,
     kept_of,
     largest_indices,

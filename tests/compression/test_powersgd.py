@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torchs
 
-from lightning_bytescheduler.compression.powersgd import PowerSGD
+from lightning_bytescheduler.compression.powersgd import Matrix, PowerSGD
 from tests.support.rank_pool import RankPool, join_default_group, let_go
 
 SHAPE = (30, 20)
+RANK = 3
+SEED = 5
 STEPS = 8
 PLAIN = 2  # steps before torch's hook compresses
 
@@ -42,7 +45,7 @@ def reduced_by_torch(rank: int) -> list[Tensor]:
 def _reduced_by_torch(rank: int) -> list[Tensor]:
     model = nn.parallel.DistributedDataParallel(Product())
     state = torchs.PowerSGDState(
-        dist.group.WORLD, matrix_approximation_rank=3, start_powerSGD_iter=PLAIN, random_seed=5
+        dist.group.WORLD, matrix_approximation_rank=RANK, start_powerSGD_iter=PLAIN, random_seed=SEED
     )
     model.register_comm_hook(state, torchs.powerSGD_hook)
     found = []
@@ -55,14 +58,31 @@ def _reduced_by_torch(rank: int) -> list[Tensor]:
 
 def test_two_workers_get_what_torchs_hook_gives_them(two_plain_ranks: RankPool) -> None:
     expected = two_plain_ranks.run(reduced_by_torch)[0]
-    workers = [PowerSGD(3, SHAPE) for _ in range(2)]
-    residuals = [torch.zeros(600) for _ in range(2)]
+    rows, columns = SHAPE
+    generator = torch.Generator().manual_seed(int(np.random.RandomState(SEED).randint(1_000_000_000)))
+    right = torch.randn(columns, RANK, generator=generator)  # what torch begins with
+    workers = [Matrix(0, SHAPE, torch.zeros(rows * columns), right.clone()) for _ in range(2)]
     for step in range(PLAIN, STEPS):
-        parts = [gradient(rank, step).view(-1) + residuals[rank] for rank in range(2)]
-        total = sum(worker.left(part, seed=5) for worker, part in zip(workers, parts, strict=True))
-        rights = [worker.right(part, total) for worker, part in zip(workers, parts, strict=True)]
-        mean = (rights[0][1] + rights[1][1]) / 2
-        found = [worker.product(rights[0][0], mean, 600) for worker in workers]
-        residuals = [part - found[0] for part in parts]
-        torch.testing.assert_close(found[0].view(SHAPE), expected[step], rtol=1e-4, atol=1e-5)
-        assert torch.equal(*found)
+        buffers = [gradient(rank, step).view(-1).clone() for rank in range(2)]
+        lefts, rights = torch.empty(2, rows * RANK), torch.empty(2, columns * RANK)
+        for worker, buffer, left in zip(workers, buffers, lefts, strict=True):
+            worker.begin(buffer, 0.5, left)
+        lefts[:] = lefts.mean(dim=0)
+        for worker, left, own in zip(workers, lefts, rights, strict=True):
+            worker.go_on(left, own)
+        rights[:] = rights.mean(dim=0)
+        for worker, buffer, left, own in zip(workers, buffers, lefts, rights, strict=True):
+            worker.end_with(buffer, 2, left, own)
+        torch.testing.assert_close(buffers[0].view(SHAPE), expected[step], rtol=1e-4, atol=1e-5)
+        assert torch.equal(*buffers)
+
+
+def test_which_gradients_are_matrices() -> None:
+    of_four, of_one = PowerSGD(4).shape_of, PowerSGD(1).shape_of
+    assert of_four(nn.Parameter(torch.zeros(40, 24))) == (40, 24)
+    assert of_four(nn.Parameter(torch.zeros(40, 6, 2, 2))) == (40, 24)
+    assert of_four(nn.Parameter(torch.zeros(24, 40).t())) == (24, 40)
+    assert of_four(nn.Parameter(torch.zeros(40, 10))) is None
+    assert of_one(nn.Parameter(torch.zeros(10_000))) is None
+    assert of_one(nn.Parameter(torch.zeros(0, 9))) is None
+    assert of_one(nn.Parameter(torch.zeros(40, 40, dtype=torch.complex64))) is None

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_bytescheduler.compression import blocks
+from lightning_bytescheduler.compression import dense
 from lightning_bytescheduler.compression.wire_format import WireFormat
 from lightning_bytescheduler.exceptions import OptionError
 from tests.support.plain_mean import PlainMean
@@ -104,7 +104,7 @@ def test_neither_chunks_nor_threads_change_a_byte(dtype: str, monkeypatch: pytes
     tensor, wire = torch.randn(3001, generator=torch.Generator().manual_seed(0)), WireFormat(dtype=dtype)
     payload = wire.encode(tensor, seed=7)
     found = wire.decode(payload, 3001)
-    monkeypatch.setattr(blocks, "_CHUNK", 768)
+    monkeypatch.setattr(dense, "_CHUNK", 768)
     assert torch.equal(wire.encode(tensor, seed=7), payload)
     assert torch.equal(wire.decode(payload, 3001), found)
     assert torch.equal(torch.cat([part.clone() for part in wire.decode_chunks(payload, 3001)]), found)
@@ -143,7 +143,7 @@ def test_the_largest_in_a_payload(dtype: str) -> None:
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 def test_payloads_are_read_side_by_side(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """While another is made, and beside one that nobody reads to its end: no two share what they work in."""
-    monkeypatch.setattr(blocks, "_CHUNK", 256)
+    monkeypatch.setattr(dense, "_CHUNK", 256)
     wire = WireFormat(dtype=dtype)
     tensors = [torch.randn(1000, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
     payloads = [wire.encode(tensor) for tensor in tensors]

@@ -173,5 +173,5 @@ def fit_balanced(
     seen.weights = {name: weight.detach().clone() for name, weight in model.state_dict().items()}
     batches = strategy._sharing.batches
     shares = None if batches is None else batches.shares
-    seen.changes = shares.balance.changes
+    seen.changes = 0 if shares is None else shares.balance.changes
     return seen

@@ -29,10 +29,9 @@ from lightning_bytescheduler.compression.dense import Dense
 from lightning_bytescheduler.ddp.compressed_bucket import CompressedBucket
 from lightning_bytescheduler.ddp.compressed_reduction import CompressedReduction, GradientCompression
 from lightning_bytescheduler.ddp.compression_rules import CompressionRules
-from lightning_bytescheduler.ddp.encoded_pieces import Piece
+from lightning_bytescheduler.ddp.encoded_pieces import LeftQuestion, Piece, described, left_in, room_for_answer
 from lightning_bytescheduler.ddp.encoded_sums import EncodedSums
-from lightning_bytescheduler.ddp.pushed_pieces import LeftQuestion, described, left_in, room_for_answer
-from lightning_bytescheduler.ddp.reduction import GradientBucket, ShardedReduction
+from lightning_bytescheduler.ddp.reduction import GradientBucket, ShardedReduction, StepTasks
 from lightning_bytescheduler.ddp.residuals import Residuals
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
 from lightning_bytescheduler.scheduler.core import ByteCore
@@ -103,16 +102,6 @@ class Scripted:
         return self.step % 3 != 1
 
 
-class InTurn(ByteShares):
-    """One part at one server, the next at the next: the owners of shards."""
-
-    def expect(self, tensor: int, part: int) -> None:
-        self.part = part
-
-    def next(self, nbytes: int) -> int:
-        return self.part % 2
-
-
 class Served:
     """One rank's side of parameter servers; the spare ones run in rank 0's process."""
 
@@ -134,7 +123,8 @@ class Served:
         for thread in threads:
             thread.start()
         shares = PlacedParts("balanced", workers=2, servers=servers, kept=True).shares
-        shares = shares if servers else InTurn(shares.weights)
+        if not servers:  # one part at one server, the next at the next: the owners of shards
+            shares = ByteShares(shares.weights, lambda tensor, part: part % 2)
         self.push_pull = PushPull(join(store, rank=rank), workers=2, servers=servers, shares=shares)
         self._threads = threads
         self._rank = rank
@@ -223,7 +213,7 @@ def reduce_steps(
             if weight is not None and not weight.factor:
                 buffer.fill_(torch.nan)  # the mean over no sample
             kind: Any = ShardedReduction if sharded else CompressedReduction
-            reduction = kind(core, transport, step, device, known, weight)
+            reduction = kind(StepTasks(core, transport, step, device, weight), known)
             task = reduction.reduce(bucket)
             reduction.close()
             task.wait(20)

@@ -16,11 +16,11 @@ from torch import nn
 from lightning_bytescheduler.collectives.groups import leave
 from lightning_bytescheduler.collectives.launch_order import DecidingOrder, FollowingOrder
 from lightning_bytescheduler.collectives.transport import GradientTransport
+from lightning_bytescheduler.compression import PowerSGD
 from lightning_bytescheduler.ddp import low_rank_reduction
 from lightning_bytescheduler.ddp.compressed_reduction import CompressedReduction, GradientCompression
 from lightning_bytescheduler.ddp.compression_rules import CompressionRules
-from lightning_bytescheduler.ddp.low_rank_reduction import first_right, matrix_shape
-from lightning_bytescheduler.ddp.reduction import GradientBucket
+from lightning_bytescheduler.ddp.reduction import GradientBucket, StepTasks
 from lightning_bytescheduler.ddp.residuals import Residuals
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
 from lightning_bytescheduler.scheduler.core import ByteCore
@@ -93,7 +93,8 @@ def reduce_steps(
             weight: Any = Counts(step, rank) if weighted else None
             if weight is not None and not weight.factor:
                 buffer.fill_(torch.nan)  # the mean over no sample
-            task = CompressedReduction(core, transport, step, torch.device("cpu"), known, weight).reduce(bucket)
+            tasks = StepTasks(core, transport, step, torch.device("cpu"), weight)
+            task = CompressedReduction(tasks, known).reduce(bucket)
             task.wait(20)
             assert len(task.sub_tasks) > 1, "factors are cut into parts as any other tensor is"
             whole = buffer.float().split([part.numel() for part in parts])
@@ -136,7 +137,7 @@ def by_the_paper(name: str, ranks: int = 2) -> list[torch.Tensor]:
     """Algorithms 1 and 2, in double precision: means by step."""
     rows, columns = _SHAPES[name]
     residual = torch.zeros(rows, columns, dtype=torch.float64)  # of all ranks
-    right = first_right(name, columns, _RANK).double()
+    right = PowerSGD(_RANK).first_right(name, columns).double()
     means = []
     for step in range(1, _STEPS + 1):
         whole = residual + sum(gradient(step, rank, name).double() / ranks for rank in range(ranks))
@@ -171,12 +172,12 @@ def reduce_among_three(rank: int, direct_bytes: int) -> tuple[Result, set[str]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(low_rank_reduction, "_DIRECT", direct_bytes)
-        for way in ("all_reduce_direct", "reduce_scatter"):
+        for way in ("all_reduce_direct", "all_reduce_in_shards"):
             patch.setattr(low_rank_reduction, way, noted(way))
         return reduce_steps(rank, None, torch.float32, ranks=3), ways
 
 
-@pytest.mark.parametrize(("direct_bytes", "way"), [(1 << 15, "all_reduce_direct"), (0, "reduce_scatter")])
+@pytest.mark.parametrize(("direct_bytes", "way"), [(1 << 15, "all_reduce_direct"), (0, "all_reduce_in_shards")])
 def test_more_ranks_add_up_small_factors_in_one_round_of_messages_and_large_ones_in_two(
     three_plain_ranks: RankPool, direct_bytes: int, way: str
 ) -> None:
@@ -233,13 +234,3 @@ def test_a_step_that_is_left_out_takes_nothing_that_was_left_of_a_matrix() -> No
     scale = 4.0
     known.begin_step()
     assert torch.equal(residuals.of("weight", 2000), torch.full((2000,), 1.5))
-
-
-def test_which_gradients_are_matrices() -> None:
-    assert matrix_shape(nn.Parameter(torch.zeros(40, 24)), 4) == (40, 24)
-    assert matrix_shape(nn.Parameter(torch.zeros(40, 6, 2, 2)), 4) == (40, 24)
-    assert matrix_shape(nn.Parameter(torch.zeros(24, 40).t()), 4) == (24, 40)
-    assert matrix_shape(nn.Parameter(torch.zeros(40, 10)), 4) is None
-    assert matrix_shape(nn.Parameter(torch.zeros(10_000)), 1) is None
-    assert matrix_shape(nn.Parameter(torch.zeros(0, 9)), 1) is None
-    assert matrix_shape(nn.Parameter(torch.zeros(40, 40, dtype=torch.complex64)), 1) is None

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_bytescheduler.compression import blocks
+from lightning_bytescheduler.compression import dense
 from lightning_bytescheduler.compression.wire_format import WireFormat
 from lightning_bytescheduler.diloco import weighted_mean
 from lightning_bytescheduler.diloco.weighted_mean import pseudo_gradient_weight, require_weighting
@@ -45,7 +45,7 @@ def test_the_order_of_arrival_does_not_matter(drawn, data) -> None:
 
 def test_nor_does_it_where_plain_sums_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     """In several chunks."""
-    monkeypatch.setattr(blocks, "_CHUNK", 1024)
+    monkeypatch.setattr(dense, "_CHUNK", 1024)
     generator = torch.Generator().manual_seed(0)
     size = 5007
     parts = [torch.randn(size, generator=generator) * 10.0**power for power in (-6, 0, -3, 3)]
@@ -113,7 +113,7 @@ def test_any_number_of_threads_makes_the_same_mean(threads: int) -> None:
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "int8", "int4"])
 def test_what_has_travelled_is_added_as_if_it_were_decoded(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the mean is encoded as if it were formed first; over several chunks, and over several tensors."""
-    monkeypatch.setattr(blocks, "_CHUNK", 256)
+    monkeypatch.setattr(dense, "_CHUNK", 256)
     wire, like = WireFormat(dtype=dtype), {"x": torch.empty(13, 50), "none": torch.empty(0), "y": torch.empty(131)}
     travelled, plain = PlainMean(like), PlainMean(like)
     for weight in (3, 2**20, 1):

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from lightning_bytescheduler.collectives.host_copies import PayloadCopies
-from lightning_bytescheduler.compression import blocks
+from lightning_bytescheduler.compression import dense
 from lightning_bytescheduler.ddp import compressed_reduction
 from lightning_bytescheduler.ddp.compressed_reduction import GradientCompression
 from lightning_bytescheduler.ddp.reduction import GradientBucket
@@ -106,9 +106,9 @@ def simulated() -> Iterator[None]:
     def generator_on(device: torch.device, *seed: int) -> torch.Generator:
         return original(torch.device("cpu"), *seed)
 
-    original = blocks.generator_on
+    original = dense.generator_on
     with (
-        patch.object(blocks, "generator_on", generator_on),
+        patch.object(dense, "generator_on", generator_on),
         _Simulated(),
     ):
         yield
@@ -157,13 +157,13 @@ def on_device() -> Iterator[None]:
     def generator_on(device: torch.device, *seed: int) -> torch.Generator:
         return draws(torch.device("cpu"), *seed)
 
-    original, draws, work_on = StepContext.on_the_wire, blocks.generator_on, GradientCompression.work_on
+    original, draws, work_on = StepContext.on_the_wire, dense.generator_on, GradientCompression.work_on
     with ExitStack() as stack:
         stack.enter_context(by_host())
         stack.enter_context(patch.object(GradientCompression, "work_on", work_on))
         stack.enter_context(patch.object(compressed_reduction, "PayloadCopies", LatePayloads))
         stack.enter_context(patch.object(StepContext, "on_the_wire", on_the_wire))
-        stack.enter_context(patch.object(blocks, "generator_on", generator_on))
+        stack.enter_context(patch.object(dense, "generator_on", generator_on))
         for of, name in ((Residuals, "load"), (Residuals, "live_on"), (GradientCompression, "in_factors")):
             stack.enter_context(patch.object(of, name, _there(getattr(of, name))))
         yield

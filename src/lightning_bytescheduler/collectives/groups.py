@@ -11,6 +11,10 @@ touched by the training thread alone. Over long round trips there is a second la
 known (:func:`create_overtaking`), and touched as the data group is. A model with sparse gradients has *sparse*, for
 those alone, touched by the training thread. Two threads never launch on one group at a time, and the lock hands over
 what is next in the order, so each group sees one order per rank.
+
+*Which network interface gloo connects through.* Gloo listens at the address that the machine's own name resolves to.
+Where that is a loopback address, as Debian and Ubuntu set it up, ranks on other machines cannot connect. The interface
+that leads to rank 0's machine is one that the others can be reached through, too, in the ordinary case of one network.
 """
 
 from __future__ import annotations
@@ -18,8 +22,11 @@ from __future__ import annotations
 import atexit
 import ctypes
 import gc
+import ipaddress
 import logging
 import os
+import socket
+import struct
 import time
 import weakref
 from dataclasses import dataclass
@@ -40,6 +47,8 @@ log = logging.getLogger(__name__)
 _CONTROL_TIMEOUT = timedelta(days=30)
 _CALLED_OFF_S = 0.1
 _ONE_THREADED = "bytescheduler_gloo_of_one_thread"
+VARIABLE = "GLOO_SOCKET_IFNAME"
+_SIOCGIFADDR = 0x8915  # Linux: the address of an interface
 
 _under_way: list[dist.ProcessGroup] = []  # left while something was, by this process
 _left: list[weakref.ref[dist.ProcessGroup]] = []  # while nothing was
@@ -160,7 +169,7 @@ def one_threaded_options(timeout: timedelta) -> Any:
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._threads = 1
     options._timeout = timeout
-    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    names = [name for name in os.environ.get(VARIABLE, "").split(",") if name]
     options._devices = [dist.ProcessGroupGloo.create_device(interface=name) for name in names] or [
         dist.ProcessGroupGloo.create_default_device()
     ]
@@ -242,3 +251,60 @@ def _call_off_all() -> None:
     for group in _under_way:
         break_connections(group)
     time.sleep(_CALLED_OFF_S)  # without Python's lock, which gloo's threads want now
+
+
+def choose_interface(master: str) -> str | None:
+    """Have gloo use the interface that leads to ``master``, where it would listen on loopback and nothing was chosen.
+
+    Args:
+        master: Name or address of rank 0's machine.
+
+    Returns:
+        The interface that was chosen; ``None`` where nothing had to be, or none was found (gloo then says what it
+        cannot connect to).
+    """
+    if os.environ.get(VARIABLE) or not _is_loopback(socket.gethostname(), otherwise=True):
+        return None
+    if _is_loopback(master, otherwise=False):
+        return None
+    own = _address_towards(master)
+    name = None if own is None else _interface_of(own)
+    if name is not None:
+        os.environ[VARIABLE] = name
+    return name
+
+
+def _is_loopback(host: str, *, otherwise: bool) -> bool:
+    """Whether ``host`` is this machine by loopback; ``otherwise`` if it has no address."""
+    try:
+        address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
+    except OSError:
+        return otherwise
+    return ipaddress.ip_address(str(address).partition("%")[0]).is_loopback
+
+
+def _address_towards(host: str) -> str | None:
+    """This machine's IPv4 address on the way to ``host``; nothing is sent."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))
+            address: str = probe.getsockname()[0]
+    except OSError:
+        return None
+    return address
+
+
+def _interface_of(address: str) -> str | None:
+    try:
+        import fcntl  # not on Windows
+    except ImportError:
+        return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for _, name in socket.if_nameindex():
+            try:
+                reply = fcntl.ioctl(asked.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:  # has no IPv4 address; or this is not Linux
+                continue
+            if socket.inet_ntoa(reply[20:24]) == address:
+                return name
+    return None

@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
@@ -39,14 +38,13 @@ import torch
 import torch.distributed as dist
 
 from lightning_bytescheduler.collectives.groups import leave
-from lightning_bytescheduler.collectives.operations import wait_unless
+from lightning_bytescheduler.collectives.operations import ends_within, wait_unless
 from lightning_bytescheduler.scheduler.short_turns import prefer_short_turns
 
 __all__ = ["AgreedValues", "NumberExchange", "PostedNumbers"]
 
 _WAIT_SLICE = timedelta(milliseconds=200)
 _ARRIVAL_S = 1.0
-_LOOK_AGAIN_S = 0.002
 
 
 class PostedNumbers:
@@ -161,11 +159,7 @@ class NumberExchange:
         if group is None:
             return
         last = self._last
-        # Nobody waits for what was posted last. Not by waiting for it: a wait that times out breaks connections that
-        # other ranks may still need.
-        deadline = time.monotonic() + min(_ARRIVAL_S, timeout)
-        while last is not None and not last.is_completed() and time.monotonic() < deadline and not self._failure():
-            time.sleep(_LOOK_AGAIN_S)
+        ends_within(last, min(_ARRIVAL_S, timeout), self._failure)
         self._stopping.set()
         self._posted.put(None)
         self._thread.join(timeout)
@@ -251,9 +245,4 @@ class AgreedValues:
         group, self._group = self._group, None
         if group is None:
             return
-        work = None if self._posted is None else self._posted[0]
-        # Not by waiting for it: a wait that times out would break connections that other ranks may still need.
-        deadline = time.monotonic() + _ARRIVAL_S
-        while work is not None and not work.is_completed() and time.monotonic() < deadline:
-            time.sleep(_LOOK_AGAIN_S)
-        leave(group, idle=work is None or work.is_completed())
+        leave(group, idle=ends_within(None if self._posted is None else self._posted[0], _ARRIVAL_S))

@@ -15,6 +15,7 @@ Besides: two calls on groups that torch does not know by name, and a wait that a
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -25,6 +26,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_bytescheduler.scheduler.task import Passage
+
+_LOOK_AGAIN_S = 0.002
 
 
 def broadcast_from_first(group: dist.ProcessGroup, tensor: torch.Tensor) -> dist.Work:
@@ -61,6 +64,24 @@ def wait_unless(work: dist.Work, failure: Callable[[], BaseException | None], *,
         with suppress(RuntimeError):  # the slice ran out; or the collective failed, and says so below
             work.wait(look_every)
     work.wait()  # it has ended: this raises what it failed with
+
+
+def ends_within(work: dist.Work | None, seconds: float, failure: Callable[[], object] = lambda: None) -> bool:
+    """Whether a collective that nobody waits for any more ends soon, so that its group can be left.
+
+    Not by waiting for it: a wait that times out breaks connections that other ranks may still need.
+
+    Args:
+        work: The last of the group; ``None`` if there was none.
+        seconds: Longest look.
+        failure: Why it will not end, if it will not.
+    """
+    deadline = time.monotonic() + seconds
+    while work is not None and not work.is_completed():
+        if time.monotonic() >= deadline or failure():
+            return False
+        time.sleep(_LOOK_AGAIN_S)
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,11 +181,11 @@ def reduce_scatter(
     if part.device.type == "cuda":
         return _native_reduce_scatter(group, part)
     own = _shard(group, part, group.rank())
-    received = [(rank, torch.empty_like(own)) for rank in _others(group)] if own.numel() else []
+    received = [(rank, torch.empty_like(own)) for rank in others_of(group)] if own.numel() else []
     works = [group.recv([shard], rank, number) for rank, shard in received]
     works += [
         group.send([_shard(group, part, rank)], rank, number)
-        for rank in _others(group)
+        for rank in others_of(group)
         if _shard(group, part, rank).numel()
     ]
 
@@ -224,7 +245,7 @@ def all_reduce_direct(
         factor: What this rank's counts; as much as any other's when left out.
     """
     scale(part, 1.0 / group.size() if factor is None else factor)
-    received = {rank: torch.empty_like(part) for rank in _others(group)}
+    received = {rank: torch.empty_like(part) for rank in others_of(group)}
     works = [group.recv([values], rank, number) for rank, values in received.items()]
     works += [group.send([part], rank, number) for rank in received]
 
@@ -248,7 +269,7 @@ def _expect_shards(group: dist.ProcessGroup, part: torch.Tensor, number: int) ->
     """Receive the other ranks' shards of ``part``."""
     return [
         group.recv([_shard(group, part, rank)], rank, number)
-        for rank in _others(group)
+        for rank in others_of(group)
         if _shard(group, part, rank).numel()
     ]
 
@@ -258,11 +279,11 @@ def _gather(
 ) -> StartedOperation:
     """Send this rank's shard, which the others expect as it does theirs."""
     own = _shard(group, part, group.rank())
-    sent = [group.send([own], rank, number) for rank in _others(group)] if own.numel() else []
+    sent = [group.send([own], rank, number) for rank in others_of(group)] if own.numel() else []
     return StartedOperation([*expected, *sent], messages=True)
 
 
-def _others(group: dist.ProcessGroup) -> list[int]:
+def others_of(group: dist.ProcessGroup) -> list[int]:
     """The other ranks, beginning with the next: no two ranks send to the same one first."""
     size, rank = group.size(), group.rank()
     return [(rank + distance) % size for distance in range(1, size)]

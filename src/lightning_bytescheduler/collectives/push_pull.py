@@ -24,13 +24,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from lightning_bytescheduler.collectives.node_links import NodeLinks
 from lightning_bytescheduler.collectives.operations import Pull, StartedOperation, scale
 from lightning_bytescheduler.collectives.sending_turns import OnSent, SendingTurns, turns_by_need
 from lightning_bytescheduler.collectives.summing_server import (
@@ -48,7 +46,7 @@ from lightning_bytescheduler.exceptions import UnsupportedError
 from lightning_bytescheduler.scheduler.placement import server_weights
 from lightning_bytescheduler.scheduler.task import Passage
 
-__all__ = ["ByteShares", "PushPull", "Way", "abandon"]
+__all__ = ["ByteShares", "PushPull", "abandon"]
 
 _CLOSE = timedelta(seconds=5)
 _QUESTIONS = 1 << 30  # operations have lower numbers
@@ -60,47 +58,33 @@ class ByteShares:
 
     Args:
         weights: From ``scheduler.placement.server_weights``.
+        place: Says which server has a part instead, by the part's numbers: of the bucket, and in it.
 
     Attributes:
         weights: As given.
         bytes_per_server: What went to each so far.
     """
 
-    def __init__(self, weights: Sequence[float]) -> None:
+    def __init__(self, weights: Sequence[float], place: Callable[[int, int], int] | None = None) -> None:
         self.bytes_per_server = [0] * len(weights)
         self.weights = weights
         self._usable = [server for server, weight in enumerate(weights) if weight]
+        self._place = place
+        self._part = 0, 0
 
     def expect(self, tensor: int, part: int) -> None:
-        """Say which part is placed next, by numbers that are the same on all ranks; for those who go by them."""
+        """Say which part is placed next, by numbers that are the same on all ranks."""
+        self._part = tensor, part
 
     def next(self, nbytes: int) -> int:
         """The server of the next part; the same on all ranks that ask for the same parts in the same order."""
-        server = self.least_full(self.bytes_per_server, nbytes)
-        self.bytes_per_server[server] += nbytes
+        held, weights = self.bytes_per_server, self.weights
+        if self._place is None:
+            server = min(self._usable, key=lambda one: ((held[one] + nbytes) / weights[one], one))
+        else:
+            server = self._place(*self._part)
+        held[server] += nbytes
         return server
-
-    def least_full(self, held: Sequence[int], nbytes: int) -> int:
-        """The server that is least full with ``nbytes`` besides what it has."""
-        return min(self._usable, key=lambda server: ((held[server] + nbytes) / self.weights[server], server))
-
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """Which way a part that travels encoded goes from this rank.
-
-    Attributes:
-        server: Rank in the group of who adds it up; -1 where another rank of the node pushes it.
-        pusher: That rank's number on the node.
-    """
-
-    server: int = -1
-    pusher: int | None = None
-
-    @property
-    def lane(self) -> int | str:
-        """See :class:`~lightning_bytescheduler.collectives.operations.StartedOperation`."""
-        return self.server if self.pusher is None else f"from-{self.pusher}"
 
 
 class PushPull:
@@ -119,7 +103,7 @@ class PushPull:
         shares: What went where.
     """
 
-    node: NodeLinks | None = None
+    local: dist.ProcessGroup | None = None
     """The ranks that this one pushes for besides itself, and that push for it, if there are any."""
 
     def __init__(
@@ -207,10 +191,6 @@ class PushPull:
     def expect(self, tensor: int, part: int) -> None:
         """Say which part is started next; see :meth:`ByteShares.expect`."""
         self.shares.expect(tensor, part)
-
-    def way(self, nbytes: int) -> Way:
-        """Of the next part that travels encoded, and has so many bytes as it is; in the order of launches."""
-        return Way(self.next_server(nbytes))
 
     def next_server(self, nbytes: int) -> int:
         """Rank in the group of who has the next part, of so many bytes; see :meth:`ByteShares.next`."""

@@ -16,10 +16,11 @@ import torch.distributed as dist
 
 from lightning_bytescheduler.__about__ import __version__
 from lightning_bytescheduler.checks import require_seconds, require_whole
-from lightning_bytescheduler.collectives.interface import choose_interface
+from lightning_bytescheduler.collectives.groups import choose_interface
 from lightning_bytescheduler.collectives.server_meeting import (
     Announcement,
     Doing,
+    ServerPort,
     SignedOn,
     await_all,
     fit_after,
@@ -31,7 +32,6 @@ from lightning_bytescheduler.collectives.server_meeting import (
     rail_name,
     sign_on,
 )
-from lightning_bytescheduler.collectives.server_port import ServerPort
 from lightning_bytescheduler.collectives.summing_server import RailServers, SummingServer, SumsOfEncoded
 from lightning_bytescheduler.exceptions import OptionError, RankFailedError, RanksDifferError, SchedulerTimeoutError
 from lightning_bytescheduler.failures.messages import brief
@@ -157,12 +157,11 @@ def serve(
                 continue
             say(f"Fit {fit}: serving {announced.workers} workers, with {announced.servers} servers in all.")
             try:
-                pushers = len(announced.rails[0]) if announced.rails else announced.workers
-                encoded = None if sums is None else sums(pushers + number)
                 serving: _Serving
                 if group is None:
-                    serving = RailServers(rails, announced.rails, encoded)
+                    serving = RailServers(rails, announced.rails)
                 else:
+                    encoded = None if sums is None else sums(rank)
                     serving = SummingServer(group, workers=announced.workers, encoded=encoded)
                 serving.wait(_Signs(store, number, serving, presence).gone)
             except Exception as error:

@@ -53,6 +53,9 @@ OnReply = Callable[[int, int, int, float, float], object]
 """Told of (worker, number of the operation, bytes, start, end) of a sum that was sent; on the thread that sends."""
 
 
+_Combine = Callable[[list[torch.Tensor]], torch.Tensor]
+
+
 class SumsOfEncoded(Protocol):
     """Adds up what only it can read; on several threads, one for each sum at a time."""
 
@@ -69,14 +72,13 @@ class SumsOfEncoded(Protocol):
 class _Sum:
     """One operation's: what has come of it."""
 
-    __slots__ = ("added", "early", "elements", "encoded", "first", "kind", "lock", "since", "total")
+    __slots__ = ("added", "early", "elements", "first", "kind", "lock", "since", "total")
 
     def __init__(self, elements: int, kind: int, first: int) -> None:
         self.elements = elements
         self.kind = kind
         self.first = first  # the worker that has announced it first
-        self.total: torch.Tensor | None = None
-        self.encoded: Any = None  # the total of what is
+        self.total: Any = None  # a tensor, or what adds up what is encoded
         self.added = 0
         self.early: dict[int, torch.Tensor] = {}
         self.lock = threading.Lock()
@@ -129,11 +131,11 @@ class SummingServer:
         self._ranks = ranks or range(workers)
         self._encoded = encoded
         self.on_reply: OnReply | None = None
-        self._combining: dict[int, tuple[Callable[[list[torch.Tensor]], torch.Tensor], OwnSum]] = {}
         self._group = group
         self._workers = workers
         self._own = own
-        self._own_sums: dict[int, tuple[torch.Tensor, OwnSum]] = {}
+        # By number: what is made of all pushes here, or where their sum goes; and who waits for that.
+        self._own_sums: dict[int, tuple[_Combine | torch.Tensor, OwnSum]] = {}
         others = [rank for rank in range(workers) if rank != own]
         # Servers begin with another worker each: a server's position says which.
         turns = sorted(others, key=lambda rank: (rank - group.rank()) % workers)
@@ -209,19 +211,9 @@ class SummingServer:
         Raises:
             UnsupportedError: If another worker's push of that number is of another kind.
         """
-        own = OwnSum()
-        with self._lock:
-            if self._failure is None:
-                self._own_sums[number] = part, own
-        if self._failure is not None:
-            own.end(self._failure)
-            return own
-        rank = -1 if self._own is None else self._own
-        summed = self._sum_of(rank, number, part.numel(), DTYPES.index(part.dtype))
-        self._add(rank, number, summed, part.clone())
-        return own
+        return self._push_own(number, part.numel(), DTYPES.index(part.dtype), part, part.clone())
 
-    def combine(self, number: int, combine: Callable[[list[torch.Tensor]], torch.Tensor]) -> OwnSum:
+    def combine(self, number: int, combine: _Combine) -> OwnSum:
         """Have a part that travels encoded added up, of the worker that this process is.
 
         Args:
@@ -229,15 +221,19 @@ class SummingServer:
             combine: Called once, on any thread, with what the other workers have pushed, the next one's first; returns
                 what they get.
         """
-        own = OwnSum()
+        return self._push_own(number, 1, ENCODED, combine, torch.empty(0, dtype=torch.uint8))
+
+    def _push_own(
+        self, number: int, elements: int, kind: int, here: _Combine | torch.Tensor, part: torch.Tensor
+    ) -> OwnSum:
+        own, rank = OwnSum(), -1 if self._own is None else self._own
         with self._lock:
             if self._failure is None:
-                self._combining[number] = combine, own
+                self._own_sums[number] = here, own
         if self._failure is not None:
             own.end(self._failure)
             return own
-        rank = -1 if self._own is None else self._own
-        self._add_encoded(rank, number, self._sum_of(rank, number, 1, ENCODED), None)
+        self._add(rank, number, self._sum_of(rank, number, elements, kind), part)
         return own
 
     def finish(self, timeout: float) -> bool:
@@ -262,8 +258,8 @@ class SummingServer:
             if self._over.is_set():
                 return
             self._failure = error
-            own = [one for _, one in (*self._own_sums.values(), *self._combining.values())]
-            self._own_sums, self._combining = {}, {}
+            own = [one for _, one in self._own_sums.values()]
+            self._own_sums = {}
             self._over.set()
         self._replies.stop()
         for waiting in own:
@@ -332,8 +328,6 @@ class SummingServer:
             work.wait(PATIENCE)
             if summed is None and self._encoded is not None:
                 self._replies.put(self._encoded.answer(part), rank, number)
-            elif summed is not None and summed.kind == ENCODED:
-                self._add_encoded(rank, number, summed, part)
             elif summed is not None:
                 self._add(rank, number, summed, part)
         with self._lock:
@@ -344,22 +338,46 @@ class SummingServer:
             self._over.set()
 
     def _add(self, rank: int, number: int, summed: _Sum, part: torch.Tensor) -> None:
+        """Note what ``rank`` has pushed, and reply where it is the last."""
         with summed.lock:
             summed.early[rank] = part
-            while summed.added in summed.early:
-                part = summed.early.pop(summed.added)
-                summed.total = part if summed.total is None else summed.total.add_(part)
-                summed.added += 1
-            complete = summed.added == self._workers
-        if not complete or summed.total is None:
+            while summed.added in summed.early and self._adds(summed):
+                self._add_next(number, summed)
+            complete = summed.added + len(summed.early) == self._workers
+        if not complete:
             return
         with self._lock:
             del self._sums[number]
-            here = self._own_sums.pop(number, None)
-        self._reply(summed.total, number)
-        if here is not None:
-            here[0].copy_(summed.total)
-            here[1].end()
+            here, own = self._own_sums.pop(number, (None, None))
+        if self._encoded is not None and summed.kind == ENCODED:
+            self._reply(self._encoded.reply(summed.total), number)
+        elif summed.total is not None:
+            self._reply(summed.total, number)
+            if isinstance(here, torch.Tensor):
+                here.copy_(summed.total)
+        elif here is not None and not isinstance(here, torch.Tensor) and self._own is not None:
+            others = [(self._own + distance) % self._workers for distance in range(1, self._workers)]
+            self._reply(here([summed.early[other] for other in others]), number)
+        if own is not None:
+            own.end()
+
+    def _adds(self, summed: _Sum) -> bool:
+        """Whether pushes are added up here as they come, and not by the worker that this process is."""
+        return summed.kind != ENCODED or self._encoded is not None
+
+    def _add_next(self, number: int, summed: _Sum) -> None:
+        part = summed.early.pop(summed.added)
+        if summed.kind == ENCODED and self._encoded is not None:
+            try:
+                summed.total = self._encoded.added(summed.total, part)
+            except (ValueError, RuntimeError) as error:
+                worker = self._ranks[summed.added]
+                raise UnsupportedError(
+                    f"What rank {worker} pushes as operation {number} cannot be added up: {brief(error)}"
+                ) from error
+        else:
+            summed.total = part if summed.total is None else summed.total.add_(part)
+        summed.added += 1
 
     def _reply(self, message: torch.Tensor, number: int) -> None:
         """Send a sum to all other workers."""
@@ -369,39 +387,6 @@ class SummingServer:
                 on_sent = None if told is None else partial(told, worker, number, message.nbytes)
                 self._replies.put(message, worker, number, on_sent=on_sent)
 
-    def _add_encoded(self, rank: int, number: int, summed: _Sum, message: torch.Tensor | None) -> None:
-        """Note what ``rank`` has pushed; ``None`` of the worker that this process is."""
-        with summed.lock:
-            if message is not None:
-                summed.early[rank] = message
-            while self._encoded is not None and summed.added in summed.early:
-                try:
-                    summed.encoded = self._encoded.added(summed.encoded, summed.early.pop(summed.added))
-                except (ValueError, RuntimeError) as error:
-                    worker = self._ranks[summed.added]
-                    raise UnsupportedError(
-                        f"What rank {worker} pushes as operation {number} cannot be added up: {brief(error)}"
-                    ) from error
-                summed.added += 1
-            if self._encoded is None:
-                summed.added += 1
-            complete = summed.added == self._workers
-        if not complete:
-            return
-        with self._lock:
-            del self._sums[number]
-            here = self._combining.pop(number, None)
-        if self._encoded is not None:
-            reply = self._encoded.reply(summed.encoded)
-        elif here is not None and self._own is not None:
-            others = [(self._own + distance) % self._workers for distance in range(1, self._workers)]
-            reply = here[0]([summed.early[other] for other in others])
-        else:
-            return  # this server has failed
-        self._reply(reply, number)
-        if here is not None:
-            here[1].end()
-
 
 class RailServers:
     """One server for several groups of workers, each of which pushes by itself: see ``node_push_pull.py``.
@@ -409,20 +394,12 @@ class RailServers:
     Args:
         groups: As of :class:`SummingServer`.
         rails: The workers of each.
-        encoded: Adds up what travels encoded, for all groups. Workers begin a step when what all of them have pushed in
-            the last one is back on their nodes: so no group is a step ahead of another one in its sums.
     """
 
-    def __init__(
-        self,
-        groups: Sequence[dist.ProcessGroup],
-        rails: Sequence[Sequence[int]],
-        encoded: SumsOfEncoded | None = None,
-    ) -> None:
+    def __init__(self, groups: Sequence[dist.ProcessGroup], rails: Sequence[Sequence[int]]) -> None:
         self._groups = groups
         self._servers = [
-            SummingServer(group, workers=len(rail), ranks=rail, encoded=encoded)
-            for group, rail in zip(groups, rails, strict=True)
+            SummingServer(group, workers=len(rail), ranks=rail) for group, rail in zip(groups, rails, strict=True)
         ]
 
     @property

@@ -34,7 +34,7 @@ from lightning_bytescheduler.collectives.operations import (
     all_reduce_in_shards,
     ending_with,
 )
-from lightning_bytescheduler.collectives.push_pull import PushPull, Way
+from lightning_bytescheduler.collectives.push_pull import PushPull
 from lightning_bytescheduler.collectives.routing_group import RoutingGroup
 from lightning_bytescheduler.failures.messages import is_communication_error
 from lightning_bytescheduler.scheduler.short_turns import prefer_short_turns
@@ -93,8 +93,8 @@ _GATHERS = -1  # of the first lane; of the second -2
 EncodedStart = Callable[[dist.ProcessGroup, SubCommTask, int], StartedOperation]
 """Encodes and starts to send on (group, sub-task, number of the operation); messages between two ranks only."""
 
-ServedStart = Callable[[PushPull, Way, SubCommTask, int], StartedOperation]
-"""Encodes and starts to push on (servers, way to one of them, sub-task, number of the operation)."""
+ServedStart = Callable[[PushPull, int, SubCommTask, int], StartedOperation]
+"""Encodes and starts to push on (servers, rank of one of them, sub-task, number of the operation)."""
 
 
 class GradientTransport:
@@ -135,7 +135,6 @@ class GradientTransport:
         self.host_copies = None if device is None or not by_host else HostCopies(device, on_error)
         self.wire_device = torch.device("cpu") if device is None or by_host else device
         self._around_waits: Callable[[], AbstractContextManager[object]] = nullcontext
-        self._overtaking = overtaking
         self.push_pull = push_pull
         self.routing: RoutingGroup | None = None
         """What has collectives of others in the order; ``None`` where they need none."""
@@ -145,16 +144,15 @@ class GradientTransport:
         self._telling = threading.Lock()  # held while a sub-task's end is told; the launching lock is only tried then
         self._lanes: dict[int | str, CompletionThread] = {}
         self._streams: DeviceStreams | None = None
-        self._completion: CompletionThread | None = None
-        self._overtaken_by: CompletionThread | None = None  # of what travels on the second lane
+        self._completions: list[tuple[dist.ProcessGroup, CompletionThread]] = []  # by lane; none where streams wait
         self._codec = CodecThread(on_error)
         if self.wire_device.type == "cuda":
             self._streams = DeviceStreams(group, self.wire_device, on_error)
         elif overtaking is not None:
-            self._completion = self._in_two_halves(group, 0)
-            self._overtaken_by = self._in_two_halves(overtaking, 1)
+            self._completions = [(one, self._in_two_halves(one, n)) for n, one in enumerate((group, overtaking))]
         else:
-            self._completion = CompletionThread(on_error, group if push_pull is None else push_pull.group)
+            messages = group if push_pull is None else push_pull.group
+            self._completions = [(group, CompletionThread(on_error, messages))]
 
     def send(
         self,
@@ -176,17 +174,18 @@ class GradientTransport:
         self._started += 1
         if self.push_pull is not None:
             self.push_pull.expect(sub_task.parent.key.bucket, sub_task.index)
-        if self._completion is not None:
+        if self._streams is not None:
+            self._streams.send(part, sub_task, operation, self._started, ready)
+        else:
+            group, completion = self._completions[sub_task.lane]
             try:
-                started = _ending(operation(self._group_of(sub_task), part, self._started), last)
+                started = _ending(operation(group, part, self._started), last)
             except RuntimeError as error:
                 if self.push_pull is None or not is_communication_error(error):
                     raise
                 raise self._failed(error) from error  # a connection has ended before anybody waited for it
             sub_task.passage = started.passage
-            self._lane(started.lane, self._waiting_for(sub_task, self._completion)).watch(started, sub_task)
-        elif self._streams is not None:
-            self._streams.send(part, sub_task, operation, self._started, ready)
+            self._lane(started.lane, completion).watch(started, sub_task)
 
     def _lane(self, lane: int | str | None, otherwise: CompletionThread) -> CompletionThread:
         """Who waits for operations of ``lane``; called under the launching lock."""
@@ -196,7 +195,7 @@ class GradientTransport:
         if found is None:
             group = self.group if self.push_pull is None else self.push_pull.group
             name, closing = f"pulls-{lane}", self._lanes.get(_BROADCASTS)
-            if self.push_pull is not None and self.push_pull.node is not None and closing is None:
+            if self.push_pull is not None and self.push_pull.local is not None and closing is None:
                 closing = self._lanes[_BROADCASTS] = CompletionThread(self._failed, group, _BROADCASTS, self._telling)
             found = self._lanes[lane] = CompletionThread(self._failed, group, name, self._telling, closing)
         return found
@@ -208,12 +207,6 @@ class GradientTransport:
         first = CompletionThread(self._failed, group, f"completion{number}", telling=self._telling, closing=gathers)
         self._lanes[_GATHERS - lane] = gathers
         return first
-
-    def _group_of(self, sub_task: SubCommTask) -> dist.ProcessGroup:
-        return self.group if self._overtaking is None or not sub_task.lane else self._overtaking
-
-    def _waiting_for(self, sub_task: SubCommTask, otherwise: CompletionThread) -> CompletionThread:
-        return otherwise if self._overtaken_by is None or not sub_task.lane else self._overtaken_by
 
     def _failed(self, error: BaseException) -> BaseException:
         """One lane after the other: the second finds out why the first has failed."""
@@ -231,12 +224,12 @@ class GradientTransport:
         Raises:
             RuntimeError: If nothing travels from host memory.
         """
-        if self._completion is None:
+        if not self._completions:
             raise RuntimeError("Encoded gradients travel from host memory only.")
         self._started += 1
-        place = self._waiting_for(sub_task, self._completion).reserve(sub_task)
-        encoded = partial(start, self._group_of(sub_task), sub_task, self._started)
-        self._codec.run(partial(_encode, encoded, place, last), sub_task)
+        group, completion = self._completions[sub_task.lane]
+        encoded = partial(start, group, sub_task, self._started)
+        self._codec.run(partial(_encode, encoded, completion.reserve(sub_task), last), sub_task)
 
     def send_served(
         self, sub_task: SubCommTask, nbytes: int, start: ServedStart, last: Callable[[], None] | None = None
@@ -252,14 +245,14 @@ class GradientTransport:
         Raises:
             RuntimeError: If there are no servers.
         """
-        servers, completion = self.push_pull, self._completion
-        if servers is None or completion is None:
+        servers = self.push_pull
+        if servers is None:
             raise RuntimeError("There are no parameter servers.")
         self._started += 1
         servers.expect(sub_task.parent.key.bucket, sub_task.index)
-        way = servers.way(nbytes)  # here, in the order of launches
-        place = self._lane(way.lane, completion).reserve(sub_task)
-        push = partial(start, servers, way, sub_task, self._started)
+        server = servers.next_server(nbytes)  # here, in the order of launches
+        place = self._lane(server, self._completions[0][1]).reserve(sub_task)
+        push = partial(start, servers, server, sub_task, self._started)
         self._codec.run(partial(_encode, push, place, last), sub_task)
 
     @property
@@ -267,7 +260,7 @@ class GradientTransport:
         """What averages a part over all ranks."""
         if self.push_pull is not None:
             return self.push_pull.reduce
-        return all_reduce if self._overtaking is None else all_reduce_in_shards
+        return all_reduce if len(self._completions) < 2 else all_reduce_in_shards
 
     @property
     def wire_share(self) -> float:
@@ -336,7 +329,7 @@ class GradientTransport:
         deadline = time.monotonic() + timeout
         copying = self.host_copies is None or self.host_copies.stop(timeout)  # first: others may wait for copies
         lanes = [lane.stop(max(0.1, deadline - time.monotonic())) for lane in list(self._lanes.values())]
-        for stopped in (self._completion, self._overtaken_by, self._streams):
+        for stopped in (*(completion for _, completion in self._completions), self._streams):
             lanes.append(stopped is None or stopped.stop(max(0.1, deadline - time.monotonic())))
         return copying and all(lanes)
 

@@ -1,143 +1,154 @@
-"""Gradients as products of two thin matrices: PowerSGD."""
+"""Gradients as products of two thin matrices: PowerSGD.
+
+No codec of parts: it takes whole matrices, and adds up two thin factors over all ranks, one after the other. With x_i
+what rank i has of a matrix (its gradient times what the rank counts, and its residual r_i), Q of the last step made
+orthonormal::
+
+    left     P = sum of x_i Q, over all ranks; then each makes it orthonormal
+    right    Q = sum of x_i^T P, over all ranks: P Q^T is the mean gradient, and Q is what the next step begins with
+    then     r_i = x_i - P Q^T / n, so that what was applied and all ranks' residuals add up to the gradients
+
+These are the products of torch's ``powerSGD_hook``, with its warm start and error feedback.
+
+Source: Vogels et al., "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization", algorithms 1
+and 2.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from typing import Any
+import hashlib
+from dataclasses import dataclass
 
-import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_bytescheduler.checks import require_whole
-from lightning_bytescheduler.compression.compressor import Compressor, damaged, flat_fp32, is_finite
-from lightning_bytescheduler.compression.dense import aligned
-from lightning_bytescheduler.exceptions import OptionError
+from lightning_bytescheduler.compression.compressor import is_finite
 
-__all__ = ["PowerSGD"]
+__all__ = ["Matrix", "PowerSGD"]
 
+_LEAST_SAVED = 2  # times fewer numbers, as torch's hook wants by default
 _FLOAT_BYTES = 4
-_SEEDS = 1_000_000_000
 
 
-class PowerSGD(Compressor):
+class PowerSGD:
     """A matrix M becomes P Qᵀ, with as few columns as the rank; one step of the power iteration a time, kept warm.
 
-    Vogels et al., "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization", algorithm 1, which
-    torch has as ``powerSGD_hook``: P = M Q, made orthonormal; Q = Mᵀ P, from which the next step goes on. The error is
-    that of a projection, ``|M - P Qᵀ| <= |M|``, and training converges with error feedback, as far as is known from
-    experiments; without it, it need not.
-
-    Both products are linear in M. Workers that can add up P before it is made orthonormal, and then Q, get the
-    approximation of their sum, which is what torch's hook does: :meth:`left`, :meth:`right`, :meth:`product`. A payload
-    of :meth:`compress` is the approximation of one worker's part alone.
-
-    What is not finite makes all elements not numbers, and leaves no trace in what is kept.
+    The error is that of a projection, ``|M - P Qᵀ| <= |M|``, and training converges with error feedback, as far as is
+    known from experiments; without it, it need not.
 
     Args:
         rank: Columns of P and Q, 1 or more.
-        shape: Of the matrix: a part of any size by default becomes one that is as square as can be, with zeros at its
-            end.
 
     Raises:
         OptionError: Names the value that is not allowed.
     """
 
-    def __init__(self, rank: int = 4, shape: tuple[int, int] | None = None) -> None:
+    def __init__(self, rank: int = 4) -> None:
         self.rank = require_whole("rank", rank, 1)
-        if shape is not None and (len(shape) != 2 or min(shape) < 1):
-            raise OptionError("shape", shape, "two positive whole numbers")
-        self.shape = shape
-        self._kept: dict[str, Tensor] = {}
 
     @property
     def spec(self) -> str:
-        """See Compressor."""
+        """As :func:`~lightning_bytescheduler.compression.make_codec` is asked for it."""
         return f"powersgd:{self.rank}"
 
-    def payload_bytes(self, elements: int) -> int:
-        """See Compressor."""
-        return _FLOAT_BYTES * sum(self._sizes(elements))
+    def shape_of(self, parameter: nn.Parameter) -> tuple[int, int] | None:
+        """Rows and columns of a gradient as it lies in its bucket; ``None`` if two factors are not half its size.
 
-    def left(self, part: Tensor, *, seed: int = 0, key: str = "") -> Tensor:
-        """P = M Q of this worker's part, flat: to be added up over workers.
-
-        Args:
-            part: Flat; of a whole matrix.
-            seed: Of the first Q, the same on all workers.
-            key: Names the part, whose Q is kept.
+        The first dimension in memory counts as the rows, as with torch's hook.
         """
-        matrix = self._matrix(flat_fp32(part))
-        return (matrix @ self._start(matrix, seed, key)).view(-1)
+        with torch._C.DisableTorchFunctionSubclass():
+            if parameter.dim() < 2 or not parameter.numel() or not parameter.dtype.is_floating_point:
+                return None
+            first = max(range(parameter.dim()), key=parameter.stride)
+            rows = parameter.shape[first]
+            columns = parameter.numel() // rows
+        return (rows, columns) if (rows + columns) * self.rank * _LEAST_SAVED < rows * columns else None
 
-    def right(self, part: Tensor, left: Tensor) -> tuple[Tensor, Tensor]:
-        """P made orthonormal, and Q = Mᵀ P of this worker's part, both flat: Q is to be averaged over workers."""
-        matrix = self._matrix(flat_fp32(part))
-        orthonormal = _orthonormal(left.view(len(matrix), -1))
-        return orthonormal.reshape(-1), (matrix.t() @ orthonormal).reshape(-1)
+    def payload_bytes(self, shape: tuple[int, int]) -> int:
+        """Size of both factors of a matrix."""
+        return self.rank * sum(shape) * _FLOAT_BYTES
 
-    def product(self, left: Tensor, right: Tensor, elements: int, *, key: str = "") -> Tensor:
-        """P Qᵀ as a part of so many elements; Q is kept for the next step."""
-        rows, columns, rank = self._dimensions(elements)
-        if is_finite(right):
-            self._kept[key] = right.view(columns, rank).clone()
-        return (left.view(rows, rank) @ right.view(columns, rank).t()).view(-1)[:elements]
+    def first_right(self, name: str, columns: int) -> Tensor:
+        """What the power iteration begins with, for a parameter of that name: the same on all ranks."""
+        seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "little")
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(columns, self.rank, dtype=torch.float32, device="cpu", generator=generator)
 
-    def compress(self, part: Tensor, *, seed: int = 0, worker: int = 0, key: str = "") -> Tensor:
-        """See Compressor."""
-        values = flat_fp32(part)
-        if not is_finite(values):
-            return values.new_full((sum(self._sizes(values.numel())),), torch.nan).view(torch.uint8)
-        if not values.numel():
-            return values.view(torch.uint8)
-        left, right = self.right(values, self.left(values, seed=seed, key=key))
-        _, columns, rank = self._dimensions(values.numel())
-        self._kept[key] = right.view(columns, rank).clone()
-        return torch.cat([left, right]).view(torch.uint8)
 
-    def decompress(self, payload: Tensor, elements: int, *, out: Tensor | None = None) -> Tensor:
-        """See Compressor."""
-        if payload.dtype != torch.uint8 or payload.shape != (self.payload_bytes(elements),):
-            raise damaged(payload, elements, self.spec)
-        rows, columns, rank = self._dimensions(elements)
-        left, right = aligned(payload).view(torch.float32).split(list(self._sizes(elements)))
-        found = (left.view(rows, rank) @ right.view(columns, rank).t()).view(-1)[:elements]
-        return found if out is None else out.copy_(found)
+@dataclass(slots=True)
+class Matrix:
+    """One parameter's gradient in a bucket.
 
-    def state_dict(self) -> dict[str, Any]:
-        """See Compressor."""
-        return {"right": {key: kept.clone() for key, kept in self._kept.items()}}
+    Attributes:
+        first: Position in the bucket.
+        shape: Rows and columns.
+        residual: Flat, in fp32.
+        right: Q of the last step, ``(columns, rank)``; is filled with that of this step.
+        later: The parameter's own residual, where it has got no gradient on this rank: if it has on none, nothing is
+            stepped, so it does not travel now. What ``residual``, zeros then, is left with is added to it.
+    """
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See Compressor."""
-        self._kept = {key: kept.clone() for key, kept in state["right"].items()}
+    first: int
+    shape: tuple[int, int]
+    residual: Tensor
+    right: Tensor
+    later: Tensor | None = None
+    _added: float = 0.0
 
-    def _dimensions(self, elements: int) -> tuple[int, int, int]:
-        """Rows, columns, rank."""
-        if self.shape is not None and math.prod(self.shape) == elements:
-            rows, columns = self.shape
+    @property
+    def end(self) -> int:
+        """Position after the last."""
+        return self.first + self.shape[0] * self.shape[1]
+
+    def begin(self, buffer: Tensor, factor: float, left: Tensor) -> None:
+        """Fill ``left`` with this rank's part of P, column by column; what is kept becomes x."""
+        gradient = self._gradient(buffer)
+        if not factor or is_finite(gradient):  # what counts nothing may be anything
+            self._added = factor
+            whole = self._kept.add_(gradient, alpha=factor) if factor else self._kept
+            torch.mm(_orthonormal(self.right).t(), whole.t(), out=self._factor(left))
         else:
-            columns = max(1, math.isqrt(elements))
-            rows = -(-elements // columns)
-        return rows, columns, min(self.rank, rows, columns)
+            left.fill_(torch.nan)
 
-    def _sizes(self, elements: int) -> tuple[int, int]:
-        rows, columns, rank = self._dimensions(elements)
-        return rows * rank, columns * rank
+    def go_on(self, left: Tensor, right: Tensor) -> None:
+        """Make P orthonormal, and fill ``right`` with this rank's part of Q, column by column."""
+        factor = self._factor(left)
+        if is_finite(left):
+            factor.copy_(_orthonormal(factor.t()).t())
+            torch.mm(factor, self._kept, out=self._factor(right))
+        else:  # on one rank, so on all: the sum is the same
+            right.fill_(torch.nan)
 
-    def _matrix(self, values: Tensor) -> Tensor:
-        rows, columns, _ = self._dimensions(values.numel())
-        return torch.nn.functional.pad(values, (0, rows * columns - values.numel())).view(rows, columns)
+    def end_with(self, buffer: Tensor, ranks: int, left: Tensor, right: Tensor) -> float:
+        """Put P Q^T in its place, and keep what it leaves out; returns the square of the norm of that."""
+        gradient = self._gradient(buffer)
+        if not is_finite(right):  # what overflows is lost; the residual is what it was but for rounding, and Q is
+            if self._added:
+                self._kept.sub_(gradient, alpha=self._added)
+            gradient.fill_(torch.nan)
+            return 0.0
+        rows, columns = self._factor(left).t(), self._factor(right).mul_(ranks)  # was averaged on the way
+        if bool(columns.any()):  # else no rank has a gradient, and the next step begins with what there was
+            self.right.copy_(columns.t())
+        # Multiplied once: what is taken from the residual is what is applied, however a processor rounds products.
+        product = torch.mm(rows, columns, out=gradient) if gradient.dtype is torch.float32 else rows @ columns
+        self._kept.sub_(product, alpha=1.0 / ranks)
+        if product is not gradient:
+            gradient.copy_(product)
+        if self.later is not None:
+            self.later.add_(self.residual)
+        return float(torch.dot(self.residual, self.residual))
 
-    def _start(self, matrix: Tensor, seed: int, key: str) -> Tensor:
-        _, columns, rank = self._dimensions(matrix.numel())
-        kept = self._kept.get(key)
-        if kept is None or kept.shape != (columns, rank):
-            # Drawn on the CPU, as torch's hook does, so that it is the same on any device.
-            generator = torch.Generator().manual_seed(int(np.random.RandomState(seed % 2**32).randint(_SEEDS)))
-            kept = torch.randn(columns, rank, dtype=torch.float32, generator=generator).to(matrix.device)
-        return _orthonormal(kept)
+    @property
+    def _kept(self) -> Tensor:
+        return self.residual.view(self.shape)
+
+    def _gradient(self, buffer: Tensor) -> Tensor:
+        return buffer[self.first : self.end].view(self.shape)
+
+    def _factor(self, flat: Tensor) -> Tensor:
+        return flat.view(self.right.shape[1], -1)
 
 
 def _orthonormal(matrix: Tensor) -> Tensor:

@@ -28,8 +28,7 @@ import torch
 from torch import Tensor
 
 from lightning_bytescheduler.checks import require_one_of, require_whole
-from lightning_bytescheduler.compression.blocks import chunk_size, chunks_of
-from lightning_bytescheduler.compression.dense import ROUNDINGS, Dense, Rounding
+from lightning_bytescheduler.compression.dense import ROUNDINGS, Dense, Rounding, chunk_size, chunks_of
 from lightning_bytescheduler.compression.sparse import TopK
 from lightning_bytescheduler.exceptions import OptionError
 

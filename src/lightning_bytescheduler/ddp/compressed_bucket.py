@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -18,27 +17,34 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_bytescheduler.collectives.host_copies import PayloadCopies
-from lightning_bytescheduler.collectives.node_links import NodeLinks
-from lightning_bytescheduler.collectives.operations import Pull, StartedOperation, scale, shard_of
-from lightning_bytescheduler.collectives.push_pull import PushPull, Way
-from lightning_bytescheduler.collectives.summing_server import DTYPES, OwnSum
+from lightning_bytescheduler.collectives.operations import StartedOperation, others_of, scale, shard_of
+from lightning_bytescheduler.collectives.push_pull import PushPull
+from lightning_bytescheduler.collectives.summing_server import DTYPES
+from lightning_bytescheduler.compression.compressor import is_finite
 from lightning_bytescheduler.ddp.encoded_pieces import (
     Piece,
+    PushedPiece,
+    PushedPieces,
     bodies_of,
+    described,
     encoded,
-    is_finite,
     joined,
     payload_bytes,
+    read,
 )
-from lightning_bytescheduler.ddp.low_rank_reduction import WorkObserver
-from lightning_bytescheduler.ddp.node_sums import given, room_for, summed
-from lightning_bytescheduler.ddp.pushed_pieces import PushedPiece, PushedPieces, described, read
 from lightning_bytescheduler.ddp.sample_weights import StepWeight
-from lightning_bytescheduler.scheduler.task import NodePassage, Passage, SubCommTask
+from lightning_bytescheduler.scheduler.task import Passage, SubCommTask
 
-__all__ = ["CompressedBucket"]
+__all__ = ["CompressedBucket", "WorkObserver"]
 
 _WIDTH = 4  # bytes of an element of a residual
+
+
+class WorkObserver(Protocol):
+    """Takes down what codecs do."""
+
+    def working(self, what: str, sub_task: SubCommTask) -> AbstractContextManager[list[float]]:
+        """Around work for a part; collects squares of norms of residuals."""
 
 
 class _Compression(WorkObserver, Protocol):
@@ -56,7 +62,7 @@ class _Compression(WorkObserver, Protocol):
 
 
 class CompressedBucket:
-    """One bucket in one step; see the module and :class:`~lightning_bytescheduler.ddp.reduction.EncodedBucket`.
+    """One bucket in one step; see the module.
 
     Args:
         buffer: The flat gradient; is filled with the mean.
@@ -64,7 +70,7 @@ class CompressedBucket:
         observer: Told of work and of residuals.
         weight: What this rank counts; as much as any other when left out. Known before anything is sent.
         copies: Where ``buffer`` is on a device, whose payloads travel from host memory: of these.
-        fold: See :class:`~lightning_bytescheduler.ddp.reduction.EncodedBucket`.
+        fold: How many times as large as others its parts are, see :class:`CommTask`.
     """
 
     def __init__(
@@ -124,7 +130,7 @@ class CompressedBucket:
         return [piece for piece in found if piece is not None]
 
     def scatter(self, group: dist.ProcessGroup, sub_task: SubCommTask, number: int) -> StartedOperation:
-        """See ``EncodedBucket``."""
+        """Send a part's shards to their owners, and add up this rank's; an ``EncodedStart``."""
         rank, seed = group.rank(), _seed(sub_task)
         with self._observer.working("encode", sub_task) as squares, self._on_device():
             self._keep_before(sub_task)
@@ -146,141 +152,58 @@ class CompressedBucket:
                     packed = self._packed(own, sums, seed, rank, squares, place=True)
                     self._sums[sub_task.index] = self._to_host(packed)
 
-        senders = dict.fromkeys(_others(group), own) if own else {}
+        senders = dict.fromkeys(others_of(group), own) if own else {}
         return self._messages(group, sub_task, senders, sent, number, add_up)
 
     def gather(self, group: dist.ProcessGroup, sub_task: SubCommTask, number: int) -> StartedOperation:
-        """See ``EncodedBucket``."""
+        """Send this rank's shard of a part to all, and take theirs; an ``EncodedStart``, after :meth:`scatter`."""
         shards = self._shards(group, sub_task)
         payload = self._sums.pop(sub_task.index, None)
-        sent = {} if payload is None else dict.fromkeys(_others(group), payload)
+        sent = {} if payload is None else dict.fromkeys(others_of(group), payload)
 
         def place(received: dict[int, Tensor]) -> None:
             with self._observer.working("decode", sub_task), self._on_device():
                 for rank, payload in received.items():
                     self._place(shards[rank], self._to_device(payload))
 
-        senders = {rank: shards[rank] for rank in _others(group) if rank in shards}
+        senders = {rank: shards[rank] for rank in others_of(group) if rank in shards}
         return self._messages(group, sub_task, senders, sent, number, place)
 
-    def serve(self, servers: PushPull, way: Way, sub_task: SubCommTask, number: int) -> StartedOperation:
-        """See ``EncodedBucket``."""
+    def serve(self, servers: PushPull, server: int, sub_task: SubCommTask, number: int) -> StartedOperation:
+        """Push a part to a server, and pull the sum from there; a ``ServedStart``."""
         self._keep_before(sub_task)
-        first, end = sub_task.offset, sub_task.offset + sub_task.size
-        pieces = self._within(first, end)
+        seed, first, end = _seed(sub_task), sub_task.offset, sub_task.offset + sub_task.size
+        pieces, worker = self._within(first, end), servers.group.rank()
         scale(self._buffer[first:end], self._factor(self._observer.ranks))
-        values, node, server = self._values(pieces), servers.node, way.server
-        if node is not None and way.pusher is not None:
-            return self._give(node, way.pusher, pieces, values, sub_task, number)
-        back: list[Tensor] = []  # what the others of the node get: as a server has sent it, or as it is sent from here
-        push: Callable[[list[Piece], list[Tensor]], OwnSum | Pull]
-        if servers.adds_up(server):
-            push = partial(self._combine, servers, sub_task, number, back)
-        else:
-            back.append(torch.empty(payload_bytes(pieces, self._buffer.element_size()), dtype=torch.uint8))
-            push = partial(self._exchange, servers, server, sub_task, number, back[0])
-        if node is None:
-            sub_task.passage = Passage(server, pushed=0, pulled=0)
-            place = partial(self._take_back, pieces, sub_task, back[0]) if back else None
-            return StartedOperation([push(pieces, values)], place, messages=True, lane=server)
-
-        others, rank = len(node.others), node.rank
-        rooms = [room_for(pieces, values) for _ in range(others)]
-        passage = sub_task.passage = NodePassage(server=server, moved=len(rooms[0]) * others)
-
-        def push_sum(messages: Iterator[Tensor]) -> OwnSum | Pull:
-            found = summed(pieces, values, rank, messages)
-            passage.reduced = time.perf_counter()
-            return push(*found)
-
-        def hand_on() -> StartedOperation:
-            payload = back[0]
-            passage.returned = len(payload) * others
-            following = node.hand_on(number, payload)
-            if servers.adds_up(server):
-                passage.came = time.perf_counter()
-            else:
-                self._take_back(pieces, sub_task, payload)
-            return following
-
-        return StartedOperation([node.take(number, rooms, push_sum)], hand_on, messages=True, lane=server)
-
-    def _combine(
-        self,
-        servers: PushPull,
-        sub_task: SubCommTask,
-        number: int,
-        back: list[Tensor],
-        pieces: list[Piece],
-        values: list[Tensor],
-    ) -> OwnSum:
-        """Add up here what this and other workers push; ``back`` gets what travels back, which is put in its place."""
-        seed = _seed(sub_task)
-        push = self._described(pieces, sub_task, seed)
+        values, push = self._values(pieces), self._described(pieces, sub_task, seed)
+        passage = sub_task.passage = Passage(server, pushed=0, pulled=0)
 
         def combine(messages: list[Tensor]) -> Tensor:
+            """Add up here what this and other workers push; what travels back is put in its place."""
             with self._observer.working("reduce", sub_task) as squares:
                 for message in messages:
                     theirs, payload = read(message)
                     if isinstance(theirs, PushedPieces):
                         push.require_alike(theirs)
                     self._add(pieces, payload, values)
-                packed = self._packed(pieces, values, seed, servers.group.rank(), squares, place=True)
+                packed = self._packed(pieces, values, seed, worker, squares, place=True)
             sub_task.encoded_bytes = len(packed) * len(messages)
-            back.append(packed)
             return packed
 
-        return servers.combine(number, combine)
-
-    def _exchange(
-        self,
-        servers: PushPull,
-        server: int,
-        sub_task: SubCommTask,
-        number: int,
-        reply: Tensor,
-        pieces: list[Piece],
-        values: list[Tensor],
-    ) -> Pull:
-        """Push to a server elsewhere, and pull into ``reply``."""
-        seed, passage = _seed(sub_task), sub_task.passage
-        if passage is None:
-            raise RuntimeError("A part is pushed before it is known which way it goes.")
+        if servers.adds_up(server):
+            return StartedOperation([servers.combine(number, combine)], messages=True, lane=server)
         with self._observer.working("encode", sub_task) as squares:
-            packed = self._packed(pieces, values, seed, servers.group.rank(), squares)
-            message = described(self._described(pieces, sub_task, seed), packed)
+            message = described(push, self._packed(pieces, values, seed, worker, squares))
         sub_task.encoded_bytes = passage.pushed = len(message)
-        return servers.exchange(server, number, message, reply, passage.sent)
+        reply = torch.empty(payload_bytes(pieces, self._buffer.element_size()), dtype=torch.uint8)
 
-    def _take_back(self, pieces: list[Piece], sub_task: SubCommTask, reply: Tensor) -> None:
-        passage = sub_task.passage
-        if passage is not None:
-            passage.came = time.perf_counter()
-            passage.pulled = len(reply)
-        with self._observer.working("decode", sub_task):
-            self._place(pieces, reply)
-
-    def _give(
-        self,
-        node: NodeLinks,
-        pusher: int,
-        pieces: list[Piece],
-        values: list[Tensor],
-        sub_task: SubCommTask,
-        number: int,
-    ) -> StartedOperation:
-        """Have another rank of the node push what this one has."""
-        own, width = given(pieces, values), self._buffer.element_size()
-        sub_task.encoded_bytes = 0
-        back = torch.empty(payload_bytes(pieces, width), dtype=torch.uint8)
-        passage = sub_task.passage = NodePassage(pusher=pusher, moved=len(own))
-
-        def place() -> None:
-            passage.returned = len(back)
+        def take_back() -> None:
+            passage.came, passage.pulled = time.perf_counter(), len(reply)
             with self._observer.working("decode", sub_task):
-                self._place(pieces, back)
+                self._place(pieces, reply)
 
-        return replace(node.give(pusher, number, own, back, passage), finish=place)
+        pull = servers.exchange(server, number, message, reply, passage.sent)
+        return StartedOperation([pull], take_back, messages=True, lane=server)
 
     def _described(self, pieces: list[Piece], sub_task: SubCommTask, seed: int) -> PushedPieces:
         return PushedPieces(
@@ -408,14 +331,8 @@ def _seed(sub_task: SubCommTask) -> int:
     return int.from_bytes(hashlib.blake2b(names, digest_size=7).digest(), "little")
 
 
-def _others(group: dist.ProcessGroup) -> list[int]:
-    """The other ranks, beginning with the next: no two ranks send to the same one first."""
-    size, rank = group.size(), group.rank()
-    return [(rank + distance) % size for distance in range(1, size)]
-
-
 def _works(
     group: dist.ProcessGroup, received: Mapping[int, Tensor], sent: Mapping[int, Tensor], number: int
 ) -> list[dist.Work]:
     works = [group.recv([payload], rank, number) for rank, payload in received.items()]
-    return works + [group.send([sent[rank]], rank, number) for rank in _others(group) if rank in sent]
+    return works + [group.send([sent[rank]], rank, number) for rank in others_of(group) if rank in sent]

@@ -39,6 +39,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -46,18 +47,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_bytescheduler.collectives.host_copies import PayloadCopies
-from lightning_bytescheduler.collectives.transport import GradientTransport
-from lightning_bytescheduler.compression.powersgd import PowerSGD
+from lightning_bytescheduler.compression.powersgd import Matrix, PowerSGD
 from lightning_bytescheduler.ddp.compressed_bucket import CompressedBucket
 from lightning_bytescheduler.ddp.compressed_layers import CompressedLayers
 from lightning_bytescheduler.ddp.compression_rules import AUTO, CompressionRules
 from lightning_bytescheduler.ddp.encoded_pieces import Piece
-from lightning_bytescheduler.ddp.low_rank_reduction import LowRankBucket, LowRankReduction, Matrix, Rest, matrix_shape
+from lightning_bytescheduler.ddp.low_rank_reduction import LowRankBucket, Rest, reduce_in_factors
 from lightning_bytescheduler.ddp.reduction import AllReduction, GradientBucket, StepTasks
 from lightning_bytescheduler.ddp.residuals import Layout, LeftElsewhere, Residuals
 from lightning_bytescheduler.ddp.sample_weights import StepWeight
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics, profiled
-from lightning_bytescheduler.scheduler.core import ByteCore
 from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask
 from lightning_bytescheduler.timeline.timeline import CODEC, Timeline
 
@@ -66,26 +65,6 @@ __all__ = ["CompressedReduction", "GradientCompression", "has_no_gradient"]
 _SEEN_STEPS = 30
 _FOLD = 4  # of what is compressed in eight times fewer bytes; with each part codecs and threads have work besides
 _FIRST = 1024  # elements of a gradient, that mostly tell that it is not zero
-
-
-class _Working:
-    """Takes down the time that a codec needs, and what it has left out."""
-
-    def __init__(self, compression: GradientCompression, what: str, sub_task: SubCommTask) -> None:
-        self._compression = compression
-        self._name = f"{what} {sub_task.name}"
-        self._step = sub_task.parent.key.step
-        self._squares: list[float] = []
-        self._profiled = profiled(f"bytescheduler::{self._name}")
-
-    def __enter__(self) -> list[float]:
-        self._profiled.__enter__()
-        self._start = self._compression.clock()
-        return self._squares
-
-    def __exit__(self, *error: object) -> None:
-        self._compression.worked(self._name, self._step, self._start, sum(self._squares))
-        self._profiled.__exit__(None, None, None)
 
 
 class GradientCompression:
@@ -282,11 +261,11 @@ class GradientCompression:
             with torch._C.DisableTorchFunctionSubclass():
                 size = parameter.numel()
             name, codec = self._codecs.get(id(parameter), ("", None))
-            shape = matrix_shape(parameter, codec.rank) if isinstance(codec, PowerSGD) else None
+            shape = codec.shape_of(parameter) if isinstance(codec, PowerSGD) else None
             if shape is None or not isinstance(codec, PowerSGD):
                 others.append((parameter, at, at + size))
             else:
-                right = self._residuals.right_of(name, shape[1], codec.rank)
+                right = self._residuals.right_of(name, shape[1], codec)
                 residual, before = self._residuals.to_change(name, size)
                 if before is not None:
                     before.copy_(residual)
@@ -312,19 +291,23 @@ class GradientCompression:
             yield piece if self.copies is not None else self.with_residual(piece, make=make)
             at += size
 
-    def working(self, what: str, sub_task: SubCommTask) -> _Working:
-        """Around what a codec does for a part; collects squares of norms of residuals."""
-        return _Working(self, what, sub_task)
-
-    def worked(self, name: str, step: int, start: float, square: float) -> None:
-        """A codec has worked since ``start``, and has left out so much."""
-        now, statistics = self.clock(), self._statistics
-        with self._lock:
-            statistics.codec_s += now - start
-            statistics.residual_squares += square
-        if self._timeline is not None:
-            lane = threading.current_thread().name
-            self._timeline.span(name, CODEC, start, now, lane=lane, args={"step": step})
+    @contextmanager
+    def working(self, what: str, sub_task: SubCommTask) -> Iterator[list[float]]:
+        """Around what a codec does for a part: takes down its time; collects squares of norms of residuals."""
+        name, statistics = f"{what} {sub_task.name}", self._statistics
+        squares: list[float] = []
+        with profiled(f"bytescheduler::{name}"):
+            start = self.clock()
+            try:
+                yield squares
+            finally:
+                now = self.clock()
+                with self._lock:
+                    statistics.codec_s += now - start
+                    statistics.residual_squares += sum(squares)
+                if self._timeline is not None:
+                    lane, step = threading.current_thread().name, sub_task.parent.key.step
+                    self._timeline.span(name, CODEC, start, now, lane=lane, args={"step": step})
 
 
 def _is_dropped(gradient: Tensor | None) -> bool:
@@ -343,44 +326,35 @@ class CompressedReduction:
     See :class:`~lightning_bytescheduler.ddp.reduction.Reduction`.
 
     Args:
-        core: Sends what becomes ready.
-        transport: What a sub-task's start does.
-        step: Of the backward pass, the same on all ranks.
-        device: Where gradients live.
+        tasks: Of the step.
         compression: Says what travels encoded.
-        weight: What this rank counts; as much as any other when left out.
         on_host: Makes a bucket one that can travel as it is, of one that stays on a device.
     """
 
     def __init__(
         self,
-        core: ByteCore,
-        transport: GradientTransport,
-        step: int,
-        device: torch.device,
+        tasks: StepTasks,
         compression: GradientCompression,
-        weight: StepWeight | None = None,
         on_host: Callable[[GradientBucket], GradientBucket] = lambda bucket: bucket,
     ) -> None:
         self._on_host = on_host
-        self._tasks = StepTasks(core, transport, step, device, weight)
-        self._all = AllReduction(core, transport, step, device, weight=weight)
+        self._tasks = tasks
+        self._as_it_is = AllReduction(tasks)
         self._compression = compression
-        self._factors = LowRankReduction(self._tasks, self.reduce)
 
     def reduce(self, bucket: GradientBucket, on_end: Callable[[CommTask], None] | None = None) -> CommTask:
         """See ``Reduction``."""
-        in_factors = self._compression.in_factors(bucket, self._tasks.world_size, self._tasks.weight)
+        tasks, buffer = self._tasks, bucket.buffer
+        in_factors = self._compression.in_factors(bucket, tasks.world_size, tasks.weight)
         if in_factors is not None:
-            return self._factors.reduce(bucket, *in_factors, on_end)
-        encoded = self._compression.encoded(bucket, self._tasks.weight)
-        if encoded is None or self._tasks.served:
-            as_it_is = encoded is None and bucket.exists is None  # else it has been copied
-            on_wire = self._on_host(bucket) if as_it_is else bucket
-            return self._all.reduce(on_wire, on_end, None if encoded is None else encoded.serve)
-        return self._tasks.enqueue_halves(
-            bucket, bucket.buffer, encoded, scatter_priority=bucket.priority, on_end=on_end
-        )
+            return reduce_in_factors(tasks, bucket, *in_factors, self.reduce, on_end)
+        encoded = self._compression.encoded(bucket, tasks.weight)
+        if encoded is None:
+            return self._as_it_is.reduce(self._on_host(bucket) if bucket.exists is None else bucket, on_end)
+        if tasks.served:
+            send = tasks.encoded_for_servers(encoded.serve, buffer.element_size())
+            return tasks.enqueue_whole(bucket, send, tasks.mark(bucket), on_end)
+        return tasks.enqueue_halves(bucket, buffer, encoded, scatter_priority=bucket.priority, on_end=on_end)
 
     def close(self) -> None:
         """See ``Reduction``."""

@@ -14,22 +14,20 @@ import torch
 from torch import nn
 
 from lightning_bytescheduler.checks import did_you_mean, gone, require_whole
-from lightning_bytescheduler.compression.compressor import Compressor
+from lightning_bytescheduler.compression import COMPRESSORS, Codec, Compressor, PowerSGD, make_codec
 from lightning_bytescheduler.compression.dense import Dense, DenseKind
-from lightning_bytescheduler.compression.feedback import ErrorFeedback, FromSize, NesterovMomentum
-from lightning_bytescheduler.compression.powersgd import PowerSGD
-from lightning_bytescheduler.compression.registry import COMPRESSORS, MIN_SIZE, make_compressor
-from lightning_bytescheduler.ddp.low_rank_reduction import matrix_shape
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 
 __all__ = ["AUTO", "CompressionRules", "names_that_count"]
+
+MIN_SIZE = 1024
+"""Elements of the smallest gradient that is compressed by default: 4 kB, which take as long to send as fewer do."""
 
 AUTO = "auto"
 """Of how many layers gradients are compressed is left to what is measured, see ``compressed_layers.py``."""
 
 _TO_NEAREST: dict[str, DenseKind] = {"int8": "int8", "int4": "int4"}
 _AUTO = Dense("int4", "nearest")  # what these travel in
-_FLOAT_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +42,7 @@ class CompressionRules:
         auto: Whether only so many layers are compressed as it takes.
     """
 
-    by_pattern: tuple[tuple[str, Compressor | None], ...]
+    by_pattern: tuple[tuple[str, Codec | None], ...]
     min_size: int = MIN_SIZE
     auto: bool = False
 
@@ -138,7 +136,7 @@ class CompressionRules:
                         f"Put {pattern!r} first.",
                     )
 
-    def codec_for(self, name: str, parameter: nn.Parameter) -> Compressor | None:
+    def codec_for(self, name: str, parameter: nn.Parameter) -> Codec | None:
         """What the gradient of a parameter travels in; ``None`` for as it is."""
         with torch._C.DisableTorchFunctionSubclass():
             size, dtype = parameter.numel(), parameter.dtype
@@ -147,7 +145,7 @@ class CompressionRules:
         for pattern, codec in self.by_pattern:
             if fnmatch.fnmatchcase(name, pattern):
                 if isinstance(codec, PowerSGD):
-                    if matrix_shape(parameter, codec.rank):
+                    if codec.shape_of(parameter):
                         return codec
                     continue  # what is no matrix that shrinks is for the patterns that follow
                 fewer = codec is not None and codec.payload_bytes(size) < size * dtype.itemsize
@@ -166,9 +164,8 @@ class CompressionRules:
                 size, nbytes = parameter.numel(), parameter.numel() * parameter.element_size()
             codec = self.codec_for(name, parameter)
             plain += nbytes
-            shape = matrix_shape(parameter, codec.rank) if isinstance(codec, PowerSGD) else None
-            if shape is not None and isinstance(codec, PowerSGD):
-                sent += codec.rank * sum(shape) * _FLOAT_BYTES
+            if isinstance(codec, PowerSGD):
+                sent += codec.payload_bytes(codec.shape_of(parameter) or (size, 1))
             else:
                 sent += nbytes if codec is None else codec.payload_bytes(size)
         return plain / sent if sent else 1.0
@@ -231,23 +228,19 @@ def _modules(names: Collection[str]) -> set[str]:
     return {".".join(path[:depth]) for path in parts for depth in range(1, len(path))}
 
 
-def _name(codec: Compressor | None) -> str:
+def _name(codec: Codec | None) -> str:
     return "none" if codec is None else AUTO if codec is _AUTO else codec.spec
 
 
-def _codec(option: str, value: Any) -> Compressor | None:
+def _codec(option: str, value: Any) -> Codec | None:
     if value is None or value == "none":
         return None
     if value == AUTO:
         return _AUTO
-    if isinstance(value, (ErrorFeedback, NesterovMomentum, FromSize)):
-        raise OptionError(option, value, "a compressor without a wrapper", "Error feedback is the strategy's own.")
-    if isinstance(value, PowerSGD) and value.shape is not None:
-        raise OptionError(option, value, "PowerSGD without a shape", "The matrices are the parameters' own.")
-    return value if isinstance(value, Compressor) else _made(option, value)
+    return value if isinstance(value, (Compressor, PowerSGD)) else _made(option, value)
 
 
-def _made(option: str, value: Any) -> Compressor:
+def _made(option: str, value: Any) -> Codec:
     if not isinstance(value, str):
         raise OptionError(option, value, f"None, {AUTO!r}, the name of a compressor such as 'int8', or a Compressor")
     if value in _TO_NEAREST:  # what that leaves out is sent later, and is less than with random rounding
@@ -256,4 +249,4 @@ def _made(option: str, value: Any) -> Compressor:
         names = ", ".join(map(repr, COMPRESSORS))
         hint = gone("compression", kind) or did_you_mean(kind, (AUTO, *COMPRESSORS))
         raise OptionError(option, value, f"{AUTO!r}, or one of {names}", hint)
-    return make_compressor(value, error_feedback=False, min_size=0, option=option)
+    return make_codec(value, option=option)

@@ -13,9 +13,6 @@ a machine of its own has a residual for what it encodes: it is kept by the names
 anew, and parts stay at one server for as long as they are cut alike (``node_push_pull.py``). Where they move all the
 same, what a server has left of them waits until they come back, or is in the next checkpoint.
 
-With the group ``"node"`` a rank pushes for its node: what the node's ranks have is added up as it is before that, see
-``node_sums.py``, and what travels back is handed on to them.
-
 Source: compression at both sides of a server is that of BytePS and of Zhong et al., "Compressed Communication for
 Distributed Training"; error feedback in both directions that of Tang et al., "DoubleSqueeze", ICML 2019.
 """
@@ -31,8 +28,17 @@ from torch import Tensor
 
 from lightning_bytescheduler.collectives import server_command
 from lightning_bytescheduler.collectives.summing_server import DTYPES
-from lightning_bytescheduler.ddp.encoded_pieces import Piece, bodies_of, encoded, joined
-from lightning_bytescheduler.ddp.pushed_pieces import LeftQuestion, PushedPiece, PushedPieces, answered, read
+from lightning_bytescheduler.ddp.encoded_pieces import (
+    LeftQuestion,
+    Piece,
+    PushedPiece,
+    PushedPieces,
+    answered,
+    bodies_of,
+    encoded,
+    joined,
+    read,
+)
 from lightning_bytescheduler.ddp.residuals import Residuals
 from lightning_bytescheduler.exceptions import UnsupportedError
 

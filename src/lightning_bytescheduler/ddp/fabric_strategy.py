@@ -24,7 +24,6 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -246,7 +245,9 @@ class ModuleGradients(DecidedSteps):
     def clip_value(self, optimizer: Optimizer, limit: float) -> bool:
         """Clip gradients by value when they have arrived; ``False`` if the caller has to, now."""
         return (
-            self.runtime is not None and self._alone_in(optimizer) and self.runtime.engine.context.step.clip_value(optimizer, limit)
+            self.runtime is not None
+            and self._alone_in(optimizer)
+            and self.runtime.engine.context.step.clip_value(optimizer, limit)
         )
 
     def decide(self, optimizer: Optimizer) -> None:

@@ -18,12 +18,11 @@ import torch
 
 from lightning_bytescheduler.checks import require_known, require_one_of, require_whole
 from lightning_bytescheduler.collectives.groups import SchedulerGroups
-from lightning_bytescheduler.collectives.node_layout import RankOnNode, agree_on_nodes
-from lightning_bytescheduler.collectives.node_push_pull import PlacedParts
+from lightning_bytescheduler.collectives.node_push_pull import NodePushPull, PlacedParts, RankOnNode, agree_on_nodes
 from lightning_bytescheduler.collectives.push_pull import PushPull
 from lightning_bytescheduler.collectives.server_meeting import ServersFound, meet_servers
 from lightning_bytescheduler.ddp.compression_rules import CompressionRules
-from lightning_bytescheduler.ddp.pushed_pieces import (
+from lightning_bytescheduler.ddp.encoded_pieces import (
     LeftQuestion,
     described,
     left_in,
@@ -79,7 +78,7 @@ class ServerOptions:
         if group is not None:
             require_one_of("group", group, ("node",))
         if rules is not None:
-            _require_served(rules, spare)
+            _require_served(rules, spare, group)
         placement = chosen_placement(given.get("placement"), os.environ)
         return cls(spare=spare, placement=placement, compressed=rules is not None, group=group)
 
@@ -160,15 +159,16 @@ class ServerOptions:
         if local is None:
             made: Callable[..., PushPull] = partial(PushPull, group)
         else:
-            from lightning_bytescheduler.collectives.node_push_pull import NodePushPull
-
-            made = partial(NodePushPull, group, local, pushers=placed.pushers)
+            made = partial(NodePushPull, group, local)
         rail = () if layout is None else layout.rails[layout.local_rank]
         push_pull = made(workers=pushers, servers=servers, shares=placed.shares, ranks=rail, timeout=timeout)
         return JoinedServers(push_pull, found, placed)
 
 
-def _require_served(rules: CompressionRules, servers: int) -> None:
+def _require_served(rules: CompressionRules, servers: int, group: str | None) -> None:
+    if group is not None:
+        hint = "A node's sum travels as it is: leave compression out, or group, and each rank pushes for itself."
+        raise OptionError("group", group, "left out of servers where gradients are compressed", hint)
     if rules.auto or rules.whole_matrices:
         raise OptionError(
             "compression",

@@ -35,7 +35,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.optim import Optimizer
 
 from lightning_bytescheduler.checks import unknown_variables
-from lightning_bytescheduler.collectives.interface import VARIABLE, choose_interface
+from lightning_bytescheduler.collectives.groups import VARIABLE, choose_interface
 from lightning_bytescheduler.ddp.ddp_arguments import check_launch_options
 from lightning_bytescheduler.ddp.fit_position import FitPosition
 from lightning_bytescheduler.ddp.runtime import SchedulerRuntime

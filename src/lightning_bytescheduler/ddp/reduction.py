@@ -41,13 +41,16 @@ from lightning_bytescheduler.collectives.operations import (
     shard_of,
 )
 from lightning_bytescheduler.collectives.transport import EncodedStart, GradientTransport, ReadyMark, ServedStart
-from lightning_bytescheduler.ddp.encoded_pieces import EncodedBucket
+from lightning_bytescheduler.ddp.compressed_bucket import CompressedBucket
 from lightning_bytescheduler.ddp.sample_weights import StepWeight
 from lightning_bytescheduler.ddp.statistics import profiled
 from lightning_bytescheduler.scheduler.core import ByteCore
 from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask, TaskKey
 
 OnPart = Callable[[SubCommTask], None]
+Send = Callable[[SubCommTask, Callable[[], None] | None], None]
+"""Puts a part on the wire; what it is given besides is called when the part's result is there."""
+
 _BEFORE_GATHERS = 1 << 40  # taken from a position in the forward pass: more urgent than any
 
 
@@ -107,7 +110,7 @@ class GradientBucket:
 class Encoder(Protocol):
     """Says what of the gradients travels encoded."""
 
-    def encoded(self, bucket: GradientBucket, weight: StepWeight | None) -> EncodedBucket | None:
+    def encoded(self, bucket: GradientBucket, weight: StepWeight | None) -> CompressedBucket | None:
         """For one step, in which this rank counts ``weight``; ``None`` if nothing of ``bucket`` is."""
 
 
@@ -133,48 +136,17 @@ class AllReduction:
     """One all-reduce per bucket; see :class:`Reduction`.
 
     Args:
-        core: Sends what becomes ready.
-        transport: What a sub-task's start does.
-        step: Of the backward pass, the same on all ranks.
-        device: Where what travels lives.
-        weight: What this rank counts; as much as any other when left out.
+        tasks: Of the step.
     """
 
-    def __init__(
-        self,
-        core: ByteCore,
-        transport: GradientTransport,
-        step: int,
-        device: torch.device,
-        weight: StepWeight | None = None,
-    ) -> None:
-        self._tasks = StepTasks(core, transport, step, device, weight)
+    def __init__(self, tasks: StepTasks) -> None:
+        self._tasks = tasks
 
-    def reduce(
-        self,
-        bucket: GradientBucket,
-        on_end: Callable[[CommTask], None] | None = None,
-        serve: ServedStart | None = None,
-    ) -> CommTask:
-        """See :class:`Reduction`; ``serve`` has parts travel encoded by way of parameter servers."""
-        tasks = self._tasks
-        ready = tasks.mark(bucket)
-        task = tasks.enqueue(
-            f"bucket {bucket.index}",
-            bucket.buffer,
-            tasks.averaging(tasks.all_reduce),
-            serve=serve,
-            phase=Phase.REDUCE,
-            index=bucket.index,
-            priority=bucket.priority,
-            wire_share=tasks.wire_share,
-            ready=ready,
-            on_end=on_end,
-            on_part=bucket.on_part,
-            joinable=True,
-        )
-        tasks.notify_ready(task, ready)
-        return task
+    def reduce(self, bucket: GradientBucket, on_end: Callable[[CommTask], None] | None = None) -> CommTask:
+        """See :class:`Reduction`."""
+        tasks, ready = self._tasks, self._tasks.mark(bucket)
+        send = tasks.as_it_is(bucket.buffer, tasks.averaging(tasks.all_reduce), ready)
+        return tasks.enqueue_whole(bucket, send, ready, on_end)
 
     def close(self) -> None:
         """See :class:`Reduction`."""
@@ -188,30 +160,18 @@ class ShardedReduction:
     A lock guards what both threads see; nothing is called with it held.
 
     Args:
-        core: Sends what becomes ready.
-        transport: What a sub-task's start does.
-        step: Of the backward pass, the same on all ranks.
-        device: Where what travels lives.
+        tasks: Of the step.
         encoder: Says what travels encoded, if anything does.
-        weight: What this rank counts; as much as any other when left out.
 
     Attributes:
         norms: The exchange; it ends when every parameter's norm is known. ``None`` before :meth:`close`.
     """
 
-    def __init__(
-        self,
-        core: ByteCore,
-        transport: GradientTransport,
-        step: int,
-        device: torch.device,
-        encoder: Encoder | None = None,
-        weight: StepWeight | None = None,
-    ) -> None:
+    def __init__(self, tasks: StepTasks, encoder: Encoder | None = None) -> None:
         self.norms: CommTask | None = None
-        self._tasks = StepTasks(core, transport, step, device, weight)
+        self._tasks = tasks
         self._encoder = encoder
-        self._rank = transport.group.rank()
+        self._rank = tasks.rank
         self._position: dict[int, int] = {}  # of a parameter among all, by its id
         self._lock = threading.Lock()
         self._shard_norms: dict[int, float] = {}  # by position
@@ -338,6 +298,7 @@ class StepTasks:
         self.core = core
         self.step = step
         self.device = device
+        self.rank = transport.group.rank()
         self.world_size = transport.group.size()
         self.all_reduce = transport.all_reduce
         self.wire_share = transport.wire_share
@@ -358,20 +319,34 @@ class StepTasks:
 
         return weighted
 
+    def as_it_is(self, buffer: torch.Tensor, operation: Operation, ready: ReadyMark | None = None) -> Send:
+        """Have ``operation`` done to each part of ``buffer``, whose contents exist, or are going to at ``ready``."""
+
+        def send(sub_task: SubCommTask, last: Callable[[], None] | None) -> None:
+            part = buffer[sub_task.offset : sub_task.offset + sub_task.size]
+            self._transport.send(part, sub_task, operation, ready, last)
+
+        return send
+
+    def encoded(self, start: EncodedStart) -> Send:
+        """Have parts encoded and sent by ``start``."""
+        return lambda sub_task, last: self._transport.send_encoded(sub_task, start, last)
+
+    def encoded_for_servers(self, start: ServedStart, width: int) -> Send:
+        """Have parts, of so many bytes an element as they are, encoded and pushed to servers by ``start``."""
+        return lambda sub_task, last: self._transport.send_served(sub_task, sub_task.size * width, start, last)
+
     def enqueue(
         self,
         name: str,
         buffer: torch.Tensor,
-        operation: Operation,
+        send: Send,
         *,
-        encoded: EncodedStart | None = None,
-        serve: ServedStart | None = None,
         fold: int = 1,
         phase: Phase,
         index: int,
         priority: int,
         wire_share: float,
-        ready: ReadyMark | None = None,
         cut_like: CommTask | None = None,
         on_end: Callable[[CommTask], None] | None = None,
         on_part: OnPart | None = None,
@@ -382,15 +357,12 @@ class StepTasks:
         Args:
             name: Of the task.
             buffer: What is sent.
-            operation: What is done to each part.
-            encoded: What is done instead of that, where parts travel encoded.
-            serve: The same, by way of parameter servers.
+            send: What is done to each part.
             fold: See :class:`CommTask`.
             phase: Of the step.
             index: The bucket's.
             priority: See :class:`CommTask`.
             wire_share: What each rank sends per byte of ``buffer``, as it is.
-            ready: When the contents of ``buffer`` exist, if they do not yet.
             cut_like: See :meth:`ByteCore.enqueue`.
             on_end: See :class:`CommTask`. Of a joinable task on a GPU: called when the current stream waits for the
                 result, or when the task has failed before.
@@ -401,7 +373,7 @@ class StepTasks:
         task = CommTask(
             name,
             buffer.numel(),
-            launch=partial(self._send, buffer, operation, encoded, serve, ready, on_part),
+            launch=partial(_start, send, on_part),
             priority=priority,
             key=TaskKey(self.step, phase, index),
             wire_bytes=wire_share * buffer.element_size(),
@@ -418,11 +390,30 @@ class StepTasks:
             raise
         return task
 
+    def enqueue_whole(
+        self, bucket: GradientBucket, send: Send, ready: ReadyMark, on_end: Callable[[CommTask], None] | None
+    ) -> CommTask:
+        """Hand over a bucket whose data exists at ``ready``, to be averaged by one task."""
+        task = self.enqueue(
+            f"bucket {bucket.index}",
+            bucket.buffer,
+            send,
+            phase=Phase.REDUCE,
+            index=bucket.index,
+            priority=bucket.priority,
+            wire_share=self.wire_share,
+            on_end=on_end,
+            on_part=bucket.on_part,
+            joinable=True,
+        )
+        self.notify_ready(task, ready)
+        return task
+
     def enqueue_halves(
         self,
         bucket: GradientBucket,
         buffer: torch.Tensor,
-        encoded: EncodedBucket | None,
+        encoded: CompressedBucket | None,
         *,
         scatter_priority: int,
         on_scattered: Callable[[CommTask], None] | None = None,
@@ -450,21 +441,22 @@ class StepTasks:
                     on_scattered(scatter)
                 gather.notify_ready()
 
-        fold = 1 if encoded is None else encoded.fold
+        if encoded is None:
+            fold, to_owners = 1, self.as_it_is(buffer, self.averaging(reduce_scatter), ready)
+            to_all = self.as_it_is(buffer, all_gather)
+        else:
+            fold, to_owners, to_all = encoded.fold, self.encoded(encoded.scatter), self.encoded(encoded.gather)
         enqueue = partial(self.enqueue, buffer=buffer, fold=fold, index=index, wire_share=share)
         scatter = enqueue(
             f"bucket {index} scatter",
-            operation=self.averaging(reduce_scatter),
-            encoded=None if encoded is None else encoded.scatter,
+            send=to_owners,
             phase=Phase.REDUCE,
             priority=scatter_priority,
-            ready=ready,
             on_end=scattered,
         )
         gather = enqueue(
             f"bucket {index} gather",
-            operation=all_gather,
-            encoded=None if encoded is None else encoded.gather,
+            send=to_all,
             phase=Phase.GATHER,
             priority=bucket.priority,
             cut_like=scatter,  # shards are those of parts, so both have to have the same ones
@@ -502,23 +494,7 @@ class StepTasks:
         """See :meth:`GradientTransport.side_stream`."""
         return self._transport.side_stream()
 
-    def _send(
-        self,
-        buffer: torch.Tensor,
-        operation: Operation,
-        encoded: EncodedStart | None,
-        serve: ServedStart | None,
-        ready: ReadyMark | None,
-        on_part: OnPart | None,
-        sub_task: SubCommTask,
-    ) -> None:
-        last = None if on_part is None else partial(on_part, sub_task)
-        with profiled(f"bytescheduler::start {sub_task.name}"):
-            if serve is not None:
-                self._transport.send_served(sub_task, sub_task.size * buffer.element_size(), serve, last)
-                return
-            if encoded is not None:
-                self._transport.send_encoded(sub_task, encoded, last)
-                return
-            part = buffer[sub_task.offset : sub_task.offset + sub_task.size]
-            self._transport.send(part, sub_task, operation, ready, last)
+
+def _start(send: Send, on_part: OnPart | None, sub_task: SubCommTask) -> None:
+    with profiled(f"bytescheduler::start {sub_task.name}"):
+        send(sub_task, None if on_part is None else partial(on_part, sub_task))

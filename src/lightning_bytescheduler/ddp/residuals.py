@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_bytescheduler.ddp.low_rank_reduction import first_right
+from lightning_bytescheduler.compression.powersgd import PowerSGD
 
 __all__ = ["Layout", "LeftElsewhere", "Residuals", "add_up_on_first"]
 
@@ -183,11 +183,11 @@ class Residuals:
         """What losses are multiplied with, of whose gradients these are."""
         return self._scale
 
-    def right_of(self, name: str, columns: int, rank: int) -> Tensor:
+    def right_of(self, name: str, columns: int, codec: PowerSGD) -> Tensor:
         """The right factor of a parameter's last mean gradient, ``(columns, rank)``; written to in place."""
         known = self._rights.get(name)
-        if known is None or known.shape != (columns, rank):
-            known = self._rights[name] = first_right(name, columns, rank).to(self._device)
+        if known is None or known.shape != (columns, codec.rank):
+            known = self._rights[name] = codec.first_right(name, columns).to(self._device)
         return known
 
     def scale_to(self, loss_scale: float) -> None:

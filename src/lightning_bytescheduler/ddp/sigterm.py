@@ -24,7 +24,6 @@ from __future__ import annotations
 import logging
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -36,7 +35,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_bytescheduler.collectives.groups import leave
-from lightning_bytescheduler.collectives.operations import broadcast_from_first, wait_unless
+from lightning_bytescheduler.collectives.operations import broadcast_from_first, ends_within, wait_unless
 from lightning_bytescheduler.failures.agreed_stop import AgreedStop
 from lightning_bytescheduler.failures.standstill import break_connections, waiting_for_a_batch
 from lightning_bytescheduler.lightning_api import ClusterEnvironment, SIGTERMException, SLURMEnvironment, TrainerFn, pl
@@ -49,7 +48,6 @@ _OBSERVER = "child-process-observer"  # of Lightning's launcher
 _BEGINS_BATCH = "_broadcast_sigterm_tensor"  # of the epoch loop; older versions of Lightning have none
 _ALL_STOP_S = 20.0  # schedulers kill after 30 s
 _BEGUN_S = 1.0  # for what is on its way
-_LOOK_S = 0.01
 _LOOK_EVERY = timedelta(seconds=0.5)
 
 
@@ -303,9 +301,7 @@ class SigtermForAll:
         group, self._group = self._group, None
         if group is None:
             return
-        deadline = time.monotonic() + _BEGUN_S
-        while not (idle := begun is None or begun.is_completed()) and time.monotonic() < deadline:
-            time.sleep(_LOOK_S)
+        idle = ends_within(begun, _BEGUN_S)
         if not idle:
             break_connections(group)  # gloo has no other way, and would wait at the interpreter's end
         leave(group, idle=idle)

@@ -31,7 +31,7 @@ from lightning_bytescheduler.ddp.compressed_reduction import CompressedReduction
 from lightning_bytescheduler.ddp.gates import UnseenReads
 from lightning_bytescheduler.ddp.gradient_transforms import PendingScale, Unscale
 from lightning_bytescheduler.ddp.own_gradients import OwnGradients
-from lightning_bytescheduler.ddp.reduction import AllReduction, GradientBucket, Reduction, ShardedReduction
+from lightning_bytescheduler.ddp.reduction import AllReduction, GradientBucket, Reduction, ShardedReduction, StepTasks
 from lightning_bytescheduler.ddp.sample_weights import SampleWeights, StepWeight
 from lightning_bytescheduler.ddp.sparse_gradients import SparseGradients
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics, profiled
@@ -241,15 +241,12 @@ class StepContext:
             number: Of the step.
             sharded: So that norms are known early.
         """
-        device = self.transport.wire_device
+        tasks = StepTasks(self.core, self.transport, number, self.transport.wire_device, self.weight)
         if sharded:
-            return ShardedReduction(self.core, self.transport, number, device, self.compression, self.weight)
+            return ShardedReduction(tasks, self.compression)
         if self.compression is not None:
-            on_host = partial(self._on_host, step=number)
-            return CompressedReduction(
-                self.core, self.transport, number, device, self.compression, self.weight, on_host
-            )
-        return AllReduction(self.core, self.transport, number, device, self.weight)
+            return CompressedReduction(tasks, self.compression, partial(self._on_host, step=number))
+        return AllReduction(tasks)
 
     def on_the_wire(self, bucket: GradientBucket, step: int) -> GradientBucket:
         """What is reduced of ``bucket``: itself, or its copy in host memory, where that travels."""

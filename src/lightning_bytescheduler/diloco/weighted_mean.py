@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from lightning_bytescheduler.checks import require_whole
-from lightning_bytescheduler.compression.blocks import chunk_size, chunks_of
+from lightning_bytescheduler.compression.dense import chunk_size, chunks_of
 from lightning_bytescheduler.compression.wire_format import WireFormat
 from lightning_bytescheduler.exceptions import OptionError
 
