@@ -74,9 +74,7 @@ class _Crowd:
     def _say(self, message: WorkerMessage, now: float) -> float:
         began = time.perf_counter()
         envelopes = self._scheduler.handle(message, now=now)
-        cost = time.perf_counter() - began
         _ = self._scheduler.next_tick  # as whoever calls it asks for it each time
-        _ = self._scheduler.left
         cost = time.perf_counter() - began
         for envelope in envelopes:
             if envelope.to == PARAMETER_SERVER:

@@ -37,7 +37,7 @@ from lightning_bytescheduler.__about__ import __version__
 from lightning_bytescheduler.compression.wire_format import WIRE_DTYPES, WireDtype, WireFormat
 from lightning_bytescheduler.coordinator.options import CoordinatorOptions
 from lightning_bytescheduler.coordinator.server import CoordinatorServer
-from lightning_bytescheduler.coordinator.service import Garbage
+from lightning_bytescheduler.coordinator.service import collected_rarely
 from lightning_bytescheduler.coordinator.spool import view_of
 from lightning_bytescheduler.diloco import coordinator_protocol as protocol
 from lightning_bytescheduler.diloco import messages
@@ -62,7 +62,7 @@ def serve(options: argparse.Namespace) -> None:
     )
     rounds = RoundOptions(start_workers=options.workers, quorum=0.0, grace=600.0, silent_after=600.0)
     own = CoordinatorOptions(run=run, rounds=rounds, lease=600.0)
-    with CoordinatorServer(own) as server, Garbage.collected_rarely():
+    with CoordinatorServer(own) as server, collected_rarely():
         idle = _IdleServer(options.payload_bytes)
         print(json.dumps({"coordinator": server.url, "idle": idle.start(server)}), flush=True)
         sys.stdin.read()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 
-from lightning_bytescheduler.coordinator.status import RoundSummary, RunStatus, SliceStatus, WorkerStatus
+from lightning_bytescheduler.coordinator.status import RoundSummary, RunStatus, WorkerStatus
 from lightning_bytescheduler.diloco.round_record import RoundRecord, WorkerRound
+from lightning_bytescheduler.slices.tracker import TrackerReport
 
 STATES = ("training", "training", "sending", "arrived", "training", "lost", "paused", "joining")
 
@@ -60,13 +61,15 @@ def made_up_status(workers: int = 8, rounds: int = 40, *, seed: int = 7) -> RunS
             )
             for number in range(rounds)
         ),
-        slices=SliceStatus(
+        slices=TrackerReport(
+            over=False,
+            workers=3,
             epoch=1,
             samples=9_600_000,
             trained=3_100_000,
             dropped=1200,
             unfinished=812,
-            quarantined=1,
+            quarantined={"a/7": "its checksum differs"},
             returned=14,
             stolen=6,
             ahead=960_000,

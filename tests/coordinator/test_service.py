@@ -3,41 +3,29 @@
 from __future__ import annotations
 
 import gc
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from lightning_bytescheduler.coordinator.service import Garbage
+from lightning_bytescheduler.coordinator.service import CoordinatorService, collected_rarely
 
 
-@pytest.fixture
-def collected(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def test_full_collections_are_left_to_the_coordinator_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[int] = []
     monkeypatch.setattr(gc, "collect", lambda: done.append(1))
-    return done
-
-
-def test_full_collections_are_left_to_the_coordinator_meanwhile(collected: list[int]) -> None:
     before = gc.get_threshold()
-    one = Garbage()
-    with Garbage.collected_rarely():
+    service: Any = SimpleNamespace(_ended_connections=0)
+    with collected_rarely():
         assert gc.get_threshold()[2] > 100_000
-        collected.clear()
-        one.collect()
-        assert not collected  # no connection has ended
-        one.ended()
-        one.collect()
-        one.collect()
-        assert collected == [1]
+        done.clear()
+        CoordinatorService._collect(service)
+        assert not done  # no connection has ended
+        service._ended_connections = 3
+        CoordinatorService._collect(service)
+        CoordinatorService._collect(service)
+        assert done == [1]
     assert gc.get_threshold() == before
-    one.ended()
-    one.collect()
-    assert collected == [1]  # the process' own collector does it again
-
-
-def test_many_connections_that_end_are_not_left_for_long(collected: list[int]) -> None:
-    one = Garbage()
-    with Garbage.collected_rarely():
-        collected.clear()
-        for _ in range(2500):
-            one.ended()
-    assert len(collected) == 2
+    service._ended_connections = 3
+    CoordinatorService._collect(service)
+    assert done == [1]  # the process' own collector does it again

@@ -254,6 +254,6 @@ def test_a_coordinator_that_is_busy_is_not_over(monkeypatch):
 
 def test_a_round_has_the_time_that_it_had() -> None:
     record = RoundRecord(round=1, start=5.0, end=9.0, decided=None, workers=())
-    assert summary_of(record, {}, 0.0).deadline is None
-    waited = summary_of(msgspec.structs.replace(record, decided=7.0, deadline=25.0), {}, 0.0)
+    assert summary_of(record, None, 0.0).deadline is None
+    waited = summary_of(msgspec.structs.replace(record, decided=7.0, deadline=25.0), None, 0.0)
     assert (waited.seconds, waited.deadline) == (4.0, 20.0)

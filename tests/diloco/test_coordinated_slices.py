@@ -16,7 +16,6 @@ import pytest
 from lightning_bytescheduler import DiLoCoStrategy, SliceDataModule
 from lightning_bytescheduler.coordinator.server import CoordinatorServer
 from lightning_bytescheduler.coordinator.slice_routes import SliceRoutes
-from lightning_bytescheduler.coordinator.status import SliceStatus
 from lightning_bytescheduler.diloco.coordinated_slices import CoordinatedSlices, _CoordinatorTracker
 from lightning_bytescheduler.diloco.coordinator_client import Answer
 from lightning_bytescheduler.diloco.training_loop import CoordinatedBoundaries
@@ -34,6 +33,7 @@ from lightning_bytescheduler.slices.messages import (
     encode,
 )
 from lightning_bytescheduler.slices.options import TrackerOptions
+from lightning_bytescheduler.slices.tracker import TrackerReport
 from lightning_bytescheduler.slices.training import TrackedTraining
 from tests.diloco.coordinated_fits import alone, coordinator_options, together
 from tests.diloco.fits import Pause, diloco_trainer
@@ -63,7 +63,7 @@ def rows(tmp_path: Path) -> str:
     return make_rows(tmp_path / "rows", COUNTS)
 
 
-def check_epochs(trained: Counter[int], status: SliceStatus) -> None:
+def check_epochs(trained: Counter[int], status: TrackerReport) -> None:
     """Each sample once in each epoch before the running one, and at most once in that and the next."""
     assert sum(trained.values()) == status.epoch * status.samples + status.trained + status.ahead
     assert min(trained.values()) >= status.epoch

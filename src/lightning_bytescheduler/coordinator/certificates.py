@@ -28,14 +28,6 @@ DAYS = 365.0
 _AUTHORITY_DAYS = 3650.0
 _MOST_DAYS = 36500.0
 _HOSTS = ("localhost", "127.0.0.1", "::1")
-_NOT_USED = (
-    "content_commitment",
-    "key_encipherment",
-    "data_encipherment",
-    "key_agreement",
-    "encipher_only",
-    "decipher_only",
-)
 _SKEW = datetime.timedelta(minutes=5)  # clocks of other machines may be behind
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,59}")
 _HOST = re.compile(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?(\.[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?)*\.?")
@@ -113,18 +105,13 @@ def make_certificates(
     else:
         authority = _make(place, "ca", None, start, start + datetime.timedelta(days=max(days, _AUTHORITY_DAYS)), [])
     until = min(start + datetime.timedelta(days=days), authority[0].not_valid_after_utc)
-    if with_server:
-        _make(place, "server", authority, start, until, names)
-    for name in clients:
-        _make(place, f"client-{name}", authority, start, until, [x509.DNSName(name)])
-    made = {stem: (place / f"{stem}.pem", place / f"{stem}.key") for stem in stems}
-    return MadeCertificates(
-        place / "ca.pem",
-        made.get("server"),
-        {name: made[f"client-{name}"] for name in clients},
-        reached if with_server else (),
-        until,
-    )
+    own = {f"client-{name}": [x509.DNSName(name)] for name in clients} | ({"server": names} if with_server else {})
+    for stem, reached_as in own.items():
+        _make(place, stem, authority, start, until, reached_as)
+    made = {stem: (place / f"{stem}.pem", place / f"{stem}.key") for stem in own}
+    server = made.pop("server", None)
+    files = {stem.removeprefix("client-"): both for stem, both in made.items()}
+    return MadeCertificates(place / "ca.pem", server, files, reached if with_server else (), until)
 
 
 def _general_name(host: str) -> Any:
@@ -170,13 +157,12 @@ def _make(
     common = "lightning-bytescheduler development authority" if is_authority else stem.removeprefix("client-")
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common)])
     issuer, signing_key = (subject, key) if signer is None else (signer[0].subject, signer[1])
-    usage = dict.fromkeys(_NOT_USED, False)
-    usage |= {"digital_signature": True, "key_cert_sign": is_authority, "crl_sign": is_authority}
+    signs = (is_authority, is_authority)  # certificates, and lists of revoked ones
     extensions: list[tuple[Any, bool]] = [
         (x509.BasicConstraints(ca=is_authority, path_length=0 if is_authority else None), True),
         (x509.SubjectKeyIdentifier.from_public_key(key.public_key()), False),
         (x509.AuthorityKeyIdentifier.from_issuer_public_key(signing_key.public_key()), False),
-        (x509.KeyUsage(**usage), True),
+        (x509.KeyUsage(True, *(False,) * 4, *signs, False, False), True),
     ]
     if not is_authority:
         purpose = ExtendedKeyUsageOID.SERVER_AUTH if stem == "server" else ExtendedKeyUsageOID.CLIENT_AUTH
@@ -199,21 +185,10 @@ def _make(
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("folder", metavar="DIR", help="where they are made; what is there is not overwritten")
-    parser.add_argument(
-        "--host",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="name or address under which workers reach the coordinator; may be given several times "
-        "(localhost always counts)",
-    )
-    parser.add_argument(
-        "--client",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="one for a client; may be given several times",
-    )
+    host = "name or address under which workers reach it; may be given several times (localhost always counts)"
+    parser.add_argument("--host", action="append", default=[], metavar="NAME", help=host)
+    client = "one for a client; may be given several times"
+    parser.add_argument("--client", action="append", default=[], metavar="NAME", help=client)
     parser.add_argument("--days", type=float, default=DAYS, metavar="N", help="how long they are good (default: 365)")
 
 

@@ -113,6 +113,7 @@ def run(options: argparse.Namespace) -> int:
     _log_to_stderr()
     with importing("coordinator", extra="coordinator"):
         import aiohttp  # noqa: F401
+        import filelock  # noqa: F401
         import safetensors  # noqa: F401
         import uvloop  # noqa: F401
         import xxhash  # noqa: F401
@@ -184,7 +185,7 @@ def _announce(server: CoordinatorServer, options: argparse.Namespace, access: Se
 
 def _wait(server: CoordinatorServer, *, stays: bool) -> int:
     """Serve until the run or somebody ends it; then the state is saved, and workers are told that nothing is lost."""
-    from lightning_bytescheduler.coordinator.service import Garbage
+    from lightning_bytescheduler.coordinator.service import collected_rarely
 
     stop = threading.Event()
     former: dict[signal.Signals, Any] = {}
@@ -192,7 +193,7 @@ def _wait(server: CoordinatorServer, *, stays: bool) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
             former[number] = signal.signal(number, lambda *_: stop.set())
     try:
-        with Garbage.collected_rarely():
+        with collected_rarely():
             while not stop.wait(_LOOK_S):
                 if not server.wait(0):
                     break

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import xxhash
 from torch import Tensor
 
-from lightning_bytescheduler.checks import importing
 from lightning_bytescheduler.coordinator.spool import buffer_of, view_of
 from lightning_bytescheduler.coordinator.update_sum import Inspection, PiecedFormat, UpdateSum
 from lightning_bytescheduler.diloco.coordinator_protocol import ModelParameter, RunOptions
@@ -28,8 +28,6 @@ _WEIGHTS, _MOMENTUM = "weights.", "momentum."
 
 def digest_of(payload: Tensor) -> str:
     """xxh3_128 of a payload, in hexadecimal digits."""
-    with importing("The coordinator", extra="coordinator"):
-        import xxhash
     return xxhash.xxh3_128_hexdigest(view_of(payload))
 
 

@@ -53,8 +53,6 @@ class Member:
         incarnation: Another number for each process.
         ranks: That train together as this worker.
         heard: When there was a sign of life.
-        joined: When it became a member.
-        address: Where it connects from, for logs.
         connections: That are open.
         silent: Whether it has no connection, and was not heard of for a while.
     """
@@ -65,8 +63,6 @@ class Member:
     incarnation: int
     ranks: int
     heard: float
-    joined: float
-    address: str = ""
     connections: int = 0
     silent: bool = False
 
@@ -76,7 +72,7 @@ class Member:
         return self.connections > 0
 
     def __repr__(self) -> str:
-        return f"Member(name={self.name!r}, incarnation={self.incarnation}, address={self.address!r})"  # and no secret
+        return f"Member(name={self.name!r}, incarnation={self.incarnation})"  # and no secret
 
 
 _Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
@@ -155,13 +151,12 @@ class Membership:
         """Who has that name, or ``None``."""
         return self._members.get(name)
 
-    def join(self, hello: Hello, now: float, *, address: str = "") -> Member:
+    def join(self, hello: Hello, now: float) -> Member:
         """A worker has connected: make it a member, or know it again by its session.
 
         Args:
             hello: What it says of itself.
             now: In seconds.
-            address: Where it connects from.
 
         Raises:
             OptionError: If there are as many members as there can be.
@@ -179,16 +174,14 @@ class Membership:
                 incarnation=self._incarnations,
                 ranks=hello.ranks,
                 heard=now,
-                joined=now,
             )
             self._by_digest[member.digest] = self._members[member.name] = member
-        elif member.name not in self._members:  # it had been given up, and only was away
-            self._require_room()
-            self._members[member.name] = self._given_up.pop(member.name)
-            member.joined, member.session = now, hello.session  # not known since a restart
         else:
-            member.session = hello.session
-        member.ranks, member.address, member.heard, member.silent = hello.ranks, address, now, False
+            if member.name not in self._members:  # it had been given up, and only was away
+                self._require_room()
+                self._members[member.name] = self._given_up.pop(member.name)
+            member.session = hello.session  # not known since a restart
+        member.ranks, member.heard, member.silent = hello.ranks, now, False
         member.connections += 1
         self._appoint()
         return member
@@ -275,7 +268,7 @@ class Membership:
             known = msgspec.convert(state, MembershipState)
         except msgspec.ValidationError as error:
             raise OptionError("state of the members", state, f"what a membership has kept ({error})") from error
-        members = [Member(**one, heard=now, joined=now) for one in known["members"]]
+        members = [Member(**one, heard=now) for one in known["members"]]
         names, digests = {one.name for one in members}, {one.digest for one in members}
         if len(names) < len(members) or len(digests) < len(members):
             raise OptionError("state of the members", state, "one in which each name and session is there once")

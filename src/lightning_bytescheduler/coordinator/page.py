@@ -108,7 +108,7 @@ def _metrics(status: RunStatus) -> Iterator[Metric]:
     if status.slices is not None:
         slices = {
             "unfinished": float(status.slices.unfinished),
-            "quarantined": float(status.slices.quarantined),
+            "quarantined": float(len(status.slices.quarantined)),
         }
         yield from gauge("epoch", "Of the data.", status.slices.epoch)
         yield by(GaugeMetricFamily, "slices", "Of the data in this epoch.", "state", slices)

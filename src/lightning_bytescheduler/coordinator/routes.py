@@ -12,15 +12,18 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import msgspec
+import xxhash
 from aiohttp import web
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lightning_bytescheduler.checks import importing
 from lightning_bytescheduler.coordinator.connection import Stalls
 from lightning_bytescheduler.coordinator.global_weights import GlobalWeights, KeptMean
 from lightning_bytescheduler.coordinator.membership import Member
@@ -71,14 +74,12 @@ class UpdateRoutes:
         run: The core of the run.
         spool: Where updates are kept until they are added.
         stalls: Cuts off transfers that do not get on.
-        clock: Seconds.
     """
 
-    def __init__(self, run: Run, spool: Spool, stalls: Stalls, *, clock: Callable[[], float]) -> None:
+    def __init__(self, run: Run, spool: Spool, stalls: Stalls) -> None:
         self._run = run
         self._spool = spool
         self._stalls = stalls
-        self._clock = clock
         self.weights: GlobalWeights | None = None
         self._sums: dict[int, UpdateSum] = {}
         self._uploads: dict[tuple[str, int], asyncio.Task[object]] = {}  # by worker and round
@@ -109,10 +110,10 @@ class UpdateRoutes:
         if seen is not None:
             return self._again(seen)
         if place is None:
-            self._run.dropped(offer, self._now())
+            self._run.dropped(offer, time.monotonic())
             return self._receipt("dropped", 0)
         if place == offer.round:
-            self._run.sending(offer, self._now())
+            self._run.sending(offer, time.monotonic())
         return await self._alone(request, weights, offer, digest, expected)
 
     def cut(self, member: Member) -> None:
@@ -187,7 +188,7 @@ class UpdateRoutes:
             return self._again(seen)
         place = run.place_of(offer)
         if place is None:
-            run.dropped(offer, self._now())
+            run.dropped(offer, time.monotonic())
             return self._receipt("dropped", 0)
         is_late = place != offer.round
         weight = run.weight_of(offer, place)
@@ -195,7 +196,7 @@ class UpdateRoutes:
             sums = self._sum(place, offer.fragment)
             sums.begin(update, weight=weight)
         try:
-            run.arrived(offer, self._now(), into=place, weight=weight)
+            run.arrived(offer, time.monotonic(), into=place, weight=weight)
         finally:
             if weight:  # whatever has failed: a merge waits for what was begun
                 await sums.add(update)
@@ -231,9 +232,6 @@ class UpdateRoutes:
         receipt = UpdateReceipt(verdict=verdict, weight=weight)
         return web.Response(text=encode_frame(receipt), content_type="application/json")
 
-    def _now(self) -> float:
-        return self._clock()
-
     # ── Means ───────────────────────────────────────────────────────────
 
     async def get(self, request: web.Request, member: Member) -> web.StreamResponse:
@@ -248,16 +246,15 @@ class UpdateRoutes:
         response.content_type = "application/octet-stream"
         response.content_length = mean.payload.numel()
         await response.prepare(request)
-        if request.method != "HEAD":
-            await self._send(response, mean)
-            self._run.tally(member.name).bytes_out += mean.payload.numel()
+        await self._send(response, mean)
+        self._run.tally(member.name).bytes_out += mean.payload.numel()
         return response
 
     def _headers(self, mean: KeptMean) -> dict[str, str]:
         return {
             TOTAL_HEADER: str(mean.total),
             DIGEST_HEADER: mean.digest,
-            CHAIN_HEADER: self._run.lineage.chain_of(mean.round),
+            CHAIN_HEADER: self._run.lineage.chains.get(mean.round, ""),
         }
 
     async def _send(self, response: web.StreamResponse, mean: KeptMean) -> None:
@@ -283,9 +280,9 @@ class UpdateRoutes:
         """Let a large mean go out first, for a second at most: workers wait for it, and for the outer step nobody."""
         if mean.payload.numel() < _LARGE:
             return
-        began = self._clock()
+        began = time.monotonic()
         await asyncio.sleep(_ASKED_S)  # workers hear of the round's end
-        while self._downloads and self._clock() - began < _LONGEST_S:
+        while self._downloads and time.monotonic() - began < _LONGEST_S:
             await asyncio.sleep(_LOOK_S)
 
 
@@ -337,9 +334,6 @@ def read_weights(path: str) -> dict[str, Tensor]:
     Raises:
         OptionError: If it is none.
     """
-    with importing("The coordinator", extra="coordinator"):
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
     try:
         return load_file(path)
     except (SafetensorError, ValueError, KeyError, OSError) as error:
@@ -389,8 +383,6 @@ class StateRoutes:
             response.content_type = "application/octet-stream"
             response.content_length = os.fstat(file).st_size
             await response.prepare(request)
-            if request.method == "HEAD":
-                return response
             loop, sent = asyncio.get_running_loop(), 0
             while chunk := await loop.run_in_executor(None, os.pread, file, 1 << 20, sent):
                 await asyncio.wait_for(response.write(chunk), _STALLED_SECONDS)
@@ -403,8 +395,6 @@ class StateRoutes:
             os.close(file)
 
     def _write(self, tensors: Mapping[str, Tensor]) -> IO[bytes]:
-        with importing("The coordinator", extra="coordinator"):
-            from safetensors.torch import save_file
         descriptor, name = tempfile.mkstemp(prefix="bytescheduler-state-", suffix=".safetensors")
         os.close(descriptor)
         try:
@@ -429,7 +419,7 @@ class StateRoutes:
         with tempfile.NamedTemporaryFile(prefix="bytescheduler-weights-") as file:
             left = length
             loop = asyncio.get_running_loop()
-            state = _hash()
+            state = xxhash.xxh3_128()
             while left > 0:
                 chunk = await asyncio.wait_for(request.content.readany(), _STALLED_SECONDS)
                 if not chunk and request.content.at_eof():
@@ -446,9 +436,3 @@ class StateRoutes:
                 return await loop.run_in_executor(None, read_weights, file.name)
             except OptionError as error:
                 return problem(422, str(error))
-
-
-def _hash() -> Any:
-    with importing("The coordinator", extra="coordinator"):
-        import xxhash
-    return xxhash.xxh3_128()

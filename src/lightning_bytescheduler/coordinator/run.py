@@ -94,11 +94,13 @@ class Seen(NamedTuple):
     is_late: bool
 
 
+_REMEMBERED = 8  # rounds that have been merged
+
+
 class Contributions:
     """Booked updates of rounds that have not been merged, and of the last ones that have, to know them again."""
 
-    def __init__(self, *, remembered: int = 8) -> None:
-        self._remembered = remembered
+    def __init__(self) -> None:
         self._by_sum: dict[int, list[Offer]] = {}
         self._seen: dict[tuple[str, int, int], Seen] = {}  # by worker, incarnation and round
 
@@ -124,7 +126,7 @@ class Contributions:
     def take(self, round: int) -> tuple[Offer, ...]:
         """What is in the sum of a round, at its end; it is forgotten."""
         taken = tuple(self._by_sum.pop(round, ()))
-        self._seen = {key: seen for key, seen in self._seen.items() if key[2] > round - self._remembered}
+        self._seen = {key: seen for key, seen in self._seen.items() if key[2] > round - _REMEMBERED}
         return taken
 
 
@@ -201,7 +203,7 @@ class Lineage:
     def __init__(self, version: int = 0, chain: str = "0" * 32) -> None:
         self.version = version
         self.chain = chain
-        self._chains = {version: chain}
+        self.chains = {version: chain}  # from where weights can follow by the means that are kept
 
     def merged(self, merge: Merge, *, digest: str, total: int, oldest_mean: int) -> None:
         """A round has become part of the weights; see ``Run.merged``."""
@@ -209,16 +211,8 @@ class Lineage:
             raise ValueError(f"Round {merge.round} cannot follow version {self.version} of the weights.")
         self.chain = chain_after(self.chain, round=merge.round, fragment=merge.fragment, digest=digest, total=total)
         self.version = merge.round
-        self._chains[merge.round] = self.chain
-        self._chains = {version: chain for version, chain in self._chains.items() if version >= oldest_mean - 1}
-
-    def leads_on_from(self, version: int, chain: str) -> bool:
-        """Whether weights of that version and chain can follow by the means that are kept."""
-        return self._chains.get(version) == chain
-
-    def chain_of(self, version: int) -> str:
-        """The chain of a version that is not too old; empty for others."""
-        return self._chains.get(version, "")
+        self.chains[merge.round] = self.chain
+        self.chains = {version: chain for version, chain in self.chains.items() if version >= oldest_mean - 1}
 
 
 class Run:
@@ -275,7 +269,7 @@ class Run:
 
     # ── Joining and leaving ───────────────────────────────────────────────────────────
 
-    def hello(self, hello: Hello, now: float, *, address: str = "") -> tuple[Member, Welcome] | Refusal:
+    def hello(self, hello: Hello, now: float) -> tuple[Member, Welcome] | Refusal:
         """Take a worker in, or say why not. Once its connection is closed, ``members.disconnect`` is to be called.
 
         Raises:
@@ -292,7 +286,7 @@ class Run:
                 "%s was started anew: what it held goes back. Each worker needs a name of its own.", former.name
             )
             self.leave(former, now)
-        member = self.members.join(hello, now, address=address)
+        member = self.members.join(hello, now)
         self.count("rejoined" if member.session == hello.session else "joined")
         if not self.model:
             self.model = hello.model
@@ -316,7 +310,7 @@ class Run:
 
     def _has_place(self, hello: Hello) -> bool:
         # Version 0 with the first chain is what every worker begins with, and not the run's first weights.
-        return bool(hello.session) and self.lineage.leads_on_from(hello.version, hello.chain)
+        return bool(hello.session) and self.lineage.chains.get(hello.version) == hello.chain
 
     def provides(self, member: Member) -> bool:
         """Whether a member is the one that is asked for the first weights."""

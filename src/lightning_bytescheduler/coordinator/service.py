@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 import msgspec
@@ -50,6 +51,7 @@ from lightning_bytescheduler.diloco.coordinator_protocol import (
     decode_frame,
 )
 from lightning_bytescheduler.diloco.round_record import RoundFile, RoundRecord
+from lightning_bytescheduler.diloco.round_roster import WorkerProgress
 from lightning_bytescheduler.exceptions import ByteSchedulerError, OptionError
 from lightning_bytescheduler.slices.messages import encode
 
@@ -60,46 +62,22 @@ _NEVER = 1_000_000  # collections of the middle generation before a full one
 _MOST_ENDED = 1000  # connections, after which it is not put off any longer
 
 
-class Garbage:
-    """Decides when to collect: not amid the reports of a round. For one event loop.
+@contextmanager
+def collected_rarely() -> Iterator[None]:
+    """Leave full collections of this process to its coordinator meanwhile: it is to do nothing else.
 
     With a thousand workers a full collection stops all answers for 0.2 s, and what waits then takes seconds to catch
     up. Cycles are few: they are of connections that have ended. So all objects are looked at only at a round's end.
-    Does nothing in a process that has not entered :meth:`collected_rarely`.
     """
-
-    _rarely = False  # of the process, as the collector is
-
-    def __init__(self) -> None:
-        self._ended = 0
-
-    @classmethod
-    @contextmanager
-    def collected_rarely(cls) -> Iterator[None]:
-        """Leave full collections of this process to its coordinator meanwhile: it is to do nothing else."""
-        gc.collect()
-        gc.freeze()  # torch's modules stay
-        young, middle, old = gc.get_threshold()
-        gc.set_threshold(max(young, _YOUNG), middle, _NEVER)
-        cls._rarely = True
-        try:
-            yield
-        finally:
-            cls._rarely = False
-            gc.set_threshold(young, middle, old)
-            gc.unfreeze()
-
-    def ended(self) -> None:
-        """A connection has ended, and may leave something."""
-        self._ended += 1
-        if self._ended >= _MOST_ENDED:
-            self.collect()
-
-    def collect(self) -> None:
-        """Nobody waits for an answer now: look, if there may be something."""
-        if self._ended and self._rarely:
-            gc.collect()
-        self._ended = 0
+    gc.collect()
+    gc.freeze()  # torch's modules stay
+    young, middle, old = gc.get_threshold()
+    gc.set_threshold(max(young, _YOUNG), middle, _NEVER)
+    try:
+        yield
+    finally:
+        gc.set_threshold(young, middle, old)
+        gc.unfreeze()
 
 
 _LONGEST_TICK_S = 0.25
@@ -124,7 +102,6 @@ class CoordinatorService:
         store: Of the run's state; ``None`` keeps it in memory alone.
         slices: Hands out the training data; ``None`` where workers bring their own.
         rounds_file: Record of the rounds; closed when the service stops.
-        clock: Seconds.
     """
 
     def __init__(
@@ -134,7 +111,6 @@ class CoordinatorService:
         store: StateStore | None = None,
         slices: SliceRoutes | None = None,
         rounds_file: RoundFile | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.options = options
         self.slices = slices
@@ -143,8 +119,7 @@ class CoordinatorService:
         self._rounds_file = RoundFile(None, append=False) if rounds_file is None else rounds_file
         self._boundary: tuple[dict[str, Any], dict[str, Any] | None] | None = None  # of the run and the slices
         self._saved = -1  # the version that was last handed over
-        self._clock = clock
-        self._started = clock()
+        self._started = time.monotonic()
         self._merges: asyncio.Queue[Merge | None] = asyncio.Queue()  # ends with None
         self.run = Run(
             options,
@@ -156,11 +131,11 @@ class CoordinatorService:
         )
         self._loop = asyncio.get_running_loop()
         self.spool = Spool(options.spool_bytes)
-        self.stalls = Stalls(_STALLED_SECONDS, clock)
-        self.updates = UpdateRoutes(self.run, self.spool, self.stalls, clock=clock)
+        self.stalls = Stalls(_STALLED_SECONDS, time.monotonic)
+        self.updates = UpdateRoutes(self.run, self.spool, self.stalls)
         self.states = StateRoutes(self.run)
         self.weights: GlobalWeights | None = None
-        self._garbage = Garbage()
+        self._ended_connections = 0  # since the last collection
         self._threads = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="bytescheduler-coordinator")
         self._connections: dict[str, Connection] = {}
         self._slice_limits: dict[str, RateLimit] = {}  # by member's name
@@ -182,8 +157,8 @@ class CoordinatorService:
         router = application.router
         router.add_get(WORKER_PATH, self._socket)
         router.add_put(place, self._of_member(self.updates.put))
-        router.add_get(place, self._of_member(self.updates.get))
-        router.add_get(STATE_PATH, self._of_member(self._get_state))
+        router.add_get(place, self._of_member(self.updates.get), allow_head=False)
+        router.add_get(STATE_PATH, self._of_member(self._get_state), allow_head=False)
         router.add_put(STATE_PATH, self._of_member(self._put_state))
         router.add_post(SLICES_PATH, self._of_member(self._slices))
         router.add_get(STATUS_PATH, self._status)
@@ -210,7 +185,7 @@ class CoordinatorService:
             self._tasks.append(task)
 
     def _load(self, state: Mapping[str, Any]) -> None:
-        self.run.load_state_dict(state["run"], self._clock())
+        self.run.load_state_dict(state["run"], time.monotonic())
         weights = self._make_weights(state["weights"])
         weights.load_momentum(state["momentum"])
         weights.load_residuals(state["residuals"])
@@ -256,7 +231,7 @@ class CoordinatorService:
 
     def status(self) -> RunStatus:
         """How the run stands."""
-        run, now = self.run, self._clock()
+        run, now = self.run, time.monotonic()
         return RunStatus(
             version=__version__,
             uptime=now - self._started,
@@ -270,7 +245,7 @@ class CoordinatorService:
             chain=run.lineage.chain,
             parameters=self.parameters,
             samples=run.samples,
-            workers=tuple(self._worker_status(name, now) for name in sorted(member.name for member in run.members)),
+            workers=tuple(self._worker_status(one, now) for one in sorted(run.members, key=lambda one: one.name)),
             rounds=tuple(self.rounds),
             slices=None if self.slices is None else self.slices.status(),
             counters={**run.counters, **{f"refused_{reason}": count for reason, count in self.refusals().items()}},
@@ -279,29 +254,23 @@ class CoordinatorService:
             timeline=tuple(self.timeline),
         )
 
-    def _worker_status(self, name: str, now: float) -> WorkerStatus:
-        run = self.run
-        member, tally = run.members.by_name(name), run.tallies.get(name, Tally())
-        progress = run.scheduler.workers.get(name)
-        seconds = None if progress is None else progress.step_time.seconds
-        batch_size = None if progress is None else progress.step_time.batch_size
-        state = "joining" if progress is None else progress.state.value
+    def _worker_status(self, member: Member, now: float) -> WorkerStatus:
+        run, name = self.run, member.name
+        known = run.scheduler.workers.get(name)
+        progress = WorkerProgress(name=name, heard=now) if known is None else known
         return WorkerStatus(
             name=name,
-            state="paused" if progress is not None and progress.paused else state,
+            state="joining" if known is None else "paused" if known.paused else known.state.value,
             connected=name in self._connections,
             leads=name == run.leader,
-            ranks=1 if member is None else member.ranks,
-            steps=0 if progress is None else progress.steps,
-            samples=0 if progress is None else progress.samples,
-            seconds_per_step=seconds,
-            samples_per_second=batch_size / seconds if seconds and batch_size else None,
-            heard_ago=0.0 if member is None else max(now - member.heard, 0.0),
-            bytes_in=tally.bytes_in,
-            bytes_out=tally.bytes_out,
-            merged=tally.merged,
-            late=tally.late,
+            ranks=member.ranks,
+            steps=progress.steps,
+            samples=progress.samples,
+            seconds_per_step=progress.step_time.seconds,
+            samples_per_second=progress.samples_per_second,
+            heard_ago=max(now - member.heard, 0.0),
             slices=0 if self.slices is None else self.slices.held(name),
+            **asdict(run.tallies.get(name, Tally())),
         )
 
     @property
@@ -317,7 +286,7 @@ class CoordinatorService:
             connection.post(message)
 
     def _note(self, record: RoundRecord, metrics: Mapping[str, float]) -> None:
-        summary = summary_of(record, metrics, time.time())
+        summary = summary_of(record, metrics.get("loss"), time.time())
         self.rounds.append(summary)
         self.timeline.append(msgspec.structs.replace(record, workers=record.workers[:_WORKERS_DRAWN]))
         self._rounds_file.write(record)
@@ -348,7 +317,7 @@ class CoordinatorService:
     async def _tick(self) -> None:
         loop_seconds = alive_at = 0.0
         while True:
-            now = self._clock()
+            now = time.monotonic()
             if now >= alive_at:
                 quiet = min(self.options.lease / 8, self.options.rounds.silent_after / 4)
                 alive_at = now + min(quiet, _LONGEST_TICK_S)
@@ -379,13 +348,13 @@ class CoordinatorService:
             async with self._still:
                 # Workers hear of it before the step is taken here, which they take themselves.
                 self.run.merged(
-                    merge, self._clock(), digest=mean.digest, total=mean.total, oldest_mean=weights.oldest_mean
+                    merge, time.monotonic(), digest=mean.digest, total=mean.total, oldest_mean=weights.oldest_mean
                 )
                 boundary, self._boundary = self._at_boundary(), None  # half a step is not saved
                 await self.updates.give_way(mean)
                 await weights.step(mean, sums)
                 self._boundary = boundary
-            self._garbage.collect()
+            self._collect()
             is_last = self.run.scheduler.finished and merge.round == self.run.scheduler.round
             if merge.round % self.options.save_every == 0 or self.run.scheduler.finished:
                 await self._save()
@@ -439,7 +408,7 @@ class CoordinatorService:
             member = self.run.members.by_session(request.headers.get(SESSION_HEADER, ""))
             if member is None:
                 return problem(403, f"The header {SESSION_HEADER} has no session of this run. Say Hello first.")
-            self.run.members.hear(member, self._clock())
+            self.run.members.hear(member, time.monotonic())
             return await answer(request, member)
 
         return handle
@@ -461,14 +430,14 @@ class CoordinatorService:
             hello = decode_frame(first.data, sender=request.remote or "a worker")
             if not isinstance(hello, Hello):
                 raise OptionError("frame", type(hello).__name__, "a Hello")
-            answer = self.run.hello(hello, self._clock(), address=request.remote or "")
+            answer = self.run.hello(hello, time.monotonic())
             if isinstance(answer, Refusal):
                 log.info("%s at %s was refused: %s", hello.worker, request.remote, answer.reason)
                 await refuse(socket, answer.reason)
                 return socket
             member, welcome = answer
             connection = Connection(
-                socket, request.transport, member, stalls=self.stalls, hear=self._hear, clock=self._clock
+                socket, request.transport, member, stalls=self.stalls, hear=self._hear, clock=time.monotonic
             )
             await connection.welcome(welcome)
             former = self._connections.get(member.name)
@@ -488,11 +457,18 @@ class CoordinatorService:
                 self.run.members.disconnect(connection.member)
                 if self._connections.get(connection.member.name) is connection:
                     del self._connections[connection.member.name]
-            self._garbage.ended()
+            self._ended_connections += 1
+            if self._ended_connections >= _MOST_ENDED:
+                self._collect()
         return socket
 
+    def _collect(self) -> None:
+        if self._ended_connections and gc.get_threshold()[2] == _NEVER:
+            gc.collect()
+        self._ended_connections = 0
+
     def _hear(self, member: Member, messages: tuple[object, ...]) -> None:
-        self.run.hear(member, messages, self._clock())  # type: ignore[arg-type]
+        self.run.hear(member, messages, time.monotonic())  # type: ignore[arg-type]
 
     async def _get_state(self, request: web.Request, member: Member) -> web.StreamResponse:
         if self.weights is None:
@@ -522,7 +498,7 @@ class CoordinatorService:
             momentum: Of the outer optimizer, by name; a run that begins from a checkpoint has one.
         """
         self._make_weights(weights).load_momentum(momentum)
-        self.run.provided(self._clock())
+        self.run.provided(time.monotonic())
         self._boundary = self._at_boundary()
         await self._save()
 
@@ -541,7 +517,7 @@ class CoordinatorService:
     async def _slices(self, request: web.Request, member: Member) -> web.StreamResponse:
         if self.slices is None:
             return problem(404, "This coordinator hands out no data: it was started without --train.")
-        pause = self._slice_limits.setdefault(member.name, RateLimit(self._clock)).take(longest=_SLICE_HELD_BACK_S)
+        pause = self._slice_limits.setdefault(member.name, RateLimit(time.monotonic)).take(longest=_SLICE_HELD_BACK_S)
         if pause is None:
             self.run.count("slow_downs")
             return problem(429, f"{member.name} asks about slices too often: try again later.", retry_after=1)

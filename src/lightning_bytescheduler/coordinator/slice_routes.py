@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_bytescheduler.coordinator.membership import Member
-from lightning_bytescheduler.coordinator.status import SliceStatus
 from lightning_bytescheduler.diloco.round_end import RoundOptions
 from lightning_bytescheduler.diloco.round_roster import WorkerProgress
 from lightning_bytescheduler.exceptions import OptionError
@@ -23,7 +22,7 @@ from lightning_bytescheduler.slices.messages import (
 )
 from lightning_bytescheduler.slices.options import TrackerOptions
 from lightning_bytescheduler.slices.source import open_source
-from lightning_bytescheduler.slices.tracker import SliceTracker
+from lightning_bytescheduler.slices.tracker import SliceTracker, TrackerReport
 
 _MOST_NAMES = 1024  # that one member's processes read slices under
 
@@ -34,23 +33,14 @@ class SliceRoutes:
     Args:
         urls: Of the training data, as ``SliceDataModule(train=...)`` takes them.
         options: How slices are handed out; the lease is the members'.
-        storage_options: For fsspec's file systems.
-        clock: Seconds.
 
     Raises:
         OptionError: If the data cannot be found; names what is wrong with it.
     """
 
-    def __init__(
-        self,
-        urls: Sequence[str],
-        options: TrackerOptions,
-        *,
-        storage_options: dict[str, Any] | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        source = open_source(urls, option="train", storage_options=storage_options)
-        self.tracker = SliceTracker(SliceCatalogue(source.slices), options, clock=clock)
+    def __init__(self, urls: Sequence[str], options: TrackerOptions) -> None:
+        source = open_source(urls, option="train")
+        self.tracker = SliceTracker(SliceCatalogue(source.slices), options, clock=time.monotonic)
         self._sessions: dict[int, tuple[str, str]] = {}  # of the tracker: the member's digest, and the tracker's name
         self._names: dict[str, set[str]] = {}  # of the tracker's workers, by member's name
 
@@ -132,20 +122,9 @@ class SliceRoutes:
         """Slices that a member holds."""
         return sum(self.tracker.held(worker) for worker in self._names.get(name, ()))
 
-    def status(self) -> SliceStatus:
+    def status(self) -> TrackerReport:
         """How far the epoch is."""
-        report = self.tracker.report()
-        return SliceStatus(
-            epoch=report.epoch,
-            samples=report.samples,
-            trained=report.trained,
-            dropped=report.dropped,
-            unfinished=report.unfinished,
-            quarantined=len(report.quarantined),
-            returned=report.returned,
-            stolen=report.stolen,
-            ahead=report.ahead,
-        )
+        return self.tracker.report()
 
     def state_dict(self) -> dict[str, Any]:
         """What to keep: plain values and tensors, with texts for all keys."""

@@ -23,11 +23,13 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
+import filelock
 import torch
 from fsspec.core import url_to_fs
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
-from lightning_bytescheduler.checks import importing
 from lightning_bytescheduler.coordinator.spool import view_of
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.slices.slice import WholeChecksum
@@ -81,8 +83,6 @@ class StateStore:
         if self._disk is None:
             log.warning("Nothing keeps a second coordinator from %s: start one alone there.", self.url)
             return
-        with importing("coordinator", extra="coordinator"):
-            import filelock
         self._lock = filelock.FileLock(os.path.join(self._disk, "lock"), thread_local=False)
         try:
             with contextlib.suppress(filelock.Timeout):
@@ -153,8 +153,6 @@ class StateStore:
         Raises:
             Exception: Whatever the file system raises; the states of before are there as they were.
         """
-        with importing("A saved state", extra="coordinator"):
-            from safetensors.torch import save_file
         version = int(state["run"]["version"])
         text, tensors = pack(state)
         name = f"state-{version:010d}.safetensors"
@@ -218,8 +216,6 @@ class StateStore:
         return sorted(name for name in found if _NAME.fullmatch(name))
 
     def _read(self, name: str) -> dict[str, Any]:
-        with importing("A saved state", extra="coordinator"):
-            from safetensors import SafetensorError, safe_open
         with contextlib.ExitStack() as stack:
             if self._disk is None:
                 path = os.path.join(stack.enter_context(tempfile.TemporaryDirectory()), name)

@@ -12,7 +12,7 @@ import ssl
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -26,6 +26,7 @@ from lightning_bytescheduler.diloco.coordinator_address import (
 from lightning_bytescheduler.diloco.coordinator_protocol import STATUS_PATH
 from lightning_bytescheduler.diloco.round_record import RoundRecord
 from lightning_bytescheduler.exceptions import OptionError
+from lightning_bytescheduler.slices.tracker import TrackerReport
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -70,32 +71,6 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     slices: int = 0
 
 
-class SliceStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """How far the running epoch of the data is; see ``TrackerReport``.
-
-    Attributes:
-        epoch: From 0.
-        samples: Of all slices.
-        trained: Samples known to be trained on.
-        dropped: Samples that the epoch will not train on.
-        unfinished: Slices that are neither used nor left out.
-        quarantined: Slices that are left out, as they cannot be read.
-        returned: Slices that came back from workers that died or left.
-        stolen: Slices taken from a slower worker that had not begun them.
-        ahead: Samples of the next epoch that are trained on already, while the last slices of this one are held.
-    """
-
-    epoch: int
-    samples: int
-    trained: int
-    dropped: int
-    unfinished: int
-    quarantined: int
-    returned: int
-    stolen: int
-    ahead: int = 0
-
-
 class RoundSummary(msgspec.Struct, frozen=True, kw_only=True):
     """A round that has ended.
 
@@ -109,7 +84,6 @@ class RoundSummary(msgspec.Struct, frozen=True, kw_only=True):
         deadline: Seconds from its start until it would have ended whoever was missing, or ``None`` where nobody was
             waited for.
         loss: Mean over the round, or ``None`` where nobody reports one.
-        metrics: Other means over the round, by name.
     """
 
     round: int
@@ -120,7 +94,6 @@ class RoundSummary(msgspec.Struct, frozen=True, kw_only=True):
     workers: int
     deadline: float | None = None
     loss: float | None = None
-    metrics: dict[str, float] = {}
 
 
 class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,7 +116,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
         samples: That have become part of the weights.
         workers: Everyone known, by name.
         rounds: The last rounds, oldest first.
-        slices: Of the data, or ``None`` where workers bring their own.
+        slices: How far the running epoch of the data is, or ``None`` where workers bring their own.
         counters: Events since it was started, by name: ``joined``, ``rejoined``, ``left``, ``silent``,
             ``expired``, ``refused_hellos``, ``wrong_frames``, ``slow_downs``, ``updates_added``, ``updates_late``,
             ``updates_dropped``, ``updates_refused``, ``updates_broken``, ``updates_again``, ``rounds``,
@@ -168,19 +141,19 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     samples: int
     workers: tuple[WorkerStatus, ...]
     rounds: tuple[RoundSummary, ...]
-    slices: SliceStatus | None
+    slices: TrackerReport | None
     counters: dict[str, int]
     spool_bytes: int = 0
     saved_round: int | None = None
     timeline: tuple[RoundRecord, ...] = ()
 
 
-def summary_of(record: RoundRecord, metrics: Mapping[str, float], ended: float) -> RoundSummary:
+def summary_of(record: RoundRecord, loss: float | None, ended: float) -> RoundSummary:
     """A round, in a line.
 
     Args:
         record: Of the round.
-        metrics: Means over it.
+        loss: Its mean, if there is one.
         ended: When, in seconds since the epoch.
     """
     return RoundSummary(
@@ -191,8 +164,7 @@ def summary_of(record: RoundRecord, metrics: Mapping[str, float], ended: float) 
         merged=len(record.merged),
         workers=len(record.workers),
         deadline=None if record.deadline is None else record.deadline - record.start,
-        loss=metrics.get("loss"),
-        metrics={name: value for name, value in metrics.items() if name != "loss"},
+        loss=loss,
     )
 
 
@@ -378,7 +350,7 @@ def _lines(status: RunStatus) -> list[str]:
         share = 100 * slices.trained / max(slices.samples, 1)
         lines.append(
             f"Epoch {slices.epoch + 1} of the data: {share:.0f} %, {slices.unfinished:,} slices to go"
-            + (f", {slices.quarantined} quarantined" if slices.quarantined else "")
+            + (f", {len(slices.quarantined)} quarantined" if slices.quarantined else "")
             + (f"; {100 * slices.ahead / max(slices.samples, 1):.0f} % of the next one." if slices.ahead else ".")
         )
     moved = f"{_bytes(status.counters.get('bytes_in', 0))} in, {_bytes(status.counters.get('bytes_out', 0))} out"

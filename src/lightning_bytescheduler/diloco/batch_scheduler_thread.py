@@ -38,7 +38,7 @@ from lightning_bytescheduler.diloco.rounds import Rounds
 
 _LOOK_S = 1.0
 _FROM_WORKERS = (StepReport, SendingPseudoGradient, PseudoGradientArrived, RoundStarted, JoinRounds, LeaveRounds)
-_SILENT_STEPS = 3
+_SILENT_STEPS, _SILENT_S = 3, 5.0  # whose sum is a silence that is told of
 
 
 class BatchSchedulerThread:
@@ -52,8 +52,6 @@ class BatchSchedulerThread:
         on_round: Called on the thread with each round that has ended.
         on_silence: Called on the thread with the workers that have not been heard of for long, every now and then.
         on_error: Called on the thread with what it failed with.
-        silent_after: Seconds of silence, on top of three steps, after which ``on_silence`` is called.
-        clock: Seconds; injected by tests.
     """
 
     def __init__(
@@ -66,8 +64,6 @@ class BatchSchedulerThread:
         on_round: Callable[[RoundRecord], object],
         on_silence: Callable[[list[str]], object],
         on_error: Callable[[BaseException], object],
-        silent_after: float = 5.0,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._workers = tuple(workers)
         everyone = replace(options, start_workers=len(workers), restart_workers=len(workers))
@@ -76,8 +72,6 @@ class BatchSchedulerThread:
         self._on_round = on_round
         self._on_silence = on_silence
         self._on_error = on_error
-        self._silent_after = silent_after
-        self._clock = clock
         self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # held while the scheduler takes in a message; no other is taken under it
         # What follows is the thread's.
@@ -115,12 +109,12 @@ class BatchSchedulerThread:
         try:
             while True:
                 tick = self._rounds.scheduler.next_tick
-                wait = _LOOK_S if tick is None else min(max(tick - self._clock(), 0.0), _LOOK_S)
+                wait = _LOOK_S if tick is None else min(max(tick - time.monotonic(), 0.0), _LOOK_S)
                 try:
                     message = self._inbox.get(timeout=wait)
                 except queue.Empty:
                     with self._lock:
-                        self._rounds.tick(now=self._clock())
+                        self._rounds.tick(now=time.monotonic())
                 else:
                     if message is None:
                         return
@@ -131,7 +125,7 @@ class BatchSchedulerThread:
             self._on_error(error)
 
     def _take(self, message: Message) -> None:
-        now = self._clock()
+        now = time.monotonic()
         if isinstance(message, EndRound):
             self._wishes |= {name for name in ("epoch", "validate", "stop") if getattr(message, name)}
             if message.now:
@@ -181,15 +175,15 @@ class BatchSchedulerThread:
         self._on_round(self._ended)
 
     def _look_for_silence(self) -> None:
-        now = self._clock()
-        if self._passing is not None or now - self._looked < self._silent_after:
+        now = time.monotonic()
+        if self._passing is not None or now - self._looked < _SILENT_S:
             return
         silent = [
             worker.name
             for worker in self._rounds.scheduler.workers.values()
             if worker.is_training
             and worker.step_time.seconds is not None
-            and now > worker.heard + _SILENT_STEPS * worker.step_time.seconds + self._silent_after
+            and now > worker.heard + _SILENT_STEPS * worker.step_time.seconds + _SILENT_S
         ]
         if silent:
             self._looked = now

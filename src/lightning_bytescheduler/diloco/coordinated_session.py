@@ -218,7 +218,6 @@ class CoordinatedSession(CoordinatedRounds):
         overlap: When what was sent is merged.
         flush: Called before weights are read or replaced: brings them up to date.
         timeout: Longest wait at the end of a round, in seconds.
-        clock: Seconds; injected by tests.
     """
 
     def __init__(
@@ -231,7 +230,6 @@ class CoordinatedSession(CoordinatedRounds):
         overlap: Overlap,
         flush: Callable[[], None],
         timeout: float,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(worker=worker, group=group, trained=state.trained)
         self._state = state
@@ -239,7 +237,6 @@ class CoordinatedSession(CoordinatedRounds):
         self._overlap = overlap
         self._flush = flush
         self._timeout = timeout
-        self._clock = clock
         # What follows changes under the transport's lock.
         self._counter = RoundCounter(worker)
         self._round_ends: dict[int, RoundEnded] = {}
@@ -401,9 +398,9 @@ class CoordinatedSession(CoordinatedRounds):
         """Merge the round that is due and all others that have ended; returns whether the next one has begun."""
         sent = self._sent
         if sent is not None:
-            began = self._clock()
+            began = time.monotonic()
             found = sent.exchange.wait(self._timeout)
-            self.statistics.exchange_s += self._clock() - began
+            self.statistics.exchange_s += time.monotonic() - began
             if not isinstance(found, CatchUp) and sent.exchange.mean is not None:
                 self._merge(sent.round, sent.exchange.mean)
             elif not self._transport.connected:
@@ -537,9 +534,9 @@ class CoordinatedSession(CoordinatedRounds):
         while not self._over_here:
             if self._away:
                 return True
-            began = self._clock()
+            began = time.monotonic()
             there = transport.wait(self._told_what_is_next, "the next round", self._timeout, meanwhile=self._ask)
-            self.statistics.start_s += self._clock() - began
+            self.statistics.start_s += time.monotonic() - began
             if not there:
                 return False
             if self._late:
@@ -567,9 +564,9 @@ class CoordinatedSession(CoordinatedRounds):
         if transport.provides and not transport.provide(pack_state(self._state.full_state()), self._timeout):
             return False
         # What was provided is fetched, too: all begin with what the coordinator has made of it.
-        began = self._clock()
+        began = time.monotonic()
         found = transport.fetch_state(self._timeout)
-        self.statistics.exchange_s += self._clock() - began
+        self.statistics.exchange_s += time.monotonic() - began
         if isinstance(found, CatchUp):
             return False
         self._flush()

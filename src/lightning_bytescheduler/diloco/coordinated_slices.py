@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import CancelledError
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import CancelledError, wait
 from typing import cast
 
 import msgspec
@@ -168,26 +167,20 @@ class _CoordinatorTracker:
             # It was away for longer than its lease. The client joins again, and what it held has gone to others.
             if not isinstance(message, JoinTracker):
                 return session_over(message)
-            self._pause(deadline)
+            time.sleep(_LOOK_S / 4)
+            self._look(deadline)
 
     def _answer_to(self, message: Call, deadline: float) -> HttpAnswer:
         future = self._client.start(self._client.request("POST", SLICES_PATH, body=encode(message).encode()))
-        while True:
-            try:
-                return future.result(_LOOK_S)
-            except CancelledError:
-                self._check()
-                raise SchedulerTimeoutError("The connection to the coordinator ended before it answered.") from None
-            except (FutureTimeoutError, TimeoutError):
-                try:
-                    self._look(deadline)
-                except BaseException:
-                    future.cancel()
-                    raise
-
-    def _pause(self, deadline: float) -> None:
-        time.sleep(_LOOK_S / 4)
-        self._look(deadline)
+        try:
+            while not wait([future], _LOOK_S).done:
+                self._look(deadline)
+            return future.result()
+        except CancelledError:
+            self._check()
+            raise SchedulerTimeoutError("The connection to the coordinator ended before it answered.") from None
+        finally:
+            future.cancel()
 
     def _look(self, deadline: float) -> None:
         """Whether to wait on."""

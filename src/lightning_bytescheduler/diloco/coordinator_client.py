@@ -57,7 +57,6 @@ _SHORTEST_S, _LONGEST_S = 0.05, 5.0  # between two tries
 _CONNECT_S = 10.0  # for a connection, and for the answer to a Hello
 _QUIET_S = 30.0  # that a first connection is tried for without a word
 _READ_S = 60.0  # without a byte of an answer
-_WORDLESS = 3  # connections that end so before it is said
 _SIGNS = 4  # of life, in the time of a lease
 _FRAME_BYTES = 2**24
 _REFUSED = (401, 403)
@@ -97,7 +96,6 @@ class CoordinatorClient:
         on_message: Called with each message.
         on_lost: Called when the connection is lost.
         on_error: Called with what ends the client; once.
-        clock: Seconds; injected by tests.
 
     Attributes:
         worker: This worker's name, as the coordinator has it; its own wish before.
@@ -113,7 +111,6 @@ class CoordinatorClient:
         on_message: Callable[[FromCoordinator | FromWorker], None],
         on_lost: Callable[[], None],
         on_error: Callable[[BaseException], None],
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         with importing("DiLoCoStrategy(coordinator=...)", extra="coordinator"):
             import aiohttp
@@ -125,7 +122,6 @@ class CoordinatorClient:
         self._hello = hello
         self._timeout = timeout
         self._on_welcome, self._on_message, self._on_lost, self._on_error = on_welcome, on_message, on_lost, on_error
-        self._clock = clock
         self._loop = asyncio.new_event_loop()
         # What follows is the thread's.
         self._session = ""
@@ -279,11 +275,13 @@ class CoordinatorClient:
                 await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _stay_connected(self) -> None:
-        began = self._clock()
+        began = time.monotonic()
         log.info("coordinator: connecting to %s as %s", self._url, self.worker)
-        failed, last, warned, wordless = 0, "", False, 0
+        failed, last, warned = 0, "", False
+        # One that asks for certificates ends connections of others without a word, in TLS 1.3.
+        hint = "" if self._tls is None else " It may ask for a certificate that it knows."
         while True:
-            before = self._clock()
+            before = time.monotonic()
             try:
                 await self._connection()
             except (
@@ -295,23 +293,16 @@ class CoordinatorClient:
             ) as error:
                 self._require_hope(error)
                 last = f"{error}" or type(error).__name__
-                if self._tls is not None and not self._welcomed and _is_wordless(error):
-                    wordless += 1
-                    if wordless == _WORDLESS:
-                        log.warning(
-                            "The coordinator at %s ends every connection without a word, as one does in TLS 1.3 that "
-                            "asks for a certificate that it knows: give coordinator={...} a certificate and its key.",
-                            self._url,
-                        )
-                if not self._welcomed and not warned and self._clock() - began >= _QUIET_S:
+                if not self._welcomed and not warned and time.monotonic() - began >= _QUIET_S:
                     warned = True
                     log.warning(
                         "No coordinator answers at %s so far (%s). It is tried for %.0f s in all. Start it with "
                         "'lightning-bytescheduler coordinator', or check the address: one that serves with TLS has "
-                        "https://.",
+                        "https://.%s",
                         self._url,
                         last,
                         self._timeout,
+                        hint,
                     )
                 log.log(logging.DEBUG if failed else logging.INFO, "coordinator: %s: %s", self._url, last)
             finally:
@@ -320,10 +311,8 @@ class CoordinatorClient:
                 self._outbox.clear()
                 if was_connected:
                     self._on_lost()
-            failed = 0 if was_connected and self._clock() - before > _LONGEST_S else failed + 1
-            if not self._welcomed and self._clock() - began >= self._timeout:
-                # One that asks for certificates ends such connections without a word, in TLS 1.3.
-                hint = "" if self._tls is None else " It may ask for a certificate that it knows."
+            failed = 0 if was_connected and time.monotonic() - before > _LONGEST_S else failed + 1
+            if not self._welcomed and time.monotonic() - began >= self._timeout:
                 raise SchedulerTimeoutError(
                     f"No coordinator answered at {self._url} for {self._timeout:.0f} s ({last}). "
                     f"Start it with 'lightning-bytescheduler coordinator', or raise the strategy's timeout.{hint}"
@@ -460,12 +449,6 @@ def _retry_after(answer: Answer) -> float:
         return max(min(float(answer.headers.get("Retry-After", "0")), _LONGEST_S), 0.0)
     except ValueError:
         return 0.0
-
-
-def _is_wordless(error: BaseException) -> bool:
-    """Whether a connection was there, and was ended before any answer."""
-    names = {type(cause).__name__ for cause in _causes(error)}
-    return not names.isdisjoint({"ConnectionResetError", "ServerDisconnectedError"})
 
 
 def _causes(error: BaseException | None) -> list[BaseException]:

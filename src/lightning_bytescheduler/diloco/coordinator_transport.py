@@ -109,7 +109,6 @@ class CoordinatorTransport:
         client: The connection.
         wire: What travels.
         sizes: Elements of each fragment.
-        clock: Seconds; injected by tests.
         timeline: Where spans go.
 
     Attributes:
@@ -130,7 +129,6 @@ class CoordinatorTransport:
         *,
         wire: WireFormat,
         sizes: list[int],
-        clock: Callable[[], float] = time.monotonic,
         timeline: OuterTimeline | None = None,
     ) -> None:
         with importing("DiLoCoStrategy(coordinator=...)", extra="coordinator"):
@@ -149,7 +147,6 @@ class CoordinatorTransport:
         self.ended = 0
         self._wire = wire
         self._sizes = sizes
-        self._clock = clock
         # What was left out of updates that count, by fragment; replaced, never changed.
         self._residuals: dict[int, Tensor] = {}
         self._codec = ThreadPoolExecutor(1, thread_name_prefix=_CODEC)
@@ -246,14 +243,14 @@ class CoordinatorTransport:
         Raises:
             SchedulerTimeoutError: If it is not in time.
         """
-        began = asked = self._clock()
+        began = asked = time.monotonic()
         since = self.timeline.now()
         with self.changed:
             while not ready():
                 self.check()
                 if not self.connected:
                     return False
-                now = self._clock()
+                now = time.monotonic()
                 waited = now - began
                 if now - asked >= _SLICE_S:
                     asked = now
@@ -273,11 +270,11 @@ class CoordinatorTransport:
         Raises:
             SchedulerTimeoutError: If there is none in time.
         """
-        began = self._clock()
+        began = time.monotonic()
         with self.changed:
             while not self.connected:
                 self.check()
-                if self._clock() - began >= timeout:
+                if time.monotonic() - began >= timeout:
                     raise SchedulerTimeoutError(
                         f"{self.client.worker} has lost the coordinator for {timeout:.0f} s, before its first round. "
                         "Raise the strategy's timeout if it may be away for longer."

@@ -10,7 +10,6 @@ messages, or of a pseudo-gradient, costs the worker its part in the round.
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any, TypeAlias, TypeVar
@@ -32,8 +31,6 @@ _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 _Own: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MOST)]  # of one worker
 _Number: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 _Name: TypeAlias = Annotated[str, msgspec.Meta(min_length=1)]
-_Metric: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
-_Metrics: TypeAlias = Annotated[dict[_Metric, float], msgspec.Meta(max_length=64)]
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag=True):
@@ -176,10 +173,6 @@ class StepMetrics(_Message, frozen=True, kw_only=True):
         batch_size: Samples of the step.
         seconds: That it took.
         loss: Its loss, or ``None``.
-        metrics: Others that the user logs, by name; finite, and 64 at most.
-
-    Raises:
-        ValueError: If a metric is not finite: no such number travels as JSON.
     """
 
     worker: _Name
@@ -187,12 +180,6 @@ class StepMetrics(_Message, frozen=True, kw_only=True):
     batch_size: _Own
     seconds: _Number
     loss: float | None = None
-    metrics: _Metrics = {}
-
-    def __post_init__(self) -> None:
-        for name, value in self.metrics.items():
-            if not math.isfinite(value):
-                raise ValueError(f"metric {name!r} is {value}, which is not finite")
 
 
 # ── To a worker ───────────────────────────────────────────────────────────
@@ -367,9 +354,8 @@ def coalesced(said: Sequence[_T]) -> list[_T]:
     places: dict[tuple[object, ...], int] = {}
     for message in said:
         if isinstance(message, (StepReport, StepMetrics)):
-            names = tuple(sorted(message.metrics)) if isinstance(message, StepMetrics) else ()
             measured = isinstance(message, StepMetrics) and message.loss is not None
-            key = (type(message), message.worker, message.round, measured, names)
+            key = (type(message), message.worker, message.round, measured)
             place = places.get(key)
             if place is not None:
                 before = kept[place]
@@ -387,18 +373,6 @@ def coalesced(said: Sequence[_T]) -> list[_T]:
 
 def _together(one: StepMetrics, other: StepMetrics) -> StepMetrics:
     samples = one.batch_size + other.batch_size
-    shares = (one.batch_size / samples, other.batch_size / samples) if samples else (0.5, 0.5)
-
-    def mean(first: float, second: float) -> float:
-        return first * shares[0] + second * shares[1]
-
-    fields: dict[str, Any] = {
-        "worker": one.worker,
-        "round": one.round,
-        "batch_size": samples,
-        "seconds": one.seconds + other.seconds,
-        "loss": None if one.loss is None or other.loss is None else mean(one.loss, other.loss),
-    }
-    if one.metrics:
-        fields["metrics"] = {name: mean(value, other.metrics[name]) for name, value in one.metrics.items()}
-    return StepMetrics(**fields)
+    share = one.batch_size / samples if samples else 0.5
+    loss = None if one.loss is None or other.loss is None else one.loss * share + other.loss * (1 - share)
+    return msgspec.structs.replace(other, batch_size=samples, seconds=one.seconds + other.seconds, loss=loss)

@@ -245,7 +245,6 @@ class WorkerGroup:
     Args:
         group: Over the worker's ranks; gloo. ``None`` for a worker of one rank, which asks and tells nobody.
         timeout: Longest wait for other workers, in seconds.
-        clock: Seconds; injected by tests.
     """
 
     def __init__(
@@ -253,11 +252,9 @@ class WorkerGroup:
         group: dist.ProcessGroup | None = None,
         *,
         timeout: float = 0.0,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._group = group
         self._timeout = _PATIENCE * timeout
-        self._clock = clock
         self._cause: BaseException | None = None
 
     @property
@@ -330,10 +327,10 @@ class WorkerGroup:
             self._wait(broadcast_from_first(self._group, tensor))
 
     def _wait(self, work: dist.Work) -> None:
-        deadline = self._clock() + self._timeout
+        deadline = time.monotonic() + self._timeout
 
         def failure() -> BaseException | None:
-            if self._cause is None and self._clock() >= deadline:
+            if self._cause is None and time.monotonic() >= deadline:
                 return SchedulerTimeoutError(
                     f"A rank waited {self._timeout:.0f} s for the ranks that it trains with. Raise the strategy's "
                     "timeout if a step, or the wait for other workers, may take longer."

@@ -84,8 +84,7 @@ class Rounds:
 
     def measured(self, message: StepMetrics) -> None:
         """Take in what a worker has measured."""
-        metrics = {"loss": message.loss, **message.metrics}
-        self.metrics.add(message.worker, batch_size=message.batch_size, seconds=message.seconds, metrics=metrics)
+        self.metrics.add(message.worker, batch_size=message.batch_size, seconds=message.seconds, loss=message.loss)
 
     def tick(self, *, now: float) -> None:
         """Take note that time has passed."""

@@ -14,8 +14,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
-from torch import nn
-
 from lightning_bytescheduler.diloco.batch_scheduler_thread import BatchSchedulerThread
 from lightning_bytescheduler.diloco.fragments import TrainedWeights
 from lightning_bytescheduler.diloco.mailbox import Mailbox, Postman
@@ -42,47 +40,6 @@ _MOMENT_S = 2.0
 _SILENCE_S = 20.0
 _SCHEDULER = "scheduler"  # its mailbox
 _NOTHING_UNSENT: Mapping[str, Any] = {"workers": 0, "rank": 0, "own": {}, "mean": {}}
-
-
-def make_runtime(
-    module: nn.Module,
-    *,
-    options: DiLoCoOptions,
-    timeout: float,
-    world: WorkerWorld,
-    group: WorkerGroup,
-    board: FaultBoard,
-    flush: Callable[[], None],
-    on_round: Callable[[RoundRecord], object],
-) -> SessionRuntime[WorkerSession]:
-    """Start what runs beside the training.
-
-    Args:
-        module: What is trained.
-        options: The user's.
-        timeout: Longest wait for the other workers, in seconds.
-        world: Where this rank is.
-        group: The ranks of its worker.
-        board: Where failures are published.
-        flush: Brings the weights up to date.
-        on_round: Called with each round that has ended, on worker 0's leader.
-    """
-    trained = TrainedWeights(module, options.run.fragment_options)
-    if not group.leads:
-        worker = worker_name(world.worker)
-        session = WorkerSession(worker=worker, group=group, trained=trained, overlap=options.run.overlap, flush=flush)
-        return SessionRuntime(session, board)
-    state = OuterState(trained, weighting=options.run.weighting, **options.outer_step)
-    return LeadingRuntime(
-        world=world,
-        group=group,
-        board=board,
-        state=state,
-        options=options,
-        timeout=timeout,
-        flush=flush,
-        on_round=on_round,
-    )
 
 
 _Session = TypeVar("_Session", bound=RankSession)
@@ -199,10 +156,10 @@ class LeadingRuntime(SessionRuntime[WorkerSession]):
     """A leader's threads and connections.
 
     Args:
+        trained: What is trained.
         world: Where this worker is.
         group: The worker's ranks.
         board: Where failures are published; not closed with the runtime.
-        state: The global weights.
         options: The user's.
         timeout: Longest wait for the other workers, in seconds.
         flush: See :class:`WorkerSession`.
@@ -214,11 +171,11 @@ class LeadingRuntime(SessionRuntime[WorkerSession]):
 
     def __init__(
         self,
+        trained: TrainedWeights,
         *,
         world: WorkerWorld,
         group: WorkerGroup,
         board: FaultBoard,
-        state: OuterState,
         options: DiLoCoOptions,
         timeout: float,
         flush: Callable[[], None],
@@ -232,7 +189,7 @@ class LeadingRuntime(SessionRuntime[WorkerSession]):
         self._stopped = False
         self._idle = False
         self._examining: threading.Thread | None = None
-        self._elements = [sum(p.numel() for p in state.trained.of(f)) for f in range(len(state.trained.fragments))]
+        self._elements = [sum(p.numel() for p in trained.of(f)) for f in range(len(trained.fragments))]
         partition_size, credit = outer_sizes(
             max(self._elements), partition_size=options.partition_size, credit=options.credit
         )
@@ -247,10 +204,11 @@ class LeadingRuntime(SessionRuntime[WorkerSession]):
             timeline=self.timeline,
             on_error=self._on_error,
         )
+        self.state = OuterState(trained, weighting=options.run.weighting, **options.outer_step)
         session = LeadingSession(
             worker=self._name,
             group=group,
-            state=state,
+            state=self.state,
             link=_Mail(self._postman, self._exchange),
             overlap=options.run.overlap,
             flush=flush,
@@ -258,7 +216,6 @@ class LeadingRuntime(SessionRuntime[WorkerSession]):
             timeline=self.timeline,
         )
         super().__init__(session, board)
-        self.state = state
         self._mailboxes = [self._open(world, self._name, "bytescheduler-outer-mail", session.receive)]
         self._scheduler: BatchSchedulerThread | None = None
         if world.rank == 0:

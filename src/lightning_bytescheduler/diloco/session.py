@@ -381,7 +381,6 @@ class LeadingSession(WorkerSession):
         overlap: See :class:`WorkerSession`.
         flush: See :class:`WorkerSession`.
         timeout: Longest wait for the other workers, in seconds.
-        clock: Seconds; injected by tests.
         timeline: Where spans go.
     """
 
@@ -395,7 +394,6 @@ class LeadingSession(WorkerSession):
         overlap: Overlap,
         flush: Callable[[], None],
         timeout: float,
-        clock: Callable[[], float] = time.monotonic,
         timeline: OuterTimeline | None = None,
     ) -> None:
         super().__init__(worker=worker, group=group, trained=state.trained, overlap=overlap, flush=flush)
@@ -403,7 +401,6 @@ class LeadingSession(WorkerSession):
         self._state = state
         self._link = link
         self._timeout = timeout
-        self._clock = clock
         self._timeline = OuterTimeline() if timeline is None else timeline
         self._lock = threading.Condition()
         # What follows changes under the lock.
@@ -550,23 +547,23 @@ class LeadingSession(WorkerSession):
         )
 
     def _received(self, exchange: Exchanging) -> tuple[Tensor, int]:
-        began, since = self._clock(), self._timeline.now()
+        began, since = time.monotonic(), self._timeline.now()
         found = exchange.wait(self._timeout)
-        self.statistics.exchange_s += self._clock() - began
+        self.statistics.exchange_s += time.monotonic() - began
         self._timeline.waiting("the mean", since)
         return found
 
     def _await(self, ready: Callable[[], bool], what: str) -> None:
-        began, since = self._clock(), self._timeline.now()
+        began, since = time.monotonic(), self._timeline.now()
         with self._lock:
             while not ready():
                 self.check()
-                waited = self._clock() - began
+                waited = time.monotonic() - began
                 if waited >= self._timeout:
                     raise SchedulerTimeoutError(
                         f"{self.worker} waited {waited:.0f} s for {what}: not all workers have got there. Raise the "
                         "strategy's timeout if that may take longer."
                     )
                 self._lock.wait(min(_SLICE_S, self._timeout - waited))
-        self.statistics.start_s += self._clock() - began
+        self.statistics.start_s += time.monotonic() - began
         self._timeline.waiting(what, since)

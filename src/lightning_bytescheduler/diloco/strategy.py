@@ -36,6 +36,7 @@ from lightning_bytescheduler.diloco.coordinated_runtime import CoordinatedRuntim
 from lightning_bytescheduler.diloco.coordinator_address import resolve_coordinator
 from lightning_bytescheduler.diloco.coordinator_protocol import wire_named
 from lightning_bytescheduler.diloco.epoch_shares import share_of, shared_loader
+from lightning_bytescheduler.diloco.fragments import TrainedWeights
 from lightning_bytescheduler.diloco.leader_only import for_leader_only, refuse_plateaus, seed_sampler
 from lightning_bytescheduler.diloco.options import (
     OPTIONS_ELSEWHERE,
@@ -47,9 +48,9 @@ from lightning_bytescheduler.diloco.options import (
     seconds_of,
 )
 from lightning_bytescheduler.diloco.performance_monitor import PerformanceMonitor
-from lightning_bytescheduler.diloco.process_groups import JointCollectives, WorkerGroup, WorkerWorld
+from lightning_bytescheduler.diloco.process_groups import JointCollectives, WorkerGroup, WorkerWorld, worker_name
 from lightning_bytescheduler.diloco.round_record import RECORD_NAME, RoundFile
-from lightning_bytescheduler.diloco.runtime import LeadingRuntime, SessionRuntime, make_runtime
+from lightning_bytescheduler.diloco.runtime import LeadingRuntime, SessionRuntime
 from lightning_bytescheduler.diloco.session import SessionStatistics, WorkerSession
 from lightning_bytescheduler.diloco.training_loop import CoordinatedBoundaries, RoundBoundaries
 from lightning_bytescheduler.diloco.worker_restart import Resumed, WorkerStates
@@ -89,41 +90,6 @@ def shared_metrics(module: nn.Module, joint: JointCollectives) -> Iterator[None]
     finally:
         for metric in metrics:
             metric.dist_sync_fn = None
-
-
-def meet_all(
-    options: DiLoCoOptions,
-    rank: int,
-    ranks: int,
-    timeout: timedelta | None,
-    watch: RendezvousWatch | None,
-    store: dist.Store,
-    connected: bool,
-) -> None:
-    """Make sure with the other ranks that they are in the same training; before there are groups.
-
-    Args:
-        options: This rank's.
-        rank: Its number.
-        ranks: How many there are.
-        timeout: Longest wait for them.
-        watch: Knows what has gone wrong meanwhile.
-        store: That all share.
-        connected: Whether all have just connected to it.
-
-    Raises:
-        RanksDifferError: If they are not.
-    """
-    own = introduce(rank, "diloco", common_options(options))
-    met = hold_roll_call(
-        store,
-        own,
-        world_size=ranks,
-        timeout=seconds_of(timeout),
-        failure=lambda: None if watch is None else watch.difference,
-        connected=connected,
-    )
-    require_alike(met, warn=rank_zero_warn)
 
 
 def open_rounds_file(trainer: pl.Trainer, *, append: bool) -> RoundFile:
@@ -449,12 +415,24 @@ class DiLoCoStrategy(RankStrategy):
                 inner_size=self.inner_size,
                 backend=self._process_group_backend,
                 timeout=self._timeout,
-                meet=partial(meet_all, self._options, self.global_rank, self.ranks, self._timeout, watch),
+                meet=partial(self._meet_all, watch),
                 store=self._own_store(self.ranks, watch),
                 device_id=device if device.type != "cpu" else None,
             )
         self._joint = JointCollectives(self._world.everyone)
         self._board = FaultBoard.open(rank=self.global_rank, world_size=self.ranks, store=self._world.store)
+
+    def _meet_all(self, watch: RendezvousWatch | None, store: dist.Store, connected: bool) -> None:
+        """Make sure with the other ranks that they are in the same training; before there are groups."""
+        met = hold_roll_call(
+            store,
+            introduce(self.global_rank, "diloco", common_options(self._options)),
+            world_size=self.ranks,
+            timeout=seconds_of(self._timeout),
+            failure=lambda: None if watch is None else watch.difference,
+            connected=connected,
+        )
+        require_alike(met, warn=rank_zero_warn)
 
     def setup(self, trainer: pl.Trainer) -> None:
         """See DDPStrategy."""
@@ -600,14 +578,6 @@ class DiLoCoStrategy(RankStrategy):
 
     # ------------------------------------------------------------------ checkpoints
 
-    def outer_state_dict(self) -> dict[str, Any] | None:
-        """What a checkpoint keeps beside the weights."""
-        return None if self._runtime is None or self._failed else self._runtime.state_dict()
-
-    def load_outer_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Have the rounds carry on from what a checkpoint kept."""
-        self._kept_state = state
-
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """See DDPStrategy; during a fit, with the global weights."""
         state = None if self._runtime is None or not self.is_global_zero else self._runtime.state
@@ -645,11 +615,6 @@ class DiLoCoStrategy(RankStrategy):
             alone = self._address is not None  # each worker is a training of its own
             self._resumed = Resumed.from_checkpoint(checkpoint, 0 if alone else self.worker, self.workers)
         return checkpoint
-
-    def validated(self) -> None:
-        """A validation is over."""
-        if self._states is not None:
-            self._states.validated()
 
     def _resumable(self, loader: object, trainer: pl.Trainer) -> object:
         """The same loader of training data, if it can go on in the middle of an epoch."""
@@ -691,16 +656,24 @@ class DiLoCoStrategy(RankStrategy):
         timeout = seconds_of(self._timeout)
         group = WorkerGroup(world.inside, timeout=timeout)
         self._file = open_rounds_file(trainer, append=state is not None)
-        self._runtime = runtime = make_runtime(
-            module,
-            options=options,
-            timeout=timeout,
-            world=world,
-            group=group,
-            board=board,
-            flush=self.flush,
-            on_round=self._file.write,
-        )
+        trained, overlap = TrainedWeights(module, options.run.fragment_options), options.run.overlap
+        runtime: SessionRuntime[WorkerSession]
+        if group.leads:
+            runtime = LeadingRuntime(
+                trained,
+                world=world,
+                group=group,
+                board=board,
+                options=options,
+                timeout=timeout,
+                flush=self.flush,
+                on_round=self._file.write,
+            )
+        else:
+            name = worker_name(world.worker)
+            session = WorkerSession(worker=name, group=group, trained=trained, overlap=overlap, flush=self.flush)
+            runtime = SessionRuntime(session, board)
+        self._runtime = runtime
         self._statistics = runtime.session.statistics
         self._boundaries = RoundBoundaries(
             trainer,
@@ -732,19 +705,6 @@ class DiLoCoStrategy(RankStrategy):
         if self._boundaries is not None:
             with self._explained():
                 self._boundaries.after_validation()
-
-    def go_on(self) -> bool:
-        """Go on after all workers stood still; returns whether training goes on."""
-        if self._boundaries is None:
-            return True
-        with self._explained():
-            return self._boundaries.before_batch()
-
-    def end_epoch(self) -> None:
-        """See to it that the epoch ends for all workers."""
-        if self._boundaries is not None:
-            with self._explained():
-                self._boundaries.before_epoch_end()
 
     def end_rounds(self) -> None:
         """End the training for all workers, with the global weights on each."""
@@ -816,16 +776,24 @@ class RoundHooks(pl.Callback):
         Raises:
             StopIteration: If another worker stopped there, and training is over.
         """
-        if not self._strategy.go_on():
-            raise StopIteration
+        boundaries = self._strategy._boundaries
+        if boundaries is not None:
+            with self._strategy._explained():
+                goes_on = boundaries.before_batch()
+            if not goes_on:
+                raise StopIteration
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """See to it that the epoch ends for all."""
-        self._strategy.end_epoch()
+        boundaries = self._strategy._boundaries
+        if boundaries is not None:
+            with self._strategy._explained():
+                boundaries.before_epoch_end()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Know of it before a checkpoint is written."""
-        self._strategy.validated()
+        if self._strategy._states is not None:
+            self._strategy._states.validated()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Bring all workers to the global weights, before other callbacks look at them."""
@@ -835,7 +803,8 @@ class RoundHooks(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Keep the outer state."""
-        state = self._strategy.outer_state_dict()
+        strategy = self._strategy
+        state = None if strategy._runtime is None or strategy._failed else strategy._runtime.state_dict()
         if state is not None:
             checkpoint[OUTER_STATE] = state
 
@@ -848,7 +817,7 @@ class RoundHooks(pl.Callback):
                 "diloco: the checkpoint is of another strategy. Weights, inner optimizer and progress go on; rounds "
                 "and the outer optimizer begin anew."
             )
-        self._strategy.load_outer_state_dict(checkpoint.get(OUTER_STATE))
+        self._strategy._kept_state = checkpoint.get(OUTER_STATE)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Publish the failure before other callbacks or the teardown can block."""

@@ -46,7 +46,6 @@ class LoopBoundaries(ABC):
         trainer: Whose loop it is.
         session: This rank's.
         group: The ranks of this worker.
-        clock: Seconds; injected by tests.
     """
 
     def __init__(
@@ -55,16 +54,14 @@ class LoopBoundaries(ABC):
         session: RankSession,
         *,
         group: WorkerGroup,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._trainer = trainer
         self._counts = session
         self._group = group
-        self._clock = clock
         self._loop: Any = trainer.fit_loop.epoch_loop  # its decision is not a public method
         self._own_decision: Callable[..., bool] = self._loop._should_check_val_fx
         self._least: tuple[Any, Any] = (trainer.fit_loop.min_epochs, self._loop.min_steps)
-        self._began = clock()
+        self._began = time.monotonic()
         self._global_step = trainer.global_step
         self._samples = 0
         self._tokens = 0
@@ -74,7 +71,7 @@ class LoopBoundaries(ABC):
     def attach(self) -> None:
         """Begin to decide."""
         self._loop._should_check_val_fx = self._after_batch
-        self._began = self._clock()
+        self._began = time.monotonic()
         if self._counts.over:
             self._stop()
 
@@ -117,7 +114,7 @@ class LoopBoundaries(ABC):
     def _count_step(self) -> None:
         self._global_step = self._trainer.global_step
         self._counts.count(
-            samples=self._samples, seconds=self._clock() - self._began, tokens=self._tokens, loss=self._loss
+            samples=self._samples, seconds=time.monotonic() - self._began, tokens=self._tokens, loss=self._loss
         )
         self._samples = self._tokens = 0
 
@@ -146,7 +143,6 @@ class RoundBoundaries(LoopBoundaries):
         together: What holds while all workers validate together.
         explained: Turns an error of an exchange into its cause.
         shared_data: The training data, if all workers share it.
-        clock: Seconds; injected by tests.
     """
 
     def __init__(
@@ -159,9 +155,8 @@ class RoundBoundaries(LoopBoundaries):
         together: Callable[[], AbstractContextManager[None]],
         explained: Callable[[], AbstractContextManager[None]] = nullcontext,
         shared_data: TrackedTraining | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(trainer, session, group=group, clock=clock)
+        super().__init__(trainer, session, group=group)
         self._session = session
         self._first_worker = first_worker
         self._together = together
@@ -199,7 +194,7 @@ class RoundBoundaries(LoopBoundaries):
             return True
         self._open.close()
         goes_on = self._session.pass_on()
-        self._began = self._clock()
+        self._began = time.monotonic()
         if not goes_on:
             self._stop()
         elif self._kept is not None:
@@ -273,7 +268,7 @@ class RoundBoundaries(LoopBoundaries):
             if stepped and not session.halted and session.is_due():
                 session.end_round()
         if stepped:
-            self._began = self._clock()
+            self._began = time.monotonic()
         return session.halted and self._halt(own_epoch)
 
     def _after_restart(self) -> bool:
@@ -335,7 +330,6 @@ class CoordinatedBoundaries(LoopBoundaries):
         session: This worker's.
         group: The ranks of this worker.
         leads: Whether this worker leads, to begin with.
-        clock: Seconds; injected by tests.
 
     Attributes:
         leads: Whether it does, as its ranks have agreed after the last batch.
@@ -349,9 +343,8 @@ class CoordinatedBoundaries(LoopBoundaries):
         *,
         group: WorkerGroup,
         leads: bool = False,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(trainer, session, group=group, clock=clock)
+        super().__init__(trainer, session, group=group)
         self.leads = leads
         self.ends_all = False
         self._session = session
@@ -378,7 +371,7 @@ class CoordinatedBoundaries(LoopBoundaries):
         self._session.resume()
         if self._session.over:
             self._stop()
-        self._began = self._clock()
+        self._began = time.monotonic()
 
     def wait_aside(self) -> bool:
         """There is nothing to train on here for now; returns whether training is over. All ranks of the worker ask."""
@@ -398,7 +391,7 @@ class CoordinatedBoundaries(LoopBoundaries):
             self._session.resume()
             if self._session.over:
                 self._stop()
-            self._began = self._clock()
+            self._began = time.monotonic()
 
     def before_end(self) -> None:
         """See LoopBoundaries; and leave, with the global weights."""
@@ -434,7 +427,7 @@ class CoordinatedBoundaries(LoopBoundaries):
             self._validates = True
             session.pause()
         if stepped:
-            self._began = self._clock()
+            self._began = time.monotonic()
         return validates
 
     def _leave(self, *, quickly: bool) -> None:
