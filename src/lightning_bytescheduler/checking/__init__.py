@@ -2,12 +2,11 @@
 
 A room of its own, as it imports the strategies, which know nothing of it, and as it runs in three kinds of processes:
 
-- the command (``command.py``) or a notebook (``notebook.py``) has runs made (``procedure.py``), has them compared
-  (``comparison.py``) and the answer put into words (``report.py``); these three know neither Lightning nor processes;
+- the command (``command.py``) or a notebook (``notebook.py``) has runs made and compared (``procedure.py``) and the
+  answer put into words (``report.py``); these two know neither Lightning nor processes;
 - ``runs.py`` starts the user's command once per run, with ``site/sitecustomize.py`` on its path;
 - in every Python process of the user's, that file registers our strategies; the registration reads the run from an
-  environment variable and has ``injected.py`` and ``replacement.py`` replace the strategy, and ``recorder.py`` write
-  down what the fit did.
+  environment variable and has ``injected.py`` replace the strategy, and ``recorder.py`` write down what the fit did.
 
 Nothing here looks at a weight between two steps while ``bytescheduler`` trains: a look would open the gates and hide
 the very reads of weights that are not final which are to be found. Losses are kept as they come; weights are read when

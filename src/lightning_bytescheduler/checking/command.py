@@ -26,7 +26,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--steps", type=int, default=STEPS, metavar="N", help=f"optimizer steps of each run (default: {STEPS})"
     )
     parser.add_argument("--devices", type=int, metavar="N", help="train on so many devices, whatever the Trainer says")
-    parser.add_argument("--report", metavar="OUT", help="write all of it to this file, as JSON, for a report of a bug")
     parser.add_argument(
         "--timeout",
         type=float,
@@ -66,7 +65,7 @@ def report_for(options: argparse.Namespace) -> CheckReport:
     Raises:
         OptionError: If an argument is not allowed.
         UnsupportedError: If this process is one of several ranks.
-        OSError: If the command cannot be started, or the report not be written.
+        OSError: If the command cannot be started.
     """
     check_numbers(options.steps, options.devices, options.timeout, options.seed)
     command = options.command[1:] if options.command[:1] == ["--"] else list(options.command)
@@ -83,12 +82,9 @@ def report_for(options: argparse.Namespace) -> CheckReport:
         command.insert(0, sys.executable)
     # Comparing takes torch, which takes seconds to import: not for what is refused above, or asks for help.
     from lightning_bytescheduler.checking.procedure import investigate
-    from lightning_bytescheduler.checking.report import CheckReport, hide_secrets
+    from lightning_bytescheduler.checking.report import CheckReport
     from lightning_bytescheduler.checking.runs import Runs, start_command
 
     with Runs(partial(start_command, command), timeout=options.timeout) as launch:
         findings = investigate(launch, steps=options.steps, seed=options.seed, devices=options.devices)
-        report = CheckReport(findings=findings, command=hide_secrets(command), steps=options.steps)
-        if options.report is not None:
-            report.save(options.report)
-    return report
+    return CheckReport(findings=findings, steps=options.steps)

@@ -52,7 +52,7 @@ def install(pytorch: Any) -> None:
         # Arguments of the Trainer arrive here with defaults and variables of the environment in place.
         def connected(connector: Any, **arguments: Any) -> None:
             decided()
-            from lightning_bytescheduler.checking.replacement import strategy_for
+            from lightning_bytescheduler.checking.recorder import strategy_for
 
             try:
                 arguments["strategy"] = strategy_for(spec, arguments.get("strategy"))
@@ -66,11 +66,6 @@ def install(pytorch: Any) -> None:
 
         return connected
 
-    def of_fabric(*_: Any, **__: Any) -> None:
-        refuse(folder, "The script trains with Fabric. The check is for Lightning's Trainer.")
-
-    fabric = "lightning.fabric" if package == "lightning" else "lightning_fabric"
-    importlib.import_module(fabric).Fabric.backward = of_fabric
     connector = importlib.import_module(f"{pytorch.__name__}.trainer.connectors.accelerator_connector")
     _patch(connector._AcceleratorConnector, "__init__", connect)
     watch_fits(spec, folder, pytorch.Trainer, decided)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from lightning_bytescheduler.checking.command import STEPS, TIMEOUT, check_numbers
 from lightning_bytescheduler.checking.injected import watch_fits
 from lightning_bytescheduler.checking.procedure import investigate
-from lightning_bytescheduler.checking.replacement import strategy_for
+from lightning_bytescheduler.checking.recorder import strategy_for
 from lightning_bytescheduler.checking.report import CheckReport
 from lightning_bytescheduler.checking.runs import STARTED, Runs, RunSpec, refuse
 from lightning_bytescheduler.exceptions import UnsupportedError
@@ -62,7 +62,7 @@ def check(
         progress: Say what is going on, on stderr.
 
     Returns:
-        What was found. Print it; ``equal`` is the answer, ``save`` writes it for a report of a bug.
+        What was found. Print it; ``equal`` is the answer.
 
     Raises:
         OptionError: If an option's value is not allowed.
@@ -84,7 +84,7 @@ def check(
     )
     with Runs(partial(_start, trainer, fit), timeout=timeout, quiet=not progress) as launch:
         findings = investigate(launch, steps=steps, seed=seed, devices=devices)
-        return CheckReport(findings=findings, command=f"fit of {type(model).__name__}", steps=steps)
+    return CheckReport(findings=findings, steps=steps)
 
 
 def _start(

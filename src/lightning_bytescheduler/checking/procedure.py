@@ -1,54 +1,123 @@
-"""Which runs to make, and what follows from them. Pure: how a run is made is handed in.
+"""Which runs to make, and what follows from what they leave behind. Pure: how a run is made is handed in.
 
 ``ddp``, ``bytescheduler`` as configured, ``ddp`` again (is it reproducible? and is one run slower than the other?), and
-``bytescheduler`` at its strictest. Where both ``ddp`` runs are the same and the others are too, that is all. Runs are
-deterministic, so what differs can be made again:
+``bytescheduler`` at its strictest. Where both ``ddp`` runs are the same and the others are too, that is all.
 
-- ``ddp`` differs from itself: there is nothing to compare with.
-- Bits differ where sums may be formed in another order: against the same partitions without overlap, whose bits must be
-  the same, and against ``ddp`` with gradients changed by a rounding error.
-- Anything else: both are traced, which shows the first step that differs. Then that much is run again with some
-  parameters not deferred. If the difference is gone, one of these was read unseen; halving tells which.
+Where sums are formed in another order than ``ddp``'s (more than two ranks, norms), bits are compared with those of a
+run that is the same but for one thing: no update is deferred. Of ``ddp``'s losses they may be off by rounding.
+
+Runs are deterministic, so what differs is made again, traced, which shows the first step and tensor. Is the difference
+gone where no update is deferred, then a weight was read unseen.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from lightning_bytescheduler.checking.comparison import (
-    Difference,
-    FirstDifference,
-    Rounding,
-    compare,
-    first_difference,
-    first_loss_beyond,
-    rounding,
-)
 from lightning_bytescheduler.checking.runs import RunResult, RunSpec, StrategyName
 
-__all__ = ["Cause", "Findings", "Launch", "investigate"]
+__all__ = ["Difference", "Findings", "FirstDifference", "Launch", "compare", "first_difference", "investigate"]
 
 Launch = Callable[[RunSpec, str], RunResult]
 """Makes a run; the text says in a few words what it is for."""
 
-_EXPERIMENTS = 12
-"""At most so many runs to find which parameter was read unseen: enough for a thousand parameters."""
+_ROUNDING = 0.01
+"""Of a loss. Whatever an optimizer makes of rounding, a few steps from the same weights do not get this far apart."""
+
+_SOON = 3  # steps
 
 
-@dataclass(kw_only=True)
-class Cause:
-    """Why two runs part, as far as runs with some parameters not deferred can tell.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """What is not the same to the last bit, by name; on any rank.
 
     Attributes:
-        parameters: Parameters without which everything is the same: one of them is read before its update has landed,
-            by code whose reads cannot be seen.
-        narrowed: Whether each of them was found to be needed.
+        initial: Weights when training began.
+        losses: Number of losses that differ.
+        weights: Weights and buffers.
+        optimizer: Parts of the optimizers' state.
+        metrics: Logged metrics.
+        other: Anything else, in words.
     """
 
-    parameters: tuple[str, ...]
-    narrowed: bool
+    initial: tuple[str, ...] = ()
+    losses: int = 0
+    weights: tuple[str, ...] = ()
+    optimizer: tuple[str, ...] = ()
+    metrics: tuple[str, ...] = ()
+    other: tuple[str, ...] = ()
+
+    @property
+    def trained_alike(self) -> bool:
+        """Whether weights, optimizer state and losses are the same; a metric may hold a time of day."""
+        return not (self.initial or self.losses or self.weights or self.optimizer or self.other)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FirstDifference:
+    """Where two runs part.
+
+    Attributes:
+        step: The first optimizer step, counted from 1, whose forward pass has another loss or whose update differs.
+        rank: Where it was seen first.
+        losses: Both losses of that step, if they differ.
+        tensors: Weights that differ after that step, in the order of registration.
+    """
+
+    step: int
+    rank: int
+    losses: tuple[float, float] | None = None
+    tensors: tuple[str, ...] = ()
+
+
+def compare(expected: RunResult, actual: RunResult) -> Difference:
+    """What two whole runs differ in."""
+    pairs = list(zip(expected.ranks, actual.ranks, strict=False))
+
+    def unequal(what: str) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(n for one, two in pairs for n in _unequal(getattr(one, what), getattr(two, what))))
+
+    other = [f"rank {a.rank} took {b.steps} steps instead of {a.steps}" for a, b in pairs if a.steps != b.steps]
+    if len(expected.ranks) != len(actual.ranks):
+        other.insert(0, f"{len(expected.ranks)} ranks became {len(actual.ranks)}")
+    return Difference(
+        losses=sum(a != b for one, two in pairs for a, b in itertools.zip_longest(one.losses, two.losses)),
+        other=tuple(other),
+        **{what: unequal(what) for what in ("initial", "weights", "optimizer", "metrics")},
+    )
+
+
+def _unequal(one: Mapping[str, str], two: Mapping[str, str]) -> list[str]:
+    return [name for name in dict.fromkeys((*one, *two)) if one.get(name) != two.get(name)]
+
+
+def first_difference(expected: RunResult, actual: RunResult, *, tolerance: float = 0.0) -> FirstDifference | None:
+    """Where two whole runs part: the first loss, and with traces the first weights, that differ.
+
+    Args:
+        expected: One of them.
+        actual: The other.
+        tolerance: Relative difference of two losses that is none.
+    """
+    found: list[FirstDifference] = []
+    for one, two in zip(expected.ranks, actual.ranks, strict=False):
+        for step, *texts in zip(one.loss_steps, one.losses, two.losses, strict=False):
+            a, b = map(float.fromhex, texts)
+            # Not a number is equal to itself here, and beyond every tolerance to anything else.
+            if texts[0] != texts[1] and not abs(a - b) <= tolerance * abs(a):
+                found.append(FirstDifference(step=step + 1, rank=one.rank, losses=(a, b)))
+                break
+        for step in sorted(one.trace.keys() & two.trace.keys()):
+            if names := _unequal(one.trace[step], two.trace[step]):
+                found.append(FirstDifference(step=step, rank=one.rank, tensors=tuple(names)))
+                break
+    first = min(found, key=lambda each: (each.step, each.losses is None), default=None)
+    if first is None:
+        return None
+    named = (each.tensors for each in found if each.step == first.step and each.tensors)
+    return replace(first, tensors=next(named, ()))
 
 
 @dataclass(kw_only=True)
@@ -64,8 +133,7 @@ class Findings:
         first: Where the runs part.
         variant: Which way of ``bytescheduler`` differs; ``"strict"`` if only that does.
         again: Whether the difference was there when both were run again; ``None`` if that was not tried.
-        cause: Why.
-        rounding: How far they are apart, where sums may be formed in another order.
+        deferral: Whether the training is ``ddp``'s with no update deferred; ``None`` if that was not tried.
         changing_metrics: Logged metrics that differ between two runs of ``ddp``, and so are not compared.
     """
 
@@ -76,8 +144,7 @@ class Findings:
     first: FirstDifference | None = None
     variant: str = ""
     again: bool | None = None
-    cause: Cause | None = None
-    rounding: Rounding | None = None
+    deferral: bool | None = None
     changing_metrics: tuple[str, ...] = ()
 
 
@@ -89,15 +156,7 @@ class _Ended(Exception):
         self.findings = findings
 
 
-def investigate(
-    launch: Launch,
-    *,
-    steps: int,
-    seed: int = 20240,
-    devices: int | None = None,
-    search_seconds: float = 90.0,
-    clock: Callable[[], float] = time.monotonic,
-) -> Findings:
+def investigate(launch: Launch, *, steps: int, seed: int = 20240, devices: int | None = None) -> Findings:
     """Make the runs that are needed, and say what they show.
 
     Args:
@@ -105,19 +164,14 @@ def investigate(
         steps: Optimizer steps of each.
         seed: Of all random numbers.
         devices: What replaces the Trainer's ``devices``, if anything.
-        search_seconds: After so long in search of the parameter that is read unseen, no further run is begun.
-        clock: Seconds.
     """
-    ddp = RunSpec(strategy="ddp", steps=steps, seed=seed, devices=devices)
-    return _Investigation(launch, ddp, search_seconds, clock).run()
+    return _Investigation(launch, RunSpec(strategy="ddp", steps=steps, seed=seed, devices=devices)).run()
 
 
 class _Investigation:
-    def __init__(self, launch: Launch, ddp: RunSpec, search_seconds: float, clock: Callable[[], float]) -> None:
+    def __init__(self, launch: Launch, ddp: RunSpec) -> None:
         self._launch = launch
         self._ddp = ddp
-        self._search_seconds = search_seconds
-        self._clock = clock
         self._runs: list[RunResult] = []
 
     def run(self) -> Findings:
@@ -128,9 +182,9 @@ class _Investigation:
         findings.runs = self._runs
         return findings
 
-    def _make(self, why: str, strategy: StrategyName = "ddp", **changes: object) -> RunResult:
-        spec = replace(self._ddp, strategy=strategy, **changes)  # type: ignore[arg-type]
-        result = self._launch(spec, why)
+    def _make(self, why: str, strategy: StrategyName = "ddp", *, traced: bool = False) -> RunResult:
+        spec = replace(self._ddp, strategy=strategy, traced=traced)
+        result = self._launch(spec, f"{why}, traced" if traced else why)
         self._runs.append(result)
         if result.whole:
             return result
@@ -149,104 +203,44 @@ class _Investigation:
         second = self._make("ddp again")
         itself = compare(first, second)
         if not itself.trained_alike:
-            parted = first_difference(first, second)
-            return Findings(verdict="not reproducible", difference=itself, first=parted)
+            return Findings(verdict="not reproducible", difference=itself, first=first_difference(first, second))
         strict = self._make("bytescheduler, at its strictest", "strict")
-        different = []
-        for actual in (configured, strict):
-            found = compare(first, actual)
-            found = replace(found, metrics=tuple(name for name in found.metrics if name not in itself.metrics))
-            if not found.trained_alike or found.metrics:
-                different.append((actual, found))
-        findings = self._explained(first, different, strict) if different else Findings(verdict="identical")
+        if strict.first.world_size > 2 or strict.first.needs_norm:
+            expected = self._make("the same with no update deferred", "undeferred")
+            findings = self._found(expected, strict, itself.metrics) or _rounded(first, configured, strict)
+        else:
+            both = (self._found(first, actual, itself.metrics) for actual in (configured, strict))
+            findings = next(filter(None, both), None) or Findings(verdict="identical")
         findings.changing_metrics = itself.metrics
         return findings
 
-    # ------------------------------------------------------------------ what differs
-
-    def _explained(
-        self, expected: RunResult, different: Sequence[tuple[RunResult, Difference]], strict: RunResult
-    ) -> Findings:
-        actual, difference = different[0]
+    def _found(self, expected: RunResult, actual: RunResult, changing: tuple[str, ...]) -> Findings | None:
+        """What differs between two runs that are to be the same, if anything does."""
+        difference = compare(expected, actual)
+        difference = replace(difference, metrics=tuple(n for n in difference.metrics if n not in changing))
+        if difference.trained_alike and not difference.metrics:
+            return None
         findings = Findings(verdict="different", difference=difference, variant=actual.spec.strategy)
-        if difference.initial or all(found.trained_alike for _, found in different):
-            return findings  # only what is logged differs: no step does
-        # At its strictest, parameters are told apart.
-        variant, nudged = different[-1][0].spec.strategy, None
-        reference: StrategyName = "ddp"
-        if (actual.first.world_size > 2 or actual.first.needs_norm) and not difference.other:
-            variant = "strict"
-            if not actual.first.needs_norm:
-                plain = self._make("the same partitions without overlap", "synchronised")
-                reference = "ddp" if compare(plain, strict).trained_alike else "synchronised"
-            nudged = self._make("ddp, gradients changed by a rounding error", nudged=True)
-            findings.rounding = rounding(expected, actual, nudged)
-            if reference == "synchronised":
-                nudged = None
-            elif findings.rounding.equal:
-                findings.verdict = "rounding"
-                return findings
-        self._search(findings, variant, reference, expected, nudged)
+        if not difference.trained_alike and not difference.initial:  # else no step does
+            self._explain(findings, expected.spec.strategy, actual.spec.strategy)
         return findings
 
-    def _search(
-        self,
-        findings: Findings,
-        variant: StrategyName,
-        reference: StrategyName,
-        expected: RunResult,
-        nudged: RunResult | None,
-    ) -> None:
-        """Run both again, traced; and then with some parameters not deferred.
-
-        With ``nudged``, losses that are further off than rounding explains are all there is to go by.
-        """
-        if nudged is None:
-            expected = self._make(f"{_named(reference)}, traced", reference, traced=True)
-        actual = self._make(f"{_named(variant)}, traced", variant, traced=True)
-
-        def parted(result: RunResult) -> FirstDifference | None:
-            if nudged is None:
-                return first_difference(expected, result)
-            step = first_loss_beyond(expected, result, nudged)
-            return None if step is None else FirstDifference(step=step, rank=0)
-
-        findings.first = first = parted(actual)
-        findings.again = first is not None or (nudged is None and not compare(expected, actual).trained_alike)
-        if first is None:
-            return
-        # Weights after a step are seen when the next one's backward begins.
-        steps = min(first.step + 1, self._ddp.steps)
-        began, made = self._clock(), 0
-
-        def may_go_on() -> bool:
-            return made < _EXPERIMENTS and self._clock() - began < self._search_seconds
-
-        def agrees_without(names: tuple[str, ...]) -> bool:
-            nonlocal made
-            made += 1
-            what = repr(names[0]) if len(names) == 1 else f"{len(names)} parameters"
-            try:
-                result = self._make(f"without deferring {what}", variant, traced=True, steps=steps, early=names)
-            except _Ended:
-                return False
-            found = parted(result)
-            return found is None or found.step > first.step
-
-        enough = names = actual.first.trained
-        if not agrees_without(names):
-            return
-        # Otherwise a touch opens all of a bucket, so that halves say little.
-        while variant == "strict" and len(names) > 1 and may_go_on():
-            one, two = names[: len(names) // 2], names[len(names) // 2 :]
-            if agrees_without(one):
-                names = enough = one
-            else:
-                names = two  # if it is a single one; that is seen in the end
-        if names != enough and may_go_on() and agrees_without(names):
-            enough = names
-        findings.cause = Cause(parameters=enough, narrowed=len(enough) == 1)
+    def _explain(self, findings: Findings, reference: StrategyName, variant: StrategyName) -> None:
+        """Run both again, traced, and where that tells something with no update deferred."""
+        expected = self._make("the first of both", reference, traced=True)
+        actual = self._make("the second of both", variant, traced=True)
+        findings.first = first_difference(expected, actual)
+        findings.again = not compare(expected, actual).trained_alike
+        if findings.again:
+            other = expected if reference == "undeferred" else self._make("with no update deferred", "undeferred")
+            findings.deferral = compare(expected, other).trained_alike
 
 
-def _named(strategy: str) -> str:
-    return "bytescheduler" if strategy in ("configured", "strict") else strategy
+def _rounded(ddp: RunResult, *scheduled: RunResult) -> Findings:
+    """Whether runs train as ``ddp`` does, where sums are formed in another order."""
+    parted = [(run, first_difference(ddp, run, tolerance=_ROUNDING)) for run in scheduled]
+    for run, first in parted:
+        steps = any(one.steps != two.steps for one, two in zip(ddp.ranks, run.ranks, strict=False))
+        if steps or (first is not None and first.step <= _SOON):
+            return Findings(verdict="different", difference=compare(ddp, run), first=first, variant=run.spec.strategy)
+    return Findings(verdict="rounding")

@@ -1,4 +1,7 @@
-"""Writes down what a fit does on one rank, keeps the user's files out of it, and ends it after some steps."""
+"""Writes down what a fit does on one rank, keeps the user's files out of it, and ends it after some steps.
+
+Also which strategy takes the place of the one that a script gives its Trainer.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,21 @@ import torch
 from torch import nn
 
 from lightning_bytescheduler.checking.runs import RankRecord, RunSpec
-from lightning_bytescheduler.ddp.plan import optimizer_name
 from lightning_bytescheduler.ddp.rank_strategy import callbacks_of
 from lightning_bytescheduler.ddp.strategy import ByteSchedulerStrategy
-from lightning_bytescheduler.lightning_api import Checkpoint, DummyLogger, pl
+from lightning_bytescheduler.exceptions import UnsupportedError
+from lightning_bytescheduler.lightning_api import (
+    Checkpoint,
+    DDPStrategy,
+    DummyLogger,
+    SingleDeviceStrategy,
+    Strategy,
+    StrategyRegistry,
+    pl,
+)
+from lightning_bytescheduler.registration import registered_class
 
-__all__ = ["PROGRESS", "Recorder", "digest"]
+__all__ = ["PROGRESS", "Recorder", "digest", "strategy_for"]
 
 
 PROGRESS = "progress.txt"
@@ -126,7 +138,6 @@ class Recorder(pl.Callback):
         self._batches = 0
         self._step_ended = 0.0
         self._told = 0.0
-        self._generator = torch.Generator().manual_seed(spec.seed)
 
     def attach(self, trainer: pl.Trainer) -> None:
         """Join the callbacks of ``trainer``, and take the place of its loggers."""
@@ -147,9 +158,8 @@ class Recorder(pl.Callback):
         self._start = trainer.global_step
         self._initial = self._digests(pl_module)
         runtime = trainer.strategy.runtime if isinstance(trainer.strategy, ByteSchedulerStrategy) else None
-        if runtime is not None and self._spec.early:
-            early = set(self._spec.early)
-            runtime.engine.context.unseen.update(id(p) for name, p in pl_module.named_parameters() if name in early)
+        if runtime is not None and self._spec.strategy == "undeferred":
+            runtime.engine.context.unseen.update(map(id, pl_module.parameters()))
         self._step_ended = time.perf_counter()
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
@@ -160,15 +170,6 @@ class Recorder(pl.Callback):
         """See Callback. Every update has landed here: looking at weights opens no gate."""
         if self._spec.traced and self._steps not in self._trace:
             self._trace[self._steps] = self._digests(pl_module)
-
-    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
-        """See Callback."""
-        if self._spec.nudged:
-            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-                if parameter.grad is not None and parameter.grad.layout == torch.strided:
-                    signs = torch.randint(0, 2, parameter.grad.shape, generator=self._generator) * 2 - 1
-                    epsilon = torch.finfo(parameter.grad.dtype).eps
-                    parameter.grad.mul_((1.0 + epsilon * signs).to(parameter.grad))
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, *_: Any) -> None:
         """See Callback."""
@@ -196,12 +197,6 @@ class Recorder(pl.Callback):
 
     def finish(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Write down what the fit ended with."""
-        state = _optimizer_state(trainer, module)
-        weights = _tensors_of(module)
-        # Runs that only look for a cause are compared by digests: many of them would fill the disk.
-        if trainer.is_global_zero and not (self._spec.traced and self._spec.scheduled):
-            held = {"weights": {name: value.detach().cpu() for name, value in weights.items()}}
-            torch.save(held, self._folder / "state.pt")
         if self._spec.traced:
             self._trace.setdefault(self._steps, self._digests(module))
         strategy = trainer.strategy
@@ -209,21 +204,18 @@ class Recorder(pl.Callback):
         RankRecord(
             rank=trainer.global_rank,
             world_size=trainer.world_size,
-            strategy=type(strategy).__name__,
             steps=self._steps,
             losses=tuple(float(loss.item()).hex() for loss in self._losses),
             loss_steps=tuple(self._loss_steps),
             initial=self._initial,
             weights=self._digests(module),
-            optimizer={name: digest(value) for name, value in state.items()},
+            optimizer={name: digest(value) for name, value in _optimizer_state(trainer, module).items()},
             metrics={**_as_texts(trainer.callback_metrics), **self._loggers.logged},
             seconds=tuple(self._seconds),
             trace=self._trace,
-            trained=tuple(name for name, p in module.named_parameters() if p.requires_grad),
             plan="" if plan is None else repr(plan),
             needs_norm=plan is not None and bool(plan.norm_needed_by),
             as_ddp=plan is not None and plan.as_ddp,
-            options=_options_of(trainer),
         ).save(self._folder)
 
     def failed(self, trainer: pl.Trainer, error: BaseException) -> None:
@@ -261,21 +253,89 @@ def _optimizer_state(trainer: pl.Trainer, module: nn.Module) -> dict[str, Any]:
     return state
 
 
-def _options_of(trainer: pl.Trainer) -> dict[str, str]:
-    """What the training was made with, for the report."""
-    strategy = trainer.strategy
-    ddp_options = getattr(strategy, "_ddp_kwargs", {}).items()
-    shown = {
-        "accelerator": type(trainer.accelerator).__name__,
-        "precision": str(trainer.precision),
-        "accumulate_grad_batches": str(trainer.accumulate_grad_batches),
-        "gradient_clip_val": str(trainer.gradient_clip_val),
-        "gradient_clip_algorithm": str(trainer.gradient_clip_algorithm),
-        "optimizers": ", ".join(map(optimizer_name, trainer.optimizers)),
-        "threads": str(torch.get_num_threads()),
-        "ddp": repr({name: v for name, v in ddp_options if isinstance(v, (bool, int, float))}),
+# ---------------------------------------------------------------------- the strategy
+
+
+_HOOKS = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
+
+_FROM_THE_CONNECTOR = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin")
+
+# Every tensor in a bucket, and so behind a gate, of its own: nothing is opened by a neighbour's touch. Sizes that
+# follow the measured link would be others in each run.
+_STRICT: dict[str, Any] = {
+    "mode": "overlapped",
+    "bucket_cap_mb": 1e-5,
+    "partition_size": 2**16,
+    "credit": 2**18,
+    "tuning": False,
+}
+
+
+def strategy_for(spec: RunSpec, given: str | Strategy | None, *, forked: bool = False) -> Strategy:
+    """The strategy under check, with the options of DDP that ``given`` has.
+
+    Args:
+        spec: The run.
+        given: What the Trainer got as ``strategy``.
+        forked: Whether ranks are forked from this process, whatever ``given`` does, and the Trainer's connector gives
+            the strategy its devices and plugins.
+
+    Raises:
+        UnsupportedError: If ``given`` is neither DDP nor ByteScheduler, or cannot be replaced by them.
+    """
+    options, own = _options_of(given)
+    if forked:
+        options = {name: value for name, value in options.items() if name not in _FROM_THE_CONNECTOR}
+        options["start_method"] = "fork"
+    if not spec.scheduled:
+        if options.get("bucket_cap_mb") is None:
+            options.pop("bucket_cap_mb", None)
+        return DDPStrategy(**options)
+    own["timeline"] = None  # the user's file is not to be written over
+    if spec.strategy != "configured":
+        own.update(_STRICT)
+        options.pop("bucket_cap_mb", None)
+    return ByteSchedulerStrategy(**options, **own)
+
+
+def _options_of(given: str | Strategy | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Options that both strategies understand, and those of ByteScheduler only."""
+    if given is None or given == "auto" or isinstance(given, SingleDeviceStrategy):
+        return {}, {}
+    if isinstance(given, str):
+        entry = StrategyRegistry[given.lower()]
+        if registered_class(entry["strategy"]) not in (DDPStrategy, ByteSchedulerStrategy):
+            raise UnsupportedError(_not_comparable(f"strategy={given!r}"))
+        return dict(entry["init_params"]), {}
+    if not isinstance(given, DDPStrategy) or type(given) not in (DDPStrategy, ByteSchedulerStrategy):
+        raise UnsupportedError(_not_comparable(type(given).__name__))
+    options = dict(given._ddp_kwargs)
+    places = {
+        "accelerator": given._accelerator,
+        "parallel_devices": given.parallel_devices,
+        "cluster_environment": given.cluster_environment,
+        "checkpoint_io": given._checkpoint_io,
+        "precision_plugin": given._precision_plugin,
+        "process_group_backend": given._process_group_backend,
+        **{name: getattr(given, f"_{name}") for name in _HOOKS},
     }
-    if isinstance(strategy, ByteSchedulerStrategy):
-        shown["bytescheduler"] = repr(strategy._options)
-        shown["statistics"] = repr(strategy.statistics)
-    return shown
+    options.update({name: value for name, value in places.items() if value is not None})
+    options.update(timeout=given._timeout, start_method=given._start_method)
+    if not isinstance(given, ByteSchedulerStrategy):
+        return options, {}
+    resolved = given._options
+    own = {
+        "partition_size": resolved.partition_size,
+        "credit": resolved.credit,
+        "cross_barrier": resolved.cross_barrier,
+        "mode": resolved.mode,
+        "log_metrics": given._log_metrics,
+    }
+    return options, own
+
+
+def _not_comparable(name: str) -> str:
+    return (
+        f"The script's Trainer has {name}, which is not trained with DDP: there is nothing to compare with. The check "
+        "is for 'ddp', 'bytescheduler', their variants and 'auto'."
+    )

@@ -29,7 +29,7 @@ STARTED = "started.txt"
 _REFUSED = "refused.txt"
 """Where a run says why the training cannot be checked."""
 
-StrategyName = Literal["ddp", "configured", "strict", "synchronised"]
+StrategyName = Literal["ddp", "configured", "strict", "undeferred"]
 
 _SITE = Path(__file__).parent / "site"  # goes on the path of the user's processes
 _POLL_SECONDS = 0.1
@@ -37,7 +37,7 @@ _LATE_RANKS_SECONDS = 20.0  # after rank 0 has ended, for the others' records
 _WHOLE_SECONDS = 20.0  # after all records are there, for the processes to end by themselves
 _TERMINATION_SECONDS = 10.0
 _LOG_LINES = 15
-_NO_FIT = "The script ended without a call of Trainer.fit."
+_NO_FIT = "The script ended without a call of Trainer.fit; the check is for Lightning's Trainer."
 _NO_HOOK = (
     "The command ended without importing lightning, or in a Python that ignores PYTHONPATH (options -I and -E do). "
     "Give the command that trains, such as `-- python train.py`."
@@ -51,13 +51,11 @@ class RunSpec:
     Attributes:
         strategy: ``"ddp"``; ``"configured"``, ``bytescheduler`` with the script's options or its defaults;
             ``"strict"``, always overlapped, each tensor behind a gate of its own and sizes that do not follow the link;
-            ``"synchronised"``, the same partitions without overlap, so that sums are formed in the same order.
+            ``"undeferred"``, the same with every update in the step itself, so that no read comes before it.
         steps: Optimizer steps after which the fit is stopped.
         seed: Of all random numbers; each rank adds its own number.
         devices: What replaces the Trainer's ``devices``, if anything.
         traced: Write down a digest of every weight after each step.
-        nudged: Change each gradient by a rounding error before each step.
-        early: Names of parameters that are not to be deferred.
     """
 
     strategy: StrategyName
@@ -65,8 +63,6 @@ class RunSpec:
     seed: int = 20240
     devices: int | None = None
     traced: bool = False
-    nudged: bool = False
-    early: tuple[str, ...] = ()
 
     @property
     def scheduled(self) -> bool:
@@ -76,7 +72,7 @@ class RunSpec:
     @property
     def timed(self) -> bool:
         """Whether its step times say something."""
-        return self.strategy in ("ddp", "configured") and not (self.traced or self.nudged)
+        return self.strategy in ("ddp", "configured") and not self.traced
 
     def save(self, path: Path, folder: Path) -> None:
         """Write it, with the folder that takes what the run leaves behind."""
@@ -96,7 +92,6 @@ class RankRecord:
     Attributes:
         rank: The rank.
         world_size: How many there are.
-        strategy: Name of the strategy's class.
         steps: Optimizer steps that were taken.
         losses: The loss of each batch, by ``float.hex``; none where ``training_step`` returns none.
         loss_steps: For each of them, how many optimizer steps had been taken before its forward pass.
@@ -106,16 +101,13 @@ class RankRecord:
         metrics: Logged metrics at the end and each time they were logged, by name and time.
         seconds: Of each optimizer step.
         trace: Of a traced run: for each step its digests of weights.
-        trained: Names of the parameters that are trained, as registered.
         plan: What overlapped, in words; empty under ``ddp``.
         needs_norm: Whether updates needed to know the norm of all gradients.
         as_ddp: Whether steps were taken as DDP takes them at the end.
-        options: The strategy's options, in words.
     """
 
     rank: int
     world_size: int
-    strategy: str
     steps: int = 0
     losses: tuple[str, ...] = ()
     loss_steps: tuple[int, ...] = ()
@@ -125,11 +117,9 @@ class RankRecord:
     metrics: dict[str, str] = field(default_factory=dict)
     seconds: tuple[float, ...] = ()
     trace: dict[int, dict[str, str]] = field(default_factory=dict)
-    trained: tuple[str, ...] = ()
     plan: str = ""
     needs_norm: bool = False
     as_ddp: bool = False
-    options: dict[str, str] = field(default_factory=dict)
 
     def save(self, folder: Path) -> None:
         """Write it; what is there is whole."""
@@ -150,7 +140,6 @@ class RunResult:
 
     Attributes:
         spec: How it was made.
-        folder: Where its files are.
         ranks: What each rank wrote down, by rank; empty unless all did.
         refused: Why the training cannot be checked, in words; empty if it can.
         error: What it failed with, in words; empty if it did not.
@@ -158,7 +147,6 @@ class RunResult:
     """
 
     spec: RunSpec
-    folder: Path
     ranks: list[RankRecord] = field(default_factory=list)
     refused: str = ""
     error: str = ""
@@ -174,11 +162,6 @@ class RunResult:
         """What rank 0 wrote down."""
         return self.ranks[0]
 
-    @property
-    def state_file(self) -> Path:
-        """Rank 0's weights and optimizer state, as ``torch.save`` writes them."""
-        return self.folder / "state.pt"
-
 
 def _steps_taken(folder: Path) -> int | None:
     """How many steps rank 0 has said to have taken."""
@@ -187,16 +170,13 @@ def _steps_taken(folder: Path) -> int | None:
     return None
 
 
-def wait_for(
-    folder: Path, poll: Callable[[], int | None], *, timeout: float, tell: Callable[[int], None]
-) -> tuple[int | None, bool]:
+def wait_for(folder: Path, poll: Callable[[], int | None], *, timeout: float) -> tuple[int | None, bool]:
     """Wait until the process has ended and every rank has written its record, or it is in vain.
 
     Args:
         folder: The run's.
         poll: Says what the process exited with, ``None`` while it runs.
         timeout: In seconds.
-        tell: Told how many steps were taken.
 
     Returns:
         What it exited with, if it has, and whether time ran out.
@@ -219,9 +199,6 @@ def wait_for(
                 return code, False
         if now - began > timeout:
             return code, True
-        taken = _steps_taken(folder)
-        if taken is not None:
-            tell(taken)
         time.sleep(_POLL_SECONDS)
 
 
@@ -235,7 +212,7 @@ def result_of(spec: RunSpec, folder: Path, *, code: int | None, timed_out: bool,
         timed_out: Whether it was ended for that.
         timeout: In seconds.
     """
-    result = RunResult(spec=spec, folder=folder)
+    result = RunResult(spec=spec)
     records = _records(folder)
     if records and len(records) == records[0].world_size:
         result.ranks = records
@@ -354,9 +331,7 @@ class Runs:
         began = time.monotonic()
         process, poll = self._start(spec, path, folder)
         try:
-            code, timed_out = wait_for(
-                folder, poll, timeout=self._timeout, tell=lambda step: self._tell_step(f"{label}: step {step}", spec)
-            )
+            code, timed_out = wait_for(folder, poll, timeout=self._timeout)
         finally:
             end_processes(process, poll, folder)
         result = result_of(spec, folder, code=code, timed_out=timed_out, timeout=self._timeout)
@@ -370,10 +345,6 @@ class Runs:
     def _tell(self, text: str) -> None:
         if not self._quiet:
             print(text, file=sys.stderr, flush=True)
-
-    def _tell_step(self, text: str, spec: RunSpec) -> None:
-        if not self._quiet and sys.stderr.isatty():
-            print(f"\r{text} of {spec.steps}\r", end="", file=sys.stderr, flush=True)
 
     def __enter__(self) -> Runs:
         return self

@@ -1,12 +1,13 @@
-"""Which strategy takes the place of the one that a script gives its Trainer."""
+"""What is written down, and which strategy takes the place of the one that a script gives its Trainer."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_bytescheduler import ByteSchedulerStrategy, UnsupportedError
-from lightning_bytescheduler.checking.replacement import strategy_for
+from lightning_bytescheduler.checking.recorder import digest, strategy_for
 from lightning_bytescheduler.checking.runs import RunSpec
 
 
@@ -26,3 +27,13 @@ def test_a_strategy_may_be_given_by_its_name(given: str) -> None:
 def test_what_is_no_ddp_is_not_compared(given: str) -> None:
     with pytest.raises(UnsupportedError, match=f"strategy='{given}'.*not trained with DDP"):
         strategy_for(RunSpec(strategy="ddp", steps=3), given)
+
+
+def test_a_digest_is_of_bits() -> None:
+    nan = torch.tensor([float("nan")])
+    assert digest(nan) == digest(nan.clone())
+    assert digest(torch.tensor(0.0)) != digest(torch.tensor(-0.0))
+    assert digest(torch.zeros(2, 3)) != digest(torch.zeros(3, 2))
+    assert digest(torch.zeros(0)) == digest(torch.zeros(0))
+    assert digest(torch.eye(3).to_sparse()) == digest(torch.eye(3))
+    assert digest(torch.ones(4, 4, dtype=torch.bfloat16).t()) == digest(torch.ones(4, 4, dtype=torch.bfloat16))
