@@ -111,7 +111,7 @@ def test_picture_shows_compute_cover_and_waits(tmp_path: Path) -> None:
     trace = simulated_trace()
     draw_timeline(trace, tmp_path / "new" / "waiting.png")
     draw_timeline(simulated_trace(milliseconds_per_partition=0.1), tmp_path / "fast.png")
-    for colour in (picture._FORWARD, picture._BACKWARD, picture._QUEUED):
+    for colour in (picture._FORWARD, picture._BACKWARD):
         assert coloured(tmp_path / "new" / "waiting.png", colour) > 10_000
     # The legend has a patch of it in either picture.
     waiting, fast = (coloured(tmp_path / name, picture._WAIT) for name in ("new/waiting.png", "fast.png"))
@@ -279,11 +279,3 @@ def test_rows_are_disjoint_and_as_few_as_possible(spans: list[Span]) -> None:
         members = [span for span, its_row in zip(spans, rows, strict=True) if its_row == row]
         assert all(left.end <= right.start for left, right in itertools.pairwise(members))
     assert len(set(rows)) == max((depth_at(spans, time) for time in range(30)), default=0)
-
-
-@given(spans=SPANS)
-def test_depth_is_the_number_of_open_spans(spans: list[Span]) -> None:
-    times, depths = picture._depth(spans)
-    assert times == sorted(set(times))
-    for time in range(30):
-        assert depths[max(i for i, change in enumerate(times) if change <= time)] == depth_at(spans, time)

@@ -312,13 +312,10 @@ class Text:
 
 
 def test_arguments_that_json_does_not_know(tmp_path: Path) -> None:
-    circular: list[Any] = []
-    circular.append(circular)
     args = {
         "count": Integer(),
         "dtype": Text(),
         "loss": math.inf,
-        "itself": circular,
         "n": 1,
         "quote": '"\\\n',
     }

@@ -8,7 +8,8 @@ from pathlib import Path
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.timeline.page import PNG_HELP, range_of
 from lightning_bytescheduler.timeline.picture import draw_timeline
-from lightning_bytescheduler.timeline.trace import RoundsSummary, TraceSummary, in_rounds, read_timeline, rounds_summary
+from lightning_bytescheduler.timeline.timeline import INNER
+from lightning_bytescheduler.timeline.trace import TraceSummary, read_timeline
 
 __all__ = ["add_arguments", "tables"]
 
@@ -40,15 +41,13 @@ def tables(options: argparse.Namespace) -> list[tuple[str, list[tuple[str, str]]
         allowed = "a file that a training wrote with BYTESCHEDULER_TIMELINE=FILE or timeline=FILE"
         raise OptionError("FILE", options.file, allowed)
     trace = read_timeline(options.file)
-    title = f"{options.file} (broken off: this is what is there)" if trace.broken_off else options.file
-    if not in_rounds(trace):
-        if options.png is not None:
-            draw_timeline(trace, options.png, steps=options.steps)
-        return [(title, _rows(trace.summary()))]
+    if trace.select(INNER):
+        allowed = "a timeline of steps; of 'diloco' the command rounds sums rounds up, and Perfetto shows this file"
+        raise OptionError("FILE", options.file, allowed)
     if options.png is not None:
-        allowed = "left out for a timeline of 'diloco': the command rounds draws rounds, Perfetto this file"
-        raise OptionError("--png", options.png, allowed)
-    return [(title, _rounds_rows(rounds_summary(trace)))]
+        draw_timeline(trace, options.png, steps=options.steps)
+    title = f"{options.file} (broken off: this is what is there)" if trace.broken_off else options.file
+    return [(title, _rows(trace.summary()))]
 
 
 def _rows(summary: TraceSummary) -> list[tuple[str, str]]:
@@ -72,26 +71,4 @@ def _rows(summary: TraceSummary) -> list[tuple[str, str]]:
         ("training waits", waits(summary.exposed_seconds)),
         ("  at gates", waits(summary.gate_seconds)),
         ("deferred steps", f"{summary.step_seconds:.3f} s"),
-    ]
-
-
-def _rounds_rows(summary: RoundsSummary) -> list[tuple[str, str]]:
-    busy = summary.training + summary.waiting + summary.outer + summary.still
-
-    def share(seconds: float, of: float = busy) -> str:
-        return f"{seconds:.3f} s ({seconds / of if of else 0.0:.0%})"
-
-    return [
-        ("worker", summary.worker),
-        ("rounds", f"{summary.rounds}"),
-        ("inner steps", f"{summary.steps}"),
-        ("  training", share(summary.training)),
-        ("  waiting", share(summary.waiting)),
-        ("  outer steps", share(summary.outer)),
-        ("  validation and the like", share(summary.still)),
-        ("on the network", f"{summary.network:.3f} s"),
-        ("  under inner steps", share(summary.hidden, summary.network)),
-        ("  push", f"{summary.pushed / 1e6:.1f} MB"),
-        ("  pull", f"{summary.pulled / 1e6:.1f} MB"),
-        ("encoding and decoding", f"{summary.coding:.3f} s"),
     ]

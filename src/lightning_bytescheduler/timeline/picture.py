@@ -25,7 +25,6 @@ from lightning_bytescheduler.timeline.timeline import (
     LOCAL_REDUCE,
     PULL,
     PUSH,
-    QUEUE,
     REPLY,
     STEP,
     SUM,
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["draw_timeline"]
 
 _FORWARD, _BACKWARD, _WAIT, _UPDATE = "#3f86d1", "#e58f2a", "#d7263d", "#2e8b57"
-_BETWEEN, _QUEUED, _SENT = "#6c7a86", "#aab4be", "#6b5b95"
+_BETWEEN, _SENT = "#6c7a86", "#6b5b95"
 _STAGES = {
     COPY_TO_HOST: "#d9a441",
     LOCAL_REDUCE: "#c08457",
@@ -63,7 +62,7 @@ def draw_timeline(
     steps: tuple[int, int] | None = None,
     title: str | None = None,
 ) -> None:
-    """Draw compute, waits, communication and the queue of a few steps.
+    """Draw compute, waits and communication of a few steps.
 
     Args:
         trace: What to draw; see ``read_timeline``.
@@ -169,31 +168,14 @@ def _rows(spans: Iterable[Span]) -> list[int]:
     return rows
 
 
-def _depth(spans: Iterable[Span]) -> tuple[list[float], list[int]]:
-    """Return the times at which the number of open spans changes, and the number from then on."""
-    changes = sorted(change for span in spans for change in ((span.start, 1), (span.end, -1)))
-    times, depths = [0.0], [0]
-    for time, change in changes:
-        if time == times[-1]:
-            depths[-1] += change
-        else:
-            times.append(time)
-            depths.append(depths[-1] + change)
-    return times, depths
-
-
 def _draw(figure: Figure, trace: Trace, subject: str, steps: Sequence[int]) -> None:
     sent = trace.select(COMMUNICATION)
-    queued = [span for span in trace.select(QUEUE) if span.start < span.end]
     rows = _rows(sent)
     heights = [1.0, 0.6, 0.8, min(max(rows, default=0) + 1, 6) * 0.6]
     labels = ["compute", "waits, updates", "communication", "messages\nin flight"]
     stages = [(name, found) for name in _STAGES if (found := union(_intervals(trace.select(name))))]
     heights += [0.4] * len(stages)
     labels += [name.replace(" ", "\n") for name, _ in stages]
-    if queued:
-        heights.append(1.3)
-        labels.append("messages\nqueued")
     axes: list[Axes] = list(figure.subplots(len(heights), 1, sharex=True, height_ratios=heights))
     compute, waits, cover, network = axes[:4]
     for ax, label in zip(axes, labels, strict=True):
@@ -225,11 +207,6 @@ def _draw(figure: Figure, trace: Trace, subject: str, steps: Sequence[int]) -> N
         network.text(0.5, 0.5, "none", transform=network.transAxes, ha="center", va="center", color=INK)
     for row, (name, intervals) in zip(axes[4:], stages, strict=False):
         _bars(row, intervals, _STAGES[name])
-    if queued:
-        times, depths = _depth(queued)
-        axes[-1].fill_between([*times, end], [*depths, depths[-1]], step="post", color=_QUEUED, linewidth=0)
-        axes[-1].set_ylim(0, max(depths) * 1.08 + 0.1)
-        axes[-1].set_yticks([max(depths)])
     axes[-1].set_xlabel("time (ms)")
     axes[-1].xaxis.set_major_formatter(lambda seconds, _: f"{seconds * 1e3:g}")
     finding, figures = _finding(covered, trace.summary().exposed_seconds / len(steps), end / len(steps))

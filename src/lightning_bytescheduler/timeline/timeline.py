@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import atexit
 import itertools
-import json
 import logging
+import math
 import operator
 import os
 import threading
@@ -26,6 +26,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Literal, NamedTuple
+
+import msgspec
 
 from lightning_bytescheduler.checks import require_whole
 
@@ -149,7 +151,7 @@ class Timeline:
         self._warned_unencodable = False
         self._process = os.getpid()
         process_name = self._metadata("process_name", f"rank {rank}", tid=0)
-        self._file = _TraceFile(self.path, process_name.encode())
+        self._file = _TraceFile(self.path, process_name)
         atexit.register(self.close)
 
     def span(
@@ -256,19 +258,19 @@ class Timeline:
 
     def _write_buffered(self) -> None:
         """Format and write the buffer. The caller holds the lock, so nobody else pops."""
-        lines: list[str] = []
+        lines: list[bytes] = []
         for _ in range(len(self._events)):
             self._format(self._events.popleft(), lines)
         if not lines or self._file.closed:
             return
         try:
-            self._file.append(",\n".join(lines).encode())
+            self._file.append(b",\n".join(lines))
         except OSError as error:
             self._recording = False
             _logger.warning("The timeline %s ends here, as it cannot be written: %s", self.path, error)
             self._file.close()
 
-    def _format(self, event: _Event, lines: list[str]) -> None:
+    def _format(self, event: _Event, lines: list[bytes]) -> None:
         try:
             # Whole microseconds: a double resolves an epoch timestamp to 0.25 us, so a viewer that adds ts
             # and dur could see a child end after its parent. Rounding both ends to integers keeps what nests
@@ -285,9 +287,11 @@ class Timeline:
                 fields["id"] = hex(self.rank << 40 | next(self._ids))
                 closing = fields | {"ph": "e", "ts": end}
             if event.args:
-                fields["args"] = event.args
+                # JSON has no NaN and no infinity.
+                odd = {k: str(v) for k, v in event.args.items() if isinstance(v, float) and not math.isfinite(v)}
+                fields["args"] = event.args | odd
             encoded = [_encode(one) for one in (fields, closing) if one is not None]
-        except (TypeError, ValueError, OverflowError) as error:  # such as a time that is not a number
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:  # such as a time that is not a number
             if not self._warned_unencodable:
                 self._warned_unencodable = True
                 _logger.warning("The timeline %s leaves out events such as %r: %s", self.path, event, error)
@@ -297,7 +301,7 @@ class Timeline:
     def _microseconds(self, seconds: float) -> int:
         return self._wall_origin + round((seconds - self._clock_origin) * 1e6)
 
-    def _lane(self, lane: str, lines: list[str]) -> int:
+    def _lane(self, lane: str, lines: list[bytes]) -> int:
         """Return the lane's thread id, introducing it in the file the first time."""
         tid = self._lanes.get(lane)
         if tid is None:
@@ -305,7 +309,7 @@ class Timeline:
             lines.append(self._metadata("thread_name", lane, tid=tid))
         return tid
 
-    def _metadata(self, what: str, name: str, *, tid: int) -> str:
+    def _metadata(self, what: str, name: str, *, tid: int) -> bytes:
         return _encode({"name": what, "ph": "M", "pid": self.rank, "tid": tid, "args": {"name": name}})
 
 
@@ -361,13 +365,4 @@ def _plain(value: object) -> int | str:
         return str(value)
 
 
-_strict_json = json.JSONEncoder(separators=(",", ":"), default=_plain, skipkeys=True, allow_nan=False)
-
-
-def _encode(fields: dict[str, Any]) -> str:
-    try:
-        return _strict_json.encode(fields)
-    except ValueError:  # JSON has no NaN and no infinity, and viewers refuse Python's spelling of them
-        args = fields.get("args", {}).items()
-        texts = {key: value if isinstance(value, int) else str(value) for key, value in args}
-        return _strict_json.encode(fields | {"args": texts})
+_encode = msgspec.json.Encoder(enc_hook=_plain).encode

@@ -1,4 +1,4 @@
-"""Trace: reads a timeline back and says how much of the communication was hidden, or of rounds, where time went.
+"""Trace: reads a timeline back and says how much of the communication was hidden.
 
 For that, times are treated as unions of intervals, in sweeps over sorted ones. Pure: neither torch nor Lightning.
 Limits: one file holds one rank, and the whole file is read into memory.
@@ -6,18 +6,17 @@ Limits: one file holds one rank, and the whole file is read into memory.
 
 from __future__ import annotations
 
-import json
 import math
-import operator
 import os
-import reprlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lightning_bytescheduler.timeline.timeline import CODEC, COMMUNICATION, COMPUTE, GATE, INNER, STEP, STILL, WAIT
+import msgspec
+
+from lightning_bytescheduler.timeline.timeline import COMMUNICATION, COMPUTE, GATE, STEP, WAIT
 
 Interval = tuple[float, float]
 """Start and end, in seconds, with start <= end."""
@@ -203,84 +202,6 @@ def _under_next(sent: Iterable[Span], forward: Iterable[Span], waiting: Sequence
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoundsSummary:
-    """Where the time of one worker went; all times in seconds.
-
-    Attributes:
-        worker: Whose it is.
-        rounds: In which steps were taken.
-        steps: Taken.
-        training: In steps.
-        waiting: Of the training thread, for other workers and for the network.
-        outer: In which pseudo-gradients were formed, and outer steps taken.
-        still: In validations and the like.
-        coding: In which parts were encoded, added up or decoded, on any thread.
-        network: In which anything was on the network.
-        hidden: Part of that while steps were taken.
-        pushed: Bytes of pseudo-gradients.
-        pulled: Bytes of means.
-    """
-
-    worker: str
-    rounds: int
-    steps: int
-    training: float
-    waiting: float
-    outer: float
-    still: float
-    coding: float
-    network: float
-    hidden: float
-    pushed: int
-    pulled: int
-
-
-def in_rounds(trace: Trace) -> bool:
-    """Whether it is a worker's that trains in rounds."""
-    return any(span.category == INNER for span in trace.spans)
-
-
-def worker_of(trace: Trace) -> str:
-    """Whose it is."""
-    named = (str(span.args["worker"]) for span in trace.spans if span.args.get("worker"))
-    return next(named, f"rank {trace.rank}")
-
-
-def round_of(span: Span) -> int:
-    """The round that a span belongs to; 0 before the first one."""
-    number = span.args.get("round")
-    return number if isinstance(number, int) else 0
-
-
-def rounds_summary(trace: Trace) -> RoundsSummary:
-    """Add up where the time went."""
-
-    def covered(category: str) -> list[Interval]:
-        return _covered(span for span in trace.select(category) if round_of(span))
-
-    def sent(name: str) -> int:
-        spans = trace.select(COMMUNICATION, name)
-        return int(sum(span.args.get("bytes", 0) for span in spans if round_of(span)))
-
-    training, network = covered(INNER), covered(COMMUNICATION)
-    steps = trace.select(INNER)
-    return RoundsSummary(
-        worker=worker_of(trace),
-        rounds=len({round_of(span) for span in steps}),
-        steps=len(steps),
-        training=length(training),
-        waiting=length(covered(WAIT)),
-        outer=length(covered(STEP)),
-        still=length(covered(STILL)),
-        coding=length(covered(CODEC)),
-        network=length(network),
-        hidden=length(intersection(network, training)),
-        pushed=sent("push"),
-        pulled=sent("pull"),
-    )
-
-
 def read_timeline(path: str | os.PathLike[str]) -> Trace:
     """Read a file that ``Timeline`` wrote; of one that is broken off, such as half a copy, what is there.
 
@@ -297,101 +218,84 @@ def read_timeline(path: str | os.PathLike[str]) -> Trace:
     content = Path(path).read_bytes()
     broken_off = False
     try:
-        document = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        document = _without_its_end(content)
-        broken_off = document is not None
-        if not broken_off:
-            _refuse(path, f"it is not valid JSON ({error})")
-    events = document.get("traceEvents") if isinstance(document, dict) else None
-    if not isinstance(events, list):
-        _refuse(path, "it is not a JSON object with a list of 'traceEvents'")
-    reader = _Reader()
-    for number, event in enumerate(events):
         try:
-            reader.add(event)
-        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
-            _refuse(path, f"its event {number}, {reprlib.repr(event)}, is malformed ({error!r}), or another tool's")
-    if len(reader.ranks) != 1:
-        found = f"those of ranks {sorted(reader.ranks)}" if reader.ranks else "none"
-        _refuse(path, f"it should hold the events of one rank and holds {found}")
-    if reader.unfinished and not broken_off:
-        _refuse(path, f"{len(reader.unfinished)} of its spans never end")
-    return replace(reader.trace(), broken_off=broken_off)
+            events = _decoded(content)
+        except msgspec.ValidationError:
+            raise
+        except ValueError:
+            # Each event has a line: up to the last one that is whole.
+            whole, comma, _ = content.rpartition(b",\n")
+            if not comma:
+                raise
+            events, broken_off = _decoded(whole + b"]}"), True
+    except (ValueError, RecursionError) as error:
+        _refuse(path, f"it is not a JSON object with a list of 'traceEvents', or another tool's ({error})")
+    names = [event for event in events if event.ph == "M"]
+    lanes = {event.tid: str(event.args.get("name")) for event in names if event.name == "thread_name"}
+    ranks = {event.pid for event in names if event.args.get("name") == f"rank {event.pid}"}
+    if len(ranks) != 1:
+        _refuse(path, f"it should hold the events of one rank and holds those of {sorted(ranks) or 'none'}")
+    opened: dict[tuple[str, str | None], _Event] = {}
+    timed: list[tuple[_Event, float]] = []  # and their ends
+    for event in events:
+        if event.ph == "b":
+            if opened.setdefault((event.cat, event.id), event) is not event:
+                _refuse(path, f"the id {event.id!r} is taken twice")
+        elif event.ph == "e":
+            opening = opened.pop((event.cat, event.id), None)
+            if opening is None:
+                _refuse(path, f"the span with the id {event.id!r} ends, and has not begun")
+            timed.append((opening, event.ts))
+        elif event.ph == "X":
+            timed.append((event, event.ts + event.dur))
+    if opened and not broken_off:
+        _refuse(path, f"{len(opened)} of its spans never end")
+    origin = min((event.ts for event, _ in timed), default=0.0)
+    for event, end in timed:
+        if end < event.ts or event.tid not in lanes:
+            _refuse(path, f"the span {event.name!r} ends before it starts, or is on no lane")
+    spans = [
+        Span(
+            name=event.name,
+            category=event.cat,
+            start=(event.ts - origin) / 1e6,
+            end=(end - origin) / 1e6,
+            lane=lanes[event.tid],
+            args=event.args,
+        )
+        for event, end in timed
+    ]
+    return Trace(
+        rank=ranks.pop(),
+        origin=origin / 1e6,
+        spans=tuple(sorted(spans, key=lambda span: (span.start, span.end))),
+        broken_off=broken_off,
+    )
 
 
-def _without_its_end(content: bytes) -> Any:
-    """The document up to the last event that is whole; ``None`` where there is none. Each event has a line."""
-    whole, comma, _ = content.rpartition(b",\n")
-    try:
-        return json.loads(whole + b"]}") if comma else None
-    except (ValueError, RecursionError):
-        return None
+class _Event(msgspec.Struct):
+    """As ``Timeline`` writes it; times in microseconds."""
+
+    ph: str
+    name: str = ""
+    cat: str = ""
+    ts: float = 0.0
+    dur: float = 0.0
+    pid: int = 0
+    tid: int = 0
+    id: str | None = None
+    args: dict[str, Any] = {}
+
+
+class _File(msgspec.Struct, rename="camel"):
+    trace_events: list[_Event]
+
+
+def _decoded(content: bytes) -> list[_Event]:
+    return msgspec.json.decode(content, type=_File).trace_events
 
 
 def _refuse(path: str | os.PathLike[str], reason: str) -> NoReturn:
     raise ValueError(
         f"Cannot read '{os.fspath(path)}' as a timeline: {reason}. Name a file that BYTESCHEDULER_TIMELINE produced."
     )
-
-
-class _Reader:
-    """Collects the events of one file; times stay absolute microseconds until the first one is known."""
-
-    def __init__(self) -> None:
-        self.ranks: set[int] = set()
-        self.unfinished: dict[tuple[str, str], Mapping[str, Any]] = {}
-        self._lanes: dict[int, str] = {}
-        self._spans: list[Span] = []
-
-    def add(self, event: Mapping[str, Any]) -> None:
-        phase = event["ph"]
-        if phase == "M":
-            self._name(event["name"], event["args"]["name"], event)
-        elif phase == "X":
-            start = _number(event, "ts")
-            self._add_span(event, start, start + _number(event, "dur"))
-        elif phase == "b":
-            if self.unfinished.setdefault((event["cat"], event["id"]), event) is not event:
-                raise ValueError("its id is taken")
-        elif phase == "e":
-            opening = self.unfinished.pop((event["cat"], event["id"]))
-            self._add_span(opening, _number(opening, "ts"), _number(event, "ts"))
-
-    def trace(self) -> Trace:
-        origin = min((span.start for span in self._spans), default=0.0)
-        spans = [replace(s, start=(s.start - origin) / 1e6, end=(s.end - origin) / 1e6) for s in self._spans]
-        return Trace(
-            rank=min(self.ranks),
-            origin=origin / 1e6,
-            spans=tuple(sorted(spans, key=lambda span: (span.start, span.end))),
-        )
-
-    def _name(self, what: str, name: str, event: Mapping[str, Any]) -> None:
-        if what == "process_name" and name == f"rank {event['pid']}":
-            self.ranks.add(operator.index(event["pid"]))
-        elif what == "thread_name":
-            self._lanes[event["tid"]] = name
-
-    def _add_span(self, event: Mapping[str, Any], start: float, end: float) -> None:
-        if end < start:
-            raise ValueError("it ends before it starts")
-        args = event.get("args", {})
-        for key in {"bytes", "priority"} & args.keys():
-            _number(args, key)
-        name, category, lane = _text(event, "name"), _text(event, "cat"), self._lanes[event["tid"]]
-        self._spans.append(Span(name=name, category=category, start=start, end=end, lane=lane, args=args))
-
-
-def _number(fields: Mapping[str, Any], key: str) -> float:
-    value = fields[key]
-    if not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise ValueError(f"its {key!r} is not a number")
-    return value
-
-
-def _text(fields: Mapping[str, Any], key: str) -> str:
-    value = fields[key]
-    if not isinstance(value, str):
-        raise ValueError(f"its {key!r} is not text")
-    return value
