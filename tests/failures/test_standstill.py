@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from lightning_bytescheduler.failures import standstill
 from lightning_bytescheduler.failures.standstill import (
     Standing,
-    StandstillWatch,
+    VitalSigns,
     Wait,
     explain_death,
     find_standstill,
@@ -189,6 +189,9 @@ class Other:
     def beat(self) -> None:
         self.store.add("alive/1", 1)
 
+    def tell(self, standing: Standing) -> None:
+        self.store.set("stands/1", standing.encode())
+
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
@@ -197,87 +200,117 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def watches() -> tuple[StandstillWatch, StandstillWatch, Other]:
+def signs() -> tuple[VitalSigns, Other]:
     store = dist.HashStore()
-    return StandstillWatch(store, 0, [1], 0.25), StandstillWatch(store, 1, [0], 0.25), Other(store)
+    return VitalSigns(store, 0, [1], 0.25), Other(store)
 
 
 def seen_after(
-    clock: Clock, own: StandstillWatch, other: Other, *, limit: float = 30.0, beats: bool = True, **changes: Any
+    clock: Clock, own: VitalSigns, other: Other, *, limit: float = 30.0, beats: bool = True, **changes: Any
 ) -> float | None:
     """Seconds until it is believed."""
     start = clock.now
     while clock.now < start + limit:
         if beats:
             other.beat()
-        own.tell(replace(WAITING, **changes))
-        if own.look() is not None:
+        if own.beat(replace(WAITING, **changes)) is not None:
             return clock.now - start
         clock.now += 0.25
     return None
 
 
 def test_what_the_numbers_prove_is_believed_after_seconds(clock: Clock) -> None:
-    own, others, other = watches()
-    others.tell(IN_BARRIER)
+    own, other = signs()
+    other.tell(IN_BARRIER)
     after = seen_after(clock, own, other)
     assert after is not None
     assert 3.0 <= after <= 5.5
 
 
 def test_what_a_dead_network_could_look_like_is_watched_for_longer(clock: Clock) -> None:
-    own, others, other = watches()
-    others.tell(replace(IN_BARRIER, launched=19))
+    own, other = signs()
+    other.tell(replace(IN_BARRIER, launched=19))
     after = seen_after(clock, own, other)
     assert after is not None
     assert 15.0 <= after <= 17.5
 
 
 def test_every_change_begins_it_anew(clock: Clock) -> None:
-    own, others, other = watches()
-    others.tell(IN_BARRIER)
+    own, other = signs()
+    other.tell(IN_BARRIER)
     assert seen_after(clock, own, other, limit=3.0) is None
-    others.tell(replace(IN_BARRIER, launched=22))
+    other.tell(replace(IN_BARRIER, launched=22))
     after = seen_after(clock, own, other)
     assert after is not None
     assert after >= 2.9
     assert seen_after(clock, own, other, limit=2.9, launched=19) is None
 
 
+def test_words_of_a_scheduler_are_no_change(clock: Clock) -> None:
+    own, other = signs()
+    for words in "abcdefghij":
+        other.tell(replace(IN_BARRIER, doing=words))
+        if (found := seen_after(clock, own, other, limit=0.5, doing=words)) is not None:
+            break
+    assert found is not None
+
+
 def test_a_rank_without_a_beat_is_not_believed(clock: Clock) -> None:
-    own, others, other = watches()
-    others.tell(IN_BARRIER)
+    own, other = signs()
+    other.tell(IN_BARRIER)
     other.beat()
     assert seen_after(clock, own, other, limit=1.0) is None
     assert seen_after(clock, own, other, beats=False) is None
 
 
 def test_one_that_has_ended_needs_no_beat(clock: Clock) -> None:
-    own, others, other = watches()
-    others.tell(replace(IN_BARRIER, collective="", ended=True))
+    own, other = signs()
+    other.tell(replace(IN_BARRIER, collective="", ended=True))
     assert seen_after(clock, own, other, beats=False) is not None
 
 
 def test_nobody_is_looked_at_without_need(clock: Clock) -> None:
-    own, others, other = watches()
-    others.tell(IN_BARRIER)
+    own, other = signs()
+    other.tell(IN_BARRIER)
     assert seen_after(clock, own, other, awaited_step=0) is None
-    assert own._stands == {}
+    assert own.standings() == {}
 
 
 def test_a_rank_that_has_told_nothing_yet_is_waited_for(clock: Clock) -> None:
-    own, _, other = watches()
+    own, other = signs()
     assert seen_after(clock, own, other) is None
 
 
-def test_a_survey_has_what_all_told_last(clock: Clock) -> None:
-    own, others, _ = watches()
-    own.tell(WAITING)
-    own.survey()
-    assert own.told == {}
-    others.tell(IN_BARRIER)
-    own.survey()
-    assert own.told == {0: WAITING, 1: IN_BARRIER}
+def test_who_examines_gets_to_know_what_all_told_last(clock: Clock) -> None:
+    own, other = signs()
+    with own.examined():
+        own.beat(WAITING)
+        assert own.standings() == {}
+        other.tell(replace(IN_BARRIER, doing="sending", place="in epoch 0, batch 3"))
+        own.beat(WAITING)
+        assert own.standings() == {0: WAITING, 1: replace(IN_BARRIER, doing="sending", place="in epoch 0, batch 3")}
+        assert own.whereabouts().endswith("rank 1: sending, in epoch 0, batch 3")
+
+
+def test_a_rank_is_silent_when_it_has_missed_five_beats(clock: Clock) -> None:
+    own, other = signs()
+    idle = replace(WAITING, awaited_step=0)
+    with own.examined():
+        for _ in range(4):  # late, but not silent
+            other.beat()
+            for _ in range(5):
+                own.beat(idle)
+                assert own.silent() == []
+                clock.now += 0.25
+        own.beat(idle)
+        assert own.silent() == []
+        clock.now += 0.25
+        own.beat(idle)
+        assert own.silent() == [1]
+        assert own.silent(at_least=2.0) == []
+        other.beat()
+        own.beat(idle)
+        assert own.silent() == []
 
 
 # What a thread waits in.

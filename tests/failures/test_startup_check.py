@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 
 from lightning_bytescheduler.exceptions import RanksDifferError, SchedulerTimeoutError
+from lightning_bytescheduler.failures.messages import names_of
 from lightning_bytescheduler.failures.startup_check import (
     Introduction,
     RendezvousWatch,
     hold_roll_call,
-    names_of,
     require_alike,
 )
 from tests.support.rank_pool import free_port

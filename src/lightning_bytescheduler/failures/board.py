@@ -12,8 +12,7 @@ One thread, ``bytescheduler-fault-watch``. It alone talks to the store, on a con
 native code for as long as the store's host is frozen, so everyone else asks the thread and waits for it within a bound.
 It holds no lock while it talks, and none while it calls back.
 
-Besides notices it writes a sign of life, four times a second, and what its rank is doing (:class:`VitalSigns`); those
-of the others are read only while somebody wants to know why a collective failed.
+Besides notices it writes a sign of life, four times a second, and where its rank stands (:class:`VitalSigns`).
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
 from typing import Protocol
 
 import torch.distributed as dist
@@ -37,7 +36,7 @@ from lightning_bytescheduler.failures.agreed_stop import AgreedStop
 from lightning_bytescheduler.failures.messages import FaultNotice, brief, is_communication_error, is_timeout
 from lightning_bytescheduler.failures.standstill import (
     Standing,
-    StandstillWatch,
+    VitalSigns,
     Watchdog,
     break_connections,
     explain_death,
@@ -45,112 +44,18 @@ from lightning_bytescheduler.failures.standstill import (
 )
 from lightning_bytescheduler.failures.store import StorePresence, agent_keeps_store, connect_to_store, open_board
 
-__all__ = ["FaultBoard", "VitalSigns", "Watched"]
+__all__ = ["FaultBoard", "Watched"]
 
 log = logging.getLogger(__name__)
 
 _PERIOD_S = 0.25
 _HURRY_S = 0.05  # between two looks while somebody waits for the others
-_BEATS_MISSED = 5
-_RANKS_SHOWN = 8
 _LINGER_S = 2.0
 _GOODBYE_S = 5.0
 _STOP_S = 2.0
 _LOCATE_S = 1.0
 _DIAGNOSE_S = 3.0
 _WHERE = "Where the ranks are:"
-
-
-class VitalSigns:
-    """One rank's view of all ranks: whether they live, and what they say they are doing.
-
-    All methods that use the store are for the watcher thread.
-
-    Args:
-        store: Where the signs are.
-        rank: This rank.
-        others: All other ranks.
-        period: Between two beats, in seconds.
-
-    Attributes:
-        doing: What this rank is at, in words.
-    """
-
-    def __init__(self, store: dist.Store, rank: int, others: Sequence[int], period: float) -> None:
-        self.doing: Callable[[], str] = lambda: "in setup"
-        self._store = store
-        self._rank = rank
-        self._others = others
-        self._period = period
-        self._told = ""
-        self._examiners = 0
-        self._locating = 0
-        self._beats: dict[int, tuple[int, float]] = {}  # count, and when it was first seen
-        self._doing: dict[int, str] = {}
-        self._examined_at = 0.0
-
-    def beat(self) -> None:
-        """Show that this rank is alive; look at the others if somebody wants to know."""
-        self._store.add(f"alive/{self._rank}", 1)
-        doing = self.doing()
-        if doing != self._told:
-            self._store.set(f"doing/{self._rank}", doing)
-            self._told = doing
-        if self._examiners:
-            self._examine()
-
-    @contextmanager
-    def examined(self, *, doing: bool = False) -> Iterator[None]:
-        """Have :meth:`beat` look at the other ranks meanwhile; also at what they are ``doing``, if asked."""
-        if not self._examiners:
-            self._beats, self._doing = {}, {}
-        self._examiners += 1
-        self._locating += doing
-        try:
-            yield
-        finally:
-            self._examiners -= 1
-            self._locating -= doing
-
-    @property
-    def examining(self) -> bool:
-        """Whether somebody wants to know about the others."""
-        return self._examiners > 0
-
-    def silent(self, at_least: float = 0.0) -> list[int]:
-        """Ranks that have missed five beats since the examination began, and none came for ``at_least`` seconds."""
-        patience = max(_BEATS_MISSED * self._period, at_least)
-        return [r for r, (_, since) in self._beats.items() if self._examined_at - since > patience]
-
-    def located(self) -> bool:
-        """Whether it is known what other ranks are doing."""
-        return bool(self._doing)
-
-    def whereabouts(self) -> str:
-        """What the ranks are doing, those that do the same together; empty if nothing is known."""
-        if not self._doing:
-            return ""
-        by_place: dict[str, list[int]] = {}
-        for rank, place in sorted({**self._doing, self._rank: self.doing()}.items()):
-            by_place.setdefault(place, []).append(rank)
-        return "; ".join(f"{_ranks(ranks)} {place}" for place, ranks in by_place.items())
-
-    def _examine(self) -> None:
-        beats, doing = dict(self._beats), dict(self._doing)
-        now = time.monotonic()
-        for rank in self._others:
-            count = self._store.add(f"alive/{rank}", 0)
-            if rank not in beats or beats[rank][0] != count:
-                beats[rank] = (count, now)
-            if self._locating and self._store.check([f"doing/{rank}"]):
-                doing[rank] = self._store.get(f"doing/{rank}").decode()
-        self._beats, self._doing, self._examined_at = beats, doing, now
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:_RANKS_SHOWN]))
-    more = f" and {len(ranks) - _RANKS_SHOWN} more" if len(ranks) > _RANKS_SHOWN else ""
-    return f"rank {shown}{more}:"
 
 
 class Watched(Protocol):
@@ -199,13 +104,14 @@ class FaultBoard:
         others = [r for r in range(world_size) if r != rank]
         self._period = max(_PERIOD_S, world_size / 256)  # spares the store's host when there are many ranks
         self._vital_signs = VitalSigns(store, rank, others, self._period)
-        self._standstills = StandstillWatch(store, rank, others, self._period)
         self._standing: Callable[[], Standing] | None = None
+        self._stood = Standing()  # last
         self._stops: list[AgreedStop] = []
         self._training_thread = threading.get_ident()
         self._changed = threading.Condition()
         # What follows changes under the condition.
         self._watched: list[Watched] = []  # in the order in which they came
+        self._phases: list[Callable[[], str]] = []  # theirs; also of those that are watched no more, until others come
         self._notice: FaultNotice | None = None  # another rank's failure
         self._fault: RankFailedError | None = None  # as an exception
         self._act_at: float | None = None  # when that is to be handed on; None: nothing to do
@@ -276,8 +182,7 @@ class FaultBoard:
         """Look after ``watched`` too, from now on."""
         with self._changed:
             self._watched.append(watched)
-            phases = [one.phase for one in self._watched]
-            self._vital_signs.doing = lambda: ", ".join([phase() for phase in phases] + self._place())
+            self._phases = [one.phase for one in self._watched]
             if self._fault is not None and self._act_at is None:
                 self._act_at = 0.0
             self._wake()
@@ -300,13 +205,6 @@ class FaultBoard:
         stop = AgreedStop(store, rank=self._rank, world_size=self._world_size)
         self._stops = [*self._stops, stop]  # the thread may go through them
         return stop
-
-    def _place(self) -> list[str]:
-        """Where the training thread is, as the Trainer has it: the batch and the hook; for any thread."""
-        with suppress(Exception):  # read while the training thread changes it
-            if self._standing is not None:
-                return [self._standing().place]
-        return []
 
     def unwatch(self, watched: Watched) -> None:
         """Leave ``watched`` alone."""
@@ -390,7 +288,7 @@ class FaultBoard:
             while self._fault is None and not self._store_lost:
                 silent = self._vital_signs.silent(silence)
                 if len(silent) == 1 or (silent and time.monotonic() >= deadline):
-                    last = explain_death(self._standstills.told)
+                    last = explain_death(self._vital_signs.standings())
                     cause = f"{_no_sign_of_life(silent)}; {broken}" + (f". {last}" if last else "")
                     found = RankFailedError(silent[0], cause)
                     self._learn(FaultNotice.of(found, by=self._rank))
@@ -450,8 +348,8 @@ class FaultBoard:
         if _WHERE in str(error):
             return error
         deadline = time.monotonic() + _LOCATE_S
-        with self._changed, self._vital_signs.examined(doing=True):
-            while self._fault is None and not self._vital_signs.located() and self._within(deadline):
+        with self._changed, self._vital_signs.examined():
+            while self._fault is None and not self._vital_signs.standings() and self._within(deadline):
                 pass
             if self._fault is not None:
                 return self._fault
@@ -522,8 +420,7 @@ class FaultBoard:
             self._lose_store()
             return
         try:
-            self._look_around()
-            self._vital_signs.beat()
+            standstill = self._vital_signs.beat(self._stand())
             for stop in self._stops:
                 stop.look()
             notice = self._exchange_notices()
@@ -538,11 +435,16 @@ class FaultBoard:
             self._present -= left
             if notice is not None:
                 self._learn(notice)
+            elif standstill is not None and self._notice is None and self._outgoing is None:
+                found = RanksDivergedError(standstill.text)
+                self._learn(FaultNotice.of(found, by=self._rank))
+                self._post(found)
 
-    def _look_around(self) -> None:
-        """Tell where this rank stands; publish that the ranks wait for each other, if they do."""
+    def _stand(self) -> Standing:
+        """Where this rank stands; once there is a failure, where it stood before."""
+        doing = ", ".join(phase() for phase in self._phases) or "in setup"
         if self._standing is None or self._notice is not None or self._outgoing is not None:
-            return
+            return replace(self._stood, doing=doing)
         try:
             standing = self._standing()
         except Exception:  # read while the training thread changes it
@@ -559,15 +461,8 @@ class FaultBoard:
                 batches=standing.batches - wait.outside,
                 epoch_batches=standing.epoch_batches - wait.outside,
             )
-        self._standstills.tell(standing)
-        if self._vital_signs.examining:
-            self._standstills.survey()
-        standstill = self._standstills.look()
-        if standstill is not None:
-            found = RanksDivergedError(standstill.text)
-            with self._changed:
-                self._learn(FaultNotice.of(found, by=self._rank))
-                self._post(found)
+        self._stood = standing
+        return replace(standing, doing=doing)
 
     def _exchange_notices(self) -> FaultNotice | None:
         """Publish what is to be published; return another rank's notice."""

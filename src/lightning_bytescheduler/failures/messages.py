@@ -7,6 +7,7 @@ reader does not know are left out: ranks of different versions have to understan
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import TypeVar
 
 import msgspec
@@ -14,8 +15,9 @@ import torch.distributed as dist
 
 from lightning_bytescheduler.exceptions import ByteSchedulerError, RankFailedError, RanksDivergedError
 
-__all__ = ["FaultNotice", "StoreMessage", "brief", "is_communication_error", "is_timeout", "phrase"]
+__all__ = ["FaultNotice", "StoreMessage", "brief", "is_communication_error", "is_timeout", "names_of", "phrase"]
 
+_RANKS_SHOWN = 16
 _CAUSE_LIMIT = 2000  # characters of an error message that travel
 _COMMUNICATION = re.compile(r"gloo|NCCL|c10d|pair closure|Connection (closed|reset)|Broken pipe", re.IGNORECASE)
 _TIMEOUT = re.compile(r"timed? ?out", re.IGNORECASE)
@@ -79,6 +81,13 @@ class FaultNotice(StoreMessage, frozen=True, kw_only=True):
     def as_error(self) -> RankFailedError:
         """As what the other ranks raise."""
         return RanksDivergedError(self.cause) if self.diverged else RankFailedError(self.rank, self.cause)
+
+
+def names_of(ranks: Sequence[int]) -> str:
+    """``rank 1`` or ``ranks 1, 2 and 7 more``."""
+    shown = ", ".join(map(str, ranks[:_RANKS_SHOWN]))
+    more = f" and {len(ranks) - _RANKS_SHOWN} more" if len(ranks) > _RANKS_SHOWN else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
 
 
 def phrase(error: BaseException) -> str:

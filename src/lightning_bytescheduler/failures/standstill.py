@@ -5,9 +5,9 @@ the default group in the same order. So each rank's history is a beginning of th
 something which another one can reach only after it has got what *it* waits for, waits for good. That is what
 :func:`find_standstill` looks for; time is no proof, however long it takes.
 
-:class:`StandstillWatch` is for the fault board's thread. A rank tells where it stands four times a second, but looks at
-the others only when it has been waiting for a while itself, so that a training which goes on costs the store nothing
-more.
+:class:`VitalSigns` is for the fault board's thread. A rank shows four times a second that it lives and where it stands,
+but looks at the others only when it has been waiting for a while itself, or somebody wants to know why a collective
+failed, so that a training which goes on costs the store nothing more.
 
 A wait of this package says so itself (:func:`waiting_for_a_batch`). A collective of the default group may be anybody's,
 of Lightning, torchmetrics or the user, so one look at where the training thread stands tells whether it is inside of
@@ -41,8 +41,9 @@ from types import FrameType
 
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 
-from lightning_bytescheduler.failures.messages import StoreMessage
+from lightning_bytescheduler.failures.messages import StoreMessage, names_of
 
 log = logging.getLogger(__name__)
 
@@ -165,6 +166,7 @@ _UNUSED_NUMBER = 2**30  # no message has it
 _CURIOUS_S = 1.0  # of waiting, before the others are looked at
 _CERTAIN_S = 3.0
 _UNCERTAIN_S = 15.0
+_BEATS_MISSED = 5
 _FRESH_BEATS = 8
 _LOOK_S = 0.5
 
@@ -173,7 +175,8 @@ class Standing(StoreMessage, frozen=True, kw_only=True):
     """One rank's place in a fit.
 
     Attributes:
-        place: In words: the batch, the epoch and the hook.
+        doing: What its schedulers are at, in words.
+        place: In words: the batch, the epoch and the hook; empty where nobody follows it.
         steps: Backward passes whose gradients it has handed over completely.
         launched: Collectives it has begun on the default group.
         awaited_step: The step whose gradients its training thread waits for; 0 for none.
@@ -192,6 +195,7 @@ class Standing(StoreMessage, frozen=True, kw_only=True):
         expected: How many batches its epochs have; 0 if unknown.
     """
 
+    doing: str = ""
     place: str = ""
     steps: int = 0
     launched: int = 0
@@ -213,6 +217,10 @@ class Standing(StoreMessage, frozen=True, kw_only=True):
     def waits(self) -> bool:
         """Whether its training thread waits for other ranks."""
         return bool(self.awaited_step or self.collective)
+
+    def is_as(self, other: Standing) -> bool:
+        """Whether it is the same place; words of its schedulers may go on changing while a rank waits."""
+        return replace(self, doing=other.doing) == other
 
     @property
     def has_or_begins(self) -> int:
@@ -263,6 +271,7 @@ def explain_death(standings: Mapping[int, Standing]) -> str:
     Args:
         standings: What each told last.
     """
+    standings = {rank: standing for rank, standing in standings.items() if standing.place}
     if not standings:
         return ""
     where = f"Last, {_where(standings)}."
@@ -415,77 +424,100 @@ def break_connections(group: dist.ProcessGroup) -> None:
         group.recv([torch.empty(1, dtype=torch.float32)], peer, _UNUSED_NUMBER).wait(timedelta(milliseconds=1))
 
 
-class StandstillWatch:
-    """One rank's view of where all ranks stand.
+class VitalSigns:
+    """One rank's view of all ranks: whether they live, where they say they stand, and whether they wait for good.
+
+    All methods that use the store are for the board's thread.
 
     Args:
         store: Where the ranks tell it.
         rank: This rank.
         others: All other ranks.
         period: Between two beats, in seconds.
-
-    Attributes:
-        told: What all ranks have told, as of the last survey.
     """
 
     def __init__(self, store: dist.Store, rank: int, others: Sequence[int], period: float) -> None:
         self._store = store
         self._rank = rank
         self._others = others
-        self._fresh = _FRESH_BEATS * period
+        self._period = period
         self._every = max(_LOOK_S, len(others) / 64)  # spares the store's host when there are many ranks
-        self.told: dict[int, Standing] = {}
         self._told: Standing | None = None
         self._told_at = 0.0
-        self._looked_at = 0.0
-        self._stands: dict[int, tuple[bytes, float]] = {}  # and since when it has been the same
-        self._beats: dict[int, tuple[int, float]] = {}  # and when it was first seen
+        self._examiners = 0
+        self._examined_at = 0.0
+        self._beats: dict[int, tuple[int, float]] = {}  # count, and when it was first seen
+        self._stands: dict[int, tuple[Standing, float]] = {}  # and since when it has been the same
 
-    def tell(self, standing: Standing) -> None:
-        """Tell the others where this rank stands; before the beat, so that whoever sees the beat sees this."""
-        if standing != self._told:
-            self._store.set(f"stands/{self._rank}", standing.encode())
-            self._told, self._told_at = standing, time.monotonic()
+    def beat(self, standing: Standing) -> Standstill | None:
+        """Show that this rank is alive, and where it stands; look at the others if somebody wants to know, or it waits.
 
-    def survey(self) -> None:
-        """Read where all ranks have told that they stand, into :attr:`told`."""
-        found = {}
-        for rank in self._others:
-            if self._store.check([f"stands/{rank}"]):
-                found[rank] = Standing.decode(self._store.get(f"stands/{rank}"))
-        if found and self._told is not None:
-            self.told = {**found, self._rank: self._told}
-
-    def look(self) -> Standstill | None:
-        """Look whether the ranks wait for each other for good; seldom does anything."""
+        Returns:
+            Ranks that wait for each other for good, if they are seen to.
+        """
         now = time.monotonic()
-        if self._told is None or not self._told.waits or now < self._told_at + _CURIOUS_S:
-            self._stands, self._beats = {}, {}
-            return None
-        if now < self._looked_at + self._every:
-            return None
-        self._looked_at = now
-        keys = [f"stands/{rank}" for rank in self._others]
-        if not self._store.check(keys):
-            return None  # somebody is not there yet
-        for rank, key in zip(self._others, keys, strict=True):
-            count = self._store.add(f"alive/{rank}", 0)
-            text = self._store.get(key)
-            if rank not in self._stands or self._stands[rank][0] != text:
-                self._stands[rank] = text, now
-            if rank not in self._beats or self._beats[rank][0] != count:
-                self._beats[rank] = count, now
-        return self._conclude(now)
+        if standing != self._told:
+            self._store.set(f"stands/{self._rank}", standing.encode())  # before the beat that shows it
+            if self._told is None or not standing.is_as(self._told):
+                self._told_at = now
+            self._told = standing
+        self._store.add(f"alive/{self._rank}", 1)
+        waits = standing.waits and now >= self._told_at + _CURIOUS_S
+        if waits and now >= self._examined_at + self._every:
+            self._examine(now)
+            return self._standstill(standing, now)
+        if self._examiners:
+            self._examine(now)
+        elif not waits:
+            self._beats, self._stands = {}, {}
+        return None
 
-    def _conclude(self, now: float) -> Standstill | None:
-        standings = {rank: Standing.decode(text) for rank, (text, _) in self._stands.items()}
-        if any(now > self._beats[rank][1] + self._fresh for rank, one in standings.items() if not one.ended):
+    @contextmanager
+    def examined(self) -> Iterator[None]:
+        """Have :meth:`beat` look at the other ranks meanwhile."""
+        self._examiners += 1
+        try:
+            yield
+        finally:
+            self._examiners -= 1
+
+    def silent(self, at_least: float = 0.0) -> list[int]:
+        """Ranks that have missed five beats since they have been looked at, and none came for ``at_least`` seconds."""
+        patience = max(_BEATS_MISSED * self._period, at_least)
+        return [r for r, (_, since) in self._beats.items() if self._examined_at - since > patience]
+
+    def standings(self) -> dict[int, Standing]:
+        """Where all ranks have told that they stand, of those that are known; nothing if no other rank is."""
+        found = {rank: standing for rank, (standing, _) in self._stands.items()}
+        return {**found, self._rank: self._told} if found and self._told is not None else {}
+
+    def whereabouts(self) -> str:
+        """What the ranks are doing, those that do the same together; empty if nothing is known."""
+        by_place: dict[str, list[int]] = {}
+        for rank, standing in sorted(self.standings().items()):
+            by_place.setdefault(", ".join(filter(None, (standing.doing, standing.place))), []).append(rank)
+        return "; ".join(f"{names_of(ranks)}: {place}" for place, ranks in by_place.items())
+
+    def _examine(self, now: float) -> None:
+        beats, stands = dict(self._beats), dict(self._stands)
+        for rank in self._others:
+            count, key = self._store.add(f"alive/{rank}", 0), f"stands/{rank}"
+            if rank not in beats or beats[rank][0] != count:
+                beats[rank] = (count, now)
+            if self._store.check([key]):
+                standing = Standing.decode(self._store.get(key))
+                known = stands.get(rank)
+                stands[rank] = (standing, known[1] if known is not None and standing.is_as(known[0]) else now)
+        self._beats, self._stands, self._examined_at = beats, stands, now
+
+    def _standstill(self, own: Standing, now: float) -> Standstill | None:
+        if len(self._stands) < len(self._others):
+            return None  # somebody is not there yet
+        fresh = _FRESH_BEATS * self._period
+        if any(now > self._beats[rank][1] + fresh for rank, (one, _) in self._stands.items() if not one.ended):
             return None  # what was told may be out of date
-        if self._told is None:
-            return None
-        standstill = find_standstill({**standings, self._rank: self._told})
-        if standstill is None:
+        found = find_standstill({**self.standings(), self._rank: own})
+        if found is None:
             return None
         same_since = max(self._told_at, *(since for _, since in self._stands.values()))
-        patience = _CERTAIN_S if standstill.certain else _UNCERTAIN_S
-        return standstill if now >= same_since + patience else None
+        return found if now >= same_since + (_CERTAIN_S if found.certain else _UNCERTAIN_S) else None

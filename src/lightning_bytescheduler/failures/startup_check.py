@@ -33,10 +33,10 @@ import msgspec
 import torch.distributed as dist
 
 from lightning_bytescheduler.exceptions import RanksDifferError, RanksUnreachableError, SchedulerTimeoutError
-from lightning_bytescheduler.failures.messages import StoreMessage
+from lightning_bytescheduler.failures.messages import StoreMessage, names_of
 from lightning_bytescheduler.failures.store import agent_keeps_store
 
-__all__ = ["Introduction", "RendezvousWatch", "hold_roll_call", "names_of", "require_alike"]
+__all__ = ["Introduction", "RendezvousWatch", "hold_roll_call", "require_alike"]
 
 log = logging.getLogger(__name__)
 
@@ -160,13 +160,6 @@ def require_alike(
         raise RanksDifferError(f"The ranks are not in the same training: {'; '.join(differences)}{also}. {way_out}")
     if noted and warn is not None:
         warn(f"bytescheduler: not the same on all ranks: {'; '.join(noted)}.")
-
-
-def names_of(ranks: Sequence[int]) -> str:
-    """``rank 1`` or ``ranks 1, 2 and 7 more``."""
-    shown = ", ".join(map(str, ranks[:_RANKS_SHOWN]))
-    more = f" and {len(ranks) - _RANKS_SHOWN} more" if len(ranks) > _RANKS_SHOWN else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
 
 
 def _values(store: dist.Store, keys: Sequence[str]) -> list[bytes]:
