@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from benchmarks.contenders import DDP_BUCKETS, POLICIES
+from benchmarks.contenders import DDP_BUCKETS
 from benchmarks.delayed_link import PAYLOAD_SHARE
 from benchmarks.emulation import scaled
-from lightning_bytescheduler.scheduler.options import policy_of
 from lightning_bytescheduler.simulation import (
     LinkModel,
     ModelProfile,
@@ -18,7 +17,7 @@ from lightning_bytescheduler.simulation import (
     network_profile,
     simulate,
 )
-from lightning_bytescheduler.simulation.prediction import chosen_schedule, policy_schedule
+from lightning_bytescheduler.simulation.prediction import chosen_schedule
 
 __all__ = ["Configuration"]
 
@@ -104,6 +103,5 @@ class Configuration:
             **{f"ddp, {size} MB buckets": Schedule.ddp(bucket_bytes=size * 1024 * 1024) for size in DDP_BUCKETS},
             "bytescheduler, overlapped": chosen_schedule(profile, link),
             "bytescheduler, norm clipping": chosen_schedule(profile, link, clipping=True),
-            **{name: policy_schedule(profile, link, policy_of(policy)) for name, policy in POLICIES.items()},
         }
         return {name: simulate(profile, link, schedule).step_seconds for name, schedule in schedules.items()}

@@ -17,7 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_bytescheduler import ByteSchedulerStrategy
-from lightning_bytescheduler.simulation.prediction import RIVALS
+from lightning_bytescheduler.scheduler.options import POLICIES as ALL_POLICIES
 
 __all__ = ["ALONE", "CONTENDERS", "DDP_BUCKETS", "POLICIES", "Contender", "PowerSGDHook"]
 
@@ -27,7 +27,7 @@ _BY_NODE = ", by node"
 DDP_BUCKETS = (1, 2, 4, 8)
 """Bucket sizes tried beside DDP's default of 25, in MB."""
 
-POLICIES = {f"policy {policy}": policy for policy in RIVALS}
+POLICIES = {f"policy {policy}": policy for policy in ALL_POLICIES[1:]}
 """Scheduling policies beside ByteScheduler's own, by name of the contender."""
 
 

@@ -31,8 +31,7 @@ if TYPE_CHECKING or PACKAGE == "lightning":
     from lightning.pytorch.trainer import trainer as trainer_module
     from lightning.pytorch.trainer.states import RunningStage, TrainerFn
     from lightning.pytorch.utilities import CombinedLoader, GradClipAlgorithmType
-    from lightning.pytorch.utilities.data import extract_batch_size
-    from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
+    from lightning.pytorch.utilities.exceptions import SIGTERMException
     from lightning.pytorch.utilities.memory import garbage_collection_cuda, is_oom_error
     from lightning.pytorch.utilities.model_helpers import is_overridden
     from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -58,8 +57,7 @@ else:
     from pytorch_lightning.trainer import trainer as trainer_module
     from pytorch_lightning.trainer.states import RunningStage, TrainerFn
     from pytorch_lightning.utilities import CombinedLoader, GradClipAlgorithmType
-    from pytorch_lightning.utilities.data import extract_batch_size
-    from pytorch_lightning.utilities.exceptions import MisconfigurationException, SIGTERMException
+    from pytorch_lightning.utilities.exceptions import SIGTERMException
     from pytorch_lightning.utilities.memory import garbage_collection_cuda, is_oom_error
     from pytorch_lightning.utilities.model_helpers import is_overridden
     from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn

@@ -9,29 +9,11 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from lightning_bytescheduler.cli import main
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
-from lightning_bytescheduler.predicting.command import _launched, call_target, load_target, profile_of
+from lightning_bytescheduler.predicting.command import call_target, load_target, profile_of
 from lightning_bytescheduler.simulation import Prediction, network_profile
-
-
-@pytest.mark.parametrize(("device", "backend"), [("cpu", "gloo"), (None, "nccl"), ("cuda:0", "nccl")])
-def test_ranks_meet_over_what_the_device_speaks(
-    device: str | None, backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
-        monkeypatch.setenv(name, "2")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
-    met: list[str] = []
-    monkeypatch.setattr(dist, "init_process_group", met.append)
-    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
-    with _launched(device):
-        assert met == [backend]
-
 
 PROJECT = """
 import torch
@@ -94,21 +76,20 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("argv", "samples"),
+    "argv",
     [
-        (["advised:both"], 6),
-        (["advised:Own"], 4),
-        (["advised:bare", "--data", "advised:Data"], 6),
-        (["advised:bare_module", "--data", "advised:Data"], 6),
-        (["advised.py:Own"], 4),
+        ["advised:both"],
+        ["advised:Own"],
+        ["advised:bare", "--data", "advised:Data"],
+        ["advised:bare_module", "--data", "advised:Data"],
+        ["advised.py:Own"],
     ],
 )
-def test_what_can_be_named(argv: list[str], samples: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_can_be_named(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["predict", *argv, *LINK, "--device", "cpu", "--steps", "1"]) == 0
     output = capsys.readouterr().out
-    assert f"step of {samples} samples" in " ".join(output.split())
     assert "4 workers, 500 Mbit/s each way, 0.2 ms a hop" in " ".join(output.split())
-    for start in ("Recommended:", "A step of", "What limits:", "* Another training", "Not modelled:"):
+    for start in ("Recommended:", "A step takes", "What limits:", "* Another training", "Not modelled:"):
         assert any(line.startswith(start) for line in output.splitlines())
 
 
@@ -118,9 +99,9 @@ def test_the_table_is_aligned(capsys: pytest.CaptureFixture[str]) -> None:
     assert answer.startswith("Recommended: ")
     title, *table = table_text.splitlines()
     assert title == "Bare"
-    assert len({len(line) for line in table}) == 1
-    assert table[0].split() == ["a", "step", "speed", "of", "4", "over", "ddp", "samples/s"]
-    assert table[1].split()[-2] == "1.00x"
+    assert len({len(line) for line in table if line != table[1]}) == 1  # which has no DDP to compare with
+    assert table[0].split() == ["a", "step", "speed", "of", "4", "over", "ddp"]
+    assert table[1].split()[-1] == "1.00x"
     assert len(table) == 12
 
 
@@ -155,19 +136,16 @@ def test_files(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["advised:bare", *LINK], "the module has no train_dataloader"),
         (["advised:both", "--data", "advised:Data", *LINK], "left out, as advised:both brings data along"),
         (["advised:both", "--workers", "1", "--bandwidth", "1gbit"], "workers=1"),
-        (["advised:both", "--bandwidth", "1gbit"], "--workers must be given with --bandwidth"),
-        (["advised:both", "--workers", "2", "--latency", "1ms"], "--bandwidth must be given with --latency"),
-        (["advised:both", "--workers", "2", "--messages", "2"], "--bandwidth must be given with --latency"),
+        (["advised:both", "--bandwidth", "1gbit"], "--workers must be given, such as"),
+        (["advised:both", "--workers", "2", "--latency", "1ms"], "--bandwidth must be given, such as"),
         (["advised:both", "--workers", "2", "--bandwidth", "fast"], "--bandwidth='fast' is not allowed"),
         (["advised:both", "--workers", "2", "--bandwidth", "0mbit"], "--bandwidth='0mbit'"),
-        (["advised:both"], "There is no link to measure"),
+        (["advised:both"], "--bandwidth must be given, such as"),
         (["advised:both", *LINK, "--steps", "0"], "steps=0"),
-        (["advised:both", *LINK, "--policy", "fifi"], "Did you mean 'fifo'?"),
         (["advised:both", *LINK, "--precision", "fp17"], "'fp17'"),
         (["advised:quits", *LINK], "ended the process (exit code 3)"),
-        (["advised:both", *LINK, "--json", "absent/a.json"], "'absent' does not exist"),
+        (["advised:both", *LINK, "--json", "/dev/null/a.json"], "'/dev/null' is none"),
         (["advised:both", *LINK, "--device", "abacus"], "device='abacus'"),
-        (["advised:both", *LINK, "--algorithm", "push_pull"], "architecture='ps'"),
         (["advised:both", *LINK, "--steps", "1", "--device", "cpu", "--png", "a.xyz"], "a.xyz"),
     ],
 )
@@ -181,12 +159,6 @@ def test_an_error_of_the_user_keeps_its_traceback() -> None:
     with pytest.raises(RuntimeError, match="The training to be measured failed") as caught:
         main(["predict", "advised:fails", *LINK])
     assert isinstance(caught.value.__cause__, ValueError)
-
-
-def test_ranks_after_the_first_say_nothing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "1")
-    assert main(["advise", "advised:both", *LINK, "--device", "cpu", "--steps", "1"]) == 0
-    assert capsys.readouterr().out == ""
 
 
 # A network in numbers.
@@ -220,21 +192,20 @@ def test_it_prints_a_comparison(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["ddp, best buckets"][3] == "1.00x"
     assert float(found["bytescheduler, best sizes"][3][:-1]) > 1.25
     assert "Best sizes: partition_size=" in words
-    assert "fifo" not in found
 
 
 def test_a_measured_profile_and_all_that_a_link_can_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "measured.json"
     network_profile("uniform").save(file)
-    link = ["--workers", "8", "--bandwidth", "1gbit", "--latency", "50us", "--overhead", "0.1ms", "--messages", "2"]
+    link = ["--workers", "8", "--bandwidth", "1gbit", "--latency", "50us"]
     servers = ["--architecture", "ps", "--servers", "8"]
-    more = ["--compute", "1s", "--policy", "fifo", "--gradient-clip-val", "1", "--json", str(tmp_path / "all.json")]
+    more = ["--compute", "1s", "--gradient-clip-val", "1", "--json", str(tmp_path / "all.json")]
     assert main(["predict", "--profile", str(file), *link, *servers, *more]) == 0
     output = capsys.readouterr().out
     found = rows(output)
     assert found["one worker alone"][:2] == ["1,000.0", "ms"]
     assert "0.80 times as long" in " ".join(output.split())  # 100 MB over 1 Gbit/s, once each way
-    assert {"fifo", "bytescheduler, servers"} <= found.keys()
+    assert "bytescheduler, servers" in found
     assert json.loads((tmp_path / "all.json").read_text())["norm_needed_by"] == ["gradient norm clipping"]
 
 
@@ -275,7 +246,6 @@ def test_help_names_the_networks(capsys: pytest.CaptureFixture[str]) -> None:
         (["--profile", "missing.json", *FAST], "missing.json"),
         (["--profile", "gpt2", *FAST], "did you mean transformer?"),
         (["--profile", "{file}/..", *FAST], "--profile='{file}/..'"),
-        (["--profile", "vgg16", *FAST, "--algorithm", "rings"], "Did you mean 'ring'?"),
         (["--profile", "resnet5", *FAST], "vgg16, resnet50, transformer, uniform"),
         (["--profile", "resnet5", *FAST], "did you mean resnet50?"),
         (["--profile", "vgg16", "--workers", "4", "--bandwith", "1gbit"], "did you mean --bandwidth?"),
@@ -295,12 +265,11 @@ def test_help_names_the_networks(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (["--profile", "vgg16", *FAST, "--latency", "20mbit"], "--latency='20mbit'"),
         (["--profile", "vgg16", *FAST, "--compute", "0s"], "--compute='0s'"),
-        (["--profile", "vgg16", *FAST, "--messages", "0"], "--messages=0"),
         (["--profile", "vgg16", *FAST, "--servers", "1"], "0 unless architecture is 'ps'"),
-        (["--profile", "vgg16", *FAST, "--algorithm", "push_pull"], "Servers are an architecture: architecture='ps'"),
+        (["--profile", "vgg16", *FAST, "--algorithm", "push_pull"], "servers are an architecture, --architecture ps"),
+        (["--profile", "vgg16", *FAST, "--idle", "0"], "there is no option --idle any more"),
         (["--profile", "vgg16", *FAST, "--architecture", "push_pull"], "It is called 'ps'."),
-        (["--profile", "vgg16", *FAST, "--policy", "fifi"], "Did you mean 'fifo'?"),
-        (["--profile", "vgg16", *FAST, "--algorithm", "tree"], "--algorithm='tree' is not allowed"),
+        (["--profile", "vgg16", *FAST, "--policy", "fifo"], "there is no option --policy any more"),
         (["--profile", "uniform", *FAST, "--png", "{file}.xyz"], "{file}.xyz"),
     ],
 )

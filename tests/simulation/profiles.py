@@ -45,7 +45,6 @@ all_reduce_links = st.builds(
     bandwidth=st.floats(0.5, 100),
     latency=st.sampled_from([0.0, 0.001, 0.3]),
     overhead=st.sampled_from([0.0, 0.01, 0.5]),
-    algorithm=st.sampled_from(["ring", "halving_doubling"]),
     messages_in_flight=st.sampled_from([None, 1, 3]),
 )
 server_links = st.builds(

@@ -93,7 +93,6 @@ def test_bounds_grow_with_what_makes_a_network_slow(
         overhead=link.overhead * factor,
         architecture=link.architecture,
         servers=link.servers,
-        algorithm=link.algorithm,
     )
     large, small = data.draw(st.integers(1, 500)), data.draw(st.integers(1, 500))
     large, small = max(large, small), min(large, small)

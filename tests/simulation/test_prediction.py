@@ -51,12 +51,10 @@ def vgg16() -> ModelProfile:
     return network_profile("vgg16")
 
 
-def of(
-    bandwidth: float = BALANCED, *, workers: int = 4, worker_seconds: tuple[float, ...] = (), **measured: Any
-) -> Prediction:
+def of(bandwidth: float = BALANCED, *, workers: int = 4, **measured: Any) -> Prediction:
     link = LinkModel(workers=workers, bandwidth=bandwidth)
-    step = MeasuredStep(**{"profile": UNIFORM, "batch_size": 32, "device": "cpu", **measured})
-    return predict(step, link, worker_seconds=worker_seconds)
+    step = MeasuredStep(**{"profile": UNIFORM, "device": "cpu", **measured})
+    return predict(step, link)
 
 
 # The figures.
@@ -67,11 +65,11 @@ def of(
 def test_lines_are_in_their_order(profile: ModelProfile, link: LinkModel) -> None:
     if link.workers < 2:
         link = replace(link, workers=2)
-    found = predict(profile, link, policies=["fifo", "p3"])
+    found = predict(profile, link)
     seconds = {line.strategy: line.step_seconds for line in found.expectations}
     bound = lower_bound(profile, link.without_servers)
     assert profile.compute_seconds <= bound * CLOSE
-    for name in ("fifo", "p3", DDP_BEST, BEST):
+    for name in (DDP_BEST, BEST):
         assert bound <= seconds[name] * CLOSE
     assert seconds[DDP_BEST] <= seconds[DDP]
     assert seconds[BEST] <= seconds[BYTESCHEDULER] <= seconds[DDP]
@@ -80,9 +78,9 @@ def test_lines_are_in_their_order(profile: ModelProfile, link: LinkModel) -> Non
 
 def test_each_line_can_be_simulated_again(vgg16: ModelProfile) -> None:
     link = LinkModel(workers=4, bandwidth=30 * GIGABIT, latency=20e-6)
-    found = predict(vgg16, link, policies=["fifo"])
+    found = predict(vgg16, link)
     simulated = [line for line in found.expectations if line.same_training and line.schedule is not None]
-    assert [line.strategy for line in simulated] == [DDP, DDP_BEST, "fifo", BYTESCHEDULER, BEST]
+    assert [line.strategy for line in simulated] == [DDP, DDP_BEST, BYTESCHEDULER, BEST]
     for line in simulated:
         assert simulate(vgg16, link, line.schedule).step_seconds == pytest.approx(line.step_seconds)
     assert found.of(BYTESCHEDULER).schedule == chosen_schedule(vgg16, link)
@@ -165,8 +163,6 @@ def test_speed_of_all_workers() -> None:
     given = of()
     assert given.compute_seconds == given.communication_seconds == pytest.approx(0.2)
     assert given.speedup(0.4) == pytest.approx(2.0)
-    assert given.samples_per_second(0.4) == pytest.approx(320.0)
-    assert of(batch_size=None).samples_per_second(0.4) is None
 
 
 def test_all_gradients_compressed() -> None:
@@ -207,8 +203,6 @@ def test_the_bound_holds_for_the_built_in_networks() -> None:
 def test_one_worker_needs_no_network() -> None:
     with pytest.raises(OptionError, match=r"workers=1 .* one worker has nobody to talk to"):
         of(workers=1)
-    with pytest.raises(OptionError, match="Did you mean 'fifo'"):
-        predict(UNIFORM, LinkModel(workers=2, bandwidth=1.0), policies=["fifi"])
 
 
 # The words.
@@ -299,34 +293,27 @@ def test_remarks_come_where_they_apply() -> None:
     text = str(of())
     assert "wait for data" not in text
     assert "Unused" not in text
-    assert "Uneven" not in text
     assert "processor time" in text
     assert "Codecs" in text
-    text = str(
-        of(device="cuda", waiting=0.05, unused=("a", "b", "c", "d", "e"), worker_seconds=(0.1, 0.2), batch_size=None)
-    )
+    text = str(of(device="cuda", waiting=0.05, unused=("a", "b", "c", "d", "e")))
     assert "of which 50.0 ms wait for data" in text
     assert "'a', 'b', 'c' and 2 more got no gradient" in text
-    assert "the slowest takes 2.00x as long" in text
     assert "processor time" not in text
     assert "Codecs" not in text
-    assert "samples" not in text
 
 
 def test_long_hops_come_with_a_warning() -> None:
-    def words(latency: float, *worker_seconds: float) -> str:
-        link = LinkModel(workers=4, bandwidth=BALANCED, latency=latency)
-        return str(predict(UNIFORM, link, worker_seconds=worker_seconds))
+    def words(latency: float) -> str:
+        return str(predict(UNIFORM, LinkModel(workers=4, bandwidth=BALANCED, latency=latency)))
 
     assert "Long hops: " in words(0.01)
-    assert "Long hops: " not in words(0.01, 0.2, 0.2)  # it was measured
     assert "Long hops: " not in words(0.0001)
 
 
 def test_the_table() -> None:
     heading, alone, *rows = of().table()
-    assert heading == ("", "a step", "speed of 4", "over ddp", "samples/s")
-    assert alone == ("one worker alone", "200.0 ms", "1.00x", "", "160")
+    assert heading == ("", "a step", "speed of 4", "over ddp")
+    assert alone == ("one worker alone", "200.0 ms", "1.00x", "")
     labels = [row[0] for row in rows]
     assert labels[:5] == [DDP, DDP_BEST, BYTESCHEDULER, BEST, f"{BF16} *"]
     assert labels[5].startswith("bytescheduler, auto (")
@@ -337,8 +324,7 @@ def test_the_table() -> None:
         "ceiling of ddp's training",
     ]
     assert rows[1][3] == "1.00x"
-    assert {len(row) for row in rows} == {len(heading)} == {5}
-    assert {len(row) for row in of(batch_size=None).table()} == {4}
+    assert {len(row) for row in rows} == {len(heading)} == {4}
 
 
 @pytest.mark.parametrize(
@@ -376,13 +362,12 @@ def test_an_unknown_strategy_is_named() -> None:
 
 
 def test_figures_are_kept_and_can_be_predicted_from(tmp_path: Path) -> None:
-    given = replace(of(), worker_seconds=(0.1, 0.2))
+    given = of()
     given.save(tmp_path / "kept.json")
     kept = json.loads((tmp_path / "kept.json").read_text())
     assert kept["limited_by"] == "link"
     assert kept["recommended"] == BYTESCHEDULER
     assert kept["ceiling_seconds"] == given.ceiling_seconds
-    assert kept["worker_seconds"] == [0.1, 0.2]
     by_name = {entry["strategy"]: entry for entry in kept["strategies"]}
     assert by_name[DDP]["step_seconds"] == given.of(DDP).step_seconds
     assert by_name[DILOCO]["inner_steps"] == 20

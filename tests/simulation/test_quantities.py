@@ -40,8 +40,6 @@ from lightning_bytescheduler.simulation.quantities import (
         ("1GBps", 8e9),
         ("1Gbyte/s", 8e9),
         ("1GiB/s", 8 * 2**30),
-        ("HDR", 200e9),
-        ("hdr100", 100e9),
     ],
 )
 def test_rates(text: str, bits: float) -> None:

@@ -119,7 +119,7 @@ def test_the_backend_s_limit_of_messages_holds_too() -> None:
 
 
 def test_push_and_pull_overlap_where_pieces_are_small() -> None:
-    link = plain_link(architecture="ps", servers=2, latency=1.0, idle_share=0.0)
+    link = plain_link(architecture="ps", latency=1.0)
     profile = model([(100, 1, 1)])
     assert seconds(profile, link, FIFO) == 2 + 100 + 1 + 100 + 1
     assert seconds(profile, link, Schedule.scheduled(partition_bytes=10, credit_bytes=1000)) == 2 + 100 + 1 + 10 + 1

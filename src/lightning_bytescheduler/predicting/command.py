@@ -19,8 +19,8 @@ from typing import Any
 from lightning_bytescheduler.checks import ARCHITECTURES, closest, require_whole
 from lightning_bytescheduler.exceptions import ByteSchedulerError, OptionError, UnsupportedError
 from lightning_bytescheduler.predicting import STEPS
-from lightning_bytescheduler.simulation.link import ALGORITHMS, IDLE_WITH_SPARE_SERVERS, LinkModel
-from lightning_bytescheduler.simulation.prediction import RIVALS, MeasuredStep, Prediction, predict
+from lightning_bytescheduler.simulation.link import LinkModel
+from lightning_bytescheduler.simulation.prediction import MeasuredStep, Prediction, predict
 from lightning_bytescheduler.simulation.profiles import NETWORKS, ModelProfile, network_profile, profile_of_size
 from lightning_bytescheduler.simulation.quantities import (
     RATES,
@@ -34,10 +34,9 @@ __all__ = ["add_arguments", "call_target", "load_target", "predicted", "profile_
 
 _OF_PROFILES = ("profile", "compute")
 _OF_MODULES = ("data", "device", "precision", "steps")
-_DESCRIBE_LINKS = ("latency", "overhead", "messages", "architecture", "servers", "idle", "algorithm")
+_DESCRIBE_LINKS = ("latency", "architecture", "servers")
 _PRECISIONS = ("32-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true", "64-true", "32", "16", "bf16", "64")
 _GPT = ("gpt", "gpt2", "gpt2small")  # which `transformer` is
-_LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,7 +67,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--workers", type=int, metavar="N", help="how many workers train together")
     add("--bandwidth", "--link", metavar="RATE", help=f"of each worker's link, each way, such as {RATES}")
     add("--latency", metavar="TIME", help=f"of one hop, half of the round trip that ping shows, such as {TIMES}")
-    add("--overhead", metavar="TIME", help="what each message costs however many are in flight, such as 50us")
     add(
         "--architecture",
         metavar="NAME",
@@ -79,26 +77,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="K",
         help="spare machines that are servers, for --architecture ps (default: 0, one beside each worker)",
-    )
-    add(
-        "--idle",
-        type=float,
-        metavar="SHARE",
-        help="of the time, how long links wait for each other with --architecture ps; 0 for the formula's (default: as "
-        f"measured, {IDLE_WITH_SPARE_SERVERS} with spare servers, 0 without)",
-    )
-    add(
-        "--algorithm",
-        metavar="NAME",
-        help=f"how workers reduce gradients among themselves: {', '.join(ALGORITHMS)} (default: ring)",
-    )
-    add("--messages", type=int, metavar="M", help="how many messages the backend carries at once (default: any number)")
-    add(
-        "--policy",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help=f"play this scheduling policy beside ByteScheduler's, of {', '.join(RIVALS)}; may be given several times",
     )
     add("--device", metavar="DEVICE", help="cpu, cuda or such as cuda:1 (default: cuda if there is one)")
     add(
@@ -124,18 +102,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def predicted(options: argparse.Namespace) -> Prediction | None:
+def predicted(options: argparse.Namespace) -> Prediction:
     """Do what the command was asked for.
 
     Args:
         options: The parsed arguments.
 
     Returns:
-        What to print; ``None`` in all but one of several processes.
+        What to print.
 
     Raises:
         OptionError: If an argument is not allowed.
-        UnsupportedError: If a training cannot be measured, or there is no link to measure.
+        UnsupportedError: If a training cannot be measured.
         ImportError: If the target cannot be imported, or a picture was asked for and matplotlib is not installed.
         OSError: If a file cannot be read or written.
         RuntimeError: If the user's code fails; its cause is what it failed with.
@@ -149,8 +127,6 @@ def predicted(options: argparse.Namespace) -> Prediction | None:
         raise OptionError("--profile", None, "given, or the MODULE:NAME of a module to measure, such as train.py:Model")
     link = _link(options)
     prediction = _of_module(options, link) if measures else _of_profile(options, link)
-    if os.environ.get("RANK", "0") != "0":
-        return None
     if options.json is not None:
         prediction.save(options.json)
     if options.png is not None:
@@ -158,33 +134,25 @@ def predicted(options: argparse.Namespace) -> Prediction | None:
     return prediction
 
 
-def _link(options: argparse.Namespace) -> LinkModel | None:
-    """The network that the arguments describe; ``None`` if it is to be measured."""
+def _link(options: argparse.Namespace) -> LinkModel:
+    """The network that the arguments describe."""
     given = {name: value for name in _DESCRIBE_LINKS if (value := getattr(options, name)) is not None}
-    if options.bandwidth is None:
-        if given:
-            raise OptionError("--bandwidth", None, f"given with {', '.join(f'--{name}' for name in _DESCRIBE_LINKS)}")
-        return None
-    if options.workers is None:
-        raise OptionError("--workers", None, "given with --bandwidth")
+    for name in ("bandwidth", "workers"):
+        if getattr(options, name) is None:
+            raise OptionError(f"--{name}", None, "given, such as --workers 4 --bandwidth 10Gbit/s")
     bandwidth = require_rate("--bandwidth", options.bandwidth)
-    for name in {"latency", "overhead"} & given.keys():
-        given[name] = require_duration(f"--{name}", given[name])
-    ours = {"messages": "messages_in_flight", "idle": "idle_share"}
+    if "latency" in given:
+        given["latency"] = require_duration("--latency", given["latency"])
     try:
-        described = {ours.get(name, name): value for name, value in given.items()}
-        return LinkModel(workers=options.workers, bandwidth=bandwidth, **described)
+        return LinkModel(workers=options.workers, bandwidth=bandwidth, **given)
     except OptionError as error:
-        name = next((name for name, of in ours.items() if of == error.option), error.option)
-        raise OptionError(f"--{name}", error.value, error.allowed, error.hint) from None
+        raise OptionError(f"--{error.option}", error.value, error.allowed, error.hint) from None
 
 
 # ── A network in numbers ────────────────────────────────────────────────────────────────────────────
 
 
-def _of_profile(options: argparse.Namespace, link: LinkModel | None) -> Prediction:
-    if link is None:
-        raise OptionError("--bandwidth", None, "given, where no module is measured")
+def _of_profile(options: argparse.Namespace, link: LinkModel) -> Prediction:
     compute = None if options.compute is None else require_duration("--compute", options.compute)
     if compute == 0:
         raise OptionError("--compute", options.compute, f"a time above 0, such as {TIMES}")
@@ -193,7 +161,7 @@ def _of_profile(options: argparse.Namespace, link: LinkModel | None) -> Predicti
         profile = profile.scaled_to(compute)
     clips = options.gradient_clip_val and options.gradient_clip_algorithm != "value"
     measured = MeasuredStep(profile=profile, norm_needed_by=("gradient norm clipping",) if clips else ())
-    return predict(measured, link, policies=options.policy)
+    return predict(measured, link)
 
 
 def profile_of(text: str) -> ModelProfile:
@@ -223,14 +191,14 @@ def profile_of(text: str) -> ModelProfile:
 # ── A module of the user's ──────────────────────────────────────────────────────────────────────────
 
 
-def _of_module(options: argparse.Namespace, link: LinkModel | None) -> Prediction:
+def _of_module(options: argparse.Namespace, link: LinkModel) -> Prediction:
     steps = STEPS if options.steps is None else require_whole("--steps", options.steps, 1)
     target = load_target("target", options.target)  # decides which Lightning there is
     data_target = None if options.data is None else load_target("--data", options.data)
     from lightning_bytescheduler.lightning_api import pl
     from lightning_bytescheduler.predicting.predict import predict as measure
 
-    with _launched(options.device) if link is None else contextlib.nullcontext(), _failing_as_itself():
+    with _failing_as_itself():
         module, data = call_target("target", options.target, target, instances=(pl.LightningModule,)), None
         if isinstance(module, tuple):
             if len(module) != 2:
@@ -245,33 +213,12 @@ def _of_module(options: argparse.Namespace, link: LinkModel | None) -> Predictio
             module,
             data,
             link=link,
-            workers=options.workers,
             device=options.device,
             precision=options.precision,
             gradient_clip_val=options.gradient_clip_val,
             gradient_clip_algorithm=options.gradient_clip_algorithm,
             steps=steps,
-            policies=options.policy,
         )
-
-
-@contextlib.contextmanager
-def _launched(device: str | None) -> Iterator[None]:
-    """Join the other processes, if torchrun or the like started this one."""
-    import torch
-    import torch.distributed as dist
-
-    if dist.is_initialized() or not all(name in os.environ for name in _LAUNCHED) or os.environ["WORLD_SIZE"] == "1":
-        yield
-        return
-    on_cuda = torch.cuda.is_available() and (device is None or device.startswith("cuda"))
-    if on_cuda:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group("nccl" if on_cuda else "gloo")
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 @contextlib.contextmanager

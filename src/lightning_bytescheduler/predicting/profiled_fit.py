@@ -29,9 +29,7 @@ from lightning_bytescheduler.lightning_api import (
     DummyLogger,
     Fabric,
     LightningEnvironment,
-    MisconfigurationException,
     SingleDeviceStrategy,
-    extract_batch_size,
     is_overridden,
     isolate_rng,
     pl,
@@ -81,16 +79,11 @@ class ObservedDevice(SingleDeviceStrategy):
     Args:
         device: Where to train.
         recorder: Is told.
-
-    Attributes:
-        batch_size: Samples in the first batch, or ``None`` if it does not show them.
     """
 
     def __init__(self, device: torch.device, recorder: StepRecorder) -> None:
         super().__init__(device=device)
         self._recorder = recorder
-        self._begun = False
-        self.batch_size: int | None = None
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """See Strategy.
@@ -98,10 +91,6 @@ class ObservedDevice(SingleDeviceStrategy):
         Raises:
             EnoughSteps: If the recorder has all it wants.
         """
-        if not self._begun:
-            self._begun = True
-            with contextlib.suppress(MisconfigurationException, RecursionError):
-                self.batch_size = extract_batch_size(args[0])
         self._recorder.begin_forward()
         if self._recorder.complete:
             raise EnoughSteps
@@ -197,7 +186,6 @@ def measure_step(
                 type(module).__name__, recorder.parameters(), recorder.watched, StepParts.typical(recorder.times)
             ),
             waiting=statistics.median(recorder.waiting),
-            batch_size=strategy.batch_size,
             device=device.type,
             compressed_share=recorder.compressed_share(),
             unused=recorder.unused(),
@@ -282,26 +270,11 @@ def _repeat_loader_of(
 
 
 def _iterable(loader: Any) -> Iterable[Any]:
-    """The batches of what ``Trainer.fit`` takes: a loader, or a collection of loaders."""
-    if isinstance(loader, (Mapping, Sequence)) and not isinstance(loader, str):
-        loader = CombinedLoader(loader, "max_size_cycle")
-    if isinstance(loader, CombinedLoader):
-        return _Combined(loader)
-    if not hasattr(loader, "__iter__"):
-        raise OptionError("data", loader, "a DataLoader, a LightningDataModule or other batches to iterate over")
+    if isinstance(loader, (Mapping, Sequence, CombinedLoader)) or not hasattr(loader, "__iter__"):
+        allowed = "one DataLoader, a LightningDataModule of one, or other batches to iterate over; of several, give one"
+        raise OptionError("data", loader, allowed)
     batches: Iterable[Any] = loader
     return batches
-
-
-class _Combined:
-    """The batches of several loaders, without their numbers."""
-
-    def __init__(self, loader: CombinedLoader) -> None:
-        self._loader = loader
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch, _, _ in self._loader:
-            yield batch
 
 
 @contextlib.contextmanager

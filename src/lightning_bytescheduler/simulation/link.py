@@ -3,9 +3,8 @@
 Every worker has one link of ``bandwidth`` bytes per second in each direction. Reducing ``s`` bytes over ``n``
 workers then occupies that link, by architecture, for
 
-- ``allreduce``: ``2(n-1)/n × s/bandwidth``, with a ``ring`` as with ``halving_doubling``: a reduce-scatter and an
-  all-gather of equal cost. They differ in how many messages follow each other, hence in latency: ``2(n-1)`` hops
-  around the ring, ``2 ceil(log2 n)`` exchanges with doubling distance.
+- ``allreduce``: ``2(n-1)/n × s/bandwidth``, a reduce-scatter and an all-gather of equal cost around a ring, whose
+  ``2(n-1)`` hops follow each other.
 - ``ps``, parameter servers: a push and a pull, two messages deep, each at ``2n(n-1)/(n² + kn − 2k) × s/bandwidth`` with
   ``k`` servers beside the workers (BytePS, section 4.1). That is the rate at which both can run at once, one
   partition being pulled while the next is pushed. For ``k = n`` this is exact. With fewer servers, where
@@ -22,9 +21,8 @@ depend on the number of workers.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Literal
 
 from lightning_bytescheduler.checks import (
     ARCHITECTURES,
@@ -32,7 +30,6 @@ from lightning_bytescheduler.checks import (
     require_one_of,
     require_positive,
     require_seconds,
-    require_share,
     require_whole,
 )
 from lightning_bytescheduler.exceptions import OptionError
@@ -43,16 +40,12 @@ from lightning_bytescheduler.simulation.quantities import (
     require_rate,
 )
 
-__all__ = ["ALGORITHMS", "IDLE_WITH_SPARE_SERVERS", "Algorithm", "LinkModel", "network_in_words"]
+__all__ = ["LinkModel", "network_in_words"]
 
 Architecture = Literal["allreduce", "ps"]
 """Who reduces gradients: the workers among themselves, or parameter servers; ``checks.ARCHITECTURES``."""
 
-Algorithm = Literal["ring", "halving_doubling"]
-ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
-"""How workers can reduce gradients among themselves."""
-
-IDLE_WITH_SPARE_SERVERS = 0.08
+_IDLE_WITH_SPARE_SERVERS = 0.08
 """So that steps played are those measured within 5%: 4 workers, 0, 2 and 4 servers, see docs/parameter_servers.md."""
 
 
@@ -73,11 +66,8 @@ class LinkModel:
         servers: Servers on machines of their own, with architecture ``"ps"``; where there are none, one beside each
             worker sums. More than one for each worker change nothing, because from there on the workers' own links are
             the limit.
-        algorithm: One of ``ALGORITHMS``; with architecture ``"allreduce"``.
         messages_in_flight: Collectives that the backend carries at once, such as 1 for one NCCL stream and 2
             for gloo's two threads; ``None`` for no limit.
-        idle_share: Of the time in which gradients are under way to and from servers, what links wait for each other;
-            with architecture ``"ps"``. ``None`` for what was measured, see :attr:`idle`; 0 for the formula's servers.
 
     Raises:
         OptionError: Names the value that is not allowed.
@@ -89,9 +79,7 @@ class LinkModel:
     overhead: float = 0.0
     architecture: Architecture = "allreduce"
     servers: int = 0
-    algorithm: Algorithm = "ring"
     messages_in_flight: int | None = None
-    idle_share: float | None = None
 
     def __init__(
         self,
@@ -102,22 +90,15 @@ class LinkModel:
         overhead: float | str = 0.0,
         architecture: str = "allreduce",
         servers: int = 0,
-        algorithm: str = "ring",
         messages_in_flight: int | None = None,
-        idle_share: float | None = None,
     ) -> None:
         require_whole("workers", workers, 1)
         require_one_of("architecture", architecture, ARCHITECTURES)
-        require_one_of("algorithm", algorithm, ALGORITHMS)
         require_whole("servers", servers, 0)
         if servers and architecture != "ps":
             raise OptionError("servers", servers, "0 unless architecture is 'ps'")
         if messages_in_flight is not None:
             require_whole("messages_in_flight", messages_in_flight, 1)
-        if idle_share is not None and architecture != "ps":
-            raise OptionError("idle_share", idle_share, "left out unless architecture is 'ps'")
-        if idle_share is not None and require_share("idle_share", idle_share) == 1:
-            raise OptionError("idle_share", idle_share, "from 0 to less than 1")
         values = {
             "workers": workers,
             "bandwidth": require_rate("bandwidth", bandwidth),
@@ -125,9 +106,7 @@ class LinkModel:
             "overhead": require_duration("overhead", overhead),
             "architecture": architecture,
             "servers": servers,
-            "algorithm": algorithm,
             "messages_in_flight": messages_in_flight,
-            "idle_share": idle_share,
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -155,7 +134,7 @@ class LinkModel:
     @property
     def without_servers(self) -> LinkModel:
         """The same network, on which workers reduce among themselves."""
-        return replace(self, architecture="allreduce", servers=0, idle_share=None)
+        return replace(self, architecture="allreduce", servers=0)
 
     @property
     def seconds_per_byte(self) -> float:
@@ -173,22 +152,14 @@ class LinkModel:
 
         Without a plan of who sends to whom and when, senders meet at one receiver, and sums wait for the last push.
         """
-        if self.architecture != "ps" or self.workers == 1:
-            return 0.0
-        if self.idle_share is not None:
-            return self.idle_share
-        return IDLE_WITH_SPARE_SERVERS if self.servers else 0.0
+        return _IDLE_WITH_SPARE_SERVERS if self.servers and self.workers > 1 else 0.0
 
     @property
     def latency_seconds(self) -> float:
         """Latency of a whole collective: what it takes beyond occupying the link."""
         if self.workers == 1:
             return 0.0
-        if self.architecture == "ps":
-            return 2 * self.latency
-        if self.algorithm == "ring":
-            return 2 * (self.workers - 1) * self.latency
-        return 2 * math.ceil(math.log2(self.workers)) * self.latency
+        return 2 * self.latency * (1 if self.architecture == "ps" else self.workers - 1)
 
     @property
     def overhead_seconds(self) -> float:

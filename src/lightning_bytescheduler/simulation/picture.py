@@ -14,14 +14,12 @@ from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.timeline.page import INK, headed, page, ruled
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 __all__ = ["Point", "draw_curves"]
 
 _COLOURS = ("#3f86d1", "#e58f2a", "#2e8b57", "#8456b5", "#d7263d")
-_WARNING = "#c2185b"
-_LINE_LENGTH = 108  # letters
+_LINE_LENGTH = 90  # letters
 
 
 class Point(NamedTuple):
@@ -43,7 +41,7 @@ class Point(NamedTuple):
 def draw_curves(
     curves: Mapping[int, Iterable[Point]], workers: int, here: Point, subject: str, out: str | os.PathLike[str]
 ) -> None:
-    """Draw the speed-up over DDP, and how fast all workers are against one alone, over bandwidth.
+    """Draw the speed-up over DDP over bandwidth.
 
     Args:
         curves: By number of workers, up to five, from the lowest bandwidth on; computed as they are drawn.
@@ -59,88 +57,53 @@ def draw_curves(
     """
     if len(curves) > len(_COLOURS):
         raise OptionError("workers", list(curves), f"{len(_COLOURS)} numbers at most")
-    with page(out, "Drawing a prediction", 11.5, 5.4) as figure:
+    with page(out, "Drawing a prediction", 9.5, 5.4) as figure:
         _draw(figure, curves, workers, here, subject)
 
 
 def _draw(figure: Figure, curves: Mapping[int, Iterable[Point]], workers: int, here: Point, subject: str) -> None:
     from matplotlib.lines import Line2D
-    from matplotlib.ticker import LogLocator, MaxNLocator
+    from matplotlib.ticker import LogLocator
 
-    gain, speed = figure.subplots(1, 2)
+    ax = figure.subplots()
     unit, bits = ("Gbit/s", 1e9) if here.bandwidth * 8 >= 1e9 else ("Mbit/s", 1e6)
-    handles, slowest = [], here.scheduled
     for index, (count, curve) in enumerate(curves.items()):
         points = list(curve)
-        slowest = max(slowest, points[0].scheduled)
         # The later, the thinner, so that lines on top of each other are all seen.
-        colour, width = _COLOURS[index], 4.4 - 2.8 * index / max(len(curves) - 1, 1)
+        width = 4.4 - 2.8 * index / max(len(curves) - 1, 1)
         rates = [point.bandwidth * 8 / bits for point in points]
-        gain.plot(rates, [p.ddp / p.scheduled for p in points], color=colour, linewidth=width)
-        gain.plot(rates, [p.ddp / p.bound for p in points], color=INK, linewidth=1, linestyle=":")
-        # Per worker, so that lines of any number of workers can be compared.
-        speed.plot(rates, [1 / p.scheduled for p in points], color=colour, linewidth=width)
-        speed.plot(rates, [1 / p.ddp for p in points], color=colour, linewidth=1.4, linestyle="--")
-        handles.append(
-            Line2D([], [], color=colour, linewidth=width, label=f"{count:,} worker{'s' if count > 1 else ''}")
-        )
-    at = here.bandwidth * 8 / bits
-    for ax, value, words in (
-        (gain, here.ddp / here.scheduled, f"{here.ddp / here.scheduled:.2f}x"),
-        (speed, 1 / here.scheduled, f"{1 / here.scheduled:.0%}"),
-    ):
-        ax.axvline(at, color=INK, linewidth=0.8, alpha=0.4)
-        ax.plot([at], [value], marker="o", markersize=10, color=_COLOURS[0], markeredgecolor=INK, zorder=5)
-        ax.annotate(
-            words,
-            (at, value),
-            xytext=(-8, 8),  # curves rise to the right
-            textcoords="offset points",
-            ha="right",
-            fontsize=12,
-            weight="bold",
-            color=INK,
-        )
-    _mark_one_worker(speed, workers, worth_it_everywhere=workers > slowest)
-    gain.set_title("How many times as fast as ddp with its best buckets", loc="left", color=INK)
-    speed.set_title("Share of a step that computes, rather than waits", loc="left", color=INK)
-    highest = max(gain.get_ylim()[1], 1.1)
-    gain.set_ylim(1.0 - 0.03 * (highest - 1.0), highest + 0.08 * (highest - 1.0))
-    speed.set_ylim(0, 1.09)
-    gain.yaxis.set_major_locator(MaxNLocator(7, steps=[1, 2, 5, 10]))
-    gain.yaxis.set_major_formatter("{x:.2f}x")
-    speed.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    for ax in (gain, speed):
-        ax.set_xscale("log")
-        ax.set_xlabel(f"bandwidth of each worker's link ({unit})")
-        ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        ax.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
-        ax.xaxis.set_minor_formatter("")
-        ruled(ax)
-    heading = "\n".join([_found(workers, here), *textwrap.wrap(subject, _LINE_LENGTH)])
-    headed(figure, heading, 12.5)
-    handles += [
-        Line2D([], [], color=INK, linestyle="-", label="bytescheduler"),
-        Line2D([], [], color=INK, linestyle="--", label="ddp"),
+        label = f"{count:,} worker{'s' if count > 1 else ''}"
+        ax.plot(rates, [p.ddp / p.scheduled for p in points], color=_COLOURS[index], linewidth=width, label=label)
+        ax.plot(rates, [p.ddp / p.bound for p in points], color=INK, linewidth=1, linestyle=":")
+    at, gain = here.bandwidth * 8 / bits, here.ddp / here.scheduled
+    ax.axvline(at, color=INK, linewidth=0.8, alpha=0.4)
+    ax.plot([at], [gain], "o", markersize=10, color=_COLOURS[0], markeredgecolor=INK, label="this network", zorder=5)
+    ax.annotate(
+        f"{gain:.2f}x",
+        (at, gain),
+        xytext=(-8, 8),  # curves rise to the right
+        textcoords="offset points",
+        ha="right",
+        fontsize=12,
+        weight="bold",
+        color=INK,
+    )
+    ax.set_title("How many times as fast as ddp with its best buckets", loc="left", color=INK)
+    highest = max(ax.get_ylim()[1], 1.1)
+    ax.set_ylim(1.0 - 0.03 * (highest - 1.0), highest + 0.08 * (highest - 1.0))
+    ax.yaxis.set_major_formatter("{x:.2f}x")
+    ax.set_xscale("log")
+    ax.set_xlabel(f"bandwidth of each worker's link ({unit})")
+    ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    ax.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+    ax.xaxis.set_minor_formatter("")
+    ruled(ax)
+    headed(figure, "\n".join([_found(workers, here), *textwrap.wrap(subject, _LINE_LENGTH)]), 12.5)
+    handles = [
+        *ax.get_legend_handles_labels()[0],
         Line2D([], [], color=INK, linestyle=":", label="no order can do better"),
-        Line2D([], [], color=_COLOURS[0], marker="o", markeredgecolor=INK, linestyle="", label="this network"),
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
-
-
-def _mark_one_worker(ax: Axes, workers: int, *, worth_it_everywhere: bool) -> None:
-    """Where so many workers are as fast as one alone: below, they are not worth it."""
-    ax.axhline(1 / workers, color=_WARNING, linewidth=1, linestyle=(0, (6, 4)))
-    ax.text(
-        0.992 if worth_it_everywhere else 0.008,  # away from the curves, which rise to the right
-        1 / workers + 0.008,
-        f"1/{workers:,}: {workers:,} workers are as fast as one alone",
-        transform=ax.get_yaxis_transform(),
-        ha="right" if worth_it_everywhere else "left",
-        va="bottom",
-        fontsize=9,
-        color=_WARNING,
-    )
 
 
 def _found(workers: int, here: Point) -> str:

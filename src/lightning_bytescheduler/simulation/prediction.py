@@ -16,7 +16,6 @@ from typing import Any
 
 from lightning_bytescheduler.checks import require_one_of
 from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.scheduler.options import POLICIES, SchedulingPolicy, policy_of
 from lightning_bytescheduler.simulation.bounds import clipped_bound, lower_bound
 from lightning_bytescheduler.simulation.compressed_steps import (
     CODECS,
@@ -30,9 +29,6 @@ from lightning_bytescheduler.simulation.profiles import ModelProfile
 from lightning_bytescheduler.simulation.quantities import rate_in_words
 from lightning_bytescheduler.simulation.simulator import Schedule, simulate
 from lightning_bytescheduler.tuning.default_sizes import LinkEstimate, default_sizes
-
-RIVALS = POLICIES[1:]
-"""Policies that ByteScheduler's own can be compared with."""
 
 DDP = "ddp"
 DDP_BEST = "ddp, best buckets"
@@ -50,10 +46,8 @@ _MIB = 1024 * 1024
 _DDP_BUCKETS = tuple(size * _MIB for size in (1, 2, 5, 10, 25, 50, 100, 250))
 _PARTITIONS = tuple(size * _MIB // 4 for size in (1, 4, 16, 64, 256, 1024))
 _MOST_PIECES = 2500  # finer ones order large models no better, and take long to play
-_MOST_SLICES = 50_000  # of a policy with sizes of its own; a second to play
 _WIDTH = 4  # bytes of a parameter
 _EQUAL = 1.03  # steps that differ by less than this are the same, as far as a model of a network can tell
-_UNEVEN = 1.1  # slowest over fastest worker
 _DILOCO_OVERHEAD = 0.05  # of the computation, that exchanges may add to it
 _LONG_HOP_SECONDS = 1e-3
 _NAMES_SHOWN = 3
@@ -68,7 +62,6 @@ class MeasuredStep:
     Attributes:
         profile: Its layers; they take as long as the step.
         waiting: Seconds of the step spent waiting for data.
-        batch_size: Samples in a batch, or ``None`` if that is not known.
         device: Where it was measured, such as ``cpu`` or ``cuda``; empty if it was not.
         compressed_share: Bytes of the gradients as bf16, as a share of what they are.
         unused: Names of parameters that got no gradient.
@@ -78,7 +71,6 @@ class MeasuredStep:
 
     profile: ModelProfile
     waiting: float = 0.0
-    batch_size: int | None = None
     device: str = ""
     compressed_share: float = 0.5
     unused: tuple[str, ...] = ()
@@ -129,16 +121,14 @@ class Prediction:
     """What to expect of a model on a network. Prints as text, saves as JSON, draws as a picture.
 
     Attributes:
-        measured: The model's step on one worker; of several, on the slowest.
+        measured: The model's step on one worker.
         link: The network.
         expectations: One for each strategy.
-        worker_seconds: Seconds of a step on each worker, where several were measured.
     """
 
     measured: MeasuredStep
     link: LinkModel
     expectations: tuple[Expectation, ...]
-    worker_seconds: tuple[float, ...] = ()
 
     @property
     def compute_seconds(self) -> float:
@@ -202,23 +192,16 @@ class Prediction:
         """How many times as many samples all workers train on as one alone does."""
         return self.link.workers * self.compute_seconds / step_seconds
 
-    def samples_per_second(self, step_seconds: float) -> float | None:
-        """Of all workers together; ``None`` if it is not known how many samples a batch has."""
-        batch_size = self.measured.batch_size
-        return None if batch_size is None else self.link.workers * batch_size / step_seconds
-
     def figures(self) -> dict[str, Any]:
         """The figures as what JSON can hold; times in seconds, bandwidth in bytes per second."""
         measured, link = self.measured, self.link
         return {
             "name": measured.profile.name,
             "device": measured.device,
-            "batch_size": measured.batch_size,
             "parameter_bytes": measured.profile.parameter_bytes,
             **{name: getattr(link, name) for name in ("workers", "bandwidth", "latency", "architecture", "servers")},
             **{f"{of}_seconds": getattr(self, f"{of}_seconds") for of in ("compute", "communication", "ceiling")},
             "waiting_seconds": measured.waiting,
-            "worker_seconds": list(self.worker_seconds),
             "limited_by": self.limited_by,
             "recommended": ALONE if self.alone_is_faster else self.recommended.strategy,
             "line": self.line,
@@ -230,7 +213,6 @@ class Prediction:
                     **asdict(expected),
                     "bucket_bytes": expected.bucket_bytes,
                     "speedup": self.speedup(expected.step_seconds),
-                    "samples_per_second": self.samples_per_second(expected.step_seconds),
                 }
                 for expected in self.expectations
             ],
@@ -240,9 +222,12 @@ class Prediction:
     def save(self, file: str | os.PathLike[str]) -> None:
         """Write the figures as JSON; ``lightning-bytescheduler predict --profile`` reads the layers from it.
 
+        Parent directories are created.
+
         Raises:
             OSError: If the file cannot be written.
         """
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
         Path(file).write_text(json.dumps(self.figures(), indent=1) + "\n", encoding="utf-8")
 
     def draw(
@@ -268,7 +253,7 @@ class Prediction:
         subject = (
             f"{name} ({profile.parameter_bytes / 1e6:,.4g} MB of gradients, a step computes "
             f"{profile.compute_seconds * 1e3:,.4g} ms); {network_in_words(link)}, "
-            f"{'parameter servers' if link.architecture == 'ps' else link.algorithm.replace('_', ' ')}"
+            f"{'parameter servers' if link.architecture == 'ps' else 'ring'}"
         )
         curves = {count: self._curve(count, rates) for count in counts}
         draw_curves(curves, link.workers, _point(profile, link), subject, out)
@@ -284,13 +269,10 @@ class Prediction:
 
         def row(name: str, seconds: float, workers: int = self.link.workers) -> tuple[str, ...]:
             speed = workers * self.compute_seconds / seconds
-            cells = (name, _ms(seconds), f"{speed:.2f}x", f"{best / seconds:.2f}x" if workers > 1 else "")
-            samples = self.measured.batch_size
-            return cells if samples is None else (*cells, _count(workers * samples / seconds))
+            return (name, _ms(seconds), f"{speed:.2f}x", f"{best / seconds:.2f}x" if workers > 1 else "")
 
-        heading = ("", "a step", f"speed of {self.link.workers:,}", "over ddp")
         return [
-            heading if self.measured.batch_size is None else (*heading, "samples/s"),
+            ("", "a step", f"speed of {self.link.workers:,}", "over ddp"),
             row(ALONE, self.compute_seconds, 1),
             *(row(expected.label, expected.step_seconds) for expected in self.expectations),
             row("ceiling of ddp's training", self.ceiling_seconds),
@@ -325,8 +307,7 @@ class Prediction:
 
     def _of_what(self) -> str:
         measured, exchange = self.measured, self.communication_seconds
-        size = f" of {measured.batch_size} samples" if measured.batch_size is not None else ""
-        text = f"A step{size} takes {_ms(self.compute_seconds)} on one worker"
+        text = f"A step takes {_ms(self.compute_seconds)} on one worker"
         if measured.device:
             text += f" ({measured.device})"
         if measured.waiting > (_EQUAL - 1) * self.compute_seconds:
@@ -345,12 +326,6 @@ class Prediction:
             yield (
                 f"What limits: the link. In whatever order these bytes are sent, workers wait for {waiting:.0%} of "
                 "each step. Only fewer bytes, larger batches or a faster link get below that."
-            )
-        if self.worker_seconds and max(self.worker_seconds) > _UNEVEN * min(self.worker_seconds):
-            times = max(self.worker_seconds) / min(self.worker_seconds)
-            yield (
-                f"Uneven workers: the slowest takes {times:.2f}x as long for a step as the fastest. Where every step "
-                "is taken together all wait for the slowest, whose time is used here."
             )
         if measured.synchronised_because:
             because = "; ".join(measured.synchronised_because)
@@ -380,22 +355,16 @@ class Prediction:
                 f"Unused: {names}{f' and {more} more' if more > 0 else ''} got no gradient. ddp sends zeros for them "
                 "and needs find_unused_parameters=True; requires_grad=False would spare both."
             )
-        if link.latency >= _LONG_HOP_SECONDS and not self.worker_seconds:
+        if link.latency >= _LONG_HOP_SECONDS:
             yield (
                 "Long hops: with a round trip of 20 ms, gloo's handshakes and TCP's windows were seen to make steps "
-                "about twice as long as the model says. Measure the link, with torchrun, rather than describe it."
+                "about twice as long as the model says."
             )
         contention = "; over gloo, the processor time that communication takes" if measured.device == "cpu" else ""
         yield f"Not modelled: links shared with others, losses of packets{contention}."
 
 
-def predict(
-    model: ModelProfile | MeasuredStep,
-    link: LinkModel,
-    *,
-    policies: Sequence[str] = (),
-    worker_seconds: Sequence[float] = (),
-) -> Prediction:
+def predict(model: ModelProfile | MeasuredStep, link: LinkModel) -> Prediction:
     """Say how long a step of a model takes on a network with each strategy.
 
     ``diloco`` exchanges all parameters at once, uncompressed, as often as adds 5% to the computation at most.
@@ -403,41 +372,29 @@ def predict(
     Args:
         model: The model, or a step of it that was measured.
         link: The network. Where it has parameter servers, there is one line more; all others reduce without.
-        policies: Scheduling policies to play beside ByteScheduler's own.
-        worker_seconds: Of a step on each worker, where several were measured.
 
     Raises:
-        OptionError: If there are less than two workers, there is no such policy, or it makes too many slices.
+        OptionError: If there are less than two workers.
     """
-    asked = check(link, policies)
+    check(link)
     measured = MeasuredStep(profile=model) if isinstance(model, ModelProfile) else model
-    return Prediction(
-        measured=measured,
-        link=link,
-        expectations=tuple(_expectations(measured, link, asked)),
-        worker_seconds=tuple(worker_seconds),
-    )
+    return Prediction(measured=measured, link=link, expectations=tuple(_expectations(measured, link)))
 
 
-def check(link: LinkModel, policies: Iterable[str]) -> list[SchedulingPolicy]:
+def check(link: LinkModel) -> None:
     """Refuse what there is nothing to predict of.
 
     Raises:
-        OptionError: If there are less than two workers, or there is no such policy.
+        OptionError: If there are less than two workers.
     """
     if link.workers < 2:
         raise OptionError("workers", link.workers, "2 or more: one worker has nobody to talk to")
-    return [policy_of(policy) for policy in policies]
 
 
-def _expectations(
-    measured: MeasuredStep, given: LinkModel, policies: Sequence[SchedulingPolicy]
-) -> Iterator[Expectation]:
+def _expectations(measured: MeasuredStep, given: LinkModel) -> Iterator[Expectation]:
     profile, link = measured.profile, given.without_servers
     yield _best(DDP, profile, link, [Schedule.ddp()])
     yield best_ddp(profile, link)
-    for policy in policies:
-        yield _best(policy.name, profile, link, [policy_schedule(profile, link, policy)])
     schedules = list(_schedules(measured, link))
     yield _scheduled(BYTESCHEDULER, measured, link, schedules[:1])
     yield _scheduled(BEST, measured, link, schedules)
@@ -489,25 +446,6 @@ def _schedules(measured: MeasuredStep, link: LinkModel) -> Iterator[Schedule]:
 def _waits_for_all(measured: MeasuredStep, link: LinkModel) -> bool:
     """With servers, what waits for the norm is taken to wait for all gradients."""
     return bool(measured.norm_needed_by) and link.architecture == "ps"
-
-
-def policy_schedule(profile: ModelProfile, link: LinkModel, policy: SchedulingPolicy) -> Schedule:
-    """A policy with the sizes that the strategy would choose by itself; see :func:`chosen_schedule`.
-
-    Raises:
-        OptionError: If the policy cuts the model into more slices than can be played in a moment.
-    """
-    chosen = chosen_schedule(profile, link)
-    schedule = Schedule.by_policy(
-        policy,
-        parameters=-(-profile.parameter_bytes // _WIDTH),
-        partition_bytes=chosen.partition_bytes or _WIDTH,
-        credit_bytes=chosen.credit_bytes or _WIDTH,
-        bucket_bytes=chosen.bucket_bytes,
-    )
-    if profile.parameter_bytes > _MOST_SLICES * (schedule.partition_bytes or 1):
-        raise OptionError("policy", policy.name, f"one that cuts this model into {_MOST_SLICES:,} slices at most")
-    return schedule
 
 
 def best_ddp(profile: ModelProfile, link: LinkModel) -> Expectation:
@@ -599,7 +537,3 @@ def _exchange_seconds(profile: ModelProfile, link: LinkModel) -> float:
 def _ms(seconds: float) -> str:
     """For example ``12.3 ms``."""
     return f"{seconds * 1e3:,.1f} ms"
-
-
-def _count(number: float) -> str:
-    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"

@@ -58,7 +58,7 @@ class LayerProfile:
         OptionError: Names the value that is not allowed.
     """
 
-    name: str
+    name: str = ""
     parameter_bytes: int
     forward_seconds: float
     backward_seconds: float
@@ -142,9 +142,7 @@ class ModelProfile:
         """
         try:
             kept = msgspec.json.decode(Path(file).read_bytes(), type=_Kept)
-            named = [(layer.name or f"layers[{index}]", layer) for index, layer in enumerate(kept.layers)]
-            layers = [LayerProfile(**{**msgspec.structs.asdict(layer), "name": name}) for name, layer in named]
-            return cls(name=kept.name or Path(file).stem, layers=tuple(layers))
+            return cls(name=kept.name or Path(file).stem, layers=tuple(kept.layers))
         except ValueError as error:
             raise OptionError("profile", os.fspath(file), f"a JSON file of a profile: {error}".rstrip(".")) from error
 
@@ -157,19 +155,10 @@ class ModelProfile:
         Path(file).write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
 
 
-class _KeptLayer(msgspec.Struct, forbid_unknown_fields=True):
-    """A layer in a file."""
-
-    parameter_bytes: int
-    forward_seconds: float
-    backward_seconds: float
-    name: str = ""
-
-
 class _Kept(msgspec.Struct):
     """A profile in a file, which may hold more."""
 
-    layers: list[_KeptLayer]
+    layers: list[LayerProfile]
     name: str = ""
 
 

@@ -31,8 +31,6 @@ _SIZE = re.compile(rf"{_NUMBER}\s*(?P<prefix>[kmgbt])?(?P<binary>i)?\s*(?P<unit>
 _PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _FRACTIONS = {"": 1.0, "n": 1e-9, "u": 1e-6, "µ": 1e-6, "μ": 1e-6, "m": 1e-3, "micro": 1e-6, "milli": 1e-3}
-_INFINIBAND = {"fdr": 54.5e9, "edr": 100e9, "hdr100": 100e9, "hdr": 200e9, "ndr200": 200e9, "ndr": 400e9, "xdr": 800e9}
-"""Bits per second of four lanes, or of as many as the name says."""
 _LEAST_BARE_BITS = 1e6  # who writes a smaller number without a unit means megabits or gigabits
 _WIDTH = 4  # bytes of a parameter
 
@@ -50,7 +48,7 @@ def require_rate(option: str, value: object) -> float:
     if not isinstance(value, str):
         return require_positive(option, value, of="bytes per second")
     text = value.strip()
-    bits = _INFINIBAND.get(text.lower(), 0.0)
+    bits = 0.0
     if found := _ETHERNET.fullmatch(text):
         bits = float(found["number"]) * _PREFIXES[found["prefix"].lower()]
     elif found := _RATE.fullmatch(text):

@@ -23,7 +23,6 @@ from dataclasses import dataclass
 
 from lightning_bytescheduler.checks import require_bool, require_one_of, require_whole
 from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.scheduler.options import SchedulingPolicy
 from lightning_bytescheduler.simulation.bounds import norm_seconds, require_all_reduce
 from lightning_bytescheduler.simulation.link import LinkModel
 from lightning_bytescheduler.simulation.profiles import ModelProfile
@@ -35,7 +34,6 @@ _DDP_FIRST_BUCKET_BYTES = 1024 * 1024
 ORDERS = ("fifo", "priority")
 """As the gradients come, or what the next forward pass needs first."""
 
-_WIDTH = 4  # bytes of a parameter
 _REDUCE, _GATHER = 0, 1  # which of a piece's two passages, with clipping; reductions go first
 _FACT, _DECISION = 0, 1  # at one moment, what happened goes before what is decided on it
 
@@ -136,34 +134,6 @@ class Schedule:
             partition_bytes=partition_bytes,
             credit_bytes=1 if credit_bytes is None else credit_bytes,
             clipping=clipping,
-        )
-
-    @classmethod
-    def by_policy(
-        cls,
-        policy: SchedulingPolicy,
-        *,
-        parameters: int,
-        partition_bytes: int,
-        credit_bytes: int,
-        bucket_bytes: int | None = None,
-    ) -> Schedule:
-        """A scheduling policy, with its own sizes where it has any.
-
-        Args:
-            policy: Which one.
-            parameters: Of the model, of 4 bytes each.
-            partition_bytes: Largest piece, where the policy leaves that to the link.
-            credit_bytes: The window, where the policy leaves that to the link.
-            bucket_bytes: See the class.
-        """
-        own = policy.own_partition_size(max(parameters, 1))
-        credit_bytes = credit_bytes if own is None else own * _WIDTH
-        return cls(
-            order="priority" if policy.by_first_use else "fifo",
-            bucket_bytes=bucket_bytes,
-            partition_bytes=partition_bytes if own is None else own * _WIDTH,
-            credit_bytes=1 if policy.one_at_a_time else credit_bytes,
         )
 
     def buckets(self, profile: ModelProfile) -> tuple[Bucket, ...]:
