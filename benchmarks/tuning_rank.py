@@ -12,6 +12,7 @@ import os
 import sys
 import time
 import warnings
+from dataclasses import asdict
 from typing import Any
 from unittest.mock import patch
 
@@ -112,7 +113,7 @@ def run(fit: dict[str, Any], model: L.LightningModule, tuner: Timed, known: dict
     result: dict[str, Any] = {"fit": fit, "seconds": seconds}
     if fit["kind"] == "tuned":
         result["steps"] = [[_plain(point), seconds] for point, seconds in tuner.steps[first_step:]]
-        result["entries"] = [entry.state_dict() for entry in tuner.entries]
+        result["entries"] = [asdict(entry) for entry in tuner.entries]
         result["start"] = _plain(tuner.start)
         result["settled"] = tuner.is_settled
         if tuner.start is not None:

@@ -130,7 +130,7 @@ def test_an_error_about_a_name_with_a_newline_is_one_line_too(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "a\nb").touch()
-    assert "not valid JSON" in fails(["timeline", str(tmp_path / "a\nb")], capsys)
+    assert "not a JSON object" in fails(["timeline", str(tmp_path / "a\nb")], capsys)
 
 
 def test_a_picture_without_matplotlib_names_the_extra(
@@ -297,9 +297,9 @@ def test_what_was_written_is_said(run: Path, capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("out", "reason"),
     [
-        ("missing/a.png", "a file in a folder that is there; "),
-        ("", "the name of a file, not of a folder"),
-        (".", "the name of a file, not of a folder"),
+        ("/dev/null/a.png", "a file in a folder, and '/dev/null' is none"),
+        ("", "a file path"),
+        (".", "a file path, and that is a folder"),
         ("a", "a file name with one of the suffixes"),
         ("a.json", "a file name with one of the suffixes"),
     ],
@@ -370,7 +370,7 @@ try:
     main(sys.argv[1:])
 except SystemExit:
     pass
-heavy = {"torch", "lightning", "pytorch_lightning", "numpy", "scipy", "sklearn", "matplotlib", "bayes_opt", "fsspec"}
+heavy = {"torch", "lightning", "pytorch_lightning", "numpy", "scipy", "sklearn", "matplotlib", "fsspec"}
 print("imported:", sorted(heavy & set(sys.modules)), len(sys.modules))
 """
 

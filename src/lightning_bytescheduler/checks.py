@@ -74,15 +74,25 @@ GONE: dict[str, dict[str, str]] = {
         "--standby": "Have what runs the coordinator start it again: it goes on from --state, and workers wait for it.",
         "--state-lease-s": "A second coordinator on the same --state is refused while the first lives.",
     },
-    "LinkModel": {"spare_servers": "It is servers, with architecture='ps', as of the strategy."},
+    "LinkModel": {
+        "algorithm": "An all-reduce goes around a ring; servers are an architecture, architecture='ps'.",
+        "idle_share": "Links to spare servers wait for each other for the share of the time that was measured.",
+        "spare_servers": "It is servers, with architecture='ps', as of the strategy.",
+    },
     "lightning_bytescheduler": {
         "Advice": "It is called Prediction, and predict() returns it.",
         "SliceCoordinator": "A SliceDataModule reports and logs its steps by itself.",
         "SliceDataset": "The loaders of a SliceDataModule work in a loop of your own too, after setup('fit').",
     },
+    "predict": {
+        **dict.fromkeys(("--messages", "--overhead"), "LinkModel(messages_in_flight=..., overhead=...) has them."),
+        "--algorithm": "An all-reduce goes around a ring; servers are an architecture, --architecture ps.",
+        "--idle": "Links to spare servers wait for each other for the share of the time that was measured.",
+        "--policy": "'make bench' measures policies beside each other.",
+    },
+    "check": {"--report": "What is printed is the report: '> check.txt' keeps it."},
     "timeline": {"FILES": "Give one worker's file. The command rounds draws all workers of a DiLoCo training."},
     "": {
-        "algorithm=push_pull": "Servers are an architecture: architecture='ps', with servers=k spare machines.",
         **dict.fromkeys(["architecture=all_reduce", "architecture=all-reduce"], "It is called 'allreduce'."),
         **dict.fromkeys(["architecture=push_pull", "architecture=parameter_server"], "It is called 'ps'."),
         "late=aligned": "Use 'discount', which counts a late update by how late it is.",
@@ -329,25 +339,6 @@ def require_suffix(option: str, value: str | os.PathLike[str], suffixes: Iterabl
     return path
 
 
-def require_output(option: str, value: str | os.PathLike[str]) -> Path:
-    """Return ``value`` as a path if a file can be written there, so that nobody computes for nothing.
-
-    Raises:
-        OptionError: If its folder is missing or read-only, or it is a folder itself; names ``option``.
-    """
-    path, folder, allowed = Path(value), Path(value).parent, ""
-    if not os.fspath(value) or path.is_dir():
-        allowed = "the name of a file, not of a folder"
-    elif not folder.is_dir():
-        kind = "is no folder" if folder.exists() else "does not exist"
-        allowed = f"a file in a folder that is there; {os.fspath(folder)!r} {kind}"
-    elif not os.access(path if path.exists() else folder, os.W_OK):
-        allowed = "a file that may be written; its permissions forbid it"
-    if allowed:
-        raise OptionError(option, os.fspath(value), allowed)
-    return path
-
-
 def records_in(run: str | os.PathLike[str], name: str) -> list[Path]:
     """Find what a run has recorded, the newest first: in a folder, or below it as loggers number their versions.
 
@@ -483,16 +474,9 @@ def unknown_variables(environ: Mapping[str, str]) -> list[str]:
     for name in sorted(environ):
         ours = name.startswith(_PREFIX) or name.upper().replace("_", "").startswith(_LOOKS_LIKE_OURS)
         if ours and name not in known:
-            hint = did_you_mean(name, known) if name.startswith(_PREFIX) else _respelt(name, known)
+            hint = did_you_mean(name, known)
             sentences.append(f"The environment variable {name} has no meaning here. {hint}".rstrip())
     return sentences
-
-
-def _respelt(name: str, known: Collection[str]) -> str:
-    """The question for a variable whose prefix is wrong too: the closest one, as letters alone."""
-    by_letters = {one.replace("_", ""): one for one in known}
-    close = difflib.get_close_matches(name.upper().replace("_", ""), by_letters, n=1)
-    return f"Did you mean {by_letters[close[0]]!r}?" if close else ""
 
 
 def _number(text: str) -> int | float:

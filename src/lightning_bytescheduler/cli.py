@@ -13,15 +13,14 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from lightning_bytescheduler.__about__ import __version__
-from lightning_bytescheduler.checks import closest, gone, importing, records_in, require_output, require_suffix
+from lightning_bytescheduler.checks import closest, gone, importing, records_in, require_new_file, require_suffix
 from lightning_bytescheduler.exceptions import ByteSchedulerError, OptionError
 
 __all__ = ["main"]
@@ -32,7 +31,7 @@ _INTERRUPTED = 130  # as a shell says of what Ctrl+C ended
 _BROKEN_PIPE = 141
 _OTHERS_NAMED = 5
 _WIDEST = 100  # columns that are still easy to read
-_OUTPUTS = ("png", "json", "report")
+_OUTPUTS = ("png", "json")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,8 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         and ``slices verify`` for a slice that is not what it should be; 130 after Ctrl+C.
     """
     try:
-        with _flushed():
+        try:
             return _run(sys.argv[1:] if argv is None else list(argv))
+        finally:
+            _flush()
     except BrokenPipeError:
         return _BROKEN_PIPE  # who reads, such as `head`, has enough
     except KeyboardInterrupt:
@@ -92,35 +93,16 @@ def _words_of(error: Exception) -> str:
     return str(error)
 
 
-@contextmanager
-def _flushed() -> Iterator[None]:
+def _flush() -> None:
     """What was printed is written in here, so that a full disk or a closed pipe is no error at the exit of Python."""
-    try:
-        try:
-            yield
-        finally:
-            if sys.stdout is not None:
-                sys.stdout.flush()
-    except OSError as error:
-        if _is_of_stdout(error):
-            _discard_stdout()
-        raise
-
-
-def _is_of_stdout(error: OSError) -> bool:
-    if isinstance(error, BrokenPipeError):
-        return True
+    if sys.stdout is None:
+        return
     try:
         sys.stdout.flush()
     except OSError:
-        return True
-    return False
-
-
-def _discard_stdout() -> None:
-    """Python flushes once more as it exits; that goes nowhere."""
-    with open(os.devnull, "w", encoding="utf-8") as nowhere:
-        os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        with open(os.devnull, "w", encoding="utf-8") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())  # Python flushes once more as it exits
+        raise
 
 
 class _UsageError(Exception):
@@ -211,7 +193,7 @@ class _Outputs:
             value = getattr(options, name, None)
             if value is None:
                 continue
-            path = require_output(f"--{name}", value)
+            path = Path(require_new_file(f"--{name}", value))
             if name == "png":
                 _require_picture(path)
             if path in self._there:
@@ -250,21 +232,17 @@ def _predict(options: argparse.Namespace) -> int:
     from lightning_bytescheduler.predicting.command import predicted
 
     outputs = _Outputs(options)
-    prediction = predicted(options)
-    if prediction is not None:
-        for line in str(prediction).splitlines():
-            print(_wrapped(line))
-        outputs.say()
+    for line in str(predicted(options)).splitlines():
+        print(_wrapped(line))
+    outputs.say()
     return 0
 
 
 def _check(options: argparse.Namespace) -> int:
     from lightning_bytescheduler.checking.command import report_for
 
-    outputs = _Outputs(options)
     report = report_for(options)
     print(report.text())
-    outputs.say()
     return report.exit_code
 
 
@@ -307,8 +285,7 @@ class _Command(NamedTuple):
 _PREDICT = _Command(
     "say how long a step of a network, or of your model, takes on a link",
     "Say how long a training step would take on a link, with ddp, bytescheduler and others: of a known network "
-    "(--profile), or of your own module, of which a few steps are taken on a copy and on one device. Without "
-    "--bandwidth the link is measured: start one process on each machine, with torchrun.",
+    "(--profile), or of your own module, of which a few steps are taken on a copy and on one device.",
     "train.py:Model --workers 4 --bandwidth 10Gbit/s --latency 50us --png plan.png",
     "predicting.command",
     _predict,

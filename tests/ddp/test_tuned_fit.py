@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import logging
 import math
 from pathlib import Path
@@ -39,11 +38,6 @@ def test_default_on(two_ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureF
     partitions = {entry.partition_size for entry in record if entry.partition_size}
     assert partitions == {zero.points[0][1]}, "partitions are not tuned by default"
     assert one.entries == ()
-    with (tmp_path / "metrics.csv").open() as stream:
-        rows = [row for row in csv.DictReader(stream) if row.get("bytescheduler/trial_step_ms")]
-    assert len(rows) == len(record)
-    assert [float(row["bytescheduler/trial_credit"]) for row in rows[:2]] == [zero.points[0][0], 0]
-    assert all(float(row["bytescheduler/best_step_ms"]) > 0 for row in rows)
     assert not [name for name in zero.metrics if name.startswith("bytescheduler")], "nothing in the progress bar"
     assert zero.said[0].startswith("bytescheduler: 2 ranks, all-reduce at ")
     assert "Steps overlap, because the link is slow for this model" in zero.said[0]
@@ -107,7 +101,7 @@ def settled(two_ranks: RankPool, folder: Path) -> Seen:
 def test_resumed(two_ranks: RankPool, tmp_path: Path) -> None:
     before = settled(two_ranks, tmp_path)
     state = torch.load(tmp_path / "late.ckpt", weights_only=True)["bytescheduler_tuning"]
-    chosen = tuple(size or 0 for size in state["current"])
+    chosen = tuple(size or 0 for size in state["current"].values())
     assert before.points[-1] == chosen
 
     zero, one = two_ranks.run(tuned_fit, steps=170, tuner=HASTY, options=SIZED, resume=str(tmp_path / "late.ckpt"))
@@ -118,7 +112,7 @@ def test_resumed(two_ranks: RankPool, tmp_path: Path) -> None:
     zero, one = two_ranks.run(tuned_fit, steps=150, tuner=HASTY, options=SIZED, resume=str(tmp_path / "early.ckpt"))
     assert zero.points == one.points
     assert zero.is_settled[-1]
-    known = torch.load(tmp_path / "early.ckpt", weights_only=True)["bytescheduler_tuning"]["exploration"]["trials"]
+    known = torch.load(tmp_path / "early.ckpt", weights_only=True)["bytescheduler_tuning"]["trials"]
     assert len(known) + sum(entry.is_trial for entry in zero.entries) == HASTY["trials"]
 
 

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -82,35 +80,6 @@ def test_outside_of_a_fit() -> None:
     tuner.stop()
 
 
-def _threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("bytescheduler-tuner")]
-
-
-def test_the_thread_ends_with_stop() -> None:
-    tuner = CreditTuner()
-    future = tuner._submit(lambda: 3)
-    assert future.result(5) == 3
-    assert _threads() == ["bytescheduler-tuner_0"]
-    tuner.stop()
-    tuner.stop()
-    assert _threads() == []
-    assert tuner._submit(lambda: 4).result(5) == 4, "and begins again with the next fit"
-    tuner.stop()
-
-
-def test_stop_waits_a_bounded_time_for_a_computation_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(credit_tuner, "_STOP_S", 0.2)
-    tuner = CreditTuner()
-    release = threading.Event()
-    tuner._submit(lambda: release.wait(20))
-    queued = tuner._submit(lambda: 5)
-    started = time.monotonic()
-    tuner.stop()
-    assert time.monotonic() - started < 10
-    assert queued.cancelled()
-    release.set()
-
-
 def entry(kind: str, ms: float, *, credit: int | None = 4000, outcome: str = "measured", search: int = 0) -> TrialEntry:
     return TrialEntry(
         search=search,
@@ -168,13 +137,12 @@ def test_what_it_has_come_to_so_far(entries: tuple[TrialEntry, ...], words: str)
 
 
 def test_what_is_decided_is_told_once_and_trials_are_not() -> None:
-    trainer: Any = SimpleNamespace(loggers=[], barebones=True)
     tuner = CreditTuner(trials=3)
     chosen, drift, failed = entry("chosen", 34.9, credit=None), entry("drift", 70.0, credit=None), entry("failed", 34.9)
     tuner._tuning = SimpleNamespace(entries=(START, DDP, chosen, drift, failed))  # type: ignore[assignment]
     with said() as lines:
         for one in (START, DDP, chosen, drift, failed):
-            tuner._tell(one, trainer)
+            tuner._tell(one)
     assert lines == [
         "bytescheduler: tuning is done: synchronised steps are fastest (34.9 ms against 37.2 ms overlapped), after 2 "
         "trials.",

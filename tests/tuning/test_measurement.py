@@ -54,9 +54,8 @@ def test_what_is_alike_is_rarely_called_slower() -> None:
 
 def test_a_turn_counts_what_settling_loses_but_no_more_than_it_can_explain() -> None:
     turn = Turn(settle=1)
-    assert not turn.step_took(2.0, counts=True)
-    assert all(turn.step_took(0.4, counts=True) for _ in range(10))
-    assert not turn.step_took(99.0, counts=False)
+    assert not turn.step_took(2.0)
+    assert all(turn.step_took(0.4) for _ in range(10))
     assert turn.samples == [0.4] * 10
     assert turn.lost(0.3) == pytest.approx(1.7 + 1.0)
     assert turn.lost(0.3, before_seconds=0.3) == pytest.approx(0.4 + 1.0), "0.3 and 0.4 may share a step"
@@ -65,13 +64,13 @@ def test_a_turn_counts_what_settling_loses_but_no_more_than_it_can_explain() -> 
 
 def test_one_disturbed_step_is_no_reason_to_leave() -> None:
     turn = Turn(settle=1)
-    turn.step_took(5.0, counts=True)
+    turn.step_took(5.0)
     assert turn.loses_each_step(0.3) == 0.0
-    turn.step_took(0.3, counts=True)
+    turn.step_took(0.3)
     assert turn.loses_each_step(0.3) == 0.0
     slow = Turn(settle=1)
-    slow.step_took(5.0, counts=True)
-    slow.step_took(4.0, counts=True)
+    slow.step_took(5.0)
+    slow.step_took(4.0)
     assert slow.loses_each_step(0.3) == pytest.approx(3.7)
 
 

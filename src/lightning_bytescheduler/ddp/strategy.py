@@ -217,7 +217,7 @@ class ByteSchedulerStrategy(RankStrategy):
         self._hooks: SchedulerHooks | None = None
         self._sigterm: SigtermForAll | None = None
         self._fit = ExitStack()  # what lasts as long as one
-        self._tuning = FitTuning(self._options, log_metrics=log_metrics, timeout=timeout)
+        self._tuning = FitTuning(self._options, timeout=timeout)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,

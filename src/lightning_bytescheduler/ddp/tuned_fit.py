@@ -218,13 +218,11 @@ class FitTuning:
 
     Args:
         options: This rank's; rank 0's count.
-        log_metrics: Whether trials are logged.
         timeout: Longest wait for another rank.
     """
 
-    def __init__(self, options: SchedulerOptions, *, log_metrics: bool, timeout: timedelta | None) -> None:
+    def __init__(self, options: SchedulerOptions, *, timeout: timedelta | None) -> None:
         self._options = options
-        self._log_metrics = log_metrics
         self._timeout = timeout
         self._own: CreditTuner | None = None  # what it knows outlives a fit
         self._tuner: CreditTuner | None = None  # the user's, or this one, while there is a fit
@@ -364,7 +362,6 @@ class FitTuning:
             given=given,
             plain_ddp=self._options.mode == "auto",
             folder=folder,
-            log_metrics=self._log_metrics,
         )
 
 

@@ -1,20 +1,16 @@
-"""Tunes credit and partition size while ``fit`` runs, on rank 0: times steps, tells loggers, keeps the record.
+"""Tunes credit and partition size while ``fit`` runs, on rank 0: times steps, and keeps the record.
 
-What it decides comes into force on all ranks before the same step (``ddp/tuned_fit.py``).
-
-Threads: one, ``bytescheduler-tuner``, which computes what the search proposes, so that no step waits for it; owned by
-the callback and ended by `CreditTuner.stop` within a bound. What it needs is imported before: data loaders fork, and a
-child of a process that is importing on another thread can wait for that import for good.
+What it decides comes into force on all ranks before the same step (``ddp/tuned_fit.py``). Some of its steps, a dozen or
+so, wait ten milliseconds for what the search proposes; what that needs is imported before the fit.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from lightning_bytescheduler.checks import options_by_name, require_new_file, require_whole
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
@@ -32,11 +28,6 @@ STATE_KEY = "bytescheduler_tuning"
 is used without it, such as with DDP."""
 
 _LEAD = 2  # steps: decided before one step, told to the other ranks during it, in force before the second
-_STOP_S = 10.0  # a proposal takes milliseconds
-_ALIKE_AFTER = 50  # steps in a row with something in them that usually does not count
-_RARE = 5  # where metrics are logged in more than every fifth step, they are part of what a step takes
-
-_T = TypeVar("_T")
 
 
 @options_by_name
@@ -46,13 +37,7 @@ class CreditTuner(pl.Callback):
     ``ByteSchedulerStrategy`` brings one along unless tuning is switched off. Add one to the Trainer's callbacks to set
     its limits. What is tuned is said by the strategy's ``tuning``.
 
-    Steps with a validation, a checkpoint, the beginning or end of an epoch or (where that is rare) logging in them do
-    not count.
-
-    Each trial is logged to the Trainer's loggers, unless the strategy has
-    ``log_metrics=False``: ``bytescheduler/trial_credit`` and ``bytescheduler/trial_partition_size`` in parameters, both
-    0 where steps were taken as DDP takes them; ``bytescheduler/trial_step_ms``; and ``bytescheduler/best_step_ms``, the
-    best of the search so far.
+    Step times are medians: a step with a validation, a checkpoint or the end of an epoch in it moves them little.
 
     Args:
         trials: Points that a search tries at most, the one in force and plain DDP among them; at least 2.
@@ -93,17 +78,12 @@ class CreditTuner(pl.Callback):
         )
         self._record_option = record
         self._record: Path | None = None
-        self._log_metrics = True
         self._tuning: CreditTuning | None = None
         self._state: dict[str, Any] | None = None  # to go on from
         self._is_open = False  # between begin and stop
         self._plain_ddp = False
         self._told = 0  # entries
-        self._counts = True
-        self._disturbed_in_a_row = 0
         self._in_force_from = 0  # the step that was named last
-        self._executor: ThreadPoolExecutor | None = None
-        self._computed: list[Future[Any]] = []  # by the executor, now or soon
 
     # What the strategy calls, on rank 0.
 
@@ -117,7 +97,6 @@ class CreditTuner(pl.Callback):
         given: Collection[str],
         plain_ddp: bool,
         folder: str | None,
-        log_metrics: bool,
     ) -> TuningPoint:
         """Begin a fit, from a checkpoint's state or the last fit's if there is one.
 
@@ -129,7 +108,6 @@ class CreditTuner(pl.Callback):
             given: Of ``"credits"`` and ``"partitions"``, what was chosen by hand.
             plain_ddp: Whether steps as DDP's are among the candidates.
             folder: Of the record, unless the user has named a file.
-            log_metrics: Whether loggers are told.
 
         Returns:
             What to put in force before the first step.
@@ -137,10 +115,8 @@ class CreditTuner(pl.Callback):
         self.stop()
         file = self._record_option or (None if folder is None else os.path.join(folder, RECORD_NAME))
         self._record = None if file is None else Path(file)
-        self._log_metrics = log_metrics
         self._told = self._in_force_from = 0
         prepare()
-        self._counts = True
         self._plain_ddp = plain_ddp
 
         def made(space: SearchSpace) -> CreditTuning:
@@ -153,7 +129,6 @@ class CreditTuner(pl.Callback):
                 identity=identity,
                 guesses=[guess for guess in guesses if guess in space],
                 options=replace(self._options, plain_ddp=plain_ddp),
-                submit=self._submit,
             )
 
         state, self._state = self._state, None
@@ -218,28 +193,14 @@ class CreditTuner(pl.Callback):
             seconds: Of this rank's clock.
             as_decided: Whether it was taken at `current`.
         """
-        counts, self._counts = self._counts, True
-        # Where every step has a validation or a checkpoint in it, steps are alike, and to wait for others were in vain.
-        self._disturbed_in_a_row = 0 if counts else self._disturbed_in_a_row + 1
-        counts = counts or self._disturbed_in_a_row > _ALIKE_AFTER
-        if not all(future.done() for future in self._computed):
-            counts = False  # it competes with the step for this process
         # Exchanges are rare while nothing is tried, so the first decision after that comes into force late.
         if as_decided or step < self._in_force_from:
-            decision = self._begun.step_took(step, seconds, counts=counts)
+            decision = self._begun.step_took(step, seconds)
             if decision is not None:
                 self._in_force_from = decision.step
 
     def stop(self) -> None:
-        """End the thread and complete the record; what is known is kept for the next fit. Idempotent."""
-        executor, self._executor = self._executor, None
-        if executor is not None:
-            executor.shutdown(wait=False, cancel_futures=True)
-            # Not for what was just called off: it is done, though `wait` would not know.
-            wait([future for future in self._computed if not future.done()], timeout=_STOP_S)
-            if all(future.done() for future in self._computed):
-                executor.shutdown(wait=True)  # the thread has nothing left to do
-        self._computed = []
+        """Complete the record; what is known is kept for the next fit. Idempotent."""
         if self._is_open:
             self._is_open = False
             self._state = self._state_dict()
@@ -247,13 +208,6 @@ class CreditTuner(pl.Callback):
 
     def _state_dict(self) -> dict[str, Any]:
         return {**self._begun.state_dict(), "plain_ddp": self._plain_ddp}
-
-    def _submit(self, compute: Callable[[], _T]) -> Future[_T]:
-        if self._executor is None:
-            self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bytescheduler-tuner")
-        future = self._executor.submit(compute)
-        self._computed = [*(given for given in self._computed if not given.done()), future]
-        return future
 
     # Lightning's hooks.
 
@@ -286,32 +240,16 @@ class CreditTuner(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log what was tried."""
-        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector
-        if every >= _RARE and trainer.global_step % every == 0:
-            self._counts = False
+        """Write down what was tried."""
         new = self._new_entries()
         self._write(new)
         for entry in new:
-            self._tell(entry, trainer)
-
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """A step with a validation in it does not count."""
-        self._counts = False
-
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Nor does one with a change of epochs in it."""
-        self._counts = False
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Nor does one with a change of epochs in it."""
-        self._counts = False
+            self._tell(entry)
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Nor does one with a checkpoint in it; what is known goes into that."""
-        self._counts = False
+        """What is known goes into it."""
         if self._is_open:
             checkpoint[STATE_KEY] = self._state_dict()
         elif self._state is not None:
@@ -333,15 +271,13 @@ class CreditTuner(pl.Callback):
     def _write(self, entries: tuple[TrialEntry, ...]) -> None:
         if not entries or self._record is None:
             return
-        self._counts = False
         try:
             append_entries(self._record, entries)
         except OSError as error:
             rank_zero_warn(f"The record of the tuning is no longer written, as {self._record} failed: {error}")
             self._record = None
 
-    def _tell(self, entry: TrialEntry, trainer: pl.Trainer) -> None:
-        best = _best_so_far(self.entries, entry)
+    def _tell(self, entry: TrialEntry) -> None:
         if entry.kind == "chosen":
             rank_zero_info(f"bytescheduler: tuning is done: {_standing(self.entries, self._options.trials)}.")
         elif entry.kind == "drift":
@@ -350,18 +286,6 @@ class CreditTuner(pl.Callback):
             )
         elif entry.kind == "failed":
             rank_zero_info(f"bytescheduler: no more is tried, as no next point could be computed ({entry.note}).")
-        if not self._log_metrics or trainer.barebones:
-            return
-        self._counts = False
-        metrics = {
-            "bytescheduler/trial_credit": float(entry.credit or 0),
-            "bytescheduler/trial_partition_size": float(entry.partition_size or 0),
-            "bytescheduler/trial_step_ms": 1e3 * entry.step_seconds,
-            "bytescheduler/best_step_ms": 1e3 * best,
-        }
-        # Not by pl_module.log: it keeps the last values until metrics are due, and a trial would be missed.
-        for logger in trainer.loggers:
-            logger.log_metrics(metrics, step=trainer.global_step)
 
 
 def _standing(entries: tuple[TrialEntry, ...], most: int) -> str:
@@ -389,14 +313,3 @@ def _standing(entries: tuple[TrialEntry, ...], most: int) -> str:
     if chosen:
         return f"{words}, after {len(trials)} trial{'s' * (len(trials) > 1)}"
     return f"{words}; {'trials are used up' if len(trials) >= most else f'{len(trials)} of {most} trials made'}"
-
-
-def _best_so_far(entries: tuple[TrialEntry, ...], last: TrialEntry) -> float:
-    """Seconds of the fastest trial of the search that ``last`` belongs to, up to it."""
-    seconds = [last.step_seconds]
-    for entry in entries:
-        if entry.search == last.search and entry.is_trial and entry.outcome == "measured":
-            seconds.append(entry.step_seconds)
-        if entry is last:
-            break
-    return min(seconds if last.is_trial else seconds[1:] or seconds)

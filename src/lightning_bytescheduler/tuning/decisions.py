@@ -14,50 +14,45 @@ A search is four things, one after the other.
 1. *Exploration*: the point in force is measured, then plain DDP, guesses from outside, and points that the search
    proposes, until the trials are used up or nothing promises enough. A trial ends when its step time is known precisely
    enough, when it is clearly slower than the best, or when it costs too much. While there is nothing affordable to
-   try, or a proposal is being computed elsewhere, training goes on with the best point.
+   try, training goes on with the best point.
 2. *Confirmation*: the best few are measured again in turns.
 3. *Settled*: the winner stays in force. Steps are watched.
 4. When the step time has drifted for good, the next search starts from the point in force; not before the last one
    began so many steps ago that both together stay within what may be lost.
 
-Pure: no clock, no randomness, no communication, and no thread of its own. The same step times give the same decisions,
-also through `state_dict` and `load_state_dict` at any step.
+Pure: no clock, no randomness, no communication, and no thread of its own. The same step times give the same decisions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
-from lightning_bytescheduler.checks import require_not_negative, require_positive, require_whole
+from lightning_bytescheduler.checks import require_positive, require_whole
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.tuning.exploration import (
     TURN_STEPS,
     Confirmation,
     DriftDetector,
     Exploration,
-    Submit,
     TimeBudget,
 )
-from lightning_bytescheduler.tuning.record import KINDS, StepTimeEstimate, TrialEntry, TuningIdentity, is_clearly_slower
+from lightning_bytescheduler.tuning.record import StepTimeEstimate, TrialEntry, TuningIdentity, is_clearly_slower
 from lightning_bytescheduler.tuning.search import TuningOptions
 from lightning_bytescheduler.tuning.search_space import PLAIN_DDP, SearchSpace, TuningPoint
 
 __all__ = ["CreditTuning", "TuningDecision"]
 
-_VERSION = 1
-_PLAIN = ("_steps", "_search", "_before", "_phase", "_kind")
-_PHASES = ("trial", "waiting", "confirming", "settled")
 _LEAST_STEPS = 8  # measured steps of a trial that is not abandoned
 _WATCHED = 20  # last steps that are kept while nothing is tried; a training is long
 _FIRST_LEAST_STEPS = 20  # of the first trial: it costs nothing, and the others are compared with it
 
 
 class Turn:
-    """Steps at one point, one after the other: gathers those that count, and says what they lose.
+    """Steps at one point, one after the other: gathers them, and says what they lose.
 
     Args:
         settle: First steps that are not part of the measurement. Their loss is a loss all the same.
@@ -68,23 +63,21 @@ class Turn:
         self._settling: list[float] = []
         self.samples: list[float] = []
 
-    def step_took(self, seconds: float, *, counts: bool) -> bool:
-        """Take down a step, and return whether it is measured. One that does not count still lets the change settle."""
+    def step_took(self, seconds: float) -> bool:
+        """Take down a step, and return whether it is measured."""
         if self._settle:
             self._settle -= 1
-            if counts:
-                self._settling.append(seconds)
+            self._settling.append(seconds)
             return False
-        if counts:
-            self.samples.append(seconds)
-        return counts
+        self.samples.append(seconds)
+        return True
 
     def time(self, *, usual_noise: float = 0.0) -> StepTimeEstimate | None:
         """The step time as far as it is known."""
         return StepTimeEstimate.of(self.samples, usual_noise=usual_noise) if self.samples else None
 
     def lost(self, best_seconds: float, *, before_seconds: float | None = None) -> float:
-        """Seconds lost against steps of ``best_seconds``; disturbed steps are taken to be like the others.
+        """Seconds lost against steps of ``best_seconds``.
 
         Args:
             best_seconds: The best step time that is known.
@@ -110,18 +103,6 @@ class Turn:
         few = self.samples if len(self.samples) > 2 else [*self._settling, *self.samples]
         return StepTimeEstimate.of(few).seconds if few else None
 
-    def state_dict(self) -> dict[str, Any]:
-        """Plain types."""
-        return {"settle": self._settle, "settling": list(self._settling), "samples": list(self.samples)}
-
-    @classmethod
-    def from_state_dict(cls, state: dict[str, Any]) -> Turn:
-        """Go on from ``state_dict()``."""
-        made = cls(settle=state["settle"])
-        made._settling = list(state["settling"])
-        made.samples = list(state["samples"])
-        return made
-
 
 @dataclass(frozen=True, slots=True)
 class TuningDecision:
@@ -145,8 +126,6 @@ class CreditTuning:
         identity: What the results hold for.
         guesses: Points to try before the search proposes its own, such as ``first_guesses`` makes.
         options: Limits.
-        submit: Computes proposals elsewhere, such as an executor's ``submit``; whoever owns the executor ends it. By
-            default they are computed in ``step_took``, in about ten milliseconds.
 
     Raises:
         OptionError: If ``start`` is plain DDP, a guess is outside the space, or partitions are not tuned and
@@ -161,7 +140,6 @@ class CreditTuning:
         identity: TuningIdentity,
         guesses: Sequence[TuningPoint] = (),
         options: TuningOptions | None = None,
-        submit: Submit | None = None,
     ) -> None:
         _, partition = start.sizes
         if not space.tunes_partitions and partition != space.partitions[0]:
@@ -174,7 +152,6 @@ class CreditTuning:
         self._guesses = tuple(guesses)
         self._identity = identity
         self._options = options or TuningOptions()
-        self._submit = submit
         self._entries: list[TrialEntry] = []
         self._last_step = -1
         self._warm_up_left = self._options.warm_up
@@ -201,13 +178,12 @@ class CreditTuning:
         """What this search has cost so far, against the best that was known."""
         return self._budget.lost
 
-    def step_took(self, step: int, seconds: float, *, counts: bool = True) -> TuningDecision | None:
+    def step_took(self, step: int, seconds: float) -> TuningDecision | None:
         """Take down how long a step took.
 
         Args:
             step: Its number; larger than the one before.
             seconds: From the start of this step to the start of the next.
-            counts: False for a step with an evaluation, a checkpoint or the like in it.
 
         Returns:
             What to put in force on all ranks, or ``None`` to go on as it is.
@@ -223,10 +199,9 @@ class CreditTuning:
             return None
         self._steps += 1
         if step < self._in_force_from:
-            if counts:
-                self._lose(seconds)  # still at the point that the last decision left
+            self._lose(seconds)  # still at the point that the last decision left
             return None
-        measured = self._turn.step_took(seconds, counts=counts)
+        measured = self._turn.step_took(seconds)
         if self._phase == "trial":
             return self._end_trial() if self._trial_is_over() else None
         if self._phase == "confirming":
@@ -235,26 +210,28 @@ class CreditTuning:
 
     # Exploration.
 
-    def _begin_search(self, in_force: TuningPoint) -> None:
-        options = self._options
+    def _begin_search(self, in_force: TuningPoint, trials: Sequence[TrialEntry] = ()) -> None:
+        options, tried = self._options, {trial.point for trial in trials}
         wanted = [in_force, *([PLAIN_DDP] if options.plain_ddp else []), self._start, *self._guesses]
         self._steps = 0  # since the search began
         self._budget = TimeBudget(share=options.cost_share, first_steps=options.cost_steps)
         self._exploration = Exploration(
             self._space,
-            first=list(dict.fromkeys(wanted)),
+            first=[point for point in dict.fromkeys(wanted) if point not in tried],
+            trials=trials,
             budget=self._budget,
             options=options,
-            submit=self._submit,
         )
         self._confirmation: Confirmation | None = None
-        self._drift: DriftDetector | None = None
-        self._phase, self._kind = "trial", "start"
+        best = self._exploration.best
+        self._drift = None if best is None else DriftDetector(best.step_time)
+        self._phase, self._kind = "trial" if best is None else "waiting", "start"
         self._before: float | None = None  # step time at the point before
         self._current = in_force
         self._in_force_from = 0
         self._turn = Turn(settle=0)
-        self._exploration.plan(0)
+        if best is None:
+            self._exploration.plan(0)
 
     def _next_trial(self) -> TuningDecision | None:
         plan = self._exploration.plan(self._steps)
@@ -328,14 +305,19 @@ class CreditTuning:
         for point, time in again.items():
             self._enter("confirm", point, time)
         chosen = confirmation.winner()
-        # Not what was measured now: if the machine has changed since the trials, they are of no use, and this is how
-        # it comes out.
-        explored = next(entry.step_time for entry in self._exploration.contenders() if entry.point == chosen)
+        explored = self._settle(chosen)
         self._enter("chosen", chosen, again.get(chosen, explored))
+        return self._go_to(chosen)
+
+    def _settle(self, chosen: TuningPoint) -> StepTimeEstimate:
+        # Not what was measured again: if the machine has changed since the trials, they are of no use, and this is how
+        # it comes out.
+        trials = (entry for entry in self._exploration.trials if entry.point == chosen)
+        explored = min(trials, key=lambda entry: entry.step_seconds).step_time
         self._confirmation = None
         self._phase = "settled"
         self._drift = DriftDetector(explored)
-        return self._go_to(chosen)
+        return explored
 
     # Settled, or waiting.
 
@@ -383,7 +365,8 @@ class CreditTuning:
     def _lose(self, seconds: float) -> None:
         best = self._exploration.best
         if best is not None:
-            self._budget.lose(seconds - best.step_seconds)
+            longest = best.step_seconds + (self._before or 0.0)  # what is longer has something else in it
+            self._budget.lose(min(seconds, longest) - best.step_seconds)
 
     def _enter(
         self,
@@ -415,25 +398,26 @@ class CreditTuning:
     # Resume.
 
     def state_dict(self) -> dict[str, Any]:
-        """All that decisions depend on, as plain types: numbers, texts, lists and dictionaries."""
-        return {
-            "version": _VERSION,
-            "identity": self._identity.state_dict(),
-            "space": {"credits": list(self._space.credits), "partitions": list(self._space.partitions)},
-            **{name.lstrip("_"): getattr(self, name) for name in _PLAIN},
-            "current": [self._current.credit, self._current.partition_size],
-            "lost_seconds": self._budget.lost,
-            "exploration": self._exploration.state_dict(),
-            "turn": self._turn.state_dict(),
-            "confirmation": self._confirmation.state_dict() if self._confirmation is not None else None,
-            "drift": self._drift.state_dict() if self._drift is not None else None,
-        }
+        """What is known, as plain types: the trials that have ended, and the choice."""
+        best = self._exploration.best
+        kept = _State(
+            identity=self._identity,
+            space=self._space,
+            search=self._search,
+            steps=self._steps,
+            lost_seconds=self._budget.lost,
+            trials=self._exploration.trials,
+            settled=self.is_settled,
+            current=self._current if best is None or self.is_settled else best.point,
+        )
+        state: dict[str, Any] = msgspec.to_builtins(kept)
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> bool:
         """Go on where ``state_dict`` was called, if it was for the same model, workers and link, and the same space.
 
-        Put ``current`` in force before the next step; steps may be numbered anew from there. The first ones,
-        ``warm_up`` of this object's, do not count.
+        A trial or a turn that was under way begins anew. Put ``current`` in force before the next step; steps may be
+        numbered anew from there. The first ones, ``warm_up`` of this object's, do not count.
 
         Returns:
             Whether the state was used; if not, nothing was changed.
@@ -441,30 +425,31 @@ class CreditTuning:
         Raises:
             OptionError: If it is no state of this version's; nothing was changed.
         """
-        if not isinstance(state, dict) or state.get("version") != _VERSION:
-            raise OptionError("state", state, f"made by state_dict() with version {_VERSION}")
         try:
-            identity = TuningIdentity.from_state_dict(state["identity"])
-            space = SearchSpace(**{name: tuple(bounds) for name, bounds in state["space"].items()})
-            if not identity.matches(self._identity) or space != self._space:
-                return False
-            credit, partition = state["current"]
-            current = TuningPoint(credit=credit, partition_size=partition)
-            plain = {name: state[name.lstrip("_")] for name in _PLAIN}
-            if plain["_phase"] not in _PHASES or plain["_kind"] not in KINDS:
-                raise ValueError(f"phase {plain['_phase']!r}, kind {plain['_kind']!r}")
-            require_whole("steps", plain["_steps"], 0)
-            require_whole("search", plain["_search"], 0)
-            turn = Turn.from_state_dict(state["turn"])
-            confirmation = state["confirmation"] and Confirmation.from_state_dict(state["confirmation"])
-            drift = state["drift"] and DriftDetector.from_state_dict(state["drift"])
-            lost_seconds = require_not_negative("lost_seconds", state["lost_seconds"])
-            self._exploration.load_state_dict(state["exploration"])
-        except (KeyError, TypeError, ValueError, AttributeError, msgspec.ValidationError) as error:
-            raise OptionError("state", state, f"made by state_dict() ({type(error).__name__}: {error})") from error
-        for name, value in plain.items():
-            setattr(self, name, value)
-        self._current, self._turn, self._confirmation, self._drift = current, turn, confirmation, drift
-        self._budget.lost = lost_seconds
-        self._last_step, self._in_force_from = -1, 0
+            kept = msgspec.convert(state, _State)
+            if kept.settled and kept.current not in {trial.point for trial in kept.trials}:
+                raise ValueError("what was chosen was never tried")
+        except ValueError as error:
+            raise OptionError("state", state, f"made by state_dict() ({error})") from error
+        if not kept.identity.matches(self._identity) or kept.space != self._space:
+            return False
+        self._search = kept.search
+        self._begin_search(kept.current, kept.trials)
+        self._steps, self._budget.lost, self._last_step = kept.steps, kept.lost_seconds, -1
+        if kept.settled:
+            self._settle(kept.current)
         return True
+
+
+class _State(msgspec.Struct, kw_only=True):
+    """What a checkpoint has of a search."""
+
+    version: Literal[2] = 2
+    identity: TuningIdentity
+    space: SearchSpace
+    search: Annotated[int, msgspec.Meta(ge=0)]
+    steps: Annotated[int, msgspec.Meta(ge=0)]
+    lost_seconds: Annotated[float, msgspec.Meta(ge=0)]
+    trials: list[TrialEntry]
+    settled: bool
+    current: TuningPoint

@@ -22,21 +22,14 @@ than a window or two is forgotten.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from dataclasses import asdict, dataclass
-from functools import partial
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from lightning_bytescheduler.tuning.record import StepTimeEstimate, TrialEntry
-from lightning_bytescheduler.tuning.search import Observation, Proposal, TuningOptions, propose
+from lightning_bytescheduler.tuning.search import Observation, TuningOptions, propose
 from lightning_bytescheduler.tuning.search_space import PLAIN_DDP, SearchSpace, TuningPoint
 
-__all__ = ["TURN_STEPS", "Confirmation", "DriftDetector", "Exploration", "Submit", "TimeBudget"]
-
-
-Submit = Callable[[Callable[[], Proposal]], "Future[Proposal]"]
-"""Starts a computation elsewhere, as ``concurrent.futures.Executor.submit`` does."""
+__all__ = ["TURN_STEPS", "Confirmation", "DriftDetector", "Exploration", "TimeBudget"]
 
 TURN_STEPS = 6
 """Measured steps of a turn."""
@@ -67,13 +60,15 @@ class TimeBudget:
     Args:
         share: Of the steps' time that may be lost.
         first_steps: So many steps' share may be lost from the start.
+
+    Attributes:
         lost: Seconds lost so far.
     """
 
-    def __init__(self, *, share: float, first_steps: int, lost: float = 0.0) -> None:
+    def __init__(self, *, share: float, first_steps: int) -> None:
         self._share = share
         self._first_steps = first_steps
-        self.lost = lost
+        self.lost = 0.0
 
     def left(self, *, steps: int, step_seconds: float) -> float:
         """Seconds that may still be lost, when ``steps`` of ``step_seconds`` have been taken since the search began."""
@@ -113,18 +108,6 @@ class DriftDetector:
             self._off = max(self._off, 0) + 1
         else:
             self._off = min(self._off, 0) - 1
-
-    def state_dict(self) -> dict[str, Any]:
-        """Plain types."""
-        return {"reference": asdict(self._reference), "window": list(self._window), "off": self._off}
-
-    @classmethod
-    def from_state_dict(cls, state: dict[str, Any]) -> DriftDetector:
-        """Go on from ``state_dict()``."""
-        made = cls(StepTimeEstimate(**state["reference"]))
-        made._window = list(state["window"])
-        made._off = state["off"]
-        return made
 
 
 class Confirmation:
@@ -187,22 +170,6 @@ class Confirmation:
             times = {point: time for point, time in times.items() if is_worth_it(time, plain)} or {PLAIN_DDP: plain}
         return min(times, key=lambda point: times[point].seconds)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Plain types."""
-        return {
-            "points": [[point.credit, point.partition_size] for point in self._points],
-            "turns_taken": self._turns_taken,
-            "samples": [list(samples) for samples in self._samples],
-        }
-
-    @classmethod
-    def from_state_dict(cls, state: dict[str, Any]) -> Confirmation:
-        """Go on from ``state_dict()``."""
-        made = cls([TuningPoint(credit=credit, partition_size=partition) for credit, partition in state["points"]])
-        made._turns_taken = state["turns_taken"]
-        made._samples = [list(samples) for samples in state["samples"]]
-        return made
-
 
 def is_worth_it(time: StepTimeEstimate, plain: StepTimeEstimate) -> bool:
     """Whether it is worth leaving plain DDP for this: it is faster by enough, and not by chance."""
@@ -232,9 +199,9 @@ class Exploration:
     Args:
         space: Where to look.
         first: Points to measure before the search has a say, the one in force first.
+        trials: That were made already.
         budget: What may be lost.
         options: Limits.
-        submit: Computes proposals elsewhere; by default they are computed when they are asked for.
     """
 
     def __init__(
@@ -242,18 +209,18 @@ class Exploration:
         space: SearchSpace,
         *,
         first: Sequence[TuningPoint],
+        trials: Sequence[TrialEntry] = (),
         budget: TimeBudget,
         options: TuningOptions,
-        submit: Submit | None = None,
     ) -> None:
         self._space = space
         self._budget = budget
         self._options = options
-        self._submit = submit
-        self._queue = [(point, "start" if index == 0 else _kind(point)) for index, point in enumerate(first)]
-        self._future: Future[Proposal] | None = None
+        self._queue = [
+            (point, "start" if not trials and index == 0 else _kind(point)) for index, point in enumerate(first)
+        ]
         self._ask_at = 0
-        self.trials: list[TrialEntry] = []
+        self.trials = list(trials)
 
     def take(self, trial: TrialEntry) -> None:
         """Take down a trial."""
@@ -286,8 +253,6 @@ class Exploration:
             return Plan(*self._queue.pop(0)) if self._queue else Plan(done=True)
         if len(self.trials) >= self._options.trials:
             return Plan(done=True)
-        if self._future is not None:
-            return self._take(steps) if self._future.done() else Plan()
         if steps < self._ask_at:
             return Plan()
         affordable = self.left_seconds(steps) * _OF_WHAT_IS_LEFT / (self._options.least_steps * best.step_seconds)
@@ -299,8 +264,7 @@ class Exploration:
             return Plan(*self._queue.pop(0))
         if self._ddp_deserves_another_trial(best, affordable):
             return Plan(PLAIN_DDP, "ddp")
-        self._future = self._asked(affordable)
-        return self._take(steps) if self._future.done() else Plan()
+        return self._proposed(steps, affordable)
 
     def _ddp_deserves_another_trial(self, best: TrialEntry, affordable: float) -> bool:
         """Whether plain DDP was given up, once, and another trial can be afforded even if it is as slow again.
@@ -312,38 +276,22 @@ class Exploration:
             return False
         return trials[0].step_seconds / best.step_seconds - 1 < affordable
 
-    def _asked(self, affordable: float) -> Future[Proposal]:
+    def _proposed(self, steps: int, affordable: float) -> Plan:
         sized = [trial for trial in self.trials if not trial.point.is_plain_ddp]
         ddp = [trial.step_seconds for trial in self.trials if trial.point.is_plain_ddp]
-        compute = partial(
-            propose,
-            self._space,
-            [Observation(trial.point, trial.step_seconds, trial.error_seconds) for trial in sized],
-            plain_ddp_seconds=min(ddp, default=None),
-            affordable=affordable,
-        )
-        if self._submit is not None:
-            return self._submit(compute)
-        future: Future[Proposal] = Future()
         try:
-            future.set_result(compute())
-        except Exception as error:  # see _take
-            future.set_exception(error)
-        return future
-
-    def _take(self, steps: int) -> Plan:
-        future, self._future = self._future, None
-        try:
-            proposal = future.result(timeout=0) if future is not None else None
+            proposal = propose(
+                self._space,
+                [Observation(trial.point, trial.step_seconds, trial.error_seconds) for trial in sized],
+                plain_ddp_seconds=min(ddp, default=None),
+                affordable=affordable,
+            )
         except Exception as error:
-            # A matrix that is not positive definite, an executor that was shut down: whatever it is, no reason to stop
-            # a training. It goes into the record.
+            # A matrix that is not positive definite: whatever it is, no reason to stop a training. It goes into the
+            # record.
             return Plan(done=True, note=f"{type(error).__name__}: {error}")
-        if proposal is None or proposal.gain_anywhere <= 0:
-            return Plan(done=True)
-        sized = {trial.point for trial in self.trials if not trial.point.is_plain_ddp}
-        least = self._options.least_gain if len(sized) >= _LEAST_POINTS else 0.0
-        if proposal.gain_anywhere < least:
+        least = self._options.least_gain if len({trial.point for trial in sized}) >= _LEAST_POINTS else 0.0
+        if proposal.gain_anywhere <= 0 or proposal.gain_anywhere < least:
             return Plan(done=True)
         if proposal.point is None or proposal.gain < least:
             self._ask_at = steps + _ASK_AGAIN
@@ -374,21 +322,6 @@ class Exploration:
         others = others[: _CONTENDERS - len(plain)]
         leaves_it = any(is_worth_it(trial.step_time, ddp.step_time) for trial in others for ddp in plain)
         return [*others, *plain] if leaves_it else [*plain, *others]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Plain types. A proposal that is being computed is asked for again."""
-        return {
-            "queue": [[point.credit, point.partition_size, kind] for point, kind in self._queue],
-            "ask_at": self._ask_at,
-            "trials": [trial.state_dict() for trial in self.trials],
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from ``state_dict()``."""
-        queue = [(TuningPoint(credit=credit, partition_size=size), kind) for credit, size, kind in state["queue"]]
-        ask_at, trials = state["ask_at"], [TrialEntry(**trial) for trial in state["trials"]]
-        # From here on nothing can fail, so that a state is used as a whole or not at all.
-        self._queue, self._ask_at, self.trials, self._future = queue, ask_at, trials, None
 
 
 def _kind(point: TuningPoint) -> str:

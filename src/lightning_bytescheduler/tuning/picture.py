@@ -24,13 +24,11 @@ if TYPE_CHECKING:
 
 __all__ = ["RECORD_NAME", "add_arguments", "draw_tuning", "fixed_options", "tables"]
 
-_FEW, _MANY = 12, 60  # trials: each has a tick; each has a number and an error
-_NUMBERS = 3  # of trials at one point
 _BLUE, _GREY, _RED, _GREEN = "#3f86d1", "#9aa7b2", "#d7263d", "#2e8b57"
 
 
 def draw_tuning(record: Sequence[TrialEntry], out: str | os.PathLike[str]) -> None:
-    """Draw each trial's step time with the best so far, and the last search's points by credit and partition size.
+    """Draw the last search: each trial's step time, the best so far, and the points by credit and partition size.
 
     Args:
         record: As read by ``read_record``; at least one trial.
@@ -41,111 +39,72 @@ def draw_tuning(record: Sequence[TrialEntry], out: str | os.PathLike[str]) -> No
         OptionError: If there are no trials, or matplotlib does not know the suffix of ``out``.
         OSError: If ``out`` cannot be written.
     """
-    trials = [entry for entry in record if entry.is_trial]
-    if not trials:
+    last = max((entry.search for entry in record if entry.is_trial), default=None)
+    if last is None:
         raise OptionError("record", len(record), "one with at least one trial")
+    trials = [entry for entry in record if entry.is_trial and entry.search == last]
+    chosen = next((entry for entry in record if entry.kind == "chosen" and entry.search == last), None)
     with page(out, "Drawing a search", 12.5, 5.4) as figure:
-        points = {entry.point for entry in _last_search(trials).values() if not entry.point.is_plain_ddp}
-        if len(points) > 1:
+        sized = [entry for entry in trials if not entry.point.is_plain_ddp]
+        if len({entry.point for entry in sized}) > 1:
             times, plane = figure.subplots(1, 2, width_ratios=(1.15, 1.0))
-            figure.colorbar(_draw_plane(plane, record, trials), ax=plane, label="step time (ms)")
+            figure.colorbar(_draw_plane(plane, sized, chosen), ax=plane, label="step time (ms)")
             ruled(plane)
         else:  # a plane with one point says nothing
             times = figure.subplots()
-        _draw_times(times, record, trials)
+        _draw_times(times, trials, chosen)
         ruled(times)
-        headed(figure, _heading(record, trials), 13)
+        headed(figure, _heading(trials, chosen), 13)
 
 
-def _heading(record: Sequence[TrialEntry], trials: Sequence[TrialEntry]) -> str:
+def _heading(trials: Sequence[TrialEntry], chosen: TrialEntry | None) -> str:
     """What was found, and by how many trials."""
     count = f"{len(trials):,} trial{'s' if len(trials) > 1 else ''}"
-    chosen = next((entry for entry in reversed(record) if entry.kind == "chosen"), None)
     if chosen is None:
         best = min((entry.step_seconds for entry in trials if entry.outcome == "measured"), default=None)
         so_far = "" if best is None else f"; the best so far takes {best * 1e3:,.1f} ms a step"
         return f"{count}, nothing chosen yet{so_far}"
-    time = f"{chosen.step_seconds * 1e3:,.1f} ms a step"
-    ddp = [entry.step_seconds for entry in trials if entry.kind == "ddp" and entry.search == chosen.search]
+    ddp = [entry.step_seconds for entry in trials if entry.kind == "ddp"]
     gain = ""
-    if ddp and not chosen.point.is_plain_ddp and chosen.step_seconds:
+    if ddp and not chosen.point.is_plain_ddp:
         gain = f", {ddp[-1] / chosen.step_seconds:.2f}x as fast as plain DDP"
-    return f"{time}{gain}\nchosen after {count}: {chosen.point}"
+    return f"{chosen.step_seconds * 1e3:,.1f} ms a step{gain}\nchosen after {count}: {chosen.point}"
 
 
-def _last_search(trials: Sequence[TrialEntry]) -> dict[int, TrialEntry]:
-    """Trials of the last search, by their number among all."""
-    return {number: entry for number, entry in enumerate(trials, start=1) if entry.search == trials[-1].search}
-
-
-def _draw_times(ax: Axes, record: Sequence[TrialEntry], trials: Sequence[TrialEntry]) -> None:
-    numbered = list(enumerate(trials, start=1))
-    many = len(trials) > _MANY
-    styles = (
-        ("measured", _BLUE, "o", [(n, e) for n, e in numbered if e.outcome == "measured" and e.kind != "ddp"]),
-        ("abandoned", _GREY, "x", [(n, e) for n, e in numbered if e.outcome == "abandoned" and e.kind != "ddp"]),
-        ("plain DDP", _RED, "s", [(n, e) for n, e in numbered if e.kind == "ddp"]),
-    )
-    for label, colour, marker, shown in styles:
+def _draw_times(ax: Axes, trials: Sequence[TrialEntry], chosen: TrialEntry | None) -> None:
+    kinds = ["plain DDP" if entry.kind == "ddp" else entry.outcome for entry in trials]
+    for kind, colour, marker in (("measured", _BLUE, "o"), ("abandoned", _GREY, "x"), ("plain DDP", _RED, "s")):
+        shown = [
+            (number, entry) for number, (entry, its) in enumerate(zip(trials, kinds, strict=True), 1) if its == kind
+        ]
         if shown:
             ax.errorbar(
                 [number for number, _ in shown],
                 [entry.step_seconds * 1e3 for _, entry in shown],
-                yerr=None if many else [entry.error_seconds * 1e3 for _, entry in shown],
+                yerr=[entry.error_seconds * 1e3 for _, entry in shown],
                 color=colour,
                 marker=marker,
-                markersize=3.5 if many and label != "plain DDP" else 6,
-                alpha=0.6 if many and label != "plain DDP" else 1.0,
                 linestyle="none",
                 capsize=2,
-                label=label,
+                label=kind,
             )
-    for number, (_, group) in enumerate(itertools.groupby(numbered, key=lambda entry: entry[1].search)):
-        search = list(group)
-        measured = [entry.step_seconds * 1e3 if entry.outcome == "measured" else float("inf") for _, entry in search]
-        best = list(itertools.accumulate(measured, min))
-        if len(search) > 1:
-            ax.step(
-                [trial for trial, _ in search],
-                best,
-                where="post",
-                color=INK,
-                linewidth=1.6 if many else 1.2,
-                label=None if number else "best so far",
-                zorder=3,
-            )
-        if search[0][0] > 1:
-            again = "a new search" if number == 1 else None
-            ax.axvline(search[0][0] - 0.5, color=_RED, linewidth=1, linestyle=":", label=again)
-    for index, entry in enumerate(entry for entry in record if entry.kind == "chosen"):
-        last = max((number for number, trial in numbered if trial.search == entry.search), default=0)
-        ax.plot(
-            [last + 0.35],
-            [entry.step_seconds * 1e3],
-            marker="*",
-            markersize=13,
-            color=_GREEN,
-            linestyle="none",
-            label=None if index else "chosen, measured again",
-            zorder=4,
-        )
+    measured = [entry.step_seconds * 1e3 if entry.outcome == "measured" else float("inf") for entry in trials]
+    best = list(itertools.accumulate(measured, min))
+    ax.step(range(1, len(best) + 1), best, where="post", color=INK, linewidth=1.2, label="best so far", zorder=3)
+    if chosen is not None:
+        place = [len(trials) + 0.35], [chosen.step_seconds * 1e3]
+        ax.plot(*place, "*", markersize=13, color=_GREEN, label="chosen, measured again", zorder=4)
     ax.set_title("Step time of each trial", loc="left", color=INK)
     ax.set_xlabel("trial")
     ax.set_ylabel("step time (ms)")
-    ax.set_xlim(0.5 - 0.02 * len(trials), len(trials) + 0.6 + 0.02 * len(trials))
-    if len(trials) <= _FEW:
-        ax.set_xticks(range(1, len(trials) + 1))
-    else:
-        ax.locator_params(axis="x", integer=True)
+    ax.locator_params(axis="x", integer=True)
     ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=3, frameon=False, columnspacing=1.2, fontsize=9)
 
 
-def _draw_plane(ax: Axes, record: Sequence[TrialEntry], trials: Sequence[TrialEntry]) -> PathCollection:
+def _draw_plane(ax: Axes, sized: Sequence[TrialEntry], chosen: TrialEntry | None) -> PathCollection:
     from matplotlib.ticker import LogLocator
 
-    sized = [(n, e) for n, e in _last_search(trials).items() if not e.point.is_plain_ddp]
-    numbered = " (numbers: trials)" if len(sized) <= _MANY else ""
-    ax.set_title(f"Where the last search looked{numbered}", loc="left", color=INK)
+    ax.set_title("Where it looked", loc="left", color=INK)
     ax.set_xlabel("credit (parameters)")
     ax.set_ylabel("partition size (parameters)")
     ax.set_xscale("log", base=2)
@@ -153,36 +112,20 @@ def _draw_plane(ax: Axes, record: Sequence[TrialEntry], trials: Sequence[TrialEn
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_major_locator(LogLocator(base=2, numticks=7))
         axis.set_major_formatter(lambda value, _: f"{value / 1e6:.3g} M" if value >= 1e6 else f"{value / 1e3:.3g} k")
-    best = min(entry.step_seconds for _, entry in sized)
+    best = min(entry.step_seconds for entry in sized)
     drawn = ax.scatter(
-        [entry.point.sizes[0] for _, entry in sized],
-        [entry.point.sizes[1] for _, entry in sized],
-        c=[entry.step_seconds * 1e3 for _, entry in sized],
+        [entry.point.sizes[0] for entry in sized],
+        [entry.point.sizes[1] for entry in sized],
+        c=[entry.step_seconds * 1e3 for entry in sized],
         s=140,
         cmap="viridis_r",
         vmin=best * 1e3,
         vmax=best * 1.3e3,  # what is far off is just far off
         edgecolors="white",
     )
-    numbers: dict[TuningPoint, list[int]] = {}
-    for number, entry in sized:
-        numbers.setdefault(entry.point, []).append(number)
-    for point, tried in numbers.items():
-        text = ", ".join(map(str, tried[:_NUMBERS])) + (", …" if len(tried) > _NUMBERS else "")
-        if len(sized) <= _MANY:
-            ax.annotate(text, point.sizes, xytext=(7, 5), textcoords="offset points", color=INK, fontsize=9)
-    chosen = next((entry for entry in reversed(record) if entry.kind == "chosen"), None)
-    if chosen is not None and chosen.search == trials[-1].search and not chosen.point.is_plain_ddp:
-        ax.plot(
-            *([size] for size in chosen.point.sizes),
-            marker="o",
-            markersize=19,
-            fillstyle="none",
-            markeredgewidth=2,
-            color=_GREEN,
-            linestyle="none",
-            label="chosen",
-        )
+    if chosen is not None and not chosen.point.is_plain_ddp:
+        place = ([size] for size in chosen.point.sizes)
+        ax.plot(*place, "o", markersize=19, fillstyle="none", markeredgewidth=2, color=_GREEN, label="chosen")
         ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), frameon=False, fontsize=9, markerscale=0.6)
     # The whole range of whichever size varies less, too, so that a search of credits alone is not a line on the frame.
     ax.margins(0.12)

@@ -15,9 +15,8 @@ import math
 import os
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -144,10 +143,6 @@ class TrialEntry:
         """Whether it is one of the points that count against the number of trials."""
         return self.kind in ("start", "ddp", "guess", "search")
 
-    def state_dict(self) -> dict[str, Any]:
-        """Plain types; also what a logger may want."""
-        return asdict(self)
-
 
 def append_entries(file: str | os.PathLike[str], entries: Iterable[TrialEntry]) -> None:
     """Add entries to a record; the file and its parent directories are created.
@@ -223,16 +218,3 @@ class TuningIdentity:
         size = self.parameters * self.bytes_per_parameter / 64
         ratio = self.link.seconds(size) / other.link.seconds(size)
         return 1 / _SAME_LINK <= ratio <= _SAME_LINK
-
-    def state_dict(self) -> dict[str, Any]:
-        """Plain types."""
-        return asdict(self)
-
-    @classmethod
-    def from_state_dict(cls, state: dict[str, Any]) -> TuningIdentity:
-        """Make it from ``state_dict()``.
-
-        Raises:
-            msgspec.ValidationError: If it is something else.
-        """
-        return msgspec.convert(state, cls)
