@@ -17,7 +17,7 @@ print(json.dumps(sorted(brought)))
 """
 # Searches, data, pictures and servers come when they are used.
 LATER = {
-    "aiohttp", "filelock", "fsspec", "jsonargparse", "matplotlib", "pandas", "platformdirs", "rich",
+    "aiohttp", "bayes_opt", "filelock", "fsspec", "jsonargparse", "matplotlib", "pandas", "platformdirs", "rich",
     "scipy", "sklearn", "tenacity", "xxhash", "zstandard",
 }  # fmt: skip
 

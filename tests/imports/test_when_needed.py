@@ -11,7 +11,7 @@ import pytest
 import lightning_bytescheduler
 
 HEAVY = {
-    *("aiohttp", "filelock", "matplotlib", "platformdirs", "pyarrow", "rich", "s3fs", "scipy"),
+    *("aiohttp", "bayes_opt", "filelock", "matplotlib", "platformdirs", "pyarrow", "rich", "s3fs", "scipy"),
     *("sklearn", "tenacity", "uvloop", "xxhash", "zstandard"),
 }
 PACKAGE = Path(lightning_bytescheduler.__file__).parent

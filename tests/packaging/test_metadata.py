@@ -15,7 +15,7 @@ from hatchling.plugin.manager import PluginManager
 
 ROOT = Path(__file__).parents[2]
 HOME = "https://example.org/group/lightning-bytescheduler"
-CORE = {"lightning", "torch", "torchmetrics", "scikit-learn", "fsspec"}
+CORE = {"lightning", "torch", "torchmetrics", "bayesian-optimization", "fsspec"}
 
 
 def metadata() -> ProjectMetadata:
@@ -58,5 +58,5 @@ def test_links_and_pictures_lead_to_the_repository(variables: dict[str, str], mo
 
 def test_the_core_needs_little() -> None:
     names = {re.split(r"[^\w-]", dependency)[0] for dependency in metadata().core.dependencies}
-    # And what reads the messages between ranks, and what scikit-learn and torchmetrics work on.
+    # And what reads the messages between ranks, and what bayesian-optimization and torchmetrics work on.
     assert names == CORE | {"msgspec", "numpy"}

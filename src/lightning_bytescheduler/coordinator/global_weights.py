@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import xxhash
 from torch import Tensor
 
 from lightning_bytescheduler.coordinator.spool import buffer_of, view_of
@@ -28,6 +27,8 @@ _WEIGHTS, _MOMENTUM = "weights.", "momentum."
 
 def digest_of(payload: Tensor) -> str:
     """xxh3_128 of a payload, in hexadecimal digits."""
+    import xxhash
+
     return xxhash.xxh3_128_hexdigest(view_of(payload))
 
 

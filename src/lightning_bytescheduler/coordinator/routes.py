@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import IO
 
 import msgspec
-import xxhash
 from aiohttp import web
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -415,6 +414,8 @@ class StateRoutes:
         length = request.content_length
         if length is None or not 8 <= length <= limit:
             return problem(413, f"Content-Length={length} is not allowed: these weights take {limit} bytes at most.")
+        import xxhash
+
         digest = request.headers.get(DIGEST_HEADER)
         with tempfile.NamedTemporaryFile(prefix="bytescheduler-weights-") as file:
             left = length

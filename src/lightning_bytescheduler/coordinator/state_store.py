@@ -23,7 +23,6 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-import filelock
 import torch
 from fsspec.core import url_to_fs
 from safetensors import SafetensorError, safe_open
@@ -80,6 +79,8 @@ class StateStore:
         """The last round that is part of a saved state."""
 
     def _require_alone(self) -> None:
+        import filelock
+
         if self._disk is None:
             log.warning("Nothing keeps a second coordinator from %s: start one alone there.", self.url)
             return

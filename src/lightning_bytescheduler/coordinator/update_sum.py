@@ -16,7 +16,6 @@ from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
-import xxhash
 from torch import Tensor
 
 from lightning_bytescheduler.compression.wire_format import WireFormat
@@ -121,6 +120,8 @@ class Inspection:
     """
 
     def __init__(self, pieced: PiecedFormat, payload: Tensor, executor: Executor) -> None:
+        import xxhash
+
         self._pieced = pieced
         self._payload = payload
         self._executor = executor

@@ -1,6 +1,6 @@
 """The next point to try: Bayesian optimization with a Gaussian process and expected improvement.
 
-The Gaussian process is scikit-learn's, with four things set for this use.
+The search itself is the package ``bayesian-optimization``'s, with four things set for this use.
 
 - The process models the logarithm of the step time over the logarithms of the sizes. Points far worse than the
   best are all taken to be equally bad, so that a cliff does not dwarf the differences that matter.
@@ -25,7 +25,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightning_bytescheduler.checks import require_bool, require_positive, require_whole
 from lightning_bytescheduler.exceptions import OptionError
@@ -172,7 +172,7 @@ def prepare() -> None:
     """Import what a search needs, so that no step has to wait for it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what old versions of SciPy and scikit-learn say of each other
-        import sklearn.gaussian_process  # noqa: F401
+        import bayes_opt  # noqa: F401
 
 
 def propose(
@@ -248,29 +248,42 @@ def _improvements(
 ) -> tuple[list[float], list[float]]:
     """Expected improvement of each candidate, and what it probably loses; in logarithms of the step time."""
     import numpy as np
-    from scipy.stats import norm
-    from sklearn.gaussian_process import GaussianProcessRegressor
+    from bayes_opt import BayesianOptimization
     from sklearn.gaussian_process.kernels import Matern
 
-    sizes = 2 if space.tunes_partitions else 1
+    names = ["credit", "partition"] if space.tunes_partitions else ["credit"]
 
     def coordinates(points: Sequence[TuningPoint]) -> Vector:
-        return np.log2(np.array([point.sizes[:sizes] for point in points], dtype=np.float64))
+        return np.log2(np.array([point.sizes[: len(names)] for point in points], dtype=np.float64))
 
     known, wanted = coordinates(tried), coordinates(candidates)
+    everywhere = np.concatenate([known, wanted])
+    # Wider than any point, because a point on a bound may be outside by rounding.
+    bounds = zip(everywhere.min(axis=0) - 1, everywhere.max(axis=0) + 1, strict=True)
     least_spread = _FIRST_SPREAD if len(tried) <= _FEW else _LEAST_SPREAD
     middle, spread = float(np.mean(targets)), max(float(np.std(targets)), least_spread)
-    process = GaussianProcessRegressor(
-        kernel=Matern(length_scale=[_USUAL_LENGTH_SCALE] * sizes, length_scale_bounds=(0.1, 100.0), nu=2.5),
+    acquisition = _acquisition()(wanted, (ceiling - middle) / spread)
+    optimizer = BayesianOptimization(
+        f=None,
+        pbounds={name: (float(low), float(high)) for name, (low, high) in zip(names, bounds, strict=True)},
+        acquisition_function=acquisition,
+        random_state=0,  # nothing is drawn; without it, a generator would be seeded from the system
+        verbose=0,
+    )
+    for point, target in zip(known, targets, strict=True):
+        optimizer.register(dict(zip(names, point, strict=True)), (target - middle) / spread)
+    optimizer.set_gp_params(
+        kernel=Matern(length_scale=[_USUAL_LENGTH_SCALE] * len(names), length_scale_bounds=(0.1, 100.0), nu=2.5),
         alpha=np.square(np.maximum(errors, 1e-3) / spread),
+        normalize_y=False,
+        n_restarts_optimizer=0,
         optimizer=_most_probable,
     )
-    process.fit(known, (np.array(targets) - middle) / spread)
-    best = max(float(process.predict(known).max()), (ceiling - middle) / spread)
-    mean, deviation = process.predict(wanted, return_std=True)
-    better, deviation = mean - best, np.maximum(deviation, 1e-12)
-    improvements = better * norm.cdf(better / deviation) + deviation * norm.pdf(better / deviation)
-    return (spread * improvements).tolist(), (-(middle + spread * (mean - deviation))).tolist()
+    optimizer.suggest()
+    return (
+        [spread * value for value in acquisition.improvements],
+        [-(middle + spread * value) for value in acquisition.pessimistic],
+    )
 
 
 def _most_probable(negative_likelihood: Callable[..., float], initial: Vector, bounds: Vector) -> tuple[Vector, float]:
@@ -287,3 +300,30 @@ def _most_probable(negative_likelihood: Callable[..., float], initial: Vector, b
     costs = [cost(theta) for theta in grid]
     least = min(range(len(grid)), key=costs.__getitem__)
     return grid[least], costs[least]
+
+
+def _acquisition() -> Any:
+    """Make the class, because its base takes long to import."""
+    from bayes_opt.acquisition import ExpectedImprovement
+
+    class ImprovementOnGrid(ExpectedImprovement):
+        """Expected improvement at given places, over the best expected value at the places tried."""
+
+        def __init__(self, places: Vector, ceiling: float) -> None:
+            super().__init__(xi=0.0)
+            self._places = places
+            self._ceiling = ceiling
+            self.improvements: list[float] = []
+            self.pessimistic: list[float] = []
+
+        def suggest(self, gp: Any, target_space: Any, *args: Any, **kwargs: Any) -> Vector:
+            gp.fit(target_space.params, target_space.target)
+            best = max(float(gp.predict(target_space.params).max()), self._ceiling)
+            self.y_max = best  # type: ignore[assignment]  # declared as what it is at first
+            mean, deviation = gp.predict(self._places, return_std=True)
+            self.improvements = self.base_acq(mean, deviation).tolist()
+            self.pessimistic = (mean - deviation).tolist()
+            chosen: Vector = self._places[max(range(len(self._places)), key=self.improvements.__getitem__)]
+            return chosen
+
+    return ImprovementOnGrid
