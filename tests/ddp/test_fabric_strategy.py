@@ -10,7 +10,7 @@ from lightning.fabric import Fabric
 from lightning_bytescheduler import ByteSchedulerFabricStrategy, OptionError
 
 
-@pytest.mark.parametrize("option", ["tuning", "compression", "weighting", "batch_size", "servers", "log_metrics"])
+@pytest.mark.parametrize("option", ["tuning", "compression", "batch_size", "servers", "log_metrics"])
 def test_what_only_the_trainer_can_do(option: str) -> None:
     says = f"no option '{option}'. It is an option of ByteSchedulerStrategy, for Trainer"
     with pytest.raises(OptionError, match=says):
@@ -24,6 +24,7 @@ def test_what_only_the_trainer_can_do(option: str) -> None:
         ({"max_error": 0.1}, "no option 'max_error'. Gradients are compressed by ByteSchedulerStrategy, for Trainer"),
         ({"partition_size": -1}, "partition_size=-1"),
         ({"mode": "fast"}, "mode='fast'"),
+        ({"weighting": "sample"}, "weighting='sample'"),
         ({"bucket_cap_mb": 0}, "bucket_cap_mb=0"),
         ({"timeout": 30}, "timeout=30"),
         ({"precision": "16-mixed"}, "precision='16-mixed'"),

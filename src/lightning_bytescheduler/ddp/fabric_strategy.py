@@ -24,6 +24,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -59,9 +60,12 @@ from lightning_bytescheduler.ddp.plan import (
 )
 from lightning_bytescheduler.ddp.rank_strategy import JoinedRanks
 from lightning_bytescheduler.ddp.runtime import SchedulerRuntime
+from lightning_bytescheduler.ddp.sample_weights import Weighting
 from lightning_bytescheduler.ddp.scheduled_gradients import own_processors
 from lightning_bytescheduler.ddp.sparse_gradients import sparse_layers
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
+from lightning_bytescheduler.ddp.uneven_data import DrawnBatches, DrawnLoader, gather_lengths
+from lightning_bytescheduler.exceptions import UnsupportedError
 from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.failures.startup_check import Introduction, hold_roll_call
 from lightning_bytescheduler.lightning_api import (
@@ -83,7 +87,7 @@ __all__ = ["ByteSchedulerFabricStrategy", "ModuleGradients", "ScheduledDataParal
 _END_S = 10.0  # for the other ranks to end, too
 
 _ELSEWHERE = dict.fromkeys(
-    (*("tuning", "log_metrics", "compression", "compression_min_size"), *("weighting", "batch_size", "servers")),
+    ("tuning", "log_metrics", "compression", "compression_min_size", "batch_size", "servers"),
     "It is an option of ByteSchedulerStrategy, for Trainer.",
 )
 
@@ -143,6 +147,7 @@ class ModuleGradients(DecidedSteps):
         self._strategy = strategy
         self._options = scheduler
         self._own_buckets = own_buckets
+        self._batches = batches = strategy._batches
         self._module = weakref.ref(module)
         self._wrapper: weakref.ref[ScheduledDataParallel] | None = None
         self._parameters = set(map(id, module.parameters()))
@@ -150,7 +155,8 @@ class ModuleGradients(DecidedSteps):
         self._nbytes = sum(p.numel() * p.element_size() for p in parameters)
         self._has_run = False  # forward, since the last backward pass
         timeout, device = strategy._timeout, strategy.root_device
-        groups = SchedulerGroups.create(timeout=timeout, sparse=bool(sparse_layers(module)))
+        sparse = bool(sparse_layers(module))
+        groups = SchedulerGroups.create(timeout=timeout, sparse=sparse, counts=batches is not None)
         self._agreed = agreed = agree_on_sizes(groups, scheduler, parameters, device)
         self.runtime = SchedulerRuntime(
             groups=groups,
@@ -160,6 +166,7 @@ class ModuleGradients(DecidedSteps):
             parameters=parameters,
             device=device,
             timeout=timeout,
+            counter=batches,
         )
         self.statistics = self.runtime.statistics
         announce(scheduler, agreed)
@@ -195,25 +202,39 @@ class ModuleGradients(DecidedSteps):
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Around a forward pass that a backward pass may follow."""
-        runtime = self.runtime
+        runtime, module = self.runtime, self._module()
         self._has_run = True
         if runtime is not None:
+            if self._batches is not None and module is not None:
+                self._batches.begin_forward(module)
             runtime.engine.begin_forward(looks=False)  # one rank alone may be here, to look at something
         yield
         if runtime is not None:
             runtime.engine.end_forward()
 
-    @contextmanager
-    def backward(self) -> Iterator[None]:
-        """Around a backward pass of this module or others, which all ranks begin."""
-        if self.runtime is None:
-            yield
+    def backward(self, loss: Tensor, take: Callable[[], None]) -> None:
+        """Take a backward pass of this module or others, which all ranks begin, unless it counts nothing.
+
+        Args:
+            loss: That it begins with.
+            take: The strategy's own backward pass.
+        """
+        runtime, wrapper = self.runtime, None if self._wrapper is None else self._wrapper()
+        if runtime is None:
+            take()
             return
-        engine, has_run, self._has_run = self.runtime.engine, self._has_run, False
+        engine, weights, has_run, self._has_run = runtime.engine, runtime.weights, self._has_run, False
         if has_run:
             engine.look()
-        with engine.backward():
-            yield
+        if self._batches is None or weights is None:
+            with engine.backward():
+                take()
+            return
+        weights.begin_batch(None)
+        if not weights.leaves_out(communicates=wrapper is None or wrapper.require_backward_grad_sync):
+            with engine.backward(), weights.backward(loss):
+                take()
+        self._batches.end_backward()
 
     def step(self, take: Callable[..., Any], optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
         """Defer the optimizer's step where its gradients are still on their way, else take it.
@@ -259,6 +280,8 @@ class ModuleGradients(DecidedSteps):
         unseen = frozenset(unseen_parameters(module))
         plan = self._make_plan(module, optimizer, unseen, engine.context.find_held())
         plan = agreed_plan(plan, strategy.reduce_boolean_decision)
+        if self._batches is not None:
+            plan = replace(plan, weighting="samples")
         if plan.overlapped:
             names = {id(p): name for name, p in module.named_parameters()}
             self._reads = SeenReads(names, strategy.global_rank)
@@ -372,6 +395,8 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
             ``BYTESCHEDULER_TIMELINE`` is used if left out.
         debug: Log each scheduling decision; ``BYTESCHEDULER_DEBUG`` is used if left out.
         policy: In which order and in what pieces gradients travel, see :class:`ByteSchedulerStrategy`.
+        weighting: Whether each rank's gradient counts alike, or by its samples, see :class:`ByteSchedulerStrategy`.
+            These are counted in what the loaders hand out that ``fabric.setup_dataloaders`` returns.
         bucket_cap_mb: Size at which DDP closes a bucket, in MiB. Follows model and link when left out.
         gradient_as_bucket_view: See DistributedDataParallel. ``False`` is honoured, but keeps steps from overlapping.
         **kwargs: For :class:`~torch.nn.parallel.DistributedDataParallel`.
@@ -399,6 +424,7 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
         timeline: str | os.PathLike[str] | None = None,
         debug: bool | None = None,
         policy: str = "bytescheduler",
+        weighting: Literal["ranks", "samples"] | Callable[[Any], Any] = "ranks",
         bucket_cap_mb: float | None = None,
         gradient_as_bucket_view: bool = True,
         **kwargs: Any,
@@ -434,6 +460,8 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
             debug=debug,
             policy=policy,
         )
+        self._weighting = Weighting(weighting)
+        self._batches: DrawnBatches | None = None
         self._own_buckets = bucket_cap_mb is not None or kwargs.get("bucket_cap_mb_list") is not None
         self._gradients: ModuleGradients | None = None
         self._excepthook: Callable[..., Any] | None = None
@@ -456,6 +484,11 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
         """What overlaps in that module, and why not; ``None`` before its first step."""
         return None if self._gradients is None else self._gradients.plan
 
+    @property
+    def has_batch(self) -> bool:
+        """Whether the batch that was drawn last is a new one; with ``weighting="samples"`` it may be there again."""
+        return self._batches is None or self._batches.has_batch
+
     # ------------------------------------------------------------------ life cycle
 
     def _configure_launcher(self) -> None:
@@ -471,14 +504,25 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
         self._failed = False
         atexit.register(self._exit_with_failure)  # so it comes after all that is registered later
         self._board = FaultBoard.open(rank=self.global_rank, world_size=self.world_size)
-        facts = {**self._facts_of(self._options), "precision": type(self.precision).__name__}
+        facts = {**self._facts_of(self._options), **self._weighting.facts, "precision": type(self.precision).__name__}
         own = introduce(self.global_rank, "bytescheduler in Fabric", facts)
         self._meet("options", own, connected=self._just_connected)
+        if self._weighting.by_samples:
+            self._batches = DrawnBatches(self._weighting.samples, self.global_rank)
         self._publish_uncaught()
         self._end_before_exit()
 
     def _know_ranks(self) -> None:
         self._set_world_ranks()
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Have batches counted, and go on until all ranks' are used up, with ``weighting="samples"``."""
+        dataloader = super().process_dataloader(dataloader)
+        if self._batches is None:
+            return dataloader
+        with self._explained():
+            _, most, certain = gather_lengths(dataloader, self.root_device)
+        return DrawnLoader(dataloader, self._batches, most if certain else None)
 
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
         """Wrap ``module`` with DDP and the scheduler; every rank does so at the same point. See DDPStrategy."""
@@ -489,6 +533,11 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
         self._meet("a model", Introduction(rank=self.global_rank, facts=parameter_facts(module.parameters())))
         if self._gradients is not None:
             if not self.reduce_boolean_decision(self._gradients.is_gone):
+                if self._batches is not None:
+                    raise UnsupportedError(
+                        f"weighting='samples' weighs gradients of one module, and {type(module).__name__} would be "
+                        "another. Set up one module with both inside, or drop what fabric.setup returned of the first."
+                    )
                 rank_zero_info(
                     "bytescheduler: one module has its gradients scheduled, the first that was set up; DDP itself "
                     f"reduces those of {type(module).__name__}. To have them scheduled too, set up one module with "
@@ -513,8 +562,12 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
         if not self._trains:  # another rank may have a checkpoint that this one does not load
             self._trains = True
             self._meet("the first backward pass", Introduction(rank=self.global_rank, facts={}))
-        with self._explained(), nullcontext() if self._gradients is None else self._gradients.backward():
-            super().backward(tensor, module, *args, **kwargs)
+        own_backward = super().backward
+        with self._explained():
+            if self._gradients is None:
+                own_backward(tensor, module, *args, **kwargs)
+            else:
+                self._gradients.backward(tensor, lambda: own_backward(tensor, module, *args, **kwargs))
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Take the step, or defer it where its gradients are still on their way. See DDPStrategy."""

@@ -19,6 +19,10 @@ empty, and the strategy asks when Lightning moves a batch to its device, which i
 *A resume after an epoch's last batch.* Lightning has the loader go on where it stood. There it has no batch, on any
 rank: where Lightning goes on with the next epoch, the data begins anew. Where it has to end the epoch first, as after
 a validation, it is given none.
+
+*Fabric.* A loop of the user's own computes on whatever it is given. So a loader that is used up hands out its last
+batch again (:class:`DrawnBatches`), which counts 0 samples, and leaves buffers as they are. It does so where it has
+trained, and as long as the longest of all ranks.
 """
 
 from __future__ import annotations
@@ -33,6 +37,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from lightning_bytescheduler.collectives.number_exchange import PostedNumbers
+from lightning_bytescheduler.ddp.sample_weights import SampleCounter
 from lightning_bytescheduler.ddp.sparse_gradients import sparse_layers
 from lightning_bytescheduler.exceptions import UnsupportedError
 from lightning_bytescheduler.lightning_api import pl
@@ -261,3 +266,117 @@ def log_nothing(trainer: pl.Trainer) -> None:
             if not meta.on_epoch:
                 result.value = result._forward_cache
         result.has_reset = False
+
+
+class DrawnBatches(SampleCounter):
+    """Counts the samples of what a loop of Fabric trains on: of the batch that was drawn before the forward pass.
+
+    What is drawn without gradients, as in a validation under ``torch.no_grad()``, does not count.
+
+    Args:
+        samples: See :class:`SampleCounter`.
+        rank: For messages.
+    """
+
+    def __init__(self, samples: Callable[[Any], Any] | None, rank: int) -> None:
+        super().__init__(samples, rank)
+        # Samples of each batch; None for one that is there again.
+        self._drawn: list[int | None] = []  # since the last forward pass
+        self._present: list[int | None] = []
+        self._passes = 0
+        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []  # buffers, and what they held
+
+    @property
+    def has_batch(self) -> bool:
+        """Whether what was drawn last is a batch of this rank's own."""
+        return None not in (self._drawn or self._present)[-1:]
+
+    def hand_out(self, loader: Any, length: int | None) -> Iterator[Any]:
+        """The batches of ``loader``; then, where they have been trained on, the last one again.
+
+        Args:
+            loader: This rank's.
+            length: Of the longest of all ranks; ``None`` if that is not known.
+
+        Raises:
+            UnsupportedError: If there is none to hand out, and another rank has one.
+        """
+        began, number, batch = self._passes, 0, None
+        for batch in loader:
+            number += 1
+            if torch.is_grad_enabled():
+                self._drawn.append(super().count(batch))
+            yield batch
+        if length and not number and torch.is_grad_enabled():
+            raise UnsupportedError(
+                f"weighting='samples': this rank's loader has no batch, and another rank's has {length}: there is none "
+                "to compute on. Give each rank one at least; or draw under torch.no_grad() where nothing is trained."
+            )
+        for _ in range(number, length or 0) if self._passes > began else ():
+            self._drawn.append(None)
+            yield batch
+
+    def begin_forward(self, module: nn.Module) -> None:
+        """A forward pass begins that a backward pass may follow.
+
+        Raises:
+            UnsupportedError: If it cannot be told which batch it is of.
+        """
+        drawn, self._drawn = self._drawn, []
+        if len(drawn) > 1:
+            raise UnsupportedError(
+                f"weighting='samples': {len(drawn)} batches were drawn before one forward pass, and it cannot be told "
+                "which one it is of. Draw a batch when the one before has been trained on, have one loader give what "
+                "belongs together, and draw what is not trained on under torch.no_grad()."
+            )
+        if drawn:
+            self.end_backward()
+            self._present = drawn
+        if not self.has_batch and not self._kept:
+            self._kept = [(buffer, buffer.clone()) for buffer in module.buffers()]
+
+    def count(self, batch: Any = None) -> int:
+        """Of the batch that is trained on.
+
+        Raises:
+            UnsupportedError: If there is none.
+        """
+        if not self._present:
+            raise UnsupportedError(
+                "weighting='samples': fabric.backward was called before a loader has handed out a batch, so that it is "
+                "not known how many samples count. Draw batches from what fabric.setup_dataloaders returns."
+            )
+        self._passes += 1
+        return self._present[0] or 0
+
+    def end_backward(self) -> None:
+        """A batch that is there again leaves buffers as they were."""
+        kept, self._kept = self._kept, []
+        with torch.no_grad():
+            for buffer, value in kept:
+                buffer.copy_(value)
+
+
+class DrawnLoader:
+    """A loader of Fabric whose batches count by their samples.
+
+    Whatever else is asked of it is the loader's.
+
+    Args:
+        loader: This rank's own.
+        batches: Those of all loaders.
+        length: See :meth:`DrawnBatches.hand_out`.
+    """
+
+    def __init__(self, loader: Any, batches: DrawnBatches, length: int | None) -> None:
+        self.__dict__.update(loader.__dict__)  # as Fabric's own wrapper, which takes these
+        self._loader, self._batches, self._length = loader, batches, length
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__.get("_loader"), name)
+
+    def __len__(self) -> int:
+        return len(self._loader) if self._length is None else self._length
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._batches.hand_out(self._loader, self._length)
