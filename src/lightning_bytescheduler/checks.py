@@ -46,8 +46,8 @@ GONE: dict[str, dict[str, str]] = {
         "density": "Write wire_dtype='sparse:0.01'.",
         "mixing": "A merge keeps half of the local weights with overlap, and none without.",
         "lead_steps": "A round's end is decided three steps ahead.",
-        "partition_size": "Sizes follow the link, unless BYTESCHEDULER_PARTITION is set.",
-        "credit": "Sizes follow the link, unless BYTESCHEDULER_CREDIT is set.",
+        "partition_size": "Parts have two million parameters at most, unless BYTESCHEDULER_PARTITION is set.",
+        "credit": "Two parts are on their way at once, unless BYTESCHEDULER_CREDIT is set.",
         "rounds_file": "The record is rounds.jsonl, in the logger's folder or in Trainer(default_root_dir=...).",
     },
     "SliceDataModule": {

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import gzip
 import tempfile
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +16,9 @@ import xxhash
 from aiohttp import WSMsgType
 
 from lightning_bytescheduler.coordinator import routes
+from lightning_bytescheduler.coordinator.connection import Stalls
 from lightning_bytescheduler.coordinator.server import CoordinatorServer
+from lightning_bytescheduler.coordinator.spool import Spool
 from lightning_bytescheduler.diloco import coordinator_protocol as protocol
 from lightning_bytescheduler.diloco import messages
 from lightning_bytescheduler.exceptions import OptionError
@@ -192,6 +196,40 @@ def test_an_update_that_was_announced_is_added_whatever_else_fails(monkeypatch: 
 
     with CoordinatorServer(options_of()) as server:
         in_a_run(server, 1, work)
+
+
+def test_an_update_that_finds_no_room_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes, "_ROOM_SECONDS", 0.05)
+
+    async def work(one: SmallWorker) -> None:
+        await one.join()
+        round = await one.start()
+        server.service.spool._taken = 2**40
+        url, body = one.url + protocol.update_path(round, 0), bytes(4 * ELEMENTS)
+        said = {protocol.DIGEST_HEADER: "0" * 32, protocol.SAMPLES_HEADER: "1", protocol.STEPS_HEADER: "1"}
+        async with one.http.put(url, data=body, headers={**one.headers, **said}) as answer:
+            assert answer.status == 503
+        assert not server.call(lambda: server.service.updates._uploads)
+
+    with CoordinatorServer(options_of()) as server:
+        in_a_run(server, 1, work)
+
+
+@pytest.mark.parametrize("late", ["drop", "discount"])
+def test_an_upload_that_could_only_be_dropped_is_cut(late: str) -> None:
+    async def work() -> None:
+        run: Any = SimpleNamespace(options=SimpleNamespace(rounds=SimpleNamespace(late=late)))
+        updates = routes.UpdateRoutes(run, Spool(1), Stalls(60.0, time.monotonic))
+        late_one, next_one = (asyncio.ensure_future(asyncio.sleep(60)) for _ in range(2))
+        updates._uploads = {("a", 3): late_one, ("b", 4): next_one}  # type: ignore[dict-item]
+        merge: Any = SimpleNamespace(round=3, counts=True)
+        assert await updates.settled(merge) is None
+        await asyncio.sleep(0)
+        assert (late_one.cancelled(), next_one.cancelled()) == (late == "drop", False)
+        late_one.cancel()
+        next_one.cancel()
+
+    asyncio.run(work())
 
 
 def test_a_state_that_cannot_be_written_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

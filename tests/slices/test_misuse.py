@@ -29,7 +29,7 @@ from lightning_bytescheduler.cli import main
 from lightning_bytescheduler.serving import ServerAccess
 from lightning_bytescheduler.slices import slice as slice_module
 from lightning_bytescheduler.slices import urls
-from lightning_bytescheduler.slices.fetch import Waiting, ask
+from lightning_bytescheduler.slices.fetch import Waiting, ask, refusal_of
 from lightning_bytescheduler.slices.make import make_slices
 from lightning_bytescheduler.slices.serve import SliceServer
 from lightning_bytescheduler.slices.source import open_source
@@ -252,6 +252,12 @@ def test_another_format_than_the_name_says(tmp_path: Path, name: str, content: b
         SliceDataModule(str(tmp_path / name)).setup("fit")
     with pytest.raises(SliceCorruptError, match=words):
         make_slices(str(tmp_path / name), str(tmp_path / "out"))
+
+
+def test_the_status_that_botocore_keeps_is_known() -> None:
+    error: Any = OSError("An error occurred (ExpiredToken)")
+    error.response = {"Error": {"Code": "ExpiredToken"}, "ResponseMetadata": {"HTTPStatusCode": 400}}
+    assert refusal_of(error, "s3://bucket/folder") is not None
 
 
 @pytest.mark.parametrize("path", ["a.txt", "", "*.txt"])

@@ -35,6 +35,23 @@ def test_it_is_added_for_a_fit_and_taken_away_again(tmp_path: Path) -> None:
     assert trainer.reload_dataloaders_every_n_epochs == 3
 
 
+class Fails(Callback):
+    def on_train_batch_end(self, *_: Any) -> None:
+        raise ValueError("boom")
+
+
+def test_a_fit_that_fails_leaves_the_trainer_as_it_was_and_the_next_one_is_as_the_first(tmp_path: Path) -> None:
+    data = SliceDataModule(make_rows(tmp_path, [8]), batch_size=2)
+    failing = trainer_for([Fails()], reload_dataloaders_every_n_epochs=3)
+    with pytest.raises(ValueError, match="boom"):
+        failing.fit(Remembers(), datamodule=data)
+    assert not any(isinstance(callback, SliceSteps) for callback in failing.callbacks)
+    assert failing.reload_dataloaders_every_n_epochs == 3
+    watches = Watches()
+    trainer_for([watches]).fit(Remembers(), datamodule=data)
+    assert watches.reload == 1
+
+
 def test_what_is_logged(tmp_path: Path) -> None:
     make_slices(make_rows(tmp_path / "rows", [1000] * 4), "memory://logged", overwrite=True)
     data = SliceDataModule("memory://logged", batch_size=500, cache=str(tmp_path / "cache"))

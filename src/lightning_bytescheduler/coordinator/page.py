@@ -84,7 +84,7 @@ def _metrics(status: RunStatus) -> Iterator[Metric]:
     yield from gauge("weights_version", "Rounds that are part of the weights.", status.weights_version)
     yield from gauge("parameters", "Numbers that are trained.", status.parameters)
     yield from gauge("saved_round", "The last round that is part of a saved state.", status.saved_round)
-    yield from gauge("spool_bytes", "Held by updates that are not merged yet.", status.spool_bytes)
+    yield from gauge("spool_bytes", "Held by updates that are not added yet.", status.spool_bytes)
     yield CounterMetricFamily(f"{_PREFIX}samples", "That have become part of the weights.", value=status.samples)
 
     states = Counter(worker.state if worker.state in _STATES else "other" for worker in status.workers)

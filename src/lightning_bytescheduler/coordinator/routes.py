@@ -133,13 +133,14 @@ class UpdateRoutes:
         if task is not None:
             self._uploads[key] = task
         try:
-            spooled = await self._spool.room_for(expected, timeout=_ROOM_SECONDS)
-            inspection = weights.inspection_of(offer.fragment, spooled.payload)
             try:
-                await self._receive(request, offer.member, spooled, inspection)
-            except BaseException:
-                spooled.close()
-                raise
+                spooled = await self._spool.room_for(expected, timeout=_ROOM_SECONDS)
+                inspection = weights.inspection_of(offer.fragment, spooled.payload)
+                try:
+                    await self._receive(request, offer.member, spooled, inspection)
+                except BaseException:
+                    spooled.close()
+                    raise
             finally:
                 if self._uploads.get(key) is task:
                     del self._uploads[key]
@@ -210,7 +211,14 @@ class UpdateRoutes:
         return sums
 
     async def settled(self, merge: Merge) -> UpdateSum | None:
-        """The sum of a round that is to be merged, once everything that was announced is in it."""
+        """The sum of a round that is to be merged, once everything that was announced is in it.
+
+        What is still on its way for that round is cut where it could only be dropped: it holds room that others need.
+        """
+        if self._run.options.rounds.late == "drop":
+            for (_, round), task in list(self._uploads.items()):
+                if round <= merge.round:
+                    task.cancel()
         sums = self._sums.pop(merge.round, None)
         if sums is not None:
             await sums.settled()

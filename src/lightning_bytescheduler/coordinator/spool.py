@@ -106,7 +106,7 @@ class Spool:
             except (TimeoutError, asyncio.TimeoutError):
                 raise SchedulerTimeoutError(
                     f"There is no room for {length} bytes more: {self._taken} of {self._limit} are taken by updates "
-                    "that are not merged yet."
+                    "that are not added yet."
                 ) from None
         spooled = Spooled(self, length)
         self._taken += length

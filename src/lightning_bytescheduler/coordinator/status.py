@@ -122,7 +122,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
             ``updates_dropped``, ``updates_refused``, ``updates_broken``, ``updates_again``, ``rounds``,
             ``empty_rounds``, ``bytes_in``, ``bytes_out``,
             and ``refused_REASON`` as ``serving.Refusals`` counts who was not let in.
-        spool_bytes: Held by updates that are not merged yet.
+        spool_bytes: Held by updates that are not added yet.
         saved_round: The last round that is part of a saved state, or ``None``.
         timeline: What workers did in the last few rounds, oldest first; of many workers, some.
     """

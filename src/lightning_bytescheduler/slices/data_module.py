@@ -246,16 +246,22 @@ class SliceDataModule(pl.LightningDataModule):
         for store in self._stores.values():
             store.close()
         self._stores = {}
-        if stage == "fit" and self.trainer is not None:
-            callbacks: list[pl.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
-            callbacks[:] = [callback for callback in callbacks if not isinstance(callback, SliceSteps)]
-            if self._reload_epochs is not None:
-                self.trainer.reload_dataloaders_every_n_epochs = self._reload_epochs  # type: ignore[attr-defined]
-                self._reload_epochs = None
+        if stage == "fit":
+            self._leave_trainer()
 
     def on_exception(self, exception: BaseException) -> None:
-        """End the processes that read, as there is no teardown; see LightningDataModule."""
+        """End the processes that read, and leave the Trainer, as there is no teardown; see LightningDataModule."""
         self._end_processes()
+        self._leave_trainer()
+
+    def _leave_trainer(self) -> None:
+        if self.trainer is None:
+            return
+        callbacks: list[pl.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
+        callbacks[:] = [callback for callback in callbacks if not isinstance(callback, SliceSteps)]
+        if self._reload_epochs is not None:
+            self.trainer.reload_dataloaders_every_n_epochs = self._reload_epochs  # type: ignore[attr-defined]
+            self._reload_epochs = None
 
     def _end_processes(self) -> None:
         loaders, self._loaders = self._loaders, {}

@@ -10,7 +10,7 @@ import random
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -64,8 +64,12 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _status(error: BaseException) -> int | None:
-    """The status of HTTP that the libraries behind fsspec know: aiohttp, huggingface_hub, and gcsfs."""
-    found = getattr(error, "status", None) or getattr(getattr(error, "response", None), "status_code", None)
+    """The status of HTTP that the libraries behind fsspec know: aiohttp, huggingface_hub, gcsfs, and botocore."""
+    response = getattr(error, "response", None)
+    if isinstance(response, Mapping):
+        found = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    else:
+        found = getattr(error, "status", None) or getattr(response, "status_code", None)
     found = found or getattr(error, "code", None)  # last, as it is deprecated in aiohttp
     return found if is_whole(found) else None
 
