@@ -62,6 +62,7 @@ def test_what_is_gone_says_what_to_use_instead() -> None:
     with pytest.raises(OptionError) as caught:
         checks.require_one_of("placement", "djb2", ["balanced", "mixed"])
     assert str(caught.value).endswith(checks.GONE[""]["placement=djb2"])
+    assert checks.gone("--idle", of="advise") == checks.GONE["predict"]["--idle"]  # an older name of the command
     assert checks.gone("partition_size", 1) == checks.gone("placement", "balanced") == ""
 
 

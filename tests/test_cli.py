@@ -326,6 +326,17 @@ def test_two_outputs_are_two_files(capsys: pytest.CaptureFixture[str]) -> None:
 # Terminals and pipes.
 
 
+def test_an_output_in_the_home_is_written_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of ``--json=~/plan.json``, where the shell leaves the ``~``."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert main(["predict", "--profile", "9M", "--workers", "4", "--bandwidth", "1G", "--json=~/plan.json"]) == 0
+    assert f"Wrote {tmp_path / 'home' / 'plan.json'}" in capsys.readouterr().out
+    assert [path.relative_to(tmp_path) for path in tmp_path.rglob("*.json")] == [Path("home/plan.json")]
+
+
 def test_ctrl_c_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(_: object) -> int:
         raise KeyboardInterrupt

@@ -108,6 +108,7 @@ GONE: dict[str, dict[str, str]] = {
     },
 }
 """What to use in place of what is gone, by whose ``option`` it was, or by ``option=value``; for this release only."""
+GONE["advise"] = GONE["predict"]
 
 _FLOAT_BYTES = 4
 _BYTES = re.compile(r"\s*(\d[\d_]*(?:\.\d+)?)\s*([kmgt]?)(i?)(b|bytes?)?\s*", re.IGNORECASE)

@@ -194,6 +194,7 @@ class _Outputs:
             if value is None:
                 continue
             path = Path(require_new_file(f"--{name}", value))
+            setattr(options, name, str(path))
             if name == "png":
                 _require_picture(path)
             if path in self._there:

@@ -71,8 +71,7 @@ class Trainings:
             else {},
             needs_norm=self.needs_norm and spec.scheduled,
         )
-        record = self.change(spec, record)
-        return made(spec, *(replace(record, rank=rank) for rank in range(self.world_size)))
+        return made(spec, *(self.change(spec, replace(record, rank=rank)) for rank in range(self.world_size)))
 
     def _off(self, spec: RunSpec) -> Callable[[int], float]:
         noise = len(self.made) if self.noisy else 0

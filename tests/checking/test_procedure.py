@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -72,10 +73,10 @@ def test_ddp_that_differs_from_itself_is_not_blamed_on_anybody() -> None:
 
 
 def test_a_metric_that_changes_by_itself_is_left_out() -> None:
-    times = iter("abcdefgh")
+    times = itertools.count()
 
     def with_time(_, record):
-        return replace(record, metrics={**record.metrics, "samples_per_second": next(times)})
+        return replace(record, metrics={**record.metrics, "samples_per_second": str(next(times))})
 
     findings = investigate(Trainings(change=with_time), steps=10)
     assert findings.verdict == "identical"
@@ -126,7 +127,46 @@ def test_what_is_hidden_in_rounding_is_held_against_a_run_that_defers_nothing(se
     assert findings.first is not None
     assert findings.first.step == 4
     assert findings.first.tensors == NAMES
-    assert findings.deferral is True
+    assert findings.deferral is None
+    assert "most likely a weight is read before the" in CheckReport(findings=findings, steps=10).text()
+
+
+def apart(record):
+    return replace(record, weights={**record.weights, NAMES[3]: f"of rank {record.rank}"})
+
+
+def lost(record):
+    return replace(record, losses=(*record.losses[:4], *("nan",) * 6))
+
+
+def begun_elsewhere(record):
+    return replace(record, initial={**record.initial, NAMES[3]: "elsewhere"})
+
+
+def untrained(record):
+    return replace(record, weights={**record.weights, NAMES[3]: record.initial[NAMES[3]]})
+
+
+@ANOTHER_ORDER
+@pytest.mark.parametrize(
+    ("change", "headline", "said"),
+    [
+        (apart, "different", f"8 under ddp, 7 under bytescheduler; only under one of both: {NAMES[3]}"),
+        (lost, "different from step 5 on", "only under one of both: that of step 5 on rank 0"),
+        (begun_elsewhere, f"different: weights differ before the first step, first tensor {NAMES[3]!r}", ""),
+        (untrained, "different", f"8 under ddp, 7 under bytescheduler; only under one of both: {NAMES[3]}"),
+    ],
+)
+def test_what_no_order_of_sums_changes_is_a_difference(change, headline: str, said: str, setup: dict) -> None:
+    """Though it is the same whether updates are deferred or not, and losses begin as ddp's do."""
+
+    def changed(spec, record):
+        return change(record) if spec.scheduled else record
+
+    report = CheckReport(findings=investigate(Trainings(sum_order=1e-7, change=changed, **setup), steps=10), steps=10)
+    assert report.exit_code == 1
+    assert report.headline() == headline
+    assert said in report.text()
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,7 @@ def test_a_script_that_fails_by_itself_is_told_from_one_that_fails_here(
         ("import lightning.pytorch", "without a call of Trainer.fit"),
         ("import pytorch_lightning", "without a call of Trainer.fit"),
         ("import pytorch_lightning as pl; pl.Trainer(strategy='fsdp', accelerator='cpu')", "not trained with DDP"),
-        ("from lightning.fabric import Fabric; Fabric(devices=1, accelerator='cpu')", "without a call of Trainer.fit"),
+        ("from lightning.fabric import Fabric; Fabric(devices=1, accelerator='cpu').backward(None)", "Fabric"),
         ("import lightning as L; L.Trainer(strategy='fsdp', accelerator='cpu')", "not trained with DDP"),
     ],
 )

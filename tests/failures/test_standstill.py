@@ -281,6 +281,15 @@ def test_a_rank_that_has_told_nothing_yet_is_waited_for(clock: Clock) -> None:
     assert seen_after(clock, own, other) is None
 
 
+def test_a_standstill_is_found_while_somebody_examines(clock: Clock) -> None:
+    own, other = signs()
+    other.tell(IN_BARRIER)
+    with own.examined():
+        after = seen_after(clock, own, other)
+    assert after is not None
+    assert 3.0 <= after <= 5.5
+
+
 def test_who_examines_gets_to_know_what_all_told_last(clock: Clock) -> None:
     own, other = signs()
     with own.examined():

@@ -66,6 +66,11 @@ def install(pytorch: Any) -> None:
 
         return connected
 
+    def of_fabric(*_: Any, **__: Any) -> None:
+        refuse(folder, "The script trains with Fabric. The check is for Lightning's Trainer.")
+
+    fabric = "lightning.fabric" if package == "lightning" else "lightning_fabric"
+    importlib.import_module(fabric).Fabric.backward = of_fabric
     connector = importlib.import_module(f"{pytorch.__name__}.trainer.connectors.accelerator_connector")
     _patch(connector._AcceleratorConnector, "__init__", connect)
     watch_fits(spec, folder, pytorch.Trainer, decided)

@@ -4,7 +4,7 @@
 ``bytescheduler`` at its strictest. Where both ``ddp`` runs are the same and the others are too, that is all.
 
 Where sums are formed in another order than ``ddp``'s (more than two ranks, norms), bits are compared with those of a
-run that is the same but for one thing: no update is deferred. Of ``ddp``'s losses they may be off by rounding.
+run that is the same but for one thing: no update is deferred. Against ``ddp`` is held what no order of sums changes.
 
 Runs are deterministic, so what differs is made again, traced, which shows the first step and tensor. Is the difference
 gone where no update is deferred, then a weight was read unseen.
@@ -13,6 +13,7 @@ gone where no update is deferred, then a weight was read unseen.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -133,7 +134,8 @@ class Findings:
         first: Where the runs part.
         variant: Which way of ``bytescheduler`` differs; ``"strict"`` if only that does.
         again: Whether the difference was there when both were run again; ``None`` if that was not tried.
-        deferral: Whether the training is ``ddp``'s with no update deferred; ``None`` if that was not tried.
+        deferral: Whether the training is ``ddp``'s with no update deferred; ``None`` if that was not tried, as where
+            a run that defers nothing is what the others are held against.
         changing_metrics: Logged metrics that differ between two runs of ``ddp``, and so are not compared.
     """
 
@@ -231,16 +233,39 @@ class _Investigation:
         actual = self._make("the second of both", variant, traced=True)
         findings.first = first_difference(expected, actual)
         findings.again = not compare(expected, actual).trained_alike
-        if findings.again:
-            other = expected if reference == "undeferred" else self._make("with no update deferred", "undeferred")
+        if findings.again and reference == "ddp":
+            other = self._make("with no update deferred", "undeferred")
             findings.deferral = compare(expected, other).trained_alike
 
 
 def _rounded(ddp: RunResult, *scheduled: RunResult) -> Findings:
     """Whether runs train as ``ddp`` does, where sums are formed in another order."""
-    parted = [(run, first_difference(ddp, run, tolerance=_ROUNDING)) for run in scheduled]
-    for run, first in parted:
-        steps = any(one.steps != two.steps for one, two in zip(ddp.ranks, run.ranks, strict=False))
-        if steps or (first is not None and first.step <= _SOON):
-            return Findings(verdict="different", difference=compare(ddp, run), first=first, variant=run.spec.strategy)
+    for run in scheduled:
+        difference, first = compare(ddp, run), first_difference(ddp, run, tolerance=_ROUNDING)
+        other = (
+            f"{what}: {len(one)} under ddp, {len(two)} under bytescheduler; only under one of both: {names[0]}"
+            for (what, one), two in zip(_unrounded(ddp).items(), _unrounded(run).values(), strict=True)
+            if (names := _unequal(one, two))
+        )
+        difference = replace(difference, other=(*difference.other, *other))
+        if difference.initial or difference.other or (first is not None and first.step <= _SOON):
+            return Findings(verdict="different", difference=difference, first=first, variant=run.spec.strategy)
     return Findings(verdict="rounding")
+
+
+def _unrounded(run: RunResult) -> dict[str, dict[str, str]]:
+    """What a run leaves behind that no order of sums changes, by what it is and by name."""
+    weights = run.first.weights
+    found = {
+        "weights and buffers with the same bits on all ranks": [
+            name for name, bits in weights.items() if all(one.weights.get(name) == bits for one in run.ranks)
+        ],
+        "weights and buffers that training changed": _unequal(run.first.initial, weights),
+        "losses that are numbers": [
+            f"that of step {step + 1} on rank {one.rank}"
+            for one in run.ranks
+            for step, loss in zip(one.loss_steps, one.losses, strict=False)
+            if math.isfinite(float.fromhex(loss))
+        ],
+    }
+    return {what: dict.fromkeys(names, "") for what, names in found.items()}

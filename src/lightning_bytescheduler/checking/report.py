@@ -151,7 +151,7 @@ class CheckReport:
         if self.verdict == "identical":
             yield same
         if self.verdict == "rounding":
-            yield "sums are formed in another order than ddp's; from the same weights, losses are the same to rounding"
+            yield "sums are formed in another order; the first losses are within 1% of ddp's, and the same was trained"
             yield f"with and without updates that cross the step boundary, {same}"
 
     def _what_differs(self) -> Iterator[str]:
@@ -176,6 +176,11 @@ class CheckReport:
             )
         elif found.deferral is False:
             yield "the difference stays where no update is deferred, so that no unseen read of a weight explains it"
+        elif found.again:
+            yield (
+                "with every update taken in the step the result is another: most likely a weight is read before the "
+                "update of the last step has landed, by code whose reads cannot be seen. Try cross_barrier=False"
+            )
         if difference is not None:
             yield from difference.other
             at_end = {

@@ -446,6 +446,7 @@ class VitalSigns:
         self._told_at = 0.0
         self._examiners = 0
         self._examined_at = 0.0
+        self._looked_at = 0.0  # for a standstill
         self._beats: dict[int, tuple[int, float]] = {}  # count, and when it was first seen
         self._stands: dict[int, tuple[Standing, float]] = {}  # and since when it has been the same
 
@@ -463,7 +464,8 @@ class VitalSigns:
             self._told = standing
         self._store.add(f"alive/{self._rank}", 1)
         waits = standing.waits and now >= self._told_at + _CURIOUS_S
-        if waits and now >= self._examined_at + self._every:
+        if waits and now >= self._looked_at + self._every:
+            self._looked_at = now
             self._examine(now)
             return self._standstill(standing, now)
         if self._examiners:

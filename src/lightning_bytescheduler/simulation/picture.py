@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["Point", "draw_curves"]
 
 _COLOURS = ("#3f86d1", "#e58f2a", "#2e8b57", "#8456b5", "#d7263d")
-_LINE_LENGTH = 90  # letters
+_LINE_LENGTH = 84  # letters
 
 
 class Point(NamedTuple):
