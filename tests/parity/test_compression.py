@@ -563,7 +563,8 @@ def test_auto_leaves_alone_what_hides(two_ranks: RankPool) -> None:
 def test_auto_compresses_the_layers_that_rank_0_says(two_ranks: RankPool, trainer: dict[str, Any]) -> None:
     recipe = Recipe(model=partial(Tower, optimizer=adamw), steps=12, trainer=trainer)
     (ddp,) = train_on(two_ranks, recipe, DDP)
-    runs = [Run(options=AUTO), Run(options={**AUTO, "cross_barrier": False})]
+    never_overlaps = {**AUTO, "mode": "auto", "gradient_as_bucket_view": False}
+    runs = [Run(options=AUTO), Run(options={**AUTO, "cross_barrier": False}), Run(options=never_overlaps)]
     counts = [0, 0, 1, 1, 2, 1000, 1000, 0, 0, 3]
     for outcomes in zip(*two_ranks.run(train_chosen, recipe=recipe, runs=runs, counts=counts), strict=True):
         assert same_weights(outcomes[0], outcomes[1]), "ranks drift apart"

@@ -206,7 +206,8 @@ class GradientEngine:
         else:
             context.step = SynchronisedStep(context, number, self._position_of)
         if context.compression is not None:
-            context.compression.begin_step(as_ddp=as_ddp)
+            # A plan that cannot overlap takes no other steps: there are none to be exact beside.
+            context.compression.begin_step(as_ddp=as_ddp and options.overlapped)
 
     def _position_of(self, index: int, parameters: list[nn.Parameter]) -> int:
         known = self._bucket_order.get(index) if self._by_first_use else index
