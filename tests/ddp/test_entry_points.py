@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from lightning_bytescheduler.ddp import entry_points as watched_at
 from lightning_bytescheduler.ddp.entry_points import watch_entry_points
 from lightning_bytescheduler.ddp.gates import GatedParameter, arm, disarm
 from lightning_bytescheduler.ddp.partial_step import plain_mode
@@ -65,6 +67,16 @@ class Travels:
 
     def open_all(self, reason: str) -> None:
         disarm([self.parameter])
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor) -> Tensor:
+        return 2.0 * inputs
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 2.0 * gradient
 
 
 class Passes:
@@ -365,6 +377,20 @@ def test_what_somebody_has_replaced_since_is_left_alone(
     monkeypatch.undo()
     assert nn.Module.zero_grad is before
     nn.Module.zero_grad = before.__wrapped__  # type: ignore[method-assign, attr-defined]
+
+
+def test_what_somebody_has_put_back_does_not_call_itself(entry_points: Callable[[], None]) -> None:
+    """As a mock does that was begun in a fit and ends after it; the next fit finds the last one's replacement."""
+    owner, name = watched_at._OWNER, watched_at._NAME
+    with patch.object(owner, name):
+        entry_points()
+    leave = watch_entry_points(Passes())
+    try:
+        inputs = torch.ones(3, requires_grad=True)
+        assert torch.equal(Doubled.apply(inputs), torch.full((3,), 2.0))
+    finally:
+        leave()
+    assert vars(owner)[name] is watched_at._original
 
 
 def test_passes_that_add_to_gradients_are_told_once() -> None:

@@ -199,8 +199,9 @@ def _replace_all() -> None:
     global _original
     found = vars(_OWNER).get(_NAME)
     if found is not None:
-        _original = found
-        _put(_OWNER, _NAME, found, _replacement)
+        # Somebody may have put ours back since the last fit: it would call itself.
+        _original = _original if found is _replacement else found
+        _put(_OWNER, _NAME, _original, _replacement)
     for module, name in _TAKE_THEIR_ARGUMENTS:
         _replace(module, name, _opening_arguments)
     for module, name in _DROP_GRADIENTS:
