@@ -360,6 +360,9 @@ def test_loops_are_ddps(two_ranks: RankPool) -> None:
         for name, seen in outcome.items():
             assert not seen.differences, name
             assert seen.statistics.overlapped_steps or name in ("clipping by norm", "two modules, one optimizer"), name
+            whole = {"the optimizer has parameters of something else, too": 11}  # all but the first of 12
+            assert seen.plan is not None
+            assert seen.plan.whole_steps == (whole if name == "two modules, one optimizer" else {}), name
 
 
 def test_one_module_with_two_optimizers(two_ranks: RankPool) -> None:

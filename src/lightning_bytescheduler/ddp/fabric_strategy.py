@@ -85,6 +85,7 @@ from lightning_bytescheduler.scheduler.options import SchedulerOptions
 __all__ = ["ByteSchedulerFabricStrategy", "ModuleGradients", "ScheduledDataParallel"]
 
 _END_S = 10.0  # for the other ranks to end, too
+_OTHERS_TOO = "the optimizer has parameters of something else, too"
 
 _ELSEWHERE = dict.fromkeys(
     ("tuning", "log_metrics", "compression", "compression_min_size", "batch_size", "servers"),
@@ -155,8 +156,7 @@ class ModuleGradients(DecidedSteps):
         self._nbytes = sum(p.numel() * p.element_size() for p in parameters)
         self._has_run = False  # forward, since the last backward pass
         timeout, device = strategy._timeout, strategy.root_device
-        sparse = bool(sparse_layers(module))
-        groups = SchedulerGroups.create(timeout=timeout, sparse=sparse, counts=batches is not None)
+        groups = SchedulerGroups.create(timeout=timeout, sparse=bool(sparse_layers(module)), counts=batches is not None)
         self._agreed = agreed = agree_on_sizes(groups, scheduler, parameters, device)
         self.runtime = SchedulerRuntime(
             groups=groups,
@@ -247,9 +247,9 @@ class ModuleGradients(DecidedSteps):
         runtime = self.runtime
         if runtime is None:
             return take(closure)
-        engine, deferrable = runtime.engine, runtime.engine.options.overlapped and self._alone_in(optimizer)
-        why_whole = wants_whole_steps(optimizer) if deferrable else None
-        if deferrable and why_whole is None:
+        engine, overlapped = runtime.engine, runtime.engine.options.overlapped
+        why_whole = wants_whole_steps(optimizer) if self._alone_in(optimizer) else _OTHERS_TOO
+        if overlapped and why_whole is None:
             with deferred_step(optimizer, engine):
                 return take(closure)
         if why_whole and self._reads is not None:

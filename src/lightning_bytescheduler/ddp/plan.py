@@ -58,6 +58,7 @@ class OverlapPlan:
         pace: Why they are taken as DDP's, or overlap, with what was measured so far; in a few words.
         early_readers: Who looked at weights or gradients between two steps so far on this rank, for example
             ``MyCallback.on_train_batch_end``, and in how many steps. They saw what DDP would show; these steps waited.
+            Empty in Fabric, whose loops have no such names.
         read_unseen: Names of parameters that code which no gate sees began to read after the first step, as found on
             this rank, and the step in which it was found. In that step they had, or may have had, the weights of the
             step before; from the next one on they are waited for.
