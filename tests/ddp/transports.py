@@ -13,7 +13,7 @@ __all__ = ["idle_transport"]
 def idle_transport(**besides: Any) -> Any:
     """What a step asks of a transport of two ranks, on a CPU."""
     return SimpleNamespace(
-        group=SimpleNamespace(size=lambda: 2),
+        group=SimpleNamespace(size=lambda: 2, rank=lambda: 0),
         streams=None,
         host_copies=None,
         wire_device=torch.device("cpu"),

@@ -16,5 +16,5 @@ def test_the_command_in_its_docstring(capsys: pytest.CaptureFixture[str]) -> Non
     assert main([*argv, "--device", "cpu", "--steps", "2"]) == 0
     words = " ".join(capsys.readouterr().out.split())
     assert "Classifier" in words
-    assert "step of 128 samples" in words
+    assert "A step takes" in words
     assert "4 workers, 1 Gbit/s each way, 0.1 ms a hop" in words
