@@ -236,7 +236,7 @@ def test_a_state_that_cannot_be_written_leaves_no_file(tmp_path: Path, monkeypat
     async def work(one: SmallWorker) -> None:
         await one.join()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(routes, "save_file", fails)
+            patch.setattr("safetensors.torch.save_file", fails)
             async with one.http.get(one.url + protocol.STATE_PATH, headers=one.headers) as answer:
                 assert answer.status == 500
         assert not list(tmp_path.glob("*state*"))

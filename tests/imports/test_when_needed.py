@@ -11,8 +11,8 @@ import pytest
 import lightning_bytescheduler
 
 HEAVY = {
-    *("aiohttp", "bayes_opt", "filelock", "matplotlib", "platformdirs", "pyarrow", "rich", "s3fs", "scipy"),
-    *("sklearn", "tenacity", "uvloop", "xxhash", "zstandard"),
+    *("aiohttp", "bayes_opt", "filelock", "matplotlib", "platformdirs", "pyarrow", "rich", "s3fs", "safetensors"),
+    *("scipy", "sklearn", "tenacity", "uvloop", "xxhash", "zstandard"),
 }
 PACKAGE = Path(lightning_bytescheduler.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))

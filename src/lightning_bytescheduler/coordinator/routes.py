@@ -19,8 +19,6 @@ from typing import IO
 
 import msgspec
 from aiohttp import web
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lightning_bytescheduler.coordinator.connection import Stalls
@@ -341,6 +339,9 @@ def read_weights(path: str) -> dict[str, Tensor]:
     Raises:
         OptionError: If it is none.
     """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
     try:
         return load_file(path)
     except (SafetensorError, ValueError, KeyError, OSError) as error:
@@ -402,6 +403,8 @@ class StateRoutes:
             os.close(file)
 
     def _write(self, tensors: Mapping[str, Tensor]) -> IO[bytes]:
+        from safetensors.torch import save_file
+
         descriptor, name = tempfile.mkstemp(prefix="bytescheduler-state-", suffix=".safetensors")
         os.close(descriptor)
         try:

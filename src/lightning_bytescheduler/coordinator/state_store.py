@@ -25,8 +25,6 @@ from typing import Any
 
 import torch
 from fsspec.core import url_to_fs
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from lightning_bytescheduler.coordinator.spool import view_of
@@ -154,6 +152,8 @@ class StateStore:
         Raises:
             Exception: Whatever the file system raises; the states of before are there as they were.
         """
+        from safetensors.torch import save_file
+
         version = int(state["run"]["version"])
         text, tensors = pack(state)
         name = f"state-{version:010d}.safetensors"
@@ -217,6 +217,8 @@ class StateStore:
         return sorted(name for name in found if _NAME.fullmatch(name))
 
     def _read(self, name: str) -> dict[str, Any]:
+        from safetensors import SafetensorError, safe_open
+
         with contextlib.ExitStack() as stack:
             if self._disk is None:
                 path = os.path.join(stack.enter_context(tempfile.TemporaryDirectory()), name)
