@@ -49,6 +49,7 @@ def test_no_checkpoint_if_updates_are_lost(nursery: Nursery, tmp_path: Path) -> 
                 "where": place,
                 "kind": kind,
                 "ranks": [1],
+                "after_s": 1.0,
                 "checkpoint": str(tmp_path / place / "saved"),
             },
         )

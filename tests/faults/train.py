@@ -40,6 +40,7 @@ class Boom:
         self.step: int = options.get("step", 3)
         self.kind: str = options.get("kind", "raise")
         self.ranks: list[int] = options.get("ranks", [])
+        self.after_s: float = options.get("after_s", 0.0)  # the others get on as far as they can
         self.happened = False
         self.current_step = 0
 
@@ -47,6 +48,7 @@ class Boom:
         if self.happened or place != self.place or self.current_step < self.step or own_rank() not in self.ranks:
             return
         self.happened = True
+        time.sleep(self.after_s)
         say(f"FAILED_AT {time.time()}")
         if self.kind == "raise":
             raise ValueError("boom")
