@@ -46,7 +46,7 @@ def test_an_epoch_ends_for_all_when_the_first_is_through_its_share(diloco_ranks:
 
 
 def test_the_first_worker_at_max_steps_ends_the_training(diloco_ranks: RankPool, tmp_path: Path) -> None:
-    results = fit(diloco_ranks, tmp_path, max_steps=10, pauses={0: 0.012, 1: 0.002}, min_steps=10)
+    results = fit(diloco_ranks, tmp_path, max_steps=10, pauses={0: 0.08, 1: 0.002}, min_steps=10)
     assert results[1].global_step == 10
     assert results[0].global_step < 10
     assert same_weights(results)

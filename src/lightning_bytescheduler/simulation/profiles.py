@@ -143,7 +143,7 @@ class ModelProfile:
         try:
             kept = msgspec.json.decode(Path(file).read_bytes(), type=_Kept)
             return cls(name=kept.name or Path(file).stem, layers=tuple(kept.layers))
-        except ValueError as error:
+        except (msgspec.DecodeError, ValueError) as error:
             raise OptionError("profile", os.fspath(file), f"a JSON file of a profile: {error}".rstrip(".")) from error
 
     def save(self, file: str | os.PathLike[str]) -> None:

@@ -291,7 +291,7 @@ class Timeline:
                 odd = {k: str(v) for k, v in event.args.items() if isinstance(v, float) and not math.isfinite(v)}
                 fields["args"] = event.args | odd
             encoded = [_encode(one) for one in (fields, closing) if one is not None]
-        except (TypeError, ValueError, OverflowError, RecursionError) as error:  # such as a time that is not a number
+        except (msgspec.MsgspecError, TypeError, ValueError, OverflowError, RecursionError) as error:
             if not self._warned_unencodable:
                 self._warned_unencodable = True
                 _logger.warning("The timeline %s leaves out events such as %r: %s", self.path, event, error)

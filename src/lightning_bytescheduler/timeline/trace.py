@@ -222,13 +222,13 @@ def read_timeline(path: str | os.PathLike[str]) -> Trace:
             events = _decoded(content)
         except msgspec.ValidationError:
             raise
-        except ValueError:
+        except (msgspec.DecodeError, ValueError):
             # Each event has a line: up to the last one that is whole.
             whole, comma, _ = content.rpartition(b",\n")
             if not comma:
                 raise
             events, broken_off = _decoded(whole + b"]}"), True
-    except (ValueError, RecursionError) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         _refuse(path, f"it is not a JSON object with a list of 'traceEvents', or another tool's ({error})")
     names = [event for event in events if event.ph == "M"]
     lanes = {event.tid: str(event.args.get("name")) for event in names if event.name == "thread_name"}

@@ -429,7 +429,7 @@ class CreditTuning:
             kept = msgspec.convert(state, _State)
             if kept.settled and kept.current not in {trial.point for trial in kept.trials}:
                 raise ValueError("what was chosen was never tried")
-        except ValueError as error:
+        except (msgspec.ValidationError, ValueError) as error:
             raise OptionError("state", state, f"made by state_dict() ({error})") from error
         if not kept.identity.matches(self._identity) or kept.space != self._space:
             return False
