@@ -130,7 +130,6 @@ class ModuleGradients(DecidedSteps):
         board: Where failures are published.
         scheduler: This rank's options.
         own_buckets: Whether the user chose the sizes of DDP's buckets.
-
     """
 
     def __init__(
@@ -247,13 +246,14 @@ class ModuleGradients(DecidedSteps):
         runtime = self.runtime
         if runtime is None:
             return take(closure)
-        engine, overlapped = runtime.engine, runtime.engine.options.overlapped
-        why_whole = wants_whole_steps(optimizer) if self._alone_in(optimizer) else _OTHERS_TOO
-        if overlapped and why_whole is None:
-            with deferred_step(optimizer, engine):
-                return take(closure)
-        if why_whole and self._reads is not None:
-            self._reads.stepped_whole(why_whole)
+        engine = runtime.engine
+        if engine.options.overlapped:
+            why_whole = wants_whole_steps(optimizer) if self._alone_in(optimizer) else _OTHERS_TOO
+            if why_whole is None:
+                with deferred_step(optimizer, engine):
+                    return take(closure)
+            if self._reads is not None:
+                self._reads.stepped_whole(why_whole)
         output = take_final(take, closure, engine.flush)
         engine.count_whole_step(optimizer)
         return output
