@@ -13,7 +13,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO
 
@@ -115,8 +115,11 @@ class UpdateRoutes:
 
     def cut(self, member: Member) -> None:
         """End the uploads of a worker that has gone."""
-        for (name, _), task in list(self._uploads.items()):
-            if name == member.name:
+        self._cut(lambda name, _: name == member.name)
+
+    def _cut(self, concerns: Callable[[str, int], bool]) -> None:
+        for (name, round), task in list(self._uploads.items()):
+            if concerns(name, round):
                 task.cancel()
 
     async def _alone(
@@ -132,13 +135,7 @@ class UpdateRoutes:
             self._uploads[key] = task
         try:
             try:
-                spooled = await self._spool.room_for(expected, timeout=_ROOM_SECONDS)
-                inspection = weights.inspection_of(offer.fragment, spooled.payload)
-                try:
-                    await self._receive(request, offer.member, spooled, inspection)
-                except BaseException:
-                    spooled.close()
-                    raise
+                spooled, inspection = await self._received(request, weights, offer, expected)
             finally:
                 if self._uploads.get(key) is task:
                     del self._uploads[key]
@@ -152,6 +149,19 @@ class UpdateRoutes:
         except (ConnectionError, asyncio.IncompleteReadError, web.HTTPException) as error:
             self._run.count("updates_broken")
             return problem(400, f"The update did not come in whole: {type(error).__name__}.")
+
+    async def _received(
+        self, request: web.Request, weights: GlobalWeights, offer: Offer, expected: int
+    ) -> tuple[Spooled, Inspection]:
+        """An upload that came in whole, and its inspection; room for it is given back where it did not."""
+        spooled = await self._spool.room_for(expected, timeout=_ROOM_SECONDS)
+        try:
+            inspection = weights.inspection_of(offer.fragment, spooled.payload)
+            await self._receive(request, offer.member, spooled, inspection)
+        except BaseException:
+            spooled.close()
+            raise
+        return spooled, inspection
 
     async def _receive(self, request: web.Request, member: Member, spooled: Spooled, inspection: Inspection) -> None:
         content = request.content
@@ -214,9 +224,7 @@ class UpdateRoutes:
         What is still on its way for that round is cut where it could only be dropped: it holds room that others need.
         """
         if self._run.options.rounds.late == "drop":
-            for (_, round), task in list(self._uploads.items()):
-                if round <= merge.round:
-                    task.cancel()
+            self._cut(lambda _, round: round <= merge.round)
         sums = self._sums.pop(merge.round, None)
         if sums is not None:
             await sums.settled()
@@ -421,12 +429,12 @@ class StateRoutes:
 
     async def put(self, request: web.Request) -> dict[str, Tensor] | web.Response:
         """Take weights of the worker that was asked for them: the tensors, or what is wrong."""
+        import xxhash
+
         limit = state_bytes(self._run.model)
         length = request.content_length
         if length is None or not 8 <= length <= limit:
             return problem(413, f"Content-Length={length} is not allowed: these weights take {limit} bytes at most.")
-        import xxhash
-
         digest = request.headers.get(DIGEST_HEADER)
         with tempfile.NamedTemporaryFile(prefix="bytescheduler-weights-") as file:
             left = length
