@@ -21,9 +21,12 @@ def payloads() -> Iterator[LatePayloads]:
 
 
 def test_what_is_copied_to_host_memory_is_there_when_the_work_is_left(payloads: LatePayloads) -> None:
+    gets_there = threading.Event()
     with payloads.working():
+        payloads.fake.current_stream().enqueue(lambda: None, when=gets_there.is_set)
         copy = payloads.to_host(OnDevice(torch.arange(9, dtype=torch.uint8)))
         assert not copy.any(), "it is made when the device gets there"
+        gets_there.set()
     assert copy.tolist() == list(range(9))
     with payloads.working():
         back = payloads.to_device(copy)
