@@ -12,7 +12,7 @@ import pytest
 from torch.optim import AdamW
 
 from lightning_bytescheduler.ddp.engine import GradientEngine
-from lightning_bytescheduler.tuning import PLAIN_DDP, CreditTuning, TuningDecision, TuningPoint, credit_tuner
+from lightning_bytescheduler.tuning import PLAIN_DDP, CreditTuning, TuningPoint, credit_tuner
 from tests.parity.checks import DDP, assert_same, train_on
 from tests.parity.test_training import MixedTypes
 from tests.support.fit import SIZES, Outcome, Recipe, Run, train
@@ -44,15 +44,14 @@ class Restless(CreditTuning):
     def is_settled(self) -> bool:
         return self._calls % 40 >= 30
 
-    def step_took(self, step: int, seconds: float, *, counts: bool = True) -> TuningDecision | None:
+    def step_took(self, step: int, seconds: float, *, counts: bool = True) -> None:
         assert seconds > 0
         self._calls += 1
         self._left -= 1
-        if self._left:
-            return None
-        self._left = next(self._every)
-        self._current = next(self._points)
-        return TuningDecision(step + 2, self._current)
+        if not self._left:
+            self._left = next(self._every)
+            self._current = next(self._points)
+            self.in_force_from = step + 2
 
 
 def run_restlessly(rank: int, recipe: Recipe, options: dict[str, Any]) -> tuple[Outcome, list[tuple[int, int]]]:

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from lightning_bytescheduler import CreditTuner, OptionError, UnsupportedError
-from lightning_bytescheduler.tuning import TrialEntry, credit_tuner
+from lightning_bytescheduler.tuning import TrialEntry
+from lightning_bytescheduler.tuning.record import standing_of
 from tests.ddp.fits import said
 
 
@@ -133,7 +134,7 @@ START, DDP = entry("start", 37.2), entry("ddp", 34.9, credit=None)
     ],
 )
 def test_what_it_has_come_to_so_far(entries: tuple[TrialEntry, ...], words: str) -> None:
-    assert credit_tuner._standing(entries, 3) == words
+    assert standing_of(entries, 3) == words
 
 
 def test_what_is_decided_is_told_once_and_trials_are_not() -> None:

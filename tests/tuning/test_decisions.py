@@ -80,7 +80,7 @@ def test_plain_ddp_wins_where_nothing_is_gained(ddp: float) -> None:
     training = Training(tuning(), lambda point: 0.3 * ddp if point.is_plain_ddp else 0.3, seed=3, noise=0.005)
     training.run(4000, until_settled=True)
     assert training.tuning.current == PLAIN_DDP
-    assert training.point == PLAIN_DDP or training.decisions[-1].point == PLAIN_DDP
+    assert training.point == PLAIN_DDP or training.decisions[-1] == PLAIN_DDP
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -115,7 +115,7 @@ def test_plain_ddp_is_not_tried_where_it_is_not_wanted() -> None:
     training = Training(tuning(options=options), lambda point: 0.2 if point.is_plain_ddp else 0.3)
     training.run(3000, until_settled=True)
     assert not training.tuning.current.is_plain_ddp
-    assert PLAIN_DDP not in {decision.point for decision in training.decisions}
+    assert PLAIN_DDP not in training.decisions
 
 
 def test_only_the_credit_moves_where_partitions_are_not_tuned() -> None:
@@ -144,16 +144,15 @@ def test_a_space_of_one_point() -> None:
 def test_validations_move_no_step_time_and_the_first_steps_after_a_change_are_not_measured() -> None:
     seconds = bowl(OPTIMUM)
     tuner = tuning(options=TuningOptions(warm_up=5, settle=2))
-    point, change, fresh = tuner.current, None, 0
+    point, fresh = tuner.current, 0
     for step in range(3000):
-        if change is not None and change.step == step:
-            point, fresh = change.point, 2
-            change = None
+        if step >= tuner.in_force_from and point != tuner.current:
+            point, fresh = tuner.current, 2
         else:
             fresh = max(fresh - 1, 0)
         slow = step < 5 or step % 10 == 7 or fresh
         took = seconds(point) * (1.2 if slow else 1.0)
-        change = tuner.step_took(step, took) or change
+        tuner.step_took(step, took)
         if tuner.is_settled:
             break
     assert tuner.is_settled
@@ -248,7 +247,7 @@ def test_crashes_cost_what_was_under_way_and_no_more(every: int) -> None:
             assert resumed.load_state_dict(state)
             assert resumed.is_settled == training.tuning.is_settled
             assert resumed.state_dict() == training.tuning.state_dict()
-            training.tuning, training.point, training._next = resumed, resumed.current, None
+            training.tuning, training.point = resumed, resumed.current
     trials += [entry for entry in training.tuning.entries if entry.is_trial]
     assert {entry.search for entry in trials} == {0, 1}, "a drift was part of it"
     for search in (0, 1):
@@ -265,9 +264,11 @@ def test_a_resumed_training_starts_tuned_and_its_first_steps_do_not_count() -> N
     assert resumed.is_settled
     assert resumed.current == training.tuning.current != START
     for step in range(80):  # numbered anew
-        assert resumed.step_took(step, 9.0) is None
+        resumed.step_took(step, 9.0)
     for step in range(80, 200):
-        assert resumed.step_took(step, bowl(OPTIMUM)(resumed.current)) is None
+        resumed.step_took(step, bowl(OPTIMUM)(resumed.current))
+    assert resumed.is_settled
+    assert resumed.current == training.tuning.current
 
 
 @pytest.mark.parametrize(
@@ -353,15 +354,19 @@ def test_steps_go_on_and_on() -> None:
     tuner.step_took(9, 0.3)
 
 
-def test_starts_and_guesses_that_cannot_be() -> None:
+def test_a_start_has_sizes() -> None:
     with pytest.raises(OptionError, match="plain DDP has none"):
         tuning(start=PLAIN_DDP)
-    with pytest.raises(OptionError, match="guesses"):
-        tuning(guesses=[TuningPoint(credit=1, partition_size=1)])
-    with pytest.raises(OptionError, match="guesses"):
-        tuning(guesses=[PLAIN_DDP])
-    with pytest.raises(OptionError, match="which is not tuned"):
-        tuning(SearchSpace.for_model(PARAMETERS, partition_size=65_536))
+
+
+def test_a_search_keeps_to_its_space() -> None:
+    """Guesses of other sizes are left out, and a start has the partition size that is not tuned."""
+    space = SearchSpace.for_model(PARAMETERS, partition_size=65_536)
+    tuner = tuning(space, guesses=[START, PLAIN_DDP, TuningPoint(credit=1, partition_size=1)])
+    assert tuner.current == TuningPoint(credit=START.sizes[0], partition_size=65_536)
+    Training(tuner, bowl(OPTIMUM)).run(500)
+    assert {entry.partition_size for entry in tuner.entries} == {None, 65_536}
+    assert not [entry for entry in tuner.entries if entry.kind == "guess"]
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_bytescheduler.tuning import PLAIN_DDP, TrialEntry, TuningOptions, TuningPoint, exploration
-from lightning_bytescheduler.tuning.exploration import Exploration, TimeBudget
+from lightning_bytescheduler.tuning import PLAIN_DDP, TuningOptions, TuningPoint, exploration
+from lightning_bytescheduler.tuning.exploration import Exploration
 from tests.tuning.test_decisions import OPTIMUM, bowl
-from tests.tuning.training import SPACE, START, Training, tuning
+from tests.tuning.training import SPACE, START, Training, trial, tuning
 
 
 def test_a_search_that_fails_ends_with_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,29 +23,10 @@ def test_a_search_that_fails_ends_with_the_best_so_far(monkeypatch: pytest.Monke
 
 
 def test_plain_ddp_is_measured_again_however_many_points_are_faster_by_a_hair() -> None:
-    explored = Exploration(
-        SPACE, first=[START], budget=TimeBudget(share=0.02, first_steps=500), options=TuningOptions()
-    )
+    explored = Exploration(SPACE, first=[START], options=TuningOptions())
     for number, seconds in enumerate((0.3, 0.3001, 0.3002, 0.3003)):
-        explored.take(trial(TuningPoint(credit=2**20 + number, partition_size=97_280), seconds))
-    explored.take(trial(PLAIN_DDP, 0.304, outcome="abandoned"))
+        explored.take(trial(TuningPoint(credit=2**20 + number, partition_size=97_280), seconds, 0.0003))
+    explored.take(trial(PLAIN_DDP, 0.304, 0.0003, outcome="abandoned"))
     assert [entry.step_seconds for entry in explored.contenders()] == [0.3, 0.3001, 0.304]
-    explored.take(trial(PLAIN_DDP, 0.3005))
+    explored.take(trial(PLAIN_DDP, 0.3005, 0.0003))
     assert [entry.step_seconds for entry in explored.contenders()] == [0.3005, 0.3, 0.3001], "it wins a tie"
-
-
-def trial(point: TuningPoint, seconds: float, outcome: str = "measured") -> TrialEntry:
-    return TrialEntry(
-        search=0,
-        kind="search",
-        step=0,
-        credit=point.credit,
-        partition_size=point.partition_size,
-        step_seconds=seconds,
-        error_seconds=seconds / 1000,
-        noise=0.01,
-        steps=20,
-        outcome=outcome,
-        lost_seconds=0.0,
-        note="",
-    )

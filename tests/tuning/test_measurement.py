@@ -5,9 +5,11 @@ import random
 import pytest
 
 from lightning_bytescheduler.tuning.decisions import Turn
-from lightning_bytescheduler.tuning.exploration import Confirmation, DriftDetector, TimeBudget
+from lightning_bytescheduler.tuning.exploration import Confirmation, DriftDetector, Exploration
 from lightning_bytescheduler.tuning.record import StepTimeEstimate, is_clearly_slower
+from lightning_bytescheduler.tuning.search import TuningOptions
 from lightning_bytescheduler.tuning.search_space import PLAIN_DDP, TuningPoint
+from tests.tuning.training import SPACE, START, trial
 
 A = TuningPoint(credit=2048, partition_size=1024)
 B = TuningPoint(credit=4096, partition_size=1024)
@@ -75,12 +77,14 @@ def test_one_disturbed_step_is_no_reason_to_leave() -> None:
 
 
 def test_gains_do_not_refill_a_budget() -> None:
-    budget = TimeBudget(share=0.02, first_steps=500)
-    assert budget.left(steps=0, step_seconds=1.0) == pytest.approx(10.0)
-    budget.lose(-5.0)
-    budget.lose(4.0)
-    assert budget.left(steps=400, step_seconds=1.0) == pytest.approx(6.0)
-    assert budget.left(steps=1000, step_seconds=1.0) == pytest.approx(16.0)
+    options = TuningOptions(cost_share=0.02, cost_steps=500)
+    explored = Exploration(SPACE, first=[], trials=[trial(START, 1.0)], options=options)
+    assert explored.left_seconds(0, reserve=0.0) == pytest.approx(10.0)
+    assert explored.left_seconds(0) == pytest.approx(8.0), "some is kept for measuring the best again"
+    explored.lose(-5.0)
+    explored.lose(4.0)
+    assert explored.left_seconds(400, reserve=0.0) == pytest.approx(6.0)
+    assert explored.left_seconds(1000, reserve=0.0) == pytest.approx(16.0)
 
 
 @pytest.mark.parametrize(("factor", "drifts"), [(1.05, False), (1.3, True), (0.8, True)])

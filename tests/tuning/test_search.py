@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.tuning import PLAIN_DDP, SearchSpace, TuningPoint, first_guesses
-from lightning_bytescheduler.tuning.search import Observation, distance, propose
-from tests.tuning.training import SPACE, START
+from lightning_bytescheduler.tuning.search import distance, propose
+from tests.tuning.training import SPACE, START, trial
 
 GRID = SPACE.points(octaves=1.0)
 
@@ -21,9 +21,10 @@ GRID = SPACE.points(octaves=1.0)
     affordable=st.floats(-1, 5) | st.just(math.inf),
 )
 def test_whatever_was_seen_a_proposal_is_legal_and_new(seen, ddp, affordable) -> None:
-    observations = [Observation(point, seconds, seconds * error) for point, seconds, error in seen]
-    proposal = propose(SPACE, observations, plain_ddp_seconds=ddp, affordable=affordable)
-    assert proposal == propose(SPACE, observations, plain_ddp_seconds=ddp, affordable=affordable)
+    trials = [trial(point, seconds, seconds * error) for point, seconds, error in seen]
+    trials += [] if ddp is None else [trial(PLAIN_DDP, ddp)]
+    proposal = propose(SPACE, trials, affordable=affordable)
+    assert proposal == propose(SPACE, trials, affordable=affordable)
     assert math.isfinite(proposal.gain)
     assert math.isfinite(proposal.gain_anywhere)
     assert proposal.gain <= proposal.gain_anywhere
@@ -33,25 +34,25 @@ def test_whatever_was_seen_a_proposal_is_legal_and_new(seen, ddp, affordable) ->
 
 
 def test_identical_points_and_a_constant_objective() -> None:
-    same = [Observation(START, 0.3, 0.0)] * 5
+    same = [trial(START, 0.3, 0.0)] * 5
     first = propose(SPACE, same)
     assert first.point is not None
-    everywhere = [Observation(point, 0.3, 0.001) for point in GRID]
+    everywhere = [trial(point, 0.3, 0.001) for point in GRID]
     assert propose(SPACE, everywhere).gain_anywhere < 0.003
 
 
 def test_noise_does_not_pass_for_an_optimum() -> None:
     """One lucky measurement with a large error does not keep a good one from being the best."""
-    observations = [Observation(point, 0.3, 0.002) for point in GRID]
-    lucky = Observation(GRID[5], 0.2, 0.2)
-    assert propose(SPACE, [*observations, lucky]).gain_anywhere == pytest.approx(
-        propose(SPACE, observations).gain_anywhere, abs=0.002
+    trials = [trial(point, 0.3, 0.002) for point in GRID]
+    lucky = trial(GRID[5], 0.2, 0.2)
+    assert propose(SPACE, [*trials, lucky]).gain_anywhere == pytest.approx(
+        propose(SPACE, trials).gain_anywhere, abs=0.002
     )
 
 
 def test_only_what_is_affordable_is_proposed() -> None:
     near, far = TuningPoint(credit=389_120, partition_size=97_280), TuningPoint(credit=97_280, partition_size=49_152)
-    seen = [Observation(near, 0.30, 0.001), Observation(far, 0.55, 0.001)]
+    seen = [trial(near, 0.30, 0.001), trial(far, 0.55, 0.001)]
     anywhere = propose(SPACE, seen)
     careful = propose(SPACE, seen, affordable=0.03)
     assert anywhere.point is not None
@@ -63,29 +64,27 @@ def test_only_what_is_affordable_is_proposed() -> None:
 
 
 def test_plain_ddp_far_ahead_leaves_little_to_gain() -> None:
-    seen = [Observation(point, 0.3 + 0.001 * index, 0.001) for index, point in enumerate(GRID[::4])]
-    assert propose(SPACE, seen, plain_ddp_seconds=0.2).gain_anywhere < propose(SPACE, seen).gain_anywhere
-    assert propose(SPACE, seen, plain_ddp_seconds=0.2).gain_anywhere < 0.005
+    seen = [trial(point, 0.3 + 0.001 * index, 0.001) for index, point in enumerate(GRID[::4])]
+    with_ddp = propose(SPACE, [*seen, trial(PLAIN_DDP, 0.2)])
+    assert with_ddp.gain_anywhere < propose(SPACE, seen).gain_anywhere
+    assert with_ddp.gain_anywhere < 0.005
 
 
 def test_credits_alone() -> None:
     space = SearchSpace.for_model(6_250_000, partition_size=65_536)
-    seen = [Observation(TuningPoint(credit=262_144, partition_size=65_536), 0.3, 0.01)]
+    seen = [trial(TuningPoint(credit=262_144, partition_size=65_536), 0.3, 0.01)]
     assert propose(space, seen).point in space
-    with pytest.raises(OptionError, match="one partition size"):
-        propose(space, [*seen, Observation(START, 0.3, 0.01)])
 
 
 def test_a_start_far_outside_the_space_leads_into_it() -> None:
     far = TuningPoint(credit=2048, partition_size=1024)
-    assert propose(SPACE, [Observation(far, 0.3, 0.01)]).point in SPACE
+    assert propose(SPACE, [trial(far, 0.3, 0.01)]).point in SPACE
 
 
 def test_misuse() -> None:
-    with pytest.raises(OptionError, match="observations"):
-        propose(SPACE, [])
-    with pytest.raises(OptionError, match="plain DDP"):
-        propose(SPACE, [Observation(PLAIN_DDP, 0.3, 0.01)])
+    for nothing in ([], [trial(PLAIN_DDP, 0.3)]):
+        with pytest.raises(OptionError, match="at least one of a point with sizes"):
+            propose(SPACE, nothing)
 
 
 def test_guesses_are_the_best_predicted_and_apart() -> None:
@@ -96,8 +95,6 @@ def test_guesses_are_the_best_predicted_and_apart() -> None:
     assert distance(first, START) == min(distance(point, START) for point in GRID)
     assert distance(first, second) >= 1.5
     assert first in SPACE
-    assert len(first_guesses(SPACE, seconds, count=1)) == 1
-    assert first_guesses(SPACE, seconds, count=0) == ()
     tie, *_ = first_guesses(SPACE, lambda point: 1.0)
     assert tie.sizes == min(point.sizes for point in GRID), "of equals the one with least in flight"
 
@@ -106,5 +103,3 @@ def test_guesses_of_a_prediction_that_is_none() -> None:
     for nothing in (math.nan, 0.0, -1.0, None):
         with pytest.raises(OptionError, match="predicted_seconds"):
             first_guesses(SPACE, dict.fromkeys(GRID, nothing).__getitem__)
-    with pytest.raises(OptionError, match="count"):
-        first_guesses(SPACE, lambda point: 1.0, count=-1)

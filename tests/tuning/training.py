@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from lightning_bytescheduler.tuning import (
     CreditTuning,
-    TuningDecision,
+    TrialEntry,
     TuningIdentity,
     TuningOptions,
     TuningPoint,
@@ -30,6 +30,21 @@ def tuning(space: SearchSpace = SPACE, start: TuningPoint = START, **given) -> C
     return CreditTuning(space, **{"start": start, "identity": IDENTITY, "options": OPTIONS, **given})
 
 
+def trial(point: TuningPoint, seconds: float, error: float = 0.001, outcome: str = "measured") -> TrialEntry:
+    return TrialEntry(
+        search=0,
+        kind="ddp" if point.is_plain_ddp else "search",
+        step=0,
+        credit=point.credit,
+        partition_size=point.partition_size,
+        step_seconds=seconds,
+        error_seconds=error,
+        noise=0.01,
+        steps=20,
+        outcome=outcome,
+    )
+
+
 @dataclass
 class Training:
     """Takes steps; decisions come into force at the step that they name."""
@@ -41,27 +56,26 @@ class Training:
     outliers: float = 0.02
     step: int = 0
     seconds: list[float] = field(default_factory=list)
-    decisions: list[TuningDecision] = field(default_factory=list)
+    decisions: list[TuningPoint] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
         self.point = self.tuning.current
-        self._next: TuningDecision | None = None
 
     def run(self, steps: int, *, until_settled: bool = False) -> Training:
         for _ in range(steps):
-            if self._next is not None and self._next.step == self.step:
-                self.point, self._next = self._next.point, None
+            if self.step >= self.tuning.in_force_from:
+                self.point = self.tuning.current
             seconds = self.step_times(self.point)
             self.seconds.append(seconds)
             seen = seconds * max(1 + self.noise * self._random.gauss(0, 1), 0.5)
             if self._random.random() < self.outliers:
                 seen *= 5
-            decision = self.tuning.step_took(self.step, seen)
-            if decision is not None:
-                assert decision.step > self.step
-                self.decisions.append(decision)
-                self._next = decision
+            before = self.tuning.current
+            self.tuning.step_took(self.step, seen)
+            if self.tuning.current != before:
+                assert self.tuning.in_force_from > self.step
+                self.decisions.append(self.tuning.current)
             self.step += 1
             if until_settled and self.tuning.is_settled:
                 break

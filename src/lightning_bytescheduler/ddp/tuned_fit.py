@@ -187,13 +187,12 @@ class PointInForce(StepMode):
             wanted = self._tuner.current
             agreed = self._values.before_step(
                 step,
-                (wanted.credit or 0, wanted.partition_size or 0),
+                wanted.numbers,
                 interval=_SETTLED_INTERVAL if self._tuner.is_settled else 1,
             )
         self._step, self._began = step, now
         if agreed is not None:
-            credit, partition_size = agreed
-            point = TuningPoint(credit=credit, partition_size=partition_size) if credit else PLAIN_DDP
+            point = TuningPoint.of(agreed)
             if point != self._point:
                 self._put(point)
 
@@ -276,15 +275,16 @@ class FitTuning:
         tuner = self._tuner if dist.get_rank() == 0 and self._tunes and not short else None
         folder = _record_folder(module.trainer)
         first = None if tuner is None else self._first_point(tuner, module, runtime, folder, in_shards=in_shards)
-        message = torch.tensor(_numbers(first), dtype=torch.int64, device=device)
+        numbers = [first is not None, *(first or PLAIN_DDP).numbers]
+        message = torch.tensor(numbers, dtype=torch.int64, device=device)
         dist.broadcast(message, src=0)
-        is_tuned, credit, partition_size = message.tolist()
+        is_tuned, *sizes = message.tolist()
         if not is_tuned:
             return None
         self._in_force = PointInForce(
             core=runtime.core,
             values=AgreedValues(2, timeout=self._timeout, failure=lambda: runtime.core.abort_cause),
-            point=TuningPoint(credit=credit or None, partition_size=partition_size or None),
+            point=TuningPoint.of(sizes),
             tuner=tuner,
             on_change=on_change,
             others_try=lambda: runtime.layers is not None and not runtime.layers.is_settled,
@@ -371,12 +371,6 @@ def _record_folder(trainer: pl.Trainer) -> str | None:
         return trainer.log_dir
     given = os.path.abspath(trainer.default_root_dir) != os.getcwd()
     return trainer.default_root_dir if given else None
-
-
-def _numbers(first: TuningPoint | None) -> list[int]:
-    if first is None:
-        return [0, 0, 0]
-    return [1, first.credit or 0, first.partition_size or 0]
 
 
 def space_for(

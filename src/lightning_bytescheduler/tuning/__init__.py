@@ -1,6 +1,6 @@
 """Choosing credit and partition size. Pure: imports neither Lightning nor torch.distributed."""
 
-from lightning_bytescheduler.tuning.decisions import CreditTuning, TuningDecision
+from lightning_bytescheduler.tuning.decisions import CreditTuning
 from lightning_bytescheduler.tuning.default_sizes import LinkEstimate, SchedulerSizes, default_sizes
 from lightning_bytescheduler.tuning.record import TrialEntry, TuningIdentity, append_entries, read_record
 from lightning_bytescheduler.tuning.search import TuningOptions, first_guesses, prepare
@@ -13,7 +13,6 @@ __all__ = [
     "SchedulerSizes",
     "SearchSpace",
     "TrialEntry",
-    "TuningDecision",
     "TuningIdentity",
     "TuningOptions",
     "TuningPoint",

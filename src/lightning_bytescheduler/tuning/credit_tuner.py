@@ -17,9 +17,15 @@ from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 from lightning_bytescheduler.lightning_api import pl, rank_zero_info, rank_zero_warn
 from lightning_bytescheduler.registration import require_same_package
 from lightning_bytescheduler.tuning.decisions import CreditTuning
-from lightning_bytescheduler.tuning.record import RECORD_NAME, TrialEntry, TuningIdentity, append_entries
+from lightning_bytescheduler.tuning.record import (
+    RECORD_NAME,
+    TrialEntry,
+    TuningIdentity,
+    append_entries,
+    standing_of,
+)
 from lightning_bytescheduler.tuning.search import TuningOptions, prepare
-from lightning_bytescheduler.tuning.search_space import SearchSpace, TuningPoint, resumed_space
+from lightning_bytescheduler.tuning.search_space import SearchSpace, TuningPoint
 
 __all__ = ["STATE_KEY", "CreditTuner"]
 
@@ -81,9 +87,7 @@ class CreditTuner(pl.Callback):
         self._tuning: CreditTuning | None = None
         self._state: dict[str, Any] | None = None  # to go on from
         self._is_open = False  # between begin and stop
-        self._plain_ddp = False
         self._told = 0  # entries
-        self._in_force_from = 0  # the step that was named last
 
     # What the strategy calls, on rank 0.
 
@@ -115,35 +119,18 @@ class CreditTuner(pl.Callback):
         self.stop()
         file = self._record_option or (None if folder is None else os.path.join(folder, RECORD_NAME))
         self._record = None if file is None else Path(file)
-        self._told = self._in_force_from = 0
+        self._told = 0
         prepare()
-        self._plain_ddp = plain_ddp
-
-        def made(space: SearchSpace) -> CreditTuning:
-            credit, partition_size = start.sizes
-            if not space.tunes_partitions:
-                partition_size = space.partitions[0]
-            return CreditTuning(
-                space,
-                start=TuningPoint(credit=max(credit, partition_size), partition_size=partition_size),
-                identity=identity,
-                guesses=[guess for guess in guesses if guess in space],
-                options=replace(self._options, plain_ddp=plain_ddp),
-            )
-
+        options = replace(self._options, plain_ddp=plain_ddp)
+        tuning = CreditTuning(space, start=start, identity=identity, guesses=guesses, options=options)
         state, self._state = self._state, None
-        if state is not None and state.get("plain_ddp") == plain_ddp:
-            self._tuning = made(resumed_space(state, space, given=given))
-            try:
-                if self._tuning.load_state_dict(state):
-                    rank_zero_info(f"bytescheduler: tuning goes on from where it was, with {self._tuning.current}.")
-                    self._is_open = True
-                    return self._tuning.current
-            except OptionError as error:
-                rank_zero_warn(f"The tuning in the checkpoint cannot be read, and begins anew: {error}")
-        self._tuning = made(space)
-        self._is_open = True
-        return self._tuning.current
+        try:
+            if state is not None and tuning.load_state_dict(state, given=given):
+                rank_zero_info(f"bytescheduler: tuning goes on from where it was, with {tuning.current}.")
+        except OptionError as error:
+            rank_zero_warn(f"The tuning in the checkpoint cannot be read, and begins anew: {error}")
+        self._tuning, self._is_open = tuning, True
+        return tuning.current
 
     @property
     def knows_something(self) -> bool:
@@ -177,7 +164,7 @@ class CreditTuner(pl.Callback):
             return ""
         if tuning.is_settled and not any(entry.is_trial for entry in tuning.entries):
             return f"{tuning.current} was fastest before"
-        return _standing(tuning.entries, self._options.trials)
+        return standing_of(tuning.entries, self._options.trials)
 
     @property
     def _begun(self) -> CreditTuning:
@@ -194,20 +181,15 @@ class CreditTuner(pl.Callback):
             as_decided: Whether it was taken at `current`.
         """
         # Exchanges are rare while nothing is tried, so the first decision after that comes into force late.
-        if as_decided or step < self._in_force_from:
-            decision = self._begun.step_took(step, seconds)
-            if decision is not None:
-                self._in_force_from = decision.step
+        if as_decided or step < self._begun.in_force_from:
+            self._begun.step_took(step, seconds)
 
     def stop(self) -> None:
         """Complete the record; what is known is kept for the next fit. Idempotent."""
         if self._is_open:
             self._is_open = False
-            self._state = self._state_dict()
+            self._state = self._begun.state_dict()
             self._write(self._new_entries())
-
-    def _state_dict(self) -> dict[str, Any]:
-        return {**self._begun.state_dict(), "plain_ddp": self._plain_ddp}
 
     # Lightning's hooks.
 
@@ -251,7 +233,7 @@ class CreditTuner(pl.Callback):
     ) -> None:
         """What is known goes into it."""
         if self._is_open:
-            checkpoint[STATE_KEY] = self._state_dict()
+            checkpoint[STATE_KEY] = self._begun.state_dict()
         elif self._state is not None:
             checkpoint[STATE_KEY] = self._state  # after a fit
 
@@ -279,37 +261,10 @@ class CreditTuner(pl.Callback):
 
     def _tell(self, entry: TrialEntry) -> None:
         if entry.kind == "chosen":
-            rank_zero_info(f"bytescheduler: tuning is done: {_standing(self.entries, self._options.trials)}.")
+            rank_zero_info(f"bytescheduler: tuning is done: {standing_of(self.entries, self._options.trials)}.")
         elif entry.kind == "drift":
             rank_zero_info(
                 f"bytescheduler: steps have changed, to {1e3 * entry.step_seconds:.1f} ms: tuning begins anew."
             )
         elif entry.kind == "failed":
             rank_zero_info(f"bytescheduler: no more is tried, as no next point could be computed ({entry.note}).")
-
-
-def _standing(entries: tuple[TrialEntry, ...], most: int) -> str:
-    """What is fastest so far in the last search, against what, and after how many of ``most`` trials."""
-    entries = tuple(entry for entry in entries if entry.search == entries[-1].search)
-    trials = [entry for entry in entries if entry.is_trial]
-    if not trials:
-        return "the fastest credit is searched while training"
-    chosen = next((entry for entry in reversed(entries) if entry.kind == "chosen"), None)
-    again = [entry for entry in entries if entry.kind == "confirm"]  # in turns: these can be compared
-    measured = [entry for entry in trials if entry.outcome == "measured"] or trials
-    best = chosen or min(measured, key=lambda entry: entry.step_seconds)
-    others = [
-        entry.step_seconds
-        for entry in (again if any(e.point.is_plain_ddp != best.point.is_plain_ddp for e in again) else trials)
-        if entry.point.is_plain_ddp != best.point.is_plain_ddp
-    ]
-    here = f"{1e3 * best.step_seconds:.1f} ms"
-    other = f" against {1e3 * min(others):.1f} ms" if others else ""
-    if best.point.is_plain_ddp:
-        words = f"synchronised steps are fastest{'' if chosen else ' so far'} ({here}{other and other + ' overlapped'})"
-    else:
-        kind = other and other + " synchronised"
-        words = f"overlapped steps with {best.point} are fastest{'' if chosen else ' so far'} ({here}{kind})"
-    if chosen:
-        return f"{words}, after {len(trials)} trial{'s' * (len(trials) > 1)}"
-    return f"{words}; {'trials are used up' if len(trials) >= most else f'{len(trials)} of {most} trials made'}"

@@ -1,6 +1,6 @@
 """Tunes credit and partition size while a training runs: what to change, and before which step.
 
-One rank tunes, by its own clock, and says `TuningDecision(step, point)`: from that step on, the point is in force.
+One rank tunes, by its own clock, and says which point is in force from which step on (``current``, ``in_force_from``).
 Every rank must put it in force before the *same* step. The partition size and plain DDP say which messages a step
 consists of; if one rank cut a bucket of step 100 into four pieces and another into two, the first piece of one would be
 added to twice as much of the other, or both would wait for messages that never come. The credit only says how many
@@ -25,26 +25,19 @@ Pure: no clock, no randomness, no communication, and no thread of its own. The s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
 
 from lightning_bytescheduler.checks import require_positive, require_whole
 from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.tuning.exploration import (
-    TURN_STEPS,
-    Confirmation,
-    DriftDetector,
-    Exploration,
-    TimeBudget,
-)
+from lightning_bytescheduler.tuning.exploration import TURN_STEPS, Confirmation, DriftDetector, Exploration
 from lightning_bytescheduler.tuning.record import StepTimeEstimate, TrialEntry, TuningIdentity, is_clearly_slower
 from lightning_bytescheduler.tuning.search import TuningOptions
 from lightning_bytescheduler.tuning.search_space import PLAIN_DDP, SearchSpace, TuningPoint
 
-__all__ = ["CreditTuning", "TuningDecision"]
+__all__ = ["CreditTuning"]
 
 _LEAST_STEPS = 8  # measured steps of a trial that is not abandoned
 _WATCHED = 20  # last steps that are kept while nothing is tried; a training is long
@@ -104,32 +97,23 @@ class Turn:
         return StepTimeEstimate.of(few).seconds if few else None
 
 
-@dataclass(frozen=True, slots=True)
-class TuningDecision:
-    """A change.
-
-    Attributes:
-        step: The first step at the point.
-        point: What to put in force on all ranks before that step.
-    """
-
-    step: int
-    point: TuningPoint
-
-
 class CreditTuning:
     """Decides, step by step.
 
     Args:
         space: Where to look.
-        start: The point in force when training starts; not plain DDP. It need not be in the space.
+        start: The point in force when training starts; not plain DDP. It need not be in the space, but has its
+            partition size where that is not tuned.
         identity: What the results hold for.
-        guesses: Points to try before the search proposes its own, such as ``first_guesses`` makes.
+        guesses: Points to try before the search proposes its own, such as ``first_guesses`` makes; others than of the
+            space are left out.
         options: Limits.
 
+    Attributes:
+        in_force_from: The first step at ``current``: all ranks put that in force before it.
+
     Raises:
-        OptionError: If ``start`` is plain DDP, a guess is outside the space, or partitions are not tuned and
-            ``start`` has another size than the space.
+        OptionError: If ``start`` is plain DDP.
     """
 
     def __init__(
@@ -141,12 +125,6 @@ class CreditTuning:
         guesses: Sequence[TuningPoint] = (),
         options: TuningOptions | None = None,
     ) -> None:
-        _, partition = start.sizes
-        if not space.tunes_partitions and partition != space.partitions[0]:
-            raise OptionError("start", start, f"with the partition size {space.partitions[0]}, which is not tuned")
-        for guess in guesses:
-            if guess not in space:
-                raise OptionError("guesses", guess, f"within {space}")
         self._space = space
         self._start = start
         self._guesses = tuple(guesses)
@@ -156,7 +134,7 @@ class CreditTuning:
         self._last_step = -1
         self._warm_up_left = self._options.warm_up
         self._search = 0
-        self._begin_search(start)
+        self._begin_search(None)
 
     @property
     def current(self) -> TuningPoint:
@@ -176,17 +154,14 @@ class CreditTuning:
     @property
     def lost_seconds(self) -> float:
         """What this search has cost so far, against the best that was known."""
-        return self._budget.lost
+        return self._exploration.lost
 
-    def step_took(self, step: int, seconds: float) -> TuningDecision | None:
-        """Take down how long a step took.
+    def step_took(self, step: int, seconds: float) -> None:
+        """Take down how long a step took; ``current`` may be another point afterwards.
 
         Args:
             step: Its number; larger than the one before.
             seconds: From the start of this step to the start of the next.
-
-        Returns:
-            What to put in force on all ranks, or ``None`` to go on as it is.
 
         Raises:
             OptionError: If the step is not larger than the one before, or ``seconds`` is not a finite number above 0.
@@ -196,30 +171,35 @@ class CreditTuning:
         self._last_step = step
         if self._warm_up_left:
             self._warm_up_left -= 1
-            return None
+            return
         self._steps += 1
-        if step < self._in_force_from:
+        if step < self.in_force_from:
             self._lose(seconds)  # still at the point that the last decision left
-            return None
+            return
         measured = self._turn.step_took(seconds)
-        if self._phase == "trial":
-            return self._end_trial() if self._trial_is_over() else None
-        if self._phase == "confirming":
-            return self._end_turn() if len(self._turn.samples) >= TURN_STEPS else None
-        return self._watch(seconds, measured=measured)
+        if self._phase not in ("trial", "confirming"):
+            self._watch(seconds, measured=measured)
+        elif self._phase == "trial" and self._trial_is_over():
+            self._end_trial()
+        elif self._phase == "confirming" and len(self._turn.samples) >= TURN_STEPS:
+            self._end_turn()
 
     # Exploration.
 
-    def _begin_search(self, in_force: TuningPoint, trials: Sequence[TrialEntry] = ()) -> None:
+    def _begin_search(self, in_force: TuningPoint | None, trials: Sequence[TrialEntry] = ()) -> None:
         options, tried = self._options, {trial.point for trial in trials}
-        wanted = [in_force, *([PLAIN_DDP] if options.plain_ddp else []), self._start, *self._guesses]
+        credit, partition = self._start.sizes
+        if not self._space.tunes_partitions:
+            partition = self._space.partitions[0]
+        start = TuningPoint(credit=max(credit, partition), partition_size=partition)
+        in_force = in_force or start
+        guesses = [guess for guess in self._guesses if guess in self._space]
+        wanted = [in_force, *([PLAIN_DDP] if options.plain_ddp else []), start, *guesses]
         self._steps = 0  # since the search began
-        self._budget = TimeBudget(share=options.cost_share, first_steps=options.cost_steps)
         self._exploration = Exploration(
             self._space,
             first=[point for point in dict.fromkeys(wanted) if point not in tried],
             trials=trials,
-            budget=self._budget,
             options=options,
         )
         self._confirmation: Confirmation | None = None
@@ -228,26 +208,25 @@ class CreditTuning:
         self._phase, self._kind = "trial" if best is None else "waiting", "start"
         self._before: float | None = None  # step time at the point before
         self._current = in_force
-        self._in_force_from = 0
+        self.in_force_from = 0
         self._turn = Turn(settle=0)
         if best is None:
             self._exploration.plan(0)
 
-    def _next_trial(self) -> TuningDecision | None:
+    def _next_trial(self) -> None:
         plan = self._exploration.plan(self._steps)
         best = self._exploration.best
         if plan.note and best is not None:
             self._enter("failed", best.point, best.step_time, note=plan.note)
         if plan.done:
-            return self._confirm()
-        if plan.point is not None:
+            self._confirm()
+        elif plan.point is not None:
             self._phase, self._kind = "trial", plan.kind
-            return self._go_to(plan.point)
-        if best is None or self._phase == "waiting":
-            return None
-        self._phase = "waiting"
-        self._drift = DriftDetector(best.step_time)
-        return self._go_to(best.point)
+            self._go_to(plan.point)
+        elif best is not None and self._phase != "waiting":
+            self._phase = "waiting"
+            self._drift = DriftDetector(best.step_time)
+            self._go_to(best.point)
 
     def _trial_is_over(self) -> bool:
         turn, options, best = self._turn, self._options, self._exploration.best
@@ -267,47 +246,45 @@ class CreditTuning:
         left = self._exploration.left_seconds(self._steps)
         return another > 0 and self._turn.lost(best_seconds, before_seconds=self._before) + another > left
 
-    def _end_trial(self) -> TuningDecision | None:
+    def _end_trial(self) -> None:
         turn, best = self._turn, self._exploration.best
         time = turn.time(usual_noise=self._exploration.usual_noise)
         if time is None:
-            return None
+            return
         outcome = "measured"
         if best is not None and (is_clearly_slower(time, best.step_time) or self._is_too_costly(best.step_seconds)):
             outcome = "abandoned"
         lost = self._close_turn()
         self._exploration.take(self._enter(self._kind, self._current, time, outcome=outcome, lost_seconds=lost))
-        return self._next_trial()
+        self._next_trial()
 
     # Confirmation.
 
-    def _confirm(self) -> TuningDecision | None:
-        self._confirmation = Confirmation([entry.point for entry in self._exploration.contenders()])
+    def _confirm(self) -> None:
+        confirmation = self._confirmation = Confirmation([entry.point for entry in self._exploration.contenders()])
         self._phase = "confirming"
-        return self._choose() if self._confirmation.is_done else self._go_to(self._confirmation.point)
+        self._choose_or_go_on(confirmation, enough=confirmation.is_done)
 
-    def _end_turn(self) -> TuningDecision | None:
-        confirmation, best = self._confirmation, self._exploration.best
-        if confirmation is None or best is None:
-            return None
-        confirmation.take(self._turn.samples)
-        self._close_turn()
-        left = self._budget.left(steps=self._steps, step_seconds=best.step_seconds)
-        if confirmation.is_done or left <= 0:
-            return self._choose()
-        return self._go_to(confirmation.point)
-
-    def _choose(self) -> TuningDecision | None:
+    def _end_turn(self) -> None:
         confirmation = self._confirmation
         if confirmation is None:
-            return None
+            return
+        confirmation.take(self._turn.samples)
+        self._close_turn()
+        left = self._exploration.left_seconds(self._steps, reserve=0.0)
+        self._choose_or_go_on(confirmation, enough=confirmation.is_done or left <= 0)
+
+    def _choose_or_go_on(self, confirmation: Confirmation, *, enough: bool) -> None:
+        if not enough:
+            self._go_to(confirmation.point)
+            return
         again = confirmation.times()
         for point, time in again.items():
             self._enter("confirm", point, time)
         chosen = confirmation.winner()
         explored = self._settle(chosen)
         self._enter("chosen", chosen, again.get(chosen, explored))
-        return self._go_to(chosen)
+        self._go_to(chosen)
 
     def _settle(self, chosen: TuningPoint) -> StepTimeEstimate:
         # Not what was measured again: if the machine has changed since the trials, they are of no use, and this is how
@@ -321,35 +298,33 @@ class CreditTuning:
 
     # Settled, or waiting.
 
-    def _watch(self, seconds: float, *, measured: bool) -> TuningDecision | None:
+    def _watch(self, seconds: float, *, measured: bool) -> None:
         """At the best point known: look for a drift, and for something to try."""
         del self._turn.samples[:-_WATCHED]
         if measured and self._drift is not None:
             drifted = self._drift.step_took(seconds)
             # Not before: what two searches lose must stay within what may be lost in their steps.
             if drifted and self._steps >= self._options.cost_steps:
-                return self._search_again()
-        return self._next_trial() if self._phase == "waiting" else None
+                self._search_again()
+                return
+        if self._phase == "waiting":
+            self._next_trial()
 
-    def _search_again(self) -> TuningDecision | None:
+    def _search_again(self) -> None:
         here = self._turn.time()
         if here is not None:
             self._enter("drift", self._current, here)
         self._search += 1
         self._begin_search(self._current)
-        return None
 
     # Changes.
 
-    def _go_to(self, point: TuningPoint) -> TuningDecision | None:
+    def _go_to(self, point: TuningPoint) -> None:
         self._close_turn()
-        if point == self._current:
-            self._turn = Turn(settle=0)
-            return None
-        self._current = point
-        self._in_force_from = self._last_step + self._options.lead
-        self._turn = Turn(settle=self._options.settle)
-        return TuningDecision(self._in_force_from, point)
+        if point != self._current:
+            self._current = point
+            self.in_force_from = self._last_step + self._options.lead
+            self._turn = Turn(settle=self._options.settle)
 
     def _close_turn(self) -> float:
         """Account for what the steps at this point have lost; once."""
@@ -357,7 +332,7 @@ class CreditTuning:
         lost = 0.0
         if best is not None and self._phase != "settled":
             lost = self._turn.lost(best.step_seconds, before_seconds=self._before)
-            self._budget.lose(lost)
+            self._exploration.lose(lost)
         self._before = time.seconds if time is not None else self._before
         self._turn = Turn(settle=0)
         return lost
@@ -366,7 +341,7 @@ class CreditTuning:
         best = self._exploration.best
         if best is not None:
             longest = best.step_seconds + (self._before or 0.0)  # what is longer has something else in it
-            self._budget.lose(min(seconds, longest) - best.step_seconds)
+            self._exploration.lose(min(seconds, longest) - best.step_seconds)
 
     def _enter(
         self,
@@ -403,9 +378,10 @@ class CreditTuning:
         kept = _State(
             identity=self._identity,
             space=self._space,
+            plain_ddp=self._options.plain_ddp,
             search=self._search,
             steps=self._steps,
-            lost_seconds=self._budget.lost,
+            lost_seconds=self._exploration.lost,
             trials=self._exploration.trials,
             settled=self.is_settled,
             current=self._current if best is None or self.is_settled else best.point,
@@ -413,11 +389,15 @@ class CreditTuning:
         state: dict[str, Any] = msgspec.to_builtins(kept)
         return state
 
-    def load_state_dict(self, state: dict[str, Any]) -> bool:
-        """Go on where ``state_dict`` was called, if it was for the same model, workers and link, and the same space.
+    def load_state_dict(self, state: dict[str, Any], *, given: Collection[str] = ()) -> bool:
+        """Go on where ``state_dict`` was called, in the space of then, if model, workers and link are the same.
 
         A trial or a turn that was under way begins anew. Put ``current`` in force before the next step; steps may be
         numbered anew from there. The first ones, ``warm_up`` of this object's, do not count.
+
+        Args:
+            state: From ``state_dict``.
+            given: See ``SearchSpace.goes_on_in``.
 
         Returns:
             Whether the state was used; if not, nothing was changed.
@@ -431,11 +411,12 @@ class CreditTuning:
                 raise ValueError("what was chosen was never tried")
         except (msgspec.ValidationError, ValueError) as error:
             raise OptionError("state", state, f"made by state_dict() ({error})") from error
-        if not kept.identity.matches(self._identity) or kept.space != self._space:
+        same = kept.identity.matches(self._identity) and kept.plain_ddp == self._options.plain_ddp
+        if not same or not self._space.goes_on_in(kept.space, given=given):
             return False
-        self._search = kept.search
+        self._space, self._search = kept.space, kept.search
         self._begin_search(kept.current, kept.trials)
-        self._steps, self._budget.lost, self._last_step = kept.steps, kept.lost_seconds, -1
+        self._steps, self._exploration.lost, self._last_step = kept.steps, kept.lost_seconds, -1
         if kept.settled:
             self._settle(kept.current)
         return True
@@ -447,6 +428,7 @@ class _State(msgspec.Struct, kw_only=True):
     version: Literal[2] = 2
     identity: TuningIdentity
     space: SearchSpace
+    plain_ddp: bool
     search: Annotated[int, msgspec.Meta(ge=0)]
     steps: Annotated[int, msgspec.Meta(ge=0)]
     lost_seconds: Annotated[float, msgspec.Meta(ge=0)]

@@ -1,13 +1,13 @@
 """Which point is tried next, what that may cost, and when there is nothing left to try.
 
-*Time lost* (:class:`TimeBudget`) is what steps took beyond the best that is known. It may add up to a share of the
-steps taken since the search began, and from the start to that share of the first few hundred: with 2% of 500 steps, to
-ten steps' time. That is little. A point that doubles the step time costs one of the ten at each step, and four steps
-pass before it is left for good reason: the one in which it comes into force, two that are measured, and the one in
-which the change back comes into force. So points that are expected to be far off are not tried before it is affordable,
-and when there is nothing affordable to try, training goes on with the best that is known until there is. What no
-account can prevent is that a point turns out far slower than expected when little is left: the steps until this is
-noticed are lost.
+*Time lost* (:meth:`Exploration.left_seconds`) is what steps took beyond the best that is known. It may add up to a
+share of the steps taken since the search began, and from the start to that share of the first few hundred: with 2% of
+500 steps, to ten steps' time. That is little. A point that doubles the step time costs one of the ten at each step, and
+four steps pass before it is left for good reason: the one in which it comes into force, two that are measured, and the
+one in which the change back comes into force. So points that are expected to be far off are not tried before it is
+affordable, and when there is nothing affordable to try, training goes on with the best that is known until there is.
+What no account can prevent is that a point turns out far slower than expected when little is left: the steps until this
+is noticed are lost.
 
 *Confirmation* (:class:`Confirmation`): the fastest of many noisy measurements is fast in part by luck, and the machine
 may have drifted between the first trial and the last. So the fastest few are measured again, in turns back and forth
@@ -26,10 +26,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_bytescheduler.tuning.record import StepTimeEstimate, TrialEntry
-from lightning_bytescheduler.tuning.search import Observation, TuningOptions, propose
+from lightning_bytescheduler.tuning.search import TuningOptions, propose
 from lightning_bytescheduler.tuning.search_space import PLAIN_DDP, SearchSpace, TuningPoint
 
-__all__ = ["TURN_STEPS", "Confirmation", "DriftDetector", "Exploration", "TimeBudget"]
+__all__ = ["TURN_STEPS", "Confirmation", "DriftDetector", "Exploration"]
 
 TURN_STEPS = 6
 """Measured steps of a turn."""
@@ -52,31 +52,6 @@ _ASK_AGAIN = 50  # steps of waiting until more may be lost
 _CONTENDERS = 3
 _CONTENDS = 0.02  # of the best step time, beside errors
 _PLAIN_CONTENDS = 0.06
-
-
-class TimeBudget:
-    """Accounts for time lost.
-
-    Args:
-        share: Of the steps' time that may be lost.
-        first_steps: So many steps' share may be lost from the start.
-
-    Attributes:
-        lost: Seconds lost so far.
-    """
-
-    def __init__(self, *, share: float, first_steps: int) -> None:
-        self._share = share
-        self._first_steps = first_steps
-        self.lost = 0.0
-
-    def left(self, *, steps: int, step_seconds: float) -> float:
-        """Seconds that may still be lost, when ``steps`` of ``step_seconds`` have been taken since the search began."""
-        return self._share * max(self._first_steps, steps) * step_seconds - self.lost
-
-    def lose(self, seconds: float) -> None:
-        """Take down a loss; gains are not set against it."""
-        self.lost += max(seconds, 0.0)
 
 
 class DriftDetector:
@@ -200,8 +175,10 @@ class Exploration:
         space: Where to look.
         first: Points to measure before the search has a say, the one in force first.
         trials: That were made already.
-        budget: What may be lost.
         options: Limits.
+
+    Attributes:
+        lost: Seconds lost so far.
     """
 
     def __init__(
@@ -210,17 +187,16 @@ class Exploration:
         *,
         first: Sequence[TuningPoint],
         trials: Sequence[TrialEntry] = (),
-        budget: TimeBudget,
         options: TuningOptions,
     ) -> None:
         self._space = space
-        self._budget = budget
         self._options = options
         self._queue = [
             (point, "start" if not trials and index == 0 else _kind(point)) for index, point in enumerate(first)
         ]
         self._ask_at = 0
         self.trials = list(trials)
+        self.lost = 0.0
 
     def take(self, trial: TrialEntry) -> None:
         """Take down a trial."""
@@ -238,13 +214,22 @@ class Exploration:
         noises = sorted(trial.noise for trial in self.trials if trial.outcome == "measured")
         return noises[len(noises) // 2] if noises else 0.0
 
-    def left_seconds(self, steps: int) -> float:
-        """What may still be lost by trying points, ``steps`` after the search began."""
-        best = self.best
+    def lose(self, seconds: float) -> None:
+        """Take down a loss; gains are not set against it."""
+        self.lost += max(seconds, 0.0)
+
+    def left_seconds(self, steps: int, *, reserve: float = _RESERVE) -> float:
+        """What may still be lost, ``steps`` after the search began.
+
+        Args:
+            steps: How many were taken.
+            reserve: Of what may be lost from the start, this share is kept; by default, for measuring the best again.
+        """
+        best, options = self.best, self._options
         if best is None:
             return float("inf")  # nothing is known to be better than the point in force
-        reserve = _RESERVE * self._options.cost_share * self._options.cost_steps * best.step_seconds
-        return self._budget.left(steps=steps, step_seconds=best.step_seconds) - reserve
+        kept = reserve * options.cost_share * options.cost_steps * best.step_seconds
+        return options.cost_share * max(options.cost_steps, steps) * best.step_seconds - self.lost - kept
 
     def plan(self, steps: int) -> Plan:
         """Say what to do, ``steps`` after the search began; asked again at each step of waiting."""
@@ -277,20 +262,14 @@ class Exploration:
         return trials[0].step_seconds / best.step_seconds - 1 < affordable
 
     def _proposed(self, steps: int, affordable: float) -> Plan:
-        sized = [trial for trial in self.trials if not trial.point.is_plain_ddp]
-        ddp = [trial.step_seconds for trial in self.trials if trial.point.is_plain_ddp]
         try:
-            proposal = propose(
-                self._space,
-                [Observation(trial.point, trial.step_seconds, trial.error_seconds) for trial in sized],
-                plain_ddp_seconds=min(ddp, default=None),
-                affordable=affordable,
-            )
+            proposal = propose(self._space, self.trials, affordable=affordable)
         except Exception as error:
             # A matrix that is not positive definite: whatever it is, no reason to stop a training. It goes into the
             # record.
             return Plan(done=True, note=f"{type(error).__name__}: {error}")
-        least = self._options.least_gain if len({trial.point for trial in sized}) >= _LEAST_POINTS else 0.0
+        points = {trial.point for trial in self.trials} - {PLAIN_DDP}
+        least = self._options.least_gain if len(points) >= _LEAST_POINTS else 0.0
         if proposal.gain_anywhere <= 0 or proposal.gain_anywhere < least:
             return Plan(done=True)
         if proposal.point is None or proposal.gain < least:

@@ -1,4 +1,4 @@
-"""Draws a search: what each trial took, and where in the plane of credit and partition size it was.
+"""Draws a search: which point each trial was at, and what steps took there.
 
 Also the rest of ``lightning-bytescheduler tuning``: its arguments, the rows that it prints, and options to paste. Needs
 matplotlib, which is imported when a picture is drawn.
@@ -15,20 +15,20 @@ from typing import TYPE_CHECKING
 
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.timeline.page import INK, PNG_HELP, headed, page, ruled
-from lightning_bytescheduler.tuning.record import RECORD_NAME, TrialEntry, read_record
+from lightning_bytescheduler.tuning.record import RECORD_NAME, TrialEntry, read_record, standing_of
 from lightning_bytescheduler.tuning.search_space import TuningPoint
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.collections import PathCollection
 
 __all__ = ["RECORD_NAME", "add_arguments", "draw_tuning", "fixed_options", "tables"]
 
 _BLUE, _GREY, _RED, _GREEN = "#3f86d1", "#9aa7b2", "#d7263d", "#2e8b57"
+_LABELLED = 20  # trials, at most: more labels would meet
 
 
 def draw_tuning(record: Sequence[TrialEntry], out: str | os.PathLike[str]) -> None:
-    """Draw the last search: each trial's step time, the best so far, and the points by credit and partition size.
+    """Draw the last search: each trial's sizes and step time, the best so far, and what was chosen.
 
     Args:
         record: As read by ``read_record``; at least one trial.
@@ -45,43 +45,22 @@ def draw_tuning(record: Sequence[TrialEntry], out: str | os.PathLike[str]) -> No
     trials = [entry for entry in record if entry.is_trial and entry.search == last]
     chosen = next((entry for entry in record if entry.kind == "chosen" and entry.search == last), None)
     with page(out, "Drawing a search", 12.5, 5.4) as figure:
-        sized = [entry for entry in trials if not entry.point.is_plain_ddp]
-        if len({entry.point for entry in sized}) > 1:
-            times, plane = figure.subplots(1, 2, width_ratios=(1.15, 1.0))
-            figure.colorbar(_draw_plane(plane, sized, chosen), ax=plane, label="step time (ms)")
-            ruled(plane)
-        else:  # a plane with one point says nothing
-            times = figure.subplots()
-        _draw_times(times, trials, chosen)
-        ruled(times)
-        headed(figure, _heading(trials, chosen), 13)
+        ax = figure.subplots()
+        _draw_trials(ax, trials, chosen)
+        ruled(ax)
+        figure.legend(loc="outside lower center", ncols=5, frameon=False)
+        headed(figure, standing_of([entry for entry in record if entry.search == last]), 11)
 
 
-def _heading(trials: Sequence[TrialEntry], chosen: TrialEntry | None) -> str:
-    """What was found, and by how many trials."""
-    count = f"{len(trials):,} trial{'s' if len(trials) > 1 else ''}"
-    if chosen is None:
-        best = min((entry.step_seconds for entry in trials if entry.outcome == "measured"), default=None)
-        so_far = "" if best is None else f"; the best so far takes {best * 1e3:,.1f} ms a step"
-        return f"{count}, nothing chosen yet{so_far}"
-    ddp = [entry.step_seconds for entry in trials if entry.kind == "ddp"]
-    gain = ""
-    if ddp and not chosen.point.is_plain_ddp:
-        gain = f", {ddp[-1] / chosen.step_seconds:.2f}x as fast as plain DDP"
-    return f"{chosen.step_seconds * 1e3:,.1f} ms a step{gain}\nchosen after {count}: {chosen.point}"
-
-
-def _draw_times(ax: Axes, trials: Sequence[TrialEntry], chosen: TrialEntry | None) -> None:
+def _draw_trials(ax: Axes, trials: Sequence[TrialEntry], chosen: TrialEntry | None) -> None:
     kinds = ["plain DDP" if entry.kind == "ddp" else entry.outcome for entry in trials]
     for kind, colour, marker in (("measured", _BLUE, "o"), ("abandoned", _GREY, "x"), ("plain DDP", _RED, "s")):
-        shown = [
-            (number, entry) for number, (entry, its) in enumerate(zip(trials, kinds, strict=True), 1) if its == kind
-        ]
+        shown = [number for number, its in enumerate(kinds) if its == kind]
         if shown:
             ax.errorbar(
-                [number for number, _ in shown],
-                [entry.step_seconds * 1e3 for _, entry in shown],
-                yerr=[entry.error_seconds * 1e3 for _, entry in shown],
+                [number + 1 for number in shown],
+                [trials[number].step_seconds * 1e3 for number in shown],
+                yerr=[trials[number].error_seconds * 1e3 for number in shown],
                 color=colour,
                 marker=marker,
                 linestyle="none",
@@ -94,42 +73,16 @@ def _draw_times(ax: Axes, trials: Sequence[TrialEntry], chosen: TrialEntry | Non
     if chosen is not None:
         place = [len(trials) + 0.35], [chosen.step_seconds * 1e3]
         ax.plot(*place, "*", markersize=13, color=_GREEN, label="chosen, measured again", zorder=4)
-    ax.set_title("Step time of each trial", loc="left", color=INK)
-    ax.set_xlabel("trial")
+    numbers = range(1, len(trials) + 1, 1 + len(trials) // _LABELLED)
+    ax.set_xticks(numbers, labels=[_short(trials[number - 1].point) for number in numbers])
+    ax.set_xlabel("trial, by its credit and partition size (parameters)")
     ax.set_ylabel("step time (ms)")
-    ax.locator_params(axis="x", integer=True)
-    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=3, frameon=False, columnspacing=1.2, fontsize=9)
 
 
-def _draw_plane(ax: Axes, sized: Sequence[TrialEntry], chosen: TrialEntry | None) -> PathCollection:
-    from matplotlib.ticker import LogLocator
-
-    ax.set_title("Where it looked", loc="left", color=INK)
-    ax.set_xlabel("credit (parameters)")
-    ax.set_ylabel("partition size (parameters)")
-    ax.set_xscale("log", base=2)
-    ax.set_yscale("log", base=2)
-    for axis in (ax.xaxis, ax.yaxis):
-        axis.set_major_locator(LogLocator(base=2, numticks=7))
-        axis.set_major_formatter(lambda value, _: f"{value / 1e6:.3g} M" if value >= 1e6 else f"{value / 1e3:.3g} k")
-    best = min(entry.step_seconds for entry in sized)
-    drawn = ax.scatter(
-        [entry.point.sizes[0] for entry in sized],
-        [entry.point.sizes[1] for entry in sized],
-        c=[entry.step_seconds * 1e3 for entry in sized],
-        s=140,
-        cmap="viridis_r",
-        vmin=best * 1e3,
-        vmax=best * 1.3e3,  # what is far off is just far off
-        edgecolors="white",
-    )
-    if chosen is not None and not chosen.point.is_plain_ddp:
-        place = ([size] for size in chosen.point.sizes)
-        ax.plot(*place, "o", markersize=19, fillstyle="none", markeredgewidth=2, color=_GREEN, label="chosen")
-        ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), frameon=False, fontsize=9, markerscale=0.6)
-    # The whole range of whichever size varies less, too, so that a search of credits alone is not a line on the frame.
-    ax.margins(0.12)
-    return drawn
+def _short(point: TuningPoint) -> str:
+    if point.is_plain_ddp:
+        return "plain\nDDP"
+    return "\n".join(f"{size / 1e6:.3g} M" if size >= 1e6 else f"{size / 1e3:.3g} k" for size in point.sizes)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

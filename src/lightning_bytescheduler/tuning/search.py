@@ -1,6 +1,7 @@
 """The next point to try: Bayesian optimization with a Gaussian process and expected improvement.
 
-The search itself is the package ``bayesian-optimization``'s, with four things set for this use.
+The process is scikit-learn's, and expected improvement the package ``bayesian-optimization``'s, with four things set
+for this use.
 
 - The process models the logarithm of the step time over the logarithms of the sizes. Points far worse than the
   best are all taken to be equally bad, so that a cliff does not dwarf the differences that matter.
@@ -23,12 +24,13 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lightning_bytescheduler.checks import require_bool, require_positive, require_whole
 from lightning_bytescheduler.exceptions import OptionError
+from lightning_bytescheduler.tuning.record import TrialEntry
 from lightning_bytescheduler.tuning.search_space import SearchSpace, TuningPoint
 
 if TYPE_CHECKING:
@@ -37,8 +39,9 @@ if TYPE_CHECKING:
 
     Vector = NDArray[np.float64]
 
-__all__ = ["Observation", "Proposal", "TuningOptions", "distance", "first_guesses", "prepare", "propose"]
+__all__ = ["Proposal", "TuningOptions", "distance", "first_guesses", "prepare", "propose"]
 
+_GUESSES = 2
 _APART = 1.5  # octaves: nearer, the second guess would tell little that the first did not
 _OCTAVES = 0.25  # of the grid of candidates
 _REACH = 2.0  # octaves from the nearest point that is not bad
@@ -99,9 +102,6 @@ class TuningOptions:
 def first_guesses(
     space: SearchSpace,
     predicted_seconds: Callable[[TuningPoint], float],
-    *,
-    count: int = 2,
-    octaves: float = 1.0,
 ) -> tuple[TuningPoint, ...]:
     """The points that are predicted to be fastest, the best first, and not all in one place.
 
@@ -110,21 +110,17 @@ def first_guesses(
     Args:
         space: Where to look.
         predicted_seconds: Time of a step at a point, such as a simulation's; called for each point of a grid.
-        count: How many to return at most.
-        octaves: Distance of neighbours in the grid, in doublings.
 
     Raises:
-        OptionError: If ``count`` or ``octaves`` is not allowed, or a prediction is not a finite number above 0.
+        OptionError: If a prediction is not a finite number above 0.
     """
-    require_whole("count", count, 0)
     predicted = [
-        (require_positive("predicted_seconds", predicted_seconds(point)), point)
-        for point in space.points(octaves=octaves)
+        (require_positive("predicted_seconds", predicted_seconds(point)), point) for point in space.points(octaves=1.0)
     ]
     chosen: list[TuningPoint] = []
     # Of equal predictions the one with least in flight: what is not in flight yet can still be overtaken.
     for _, point in sorted(predicted, key=lambda entry: (entry[0], entry[1].sizes)):
-        if len(chosen) < count and all(distance(point, other) >= _APART for other in chosen):
+        if len(chosen) < _GUESSES and all(distance(point, other) >= _APART for other in chosen):
             chosen.append(point)
     return tuple(chosen)
 
@@ -136,21 +132,6 @@ def distance(one: TuningPoint, other: TuningPoint) -> float:
         OptionError: If one of them is plain DDP.
     """
     return max(abs(math.log2(a / b)) for a, b in zip(one.sizes, other.sizes, strict=True))
-
-
-@dataclass(frozen=True, slots=True)
-class Observation:
-    """What was measured at a point.
-
-    Attributes:
-        point: One with sizes.
-        seconds: Of a step.
-        error: Standard error of ``seconds``.
-    """
-
-    point: TuningPoint
-    seconds: float
-    error: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,37 +156,25 @@ def prepare() -> None:
         import bayes_opt  # noqa: F401
 
 
-def propose(
-    space: SearchSpace,
-    observations: Sequence[Observation],
-    *,
-    plain_ddp_seconds: float | None = None,
-    affordable: float = math.inf,
-) -> Proposal:
+def propose(space: SearchSpace, trials: Sequence[TrialEntry], *, affordable: float = math.inf) -> Proposal:
     """Say where to measure next. Deterministic.
 
     Args:
         space: Where to look.
-        observations: What is known, in any order; a point may occur several times.
-        plain_ddp_seconds: Of a step as DDP takes it, where measured.
+        trials: What is known, in any order; a point may occur several times. One at least has sizes.
         affordable: How much slower than the best known a point may probably be, as a share of its step time.
 
     Raises:
-        OptionError: If there are no observations, or one is of plain DDP.
+        OptionError: If there are no trials of points with sizes.
     """
-    if not space.tunes_partitions and len({seen.point.partition_size for seen in observations}) > 1:
-        raise OptionError("observations", observations, "of one partition size where partitions are not tuned")
-    merged = _merged(observations)
+    merged = _merged(trial for trial in trials if not trial.point.is_plain_ddp)
     if not merged:
-        raise OptionError("observations", observations, "at least one")
-    best = min(seconds for seconds, _ in merged.values())
-    if plain_ddp_seconds is not None:
-        best = min(best, plain_ddp_seconds)
-    tried = list(merged)
-    targets = [-min(math.log(merged[point][0] / best), _WORST) for point in tried]
-    errors = [merged[point][1] / merged[point][0] for point in tried]
-    near = [point for point, target in zip(tried, targets, strict=True) if target >= -_NOT_BAD]
-    near = near or [max(zip(targets, tried, strict=True), key=lambda entry: entry[0])[1]]
+        raise OptionError("trials", trials, "at least one of a point with sizes")
+    ddp = min((trial.step_seconds for trial in trials if trial.point.is_plain_ddp), default=math.inf)
+    best = min(ddp, *(seconds for seconds, _ in merged.values()))
+    targets = {point: -min(math.log(seconds / best), _WORST) for point, (seconds, _) in merged.items()}
+    near = [point for point, target in targets.items() if target >= -_NOT_BAD]
+    near = near or [max(targets, key=targets.__getitem__)]
     away = {
         point: min(distance(point, other) for other in near)
         for point in space.points(octaves=_OCTAVES)
@@ -217,8 +186,8 @@ def propose(
     reach = max(_REACH, min(away.values()) + _OCTAVES)
     candidates = [point for point, octaves in away.items() if octaves <= reach]
     limit = math.log1p(affordable) if affordable > 0 else 0.0
-    ceiling = -math.log(plain_ddp_seconds / best) if plain_ddp_seconds is not None else -math.inf
-    gains, probably_lost = _improvements(space, tried, targets, errors, candidates, ceiling)
+    errors = [error / seconds for seconds, error in merged.values()]
+    gains, probably_lost = _improvements(space, targets, errors, candidates, -math.log(ddp / best))
     within = [gain if lost <= limit else -1.0 for gain, lost in zip(gains, probably_lost, strict=True)]
     chosen = max(range(len(candidates)), key=within.__getitem__)
     if within[chosen] < 0:
@@ -226,64 +195,50 @@ def propose(
     return Proposal(candidates[chosen], within[chosen], max(gains))
 
 
-def _merged(observations: Sequence[Observation]) -> dict[TuningPoint, tuple[float, float]]:
+def _merged(trials: Iterable[TrialEntry]) -> dict[TuningPoint, tuple[float, float]]:
     """One mean and error for each point, weighted by what each measurement is worth."""
     sums: dict[TuningPoint, tuple[float, float]] = {}
-    for seen in observations:
-        if seen.point.is_plain_ddp:
-            raise OptionError("observations", seen, "of points with sizes; plain DDP's time is an argument of its own")
-        weight = max(seen.error, 1e-9 * seen.seconds) ** -2
-        total, weights = sums.get(seen.point, (0.0, 0.0))
-        sums[seen.point] = total + weight * seen.seconds, weights + weight
+    for trial in trials:
+        weight = max(trial.error_seconds, 1e-9 * trial.step_seconds) ** -2
+        total, weights = sums.get(trial.point, (0.0, 0.0))
+        sums[trial.point] = total + weight * trial.step_seconds, weights + weight
     return {point: (total / weights, weights**-0.5) for point, (total, weights) in sums.items()}
 
 
 def _improvements(
     space: SearchSpace,
-    tried: Sequence[TuningPoint],
-    targets: Sequence[float],
+    targets: Mapping[TuningPoint, float],
     errors: Sequence[float],
     candidates: Sequence[TuningPoint],
     ceiling: float,
 ) -> tuple[list[float], list[float]]:
     """Expected improvement of each candidate, and what it probably loses; in logarithms of the step time."""
     import numpy as np
-    from bayes_opt import BayesianOptimization
+    from bayes_opt.acquisition import ExpectedImprovement
+    from sklearn.gaussian_process import GaussianProcessRegressor
     from sklearn.gaussian_process.kernels import Matern
 
-    names = ["credit", "partition"] if space.tunes_partitions else ["credit"]
+    tuned = 2 if space.tunes_partitions else 1
 
-    def coordinates(points: Sequence[TuningPoint]) -> Vector:
-        return np.log2(np.array([point.sizes[: len(names)] for point in points], dtype=np.float64))
+    def octaves(points: Iterable[TuningPoint]) -> Vector:
+        return np.log2(np.array([point.sizes[:tuned] for point in points], dtype=np.float64))
 
-    known, wanted = coordinates(tried), coordinates(candidates)
-    everywhere = np.concatenate([known, wanted])
-    # Wider than any point, because a point on a bound may be outside by rounding.
-    bounds = zip(everywhere.min(axis=0) - 1, everywhere.max(axis=0) + 1, strict=True)
-    least_spread = _FIRST_SPREAD if len(tried) <= _FEW else _LEAST_SPREAD
-    middle, spread = float(np.mean(targets)), max(float(np.std(targets)), least_spread)
-    acquisition = _acquisition()(wanted, (ceiling - middle) / spread)
-    optimizer = BayesianOptimization(
-        f=None,
-        pbounds={name: (float(low), float(high)) for name, (low, high) in zip(names, bounds, strict=True)},
-        acquisition_function=acquisition,
-        random_state=0,  # nothing is drawn; without it, a generator would be seeded from the system
-        verbose=0,
-    )
-    for point, target in zip(known, targets, strict=True):
-        optimizer.register(dict(zip(names, point, strict=True)), (target - middle) / spread)
-    optimizer.set_gp_params(
-        kernel=Matern(length_scale=[_USUAL_LENGTH_SCALE] * len(names), length_scale_bounds=(0.1, 100.0), nu=2.5),
+    seen, known = np.array(list(targets.values())), octaves(targets)
+    least_spread = _FIRST_SPREAD if len(seen) <= _FEW else _LEAST_SPREAD
+    middle, spread = float(np.mean(seen)), max(float(np.std(seen)), least_spread)
+    process = GaussianProcessRegressor(
+        kernel=Matern(length_scale=[_USUAL_LENGTH_SCALE] * tuned, length_scale_bounds=(0.1, 100.0), nu=2.5),
         alpha=np.square(np.maximum(errors, 1e-3) / spread),
-        normalize_y=False,
-        n_restarts_optimizer=0,
         optimizer=_most_probable,
+        random_state=0,  # nothing is drawn
     )
-    optimizer.suggest()
-    return (
-        [spread * value for value in acquisition.improvements],
-        [-(middle + spread * value) for value in acquisition.pessimistic],
-    )
+    process.fit(known, (seen - middle) / spread)
+    improvement = ExpectedImprovement(xi=0.0)
+    # Over the best expected value of what was tried.
+    improvement.y_max = max(float(process.predict(known).max()), (ceiling - middle) / spread)  # type: ignore[assignment]
+    mean, deviation = process.predict(octaves(candidates), return_std=True)
+    gains, lost = spread * improvement.base_acq(mean, deviation), -(middle + spread * (mean - deviation))
+    return gains.tolist(), lost.tolist()
 
 
 def _most_probable(negative_likelihood: Callable[..., float], initial: Vector, bounds: Vector) -> tuple[Vector, float]:
@@ -300,30 +255,3 @@ def _most_probable(negative_likelihood: Callable[..., float], initial: Vector, b
     costs = [cost(theta) for theta in grid]
     least = min(range(len(grid)), key=costs.__getitem__)
     return grid[least], costs[least]
-
-
-def _acquisition() -> Any:
-    """Make the class, because its base takes long to import."""
-    from bayes_opt.acquisition import ExpectedImprovement
-
-    class ImprovementOnGrid(ExpectedImprovement):
-        """Expected improvement at given places, over the best expected value at the places tried."""
-
-        def __init__(self, places: Vector, ceiling: float) -> None:
-            super().__init__(xi=0.0)
-            self._places = places
-            self._ceiling = ceiling
-            self.improvements: list[float] = []
-            self.pessimistic: list[float] = []
-
-        def suggest(self, gp: Any, target_space: Any, *args: Any, **kwargs: Any) -> Vector:
-            gp.fit(target_space.params, target_space.target)
-            best = max(float(gp.predict(target_space.params).max()), self._ceiling)
-            self.y_max = best  # type: ignore[assignment]  # declared as what it is at first
-            mean, deviation = gp.predict(self._places, return_std=True)
-            self.improvements = self.base_acq(mean, deviation).tolist()
-            self.pessimistic = (mean - deviation).tolist()
-            chosen: Vector = self._places[max(range(len(self._places)), key=self.improvements.__getitem__)]
-            return chosen
-
-    return ImprovementOnGrid

@@ -12,14 +12,13 @@ Sizes are compared on a logarithmic scale, in octaves: doubling a size matters a
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from lightning_bytescheduler.checks import ARCHITECTURES, is_whole, require_one_of, require_positive, require_whole
 from lightning_bytescheduler.exceptions import OptionError
 
-__all__ = ["ALIGNMENT", "PLAIN_DDP", "SearchSpace", "TuningPoint", "resumed_space"]
+__all__ = ["ALIGNMENT", "PLAIN_DDP", "SearchSpace", "TuningPoint"]
 
 ALIGNMENT = 1024
 """Sizes are multiples of this many parameters, so that a slice of a buffer begins where vector instructions, pages and
@@ -66,6 +65,17 @@ class TuningPoint:
     def is_plain_ddp(self) -> bool:
         """Whether steps are taken as DDP takes them."""
         return self.credit is None
+
+    @classmethod
+    def of(cls, numbers: Sequence[int]) -> TuningPoint:
+        """From ``numbers``."""
+        credit, partition_size = numbers
+        return cls(credit=credit or None, partition_size=partition_size or None)
+
+    @property
+    def numbers(self) -> tuple[int, int]:
+        """For a message: credit and partition size, 0 where there is none."""
+        return self.credit or 0, self.partition_size or 0
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -169,6 +179,25 @@ class SearchSpace:
         """Whether there is more than one partition size."""
         return self.partitions[0] < self.partitions[1]
 
+    def goes_on_in(self, other: SearchSpace, *, given: Collection[str]) -> bool:
+        """Whether a search that was made in another space may go on in that one, where this is the space of now.
+
+        Sizes that nobody chose follow a probe of the link, which never gives the same figures twice. So does the space
+        around them, and a search that went on in the same space only would never go on. What was chosen by hand is kept
+        to.
+
+        Args:
+            other: Where it was made.
+            given: Of ``"credits"`` and ``"partitions"``, what was chosen by hand. Where that is not tuned, both have to
+                agree.
+        """
+        for name in ("credits", "partitions"):
+            (low, high), theirs = getattr(self, name), getattr(other, name)
+            is_tuned = low < high
+            if is_tuned != (theirs[0] < theirs[1]) or (name in given and not is_tuned and (low, high) != theirs):
+                return False
+        return True
+
     def __contains__(self, point: object) -> bool:
         if not isinstance(point, TuningPoint) or point.is_plain_ddp:
             return False
@@ -209,33 +238,3 @@ def _steps(low: int, high: int, octaves: float) -> Iterator[int]:
 def _aligned(size: float, *, up: bool = False) -> int:
     units = math.ceil(size / ALIGNMENT) if up else round(size / ALIGNMENT)
     return max(units, 1) * ALIGNMENT
-
-
-def resumed_space(state: dict[str, Any], space: SearchSpace, *, given: Collection[str]) -> SearchSpace:
-    """The space of a search's state, where it may be used instead of this run's.
-
-    Sizes that nobody chose follow a probe of the link, which never gives the same figures twice. So does the space
-    around them, and a search that went on in the same space only would never go on. What was chosen by hand is kept to.
-
-    Args:
-        state: ``CreditTuning.state_dict()``.
-        space: This run's.
-        given: Of ``"credits"`` and ``"partitions"``, what was chosen by hand. Where it is not tuned, the state has to
-            agree.
-
-    Returns:
-        ``space`` itself, where the state's is of another kind or cannot be read.
-    """
-    try:
-        found = SearchSpace(**{name: tuple(bounds) for name, bounds in state["space"].items()})
-    except (KeyError, TypeError, ValueError, AttributeError, OptionError):
-        return space
-    for name in ("credits", "partitions"):
-        ours, theirs = getattr(space, name), getattr(found, name)
-        if _is_tuned(ours) != _is_tuned(theirs) or (name in given and not _is_tuned(ours) and ours != theirs):
-            return space
-    return found
-
-
-def _is_tuned(bounds: tuple[int, int]) -> bool:
-    return bounds[0] < bounds[1]
