@@ -8,79 +8,28 @@ starts without them, and by then it is known which Lightning a project uses (see
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from lightning_bytescheduler.__about__ import __version__
-from lightning_bytescheduler.exceptions import (
-    ByteSchedulerError,
-    CoordinatorError,
-    LaunchOrderError,
-    OptionError,
-    RankFailedError,
-    RanksDifferError,
-    RanksDivergedError,
-    RanksUnreachableError,
-    SchedulerClosedError,
-    SchedulerTimeoutError,
-    ServerFailedError,
-    SliceCorruptError,
-    SliceIndexError,
-    SourceUnavailableError,
-    TaskStateError,
-    TrackerStateError,
-    UnsupportedError,
-)
+from lightning_bytescheduler.__about__ import __version__ as __version__
+from lightning_bytescheduler.exceptions import *  # noqa: F403  # all of them
 from lightning_bytescheduler.registration import register_strategies
 
 if TYPE_CHECKING:
-    from lightning_bytescheduler.checking.notebook import check
-    from lightning_bytescheduler.checking.report import CheckReport
-    from lightning_bytescheduler.collectives.push_pull_store import PushPullStore
-    from lightning_bytescheduler.ddp.fabric_strategy import ByteSchedulerFabricStrategy
-    from lightning_bytescheduler.ddp.plan import OverlapPlan
-    from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
-    from lightning_bytescheduler.ddp.strategy import ByteSchedulerStrategy
-    from lightning_bytescheduler.diloco.performance_monitor import PerformanceMonitor
-    from lightning_bytescheduler.diloco.strategy import DiLoCoStrategy
-    from lightning_bytescheduler.predicting.predict import advise, predict
-    from lightning_bytescheduler.simulation.link import LinkModel
-    from lightning_bytescheduler.simulation.prediction import Prediction
-    from lightning_bytescheduler.slices.data_module import SliceDataModule
-    from lightning_bytescheduler.tuning.credit_tuner import CreditTuner
-
-__all__ = [
-    "ByteSchedulerError",
-    "ByteSchedulerFabricStrategy",
-    "ByteSchedulerStrategy",
-    "CheckReport",
-    "CoordinatorError",
-    "CreditTuner",
-    "DiLoCoStrategy",
-    "LaunchOrderError",
-    "LinkModel",
-    "OptionError",
-    "OverlapPlan",
-    "PerformanceMonitor",
-    "Prediction",
-    "PushPullStore",
-    "RankFailedError",
-    "RanksDifferError",
-    "RanksDivergedError",
-    "RanksUnreachableError",
-    "SchedulerClosedError",
-    "SchedulerStatistics",
-    "SchedulerTimeoutError",
-    "ServerFailedError",
-    "SliceCorruptError",
-    "SliceDataModule",
-    "SliceIndexError",
-    "SourceUnavailableError",
-    "TaskStateError",
-    "TrackerStateError",
-    "UnsupportedError",
-    "__version__",
-    "advise",
-    "check",
-    "predict",
-]
+    from lightning_bytescheduler.checking.notebook import check as check
+    from lightning_bytescheduler.checking.report import CheckReport as CheckReport
+    from lightning_bytescheduler.collectives.push_pull_store import PushPullStore as PushPullStore
+    from lightning_bytescheduler.ddp.fabric_strategy import ByteSchedulerFabricStrategy as ByteSchedulerFabricStrategy
+    from lightning_bytescheduler.ddp.plan import OverlapPlan as OverlapPlan
+    from lightning_bytescheduler.ddp.statistics import SchedulerStatistics as SchedulerStatistics
+    from lightning_bytescheduler.ddp.strategy import ByteSchedulerStrategy as ByteSchedulerStrategy
+    from lightning_bytescheduler.diloco.performance_monitor import PerformanceMonitor as PerformanceMonitor
+    from lightning_bytescheduler.diloco.strategy import DiLoCoStrategy as DiLoCoStrategy
+    from lightning_bytescheduler.predicting.predict import advise as advise
+    from lightning_bytescheduler.predicting.predict import predict as predict
+    from lightning_bytescheduler.simulation.link import LinkModel as LinkModel
+    from lightning_bytescheduler.simulation.prediction import Prediction as Prediction
+    from lightning_bytescheduler.slices.data_module import SliceDataModule as SliceDataModule
+    from lightning_bytescheduler.tuning.credit_tuner import CreditTuner as CreditTuner
+else:
+    from lightning_bytescheduler.exceptions import __all__ as _exceptions
 
 _IMPORTED_AT_FIRST_USE = {
     "ByteSchedulerFabricStrategy": "ddp.fabric_strategy",
@@ -99,6 +48,10 @@ _IMPORTED_AT_FIRST_USE = {
     "check": "checking.notebook",
     "predict": "predicting.predict",
 }
+
+
+if not TYPE_CHECKING:  # by then, names are those that are imported as themselves
+    __all__ = ["__version__", *_exceptions, *_IMPORTED_AT_FIRST_USE]
 
 
 def __getattr__(name: str) -> Any:

@@ -77,7 +77,8 @@ def _run(argv: list[str]) -> int:
         if name == chosen:  # arguments of the others would import what nobody asked for
             module = import_module(f"lightning_bytescheduler.{command.module}")
             shows = hasattr(module, "tables")
-            added.set_defaults(run=command.run or (partial(_show, module) if shows else module.run))
+            # One that has actions has them set it.
+            added.set_defaults(run=command.run or (partial(_show, module) if shows else getattr(module, "run", None)))
             module.add_arguments(added)
     options = parser.parse_args(argv)
     if "run" not in options:
@@ -247,10 +248,6 @@ def _check(options: argparse.Namespace) -> int:
     return report.exit_code
 
 
-def _slices(_: argparse.Namespace) -> int:
-    raise _UsageError("slices needs an action: make, verify or serve")
-
-
 def _wrapped(text: str) -> str:
     """Text without lines broken in words; where nobody watches, each paragraph stays a line, for other programs."""
     if sys.stdout is None or not sys.stdout.isatty():
@@ -327,7 +324,6 @@ _COMMANDS = {
         "Make slices of data, verify them, and serve them to trainings on other machines.",
         "make data/*.jsonl data/slices",
         "slices.command",
-        _slices,
     ),
     "coordinator": _Command(
         "coordinate a DiLoCo training whose workers join and leave",

@@ -21,32 +21,17 @@ ByteSchedulerError
 
 from __future__ import annotations
 
-__all__ = [
-    "ByteSchedulerError",
-    "CoordinatorError",
-    "LaunchOrderError",
-    "OptionError",
-    "RankFailedError",
-    "RanksDifferError",
-    "RanksDivergedError",
-    "RanksUnreachableError",
-    "SchedulerClosedError",
-    "SchedulerTimeoutError",
-    "ServerFailedError",
-    "SliceCorruptError",
-    "SliceIndexError",
-    "SourceUnavailableError",
-    "TaskStateError",
-    "TrackerStateError",
-    "UnsupportedError",
-]
-
+from typing import TYPE_CHECKING
 
 _LONGEST_VALUE = 120  # characters: some objects fill a page
 
 
 class ByteSchedulerError(Exception):
     """Base of all exceptions raised by this package."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # What it was made from is in its attributes, and its words in its arguments.
+        return _blank, (type(self),), {**self.__dict__, "args": self.args}
 
 
 class OptionError(ByteSchedulerError, ValueError):
@@ -67,10 +52,6 @@ class OptionError(ByteSchedulerError, ValueError):
         self.value = value
         self.allowed = allowed
         self.hint = hint
-        self._says = says
-
-    def __reduce__(self) -> tuple[type[OptionError], tuple[object, ...]]:
-        return (type(self), (self.option, self.value, self.allowed, self.hint, self._says))
 
 
 class UnsupportedError(ByteSchedulerError):
@@ -111,9 +92,6 @@ class RankFailedError(ByteSchedulerError, RuntimeError):
         self.rank = rank
         self.cause = cause
 
-    def __reduce__(self) -> tuple[type[RankFailedError], tuple[int | None, str]]:
-        return (type(self), (self.rank, self.cause))
-
 
 class RanksDivergedError(RankFailedError):
     """The ranks wait for each other in different places, as with uneven data: no step will ever end.
@@ -125,9 +103,6 @@ class RanksDivergedError(RankFailedError):
     def __init__(self, cause: str) -> None:
         super().__init__(None, cause)
         self.args = (cause,)
-
-    def __reduce__(self) -> tuple[type[RanksDivergedError], tuple[str]]:  # type: ignore[override]
-        return (type(self), (self.cause,))
 
 
 class ServerFailedError(RankFailedError):
@@ -143,9 +118,6 @@ class ServerFailedError(RankFailedError):
 
     def __str__(self) -> str:
         return f"The {self.cause}"
-
-    def __reduce__(self) -> tuple[type[ServerFailedError], tuple[str]]:  # type: ignore[override]
-        return (type(self), (self.cause,))
 
 
 class RanksUnreachableError(ByteSchedulerError, ConnectionError):
@@ -179,9 +151,6 @@ class SliceCorruptError(ByteSchedulerError, RuntimeError):
         self.url = url
         self.reason = reason
 
-    def __reduce__(self) -> tuple[type[SliceCorruptError], tuple[str, str, str]]:
-        return (type(self), (self.key, self.url, self.reason))
-
 
 class SourceUnavailableError(ByteSchedulerError, OSError):
     """A source of slices stayed away, or refuses to be read.
@@ -205,8 +174,9 @@ class SourceUnavailableError(ByteSchedulerError, OSError):
         self.cause = cause
         self.way_out = way_out
 
-    def __reduce__(self) -> tuple[type[SourceUnavailableError], tuple[str, float, str, str | None]]:
-        return (type(self), (self.url, self.seconds, self.cause, self.way_out))
+
+def _blank(kind: type[ByteSchedulerError]) -> ByteSchedulerError:
+    return kind.__new__(kind)
 
 
 def _shown(value: object) -> str:
@@ -214,3 +184,7 @@ def _shown(value: object) -> str:
     if not isinstance(value, str):
         text = " ".join(text.split())  # an optimizer has lines
     return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."
+
+
+if not TYPE_CHECKING:
+    __all__ = [name for name, kind in globals().items() if isinstance(kind, type)]

@@ -54,11 +54,7 @@ _TRAINERS: dict[str, LightningPackage] = {"pytorch_lightning": "pytorch_lightnin
 _FABRICS: dict[str, LightningPackage] = {"lightning_fabric": "pytorch_lightning", "lightning.fabric": "lightning"}
 """The modules whose Fabrics there are, and the package of each."""
 
-_BY_NAME: dict[str, LightningPackage] = {
-    "lightning": "lightning",
-    "pytorch_lightning": "pytorch_lightning",
-    "lightning_fabric": "pytorch_lightning",
-}
+_BY_NAME = {module.partition(".")[0]: package for module, package in (_TRAINERS | _FABRICS).items()}
 """What a file may import, and the package that it belongs to."""
 
 
@@ -156,35 +152,26 @@ def _from_what_is_imported() -> _Choice:
 # ---------------------------------------------------------------------- the names
 
 
-class _Place(NamedTuple):
-    """Where a strategy's class is."""
+_DDP = "DDP scheduled by ByteScheduler"
+_CLASSES = {
+    ("Trainer", "bytescheduler"): ("ddp.strategy", "ByteSchedulerStrategy", _DDP),
+    ("Fabric", "bytescheduler"): ("ddp.fabric_strategy", "ByteSchedulerFabricStrategy", _DDP),
+    ("Trainer", "diloco"): ("diloco.strategy", "DiLoCoStrategy", "Low-communication training of uneven workers"),
+}
+"""Module, name and description of each strategy's class, by who asks and the name that is asked for.
 
-    module: str
-    name: str
-    description: str
-
-
-_BYTESCHEDULER = _Place(
-    "lightning_bytescheduler.ddp.strategy", "ByteSchedulerStrategy", "DDP scheduled by ByteScheduler"
-)
-_IN_FABRIC = _Place(
-    "lightning_bytescheduler.ddp.fabric_strategy", "ByteSchedulerFabricStrategy", "DDP scheduled by ByteScheduler"
-)
-_DILOCO = _Place(
-    "lightning_bytescheduler.diloco.strategy", "DiLoCoStrategy", "Low-communication training of uneven workers"
-)
+Fabric has no DiLoCo: its rounds end between the Trainer's steps.
+"""
 _STARTS = (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork"))
 
 
-def _named() -> Iterator[tuple[str, _Place, dict[str, Any]]]:
-    """Each strategy by name, with its options; named as DDP's are."""
+def _named(first: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The names that begin so, with their options; as DDP's are named."""
     for suffix, start_method in _STARTS:
-        yield f"bytescheduler{suffix}", _BYTESCHEDULER, {"start_method": start_method}
-        for unused in (False, True):
+        yield f"{first}{suffix}", {"start_method": start_method}
+        for unused in (False, True) if first == "bytescheduler" else ():
             options = {"start_method": start_method, "find_unused_parameters": unused}
-            yield f"bytescheduler{suffix}_find_unused_parameters_{str(unused).lower()}", _BYTESCHEDULER, options
-    for suffix, start_method in _STARTS:
-        yield f"diloco{suffix}", _DILOCO, {"start_method": start_method}
+            yield f"{first}{suffix}_find_unused_parameters_{str(unused).lower()}", options
 
 
 class _Registered:
@@ -193,14 +180,15 @@ class _Registered:
     Args:
         package: Whose registry it is in.
         name: The name there.
-        place: Where the class is.
+        module: Where the class is.
+        of: Its name.
         user: Who asks: ``"Trainer"`` or ``"Fabric"``.
     """
 
-    def __init__(self, package: LightningPackage, name: str, place: _Place, user: str = "Trainer") -> None:
+    def __init__(self, package: LightningPackage, name: str, module: str, of: str, user: str) -> None:
         self._package = package
         self._name = name
-        self._place = place
+        self._place = module, of
         self._user = user
 
     def __call__(self, **options: Any) -> Any:
@@ -209,7 +197,8 @@ class _Registered:
 
     def strategy_class(self) -> Any:
         """The class whose objects are made."""
-        return getattr(importlib.import_module(self._place.module), self._place.name)
+        module, name = self._place
+        return getattr(importlib.import_module(f"{__package__}.{module}"), name)
 
 
 def registered_class(entry: Any) -> Any:
@@ -241,14 +230,12 @@ def _then_register(name: str, package: LightningPackage, user: str) -> Callable[
 
 
 def _register(registry: Any, package: LightningPackage, user: str) -> None:
-    """Fabric has no DiLoCo: its rounds end between the Trainer's steps."""
-    for name, place, options in _named():
-        if user == "Fabric" and place is _DILOCO:
-            continue
-        place = _IN_FABRIC if user == "Fabric" else place
-        if name not in registry:  # importing twice, as after a reload, must not raise
-            described = ", ".join([place.description, *(f"{key}={value}" for key, value in options.items())])
-            registry.register(name, _Registered(package, name, place, user), description=described, **options)
+    for (whose, first), (module, of, description) in _CLASSES.items():
+        for name, options in _named(first) if whose == user else ():
+            if name not in registry:  # importing twice, as after a reload, must not raise
+                described = ", ".join([description, *(f"{key}={value}" for key, value in options.items())])
+                strategy = _Registered(package, name, module, of, user)
+                registry.register(name, strategy, description=described, **options)
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
