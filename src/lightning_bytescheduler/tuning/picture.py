@@ -49,7 +49,8 @@ def draw_tuning(record: Sequence[TrialEntry], out: str | os.PathLike[str]) -> No
         _draw_trials(ax, trials, chosen)
         ruled(ax)
         figure.legend(loc="outside lower center", ncols=5, frameon=False)
-        headed(figure, standing_of([entry for entry in record if entry.search == last]), 11)
+        found = standing_of([entry for entry in record if entry.search == last])
+        headed(figure, f"{found[0].upper()}{found[1:]}.", 11)
 
 
 def _draw_trials(ax: Axes, trials: Sequence[TrialEntry], chosen: TrialEntry | None) -> None:
