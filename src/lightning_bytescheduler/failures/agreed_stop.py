@@ -37,6 +37,9 @@ class AgreedStop:
         store: Shared by the ranks, empty before.
         rank: This one.
         world_size: Number of ranks.
+
+    Attributes:
+        asked: Whether this rank was.
     """
 
     def __init__(self, store: dist.Store, *, rank: int, world_size: int) -> None:
@@ -44,31 +47,24 @@ class AgreedStop:
         self._rank = rank
         self._keys = [f"begun/{r}" for r in range(world_size)]
         self._stopped_keys = [f"stopped/{r}" for r in range(world_size)]
-        self._asked = False
-        self._told = False
+        self.asked = False
         self._changed = threading.Condition()
         # What follows changes under the condition.
         self._begun: _Place = (0, 0)
         self._stopping = False
         self._last: _Place | None = None  # how far each rank goes
         self._stopped = False  # this rank's training thread
-        self._told_stopped = False
         self._all_stopped = False
 
     def ask(self) -> None:
         """Stop all ranks. For any thread, and for a signal's handler: takes no lock."""
-        self._asked = True
-
-    @property
-    def asked(self) -> bool:
-        """Whether this rank was."""
-        return self._asked
+        self.asked = True
 
     @property
     def urgent(self) -> bool:
         """Whether somebody waits for :meth:`look`."""
         if self._last is None:
-            return self._asked or self._stopping
+            return self.asked or self._stopping
         return self._stopped and not self._all_stopped
 
     def begin_batch(self, failure: Callable[[], BaseException | None], timeout: float, *, trains: bool = True) -> bool:
@@ -134,11 +130,10 @@ class AgreedStop:
         if self._last is not None:
             self._look_for_stopped()
             return
-        if self._asked and not self._told:
-            self._store.set("asked", str(self._rank))
-            self._told = True
         if not self._stopping:
-            if not self._store.check(["asked"]):
+            if self.asked:
+                self._store.set("asked", str(self._rank))
+            elif not self._store.check(["asked"]):
                 return
             with self._changed:
                 self._stopping = True
@@ -153,9 +148,7 @@ class AgreedStop:
     def _look_for_stopped(self) -> None:
         if not self._stopped or self._all_stopped:
             return
-        if not self._told_stopped:
-            self._store.set(f"stopped/{self._rank}", "")
-            self._told_stopped = True
+        self._store.set(f"stopped/{self._rank}", "")
         if self._store.check(self._stopped_keys):
             with self._changed:
                 self._all_stopped = True

@@ -84,6 +84,11 @@ class FaultBoard:
         presence: Tells whether the store is still there.
         watchdog: Ends the process if its training thread does not come back after a failure.
         hosts_store: Whether the store ends with this process: then it leaves last.
+
+    Attributes:
+        rank: This rank, among all that share the board.
+        world_size: Number of ranks that share the board.
+        fault: Another rank's failure, once it is known.
     """
 
     def __init__(
@@ -97,8 +102,8 @@ class FaultBoard:
         hosts_store: bool = False,
     ) -> None:
         self._store = store
-        self._rank = rank
-        self._world_size = world_size
+        self.rank = rank
+        self.world_size = world_size
         self._presence = StorePresence() if presence is None else presence
         self._watchdog = Watchdog() if watchdog is None else watchdog
         others = [r for r in range(world_size) if r != rank]
@@ -113,11 +118,10 @@ class FaultBoard:
         self._watched: list[Watched] = []  # in the order in which they came
         self._phases: list[Callable[[], str]] = []  # theirs; also of those that are watched no more, until others come
         self._notice: FaultNotice | None = None  # another rank's failure
-        self._fault: RankFailedError | None = None  # as an exception
+        self.fault: RankFailedError | None = None  # that, as an exception
         self._act_at: float | None = None  # when that is to be handed on; None: nothing to do
         self._outgoing: FaultNotice | None = None
-        self._answered = False  # whether the store has said whose notice counts
-        self._published = False  # this rank's does
+        self._published: bool | None = None  # whether this rank's notice counts; None before the store has said
         self._store_lost = False
         self._ready_to_leave = False  # knows of the failure, or leaves in order
         self._left = False  # and has said so
@@ -168,22 +172,12 @@ class FaultBoard:
         """A part of the store for what all ranks compare next, which is the same thing if they run the same program."""
         return self.meeting_place(str(next(self._meetings)))
 
-    @property
-    def rank(self) -> int:
-        """This rank, among all that share the board."""
-        return self._rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks that share the board."""
-        return self._world_size
-
     def watch(self, watched: Watched) -> None:
         """Look after ``watched`` too, from now on."""
         with self._changed:
             self._watched.append(watched)
             self._phases = [one.phase for one in self._watched]
-            if self._fault is not None and self._act_at is None:
+            if self.fault is not None and self._act_at is None:
                 self._act_at = 0.0
             self._wake()
 
@@ -202,7 +196,7 @@ class FaultBoard:
             what: They stop for; each has a name of its own.
         """
         store = dist.PrefixStore(what, self._store)
-        stop = AgreedStop(store, rank=self._rank, world_size=self._world_size)
+        stop = AgreedStop(store, rank=self.rank, world_size=self.world_size)
         self._stops = [*self._stops, stop]  # the thread may go through them
         return stop
 
@@ -211,11 +205,6 @@ class FaultBoard:
         with self._changed:
             if watched in self._watched:
                 self._watched.remove(watched)
-
-    @property
-    def fault(self) -> RankFailedError | None:
-        """Another rank's failure, once it is known."""
-        return self._fault
 
     @property
     def hopeless(self) -> bool:
@@ -250,12 +239,12 @@ class FaultBoard:
                 self._post(error, patience=patience)
             if self._outgoing is None:
                 return False
-            while not self._answered and self._within(deadline):
+            while self._published is None and self._within(deadline):
                 pass
             while self._published and not patience and self._present:
                 if not self._within(deadline, awaiting_others=True):
                     break
-            return self._published
+            return bool(self._published)
 
     def explain(self, error: BaseException, *, timeout: float = _DIAGNOSE_S) -> BaseException:
         """Return the failure that ``error`` is a consequence of, or ``error`` itself.
@@ -285,22 +274,22 @@ class FaultBoard:
         deadline = time.monotonic() + max(timeout, 8 * self._period, silence + 3 * self._period)
         broken = f"here that broke: {brief(error)}"
         with self._changed, self._vital_signs.examined():
-            while self._fault is None and not self._store_lost:
+            while self.fault is None and not self._store_lost:
                 silent = self._vital_signs.silent(silence)
                 if len(silent) == 1 or (silent and time.monotonic() >= deadline):
                     last = explain_death(self._vital_signs.standings())
                     cause = f"{_no_sign_of_life(silent)}; {broken}" + (f". {last}" if last else "")
                     found = RankFailedError(silent[0], cause)
-                    self._learn(FaultNotice.of(found, by=self._rank))
+                    self._learn(FaultNotice.of(found, by=self.rank))
                     self._post(found)
                 elif not self._within(deadline):
                     break
-            if self._fault is None and self._store_lost:
-                self._learn(FaultNotice.of(_store_gone(broken), by=self._rank))
-            if self._fault is None:
+            if self.fault is None and self._store_lost:
+                self._learn(FaultNotice.of(_store_gone(broken), by=self.rank))
+            if self.fault is None:
                 return error
-            self._fault.__cause__ = error
-            return self._fault
+            self.fault.__cause__ = error
+            return self.fault
 
     def close(self, timeout: float = _GOODBYE_S) -> bool:
         """Stop watching; idempotent.
@@ -349,10 +338,10 @@ class FaultBoard:
             return error
         deadline = time.monotonic() + _LOCATE_S
         with self._changed, self._vital_signs.examined():
-            while self._fault is None and not self._vital_signs.standings() and self._within(deadline):
+            while self.fault is None and not self._vital_signs.standings() and self._within(deadline):
                 pass
-            if self._fault is not None:
-                return self._fault
+            if self.fault is not None:
+                return self.fault
             where = self._vital_signs.whereabouts() or "nobody answers"
         located = SchedulerTimeoutError(f"{brief(error)} {_WHERE} {where}. The strategy's timeout allows more.")
         located.__cause__ = error
@@ -379,15 +368,15 @@ class FaultBoard:
         """Have ``error`` published, unless something has been before."""
         if self._outgoing is None:
             step = self._watched[0].steps_handed_over() if self._watched else None
-            self._outgoing = FaultNotice.of(error, by=self._rank, patience=patience, step=step)
+            self._outgoing = FaultNotice.of(error, by=self.rank, patience=patience, step=step)
             self._wake()
 
     def _learn(self, notice: FaultNotice) -> None:
         if self._notice is None:
-            self._notice, self._fault = notice, notice.as_error()
+            self._notice, self.fault = notice, notice.as_error()
             self._act_at = time.monotonic() + notice.patience
             level = logging.INFO if notice.patience else logging.ERROR
-            log.log(level, "[rank %d] %s", self._rank, self._fault)
+            log.log(level, "[rank %d] %s", self.rank, self.fault)
             self._wake()
 
     def _lose_store(self) -> None:
@@ -425,7 +414,7 @@ class FaultBoard:
                 stop.look()
             notice = self._exchange_notices()
             if self._ready_to_leave and not self._left:
-                self._store.set(f"left/{self._rank}", "")
+                self._store.set(f"left/{self.rank}", "")
                 self._left = True
             left = {r for r in self._present if self._store.check([f"left/{r}"])} if self._awaiting_others else set()
         except RuntimeError:
@@ -437,7 +426,7 @@ class FaultBoard:
                 self._learn(notice)
             elif standstill is not None and self._notice is None and self._outgoing is None:
                 found = RanksDivergedError(standstill.text)
-                self._learn(FaultNotice.of(found, by=self._rank))
+                self._learn(FaultNotice.of(found, by=self.rank))
                 self._post(found)
 
     def _stand(self) -> Standing:
@@ -454,9 +443,7 @@ class FaultBoard:
         if wait is not None:
             standing = replace(
                 standing,
-                collective=wait.collective,
-                begins_batch=wait.begins_batch,
-                outside=wait.outside,
+                **wait._asdict(),
                 awaited_step=0,
                 batches=standing.batches - wait.outside,
                 epoch_batches=standing.epoch_batches - wait.outside,
@@ -466,11 +453,10 @@ class FaultBoard:
 
     def _exchange_notices(self) -> FaultNotice | None:
         """Publish what is to be published; return another rank's notice."""
-        if self._outgoing is not None and not self._answered:
+        if self._outgoing is not None and self._published is None:
             own = self._outgoing.encode()
             answer = self._store.compare_set("fault", "", own)
             self._published = answer.decode() == own
-            self._answered = True
             return None if self._published else FaultNotice.decode(answer)
         if self._notice is None and not self._published and self._store.check(["fault"]):
             return FaultNotice.decode(self._store.get("fault"))
@@ -479,12 +465,12 @@ class FaultBoard:
     def _react(self) -> None:
         """Publish what has stopped this rank's scheduler, or stop it because of another rank."""
         with self._changed:
-            watched, notice, fault = list(self._watched), self._notice, self._fault
+            watched, notice, fault = list(self._watched), self._notice, self.fault
             if notice is None and self._outgoing is None:
                 for error in (one.own_failure() for one in watched):
                     if error is not None and not is_communication_error(error):  # those are being diagnosed
                         self._post(error)
-                        self._watchdog.arm(f"Rank {self._rank} failed: {error}")
+                        self._watchdog.arm(f"Rank {self.rank} failed: {error}")
             due = self._act_at is not None and time.monotonic() >= self._act_at
             if due:
                 self._act_at = None
@@ -497,7 +483,7 @@ class FaultBoard:
                     if group is not None:
                         break_connections(group)
             if notice.patience:
-                log.error("[rank %d] %s", self._rank, fault)
+                log.error("[rank %d] %s", self.rank, fault)
             for one in reversed(watched):  # who came first may give what has been sent a moment to arrive
                 try:
                     one.rank_failed(fault, notice.step)

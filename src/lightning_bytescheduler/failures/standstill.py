@@ -38,6 +38,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from itertools import permutations
 from types import FrameType
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -365,9 +366,8 @@ def _has_fewer(one: Standing, other: Standing) -> bool:
     return same and one.epoch_batches < other.epoch_batches + other.begins_batch
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """Inside of what a thread is.
+class Wait(NamedTuple):
+    """Inside of what a thread is; as attributes of :class:`Standing`.
 
     Attributes:
         collective: Its name.

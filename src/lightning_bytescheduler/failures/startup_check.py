@@ -113,11 +113,9 @@ def hold_roll_call(
             raise cause
         waited = time.monotonic() - started
         if waited >= min(warn_at, timeout):
-            here = [rank for rank, key in enumerate(keys) if store.check([key])]
-            missing = [rank for rank in range(world_size) if rank not in here]
-            known = [Introduction.decode(store.get(keys[rank])) for rank in here]
+            here, missing = _who_is_here(store, world_size)
             text = f"{names_of(missing)} of {world_size} did not join this training within {waited:.0f} s "
-            text += f"(here: {_who(known)})."
+            text += f"(here: {_who(here)})."
             if missing and waited >= patience:
                 raise RanksDifferError(
                     f"{text} A rank that is connected and does not join runs another strategy than "
@@ -129,7 +127,7 @@ def hold_roll_call(
             )
             if waited >= timeout:
                 raise SchedulerTimeoutError(text)
-            if missing and here[0] == own.rank:
+            if missing and here[0].rank == own.rank:
                 log.warning("bytescheduler: %s", text)
             warn_at *= 2
         time.sleep(pause)
@@ -160,6 +158,13 @@ def require_alike(
         raise RanksDifferError(f"The ranks are not in the same training: {'; '.join(differences)}{also}. {way_out}")
     if noted and warn is not None:
         warn(f"bytescheduler: not the same on all ranks: {'; '.join(noted)}.")
+
+
+def _who_is_here(store: dist.Store, world_size: int) -> tuple[list[Introduction], list[int]]:
+    """What those say of themselves that have come, and which ranks have not."""
+    came = [rank for rank in range(world_size) if store.check([str(rank)])]
+    here = [Introduction.decode(store.get(str(rank))) for rank in came]
+    return here, sorted(set(range(world_size)).difference(came))
 
 
 def _values(store: dist.Store, keys: Sequence[str]) -> list[bytes]:
@@ -206,34 +211,30 @@ class RendezvousWatch:
         world_size: Number of ranks.
         strategy: Its name, for the others.
         warn_after: Seconds until missing ranks are named, and again after twice as long, and so on; 30 if left out.
+
+    Attributes:
+        difference: Why the ranks will not meet, once a rank is seen that runs another strategy.
     """
 
     def __init__(
         self, host: str, port: int, *, rank: int, world_size: int, strategy: str, warn_after: float | None = None
     ) -> None:
         self._host, self._port = host, port
-        self._rank, self._world_size, self._strategy = rank, world_size, strategy
+        self._rank, self._world_size = rank, world_size
+        self._own = Introduction(rank=rank, facts={"strategy": strategy})
         self._warn_after = _WARN_S if warn_after is None else warn_after
         self._met = threading.Event()
         # As a rank may try again, with the store of torchrun still there.
         self._failed = "" if agent_keeps_store() else f"failed/{next(_watches)}"
         self._error: BaseException | None = None  # this rank's
         self._elsewhere = ""  # another rank's
-        self._differ: RanksDifferError | None = None
+        self.difference: RanksDifferError | None = None
         self._prefix = f"bytescheduler-rendezvous/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self._thread = threading.Thread(target=self._run, name="bytescheduler-rendezvous", daemon=True)
-
-    @property
-    def difference(self) -> RanksDifferError | None:
-        """Why the ranks will not meet, once a rank is seen that runs another strategy."""
-        return self._differ
 
     def meet_as(self, incarnation: str) -> None:
         """The ranks share this name with nobody before them: whether one of them has failed is told under it."""
         self._failed = f"failed/{incarnation}"
-
-    def _is_odd(self, text: str) -> bool:
-        return text.split(" ")[0] != self._strategy
 
     def __enter__(self) -> RendezvousWatch:
         self._thread.start()
@@ -248,8 +249,8 @@ class RendezvousWatch:
         self._thread.join(_STOP_S)
         if self._error is None or isinstance(error, RanksDifferError):
             return
-        if self._differ is not None:
-            raise self._differ from error
+        if self.difference is not None:
+            raise self.difference from error
         if self._elsewhere:
             raise RanksUnreachableError(self._elsewhere) from error
         if _NO_ADDRESS in str(error):
@@ -270,17 +271,10 @@ class RendezvousWatch:
             try:
                 waited = time.monotonic() - started
                 store = store or self._connect()
-                here = {} if store is None else self._here(store)
-                odd = [f"rank {rank} runs {text}" for rank, text in here.items() if self._is_odd(text)]
-                new = self._differ is None and bool(odd)
-                if new:  # that will not get better
-                    self._differ = RanksDifferError(
-                        f"The ranks do not run the same strategy: rank {self._rank} runs {self._strategy}, but "
-                        f"{'; '.join(odd[:_RANKS_SHOWN])}. Give all of them the same one."
-                    )
-                if waited >= warn_at or new:
+                is_news = self.difference is None and store is not None and self._differs(store)
+                if waited >= warn_at or is_news:
                     warn_at *= 2 if waited >= warn_at else 1
-                    self._say(store is not None, here, waited)
+                    self._say(store, waited)
                 if store is not None and self._failed and store.check([self._failed]):
                     self._leave(store.get(self._failed).decode())
                     return
@@ -328,31 +322,33 @@ class RendezvousWatch:
             self._host, self._port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_CONNECT_S)
         )
         store = dist.PrefixStore(self._prefix, tcp)
-        store.set(str(self._rank), f"{self._strategy} on {socket.gethostname()}")
+        store.set(str(self._rank), self._own.encode())
         return store
 
-    def _here(self, store: dist.Store) -> dict[int, str]:
-        """Who has come, with strategy and host."""
-        ranks = [rank for rank in range(self._world_size) if store.check([str(rank)])]
-        return {rank: store.get(str(rank)).decode() for rank in ranks}
+    def _differs(self, store: dist.Store) -> bool:
+        """Whether a rank runs another strategy, which will not get better."""
+        try:
+            require_alike(_who_is_here(store, self._world_size)[0], way_out="Give all of them the same one.")
+        except RanksDifferError as error:
+            self.difference = error
+        return self.difference is not None
 
-    def _say(self, reached: bool, here: dict[int, str], waited: float) -> None:
-        if not reached:
+    def _say(self, store: dist.Store | None, waited: float) -> None:
+        if store is None:
             log.warning(
                 "bytescheduler: rank %d has been waiting for %.0f s for rank 0 to open %s:%d. Is rank 0 started, and "
                 "can it be reached from %s? MASTER_ADDR and MASTER_PORT say where it is.",
                 self._rank, waited, self._host, self._port, socket.gethostname(),
             )  # fmt: skip
             return
-        if min(here, default=self._rank) != self._rank:
+        here, missing = _who_is_here(store, self._world_size)
+        if here[0].rank != self._rank:
             return  # the first one speaks for all
-        missing = [rank for rank in range(self._world_size) if rank not in here]
-        odd = [f"rank {rank} runs {text}" for rank, text in here.items() if self._is_odd(text)]
         who = f"{names_of(missing)} did not come" if missing else "all came, but do not find each other"
         log.warning(
             "bytescheduler: the %d ranks have been looking for each other at %s:%d for %.0f s; %s. Here are %s.%s%s",
             self._world_size, self._host, self._port, waited, who,
-            "; ".join(f"rank {rank} ({text})" for rank, text in list(here.items())[:16]),
-            f" They do not run the same strategy: {'; '.join(odd[:16])}." if odd else "",
+            _who(here),
+            f" {self.difference}" if self.difference is not None else "",
             _start(self._world_size) if missing else "",
         )  # fmt: skip
