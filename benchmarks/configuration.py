@@ -104,4 +104,4 @@ class Configuration:
             "bytescheduler, overlapped": chosen_schedule(profile, link),
             "bytescheduler, norm clipping": chosen_schedule(profile, link, clipping=True),
         }
-        return {name: simulate(profile, link, schedule).step_seconds for name, schedule in schedules.items()}
+        return {name: simulate(profile, link, schedule) for name, schedule in schedules.items()}

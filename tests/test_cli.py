@@ -4,6 +4,7 @@ import os
 import runpy
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from tests.diloco.records import written
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     """Three steps of 100 ms; 1.5 MB are sent during 50 ms of each backward and 10 ms of the next forward."""
-    with Timeline(tmp_path / "run.json") as timeline:
+    with closing(Timeline(tmp_path / "run.json")) as timeline:
         for step in range(3):
             start = step * 0.1
             timeline.span("forward", COMPUTE, start, start + 0.04, lane="training", args={"step": step})

@@ -13,7 +13,7 @@ from lightning_bytescheduler.exceptions import *  # noqa: F403  # all of them
 from lightning_bytescheduler.registration import register_strategies
 
 if TYPE_CHECKING:
-    from lightning_bytescheduler.checking.notebook import check as check
+    from lightning_bytescheduler.checking.check import check as check
     from lightning_bytescheduler.checking.report import CheckReport as CheckReport
     from lightning_bytescheduler.collectives.push_pull_store import PushPullStore as PushPullStore
     from lightning_bytescheduler.ddp.fabric_strategy import ByteSchedulerFabricStrategy as ByteSchedulerFabricStrategy
@@ -45,7 +45,7 @@ _IMPORTED_AT_FIRST_USE = {
     "SchedulerStatistics": "ddp.statistics",
     "SliceDataModule": "slices.data_module",
     "advise": "predicting.predict",
-    "check": "checking.notebook",
+    "check": "checking.check",
     "predict": "predicting.predict",
 }
 

@@ -13,7 +13,7 @@ import inspect
 import math
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeGuard, TypeVar
@@ -370,6 +370,13 @@ def did_you_mean(value: object, known: Collection[str]) -> str:
     """The question that a misspelt name calls for, such as ``Did you mean 'credit'?``; empty if none is close."""
     near = closest(value, known)
     return f"Did you mean {near!r}?" if near is not None else ""
+
+
+def some_of(names: Sequence[str], most: int = 3) -> str:
+    """The first of ``names``, and how many more there are, in words."""
+    shown = ", ".join(map(repr, names[:most]))
+    more = len(names) - most
+    return f"{shown} and {more} more" if more > 0 else shown
 
 
 def closest(value: object, known: Collection[str]) -> str | None:

@@ -240,14 +240,6 @@ def _predict(options: argparse.Namespace) -> int:
     return 0
 
 
-def _check(options: argparse.Namespace) -> int:
-    from lightning_bytescheduler.checking.command import report_for
-
-    report = report_for(options)
-    print(report.text())
-    return report.exit_code
-
-
 def _wrapped(text: str) -> str:
     """Text without lines broken in words; where nobody watches, each paragraph stays a line, for other programs."""
     if sys.stdout is None or not sys.stdout.isatty():
@@ -294,7 +286,7 @@ _COMMANDS = {
         "summarise a timeline, and draw it",
         "Say how much of the communication in a timeline was hidden, and draw a few steps of it.",
         "trace.json --png trace.png --steps 10:13",
-        "timeline.command",
+        "timeline.picture",
     ),
     "predict": _PREDICT,
     "advise": _PREDICT._replace(summary="an older name of predict"),
@@ -304,8 +296,7 @@ _COMMANDS = {
         "strategy is, and say whether weights, optimizer state and metrics are the same, and which is faster; or where "
         "they part. Exit codes: 0 the same, 1 different, 2 could not be checked.",
         "--steps 50 --devices 2 -- python train.py --lr 1e-3",
-        "checking.command",
-        _check,
+        "checking.check",
     ),
     "tuning": _Command(
         "show how credit and partition size were tuned, and draw it",

@@ -57,7 +57,7 @@ def test_what_is_the_same_leaves_nothing_behind(tmp_path: Path) -> None:
     assert trainer.global_step == 0
     assert dict(os.environ) == environment
     assert threading.active_count() == threads
-    first = report.findings.runs[0].first
+    first = report.runs[0].first
     assert first.steps == 6
     assert "validation_loss" in first.metrics
 
@@ -69,10 +69,10 @@ def test_a_read_through_an_address_is_found(options: dict[str, Any], deferral: b
     """Clipped gradients are held against a run that defers nothing, so that there is no third run to tell from."""
     report = run(ByAddress(), **options)
     assert report.exit_code == 1, report.text()
-    first = report.findings.first
+    first = report.first
     assert first is not None
     assert (first.step, first.tensors[:1]) == (4, ("first.weight",)), report.text()
-    assert report.findings.deferral is deferral
+    assert report.deferral is deferral
     assert "a weight is read before the update of the last step has landed" in report.text()
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -8,7 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from lightning_bytescheduler.checking.runs import RankRecord, RunSpec, end_processes, result_of
+from lightning_bytescheduler.checking.runs import (
+    RankRecord,
+    RunSpec,
+    end_processes,
+    keep,
+    kept,
+    record_path,
+    result_of,
+)
 from lightning_bytescheduler.cli import main
 
 ORPHANED = """
@@ -39,25 +48,25 @@ def test_what_has_ended_is_not_waited_for(tmp_path: Path) -> None:
 def test_a_run_that_leaves_nothing_says_what_it_printed(tmp_path: Path) -> None:
     (tmp_path / "started.txt").touch()
     (tmp_path / "output.txt").write_text("step 1\rstep 2\nTypeError: boom\n")
-    result = result_of(RunSpec(strategy="ddp", steps=3), tmp_path, code=1, timed_out=False, timeout=9.0)
+    result = result_of(RunSpec(strategy="ddp", steps=3), tmp_path, code=1, timeout=9.0)
     assert result.error == "exit code 1\n  | step 2\n  | TypeError: boom"
-    assert not result.whole
+    assert not result.ranks
 
 
 def test_a_refusal_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "refused.txt").write_text("one device")
-    result = result_of(RunSpec(strategy="ddp", steps=3), tmp_path, code=2, timed_out=False, timeout=9.0)
+    result = result_of(RunSpec(strategy="ddp", steps=3), tmp_path, code=2, timeout=9.0)
     assert result.refused == "one device"
     assert not result.error
 
 
 def test_records_survive_the_file(tmp_path: Path) -> None:
-    record = RankRecord(rank=0, world_size=2, steps=3, losses=("0x1p+0",), trace={1: {"a": "1"}}, seconds=(0.1,))
-    record.save(tmp_path)
-    assert RankRecord.load(tmp_path / "rank0.json") == record
+    record = RankRecord(rank=0, world_size=2, steps=3, losses=["0x1p+0"], trace={1: {"a": "1"}}, seconds=[0.1])
+    keep(record, record_path(tmp_path, record))
+    assert kept(RankRecord, tmp_path / "rank0of2.json") == record
     spec = RunSpec(strategy="ddp", steps=3, traced=True)
-    spec.save(tmp_path / "spec.json", tmp_path)
-    assert RunSpec.load(tmp_path / "spec.json") == (spec, tmp_path)
+    keep(spec, tmp_path / "run.json")
+    assert kept(RunSpec, tmp_path / "run.json") == spec
 
 
 # A script is run and compared.
@@ -169,3 +178,19 @@ def test_arguments_are_checked(capsys: pytest.CaptureFixture[str], monkeypatch: 
 def test_a_command_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "--", "no-such-program"]) == 2
     assert "no-such-program" in capsys.readouterr().err
+
+
+WAITS = "import os, time; open('id.txt', 'w').write(str(os.getpid())); time.sleep(60)"
+
+
+def test_a_check_that_is_terminated_leaves_no_training_behind(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "lightning_bytescheduler", "check", "--", sys.executable, "-S", "-c", WAITS]
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL) as checking:
+        deadline = time.monotonic() + 60.0
+        while not (tmp_path / "id.txt").exists() or not (tmp_path / "id.txt").read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        checking.send_signal(signal.SIGTERM)
+        assert checking.wait(30.0) == 128 + signal.SIGTERM
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "id.txt").read_text()), 0)

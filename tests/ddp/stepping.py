@@ -11,8 +11,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_bytescheduler.predicting import profiled_fit
-from lightning_bytescheduler.predicting import profiled_fit as profiled_fit_module
+from lightning_bytescheduler.predicting import predict as predict_module
 
 __all__ = ["Batches", "Clock", "Stepping"]
 
@@ -32,8 +31,8 @@ class Clock:
         return end - start
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(profiled_fit, "DeviceClock", lambda device: self)
-        monkeypatch.setattr(profiled_fit_module, "time", SimpleNamespace(perf_counter=lambda: self.now))
+        monkeypatch.setattr(predict_module, "DeviceClock", lambda device: self)
+        monkeypatch.setattr(predict_module, "time", SimpleNamespace(perf_counter=lambda: self.now))
 
     def __deepcopy__(self, memo: Any) -> Clock:
         return self

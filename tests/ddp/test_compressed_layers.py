@@ -55,8 +55,8 @@ class Training:
             ]
             profile = ModelProfile(name="compressed", layers=tuple(layers))
             size = self.profile.parameter_bytes // 100
-            schedule = Schedule.scheduled(partition_bytes=size, credit_bytes=2 * size)
-            self._known[key] = simulate(profile, link, schedule, steps=1).step_seconds
+            schedule = Schedule(partition_bytes=size, credit_bytes=2 * size)
+            self._known[key] = simulate(profile, link, schedule)
         return self._known[key]
 
     def run(self, steps: int, noise: Callable[[int], float] = lambda step: 1.0) -> None:

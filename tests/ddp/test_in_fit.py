@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightning_bytescheduler.timeline.command import tables
+from lightning_bytescheduler.timeline.picture import tables
 from lightning_bytescheduler.timeline.timeline import COMMUNICATION, COMPUTE, GATE, QUEUE, STEP
 from lightning_bytescheduler.timeline.trace import read_timeline
 from tests.ddp import fits

@@ -336,20 +336,6 @@ def test_another_form(importable: Path, text: str) -> None:
         load_target("--data", text)
 
 
-@pytest.mark.parametrize(
-    ("text", "meant"),
-    [
-        ("advised_project", "advised_project:make"),
-        ("advised_project.py", "advised_project:make"),
-        ("scripts/advised_project.py:Outer()", "scripts.advised_project:Outer"),
-        ("1:2", "my_project.train:make"),
-    ],
-)
-def test_another_form_comes_with_what_was_meant(importable: Path, text: str, meant: str) -> None:
-    with pytest.raises(OptionError, match=rf"such as {meant}\.$"):
-        load_target("target", text)
-
-
 def test_misspelt_modules_and_names(importable: Path) -> None:
     with pytest.raises(ImportError, match=r"no module advised_projct, .* did you mean advised_project:make\?"):
         load_target("target", "advised_projct:make")

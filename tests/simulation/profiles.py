@@ -63,7 +63,6 @@ silent_links = st.builds(LinkModel, workers=st.sampled_from([2, 3, 64]), bandwid
 sizes = st.one_of(st.none(), st.integers(1, 500))
 schedules = st.builds(
     Schedule,
-    order=st.sampled_from(["fifo", "priority"]),
     bucket_bytes=sizes,
     # A few hundred pieces at most, so that a property is quick.
     partition_bytes=st.one_of(st.none(), st.integers(5, 200)),

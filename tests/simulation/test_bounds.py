@@ -1,12 +1,10 @@
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
+from lightning_bytescheduler.exceptions import UnsupportedError
 from lightning_bytescheduler.simulation import LinkModel, ModelProfile, clipped_bound, ddp_bound, lower_bound
 from tests.simulation.profiles import all_reduce_links, links, model, models, plain_link, unhurried
 
@@ -57,12 +55,9 @@ def test_messages_cost_latency_once_and_overhead_each() -> None:
     profile = model([(10, 1, 2), (10, 1, 2)])  # b_L + C + f_L = 23
     assert lower_bound(profile, plain_link(latency=1.5)) == 23 + 3
     assert lower_bound(profile, plain_link(overhead=2.0)) == 23 + 2
-    assert lower_bound(profile, plain_link(overhead=2.0), partition_bytes=3) == 23 + 7 * 2
-    assert ddp_bound(profile, plain_link(overhead=2.0, latency=1.5), partition_bytes=3) == 2 + 2 + 20 + 7 * 2 + 3
-    # Clipped, all 20 bytes are in 7 messages each way, and the norm takes 5: the first all-gather ends b_L + 10 + 5
-    # after the first reduce-scatter began, C/2 + 7 o twice and half of the latency is longer.
-    clipped = clipped_bound(profile, plain_link(overhead=2.0, latency=1.5), partition_bytes=3)
-    assert clipped == 2 + 2 * (10 + 14) + 1.5 + 1
+    assert ddp_bound(profile, plain_link(overhead=2.0, latency=1.5)) == 2 + 2 + 20 + 2 + 3
+    # Clipped, all 20 bytes are in one message each way: b_L, C/2 + o twice, half of the latency and f_L.
+    assert clipped_bound(profile, plain_link(overhead=2.0, latency=1.5)) == 2 + 2 * (10 + 2) + 1.5 + 1
 
 
 @unhurried
@@ -94,12 +89,8 @@ def test_bounds_grow_with_what_makes_a_network_slow(
         architecture=link.architecture,
         servers=link.servers,
     )
-    large, small = data.draw(st.integers(1, 500)), data.draw(st.integers(1, 500))
-    large, small = max(large, small), min(large, small)
     for bound in BOUNDS:
         assert bound(profile, link) <= bound(profile, slower) * CLOSE
-        assert bound(profile, link) <= bound(profile, link, partition_bytes=large) * CLOSE
-        assert bound(profile, link, partition_bytes=large) <= bound(profile, link, partition_bytes=small) * CLOSE
 
 
 @unhurried
@@ -107,7 +98,7 @@ def test_bounds_grow_with_what_makes_a_network_slow(
 def test_a_lone_worker_only_computes(profile: ModelProfile) -> None:
     link = LinkModel(workers=1, bandwidth=1.0, latency=3.0, overhead=3.0)
     for bound in BOUNDS:
-        assert bound(profile, link, partition_bytes=1) == pytest.approx(profile.compute_seconds)
+        assert bound(profile, link) == pytest.approx(profile.compute_seconds)
 
 
 def test_order_alone_wins_a_third_at_most() -> None:
@@ -120,14 +111,6 @@ def test_order_alone_wins_a_third_at_most() -> None:
 @given(profile=models, link=links)
 def test_order_never_wins_more_than_the_forward_pass(profile: ModelProfile, link: LinkModel) -> None:
     assert ddp_bound(profile, link) <= (lower_bound(profile, link) + profile.forward_seconds) * CLOSE
-
-
-@pytest.mark.parametrize("bound", BOUNDS)
-@pytest.mark.parametrize("partition", [0, -1, 1.5, True, "1"])
-def test_partitions_are_whole(bound: Any, partition: Any) -> None:
-    for profile in (model([(1, 1, 1)]), model([(0, 1, 1)])):
-        with pytest.raises(OptionError, match=r"^partition_bytes=.* a whole number, 1 or more"):
-            bound(profile, plain_link(), partition_bytes=partition)
 
 
 def test_clipping_takes_an_all_reduce() -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_bytescheduler.simulation.compressed_steps import (
+from lightning_bytescheduler.simulation.link import (
     CODECS,
     CodecPace,
-    auto_step,
+    LinkModel,
     break_even_bandwidth,
     compressed_link,
 )
-from lightning_bytescheduler.simulation.link import LinkModel
+from lightning_bytescheduler.simulation.prediction import auto_step
 
 INT4 = CODECS[-1]
 COMPUTE = 1.0

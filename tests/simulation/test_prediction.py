@@ -82,7 +82,7 @@ def test_each_line_can_be_simulated_again(vgg16: ModelProfile) -> None:
     simulated = [line for line in found.expectations if line.same_training and line.schedule is not None]
     assert [line.strategy for line in simulated] == [DDP, DDP_BEST, BYTESCHEDULER, BEST]
     for line in simulated:
-        assert simulate(vgg16, link, line.schedule).step_seconds == pytest.approx(line.step_seconds)
+        assert simulate(vgg16, link, line.schedule) == pytest.approx(line.step_seconds)
     assert found.of(BYTESCHEDULER).schedule == chosen_schedule(vgg16, link)
     # Where the processor computes, the strategy chooses other sizes.
     assert of(device="cpu").of(BYTESCHEDULER).schedule == chosen_schedule(UNIFORM, of().link, busy_processor=True)
@@ -391,13 +391,14 @@ def test_a_picture(tmp_path: Path, suffix: str) -> None:
 
 
 def test_a_picture_is_about_the_given_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
     seen: dict[int, list[float]] = {}
 
-    def noted(curves: Any, workers: int, here: Any, *_: Any) -> None:
+    def noted(_: Any, here: Any, curves: Any) -> None:
         seen.update({count: [point.bandwidth for point in curve] for count, curve in curves.items()})
-        assert (workers, here.bandwidth) == (6, 62.5e6)
+        assert here.bandwidth == 62.5e6
 
-    monkeypatch.setattr("lightning_bytescheduler.simulation.prediction.draw_curves", noted)
+    monkeypatch.setattr("lightning_bytescheduler.simulation.prediction._draw", noted)
     predict(UNIFORM, LinkModel(workers=6, bandwidth=62.5e6)).draw(tmp_path / "p.png")
     assert list(seen) == [6, 24, 96]
     rates = seen[6]

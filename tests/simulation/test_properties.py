@@ -35,40 +35,33 @@ partitions = st.integers(5, 100)
 
 
 def seconds(profile: ModelProfile, link: LinkModel, schedule: Schedule) -> float:
-    return simulate(profile, link, schedule, steps=1).step_seconds
+    return simulate(profile, link, schedule)
+
+
+def by_priority(partition: int) -> Schedule:
+    """One piece at a time."""
+    return Schedule(partition_bytes=partition, credit_bytes=1)
 
 
 @unhurried
 @given(profile=models, link=links, schedule=schedules)
 def test_no_schedule_beats_the_bound(profile: ModelProfile, link: LinkModel, schedule: Schedule) -> None:
     bound = ddp_bound if schedule.barrier else lower_bound
-    took = seconds(profile, link, schedule) * CLOSE
-    assert bound(profile, link) <= took
-    assert bound(profile, link, partition_bytes=schedule.partition_bytes) <= took
+    assert bound(profile, link) <= seconds(profile, link, schedule) * CLOSE
 
 
 @unhurried
 @given(profile=models, link=all_reduce_links, schedule=schedules)
 def test_no_schedule_with_clipping_beats_its_bound(profile: ModelProfile, link: LinkModel, schedule: Schedule) -> None:
-    took = seconds(profile, link, replace(schedule, clipping=True)) * CLOSE
-    for partition in (None, schedule.partition_bytes):
-        assert clipped_bound(profile, link, partition_bytes=partition) <= took
+    assert clipped_bound(profile, link) <= seconds(profile, link, replace(schedule, clipping=True)) * CLOSE
 
 
 @unhurried
-@given(profile=models, link=silent_links, overhead=st.sampled_from([0.0, 0.01, 0.5]), partition=partitions)
-def test_priority_is_one_partition_from_the_bound(
-    profile: ModelProfile, link: LinkModel, overhead: float, partition: int
-) -> None:
-    """What is urgent waits for at most the one piece that is on the link.
-
-    Overhead: rounding up the pieces of each layer costs at most one more for each, against those of the bound.
-    """
-    link = replace(link, overhead=overhead)
-    took = seconds(profile, link, Schedule.scheduled(partition_bytes=partition))
-    blocking = partition * link.seconds_per_byte + overhead
-    rounding = len(profile.layers) * overhead
-    assert took <= (lower_bound(profile, link, partition_bytes=partition) + blocking + rounding) * CLOSE
+@given(profile=models, link=silent_links, partition=partitions)
+def test_priority_is_one_partition_from_the_bound(profile: ModelProfile, link: LinkModel, partition: int) -> None:
+    """What is urgent waits for at most the one piece that is on the link."""
+    took = seconds(profile, link, by_priority(partition))
+    assert took <= (lower_bound(profile, link) + partition * link.seconds_per_byte) * CLOSE
 
 
 @unhurried
@@ -81,7 +74,7 @@ def test_a_window_that_covers_latency_costs_no_more_than_itself(
     partition = data.draw(partitions)
     covering = int(link.latency_seconds / link.seconds_per_byte) + partition + 1
     credit = covering + data.draw(st.integers(0, 100))
-    took = seconds(profile, link, Schedule.scheduled(partition_bytes=partition, credit_bytes=credit))
+    took = seconds(profile, link, Schedule(partition_bytes=partition, credit_bytes=credit))
     assert took <= (lower_bound(profile, link) + (credit + partition) * link.seconds_per_byte) * CLOSE
 
 
@@ -100,7 +93,7 @@ def test_ddp_with_a_bucket_for_each_layer_is_its_formula(
 @unhurried
 @given(profile=models, link=silent_links, partition=partitions)
 def test_clipping_is_half_a_partition_from_its_bound(profile: ModelProfile, link: LinkModel, partition: int) -> None:
-    early = seconds(profile, link, Schedule.scheduled(partition_bytes=partition, clipping=True))
+    early = seconds(profile, link, replace(by_priority(partition), clipping=True))
     assert early <= (clipped_bound(profile, link) + partition * link.seconds_per_byte / 2) * CLOSE
 
 
@@ -109,7 +102,7 @@ def test_clipping_is_half_a_partition_from_its_bound(profile: ModelProfile, link
 def test_a_faster_network_is_never_slower_in_order_of_arrival(
     profile: ModelProfile, link: LinkModel, bucket: int | None, barrier: bool, factor: float
 ) -> None:
-    schedule = Schedule(order="fifo", bucket_bytes=bucket, barrier=barrier)
+    schedule = Schedule(bucket_bytes=bucket, barrier=barrier)
     before = seconds(profile, link, schedule) * CLOSE
     for option in ("bandwidth", "latency", "overhead"):
         value = getattr(link, option)
@@ -123,7 +116,7 @@ def test_a_faster_network_costs_priority_one_partition_at_most(
     profile: ModelProfile, link: LinkModel, partition: int, factor: float
 ) -> None:
     """A faster network can start a piece just before a more urgent one is ready, where a slower one had not."""
-    schedule = Schedule.scheduled(partition_bytes=partition)
+    schedule = by_priority(partition)
     faster = replace(link, bandwidth=link.bandwidth * factor)
     once = partition * faster.seconds_per_byte
     assert seconds(profile, faster, schedule) <= (seconds(profile, link, schedule) + once) * CLOSE
@@ -177,7 +170,7 @@ def test_priority_is_the_best_of_all_orders_of_small_pieces(profile: ModelProfil
     # All times are whole, so that nothing becomes ready while a piece of one second is on the link.
     best = best_of_all(profile, 1)
     assert lower_bound(profile, plain_link()) == best
-    assert seconds(profile, plain_link(), Schedule.scheduled(partition_bytes=1)) == best
+    assert seconds(profile, plain_link(), by_priority(1)) == best
 
 
 @unhurried

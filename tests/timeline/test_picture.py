@@ -128,9 +128,9 @@ def test_gates_are_drawn_without_communication_too(tmp_path: Path) -> None:
 
 
 def test_picture_is_labelled(tmp_path: Path) -> None:
-    draw_timeline(simulated_trace(), tmp_path / "t.svg", title="ResNet on 1 Gbit/s")
+    draw_timeline(simulated_trace(), tmp_path / "t.svg")
     words = texts(tmp_path / "t.svg")
-    assert any(text.startswith("ResNet on 1 Gbit/s, steps 3 to 5: ") for text in words)
+    assert any(text.startswith("Rank 0, steps 3 to 5: ") for text in words)
     assert any(text.startswith("Training waits ") for text in words), "the heading says what is found"
     assert words.count("forward") == words.count("backward") == 3 + 3 + 1  # compute, cover, legend
     assert {"time (ms)", "0 first layers", "11 last layers", "deferred optimizer step"} <= set(words)

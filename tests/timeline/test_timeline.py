@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -52,14 +53,14 @@ def fixed(path: Path, *, rank: int = 0, origin: float = 100.0) -> Timeline:
 
 
 def test_file_is_well_formed_before_anything_is_recorded(tmp_path: Path) -> None:
-    with fixed(tmp_path / "t.json", rank=3) as timeline:
+    with closing(fixed(tmp_path / "t.json", rank=3)) as timeline:
         assert read(timeline.path) == [
             {"name": "process_name", "ph": "M", "pid": 3, "tid": 0, "args": {"name": "rank 3"}}
         ]
 
 
 def test_span_is_a_complete_event_in_wall_clock_microseconds(tmp_path: Path) -> None:
-    with fixed(tmp_path / "t.json", rank=2) as timeline:
+    with closing(fixed(tmp_path / "t.json", rank=2)) as timeline:
         timeline.span("forward", COMPUTE, 101.5, 101.75, lane="training thread", args={"step": 4})
     lane, span = read(timeline.path)[1:]
     assert lane == {
@@ -82,7 +83,7 @@ def test_span_is_a_complete_event_in_wall_clock_microseconds(tmp_path: Path) -> 
 
 
 def test_overlapping_spans_are_async_pairs_of_their_own(tmp_path: Path) -> None:
-    with fixed(tmp_path / "t.json") as timeline:
+    with closing(fixed(tmp_path / "t.json")) as timeline:
         timeline.overlapping("bucket 1", QUEUE, 101.0, 103.0, lane="network", args={"step": 1})
         timeline.overlapping("bucket 1", QUEUE, 102.0, 104.0, lane="network")
     events = recorded(timeline.path)
@@ -96,14 +97,14 @@ def test_overlapping_spans_are_async_pairs_of_their_own(tmp_path: Path) -> None:
 def test_ids_of_different_ranks_differ(tmp_path: Path) -> None:
     ids = []
     for rank in (0, 1):
-        with fixed(tmp_path / "t.json", rank=rank) as timeline:
+        with closing(fixed(tmp_path / "t.json", rank=rank)) as timeline:
             timeline.overlapping("bucket 1", QUEUE, 101.0, 103.0, lane="network")
         ids.append(recorded(timeline.path)[0]["id"])
     assert ids[0] != ids[1]
 
 
 def test_a_lane_keeps_its_thread_id_over_flushes(tmp_path: Path) -> None:
-    with fixed(tmp_path / "t.json") as timeline:
+    with closing(fixed(tmp_path / "t.json")) as timeline:
         for lane in ("a", "b", "a", "c", "b"):
             timeline.span(lane, COMPUTE, 101.0, 102.0, lane=lane)
             timeline.flush()
@@ -116,7 +117,7 @@ def test_a_lane_keeps_its_thread_id_over_flushes(tmp_path: Path) -> None:
 def test_ranks_with_different_clocks_line_up(tmp_path: Path) -> None:
     stamps = []
     for rank, origin in enumerate((0.0, 5000.0)):
-        with fixed(tmp_path / "t.json", rank=rank, origin=origin) as timeline:
+        with closing(fixed(tmp_path / "t.json", rank=rank, origin=origin)) as timeline:
             timeline.span("forward", COMPUTE, origin + 2.0, origin + 3.0, lane="x")
         stamps.append(recorded(timeline.path)[0]["ts"])
     assert stamps[0] == stamps[1]
@@ -126,7 +127,7 @@ def test_ranks_with_different_clocks_line_up(tmp_path: Path) -> None:
 @settings(max_examples=50, deadline=None)
 def test_what_nests_in_seconds_nests_in_the_file(edges: list[float]) -> None:
     with tempfile.TemporaryDirectory() as directory:
-        with fixed(Path(directory) / "t.json", origin=0.1) as timeline:
+        with closing(fixed(Path(directory) / "t.json", origin=0.1)) as timeline:
             timeline.span("parent", COMPUTE, edges[0], edges[3], lane="x")
             timeline.span("child", COMPUTE, edges[1], edges[2], lane="x")
         parent, child = recorded(timeline.path)
@@ -167,7 +168,7 @@ def test_after_every_flush_the_file_holds_exactly_what_was_recorded(recordings: 
 
 
 def test_recording_touches_the_file_only_to_spool(tmp_path: Path) -> None:
-    with fixed(tmp_path / "t.json") as timeline:
+    with closing(fixed(tmp_path / "t.json")) as timeline:
         for i in range(SPOOL_EVENTS):
             timeline.span(str(i), COMPUTE, 101.0, 102.0, lane="x")
         assert recorded(timeline.path) == []
@@ -177,7 +178,7 @@ def test_recording_touches_the_file_only_to_spool(tmp_path: Path) -> None:
 
 def test_file_is_complete_after_an_exception(tmp_path: Path) -> None:
     def train() -> None:
-        with fixed(tmp_path / "t.json") as timeline:
+        with closing(fixed(tmp_path / "t.json")) as timeline:
             timeline.span("forward", COMPUTE, 101.0, 102.0, lane="x")
             raise RuntimeError("boom")
 
@@ -288,12 +289,11 @@ def test_recording_may_race_with_close(tmp_path: Path, monkeypatch: pytest.Monke
     assert failures == []
     assert timeline.path.read_bytes() == content
     assert "late" not in {event["name"] for event in read(timeline.path)}
-    assert repr(timeline) == f"Timeline({str(timeline.path)!r}, rank=0, closed)"
 
 
 def test_arguments_are_copied(tmp_path: Path) -> None:
     args = {"bytes": 1}
-    with fixed(tmp_path / "t.json") as timeline:
+    with closing(fixed(tmp_path / "t.json")) as timeline:
         timeline.span("x", COMPUTE, 101.0, 102.0, lane="x", args=args)
         args["bytes"] = 2
     assert recorded(timeline.path)[0]["args"] == {"bytes": 1}
@@ -319,7 +319,7 @@ def test_arguments_that_json_does_not_know(tmp_path: Path) -> None:
         "n": 1,
         "quote": '"\\\n',
     }
-    with fixed(tmp_path / "t.json") as timeline:
+    with closing(fixed(tmp_path / "t.json")) as timeline:
         timeline.span("plain", COMPUTE, 101.0, 102.0, lane="x", args={"count": Integer(), "dtype": Text()})
         timeline.span("odd", COMPUTE, 101.0, 102.0, lane="x", args=args)
         timeline.span("nan", COMPUTE, 101.0, 102.0, lane="x", args={"loss": math.nan})
@@ -332,7 +332,7 @@ def test_arguments_that_json_does_not_know(tmp_path: Path) -> None:
 
 
 def test_a_time_that_is_no_number_costs_only_its_event(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING), fixed(tmp_path / "t.json") as timeline:
+    with caplog.at_level(logging.WARNING), closing(fixed(tmp_path / "t.json")) as timeline:
         timeline.span("bad", COMPUTE, math.nan, 102.0, lane="x")
         timeline.overlapping("bad", QUEUE, 101.0, math.inf, lane="y")
         timeline.span("good", COMPUTE, 101.0, 102.0, lane="x")
@@ -342,7 +342,7 @@ def test_a_time_that_is_no_number_costs_only_its_event(tmp_path: Path, caplog: p
 
 
 def test_a_span_never_has_a_negative_duration(tmp_path: Path) -> None:
-    with fixed(tmp_path / "t.json") as timeline:
+    with closing(fixed(tmp_path / "t.json")) as timeline:
         timeline.span("x", COMPUTE, 102.0, 101.0, lane="x")
     assert recorded(timeline.path)[0]["dur"] == 0
 
@@ -388,9 +388,9 @@ def test_negative_rank_is_refused(tmp_path: Path) -> None:
 
 def test_parent_directories_are_created_and_an_old_file_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "a" / "b" / "t.json"
-    with fixed(path) as timeline:
+    with closing(fixed(path)) as timeline:
         timeline.span("old" * 1000, COMPUTE, 101.0, 102.0, lane="x")
-    with fixed(path):
+    with closing(fixed(path)):
         pass
     assert recorded(path) == []
 

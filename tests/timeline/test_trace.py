@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -173,7 +174,7 @@ def test_summary_agrees_with_brute_force(drawn: list[tuple[tuple[str, str], int,
 
 def test_what_a_timeline_wrote_is_read_back(tmp_path: Path) -> None:
     args = {"bytes": 4096, "priority": 2, "step": 7, "task": "bucket 2", "partition": 0}
-    with Timeline(tmp_path / "t.json", rank=5, clock=lambda: 0.0, wall_clock=lambda: 1.7e9) as timeline:
+    with closing(Timeline(tmp_path / "t.json", rank=5, clock=lambda: 0.0, wall_clock=lambda: 1.7e9)) as timeline:
         timeline.overlapping("bucket 2", COMMUNICATION, 3.0, 4.5, lane="network", args=args)
         timeline.overlapping("bucket 1", QUEUE, 3.5, 4.0, lane="network")
         timeline.span("forward", COMPUTE, 2.0, 5.0, lane="training thread", args={"step": 8})
@@ -189,7 +190,7 @@ def test_what_a_timeline_wrote_is_read_back(tmp_path: Path) -> None:
 
 
 def test_an_empty_timeline_is_read(tmp_path: Path) -> None:
-    with Timeline(tmp_path / "t.json") as timeline:
+    with closing(Timeline(tmp_path / "t.json")) as timeline:
         pass
     assert read_timeline(timeline.path).spans == ()
 
@@ -250,7 +251,7 @@ def test_files_of_another_kind_are_refused(tmp_path: Path, content: bytes) -> No
 
 
 def test_of_a_file_that_is_broken_off_what_is_whole_is_read(tmp_path: Path) -> None:
-    with Timeline(tmp_path / "t.json") as timeline:
+    with closing(Timeline(tmp_path / "t.json")) as timeline:
         for step in range(20):
             timeline.span("forward", COMPUTE, step, step + 0.5, lane="training", args={"step": step})
             timeline.overlapping("b", COMMUNICATION, step, step + 0.5, lane="network", args={"bytes": 8, "step": step})

@@ -38,10 +38,8 @@ def step_times(profile: ModelProfile, link: LinkModel, bucket_bytes: int) -> Cal
         schedule = Schedule.ddp()
         if not point.is_plain_ddp:
             credit, partition = point.sizes
-            schedule = Schedule.scheduled(
-                partition_bytes=4 * partition, credit_bytes=4 * credit, bucket_bytes=bucket_bytes
-            )
-        return simulate(profile, link, schedule, steps=1).step_seconds
+            schedule = Schedule(partition_bytes=4 * partition, credit_bytes=4 * credit, bucket_bytes=bucket_bytes)
+        return simulate(profile, link, schedule)
 
     return seconds
 

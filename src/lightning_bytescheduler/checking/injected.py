@@ -2,10 +2,12 @@
 
 The registration of our strategies calls :func:`install` when a package's Trainer has been imported, where the
 environment says so. The adapters are imported later, by the first Trainer, which decides whose names they take.
+In a process that was forked from a notebook's, :func:`train_forked` does the same for a Trainer that is there already.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import itertools
@@ -21,10 +23,10 @@ import numpy
 import torch
 
 from lightning_bytescheduler import registration
-from lightning_bytescheduler.checking.runs import STARTED, RunSpec, refuse
+from lightning_bytescheduler.checking.runs import OUTPUT, STARTED, RunSpec, kept, refuse
 from lightning_bytescheduler.exceptions import UnsupportedError
 
-__all__ = ["install", "watch_fits"]
+__all__ = ["install", "train_forked"]
 
 
 def install(pytorch: Any) -> None:
@@ -33,12 +35,13 @@ def install(pytorch: Any) -> None:
     Args:
         pytorch: ``lightning.pytorch`` or ``pytorch_lightning``; a script may import both, as when a library does.
     """
-    spec, folder = RunSpec.load(Path(os.environ[registration.CHECK_VARIABLE]))
+    path = Path(os.environ[registration.CHECK_VARIABLE])
+    spec, folder = kept(RunSpec, path), path.parent
     (folder / STARTED).touch()
     # Should this process have to be ended: it may be in another process group than its parent.
     (folder / f"process{os.getpid()}.txt").touch()
-    _seed_everything(spec, 0)
-    _seed_generators(spec)
+    _seed_everything(spec.seed, 0)
+    _seed_generators(spec.seed)
     package: Any = pytorch.__name__.partition(".")[0]
 
     def decided() -> None:
@@ -48,41 +51,83 @@ def install(pytorch: Any) -> None:
             refuse(folder, str(error))
         os.environ[registration.VARIABLE] = package  # for processes that this one starts
 
-    def connect(original: Callable[..., Any]) -> Callable[..., Any]:
-        # Arguments of the Trainer arrive here with defaults and variables of the environment in place.
-        def connected(connector: Any, **arguments: Any) -> None:
-            decided()
-            from lightning_bytescheduler.checking.recorder import strategy_for
+    fabric = "lightning.fabric" if package == "lightning" else "lightning_fabric"
+    accelerators = importlib.import_module(f"{pytorch.__name__}.trainer.connectors.accelerator_connector")
 
-            try:
-                arguments["strategy"] = strategy_for(spec, arguments.get("strategy"))
-            except UnsupportedError as error:
-                refuse(folder, str(error))
-            except KeyError:
-                pass  # no strategy has this name, and Lightning says so
-            if spec.devices is not None:
-                arguments["devices"] = spec.devices
-            original(connector, **arguments)
-
-        return connected
+    # Arguments of the Trainer arrive here with defaults and variables of the environment in place.
+    @_replaces(accelerators._AcceleratorConnector, "__init__")
+    def connect(original: Callable[..., Any], connector: Any, **arguments: Any) -> None:
+        decided()
+        with contextlib.suppress(KeyError):  # no strategy has this name, and Lightning says so
+            arguments["strategy"] = _strategy(spec, folder, arguments.get("strategy"))
+        if spec.devices is not None:
+            arguments["devices"] = spec.devices
+        original(connector, **arguments)
 
     def of_fabric(*_: Any, **__: Any) -> None:
         refuse(folder, "The script trains with Fabric. The check is for Lightning's Trainer.")
 
-    fabric = "lightning.fabric" if package == "lightning" else "lightning_fabric"
     importlib.import_module(fabric).Fabric.backward = of_fabric
-    connector = importlib.import_module(f"{pytorch.__name__}.trainer.connectors.accelerator_connector")
-    _patch(connector._AcceleratorConnector, "__init__", connect)
-    watch_fits(spec, folder, pytorch.Trainer, decided)
+    _watch_fits(spec, folder, pytorch.Trainer, decided)
 
 
-def _patch(owner: Any, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace a method; signature, name and source stay visible, as LightningCLI reads them."""
+def train_forked(trainer: Any, model: Any, data: dict[str, Any], spec: RunSpec, folder: Path) -> None:
+    """In a process that was forked for a run: fit with the strategy under check."""
+    from lightning_bytescheduler.lightning_api import pl, trainer_module
+
+    os.setsid()  # a group to be ended as a whole
+    # What threads of this process were doing when it was forked is lost; one thread needs none of it.
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    os.environ.pop("BYTESCHEDULER_TIMELINE", None)
+    (folder / STARTED).touch()
+    with open(folder / OUTPUT, "w", buffering=1) as output, contextlib.redirect_stdout(output):
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+        sys.stderr = output
+        warnings.simplefilter("default")  # where the caller has made errors of them, forks end here
+        connector = trainer._accelerator_connector
+        devices = trainer.num_devices if trainer.strategy.root_device.type == "cpu" else trainer.device_ids
+        trainer._accelerator_connector = trainer_module._AcceleratorConnector(
+            devices=spec.devices or devices,
+            num_nodes=trainer.num_nodes,
+            accelerator=trainer.accelerator,
+            strategy=_strategy(spec, folder, trainer.strategy, forked=True),
+            plugins=[trainer.precision_plugin, *filter(None, [connector.checkpoint_io])],
+            sync_batchnorm=connector._layer_sync is not None,
+            use_distributed_sampler=connector.use_distributed_sampler,
+        )
+        _watch_fits(spec, folder, pl.Trainer, lambda: None)
+        pl.Trainer.fit(trainer, model, **data)  # as found on the class now
+
+
+def _strategy(spec: RunSpec, folder: Path, given: Any, *, forked: bool = False) -> Any:
+    from lightning_bytescheduler.checking.recorder import strategy_for
+
+    try:
+        return strategy_for(spec, given, forked=forked)
+    except UnsupportedError as error:
+        refuse(folder, str(error))
+
+
+def _replaces(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
+    """Have a function, which gets the original first, take a method's place.
+
+    Signature, name and source of the method stay visible, as LightningCLI reads them.
+    """
     original = getattr(owner, name)
-    setattr(owner, name, functools.wraps(original)(around(original)))
+
+    def by(function: Callable[..., Any]) -> None:
+        @functools.wraps(original)
+        def replaced(*arguments: Any, **options: Any) -> Any:
+            return function(original, *arguments, **options)
+
+        setattr(owner, name, replaced)
+
+    return by
 
 
-def watch_fits(spec: RunSpec, folder: Path, trainer_class: Any, first: Callable[[], None]) -> None:
+def _watch_fits(spec: RunSpec, folder: Path, trainer_class: Any, first: Callable[[], None]) -> None:
     """Record the first fit on every rank, and end the process after it.
 
     Args:
@@ -92,55 +137,47 @@ def watch_fits(spec: RunSpec, folder: Path, trainer_class: Any, first: Callable[
         first: Called before the adapters are imported; a rank that is spawned makes no Trainer, but gets one.
     """
 
-    def fit(original: Callable[..., Any]) -> Callable[..., Any]:
-        def checked(trainer: Any, *arguments: Any, **options: Any) -> None:
-            if trainer.num_nodes > 1:
-                refuse(
-                    folder,
-                    f"The script's Trainer has num_nodes={trainer.num_nodes}, and the check drives one machine. Let "
-                    "the script take num_nodes=1 for it.",
-                )
-            if trainer.world_size < 2:
-                refuse(
-                    folder,
-                    "The script's Trainer has 1 device, where there is nothing to communicate. Give the check "
-                    "`--devices 2` (in a notebook: devices=2).",
-                )
-            original(trainer, *arguments, **options)
-            sys.stdout.flush()
-            raise SystemExit(0)  # what comes after the fit may publish or overwrite something
+    @_replaces(trainer_class, "fit")
+    def fit(original: Callable[..., Any], trainer: Any, *arguments: Any, **options: Any) -> None:
+        if trainer.num_nodes > 1:
+            refuse(
+                folder,
+                f"The script's Trainer has num_nodes={trainer.num_nodes}, and the check drives one machine. Let "
+                "the script take num_nodes=1 for it.",
+            )
+        if trainer.world_size < 2:
+            refuse(
+                folder,
+                "The script's Trainer has 1 device, where there is nothing to communicate. Give the check "
+                "`--devices 2` (in a notebook: devices=2).",
+            )
+        original(trainer, *arguments, **options)
+        sys.stdout.flush()
+        raise SystemExit(0)  # what comes after the fit may publish or overwrite something
 
-        return checked
+    @_replaces(trainer_class, "_fit_impl")
+    def fit_on_rank(original: Callable[..., Any], trainer: Any, model: Any, *arguments: Any, **options: Any) -> None:
+        first()
+        from lightning_bytescheduler.checking.recorder import Recorder
 
-    def fit_on_rank(original: Callable[..., Any]) -> Callable[..., Any]:
-        def recorded(trainer: Any, model: Any, *arguments: Any, **options: Any) -> None:
-            first()
-            from lightning_bytescheduler.checking.recorder import Recorder
-
-            recorder = Recorder(spec, folder)
-            # A forked rank learns its number only later; on one machine it is the local one.
-            _seed_everything(spec, int(os.environ.get("LOCAL_RANK", trainer.global_rank)))
-            recorder.attach(trainer)
-            try:
-                original(trainer, model, *arguments, **options)
-            except BaseException as error:
-                recorder.failed(trainer, error)
-                raise
-            recorder.finish(trainer, model)
-
-        return recorded
-
-    _patch(trainer_class, "fit", fit)
-    _patch(trainer_class, "_fit_impl", fit_on_rank)
+        recorder = Recorder(spec, folder)
+        # A forked rank learns its number only later; on one machine it is the local one.
+        _seed_everything(spec.seed, int(os.environ.get("LOCAL_RANK", trainer.global_rank)))
+        recorder.attach(trainer)
+        try:
+            original(trainer, model, *arguments, **options)
+        except BaseException as error:
+            recorder.failed(trainer, error)
+            raise
+        recorder.finish(trainer, model)
 
 
-def _seed_everything(spec: RunSpec, rank: int) -> None:
+def _seed_everything(seed: int, rank: int) -> None:
     """Whatever a training leaves to chance is the same in each run from here on."""
-    seed = spec.seed + rank
-    random.seed(seed)
-    numpy.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-    os.environ["PL_GLOBAL_SEED"] = str(spec.seed)  # Lightning's samplers take it, on all ranks the same
+    random.seed(seed + rank)
+    numpy.random.seed((seed + rank) % 2**32)
+    torch.manual_seed(seed + rank)
+    os.environ["PL_GLOBAL_SEED"] = str(seed)  # Lightning's samplers take it, on all ranks the same
     # What has no deterministic algorithm is run all the same; that ddp differs from itself then is found.
     warnings.filterwarnings("ignore", message=".*deterministic", category=UserWarning)
     torch.backends.cudnn.benchmark = False
@@ -148,14 +185,14 @@ def _seed_everything(spec: RunSpec, rank: int) -> None:
     setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010  # no types; it only takes time
 
 
-def _seed_generators(spec: RunSpec) -> None:
+def _seed_generators(seed: int) -> None:
     """Have generators of numpy that would ask the system for a seed get one from here, each its own."""
     make, number = numpy.random.default_rng, itertools.count()
 
     @functools.wraps(make)
     def default_rng(*arguments: Any, **options: Any) -> Any:
         if arguments[:1] in ((), (None,)) and options.get("seed") is None:
-            return make([spec.seed, next(number)])
+            return make([seed, next(number)])
         return make(*arguments, **options)
 
     numpy.random.default_rng = default_rng

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_bytescheduler.checking.runs import RankRecord, RunSpec
+from lightning_bytescheduler.checking.runs import PROGRESS, RankRecord, RunSpec, keep, record_path
 from lightning_bytescheduler.ddp.rank_strategy import callbacks_of
 from lightning_bytescheduler.ddp.strategy import ByteSchedulerStrategy
 from lightning_bytescheduler.exceptions import UnsupportedError
@@ -28,13 +28,8 @@ from lightning_bytescheduler.lightning_api import (
 )
 from lightning_bytescheduler.registration import registered_class
 
-__all__ = ["PROGRESS", "Recorder", "digest", "strategy_for"]
+__all__ = ["Recorder", "digest", "strategy_for"]
 
-
-PROGRESS = "progress.txt"
-"""Where rank 0 says how many steps it has taken."""
-
-_PROGRESS_SECONDS = 0.5
 _VALIDATION_BATCHES = 2
 _OWN_METRICS = "bytescheduler/"
 
@@ -52,8 +47,9 @@ def digest(value: Any) -> str:
     return f"{value.dtype} {tuple(value.shape)} {bits}"
 
 
-def _tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+def _digests(module: nn.Module) -> dict[str, str]:
+    """Of weights and buffers."""
+    return {name: digest(value) for name, value in (*module.named_parameters(), *module.named_buffers())}
 
 
 class _Loggers(DummyLogger):
@@ -99,15 +95,10 @@ class _Seclusion(pl.Callback):
         # Also what a callback or a module saves by itself, and what it wants to have removed.
         strategy = trainer.strategy
         save, remove = strategy.save_checkpoint, strategy.remove_checkpoint
-
-        def save_checkpoint(checkpoint: Any, filepath: Any, *arguments: Any, **options: Any) -> None:
-            save(checkpoint, self._inside(filepath), *arguments, **options)
-
-        def remove_checkpoint(filepath: Any) -> None:
-            remove(self._inside(filepath))
-
-        strategy.save_checkpoint = save_checkpoint  # type: ignore[method-assign]
-        strategy.remove_checkpoint = remove_checkpoint  # type: ignore[method-assign]
+        strategy.save_checkpoint = (  # type: ignore[method-assign]
+            lambda checkpoint, filepath, *rest, **options: save(checkpoint, self._inside(filepath), *rest, **options)
+        )
+        strategy.remove_checkpoint = lambda filepath: remove(self._inside(filepath))  # type: ignore[method-assign]
 
     def _inside(self, path: Any) -> str:
         given = Path(path)
@@ -127,17 +118,12 @@ class Recorder(pl.Callback):
     def __init__(self, spec: RunSpec, folder: Path) -> None:
         self._spec = spec
         self._folder = folder
+        self._record = RankRecord()
         self._losses: list[torch.Tensor] = []
-        self._loss_steps: list[int] = []
-        self._initial: dict[str, str] = {}
-        self._trace: dict[int, dict[str, str]] = {}
-        self._seconds: list[float] = []
         self._loggers = _Loggers(folder)
         self._start = 0  # steps that a checkpoint brought along
-        self._steps = 0
         self._batches = 0
         self._step_ended = 0.0
-        self._told = 0.0
 
     def attach(self, trainer: pl.Trainer) -> None:
         """Join the callbacks of ``trainer``, and take the place of its loggers."""
@@ -145,9 +131,9 @@ class Recorder(pl.Callback):
         trainer.loggers = [self._loggers] if trainer.loggers else []
         trainer.fit_loop.min_epochs = 0
         trainer.fit_loop.epoch_loop.min_steps = None
-        if trainer.limit_val_batches:
-            few = isinstance(trainer.limit_val_batches, int) and trainer.limit_val_batches < _VALIDATION_BATCHES
-            trainer.limit_val_batches = trainer.limit_val_batches if few else _VALIDATION_BATCHES
+        limit = trainer.limit_val_batches
+        if limit and (isinstance(limit, float) or limit > _VALIDATION_BATCHES):
+            trainer.limit_val_batches = _VALIDATION_BATCHES
         callbacks_of(trainer).insert(0, _Seclusion(self._folder))
         callbacks_of(trainer).append(self)
 
@@ -156,7 +142,7 @@ class Recorder(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """See Callback."""
         self._start = trainer.global_step
-        self._initial = self._digests(pl_module)
+        self._record.initial = _digests(pl_module)
         runtime = trainer.strategy.runtime if isinstance(trainer.strategy, ByteSchedulerStrategy) else None
         if runtime is not None and self._spec.strategy == "undeferred":
             runtime.engine.context.unseen.update(map(id, pl_module.parameters()))
@@ -164,32 +150,32 @@ class Recorder(pl.Callback):
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         """See Callback."""
-        self._loss_steps.append(self._steps)
+        self._record.loss_steps.append(self._record.steps)
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
         """See Callback. Every update has landed here: looking at weights opens no gate."""
-        if self._spec.traced and self._steps not in self._trace:
-            self._trace[self._steps] = self._digests(pl_module)
+        if self._spec.traced and self._record.steps not in self._record.trace:
+            self._record.trace[self._record.steps] = _digests(pl_module)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, *_: Any) -> None:
         """See Callback."""
+        record = self._record
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
             self._losses.append(loss.detach().clone())
         else:
-            self._loss_steps.pop()
+            record.loss_steps.pop()
         self._batches += 1
         taken = trainer.global_step - self._start if trainer.optimizers else self._batches
-        if taken > self._steps:
+        if taken > record.steps:
             now = time.perf_counter()
-            self._seconds.append((now - self._step_ended) / (taken - self._steps))
+            record.seconds.append((now - self._step_ended) / (taken - record.steps))
             self._step_ended = now
-            self._steps = taken
-            if trainer.is_global_zero and now - self._told > _PROGRESS_SECONDS:
-                self._told = now
-                (self._folder / PROGRESS).write_text(str(taken))
+            record.steps = taken
+            if trainer.is_global_zero:
+                (self._folder / PROGRESS).write_text(f"after step {taken}")
         if self._spec.traced and not pl_module.automatic_optimization:
-            self._trace[self._steps] = self._digests(pl_module)  # such steps are synchronised: nothing is deferred
+            record.trace[taken] = _digests(pl_module)  # such steps are synchronised: nothing is deferred
         if taken >= self._spec.steps:
             trainer.should_stop = True
 
@@ -197,34 +183,22 @@ class Recorder(pl.Callback):
 
     def finish(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Write down what the fit ended with."""
+        record, plan = self._record, getattr(trainer.strategy, "plan", None)
+        record.rank, record.world_size = trainer.global_rank, trainer.world_size
+        record.losses = [float(loss.item()).hex() for loss in self._losses]
+        record.weights = _digests(module)
+        record.optimizer = {name: digest(value) for name, value in _optimizer_state(trainer, module).items()}
+        record.metrics = {**_as_texts(trainer.callback_metrics), **self._loggers.logged}
         if self._spec.traced:
-            self._trace.setdefault(self._steps, self._digests(module))
-        strategy = trainer.strategy
-        plan = strategy.plan if isinstance(strategy, ByteSchedulerStrategy) else None
-        RankRecord(
-            rank=trainer.global_rank,
-            world_size=trainer.world_size,
-            steps=self._steps,
-            losses=tuple(float(loss.item()).hex() for loss in self._losses),
-            loss_steps=tuple(self._loss_steps),
-            initial=self._initial,
-            weights=self._digests(module),
-            optimizer={name: digest(value) for name, value in _optimizer_state(trainer, module).items()},
-            metrics={**_as_texts(trainer.callback_metrics), **self._loggers.logged},
-            seconds=tuple(self._seconds),
-            trace=self._trace,
-            plan="" if plan is None else repr(plan),
-            needs_norm=plan is not None and bool(plan.norm_needed_by),
-            as_ddp=plan is not None and plan.as_ddp,
-        ).save(self._folder)
+            record.trace.setdefault(record.steps, record.weights)
+        if plan is not None:
+            record.plan, record.needs_norm, record.as_ddp = repr(plan), bool(plan.norm_needed_by), plan.as_ddp
+        keep(record, record_path(self._folder, record))
 
     def failed(self, trainer: pl.Trainer, error: BaseException) -> None:
         """Write down that the fit ended with an error."""
-        text = f"rank {trainer.global_rank}, after {self._steps} steps: {type(error).__name__}: {error}"
+        text = f"rank {trainer.global_rank}, after {self._record.steps} steps: {type(error).__name__}: {error}"
         (self._folder / f"error{trainer.global_rank}.txt").write_text(text)
-
-    def _digests(self, module: nn.Module) -> dict[str, str]:
-        return {name: digest(value) for name, value in _tensors_of(module).items()}
 
 
 def _optimizer_state(trainer: pl.Trainer, module: nn.Module) -> dict[str, Any]:
@@ -232,33 +206,26 @@ def _optimizer_state(trainer: pl.Trainer, module: nn.Module) -> dict[str, Any]:
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     state: dict[str, Any] = {}
     for number, optimizer in enumerate(trainer.optimizers):
-        for index, (parameter, entries) in enumerate(optimizer.state.items()):
-            owner = names.get(id(parameter), f"#{index}")
-            items = entries.items() if isinstance(entries, dict) else [("state", entries)]
-            state.update(
-                {
-                    f"optimizer {number}: {key} of {owner}": value
-                    for key, value in items
-                    if isinstance(value, (torch.Tensor, bool, int, float))
-                }
-            )
-        for index, group in enumerate(optimizer.param_groups):
-            state.update(
-                {
-                    f"optimizer {number}: {key} of group {index}": value
-                    for key, value in group.items()
-                    if key != "params" and isinstance(value, (torch.Tensor, bool, int, float, str))
-                }
-            )
+        held = [(names.get(id(p), f"#{index}"), held) for index, (p, held) in enumerate(optimizer.state.items())]
+        groups = enumerate(optimizer.param_groups)
+        held += [(f"group {index}", {k: v for k, v in group.items() if k != "params"}) for index, group in groups]
+        for owner, entries in held:
+            for key, value in entries.items() if isinstance(entries, dict) else [("state", entries)]:
+                if isinstance(value, (torch.Tensor, bool, int, float, str)):
+                    state[f"optimizer {number}: {key} of {owner}"] = value
     return state
 
 
 # ---------------------------------------------------------------------- the strategy
 
-
-_HOOKS = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
-
 _FROM_THE_CONNECTOR = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin")
+_HELD = (
+    *_FROM_THE_CONNECTOR,
+    *("process_group_backend", "timeout", "start_method"),
+    *("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period"),
+)
+"""Options of DDP that a strategy holds under their names."""
+_OWN = ("partition_size", "credit", "cross_barrier", "mode")
 
 # Every tensor in a bucket, and so behind a gate, of its own: nothing is opened by a neighbour's touch. Sizes that
 # follow the measured link would be others in each run.
@@ -309,29 +276,11 @@ def _options_of(given: str | Strategy | None) -> tuple[dict[str, Any], dict[str,
         return dict(entry["init_params"]), {}
     if not isinstance(given, DDPStrategy) or type(given) not in (DDPStrategy, ByteSchedulerStrategy):
         raise UnsupportedError(_not_comparable(type(given).__name__))
-    options = dict(given._ddp_kwargs)
-    places = {
-        "accelerator": given._accelerator,
-        "parallel_devices": given.parallel_devices,
-        "cluster_environment": given.cluster_environment,
-        "checkpoint_io": given._checkpoint_io,
-        "precision_plugin": given._precision_plugin,
-        "process_group_backend": given._process_group_backend,
-        **{name: getattr(given, f"_{name}") for name in _HOOKS},
-    }
-    options.update({name: value for name, value in places.items() if value is not None})
-    options.update(timeout=given._timeout, start_method=given._start_method)
+    held = {name: vars(given).get(f"_{name}", vars(given).get(name)) for name in _HELD}
+    options = {**given._ddp_kwargs, **{name: value for name, value in held.items() if value is not None}}
     if not isinstance(given, ByteSchedulerStrategy):
         return options, {}
-    resolved = given._options
-    own = {
-        "partition_size": resolved.partition_size,
-        "credit": resolved.credit,
-        "cross_barrier": resolved.cross_barrier,
-        "mode": resolved.mode,
-        "log_metrics": given._log_metrics,
-    }
-    return options, own
+    return options, {**{name: getattr(given._options, name) for name in _OWN}, "log_metrics": given._log_metrics}
 
 
 def _not_comparable(name: str) -> str:

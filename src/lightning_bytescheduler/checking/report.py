@@ -1,22 +1,38 @@
-"""What a check found, in words."""
+"""Which runs a check makes, what follows from what they leave behind, and the words for it.
+
+Pure: how a run is made is handed in.
+
+``ddp``, ``bytescheduler`` as configured, ``ddp`` again (is it reproducible? and is one run slower than the other?), and
+``bytescheduler`` at its strictest. Where both ``ddp`` runs are the same and the others are too, that is all.
+
+Where sums are formed in another order than ``ddp``'s (more than two ranks, norms), bits are compared with those of a
+run that is the same but for one thing: no update is deferred. Against ``ddp`` is held what no order of sums changes.
+
+Runs are deterministic, so what differs is made again, traced, which shows the first step and tensor. Is the difference
+gone where no update is deferred, then a weight was read unseen.
+"""
 
 from __future__ import annotations
 
+import itertools
+import math
 import platform
 import statistics
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-
-import torch
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib.metadata import version
 
 from lightning_bytescheduler.__about__ import __version__
-from lightning_bytescheduler.checking.procedure import Findings
-from lightning_bytescheduler.checking.runs import RunResult
+from lightning_bytescheduler.checking.runs import RunResult, RunSpec, StrategyName
+from lightning_bytescheduler.checks import some_of
 
-__all__ = ["CheckReport"]
+__all__ = ["CheckReport", "Difference", "FirstDifference", "compare", "first_difference", "investigate"]
 
+_ROUNDING = 0.01
+"""Of a loss. Whatever an optimizer makes of rounding, a few steps from the same weights do not get this far apart."""
+
+_SOON = 3  # steps
 _WARM_UP = 5
-_NAMES_SHOWN = 3
 _TOO_NOISY = 0.2
 _EXIT_CODES = {"identical": 0, "rounding": 0, "different": 1, "fails": 1, "not reproducible": 2, "unchecked": 2}
 _LIMITS = (
@@ -26,22 +42,126 @@ _LIMITS = (
 )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """What is not the same to the last bit, by name; on any rank.
+
+    Attributes:
+        initial: Weights when training began.
+        losses: Number of losses that differ.
+        weights: Weights and buffers.
+        optimizer: Parts of the optimizers' state.
+        metrics: Logged metrics.
+        other: Anything else, in words.
+    """
+
+    initial: tuple[str, ...] = ()
+    losses: int = 0
+    weights: tuple[str, ...] = ()
+    optimizer: tuple[str, ...] = ()
+    metrics: tuple[str, ...] = ()
+    other: tuple[str, ...] = ()
+
+    @property
+    def trained_alike(self) -> bool:
+        """Whether weights, optimizer state and losses are the same; a metric may hold a time of day."""
+        return not (self.initial or self.losses or self.weights or self.optimizer or self.other)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FirstDifference:
+    """Where two runs part.
+
+    Attributes:
+        step: The first optimizer step, counted from 1, whose forward pass has another loss or whose update differs.
+        rank: Where it was seen first.
+        losses: Both losses of that step, if they differ.
+        tensors: Weights that differ after that step, in the order of registration.
+    """
+
+    step: int
+    rank: int
+    losses: tuple[float, float] | None = None
+    tensors: tuple[str, ...] = ()
+
+
+def compare(expected: RunResult, actual: RunResult) -> Difference:
+    """What two whole runs differ in."""
+    pairs = list(zip(expected.ranks, actual.ranks, strict=False))
+
+    def unequal(what: str) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(n for one, two in pairs for n in _unequal(getattr(one, what), getattr(two, what))))
+
+    other = [f"rank {a.rank} took {b.steps} steps instead of {a.steps}" for a, b in pairs if a.steps != b.steps]
+    if len(expected.ranks) != len(actual.ranks):
+        other.insert(0, f"{len(expected.ranks)} ranks became {len(actual.ranks)}")
+    return Difference(
+        losses=sum(a != b for one, two in pairs for a, b in itertools.zip_longest(one.losses, two.losses)),
+        other=tuple(other),
+        **{what: unequal(what) for what in ("initial", "weights", "optimizer", "metrics")},
+    )
+
+
+def _unequal(one: Mapping[str, str], two: Mapping[str, str]) -> list[str]:
+    return [name for name in dict.fromkeys((*one, *two)) if one.get(name) != two.get(name)]
+
+
+def first_difference(expected: RunResult, actual: RunResult, *, tolerance: float = 0.0) -> FirstDifference | None:
+    """Where two whole runs part: the first loss, and with traces the first weights, that differ.
+
+    Args:
+        expected: One of them.
+        actual: The other.
+        tolerance: Relative difference of two losses that is none.
+    """
+    found: list[FirstDifference] = []
+    for one, two in zip(expected.ranks, actual.ranks, strict=False):
+        for step, *texts in zip(one.loss_steps, one.losses, two.losses, strict=False):
+            a, b = map(float.fromhex, texts)
+            # Not a number is equal to itself here, and beyond every tolerance to anything else.
+            if texts[0] != texts[1] and not abs(a - b) <= tolerance * abs(a):
+                found.append(FirstDifference(step=step + 1, rank=one.rank, losses=(a, b)))
+                break
+        for step in sorted(one.trace.keys() & two.trace.keys()):
+            if names := _unequal(one.trace[step], two.trace[step]):
+                found.append(FirstDifference(step=step, rank=one.rank, tensors=tuple(names)))
+                break
+    first = min(found, key=lambda each: (each.step, each.losses is None), default=None)
+    if first is None:
+        return None
+    named = (each.tensors for each in found if each.step == first.step and each.tensors)
+    return replace(first, tensors=next(named, ()))
+
+
 @dataclass(kw_only=True)
 class CheckReport:
     """The answer of :func:`lightning_bytescheduler.check`; print it.
 
     Attributes:
-        findings: What was found.
+        verdict: ``"identical"``, ``"rounding"``, ``"different"``, ``"fails"`` (only under ``bytescheduler``),
+            ``"not reproducible"`` (``ddp`` itself) or ``"unchecked"``.
+        reason: Why it was not checked, or what failed, in words.
         steps: How many optimizer steps were asked for.
+        runs: All that were made.
+        difference: What differs.
+        first: Where the runs part.
+        variant: Which way of ``bytescheduler`` differs; ``"strict"`` if only that does.
+        again: Whether the difference was there when both were run again; ``None`` if that was not tried.
+        deferral: Whether the training is ``ddp``'s with no update deferred; ``None`` if that was not tried, as where
+            a run that defers nothing is what the others are held against.
+        changing_metrics: Logged metrics that differ between two runs of ``ddp``, and so are not compared.
     """
 
-    findings: Findings
-    steps: int
-
-    @property
-    def verdict(self) -> str:
-        """``"identical"``, ``"rounding"``, ``"different"``, ``"fails"``, ``"not reproducible"`` or ``"unchecked"``."""
-        return self.findings.verdict
+    verdict: str
+    reason: str = ""
+    steps: int = 0
+    runs: list[RunResult] = field(default_factory=list)
+    difference: Difference | None = None
+    first: FirstDifference | None = None
+    variant: str = ""
+    again: bool | None = None
+    deferral: bool | None = None
+    changing_metrics: tuple[str, ...] = ()
 
     @property
     def equal(self) -> bool:
@@ -60,9 +180,9 @@ class CheckReport:
         Timed runs take deterministic algorithms, and no ``cudnn.benchmark``.
         """
         times: dict[str, list[float]] = {"ddp": [], "bytescheduler": []}
-        for run in self.findings.runs:
+        for run in self.runs:
             typical = [_median_ms(record.seconds) for record in run.ranks if record.seconds]
-            if typical and run.spec.timed:
+            if typical and run.spec.strategy in ("ddp", "configured") and not run.spec.traced:
                 times["bytescheduler" if run.spec.scheduled else "ddp"].append(max(typical))
         return times
 
@@ -80,15 +200,14 @@ class CheckReport:
 
     def headline(self) -> str:
         """The answer in one line."""
-        found = self.findings
         return {
             "identical": f"identical{self._speed()}",
             "rounding": f"equal to rounding{self._speed()}",
             "different": f"different{self._where()}",
-            "fails": f"trains under ddp, but fails under bytescheduler: {found.reason}",
+            "fails": f"trains under ddp, but fails under bytescheduler: {self.reason}",
             "not reproducible": f"could not check: the script is not reproducible under ddp itself{self._where()}",
-            "unchecked": f"could not check: {found.reason}",
-        }[found.verdict]
+            "unchecked": f"could not check: {self.reason}",
+        }[self.verdict]
 
     def _speed(self) -> str:
         speedup = self.speedup
@@ -103,22 +222,21 @@ class CheckReport:
         return f", {speedup:.2f}x faster" if speedup > 1.0 else f", {1.0 / speedup:.2f}x slower"
 
     def _where(self) -> str:
-        first, difference = self.findings.first, self.findings.difference
+        first, difference = self.first, self.difference
         if difference is not None and difference.initial:
             return f": weights differ before the first step, first tensor {difference.initial[0]!r}"
         if first is not None:
             tensor = f", first tensor {first.tensors[0]!r}" if first.tensors else ""
             return f" from step {first.step} on{tensor}"
         if difference is not None and difference.trained_alike and difference.metrics:
-            return f" in what is logged: {_some(difference.metrics)}; weights are identical"
+            return f" in what is logged: {some_of(difference.metrics)}; weights are identical"
         return ""
 
     def _lines(self) -> Iterator[str]:
-        found = self.findings
-        whole = [run for run in found.runs if run.whole]
+        whole = [run for run in self.runs if run.ranks]
         if not whole:
             return
-        first, times = whole[0].first, self.step_ms
+        first = whole[0].first
         yield f"{first.steps} steps on {first.world_size} ranks"
         if first.steps < self.steps:
             yield f"{self.steps} steps were asked for; the fit ended before"
@@ -126,26 +244,24 @@ class CheckReport:
         yield from self._what_differs()
         if self.verdict == "not reproducible":
             yield "several threads may add up in another order each time: OMP_NUM_THREADS=1 may help"
-        shown = [f"{name} {' and '.join(f'{t:.1f}' for t in each)} ms" for name, each in times.items() if each]
+        shown = [f"{name} {' and '.join(f'{t:.1f}' for t in each)} ms" for name, each in self.step_ms.items() if each]
         if shown:
             yield f"a step, median of each run: {', '.join(shown)} (on this machine and link)"
-        configured = [run.first for run in whole if run.spec.strategy == "configured"]
-        if configured:
-            if configured[-1].as_ddp:
+        for configured in [run.first for run in whole if run.spec.strategy == "configured"][-1:]:
+            if configured.as_ddp:
                 yield "bytescheduler took steps as DDP takes them at the end, as little could be hidden here"
-            yield from (f"bytescheduler's plan: {line.strip()}" for line in configured[-1].plan.splitlines()[1:-1])
-        if found.changing_metrics:
-            yield f"not compared, as they differ between two runs of ddp: {_some(found.changing_metrics)}"
+            yield from (f"bytescheduler's plan: {line.strip()}" for line in configured.plan.splitlines()[1:-1])
+        if self.changing_metrics:
+            yield f"not compared, as they differ between two runs of ddp: {some_of(self.changing_metrics)}"
         yield from _LIMITS
-        yield f"lightning-bytescheduler {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
+        yield f"lightning-bytescheduler {__version__}, torch {version('torch')}, Python {platform.python_version()}"
 
     def _what_is_equal(self, run: RunResult) -> Iterator[str]:
-        first = run.first
         counts = {
-            "weights and buffers": len(first.weights),
-            "parts of the optimizers' state": len(first.optimizer),
-            "losses on each rank": len(first.losses),
-            "logged values": len(first.metrics) - len(self.findings.changing_metrics),
+            "weights and buffers": len(run.first.weights),
+            "parts of the optimizers' state": len(run.first.optimizer),
+            "losses on each rank": len(run.first.losses),
+            "logged values": len(run.first.metrics) - len(self.changing_metrics),
         }
         same = f"the same to the last bit: {', '.join(f'{count} {name}' for name, count in counts.items() if count)}"
         if self.verdict == "identical":
@@ -155,31 +271,24 @@ class CheckReport:
             yield f"with and without updates that cross the step boundary, {same}"
 
     def _what_differs(self) -> Iterator[str]:
-        found = self.findings
-        first, difference = found.first, found.difference
+        first, difference = self.first, self.difference
         if first is not None and first.losses is not None:
-            yield (
-                f"step {first.step}: the loss on rank {first.rank} is {first.losses[1]:.9g} instead of "
-                f"{first.losses[0]:.9g}"
-            )
+            was, instead = first.losses
+            yield f"step {first.step}: the loss on rank {first.rank} is {instead:.9g} instead of {was:.9g}"
         if first is not None and first.tensors:
-            yield f"after step {first.step}, {len(first.tensors)} tensors differ: {_some(first.tensors)}"
-        if found.again is False:
+            yield f"after step {first.step}, {len(first.tensors)} tensors differ: {some_of(first.tensors)}"
+        if self.again is False:
             yield (
                 "run again, both were the same: the difference depends on timing, as where another thread or process "
                 "reads weights"
             )
-        elif found.deferral:
-            yield (
-                "with no update deferred nothing differs: a weight is read before the update of the last step has "
-                "landed, by code whose reads cannot be seen. With cross_barrier=False it is read in time"
-            )
-        elif found.deferral is False:
+        elif self.deferral is False:
             yield "the difference stays where no update is deferred, so that no unseen read of a weight explains it"
-        elif found.again:
+        elif self.again:
+            tried = "nothing differs" if self.deferral else "the result is another, so most likely"
             yield (
-                "with every update taken in the step the result is another: most likely a weight is read before the "
-                "update of the last step has landed, by code whose reads cannot be seen. Try cross_barrier=False"
+                f"with no update deferred {tried}: a weight is read before the update of the last step has landed, by "
+                "code whose reads cannot be seen. With cross_barrier=False it is read in time"
             )
         if difference is not None:
             yield from difference.other
@@ -188,10 +297,10 @@ class CheckReport:
                 "parts of the optimizer state": difference.optimizer,
                 "logged values": difference.metrics,
             }
-            shown = [f"{len(names)} {what} ({_some(names)})" for what, names in at_end.items() if names]
+            shown = [f"{len(names)} {what} ({some_of(names)})" for what, names in at_end.items() if names]
             if shown:
                 yield f"different at the end: {'; '.join(shown)}"
-        if found.variant == "strict" and found.verdict == "different":
+        if self.variant == "strict" and self.verdict == "different":
             yield "seen with each tensor behind a gate of its own; with larger buckets a neighbour's touch may hide it"
 
     def __str__(self) -> str:
@@ -202,7 +311,118 @@ def _median_ms(seconds: Sequence[float]) -> float:
     return 1e3 * statistics.median(seconds[_WARM_UP:] or seconds)
 
 
-def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(map(repr, names[:_NAMES_SHOWN]))
-    more = len(names) - _NAMES_SHOWN
-    return f"{shown} and {more} more" if more > 0 else shown
+class _Ended(Exception):
+    """The check is over; carries the report."""
+
+    def __init__(self, report: CheckReport) -> None:
+        super().__init__(report.verdict)
+        self.report = report
+
+
+def investigate(
+    launch: Callable[[RunSpec, str], RunResult], *, steps: int, seed: int = 20240, devices: int | None = None
+) -> CheckReport:
+    """Make the runs that are needed, and say what they show.
+
+    Args:
+        launch: Makes a run; the text says in a few words what it is for.
+        steps: Optimizer steps of each.
+        seed: Of all random numbers.
+        devices: What replaces the Trainer's ``devices``, if anything.
+    """
+    runs: list[RunResult] = []
+
+    def make(why: str, strategy: StrategyName = "ddp", *, traced: bool = False) -> RunResult:
+        spec = RunSpec(strategy=strategy, steps=steps, seed=seed, devices=devices, traced=traced)
+        result = launch(spec, f"{why}, traced" if traced else why)
+        runs.append(result)
+        if result.ranks:
+            return result
+        if result.refused:
+            raise _Ended(CheckReport(verdict="unchecked", reason=result.refused))
+        if spec.scheduled:
+            raise _Ended(CheckReport(verdict="fails", reason=result.error, variant=strategy))
+        how = "" if len(runs) == 1 else ", though not the first time"
+        reason = f"The script itself fails under 'ddp'{how}: {result.error}"
+        raise _Ended(CheckReport(verdict="unchecked", reason=reason))
+
+    try:
+        report = _compare_all(make)
+    except _Ended as ended:
+        report = ended.report
+    return replace(report, runs=runs, steps=steps)
+
+
+def _compare_all(make: Callable[..., RunResult]) -> CheckReport:
+    first = make("ddp")
+    if not first.first.steps:
+        return CheckReport(verdict="unchecked", reason="The script's fit ended before its first optimizer step.")
+    configured = make("bytescheduler", "configured")
+    second = make("ddp again")
+    itself = compare(first, second)
+    if not itself.trained_alike:
+        return CheckReport(verdict="not reproducible", difference=itself, first=first_difference(first, second))
+    strict = make("bytescheduler, at its strictest", "strict")
+    if strict.first.world_size > 2 or strict.first.needs_norm:
+        expected = make("the same with no update deferred", "undeferred")
+        report = _compare(make, expected, strict, itself.metrics) or _rounded(first, configured, strict)
+    else:
+        both = (_compare(make, first, actual, itself.metrics) for actual in (configured, strict))
+        report = next(filter(None, both), None) or CheckReport(verdict="identical")
+    return replace(report, changing_metrics=itself.metrics)
+
+
+def _compare(
+    make: Callable[..., RunResult], expected: RunResult, actual: RunResult, changing: tuple[str, ...]
+) -> CheckReport | None:
+    """What differs between two runs that are to be the same, if anything does.
+
+    Both are then run again, traced, and where that tells something with no update deferred.
+    """
+    difference = compare(expected, actual)
+    difference = replace(difference, metrics=tuple(n for n in difference.metrics if n not in changing))
+    if difference.trained_alike and not difference.metrics:
+        return None
+    reference, variant = expected.spec.strategy, actual.spec.strategy
+    report = CheckReport(verdict="different", difference=difference, variant=variant)
+    if not difference.trained_alike and not difference.initial:  # else no step does
+        expected = make("the first of both", reference, traced=True)
+        actual = make("the second of both", variant, traced=True)
+        report.first = first_difference(expected, actual)
+        report.again = not compare(expected, actual).trained_alike
+        if report.again and reference == "ddp":
+            report.deferral = compare(expected, make("with no update deferred", "undeferred")).trained_alike
+    return report
+
+
+def _rounded(ddp: RunResult, *scheduled: RunResult) -> CheckReport:
+    """Whether runs train as ``ddp`` does, where sums are formed in another order."""
+    for run in scheduled:
+        difference, first = compare(ddp, run), first_difference(ddp, run, tolerance=_ROUNDING)
+        other = (
+            f"{what}: {len(one)} under ddp, {len(two)} under bytescheduler; only under one of both: {names[0]}"
+            for (what, one), two in zip(_unrounded(ddp).items(), _unrounded(run).values(), strict=True)
+            if (names := _unequal(one, two))
+        )
+        difference = replace(difference, other=(*difference.other, *other))
+        if difference.initial or difference.other or (first is not None and first.step <= _SOON):
+            return CheckReport(verdict="different", difference=difference, first=first, variant=run.spec.strategy)
+    return CheckReport(verdict="rounding")
+
+
+def _unrounded(run: RunResult) -> dict[str, dict[str, str]]:
+    """What a run leaves behind that no order of sums changes, by what it is and by name."""
+    weights = run.first.weights
+    found = {
+        "weights and buffers with the same bits on all ranks": [
+            name for name, bits in weights.items() if all(one.weights.get(name) == bits for one in run.ranks)
+        ],
+        "weights and buffers that training changed": _unequal(run.first.initial, weights),
+        "losses that are numbers": [
+            f"that of step {step + 1} on rank {one.rank}"
+            for one in run.ranks
+            for step, loss in zip(one.loss_steps, one.losses, strict=False)
+            if math.isfinite(float.fromhex(loss))
+        ],
+    }
+    return {what: dict.fromkeys(names, "") for what, names in found.items()}

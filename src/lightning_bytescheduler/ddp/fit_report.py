@@ -21,11 +21,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_bytescheduler.checks import some_of
 from lightning_bytescheduler.ddp.agreed_sizes import AgreedSizes
 from lightning_bytescheduler.ddp.compressed_reduction import GradientCompression
 from lightning_bytescheduler.ddp.compression_rules import AUTO
 from lightning_bytescheduler.ddp.ddp_mode import ModeFound, ModeTrial, StepMode, TriedMode
-from lightning_bytescheduler.ddp.plan import OverlapPlan, names_of, some_of
+from lightning_bytescheduler.ddp.plan import OverlapPlan, names_of
 from lightning_bytescheduler.ddp.runtime import SchedulerRuntime
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
 from lightning_bytescheduler.ddp.steps import StepListener

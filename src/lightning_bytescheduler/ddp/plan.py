@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_bytescheduler.checks import some_of
 from lightning_bytescheduler.collectives.operations import shards_over
 from lightning_bytescheduler.ddp.aliases import AliasDetector
 from lightning_bytescheduler.ddp.compiled_calls import compiled_calls_are_seen
@@ -186,13 +187,6 @@ class OverlapPlan:
 
 def _count(steps: int) -> str:
     return f"{steps} step" if steps == 1 else f"{steps} steps"
-
-
-def some_of(names: Sequence[str], most: int = 3) -> str:
-    """The first of ``names``, and how many more there are, in words."""
-    shown = ", ".join(map(repr, names[:most]))
-    more = len(names) - most
-    return f"{shown} and {more} more" if more > 0 else shown
 
 
 def optimizer_name(optimizer: Optimizer) -> str:

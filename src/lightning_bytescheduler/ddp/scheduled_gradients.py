@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_bytescheduler.checks import some_of
 from lightning_bytescheduler.collectives.groups import SchedulerGroups
 from lightning_bytescheduler.collectives.host_copies import travel_by_host
 from lightning_bytescheduler.collectives.node_push_pull import PlacedParts
@@ -50,7 +51,6 @@ from lightning_bytescheduler.ddp.plan import (
     make_plan,
     may_drop_gradients,
     norm_needed_by,
-    some_of,
     unseen_parameters,
 )
 from lightning_bytescheduler.ddp.residuals import Residuals

@@ -77,10 +77,8 @@ def likely_points(
 
     def seconds(point: TuningPoint) -> float:
         credit, partition = point.sizes
-        schedule = Schedule.scheduled(
-            partition_bytes=width * partition, credit_bytes=width * credit, bucket_bytes=bucket_bytes
-        )
-        return simulate(profile, network, schedule, steps=1).step_seconds
+        schedule = Schedule(partition_bytes=width * partition, credit_bytes=width * credit, bucket_bytes=bucket_bytes)
+        return simulate(profile, network, schedule)
 
     guesses = [*first_guesses(space, seconds), *_closed_form(space, sum(layer_bytes) // width, link, width=width)]
     found: list[TuningPoint] = []

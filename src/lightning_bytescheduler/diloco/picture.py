@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from lightning_bytescheduler.diloco.round_record import RECORD_NAME, Activity, RoundRecord, read_rounds, waiting_share
 from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.timeline.page import INK, PNG_HELP, among, headed, in_colours, page, range_of
+from lightning_bytescheduler.timeline.picture import INK, PNG_HELP, among, headed, in_colours, page, range_of
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist

@@ -22,19 +22,13 @@ from lightning_bytescheduler.predicting import STEPS
 from lightning_bytescheduler.simulation.link import LinkModel
 from lightning_bytescheduler.simulation.prediction import MeasuredStep, Prediction, predict
 from lightning_bytescheduler.simulation.profiles import NETWORKS, ModelProfile, network_profile, profile_of_size
-from lightning_bytescheduler.simulation.quantities import (
-    RATES,
-    TIMES,
-    parameters_in,
-    require_duration,
-    require_rate,
-)
+from lightning_bytescheduler.simulation.quantities import RATES, TIMES, parameters_in, require_duration
 
 __all__ = ["add_arguments", "call_target", "load_target", "predicted", "profile_of"]
 
 _OF_PROFILES = ("profile", "compute")
 _OF_MODULES = ("data", "device", "precision", "steps")
-_DESCRIBE_LINKS = ("latency", "architecture", "servers")
+_OF_LINKS = ("workers", "bandwidth", "latency", "architecture", "servers")
 _PRECISIONS = ("32-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true", "64-true", "32", "16", "bf16", "64")
 _GPT = ("gpt", "gpt2", "gpt2small")  # which `transformer` is
 
@@ -136,15 +130,12 @@ def predicted(options: argparse.Namespace) -> Prediction:
 
 def _link(options: argparse.Namespace) -> LinkModel:
     """The network that the arguments describe."""
-    given = {name: value for name in _DESCRIBE_LINKS if (value := getattr(options, name)) is not None}
+    given = {name: value for name in _OF_LINKS if (value := getattr(options, name)) is not None}
     for name in ("bandwidth", "workers"):
-        if getattr(options, name) is None:
+        if name not in given:
             raise OptionError(f"--{name}", None, "given, such as --workers 4 --bandwidth 10Gbit/s")
-    bandwidth = require_rate("--bandwidth", options.bandwidth)
-    if "latency" in given:
-        given["latency"] = require_duration("--latency", given["latency"])
     try:
-        return LinkModel(workers=options.workers, bandwidth=bandwidth, **given)
+        return LinkModel(**given)
     except OptionError as error:
         raise OptionError(f"--{error.option}", error.value, error.allowed, error.hint) from None
 
@@ -153,11 +144,11 @@ def _link(options: argparse.Namespace) -> LinkModel:
 
 
 def _of_profile(options: argparse.Namespace, link: LinkModel) -> Prediction:
-    compute = None if options.compute is None else require_duration("--compute", options.compute)
-    if compute == 0:
-        raise OptionError("--compute", options.compute, f"a time above 0, such as {TIMES}")
     profile = profile_of(options.profile)
-    if compute is not None:
+    if options.compute is not None:
+        compute = require_duration("--compute", options.compute)
+        if not compute:
+            raise OptionError("--compute", options.compute, f"a time above 0, such as {TIMES}")
         profile = profile.scaled_to(compute)
     clips = options.gradient_clip_val and options.gradient_clip_algorithm != "value"
     measured = MeasuredStep(profile=profile, norm_needed_by=("gradient norm clipping",) if clips else ())
@@ -277,7 +268,7 @@ def load_target(option: str, text: str) -> Any:
         here, module_name = os.path.dirname(file), Path(file).stem
     names = (*module_name.split("."), *name.split("."))
     if not all(part.isidentifier() for part in names) or module_name.endswith(".py"):
-        raise OptionError(option, text, f"package.module:name, such as {_meant(module_name, name)}")
+        raise OptionError(option, text, "package.module:name or file.py:name, such as train.py:make")
     if here not in sys.path:
         sys.path.insert(0, here)  # as `python -m` does, and a console script does not
     try:
@@ -312,12 +303,3 @@ def _of_file(name: str, file: str) -> Any:
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def _meant(module: str, name: str) -> str:
-    """What somebody may have meant who gave a file, or left out the name."""
-    module = module.removesuffix(".py").strip("./").replace(os.sep, ".")
-    called = name.removesuffix("()")
-    if not all(part.isidentifier() for part in module.split(".")):
-        return "my_project.train:make"
-    return f"{module}:{called if called.isidentifier() else 'make'}"

@@ -1,23 +1,19 @@
 """Predicts how long a training step takes on a network. Imports neither Lightning nor torch.distributed."""
 
-from lightning_bytescheduler.simulation.bounds import clipped_bound, ddp_bound, lower_bound
 from lightning_bytescheduler.simulation.link import LinkModel
 from lightning_bytescheduler.simulation.prediction import Expectation, MeasuredStep, Prediction, predict
 from lightning_bytescheduler.simulation.profiles import NETWORKS, LayerProfile, ModelProfile, network_profile
-from lightning_bytescheduler.simulation.simulator import Bucket, Launch, Schedule, SimulatedRun, simulate
+from lightning_bytescheduler.simulation.simulator import Schedule, clipped_bound, ddp_bound, lower_bound, simulate
 
 __all__ = [
     "NETWORKS",
-    "Bucket",
     "Expectation",
-    "Launch",
     "LayerProfile",
     "LinkModel",
     "MeasuredStep",
     "ModelProfile",
     "Prediction",
     "Schedule",
-    "SimulatedRun",
     "clipped_bound",
     "ddp_bound",
     "lower_bound",

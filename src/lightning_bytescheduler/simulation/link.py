@@ -15,6 +15,11 @@ A collective costs two more things. *Latency*: its hops take time in which the l
 collectives in flight, so a window that covers bandwidth × latency hides it. *Overhead*: what each collective
 costs however many are in flight (a launch, a handshake); the link stands idle meanwhile.
 
+Where gradients are compressed, each rank compresses each one once (others' shards as they are, its own when it is
+summed) and reads it twice (what it sums, and all sums). Codecs work beside the link and beside the training, so a byte
+takes as long as the slower of link and codecs does; on a processor that has other work they take longer than is said
+here.
+
 Limits: workers are alike, links are dedicated, no congestion or loss; the time a simulation takes does not
 depend on the number of workers.
 """
@@ -40,7 +45,7 @@ from lightning_bytescheduler.simulation.quantities import (
     require_rate,
 )
 
-__all__ = ["LinkModel", "network_in_words"]
+__all__ = ["CODECS", "CodecPace", "LinkModel", "break_even_bandwidth", "compressed_link", "network_in_words"]
 
 Architecture = Literal["allreduce", "ps"]
 """Who reduces gradients: the workers among themselves, or parameter servers; ``checks.ARCHITECTURES``."""
@@ -177,3 +182,48 @@ def network_in_words(link: LinkModel) -> str:
 
 def _count(number: int, of: str) -> str:
     return f"{number:,} {of}{'' if number == 1 else 's'}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CodecPace:
+    """How small and how fast a compressor is, on one core.
+
+    Attributes:
+        name: As of ``compression``.
+        ratio: How many times smaller fp32 gradients get.
+        compress: Bytes of fp32 a second, with error feedback.
+        read: The same, of reading.
+    """
+
+    name: str
+    ratio: float
+    compress: float
+    read: float
+
+    @property
+    def seconds_per_byte(self) -> float:
+        """Of gradient, on each rank."""
+        return 1 / self.compress + 2 / self.read
+
+
+CODECS = (
+    CodecPace(name="bf16", ratio=2.0, compress=2120e6, read=12270e6),
+    CodecPace(name="int8", ratio=3.94, compress=1651e6, read=8856e6),
+    CodecPace(name="int4", ratio=7.53, compress=1488e6, read=4277e6),
+)
+"""As ``python -m benchmarks.codecs`` measured them on one core with AVX-512, int8 and int4 rounded to nearest; see the
+documentation of compression."""
+
+
+def compressed_link(link: LinkModel, codec: CodecPace, share: float = 1.0) -> LinkModel:
+    """A link on which gradients as they are take as long as on ``link`` with ``share`` of them compressed."""
+    exact = link.seconds_per_byte
+    if not exact:
+        return link
+    smaller = max(exact / codec.ratio, codec.seconds_per_byte)
+    return replace(link, bandwidth=link.bandwidth * exact / ((1 - share) * exact + share * smaller))
+
+
+def break_even_bandwidth(link: LinkModel, codec: CodecPace) -> float:
+    """Bytes a second of the link on which codecs take as long as sending gradients as they are; it pays below."""
+    return link.seconds_per_byte * link.bandwidth / codec.seconds_per_byte

@@ -9,26 +9,30 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lightning_bytescheduler.checks import require_one_of
+from lightning_bytescheduler.checks import require_one_of, some_of
 from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.simulation.bounds import clipped_bound, lower_bound
-from lightning_bytescheduler.simulation.compressed_steps import (
+from lightning_bytescheduler.simulation.link import (
     CODECS,
-    auto_step,
+    CodecPace,
+    LinkModel,
     break_even_bandwidth,
     compressed_link,
+    network_in_words,
 )
-from lightning_bytescheduler.simulation.link import LinkModel, network_in_words
-from lightning_bytescheduler.simulation.picture import Point, draw_curves
 from lightning_bytescheduler.simulation.profiles import ModelProfile
 from lightning_bytescheduler.simulation.quantities import rate_in_words
-from lightning_bytescheduler.simulation.simulator import Schedule, simulate
+from lightning_bytescheduler.simulation.simulator import Schedule, clipped_bound, lower_bound, simulate
+from lightning_bytescheduler.timeline.picture import INK, headed, in_colours, page, ruled
 from lightning_bytescheduler.tuning.default_sizes import LinkEstimate, default_sizes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 DDP = "ddp"
 DDP_BEST = "ddp, best buckets"
@@ -50,9 +54,13 @@ _WIDTH = 4  # bytes of a parameter
 _EQUAL = 1.03  # steps that differ by less than this are the same, as far as a model of a network can tell
 _DILOCO_OVERHEAD = 0.05  # of the computation, that exchanges may add to it
 _LONG_HOP_SECONDS = 1e-3
-_NAMES_SHOWN = 3
 _NAME_LENGTH = 40  # letters
+_HIDES = 1.05  # times the computation: up to there, ``"auto"`` leaves gradients as they are
+_LEFT = 1.01  # times the computation, that it compresses down to
+_PARTS = 20  # of the gradients, that it may compress
 _POINTS = 10  # on either side of the given bandwidth
+_COLOURS = ("#3f86d1", "#e58f2a", "#2e8b57", "#8456b5", "#d7263d")
+_LINE_LENGTH = 84  # letters
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -249,19 +257,26 @@ class Prediction:
         profile, link = self.measured.profile, self.link
         counts = workers or [times * link.workers for times in (1, 4, 16)]
         rates = bandwidths or [link.bandwidth * 10 ** (exponent / _POINTS) for exponent in range(-_POINTS, _POINTS + 1)]
+        if len(counts) > len(_COLOURS):
+            raise OptionError("workers", list(counts), f"{len(_COLOURS)} numbers at most")
         name = profile.name if len(profile.name) <= _NAME_LENGTH else f"{profile.name[: _NAME_LENGTH - 1]}…"
         subject = (
             f"{name} ({profile.parameter_bytes / 1e6:,.4g} MB of gradients, a step computes "
             f"{profile.compute_seconds * 1e3:,.4g} ms); {network_in_words(link)}, "
             f"{'parameter servers' if link.architecture == 'ps' else 'ring'}"
         )
-        curves = {count: self._curve(count, rates) for count in counts}
-        draw_curves(curves, link.workers, _point(profile, link), subject, out)
+        with page(out, "Drawing a prediction", 9.5, 5.4) as figure:
+            from matplotlib.lines import Line2D
 
-    def _curve(self, workers: int, bandwidths: Sequence[float]) -> Iterator[Point]:
+            here, ax = _point(profile, link), figure.subplots()
+            _draw(ax, here, {count: self._curve(count, rates) for count in counts})
+            headed(figure, "\n".join([here.found(link.workers), *textwrap.wrap(subject, _LINE_LENGTH)]), 12.5)
+            bound = Line2D([], [], color=INK, linestyle=":", label="no order can do better")
+            in_colours(figure, {}, *ax.get_legend_handles_labels()[0], bound)
+
+    def _curve(self, workers: int, bandwidths: Sequence[float]) -> list[_Point]:
         link = replace(self.link, workers=workers, servers=self.link.servers * workers // self.link.workers)
-        for rate in bandwidths:
-            yield _point(self.measured.profile, replace(link, bandwidth=rate))
+        return [_point(self.measured.profile, replace(link, bandwidth=rate)) for rate in bandwidths]
 
     def table(self) -> list[tuple[str, ...]]:
         """The figures as rows of text, headings first."""
@@ -349,10 +364,8 @@ class Prediction:
                 )
         yield "* Another training than ddp's: compare the losses."
         if measured.unused:
-            names = ", ".join(map(repr, measured.unused[:_NAMES_SHOWN]))
-            more = len(measured.unused) - _NAMES_SHOWN
             yield (
-                f"Unused: {names}{f' and {more} more' if more > 0 else ''} got no gradient. ddp sends zeros for them "
+                f"Unused: {some_of(measured.unused)} got no gradient. ddp sends zeros for them "
                 "and needs find_unused_parameters=True; requires_grad=False would spare both."
             )
         if link.latency >= _LONG_HOP_SECONDS:
@@ -399,7 +412,7 @@ def _expectations(measured: MeasuredStep, given: LinkModel) -> Iterator[Expectat
     yield _scheduled(BYTESCHEDULER, measured, link, schedules[:1])
     yield _scheduled(BEST, measured, link, schedules)
     if given.architecture == "ps":
-        yield _scheduled(SERVERS, measured, given, [next(_schedules(measured, given))])
+        yield _scheduled(SERVERS, measured, given)
     half = replace(link, bandwidth=link.bandwidth / measured.compressed_share)
     yield replace(_best(BF16, profile, half, [Schedule.ddp()]), same_training=False)
     if measured.device != "cuda":  # gradients on a GPU are not compressed
@@ -415,7 +428,7 @@ def _compressed(measured: MeasuredStep, link: LinkModel) -> Iterator[Expectation
     """As much in int4 as hides the rest, and all gradients in one codec; codecs as fast as ``CODECS`` says."""
 
     def step_on(other: LinkModel) -> float:
-        return _scheduled(AUTO, measured, other, [next(_schedules(measured, other))]).step_seconds
+        return _scheduled(AUTO, measured, other).step_seconds
 
     by_name = {codec.name: codec for codec in CODECS}
     seconds, share = auto_step(step_on, measured.profile.compute_seconds, link, by_name["int4"])
@@ -426,26 +439,52 @@ def _compressed(measured: MeasuredStep, link: LinkModel) -> Iterator[Expectation
         yield Expectation(strategy=strategy, step_seconds=step_on(compressed_link(link, codec)), same_training=False)
 
 
-def _scheduled(strategy: str, measured: MeasuredStep, link: LinkModel, schedules: Iterable[Schedule]) -> Expectation:
-    """The best of some schedules, or DDP's way where that is faster: the strategy keeps it then."""
-    found = _best(strategy, measured.profile, link, schedules)
+def auto_step(
+    step_on: Callable[[LinkModel], float], compute: float, link: LinkModel, codec: CodecPace
+) -> tuple[float, float]:
+    """The step with as little compressed as it takes to hide the communication: its seconds, and the share of bytes.
+
+    Args:
+        step_on: Seconds of a step on a link.
+        compute: Seconds of a step that never waits.
+        link: The network.
+        codec: Of what travels compressed.
+    """
+    found = (step_on(link), 0.0)
+    if found[0] <= _HIDES * compute or compressed_link(link, codec).bandwidth <= link.bandwidth:
+        return found
+    for part in range(1, _PARTS + 1):
+        seconds = step_on(compressed_link(link, codec, part / _PARTS))
+        if seconds < found[0]:
+            found = (seconds, part / _PARTS)
+        if seconds <= _LEFT * compute:
+            break
+    return found
+
+
+def _scheduled(
+    strategy: str, measured: MeasuredStep, link: LinkModel, schedules: Iterable[Schedule] = ()
+) -> Expectation:
+    """The best of some schedules, or DDP's way where that is faster: the strategy keeps it then.
+
+    By default there is one schedule, with the sizes that the strategy chooses.
+    """
+    found = _best(strategy, measured.profile, link, schedules or [next(_schedules(measured, link))])
     kept = _best(strategy, measured.profile, link.without_servers, [Schedule.ddp()])
-    waits = measured.synchronised_because or _waits_for_all(measured, link)
-    return found if waits or found.step_seconds <= kept.step_seconds else kept
+    return found if _waits_for_all(measured, link) or found.step_seconds <= kept.step_seconds else kept
 
 
 def _schedules(measured: MeasuredStep, link: LinkModel) -> Iterator[Schedule]:
     """With the strategy's own sizes first, and then with others."""
-    busy = measured.device == "cpu"
-    if measured.synchronised_because or _waits_for_all(measured, link):
-        found = _sizes(measured.profile, link, busy_processor=busy)
-        return (replace(schedule, barrier=True) for schedule in found)
-    return _sizes(measured.profile, link, clipping=bool(measured.norm_needed_by), busy_processor=busy)
+    waits = _waits_for_all(measured, link)
+    clipping = bool(measured.norm_needed_by) and not waits
+    found = _sizes(measured.profile, link, clipping=clipping, busy_processor=measured.device == "cpu")
+    return (replace(schedule, barrier=waits) for schedule in found)
 
 
 def _waits_for_all(measured: MeasuredStep, link: LinkModel) -> bool:
     """With servers, what waits for the norm is taken to wait for all gradients."""
-    return bool(measured.norm_needed_by) and link.architecture == "ps"
+    return bool(measured.synchronised_because or (measured.norm_needed_by and link.architecture == "ps"))
 
 
 def best_ddp(profile: ModelProfile, link: LinkModel) -> Expectation:
@@ -493,7 +532,7 @@ def chosen_schedule(
     coarser = 1
     if link.architecture == "ps":  # whose partitions of a very large model are so many that larger ones are played
         coarser = max(profile.parameter_bytes // (sizes.partition_size * _WIDTH * _MOST_PIECES), 1)
-    return Schedule.scheduled(
+    return Schedule(
         partition_bytes=coarser * sizes.partition_size * _WIDTH,
         credit_bytes=coarser * sizes.credit * _WIDTH,
         bucket_bytes=sizes.bucket_bytes,
@@ -511,22 +550,13 @@ def _sizes(
         if partition * _MOST_PIECES < profile.parameter_bytes and partition != _PARTITIONS[-1]:
             continue
         for window in sorted({hidden + link.stages * partition, profile.parameter_bytes or 1}):
-            yield Schedule.scheduled(
-                partition_bytes=partition, credit_bytes=window, bucket_bytes=partition, clipping=clipping
-            )
+            yield Schedule(partition_bytes=partition, credit_bytes=window, bucket_bytes=partition, clipping=clipping)
 
 
 def _best(strategy: str, profile: ModelProfile, link: LinkModel, schedules: Iterable[Schedule]) -> Expectation:
-    # One step is as good as many; see ``simulate``.
-    timed = ((simulate(profile, link, schedule, steps=1).step_seconds, schedule) for schedule in schedules)
+    timed = ((simulate(profile, link, schedule), schedule) for schedule in schedules)
     seconds, schedule = min(timed, key=lambda entry: entry[0])
     return Expectation(strategy=strategy, step_seconds=seconds, schedule=schedule)
-
-
-def _point(profile: ModelProfile, link: LinkModel) -> Point:
-    ddp, scheduled = best_ddp(profile, link).step_seconds, best_scheduled(profile, link).step_seconds
-    steps = (ddp, scheduled, lower_bound(profile, link))
-    return Point(link.bandwidth, *(seconds / profile.compute_seconds for seconds in steps))
 
 
 def _exchange_seconds(profile: ModelProfile, link: LinkModel) -> float:
@@ -537,3 +567,74 @@ def _exchange_seconds(profile: ModelProfile, link: LinkModel) -> float:
 def _ms(seconds: float) -> str:
     """For example ``12.3 ms``."""
     return f"{seconds * 1e3:,.1f} ms"
+
+
+# ── The picture ─────────────────────────────────────────────────────────────────────────────────────
+
+
+class _Point(NamedTuple):
+    """What a network makes of a step.
+
+    Attributes:
+        bandwidth: Bytes per second.
+        gain: How many times as fast as ddp with its best buckets bytescheduler is.
+        most: What no order gets above.
+        speed: How many times as fast as one worker all are.
+    """
+
+    bandwidth: float
+    gain: float
+    most: float
+    speed: float
+
+    def found(self, workers: int) -> str:
+        """The heading."""
+        times = f"{self.gain:.2f}x as fast as ddp" if self.gain >= 1.005 else "as fast as ddp"
+        if self.speed < 1:
+            return f"Train on one machine: {workers:,} workers are slower ({self.speed:.2f}x); bytescheduler is {times}"
+        return f"bytescheduler is {times}; {workers:,} workers are {self.speed:.2f}x as fast as one"
+
+
+def _point(profile: ModelProfile, link: LinkModel) -> _Point:
+    ddp, scheduled = best_ddp(profile, link).step_seconds, best_scheduled(profile, link).step_seconds
+    speed = link.workers * profile.compute_seconds / scheduled
+    return _Point(link.bandwidth, ddp / scheduled, ddp / lower_bound(profile, link), speed)
+
+
+def _draw(ax: Axes, here: _Point, curves: dict[int, list[_Point]]) -> None:
+    """Draw the speed-up over DDP over bandwidth, a line for each number of workers."""
+    from matplotlib.ticker import LogLocator
+
+    unit, bits = ("Gbit/s", 1e9) if here.bandwidth * 8 >= 1e9 else ("Mbit/s", 1e6)
+    for index, (count, points) in enumerate(curves.items()):
+        # The later, the thinner, so that lines on top of each other are all seen.
+        width = 4.4 - 2.8 * index / max(len(curves) - 1, 1)
+        rates = [point.bandwidth * 8 / bits for point in points]
+        label = f"{count:,} worker{'s' if count > 1 else ''}"
+        ax.plot(rates, [point.gain for point in points], color=_COLOURS[index], linewidth=width, label=label)
+        ax.plot(rates, [point.most for point in points], color=INK, linewidth=1, linestyle=":")
+    at = here.bandwidth * 8 / bits
+    ax.axvline(at, color=INK, linewidth=0.8, alpha=0.4)
+    ax.plot(
+        [at], [here.gain], "o", markersize=10, color=_COLOURS[0], markeredgecolor=INK, label="this network", zorder=5
+    )
+    ax.annotate(
+        f"{here.gain:.2f}x",
+        (at, here.gain),
+        xytext=(-8, 8),  # curves rise to the right
+        textcoords="offset points",
+        ha="right",
+        fontsize=12,
+        weight="bold",
+        color=INK,
+    )
+    ax.set_title("How many times as fast as ddp with its best buckets", loc="left", color=INK)
+    highest = max(ax.get_ylim()[1], 1.1)
+    ax.set_ylim(1.0 - 0.03 * (highest - 1.0), highest + 0.08 * (highest - 1.0))
+    ax.yaxis.set_major_formatter("{x:.2f}x")
+    ax.set_xscale("log")
+    ax.set_xlabel(f"bandwidth of each worker's link ({unit})")
+    ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    ax.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+    ax.xaxis.set_minor_formatter("")
+    ruled(ax)

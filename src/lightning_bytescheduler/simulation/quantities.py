@@ -25,11 +25,10 @@ _RATE = re.compile(
     r"(?P<per>\s*/\s*s(?:ec(?:ond)?)?|\s*per\s*s(?:ec(?:ond)?)?|\s*a second|ps)?",
     re.IGNORECASE,
 )
-_ETHERNET = re.compile(rf"{_NUMBER}\s*(?P<prefix>[mg])(?:be|e|ige)", re.IGNORECASE)
+_ETHERNET = re.compile(r"([mg])(?:be|e|ige)$", re.IGNORECASE)
 _TIME = re.compile(rf"{_NUMBER}\s*(?P<prefix>micro|milli|n|u|µ|μ|m)?(?:seconds?|secs?|s)", re.IGNORECASE)
 _SIZE = re.compile(rf"{_NUMBER}\s*(?P<prefix>[kmgbt])?(?P<binary>i)?\s*(?P<unit>b|bytes?|parameters|params)?", re.I)
 _PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}
-_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _FRACTIONS = {"": 1.0, "n": 1e-9, "u": 1e-6, "µ": 1e-6, "μ": 1e-6, "m": 1e-3, "micro": 1e-6, "milli": 1e-3}
 _LEAST_BARE_BITS = 1e6  # who writes a smaller number without a unit means megabits or gigabits
 _WIDTH = 4  # bytes of a parameter
@@ -47,12 +46,8 @@ def require_rate(option: str, value: object) -> float:
     """
     if not isinstance(value, str):
         return require_positive(option, value, of="bytes per second")
-    text = value.strip()
-    bits = 0.0
-    if found := _ETHERNET.fullmatch(text):
-        bits = float(found["number"]) * _PREFIXES[found["prefix"].lower()]
-    elif found := _RATE.fullmatch(text):
-        bits = float(found["number"]) * _factor(found) * _bits_of_unit(option, value, found)
+    found = _RATE.fullmatch(_ETHERNET.sub(r"\1bps", value.strip()))
+    bits = float(found["number"]) * _factor(found) * _bits_of_unit(option, value, found) if found else 0.0
     if not bits or not math.isfinite(bits):
         above = "above 0 " if found else ""
         raise OptionError(option, value, f"a rate {above}such as {RATES}")
@@ -61,7 +56,7 @@ def require_rate(option: str, value: object) -> float:
 
 def _factor(found: re.Match[str]) -> float:
     prefix = (found["prefix"] or "")[:1].lower()
-    return 1024.0 ** _POWERS[prefix] if found["binary"] else _PREFIXES[prefix]
+    return 1024.0 ** " kmgt".index(prefix or " ") if found["binary"] else _PREFIXES[prefix]
 
 
 def _bits_of_unit(option: str, value: str, found: re.Match[str]) -> int:

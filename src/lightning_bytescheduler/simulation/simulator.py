@@ -1,45 +1,90 @@
-"""Plays a training step on a modelled link, event by event.
+r"""How long a training step takes on a modelled link: played event by event, and at least.
 
-A worker computes forward and backward passes in turn. A bucket whose gradients are complete is cut into
-pieces; pieces are launched in the schedule's order while credit lasts, pass the link one after the other in
-the order of launch, arrive a latency later and return their credit. A layer's forward pass waits for its bucket.
-With servers a piece passes two stages, each with half of the latency. With clipping, each piece
-passes twice: reduce-scattered, then gathered.
+**Played** (`simulate`). A worker computes forward and backward passes in turn. A bucket whose gradients are complete is
+cut into pieces; pieces are launched by priority while credit lasts, pass the link one after the other
+in the order of launch, arrive a latency later and return their credit. A layer's forward pass waits for its bucket.
+With servers a piece passes two stages, each with half of the latency. With clipping, each piece passes twice:
+reduce-scattered, then gathered. When gradients are sent is a :class:`Schedule`: DDP's, or one that is compared with it.
 
 Workers are alike, so that one stands for all, and the time a simulation takes does not depend on their number.
 Deterministic. What happens at one moment is all seen before anything is launched at that moment.
 
 Limits: compute is not slowed by communication, and updates take no time.
 
-When gradients are sent is a :class:`Schedule`: DDP's, or one of the orders that are compared with it.
+**At least.** Bounds that no order and no partition of the same bytes can beat.
+
+Notation. Layers 1 to L in the order of the forward pass; ``f_j`` and ``b_j`` their forward and backward times,
+``F`` and ``B`` the sums; ``c_j`` how long layer j's gradients occupy the link, ``C_k = c_1 + ... + c_k``,
+``C = C_L``. A step is counted from the start of a backward pass to the start of the next. Layer j's gradient
+is complete at ``r_j = b_j + ... + b_L``; after its weights have arrived, ``q_j = f_j + ... + f_L`` of forward
+pass is still to be done. Both shrink as j grows. All of a step's communication ends within the step, because
+each layer's forward pass needs that layer's.
+
+**Exact synchronous training with overlap** (`lower_bound`). Take any k. The gradients of layers 1 to k are not
+complete before ``r_k``; from there on they occupy the link for ``C_k``; whichever of these layers comes last,
+at least ``q_k`` of forward pass comes after it. Hence
+
+    T >= max over k of (r_k + C_k + q_k).
+
+``k = 1`` is ``B + c_1 + F`` and ``k = L`` is ``b_L + C + f_L``, the two terms that are usually named; a large
+layer in the middle makes another k the largest. The bound is attained: the step is a single machine (the link)
+with jobs of release ``r_j`` and tail ``q_j``, for which sending the first layer that is ready, preemptively, is
+optimal (Jackson 1955, Horn 1974), with the value ``max over sets S of (min r + sum c + min q)``; of all
+sets with the last layer k, the largest sum is that of layers 1 to k. Partitions of ``p`` instead of preemption
+cost at most one partition more: the one on the link when something more urgent becomes ready.
+
+**With a barrier** (`ddp_bound`), as DDP, where the forward pass starts when all gradients have arrived:
+``T >= F + max over k of (r_k + C_k)``, by the same argument with ``q = F`` for all layers; attained by sending
+gradients as they come. ``k = 1`` and ``k = L`` give ``F + max(B + c_1, b_L + C)``.
+
+**With norm clipping** (`clipped_bound`). Gradients are reduce-scattered (``c_j/2``), the global norm is made of
+the parts, updates happen after that, and an all-gather (``c_j/2``) brings each layer's result to everybody.
+Take any ``i <= k``. Of layers 1 to k all reduce-scatters, and of layers 1 to i all all-gathers, come before the
+forward pass of layer i: the reduce-scatters because no update precedes the norm, and the norm follows all of
+them. None of these starts before ``r_k`` (an all-gather follows the reduce-scatter of its own layer), and at
+least ``q_i`` comes after the last of them: that is an all-gather of layers 1 to i, or a reduce-scatter, which
+even all of ``F`` follows. Hence
+
+    T >= max over i <= k of (r_k + C_k/2 + C_i/2 + q_i).
+
+``i = k = 1``: ``B + c_1 + F``. ``i = 1, k = L``: ``b_L + C/2 + c_1/2 + F``; all reduce-scatters and the first
+all-gather end before the first forward pass. ``i = k = L``: ``b_L + C + f_L``. This too is attained, by the
+same theorem: reduce-scatters first, and all-gathers by priority whenever none of them is ready, *also before
+the norm is known*; the clipping factor is applied where the gradient arrives. As ``C_i <= C_k`` and
+``q_i <= F``, it is never above the bound of DDP.
+
+**Costs of messages.** Layers 1 to k need at least one message, as a message can hold several layers. It adds the
+link's overhead to ``C_k``, or to both halves of it. After its last byte has left, a message takes the link's latency
+to arrive; of several in flight only the last one's shows, so each bound grows by one latency: half of it for the
+reduce-scatters and half for the all-gathers where these follow each other. (In between, the link is free for others: a
+collective taken apart hides its latency better, so `clipped_bound` can be below `lower_bound` by half of a latency.)
+The norm costs one collective of next to no bytes. With servers the pushes alone are counted, so that bound is not
+attained: the last partition is still to be pulled.
 """
 
 from __future__ import annotations
 
 import heapq
-import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from lightning_bytescheduler.checks import require_bool, require_one_of, require_whole
-from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.simulation.bounds import norm_seconds, require_all_reduce
+from lightning_bytescheduler.checks import require_bool, require_whole
+from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 from lightning_bytescheduler.simulation.link import LinkModel
 from lightning_bytescheduler.simulation.profiles import ModelProfile
+
+__all__ = ["Schedule", "clipped_bound", "ddp_bound", "lower_bound", "simulate"]
 
 _DDP_BUCKET_BYTES = 25 * 1024 * 1024
 _DDP_FIRST_BUCKET_BYTES = 1024 * 1024
 """DDP's first bucket where no size was asked for: small, so that communication starts early."""
 
-ORDERS = ("fifo", "priority")
-"""As the gradients come, or what the next forward pass needs first."""
-
 _REDUCE, _GATHER = 0, 1  # which of a piece's two passages, with clipping; reductions go first
 _FACT, _DECISION = 0, 1  # at one moment, what happened goes before what is decided on it
 
 
-@dataclass(frozen=True, slots=True)
-class Bucket:
+class Bucket(NamedTuple):
     """What becomes ready, and opens the forward pass of its layers, as a whole.
 
     Attributes:
@@ -58,16 +103,16 @@ class Bucket:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """How gradients are grouped, cut and ordered. Made by the class methods, or field by field.
+    """How gradients are grouped, cut and ordered.
 
     Attributes:
-        order: One of ``ORDERS``.
         bucket_bytes: Gradients are gathered, in the order of the backward pass, until a bucket is at least this
             large; a layer is never split. ``None`` leaves each layer on its own.
         first_bucket_bytes: The same for the first bucket; ``None`` makes it like the others.
         partition_bytes: Largest piece sent at once; ``None`` sends buckets whole.
         credit_bytes: A piece is sent only while what is in flight is less than this, so at least one always
-            may; ``None`` sends everything as soon as it is ready.
+            may; of those that wait, what the forward pass needs first goes first. ``None`` sends everything as it
+            comes.
         barrier: The forward pass waits for everything.
         clipping: Whether the norm is clipped: gradients are reduce-scattered, and gathered before the norm is known.
 
@@ -75,7 +120,6 @@ class Schedule:
         OptionError: Names the value that is not allowed.
     """
 
-    order: str = "priority"
     bucket_bytes: int | None = None
     first_bucket_bytes: int | None = None
     partition_bytes: int | None = None
@@ -84,11 +128,9 @@ class Schedule:
     clipping: bool = False
 
     def __post_init__(self) -> None:
-        require_one_of("order", self.order, ORDERS)
         for option in ("bucket_bytes", "first_bucket_bytes", "partition_bytes", "credit_bytes"):
-            value = getattr(self, option)
-            if value is not None:
-                require_whole(option, value, 1)
+            if getattr(self, option) is not None:
+                require_whole(option, getattr(self, option), 1)
         if self.first_bucket_bytes is not None and self.bucket_bytes is None:
             raise OptionError("first_bucket_bytes", self.first_bucket_bytes, "left out where bucket_bytes is")
         require_bool("barrier", self.barrier)
@@ -103,44 +145,11 @@ class Schedule:
                 DDP, without a smaller first one where a size is given.
         """
         if bucket_bytes is not None:
-            return cls(order="fifo", bucket_bytes=bucket_bytes, barrier=True)
-        return cls(
-            order="fifo",
-            bucket_bytes=_DDP_BUCKET_BYTES,
-            first_bucket_bytes=_DDP_FIRST_BUCKET_BYTES,
-            barrier=True,
-        )
+            return cls(bucket_bytes=bucket_bytes, barrier=True)
+        return cls(bucket_bytes=_DDP_BUCKET_BYTES, first_bucket_bytes=_DDP_FIRST_BUCKET_BYTES, barrier=True)
 
-    @classmethod
-    def scheduled(
-        cls,
-        *,
-        partition_bytes: int,
-        credit_bytes: int | None = None,
-        bucket_bytes: int | None = None,
-        clipping: bool = False,
-    ) -> Schedule:
-        """ByteScheduler: partitions by priority under a credit window.
-
-        Args:
-            partition_bytes: Largest piece sent at once.
-            credit_bytes: Window; by default one piece at a time.
-            bucket_bytes: See the class.
-            clipping: See the class.
-        """
-        return cls(
-            order="priority",
-            bucket_bytes=bucket_bytes,
-            partition_bytes=partition_bytes,
-            credit_bytes=1 if credit_bytes is None else credit_bytes,
-            clipping=clipping,
-        )
-
-    def buckets(self, profile: ModelProfile) -> tuple[Bucket, ...]:
+    def buckets(self, profile: ModelProfile) -> Iterator[Bucket]:
         """Gather a model's layers, in the order of the backward pass. Layers without parameters are in none."""
-        return tuple(self._buckets(profile))
-
-    def _buckets(self, profile: ModelProfile) -> Iterator[Bucket]:
         limit = self.first_bucket_bytes or self.bucket_bytes or 1
         layers: list[int] = []
         size = 0
@@ -161,80 +170,32 @@ class Schedule:
         return [min(largest, bucket.size - start) for start in range(0, bucket.size, largest)]
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """A piece that was handed to the network.
+def simulate(profile: ModelProfile, link: LinkModel, schedule: Schedule) -> float:
+    """Play a step; returns its seconds, from the start of its backward pass to the start of the next.
 
-    Attributes:
-        seconds: When, from the start of the backward pass.
-        layer: The first layer of its bucket.
-        size: In bytes.
-        gather: Whether it is the all-gather that follows a reduce-scatter.
-    """
-
-    seconds: float
-    layer: int
-    size: int
-    gather: bool
-
-
-@dataclass(frozen=True, slots=True)
-class SimulatedRun:
-    """What was seen.
-
-    Attributes:
-        steps: Seconds of each step, from the start of its backward pass to the start of the next.
-        launches: What the last step sent, in the order of launch.
-    """
-
-    steps: tuple[float, ...]
-    launches: tuple[Launch, ...]
-
-    @property
-    def step_seconds(self) -> float:
-        """Seconds of the last step."""
-        return self.steps[-1]
-
-
-def simulate(profile: ModelProfile, link: LinkModel, schedule: Schedule, *, steps: int = 3) -> SimulatedRun:
-    """Play some steps.
-
-    All steps take the same time, because nothing of a step is left in flight when its successor's forward pass
-    ends; more than one shows just that.
+    All steps take the same time, because nothing of a step is left in flight when the next forward pass ends.
 
     Args:
         profile: The model.
         link: The network.
         schedule: When gradients are sent.
-        steps: How many steps to play.
 
     Raises:
-        OptionError: If ``steps`` is not a positive whole number.
         UnsupportedError: If norm clipping meets a link that pushes and pulls.
     """
-    require_whole("steps", steps, 1)
     if schedule.clipping:
-        require_all_reduce(link)
-    return _Simulation(profile, link, schedule).run(steps)
+        _require_all_reduce(link)
+    return _Simulation(profile, link, schedule).run()
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    bucket: Bucket
-    size: int
+class _Piece(NamedTuple):
+    """Of those that wait, the least goes first."""
+
     passage: int
-
-
-class _Stage:
-    """A part of the network that one piece after the other passes."""
-
-    def __init__(self) -> None:
-        self._free_at = 0.0
-
-    def passed(self, now: float, seconds: float) -> float:
-        """When a piece that comes now has passed."""
-        self._free_at = max(self._free_at, now) + seconds
-        return self._free_at
+    urgency: int
+    number: int
+    bucket: int  # its priority
+    size: int
 
 
 class _Simulation:
@@ -242,41 +203,33 @@ class _Simulation:
         self._layers = profile.layers
         self._link = link
         self._schedule = schedule
-        self._buckets = schedule.buckets(profile)
-        self._ready_with = {bucket.priority: bucket for bucket in self._buckets}
-        self._opens_with = {layer: bucket.priority for bucket in self._buckets for layer in bucket.layers}
-        self._pieces_of = {bucket.priority: schedule.pieces(bucket) for bucket in self._buckets}
-        self._stages = [_Stage() for _ in range(link.stages)]
+        self._free_at = [0.0] * link.stages
         self._now = 0.0
         self._events: list[tuple[float, int, int, Callable[[], None]]] = []
         self._event_number = 0
         # Communication.
-        self._queue: list[tuple[int, int, int, _Piece]] = []
+        buckets = list(schedule.buckets(profile))
+        self._opens_with = {layer: bucket.priority for bucket in buckets for layer in bucket.layers}
+        self._pieces_of = {bucket.priority: schedule.pieces(bucket) for bucket in buckets}
+        self._queue: list[_Piece] = []
         self._queued = 0
         self._deciding = False
         self._in_flight_bytes = 0
         self._in_flight = 0
-        self._missing: dict[int, int] = {}  # by priority of a bucket, its pieces that have not arrived
-        self._reductions_missing = 0
-        self._norm_known = True
+        self._missing = {bucket: len(pieces) for bucket, pieces in self._pieces_of.items()}  # that have not arrived
+        self._reductions_missing = sum(self._missing.values()) if schedule.clipping else 0
+        self._norm_known = not self._reductions_missing
         # Computing.
         self._waiting: int | None = None  # the layer whose forward pass cannot start
-        self._wanted = 0
-        self._backward_starts: list[float] = []
-        self._launches: list[Launch] = []
+        self._ended = False
 
-    def run(self, steps: int) -> SimulatedRun:
-        """Play until the backward pass after the last step begins."""
-        self._wanted = steps + 1
-        self._forward(0)
-        while len(self._backward_starts) < self._wanted:
+    def run(self) -> float:
+        """Play until the forward pass after the backward pass has ended."""
+        self._backward(len(self._layers) - 1)
+        while not self._ended:
             self._now, _, _, happen = heapq.heappop(self._events)
             happen()
-        starts = self._backward_starts
-        return SimulatedRun(
-            steps=tuple(after - before for before, after in itertools.pairwise(starts)),
-            launches=tuple(self._launches),
-        )
+        return self._now
 
     def _at(self, time: float, happen: Callable[[], None], kind: int = _FACT) -> None:
         self._event_number += 1  # keeps what was said first first, and callables out of the comparison
@@ -284,13 +237,22 @@ class _Simulation:
 
     # Computing.
 
+    def _backward(self, layer: int) -> None:
+        self._at(self._now + self._layers[layer].backward_seconds, lambda: self._end_backward(layer))
+
+    def _end_backward(self, layer: int) -> None:
+        for size in self._pieces_of.get(layer, ()):
+            self._enqueue(_REDUCE, layer, size)
+        if layer:
+            self._backward(layer - 1)
+        else:
+            self._forward(0)
+
     def _forward(self, layer: int) -> None:
+        self._waiting = None
         if layer == len(self._layers):
-            self._backward_starts.append(self._now)
-            if len(self._backward_starts) < self._wanted:
-                self._begin_backward()
+            self._ended = True
         elif self._is_open(layer):
-            self._waiting = None
             self._at(self._now + self._layers[layer].forward_seconds, lambda: self._forward(layer + 1))
         else:
             self._waiting = layer
@@ -300,33 +262,12 @@ class _Simulation:
             return False
         return self._norm_known and self._opens_with.get(layer) not in self._missing
 
-    def _begin_backward(self) -> None:
-        self._launches.clear()
-        self._missing = {bucket.priority: len(self._pieces_of[bucket.priority]) for bucket in self._buckets}
-        if self._schedule.clipping:
-            self._reductions_missing = sum(self._missing.values())
-            self._norm_known = not self._reductions_missing
-        self._backward(len(self._layers) - 1)
-
-    def _backward(self, layer: int) -> None:
-        self._at(self._now + self._layers[layer].backward_seconds, lambda: self._end_backward(layer))
-
-    def _end_backward(self, layer: int) -> None:
-        bucket = self._ready_with.get(layer)
-        if bucket is not None:
-            for size in self._pieces_of[layer]:
-                self._enqueue(_Piece(bucket, size, _REDUCE))
-        if layer:
-            self._backward(layer - 1)
-        else:
-            self._forward(0)
-
     # Communication.
 
-    def _enqueue(self, piece: _Piece) -> None:
-        urgency = piece.bucket.priority if self._schedule.order == "priority" else 0
+    def _enqueue(self, passage: int, bucket: int, size: int) -> None:
         self._queued += 1
-        heapq.heappush(self._queue, (piece.passage, urgency, self._queued, piece))
+        urgency = 0 if self._schedule.credit_bytes is None else bucket
+        heapq.heappush(self._queue, _Piece(passage, urgency, self._queued, bucket, size))
         self._decide()
 
     def _decide(self) -> None:
@@ -338,53 +279,40 @@ class _Simulation:
     def _launch(self) -> None:
         self._deciding = False
         while self._queue and self._may_launch():
-            piece = heapq.heappop(self._queue)[-1]
+            piece = heapq.heappop(self._queue)
             self._in_flight += 1
             self._in_flight_bytes += piece.size
-            self._launches.append(
-                Launch(
-                    self._now - self._backward_starts[-1],
-                    piece.bucket.priority,
-                    piece.size,
-                    piece.passage == _GATHER,
-                )
-            )
-            self._pass(piece, iter(self._stages))
+            self._pass(piece, 0)
 
     def _may_launch(self) -> bool:
         credit, messages = self._schedule.credit_bytes, self._link.messages_in_flight
         return (credit is None or self._in_flight_bytes < credit) and (messages is None or self._in_flight < messages)
 
-    def _pass(self, piece: _Piece, stages: Iterator[_Stage]) -> None:
-        stage = next(stages, None)
-        if stage is None:
+    def _pass(self, piece: _Piece, stage: int) -> None:
+        if stage == self._link.stages:
             self._arrive(piece)
             return
         share = 0.5 if self._schedule.clipping else 1.0
         on_link = self._link.seconds_per_byte / (1 - self._link.idle)
         seconds = self._link.overhead_seconds + share * piece.size * on_link
-        latency = share * self._link.latency_seconds / len(self._stages)
-        self._at(stage.passed(self._now, seconds) + latency, lambda: self._pass(piece, stages))
+        self._free_at[stage] = max(self._free_at[stage], self._now) + seconds
+        latency = share * self._link.latency_seconds / self._link.stages
+        self._at(self._free_at[stage] + latency, lambda: self._pass(piece, stage + 1))
 
     def _arrive(self, piece: _Piece) -> None:
         self._in_flight -= 1
         self._in_flight_bytes -= piece.size
         self._decide()
         if self._schedule.clipping and piece.passage == _REDUCE:
-            self._reduced(piece)
+            self._enqueue(_GATHER, piece.bucket, piece.size)
+            self._reductions_missing -= 1
+            if not self._reductions_missing:
+                self._at(self._now + _norm_seconds(self._link), self._know_norm)
             return
-        bucket = piece.bucket.priority
-        self._missing[bucket] -= 1
-        if not self._missing[bucket]:
-            del self._missing[bucket]
+        self._missing[piece.bucket] -= 1
+        if not self._missing[piece.bucket]:
+            del self._missing[piece.bucket]
             self._reconsider()
-
-    def _reduced(self, piece: _Piece) -> None:
-        """A piece was reduce-scattered: it can be gathered."""
-        self._enqueue(_Piece(piece.bucket, piece.size, _GATHER))
-        self._reductions_missing -= 1
-        if not self._reductions_missing:
-            self._at(self._now + norm_seconds(self._link), self._know_norm)
 
     def _know_norm(self) -> None:
         self._norm_known = True
@@ -393,3 +321,89 @@ class _Simulation:
     def _reconsider(self) -> None:
         if self._waiting is not None:
             self._forward(self._waiting)
+
+
+# ── Bounds ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def lower_bound(profile: ModelProfile, link: LinkModel) -> float:
+    """Seconds that a step of exact synchronous training takes at least, with any overlap.
+
+    Args:
+        profile: The model.
+        link: The network.
+    """
+    latency = link.latency_seconds
+    communicated = (p.release + p.seconds(link) + latency + p.tail for p in _prefixes(profile))
+    return max(profile.compute_seconds, max(communicated, default=0.0))
+
+
+def ddp_bound(profile: ModelProfile, link: LinkModel) -> float:
+    """Seconds that a step takes at least if it waits for all gradients, as DDP does.
+
+    Args:
+        profile: The model.
+        link: The network.
+    """
+    arrived = (p.release + p.seconds(link) + link.latency_seconds for p in _prefixes(profile))
+    return max(profile.backward_seconds, max(arrived, default=0.0)) + profile.forward_seconds
+
+
+def clipped_bound(profile: ModelProfile, link: LinkModel) -> float:
+    """Seconds that a step with norm clipping takes at least, with any overlap.
+
+    Args:
+        profile: The model.
+        link: The network; with an all-reduce.
+
+    Raises:
+        UnsupportedError: If the link pushes and pulls.
+    """
+    _require_all_reduce(link)
+    half, forward = link.latency_seconds / 2, profile.forward_seconds
+    prefixes = list(_prefixes(profile))
+    if not prefixes:
+        return profile.compute_seconds
+    known = max(p.release + p.seconds(link, share=0.5) for p in prefixes) + half + _norm_seconds(link)
+    # Before backward has ended, if the first layers have no parameters.
+    best = max(profile.backward_seconds, known) + forward
+    busy = 0.0  # the largest r_k + C_k/2 of the layers from here on
+    for p in reversed(prefixes):
+        mine = p.seconds(link, share=0.5)
+        busy = max(busy, p.release + mine)
+        best = max(best, busy + mine + half + p.tail)
+    return best
+
+
+def _norm_seconds(link: LinkModel) -> float:
+    """Seconds of summing the workers' parts of the squared norm: an all-reduce of next to no bytes."""
+    return link.overhead_seconds + link.latency_seconds
+
+
+def _require_all_reduce(link: LinkModel) -> None:
+    """Refuse a link that pushes and pulls, for what takes an all-reduce apart."""
+    if link.architecture == "ps":
+        raise UnsupportedError("Norm clipping is not modelled for architecture='ps': use 'allreduce'.")
+
+
+class _Prefix(NamedTuple):
+    """Layers 1 to k: when the first of their gradients is complete, their bytes, and the forward pass from k on."""
+
+    release: float
+    bytes: int
+    tail: float
+
+    def seconds(self, link: LinkModel, share: float = 1.0) -> float:
+        """How long these layers occupy the link, with ``share`` of a collective's bytes."""
+        return link.overhead_seconds + share * self.bytes * link.seconds_per_byte
+
+
+def _prefixes(profile: ModelProfile) -> Iterator[_Prefix]:
+    """Yield the prefixes that end in a layer with parameters."""
+    release, tail, size = profile.backward_seconds, profile.forward_seconds, 0
+    for layer in profile.layers:
+        size += layer.parameter_bytes
+        if layer.parameter_bytes:
+            yield _Prefix(release, size, tail)
+        release -= layer.backward_seconds
+        tail -= layer.forward_seconds

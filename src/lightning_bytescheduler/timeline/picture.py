@@ -1,26 +1,32 @@
-"""Draws a few steps of a trace, to see at a glance what the communication was hidden under.
+"""Pictures: what all of them share, and that of a few steps of a timeline, with the command that makes it.
 
-Needs matplotlib, which is imported when a picture is drawn. Limits: two or three steps make a readable
-picture, a hundred do not.
+The picture shows at a glance what the communication was hidden under. Needs matplotlib, which is imported when a
+picture is drawn. Limits: two or three steps make a readable picture, a hundred do not.
 """
 
 from __future__ import annotations
 
+import argparse
 import heapq
+import itertools
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from lightning_bytescheduler.timeline.page import INK, among, headed, in_colours, page
+from lightning_bytescheduler.checks import importing, require_suffix
+from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.timeline.timeline import (
     COMMUNICATION,
     COMPUTE,
     COPY_TO_DEVICE,
     COPY_TO_HOST,
     GATE,
+    INNER,
     LOCAL_BROADCAST,
     LOCAL_REDUCE,
     PULL,
@@ -28,16 +34,30 @@ from lightning_bytescheduler.timeline.timeline import (
     REPLY,
     STEP,
     SUM,
-    WAIT,
 )
-from lightning_bytescheduler.timeline.trace import Interval, Span, Trace, intersection, length, subtract, union
+from lightning_bytescheduler.timeline.trace import (
+    Cover,
+    Interval,
+    Span,
+    Trace,
+    TraceSummary,
+    covered,
+    intersection,
+    intervals,
+    length,
+    read_timeline,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["draw_timeline"]
+INK = "#26323d"
 
+PNG_HELP = "to this file, a .png, .svg or .pdf (needs the extra 'plots')"
+"""What the option ``--png`` of a command does, after what is drawn."""
+
+_DOTS_PER_INCH = 130
 _FORWARD, _BACKWARD, _WAIT, _UPDATE = "#3f86d1", "#e58f2a", "#d7263d", "#2e8b57"
 _BETWEEN, _SENT = "#6c7a86", "#6b5b95"
 _STAGES = {
@@ -55,12 +75,93 @@ _CROWDED = 150  # bars in a row: white edges would hide them
 _LETTER = 0.0095  # width of a bold letter, and some air, as a share of the width of the axes
 
 
+@contextmanager
+def page(out: str | os.PathLike[str], what: str, width: float, height: float) -> Iterator[Figure]:
+    """A figure to draw on; written to ``out`` when that has ended.
+
+    Args:
+        out: The file. Its suffix names the format (png, svg, pdf, ...); parent directories are created.
+        what: Is drawn, as the subject of a sentence.
+        width: In inches.
+        height: In inches.
+
+    Raises:
+        ImportError: If matplotlib is not installed; the message names the extra to install.
+        OptionError: If matplotlib does not know the suffix of ``out``.
+        OSError: If ``out`` cannot be written.
+    """
+    with importing(what, extra="plots"):
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    figure = Figure(figsize=(width, height), layout="constrained")
+    target = require_suffix("out", out, FigureCanvasAgg(figure).get_supported_filetypes())
+    yield figure
+    target.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(target, dpi=_DOTS_PER_INCH)
+
+
+def headed(figure: Figure, text: str, size: float = 15) -> None:
+    """Say above everything what is found."""
+    figure.suptitle(text, x=0.01, ha="left", fontsize=size, weight="bold", color=INK)
+
+
+def in_colours(figure: Figure, meaning: Mapping[str, str], *others: object) -> None:
+    """Say below everything what colours mean.
+
+    Args:
+        figure: The picture.
+        meaning: Colours, by what they stand for.
+        others: Further entries, such as lines.
+    """
+    from matplotlib.patches import Patch
+
+    handles = [*(Patch(color=colour, label=label) for label, colour in meaning.items()), *others]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
+
+
+def ruled(ax: Axes) -> None:
+    """Give axes with scales a grid."""
+    ax.grid(True, which="major", color="#dde3e8", linewidth=0.8)
+    ax.set_axisbelow(True)
+    ax.spines[["top", "right"]].set_visible(False)
+
+
+def range_of(text: str) -> tuple[int, int]:
+    """Read ``A:B``, for argparse.
+
+    Raises:
+        argparse.ArgumentTypeError: If it is no such range.
+    """
+    first, _, after = text.partition(":")
+    try:
+        bounds = int(first), int(after)
+    except ValueError:
+        bounds = 0, 0
+    if not bounds[0] < bounds[1]:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a range A:B with A < B, such as 10:13")
+    return bounds
+
+
+def among(known: Sequence[int], asked: tuple[int, int], option: str) -> list[int]:
+    """Those of some steps or rounds that a range asks for.
+
+    Raises:
+        OptionError: If it asks for none of them; names ``option``.
+    """
+    chosen = [number for number in known if asked[0] <= number < asked[1]]
+    if not chosen:
+        raise OptionError(option, asked, f"a range among the {option} {known[0]} to {known[-1]}")
+    return chosen
+
+
+# ── A few steps ─────────────────────────────────────────────────────────────────────────────────────
+
+
 def draw_timeline(
     trace: Trace,
     out: str | os.PathLike[str],
     *,
     steps: tuple[int, int] | None = None,
-    title: str | None = None,
 ) -> None:
     """Draw compute, waits and communication of a few steps.
 
@@ -70,7 +171,6 @@ def draw_timeline(
             created.
         steps: First step to draw, and the one after the last, as in ``range``. By default three steady steps of the
             kind that most steps are of, around the middle of the trace.
-        title: What is drawn, in words; by default the rank.
 
     Raises:
         ImportError: If matplotlib is not installed; the message names the extra to install.
@@ -84,32 +184,27 @@ def draw_timeline(
         kinds = trace.kinds()
         found = list(dict.fromkeys(kinds[step] for step in shown if step in kinds))
         kind = f" ({' and '.join(found)})" if found else ""
-        _draw(figure, _clip(trace, window), f"{title or f'Rank {trace.rank}'}, {numbers}{kind}", shown)
+        _draw(figure, _clip(trace, window), f"Rank {trace.rank}, {numbers}{kind}", shown)
 
 
-def _choose(trace: Trace, steps: tuple[int, int] | None) -> tuple[list[int], Interval]:
+def _choose(trace: Trace, asked: tuple[int, int] | None) -> tuple[list[int], Interval]:
     """Return the steps to draw, and from when to when they ran."""
     bounds: dict[int, Interval] = {}
-    for span in [*trace.select(COMPUTE, "forward"), *trace.select(COMPUTE, "backward")]:
+    for span in trace.select(COMPUTE):
         if span.step is not None and span.start < span.end:
             start, end = bounds.get(span.step, (span.start, span.end))
             bounds[span.step] = min(start, span.start), max(end, span.end)
     if not bounds:
         raise ValueError("There is nothing to draw: the trace has no forward or backward pass with a step.")
     known = sorted(bounds)
-
-    def window(chosen: Sequence[int]) -> Interval:
-        # Up to the next step, so that what happens between two steps is seen too.
-        following = known.index(chosen[-1]) + 1
-        end = bounds[known[following]][0] if following < len(known) else bounds[chosen[-1]][1]
-        return bounds[chosen[0]][0], max(end, bounds[chosen[-1]][1])
-
-    if steps is not None:
-        chosen = among(known, steps, "steps")
-        return chosen, window(chosen)
-    durations = {step: window([step])[1] - window([step])[0] for step in known}
-    chosen = _steady(_like_most(known, trace), durations)
-    return chosen, window(chosen)
+    # Up to the next step, so that what happens between two steps is seen too.
+    for step, following in itertools.pairwise(known):
+        bounds[step] = bounds[step][0], max(bounds[step][1], bounds[following][0])
+    if asked is not None:
+        chosen = among(known, asked, "steps")
+    else:
+        chosen = _steady(_like_most(known, trace), {step: end - start for step, (start, end) in bounds.items()})
+    return chosen, (bounds[chosen[0]][0], bounds[chosen[-1]][1])
 
 
 def _like_most(known: Sequence[int], trace: Trace) -> list[list[int]]:
@@ -117,16 +212,15 @@ def _like_most(known: Sequence[int], trace: Trace) -> list[list[int]]:
     kinds = trace.kinds()
     counts = Counter(kinds.get(step, "") for step in known)
     most = max(counts, key=lambda kind: (counts[kind], kind == "overlapped"))
-    passes = union(_intervals(trace.select(COMPUTE)))
+    passes = covered(trace.select(COMPUTE))
     # What waits outside of a pass is no part of a step: a validation, a checkpoint, somebody who reads weights.
-    outside = {gate.step for gate in trace.select(GATE) if not intersection(passes, [(gate.start, gate.end)])}
+    outside = {gate.step for gate in trace.select(GATE) if not intersection(passes, intervals([gate]))}
     good = [step for step in known if kinds.get(step, "") == most]
     calm = [step for step in good if step not in outside] or good
-    for size in range(min(_STEPS_SHOWN, len(calm)), 1, -1):
-        runs = [calm[i : i + size] for i in range(len(calm) - size + 1)]
-        runs = [run for run in runs if known.index(run[-1]) - known.index(run[0]) == size - 1]
-        if runs:
-            return runs
+    for size in range(_STEPS_SHOWN, 1, -1):
+        runs = [list(known[at : at + size]) for at in range(len(known) - size + 1)]
+        if found := [run for run in runs if set(run) <= set(calm)]:
+            return found
     return [[step] for step in calm]
 
 
@@ -171,78 +265,66 @@ def _rows(spans: Iterable[Span]) -> list[int]:
 def _draw(figure: Figure, trace: Trace, subject: str, steps: Sequence[int]) -> None:
     sent = trace.select(COMMUNICATION)
     rows = _rows(sent)
-    heights = [1.0, 0.6, 0.8, min(max(rows, default=0) + 1, 6) * 0.6]
-    labels = ["compute", "waits, updates", "communication", "messages\nin flight"]
-    stages = [(name, found) for name in _STAGES if (found := union(_intervals(trace.select(name))))]
-    heights += [0.4] * len(stages)
-    labels += [name.replace(" ", "\n") for name, _ in stages]
-    axes: list[Axes] = list(figure.subplots(len(heights), 1, sharex=True, height_ratios=heights))
+    stages = {name: times for name in _STAGES if (times := covered(trace.select(name)))}
+    heights = {
+        "compute": 1.0,
+        "waits, updates": 0.6,
+        "communication": 0.8,
+        "messages\nin flight": min(max(rows, default=0) + 1, 6) * 0.6,
+        **{name.replace(" ", "\n"): 0.4 for name in stages},
+    }
+    axes: list[Axes] = list(figure.subplots(len(heights), 1, sharex=True, height_ratios=list(heights.values())))
     compute, waits, cover, network = axes[:4]
-    for ax, label in zip(axes, labels, strict=True):
+    for ax, label in zip(axes, heights, strict=True):
         ax.set_ylabel(label, rotation="horizontal", ha="right", va="center")
         ax.yaxis.set_label_coords(-0.03, 0.5)
         ax.set_yticks([])
         ax.tick_params(length=0)
         ax.spines[:].set_visible(False)
-    forward, backward = trace.select(COMPUTE, "forward"), trace.select(COMPUTE, "backward")
-    held, updates = [*trace.select(GATE), *trace.select(WAIT)], trace.select(STEP)
+    updates, found = trace.select(STEP), trace.cover()
     end = max(span.end for span in trace.spans)
     compute.set_xlim(0, end)
-    for name, spans, colour in (("forward", forward, _FORWARD), ("backward", backward, _BACKWARD)):
-        _bars(compute, _intervals(spans), colour, name)
+    for name, colour in (("forward", _FORWARD), ("backward", _BACKWARD)):
+        spans = trace.select(COMPUTE, name)
+        _bars(compute, intervals(spans), colour, name)
         for span in spans:
             for ax in axes:
                 ax.axvspan(span.start, span.end, color=colour, alpha=0.13, linewidth=0, zorder=0)
-    _mark_steps(axes, [*forward, *backward], steps)
-    _bars(waits, _intervals(updates), _UPDATE)
-    _bars(waits, _intervals(held), _WAIT)
-    covered = _cover(sent, forward, backward, held)
-    under_forward, under_backward, waited_for, between = covered
-    _bars(cover, under_forward, _FORWARD, "under\nforward")
-    _bars(cover, under_backward, _BACKWARD, "under\nbackward")
-    _bars(cover, waited_for, _WAIT)
-    _bars(cover, between, _BETWEEN)
+    _mark_steps(axes, trace.select(COMPUTE), steps)
+    _bars(waits, intervals(updates), _UPDATE)
+    _bars(waits, intervals(trace.waits()), _WAIT)
+    _bars(cover, found.forward, _FORWARD, "under\nforward")
+    _bars(cover, found.backward, _BACKWARD, "under\nbackward")
+    _bars(cover, found.waited_for, _WAIT)
+    _bars(cover, found.between, _BETWEEN)
     _draw_sub_tasks(network, sent, rows)
     if not sent:
         network.text(0.5, 0.5, "none", transform=network.transAxes, ha="center", va="center", color=INK)
-    for row, (name, intervals) in zip(axes[4:], stages, strict=False):
-        _bars(row, intervals, _STAGES[name])
+    for row, name in zip(axes[4:], stages, strict=True):
+        _bars(row, stages[name], _STAGES[name])
     axes[-1].set_xlabel("time (ms)")
     axes[-1].xaxis.set_major_formatter(lambda seconds, _: f"{seconds * 1e3:g}")
-    finding, figures = _finding(covered, trace.summary().exposed_seconds / len(steps), end / len(steps))
+    finding, figures = _finding(found, trace.summary().exposed_seconds / len(steps), end / len(steps))
     headed(figure, finding)
     compute.set_title(f"{subject}{figures}", loc="left", fontsize=11, color=INK, pad=26)
     meaning = {
         "forward": _FORWARD,
         "backward": _BACKWARD,
         "waiting for gradients": _WAIT,
-        **({"communication between passes": _BETWEEN} if between else {}),
+        **({"communication between passes": _BETWEEN} if found.between else {}),
         **({"deferred optimizer step": _UPDATE} if updates else {}),
     }
     in_colours(figure, meaning)
 
 
-def _finding(covered: Sequence[Sequence[Interval]], waited: float, step: float) -> tuple[str, str]:
+def _finding(cover: Cover, waited: float, step: float) -> tuple[str, str]:
     """Say in a heading what the steps show, and in a line the figures; times in seconds."""
-    total = length(interval for part in covered for interval in part)
+    total = length(interval for part in cover for interval in part)
     if not total:
         return "No communication in these steps", ""
-    forward, backward = (round(100 * length(part) / total) for part in covered[:2])
+    forward, backward = (round(100 * length(part) / total) for part in (cover.forward, cover.backward))
     hidden = f": {forward + backward} % of the communication is hidden ({backward} % under backward, {forward} % under "
     return f"Training waits {1e3 * waited:.1f} of {1e3 * step:.1f} ms a step for gradients", f"{hidden}forward)"
-
-
-def _cover(
-    sent: Iterable[Span], forward: Iterable[Span], backward: Iterable[Span], held: Iterable[Span]
-) -> tuple[list[Interval], list[Interval], list[Interval], list[Interval]]:
-    """Split the time in which anything was in flight: under forward, under backward, waited for, between passes."""
-    communication, waiting = union(_intervals(sent)), union(_intervals(held))
-    under_forward, under_backward = (
-        intersection(communication, subtract(union(_intervals(spans)), waiting)) for spans in (forward, backward)
-    )
-    waited_for = intersection(communication, waiting)
-    between = subtract(communication, union([*under_forward, *under_backward, *waited_for]))
-    return under_forward, under_backward, waited_for, between
 
 
 def _mark_steps(axes: Sequence[Axes], passes: Iterable[Span], steps: Sequence[int]) -> None:
@@ -284,14 +366,73 @@ def _draw_sub_tasks(ax: Axes, sent: Sequence[Span], rows: Sequence[int]) -> None
     bar.ax.invert_yaxis()
 
 
-def _intervals(spans: Iterable[Span]) -> list[Interval]:
-    return [(span.start, span.end) for span in spans]
-
-
-def _bars(ax: Axes, intervals: Sequence[Interval], colour: str, label: str = "") -> None:
+def _bars(ax: Axes, times: Sequence[Interval], colour: str, label: str = "") -> None:
     """Draw intervals as bars, with the label in those that are long enough for it."""
-    ax.broken_barh([(start, end - start) for start, end in intervals], (0, 1), facecolors=colour)
+    ax.broken_barh([(start, end - start) for start, end in times], (0, 1), facecolors=colour)
     needed = max(map(len, label.split("\n"))) * _LETTER * ax.get_xlim()[1]
-    for start, end in intervals:
+    for start, end in times:
         if label and end - start > needed:
             ax.text((start + end) / 2, 0.5, label, ha="center", va="center", color="white", weight="bold")
+
+
+# ── The command ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments to its parser."""
+    parser.add_argument("file", metavar="FILE", help="a file that BYTESCHEDULER_TIMELINE produced")
+    parser.add_argument("--png", metavar="OUT", help=f"draw a few steps {PNG_HELP}")
+    parser.add_argument(
+        "--steps",
+        metavar="A:B",
+        type=range_of,
+        help="draw the steps from A up to, but not including, B (default: three like most)",
+    )
+
+
+def tables(options: argparse.Namespace) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Sum up the timeline, and draw it where that was asked for.
+
+    Raises:
+        OptionError: If there is no such file, it is not one to draw, or it has none of the steps that were chosen.
+        ImportError: If a picture was asked for and matplotlib is not installed.
+        OSError: If the file cannot be read, or the picture not be written.
+        ValueError: If it is no timeline, steps were chosen and no picture, or there is nothing to draw.
+    """
+    if options.steps is not None and options.png is None:
+        raise ValueError("--steps chooses what to draw and needs --png OUT.")
+    if not Path(options.file).is_file():
+        allowed = "a file that a training wrote with BYTESCHEDULER_TIMELINE=FILE or timeline=FILE"
+        raise OptionError("FILE", options.file, allowed)
+    trace = read_timeline(options.file)
+    if trace.select(INNER):
+        allowed = "a timeline of steps; of 'diloco' the command rounds sums rounds up, and Perfetto shows this file"
+        raise OptionError("FILE", options.file, allowed)
+    if options.png is not None:
+        draw_timeline(trace, options.png, steps=options.steps)
+    title = f"{options.file} (broken off: this is what is there)" if trace.broken_off else options.file
+    return [(title, _figures_of(trace.summary()))]
+
+
+def _figures_of(summary: TraceSummary) -> list[tuple[str, str]]:
+    def share(seconds: float) -> str:
+        of = seconds / summary.communication_seconds if summary.communication_seconds else 0.0
+        return f"{seconds:.3f} s ({of:.0%})"
+
+    def waits(seconds: float) -> str:
+        return f"{seconds:.3f} s ({1e3 * seconds / max(summary.steps, 1):.1f} ms a step)"
+
+    return [
+        ("steps", f"{summary.steps}"),
+        *((f"  {kind}", f"{count}") for kind, count in summary.kinds.items()),
+        ("sub-tasks", f"{summary.sub_tasks}"),
+        ("sent", f"{summary.total_bytes / 1e6:.1f} MB"),
+        ("communication", f"{summary.communication_seconds:.3f} s"),
+        ("  under backward", share(summary.under_backward)),
+        ("  under forward", share(summary.under_forward)),
+        ("  under the next step's forward", share(summary.under_next_forward)),
+        ("  hidden", f"{summary.hidden_share:.0%}"),
+        ("training waits", waits(summary.exposed_seconds)),
+        ("  at gates", waits(summary.gate_seconds)),
+        ("deferred steps", f"{summary.step_seconds:.3f} s"),
+    ]

@@ -24,7 +24,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
@@ -150,8 +149,20 @@ class Timeline:
         self._recording = True
         self._warned_unencodable = False
         self._process = os.getpid()
-        process_name = self._metadata("process_name", f"rank {rank}", tid=0)
-        self._file = _TraceFile(self.path, process_name)
+        self._tail = 0  # where the file's closing tail begins
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("wb", buffering=0)
+            try:
+                self._write(_HEAD + self._metadata("process_name", f"rank {rank}", tid=0))
+            except OSError:
+                self._file.close()
+                raise
+        except OSError as error:
+            # OSError picks its subclass (PermissionError, ...) from errno and ends its message with the
+            # file's name.
+            reason = f"Cannot write the timeline ({error.strerror}); name a file in a writable directory"
+            raise OSError(error.errno, reason, os.fspath(self.path)) from error
         atexit.register(self.close)
 
     def span(
@@ -224,24 +235,6 @@ class Timeline:
             self._file.close()
         atexit.unregister(self.close)
 
-    def __enter__(self) -> Timeline:
-        """Return the timeline itself."""
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Close the timeline, also after an exception."""
-        self.close()
-
-    def __repr__(self) -> str:
-        """Return the path, the rank and whether the timeline still records."""
-        state = "recording" if self._recording else "closed"
-        return f"Timeline({os.fspath(self.path)!r}, rank={self.rank}, {state})"
-
     def _record(self, event: _Event) -> None:
         if not self._recording:
             return
@@ -264,11 +257,25 @@ class Timeline:
         if not lines or self._file.closed:
             return
         try:
-            self._file.append(b",\n".join(lines))
-        except OSError as error:
+            self._write(b"".join(b",\n" + line for line in lines))
+        except BaseException as error:  # a full disk, which still has room for the old tail, or a Ctrl-C in the middle
+            self._file.truncate(self._tail)
+            self._file.seek(self._tail)
+            self._file.write(_TAIL)
+            if not isinstance(error, OSError):
+                raise
             self._recording = False
             _logger.warning("The timeline %s ends here, as it cannot be written: %s", self.path, error)
             self._file.close()
+
+    def _write(self, events: bytes) -> None:
+        """Write over the closing tail, and the tail again: the file is complete after every call."""
+        self._file.seek(self._tail)
+        # Events and tail go down in one write, so that a kill finds the file either before or after it.
+        remaining = memoryview(events + _TAIL)
+        while remaining:
+            remaining = remaining[self._file.write(remaining) :]
+        self._tail += len(events)
 
     def _format(self, event: _Event, lines: list[bytes]) -> None:
         try:
@@ -311,50 +318,6 @@ class Timeline:
 
     def _metadata(self, what: str, name: str, *, tid: int) -> bytes:
         return _encode({"name": what, "ph": "M", "pid": self.rank, "tid": tid, "args": {"name": name}})
-
-
-class _TraceFile:
-    """A JSON file that is complete after every append: the closing tail is overwritten and written again."""
-
-    def __init__(self, path: Path, first_event: bytes) -> None:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("wb", buffering=0)
-            self._tail = 0
-            try:
-                self._write(_HEAD + first_event)
-            except OSError:
-                self._file.close()
-                raise
-        except OSError as error:
-            # OSError picks its subclass (PermissionError, ...) from errno and ends its message with the
-            # file's name.
-            reason = f"Cannot write the timeline ({error.strerror}); name a file in a writable directory"
-            raise OSError(error.errno, reason, os.fspath(path)) from error
-
-    @property
-    def closed(self) -> bool:
-        return self._file.closed
-
-    def append(self, events: bytes) -> None:
-        try:
-            self._write(b",\n" + events)
-        except BaseException:  # a full disk, which still has room for the old tail, or a Ctrl-C in the middle
-            self._file.truncate(self._tail)
-            self._file.seek(self._tail)
-            self._file.write(_TAIL)
-            raise
-
-    def close(self) -> None:
-        self._file.close()
-
-    def _write(self, events: bytes) -> None:
-        self._file.seek(self._tail)
-        # Events and tail go down in one write, so that a kill finds the file either before or after it.
-        remaining = memoryview(events + _TAIL)
-        while remaining:
-            remaining = remaining[self._file.write(remaining) :]
-        self._tail += len(events)
 
 
 def _plain(value: object) -> int | str:

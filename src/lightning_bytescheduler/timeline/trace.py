@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import msgspec
 
@@ -89,6 +89,22 @@ class Span:
         return step if isinstance(step, int) else None
 
 
+class Cover(NamedTuple):
+    """The time in which anything was in flight, by what went on meanwhile.
+
+    Attributes:
+        forward: During a forward pass that was not waiting.
+        backward: During a backward pass that was not waiting.
+        waited_for: While training waited.
+        between: The rest.
+    """
+
+    forward: list[Interval]
+    backward: list[Interval]
+    waited_for: list[Interval]
+    between: list[Interval]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceSummary:
     """Where the communication of a trace went. All times in seconds.
@@ -154,51 +170,62 @@ class Trace:
         """Return the spans of a category, or only those of it with this name, by start."""
         return [span for span in self.spans if span.category == category and name in (None, span.name)]
 
+    def cover(self) -> Cover:
+        """Split the time in which anything was in flight by what it was under."""
+        communication, waiting = covered(self.select(COMMUNICATION)), covered(self.waits())
+        unawaited = subtract(communication, waiting)
+        under = [covered(self.select(COMPUTE, name)) for name in ("forward", "backward")]
+        between = subtract(unawaited, union([*under[0], *under[1]]))
+        forward, backward = (intersection(unawaited, passes) for passes in under)
+        return Cover(forward, backward, intersection(communication, waiting), between)
+
+    def waits(self) -> list[Span]:
+        """Return the spans in which training waited for gradients."""
+        return [*self.select(GATE), *self.select(WAIT)]
+
     def summary(self) -> TraceSummary:
         """Add up where the communication went."""
-        sent = self.select(COMMUNICATION)
-        forward, backward = self.select(COMPUTE, "forward"), self.select(COMPUTE, "backward")
-        communication = _covered(sent)
-        gates, waits = _intervals(self.select(GATE)), _intervals(self.select(WAIT))
-        seconds = length(communication)
-        waiting = union([*gates, *waits])
-        computing = subtract(_covered([*forward, *backward]), waiting)
-        hidden = length(intersection(communication, computing))
-        unawaited = subtract(communication, waiting)
+        sent, cover = self.select(COMMUNICATION), self.cover()
+        seconds = length(covered(sent))
+        hidden = length(union([*cover.forward, *cover.backward]))
         return TraceSummary(
             communication_seconds=seconds,
-            under_forward=length(intersection(unawaited, _covered(forward))),
-            under_backward=length(intersection(unawaited, _covered(backward))),
-            under_next_forward=_under_next(sent, forward, waiting),
+            under_forward=length(cover.forward),
+            under_backward=length(cover.backward),
+            under_next_forward=_under_next(sent, self.select(COMPUTE, "forward"), covered(self.waits())),
             hidden_share=hidden / seconds if seconds else 0.0,
-            exposed_seconds=length([*gates, *waits]),
-            gate_seconds=length(gates),
-            step_seconds=length(_covered(self.select(STEP))),
+            exposed_seconds=length(intervals(self.waits())),
+            gate_seconds=length(intervals(self.select(GATE))),
+            step_seconds=length(covered(self.select(STEP))),
             total_bytes=round(sum(span.args.get("bytes", 0) for span in sent)),
             sub_tasks=len(sent),
-            steps=len({span.step for span in [*sent, *forward, *backward]} - {None}),
+            steps=len({span.step for span in [*sent, *self.select(COMPUTE)]} - {None}),
             kinds=dict(Counter(self.kinds().values()).most_common()),
         )
 
 
-def _intervals(spans: Iterable[Span]) -> list[Interval]:
+def intervals(spans: Iterable[Span]) -> list[Interval]:
+    """Return when each span began and ended."""
     return [(span.start, span.end) for span in spans]
 
 
-def _covered(spans: Iterable[Span]) -> list[Interval]:
-    return union(_intervals(spans))
+def covered(spans: Iterable[Span]) -> list[Interval]:
+    """Return the time in which any of some spans went on, as a union (see ``union``)."""
+    return union(intervals(spans))
 
 
 def _under_next(sent: Iterable[Span], forward: Iterable[Span], waiting: Sequence[Interval]) -> float:
-    sent_by_step: defaultdict[int, list[Span]] = defaultdict(list)
-    forward_by_step: defaultdict[int, list[Span]] = defaultdict(list)
-    for spans, by_step in ((sent, sent_by_step), (forward, forward_by_step)):
+    def by_step(spans: Iterable[Span]) -> defaultdict[int, list[Span]]:
+        found: defaultdict[int, list[Span]] = defaultdict(list)
         for span in spans:
             if span.step is not None:
-                by_step[span.step].append(span)
+                found[span.step].append(span)
+        return found
+
+    passes = by_step(forward)
     return math.fsum(
-        length(intersection(subtract(_covered(spans), waiting), _covered(forward_by_step.get(step + 1, ()))))
-        for step, spans in sent_by_step.items()
+        length(intersection(subtract(covered(spans), waiting), covered(passes[step + 1])))
+        for step, spans in by_step(sent).items()
     )
 
 

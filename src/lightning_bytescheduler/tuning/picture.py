@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.timeline.page import INK, PNG_HELP, headed, page, ruled
+from lightning_bytescheduler.timeline.picture import INK, PNG_HELP, headed, page, ruled
 from lightning_bytescheduler.tuning.record import RECORD_NAME, TrialEntry, read_record, standing_of
 from lightning_bytescheduler.tuning.search_space import TuningPoint
 

@@ -19,9 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_bytescheduler import OptionError, UnsupportedError
 from lightning_bytescheduler.ddp.gates import GatedParameter
-from lightning_bytescheduler.predicting import profiled_fit
-from lightning_bytescheduler.predicting.profiled_fit import RepeatedData, measure_step
-from lightning_bytescheduler.predicting.step_recorder import BETWEEN_STEPS, UNUSED
+from lightning_bytescheduler.predicting import predict as predict_module
+from lightning_bytescheduler.predicting.predict import BETWEEN_STEPS, UNUSED, RepeatedData, measure_step
 from lightning_bytescheduler.simulation.prediction import MeasuredStep
 from tests.ddp.stepping import Batches, Clock, Stepping
 from tests.support.models import Tower
@@ -477,7 +476,7 @@ def test_the_time_in_which_batches_are_made_counts(monkeypatch: pytest.MonkeyPat
             now += 2.0
             yield batch
 
-    monkeypatch.setattr(profiled_fit, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(predict_module, "time", SimpleNamespace(perf_counter=lambda: now))
     data = RepeatedData(batches())
     for _ in data:
         now += 100.0  # training

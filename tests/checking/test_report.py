@@ -5,18 +5,16 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_bytescheduler.checking.procedure import compare, first_difference, investigate
-from lightning_bytescheduler.checking.report import CheckReport
+from lightning_bytescheduler.checking.report import compare, first_difference, investigate
 from lightning_bytescheduler.checking.runs import RankRecord, RunSpec
 from tests.checking.runs import NAMES, Trainings, made
 
 
 def test_what_is_the_same_takes_four_runs() -> None:
     trainings = Trainings()
-    findings = investigate(trainings, steps=10)
-    assert findings.verdict == "identical"
+    report = investigate(trainings, steps=10)
+    assert report.verdict == "identical"
     assert [spec.strategy for spec, _ in trainings.made] == ["ddp", "configured", "ddp", "strict"]
-    report = CheckReport(findings=findings, steps=10)
     assert report.exit_code == 0
     assert report.headline() == "identical, 1.50x faster"
     assert "Step times are those of deterministic algorithms" in report.text()
@@ -25,14 +23,13 @@ def test_what_is_the_same_takes_four_runs() -> None:
 
 def test_where_a_parameter_is_read_unseen_is_found() -> None:
     trainings = Trainings(stale=True)
-    findings = investigate(trainings, steps=10)
-    assert findings.verdict == "different"
-    assert findings.first is not None
-    assert findings.first.step == 4
-    assert findings.first.tensors == NAMES
-    assert findings.deferral is True
+    report = investigate(trainings, steps=10)
+    assert report.verdict == "different"
+    assert report.first is not None
+    assert report.first.step == 4
+    assert report.first.tensors == NAMES
+    assert report.deferral is True
     assert len(trainings.made) == 4 + 2 + 1  # as it is, traced, and with no update deferred
-    report = CheckReport(findings=findings, steps=10)
     assert report.exit_code == 1
     assert report.headline() == f"different from step 4 on, first tensor {NAMES[0]!r}"
     assert "a weight is read before the update of the last step has landed" in report.text()
@@ -42,10 +39,10 @@ def test_a_difference_that_no_deferral_explains_is_told_from_that() -> None:
     def always(spec, record):
         return record if not spec.scheduled else replace(record, losses=("0x1p+0", *record.losses[1:], "0x1p+9"))
 
-    findings = investigate(Trainings(change=always), steps=10)
-    assert findings.verdict == "different"
-    assert findings.deferral is False
-    assert "no unseen read of a weight explains it" in CheckReport(findings=findings, steps=10).text()
+    report = investigate(Trainings(change=always), steps=10)
+    assert report.verdict == "different"
+    assert report.deferral is False
+    assert "no unseen read of a weight explains it" in report.text()
 
 
 def test_what_does_not_differ_again_depends_on_timing() -> None:
@@ -55,18 +52,17 @@ def test_what_does_not_differ_again_depends_on_timing() -> None:
     def untraced(spec, record):
         return record if spec.traced else once(spec, record)
 
-    findings = investigate(Trainings(change=untraced), steps=10)
-    assert findings.verdict == "different"
-    assert findings.again is False
-    assert "depends on timing" in CheckReport(findings=findings, steps=10).text()
+    report = investigate(Trainings(change=untraced), steps=10)
+    assert report.verdict == "different"
+    assert report.again is False
+    assert "depends on timing" in report.text()
 
 
 def test_ddp_that_differs_from_itself_is_not_blamed_on_anybody() -> None:
     trainings = Trainings(noisy=True)
-    findings = investigate(trainings, steps=10)
-    assert findings.verdict == "not reproducible"
+    report = investigate(trainings, steps=10)
+    assert report.verdict == "not reproducible"
     assert len(trainings.made) == 3
-    report = CheckReport(findings=findings, steps=10)
     assert report.exit_code == 2
     assert report.headline().startswith("could not check: the script is not reproducible under ddp itself from step 1")
     assert "OMP_NUM_THREADS=1 may help" in report.text()
@@ -78,9 +74,9 @@ def test_a_metric_that_changes_by_itself_is_left_out() -> None:
     def with_time(_, record):
         return replace(record, metrics={**record.metrics, "samples_per_second": str(next(times))})
 
-    findings = investigate(Trainings(change=with_time), steps=10)
-    assert findings.verdict == "identical"
-    assert findings.changing_metrics == ("samples_per_second",)
+    report = investigate(Trainings(change=with_time), steps=10)
+    assert report.verdict == "identical"
+    assert report.changing_metrics == ("samples_per_second",)
 
 
 def test_a_metric_that_differs_counts() -> None:
@@ -88,7 +84,7 @@ def test_a_metric_that_differs_counts() -> None:
         return record if not spec.scheduled else replace(record, metrics={"loss": "0x1p+7"})
 
     trainings = Trainings(change=other)
-    report = CheckReport(findings=investigate(trainings, steps=10), steps=10)
+    report = investigate(trainings, steps=10)
     assert report.exit_code == 1
     assert len(trainings.made) == 4  # no step differs, so there is none to look for
     assert report.headline() == "different in what is logged: 'loss'; weights are identical"
@@ -100,20 +96,19 @@ ANOTHER_ORDER = pytest.mark.parametrize("setup", [{"world_size": 4}, {"needs_nor
 @ANOTHER_ORDER
 def test_another_order_of_sums_is_rounding(setup: dict) -> None:
     trainings = Trainings(sum_order=1e-7, **setup)
-    findings = investigate(trainings, steps=10)
-    assert findings.verdict == "rounding"
+    report = investigate(trainings, steps=10)
+    assert report.verdict == "rounding"
     assert [spec.strategy for spec, _ in trainings.made] == ["ddp", "configured", "ddp", "strict", "undeferred"]
-    report = CheckReport(findings=findings, steps=10)
     assert report.exit_code == 0
     assert report.headline().startswith("equal to rounding")
 
 
 @ANOTHER_ORDER
 def test_no_order_of_sums_makes_another_training(setup: dict) -> None:
-    findings = investigate(Trainings(sum_order=0.02, **setup), steps=10)
-    assert findings.verdict == "different"
-    assert findings.first is not None
-    assert findings.first.step == 2
+    report = investigate(Trainings(sum_order=0.02, **setup), steps=10)
+    assert report.verdict == "different"
+    assert report.first is not None
+    assert report.first.step == 2
 
 
 def test_the_same_is_a_difference_where_the_order_is_one() -> None:
@@ -122,13 +117,13 @@ def test_the_same_is_a_difference_where_the_order_is_one() -> None:
 
 @ANOTHER_ORDER
 def test_what_is_hidden_in_rounding_is_held_against_a_run_that_defers_nothing(setup: dict) -> None:
-    findings = investigate(Trainings(sum_order=1e-7, stale=True, **setup), steps=10)
-    assert findings.verdict == "different"
-    assert findings.first is not None
-    assert findings.first.step == 4
-    assert findings.first.tensors == NAMES
-    assert findings.deferral is None
-    assert "most likely a weight is read before the" in CheckReport(findings=findings, steps=10).text()
+    report = investigate(Trainings(sum_order=1e-7, stale=True, **setup), steps=10)
+    assert report.verdict == "different"
+    assert report.first is not None
+    assert report.first.step == 4
+    assert report.first.tensors == NAMES
+    assert report.deferral is None
+    assert "most likely: a weight is read before the" in report.text()
 
 
 def apart(record):
@@ -163,7 +158,7 @@ def test_what_no_order_of_sums_changes_is_a_difference(change, headline: str, sa
     def changed(spec, record):
         return change(record) if spec.scheduled else record
 
-    report = CheckReport(findings=investigate(Trainings(sum_order=1e-7, change=changed, **setup), steps=10), steps=10)
+    report = investigate(Trainings(sum_order=1e-7, change=changed, **setup), steps=10)
     assert report.exit_code == 1
     assert report.headline() == headline
     assert said in report.text()
@@ -173,7 +168,7 @@ def test_what_no_order_of_sums_changes_is_a_difference(change, headline: str, sa
     ("strategy", "verdict", "code"), [("ddp", "unchecked", 2), ("configured", "fails", 1), ("strict", "fails", 1)]
 )
 def test_who_fails_is_told(strategy: str, verdict: str, code: int) -> None:
-    report = CheckReport(findings=investigate(Trainings(error={strategy: "ValueError: boom"}), steps=10), steps=10)
+    report = investigate(Trainings(error={strategy: "ValueError: boom"}), steps=10)
     assert report.verdict == verdict
     assert report.exit_code == code
     assert "boom" in report.headline()

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_bytescheduler.exceptions import UnsupportedError
-from lightning_bytescheduler.predicting.step_recorder import (
+from lightning_bytescheduler.predicting.predict import (
     BETWEEN_STEPS,
     READ_UNSEEN,
     UNUSED,
