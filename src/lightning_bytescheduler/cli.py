@@ -342,10 +342,4 @@ _COMMANDS = {
         "certs --host coordinator.example.org --client anna",
         "coordinator.certificates",
     ),
-    "examples": _Command(
-        "copy the examples into a folder",
-        "Copy the examples into a new folder 'examples', to run them and to change them.",
-        "--to .",
-        "example_files",
-    ),
 }
