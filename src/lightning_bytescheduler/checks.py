@@ -68,7 +68,7 @@ GONE: dict[str, dict[str, str]] = {
         "--mixing": "A merge keeps half of the local weights with overlap, and none without.",
         "--rounds-file": "The record is rounds.jsonl in the folder of --state, if it is one of this machine.",
         "--seed": "A coordinator hands slices out in one order, that of the seed 0.",
-        **dict.fromkeys(("--spool", "--spool-bytes"), "Updates that wait share 2 GiB of memory."),
+        **dict.fromkeys(("--spool", "--spool-bytes"), "Uploads share 2 GiB of memory, or 16 bytes for each parameter."),
         "--step-cap": "Use --equal-steps where no worker may take more steps than others.",
         "--shards": "A coordinator adds up in threads of its own; --wire-dtype int8 or sparse is less work for it.",
         "--standby": "Have what runs the coordinator start it again: it goes on from --state, and workers wait for it.",
@@ -136,6 +136,17 @@ def importing(feature: str, *, extra: str | None = None) -> Iterator[None]:
         state = "is not installed" if is_missing else f"cannot be imported ({error})"
         install = f"'lightning-bytescheduler[{extra}]'" if extra else package
         raise ImportError(f"{feature} needs {package}, which {state}: pip install {install}", name=name) from error
+
+
+@contextmanager
+def named(**names: str) -> Iterator[None]:
+    """Errors inside of it name an option as a command has it: as ``names`` say, else ``--its-name``."""
+    try:
+        yield
+    except OptionError as error:
+        option = error.option
+        usual = f"--{option.replace('_', '-')}" if option.isidentifier() and option.islower() else option
+        raise OptionError(names.get(option, usual), error.value, error.allowed, error.hint) from error
 
 
 def gone(option: str, value: object = None, *, of: str = "") -> str:

@@ -28,10 +28,11 @@ from tests.coordinator.small_worker import SmallWorker
         (["--inner-steps", "0"], "--inner-steps=0 is not allowed"),
         (["--samples-per-round", "8", "--inner-steps", "2"], "left out where samples_per_round ends a round"),
         (["--overlap-steps", "200"], "--overlap-steps=200 is not allowed"),
-        (["--overlap-steps", "soon"], "'soon' is neither a number of steps nor auto"),
+        (["--overlap-steps", "soon"], "'soon' is neither a number nor auto"),
+        (["--overlap-steps", "1.5"], "--overlap-steps=1.5 is not allowed"),
         (["--overlap-steps", "auto", "--inner-steps", "1"], "--overlap-steps='auto' is not allowed"),
         (["--quorum", "2"], "--quorum=2.0 is not allowed"),
-        (["--grace-s", "soon"], "'soon' is neither a number of seconds nor auto"),
+        (["--grace-s", "soon"], "'soon' is neither a number nor auto"),
         (["--lease-s", "0"], "--lease-s=0.0 is not allowed"),
         (["--late", "discount", "--weighting", "uniform"], "--late='discount' is not allowed"),
         (

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from lightning_bytescheduler.checks import importing, require_positive
+from lightning_bytescheduler.checks import importing, named, require_positive
 from lightning_bytescheduler.exceptions import OptionError
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class MadeCertificates(NamedTuple):
         authority: File of the authority's certificate; its key is beside it, as ``ca.key``.
         server: Files of the server's certificate and its key; None if only clients' were made.
         clients: The same for each client, by name.
-        hosts: Names and addresses under which the server may be reached.
+        hosts: Names and addresses under which a server that is made may be reached.
         until: When the first of them runs out.
     """
 
@@ -89,29 +89,26 @@ def make_certificates(
     names = [_general_name(host) for host in reached]
     start = now or datetime.datetime.now(datetime.timezone.utc)
     place = Path(folder)
+    own = {f"client-{name}": [x509.DNSName(name)] for name in clients}
+    if hosts or not (place / "server.pem").exists():
+        own["server"] = names
     has_authority = (place / "ca.pem").exists() or (place / "ca.key").exists()
-    with_server = bool(hosts) or not (place / "server.pem").exists()
-    stems = ["ca"] * (not has_authority) + ["server"] * with_server + [f"client-{name}" for name in clients]
-    if not stems:
-        allowed = "a folder in which something is missing: it has a server's certificate, and no client is named"
-        raise OptionError("folder", os.fspath(folder), allowed)
-    for file in (place / f"{stem}{end}" for stem in stems for end in (".pem", ".key")):
-        if file.exists():
-            allowed = f"a folder without {file.name}: nothing is overwritten. Delete it, or take another folder"
-            raise OptionError("folder", os.fspath(folder), allowed)
+    there = [stem for stem in own if (place / f"{stem}.pem").exists() or (place / f"{stem}.key").exists()]
+    if there or not own:
+        what = f"without {there[0]}.pem and .key" if there else "in which something is missing, or with --client NAME"
+        raise OptionError("folder", os.fspath(folder), f"one {what}: nothing is overwritten")
     place.mkdir(mode=0o700, parents=True, exist_ok=True)
     if has_authority:
         authority = _read_authority(place, start)
     else:
         authority = _make(place, "ca", None, start, start + datetime.timedelta(days=max(days, _AUTHORITY_DAYS)), [])
     until = min(start + datetime.timedelta(days=days), authority[0].not_valid_after_utc)
-    own = {f"client-{name}": [x509.DNSName(name)] for name in clients} | ({"server": names} if with_server else {})
     for stem, reached_as in own.items():
         _make(place, stem, authority, start, until, reached_as)
     made = {stem: (place / f"{stem}.pem", place / f"{stem}.key") for stem in own}
     server = made.pop("server", None)
     files = {stem.removeprefix("client-"): both for stem, both in made.items()}
-    return MadeCertificates(place / "ca.pem", server, files, reached if with_server else (), until)
+    return MadeCertificates(place / "ca.pem", server, files, reached, until)
 
 
 def _general_name(host: str) -> Any:
@@ -133,13 +130,13 @@ def _read_authority(place: Path, now: datetime.datetime) -> _Signer:
     try:
         certificate = x509.load_pem_x509_certificate((place / "ca.pem").read_bytes())
         key: Any = load_pem_private_key((place / "ca.key").read_bytes(), password=None)
+        if certificate.public_key() != key.public_key():
+            raise ValueError("ca.key is not the key of ca.pem")
+        if certificate.not_valid_after_utc <= now:
+            raise ValueError("it has run out")
     except (OSError, ValueError, TypeError) as error:
-        allowed = f"a folder whose authority, ca.pem and ca.key, can be read ({type(error).__name__}: {error})"
-        raise OptionError("folder", os.fspath(place), allowed) from error
-    if certificate.public_key() != key.public_key():
-        raise OptionError("folder", os.fspath(place), "a folder whose ca.key is the key of ca.pem")
-    if certificate.not_valid_after_utc <= now:
-        raise OptionError("folder", os.fspath(place), "a folder whose authority has not run out; take another folder")
+        allowed = f"a folder whose authority, ca.pem and ca.key, can sign ({type(error).__name__}: {error})"
+        raise OptionError("folder", os.fspath(place), allowed, "Take another folder.") from error
     return certificate, key
 
 
@@ -157,6 +154,9 @@ def _make(
     common = "lightning-bytescheduler development authority" if is_authority else stem.removeprefix("client-")
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common)])
     issuer, signing_key = (subject, key) if signer is None else (signer[0].subject, signer[1])
+    builder = x509.CertificateBuilder(
+        issuer, subject, key.public_key(), x509.random_serial_number(), start - _SKEW, end
+    )
     signs = (is_authority, is_authority)  # certificates, and lists of revoked ones
     extensions: list[tuple[Any, bool]] = [
         (x509.BasicConstraints(ca=is_authority, path_length=0 if is_authority else None), True),
@@ -167,9 +167,6 @@ def _make(
     if not is_authority:
         purpose = ExtendedKeyUsageOID.SERVER_AUTH if stem == "server" else ExtendedKeyUsageOID.CLIENT_AUTH
         extensions += [(x509.ExtendedKeyUsage([purpose]), False), (x509.SubjectAlternativeName(names), False)]
-    builder = x509.CertificateBuilder(
-        issuer, subject, key.public_key(), x509.random_serial_number(), start - _SKEW, end
-    )
     for extension, critical in extensions:
         builder = builder.add_extension(extension, critical)
     certificate = builder.sign(signing_key, hashes.SHA256())
@@ -194,11 +191,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Make them, and say what to use where."""
-    try:
+    with named(folder="DIR"):
         made = make_certificates(options.folder, hosts=options.host, clients=options.client, days=options.days)
-    except OptionError as error:
-        names = {"folder": "DIR", "host": "--host", "client": "--client", "days": "--days"}
-        raise OptionError(names[error.option], error.value, error.allowed) from error
     print(f"Certificates in {options.folder}, good until {made.until:%Y-%m-%d %H:%M} UTC:")
     if made.server is not None:
         print(f"  coordinator: --tls {made.server[0]} {made.server[1]}  (as {', '.join(made.hosts)})")

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import logging
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_bytescheduler.checks import importing
+from lightning_bytescheduler.checks import importing, named
 from lightning_bytescheduler.compression.wire_format import WIRE_DTYPES
 from lightning_bytescheduler.coordinator.options import CoordinatorOptions
 from lightning_bytescheduler.diloco.coordinator_address import TOKEN_VARIABLE
@@ -22,11 +21,11 @@ from lightning_bytescheduler.diloco.round_record import RECORD_NAME, RoundFile
 from lightning_bytescheduler.diloco.weighted_mean import WEIGHTINGS
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.serving import ServerAccess, parse_bind, read_token
+from lightning_bytescheduler.slices.options import TrackerOptions
 from lightning_bytescheduler.slices.urls import local_path
 
 if TYPE_CHECKING:
     from lightning_bytescheduler.coordinator.server import CoordinatorServer
-    from lightning_bytescheduler.coordinator.slice_routes import SliceRoutes
 
 
 log = logging.getLogger(__name__)
@@ -53,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     rounds.add_argument("--fragments", type=int, metavar="N", help="parts of the model that take turns (default: 1)")
     rounds.add_argument(
         "--overlap-steps",
-        type=_number_or_auto(int, "steps"),
+        type=_number_or_auto,
         metavar="N",
         help="steps from an update to its mean, or auto (default: 0)",
     )
@@ -64,7 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     waiting.add_argument("--quorum", type=float, metavar="X", help="share whose updates a merge needs (default: 0.5)")
     waiting.add_argument(
         "--grace-s",
-        type=_number_or_auto(float, "seconds"),
+        dest="grace",
+        type=_number_or_auto,
         metavar="S",
         help=f"waited beyond the deadline, or auto (default: {defaults.grace:g})",
     )
@@ -102,7 +102,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Do what the parsed arguments say, until it is stopped; returns the exit code."""
-    with _named():
+    with named(**_NAMES):
         run_and_rounds = _options(options)
         host, port = parse_bind("--bind", options.bind)
         token = read_token(options.token_file, variable=TOKEN_VARIABLE)
@@ -112,13 +112,11 @@ def run(options: argparse.Namespace) -> int:
         access = ServerAccess(host=host, token=token, **files)
     _log_to_stderr()
     with importing("coordinator", extra="coordinator"):
-        import aiohttp  # noqa: F401
-        import filelock  # noqa: F401
-        import safetensors  # noqa: F401
-        import uvloop  # noqa: F401
-        import xxhash  # noqa: F401
-    _one_thread_for_each_operation()
-    with _named():
+        for package in ("aiohttp", "filelock", "safetensors", "uvloop", "xxhash"):
+            importlib.import_module(package)
+        import torch
+    torch.set_num_threads(1)  # the coordinator works on the pieces of a model in threads of its own
+    with named(**_NAMES):
         server = _server(options, run_and_rounds, access, port)
     with server:
         _announce(server, options, access)
@@ -126,13 +124,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _options(options: argparse.Namespace) -> CoordinatorOptions:
-    waiting = {
-        name: getattr(options, name)
-        for name in ("start_workers", "quorum", "silent_after", "late")
-        if getattr(options, name) is not None
-    }
-    if options.grace_s is not None:
-        waiting["grace"] = options.grace_s
+    names = ("start_workers", "quorum", "grace", "silent_after", "late")
+    waiting = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     return CoordinatorOptions(
         run=run_options(**{name: getattr(options, name) for name in RunOptions.__struct_fields__}),
         rounds=RoundOptions(**waiting),
@@ -145,31 +138,19 @@ def _server(
     options: argparse.Namespace, run_and_rounds: CoordinatorOptions, access: ServerAccess, port: int
 ) -> CoordinatorServer:
     from lightning_bytescheduler.coordinator.server import CoordinatorServer
+    from lightning_bytescheduler.coordinator.slice_routes import SliceRoutes
     from lightning_bytescheduler.coordinator.state_store import StateStore
 
-    slices, store, rounds_file = _slices(options), None, None
+    slices = store = rounds_file = None
+    if options.train is not None:
+        slices = SliceRoutes(options.train, TrackerOptions(delivery=options.delivery, lease=options.lease_s))
     if options.state is not None:
         store = StateStore(options.state)
         if (folder := local_path(options.state)) is not None:
             rounds_file = RoundFile(Path(folder) / RECORD_NAME, append=True, option="--state")
     return CoordinatorServer(
-        run_and_rounds,
-        access=access,
-        port=port,
-        store=store,
-        slices=slices,
-        rounds_file=rounds_file,
+        run_and_rounds, access=access, port=port, store=store, slices=slices, rounds_file=rounds_file
     )
-
-
-def _slices(options: argparse.Namespace) -> SliceRoutes | None:
-    if options.train is None:
-        return None
-    from lightning_bytescheduler.coordinator.slice_routes import SliceRoutes
-    from lightning_bytescheduler.slices.options import TrackerOptions
-
-    tracker = TrackerOptions(delivery=options.delivery, lease=options.lease_s)
-    return SliceRoutes(options.train, tracker)
 
 
 def _announce(server: CoordinatorServer, options: argparse.Namespace, access: ServerAccess) -> None:
@@ -221,34 +202,9 @@ def _log_to_stderr() -> None:
     logger.setLevel(logging.INFO)
 
 
-def _one_thread_for_each_operation() -> None:
-    """The coordinator works on the pieces of a model in threads of its own; torch's would only be in their way."""
-    import torch
-
-    torch.set_num_threads(1)
-
-
-@contextmanager
-def _named() -> Iterator[None]:
-    """Errors name an option as it is written here."""
+def _number_or_auto(text: str) -> float | str:
+    """A number, or the word that has one found."""
     try:
-        yield
-    except OptionError as error:
-        option = error.option
-        if not option.startswith("-") and option.isidentifier() and option.islower():
-            option = _NAMES.get(option, f"--{option.replace('_', '-')}")
-        raise OptionError(option, error.value, error.allowed, error.hint) from error
-
-
-def _number_or_auto(number: Callable[[str], float], unit: str) -> Callable[[str], float | str]:
-    """Reads a number, or the word that has one found."""
-
-    def read(text: str) -> float | str:
-        if text == "auto":
-            return text
-        try:
-            return number(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is neither a number of {unit} nor auto") from None
-
-    return read
+        return text if text == "auto" else int(text) if text.isdecimal() else float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor auto") from None

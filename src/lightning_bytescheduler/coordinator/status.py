@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from lightning_bytescheduler.checks import importing, require_positive
+from lightning_bytescheduler.checks import importing, named, require_positive
 from lightning_bytescheduler.diloco.coordinator_address import (
     TOKEN_VARIABLE,
     CoordinatorAddress,
@@ -182,7 +182,6 @@ _ARGUMENTS = {
     "coordinator.token_file": "--token-file",
     "authority": "--ca",
     "certificate": "--cert",
-    "key": "--key",
 }
 
 
@@ -203,11 +202,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Show what was asked for; returns the exit code."""
     require_positive("--every", options.every, of="seconds")
-    try:
-        files = {"authority": options.ca, "certificate": options.cert, "key": options.key}
+    files = {"authority": options.ca, "certificate": options.cert, "key": options.key}
+    with named(**_ARGUMENTS):
         address = resolve_coordinator({"url": options.url, "token_file": options.token_file, **files})
-    except OptionError as error:
-        raise OptionError(_ARGUMENTS.get(error.option, error.option), error.value, error.allowed, error.hint) from error
     if address is None:  # it was given
         raise OptionError("URL", options.url, "https://HOST:PORT")
     if options.as_json:
@@ -262,11 +259,8 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
 
 def _ask(address: CoordinatorAddress) -> bytes:
-    tls = address.tls()
-    handlers: list[urllib.request.BaseHandler] = [_NoRedirects(), urllib.request.ProxyHandler({})]
-    if tls is not None:
-        handlers.append(urllib.request.HTTPSHandler(context=tls))
-    opener = urllib.request.build_opener(*handlers)
+    https = urllib.request.HTTPSHandler(context=address.tls())
+    opener = urllib.request.build_opener(_NoRedirects(), urllib.request.ProxyHandler({}), https)
     url = address.url
     request = urllib.request.Request(f"{url}{STATUS_PATH}")
     if address.token is not None:
@@ -277,12 +271,10 @@ def _ask(address: CoordinatorAddress) -> bytes:
     except urllib.error.HTTPError as error:
         with error:
             raise OSError(f"{url} answers {error.code} {error.reason}.{_way_out(error.code)}") from error
-    except urllib.error.URLError as error:
-        raise OSError(f"{url} cannot be asked: {_reason(error.reason)}.") from error
     except http.client.HTTPException as error:  # what is no HTTP, or ends early
         raise OSError(f"{url} does not answer as a coordinator does ({type(error).__name__}).") from error
     except OSError as error:
-        raise OSError(f"{url} cannot be asked: {error}.") from error
+        raise OSError(f"{url} cannot be asked: {_reason(getattr(error, 'reason', error))}.") from error
     if len(content) > _MOST_BYTES:
         raise OptionError("URL", url, "the address of a coordinator, and its answer has no end")
     return content

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from tqdm import tqdm
 
-from lightning_bytescheduler.checks import importing
+from lightning_bytescheduler.checks import importing, named
 from lightning_bytescheduler.exceptions import OptionError, SliceCorruptError
 from lightning_bytescheduler.serving import parse_bind, read_token
 from lightning_bytescheduler.slices.fetch import fetch_chunks
@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _make(options: argparse.Namespace) -> int:
-    with _named(urls="SRC", folder="DST", storage_options="--storage-options"), _progress("cutting") as progress:
+    with named(urls="SRC", folder="DST", slice_bytes="--slice-size"), _progress("cutting") as progress:
         made = make_slices(
             options.sources,
             options.folder,
@@ -83,7 +83,7 @@ def _make(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    with _named(storage_options="--storage-options"):
+    with named():
         source = open_source(options.source, option="DST", storage_options=options.storage_options, needs_index=True)
     with _progress("verifying") as progress:
         bad = verify_slices(source, progress=progress)
@@ -98,7 +98,7 @@ def _serve(options: argparse.Namespace) -> int:
         from lightning_bytescheduler.slices.serve import SliceServer
     token = read_token(options.token_file, variable=TOKEN_VARIABLE)
     host, port = options.bind
-    with _named(folder="DIR", host="--bind", certificate="--cert", key="--key", token=TOKEN_VARIABLE):
+    with named(folder="DIR", host="--bind", certificate="--cert", token=TOKEN_VARIABLE):
         server = SliceServer(
             options.folder, host=host, port=port, token=token, certificate=options.cert, key=options.key
         )
@@ -109,15 +109,6 @@ def _serve(options: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             print()
     return 0
-
-
-@contextmanager
-def _named(**arguments: str) -> Iterator[None]:
-    """Errors name an option as it is written here."""
-    try:
-        yield
-    except OptionError as error:
-        raise OptionError(arguments.get(error.option, error.option), error.value, error.allowed) from error
 
 
 def verify_slices(
