@@ -36,8 +36,8 @@ from lightning_bytescheduler.__about__ import __version__
 from lightning_bytescheduler.coordinator.options import CoordinatorOptions
 from lightning_bytescheduler.coordinator.server import CoordinatorServer
 from lightning_bytescheduler.coordinator.slice_routes import SliceRoutes
-from lightning_bytescheduler.coordinator.spool import view_of
 from lightning_bytescheduler.coordinator.state_store import StateStore, pack
+from lightning_bytescheduler.coordinator.update_sum import view_of
 from lightning_bytescheduler.diloco import coordinator_protocol as protocol
 from lightning_bytescheduler.diloco import messages
 from lightning_bytescheduler.diloco.coordinator_protocol import run_options
@@ -85,9 +85,9 @@ def _digest(server: CoordinatorServer) -> str:
             "round": service.run.scheduler.round,
             "samples": service.run.samples,
             "members": [f"{name} {digest}" for name, digest in members],
-            "outer": [snapshot.weights, snapshot.momentum] if (snapshot := weights._snapshot()) else [],
+            "outer": weights._snapshot(),
             "slices": slices.tracker.state_dict(),
-            "spool": service.spool.taken,
+            "room": service.room.taken,
         }
 
     text, tensors = pack(server.call(plain))
@@ -107,12 +107,7 @@ def _resident(pid: int) -> int:
 def _target(folder: Path, token: str) -> Iterator[CoordinatorServer]:
     (folder / "a.txt").write_text("\n".join(f"line {number}" for number in range(400)))
     make_slices(str(folder / "a.txt"), str(folder / "slices"), slice_bytes=500)
-    options = CoordinatorOptions(
-        run=run_options(inner_steps=1000),
-        rounds=RoundOptions(grace=_LEASE),
-        lease=_LEASE,
-        spool_bytes=2**20,
-    )
+    options = CoordinatorOptions(run=run_options(inner_steps=1000), rounds=RoundOptions(grace=_LEASE), lease=_LEASE)
     slices = SliceRoutes([str(folder / "slices")], TrackerOptions(lease=_LEASE))
     store = StateStore(str(folder / "state"))
     with CoordinatorServer(options, access=ServerAccess(token=token), store=store, slices=slices) as server:

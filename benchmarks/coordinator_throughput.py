@@ -38,7 +38,7 @@ from lightning_bytescheduler.compression.wire_format import WIRE_DTYPES, WireDty
 from lightning_bytescheduler.coordinator.options import CoordinatorOptions
 from lightning_bytescheduler.coordinator.server import CoordinatorServer
 from lightning_bytescheduler.coordinator.service import collected_rarely
-from lightning_bytescheduler.coordinator.spool import view_of
+from lightning_bytescheduler.coordinator.update_sum import view_of
 from lightning_bytescheduler.diloco import coordinator_protocol as protocol
 from lightning_bytescheduler.diloco import messages
 from lightning_bytescheduler.diloco.coordinator_protocol import run_options

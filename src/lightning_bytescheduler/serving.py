@@ -6,11 +6,15 @@ arguments of a process can be read by every user of its machine. It is compared 
 it is right, and is in no ``repr``, log or error. Whoever is refused gets a status or a broken handshake, is counted by
 reason, and changes nothing.
 
-aiohttp is imported where a server needs it: commands name their options without it.
+``BackgroundServer`` serves by them in a thread of its own. aiohttp is imported where a server needs it: commands name
+their options without it.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import errno
 import hmac
 import ipaddress
 import logging
@@ -19,12 +23,12 @@ import ssl
 import stat
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
-from lightning_bytescheduler.exceptions import OptionError
+from lightning_bytescheduler.exceptions import OptionError, SchedulerTimeoutError
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -36,6 +40,12 @@ log = logging.getLogger(__name__)
 _BEARER = "Bearer "
 _OTHERS_READ = stat.S_IROTH
 _SAID_EVERY = 60.0  # seconds between two log lines about refusals for one reason
+_START_SECONDS = 60.0
+_STOP_SECONDS = 90.0  # a coordinator saves its last state
+_SHUTDOWN_SECONDS = 2.0  # for requests under way
+_LINGER_SECONDS = 1.0  # that a refused body, or what follows a closed WebSocket, keeps its handler in memory
+_IDLE_SECONDS = 75.0  # of a connection, between two requests
+_Server = TypeVar("_Server", bound="BackgroundServer")
 _TLS_REASONS = {
     "HTTP_REQUEST": "plain_text",
     "HTTPS_PROXY_REQUEST": "plain_text",
@@ -130,15 +140,10 @@ class ServerAccess:
             raise OptionError("host", self.host, allowed)
         self.tls()  # a wrong file is an error here rather than when the server starts
 
-    @property
-    def scheme(self) -> str:
-        """``https``, or ``http`` without TLS."""
-        return "http" if self.certificate is None else "https"
-
     def url(self, port: int) -> str:
         """Where clients on this machine find it, with ``/`` at the end."""
         host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{self.scheme}://{host}:{port}/"
+        return f"{'http' if self.certificate is None else 'https'}://{host}:{port}/"
 
     def permits(self, authorization: str | None) -> bool:
         """Whether a header ``Authorization`` lets a client in, found in a time that says nothing about the token."""
@@ -160,7 +165,7 @@ class ServerAccess:
             return None
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
-        _load_chain(context, "certificate", self.certificate, "key", self.key)
+        _load_chain(context, self.certificate, self.key or "")
         if self.client_authority is not None:
             _load_authority(context, "client_authority", self.client_authority)
             context.verify_mode = ssl.CERT_REQUIRED
@@ -204,39 +209,35 @@ def client_tls(
     if authority is not None:
         _load_authority(context, "authority", authority)
     if certificate is not None:
-        _load_chain(context, "certificate", certificate, "key", key or certificate)
+        _load_chain(context, certificate, key or certificate)
     elif key is not None:
         raise OptionError("certificate", None, "given where key is: a key alone says nothing")
     return context
 
 
-def _load_chain(context: ssl.SSLContext, option: str, certificate: str, key_option: str, key: str | None) -> None:
-    _require_readable(option, certificate)
-    _require_readable(key_option, key)
-    warn_if_others_read(key or "", "private key")
-
+def _load_chain(context: ssl.SSLContext, certificate: str, key: str) -> None:
     def refuse() -> str:  # else OpenSSL asks for a password at the terminal, and waits
-        raise OptionError(key_option, key, "without a password; openssl pkey -in KEY -out PLAIN takes it away")
+        raise OptionError("key", key, "without a password; openssl pkey -in KEY -out PLAIN takes it away")
 
-    try:
+    with _reading("certificate", certificate, f"a certificate chain in PEM format, whose private key is {key!r}"):
+        with _reading("key", key, "a private key in PEM format"):
+            warn_if_others_read(key, "private key")
         context.load_cert_chain(certificate, key, password=refuse)
-    except ssl.SSLError as error:
-        allowed = f"a certificate chain in PEM format, whose private key is {key!r}: {error.reason or error}"
-        raise OptionError(option, certificate, allowed) from error
 
 
 def _load_authority(context: ssl.SSLContext, option: str, path: str) -> None:
-    _require_readable(option, path)
-    try:
+    with _reading(option, path, "a file of certificates in PEM format"):
         context.load_verify_locations(cafile=path)
-    except ssl.SSLError as error:
-        raise OptionError(option, path, f"a file of certificates in PEM format: {error.reason or error}") from error
 
 
-def _require_readable(option: str, path: str | None) -> None:
+@contextlib.contextmanager
+def _reading(option: str, path: str, allowed: str) -> Iterator[None]:
+    """Errors name the file."""
     try:
-        with open(path or "", "rb"):
-            pass
+        with open(path, "rb"):
+            yield
+    except ssl.SSLError as error:
+        raise OptionError(option, path, f"{allowed}: {error.reason or error}") from error
     except OSError as error:
         raise OptionError(option, path, f"a file in PEM format that can be read: {error.strerror}") from error
 
@@ -345,11 +346,11 @@ def guard(
     @web.middleware
     async def checked(request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.path not in public and not access.permits(request.headers.get("Authorization")):
-            refusals.count("token", who=_peer(request))
+            refusals.count("token", who=str(request.remote or ""))
             said = "A token is needed: send it as 'Authorization: Bearer TOKEN'.\n"
             raise web.HTTPUnauthorized(text=said, headers={"WWW-Authenticate": "Bearer"})
         if access.token is None and not any_host and not _is_for_this_machine(request):
-            refusals.count("host", who=_peer(request))
+            refusals.count("host", who=str(request.remote or ""))
             said = "Without a token it answers only as localhost or 127.0.0.1, and to no other site's pages.\n"
             raise web.HTTPForbidden(text=said)
         return await handler(request)
@@ -367,6 +368,129 @@ def _name_of(host: str) -> str:
     return host.partition("]")[0].removeprefix("[") if host.startswith("[") else host.partition(":")[0]
 
 
-def _peer(request: Any) -> str:
-    """Where a request comes from."""
-    return str(request.remote or "")
+# ── Serving ───────────────────────────────────────────────────────────
+
+
+class BackgroundServer:
+    """Serves an aiohttp application until it is closed, in a thread and on an event loop of its own.
+
+    What a subclass needs for :meth:`application` it sets before it calls this.
+
+    Args:
+        access: Where it listens, and who gets in.
+        port: 0 takes a free one.
+        name: Of the thread.
+        make_loop: Makes the event loop.
+
+    Attributes:
+        error: What it has failed with.
+        refusals: Who was not let in.
+
+    Raises:
+        OSError: If the address cannot be listened at.
+    """
+
+    def __init__(
+        self,
+        access: ServerAccess,
+        port: int,
+        *,
+        name: str,
+        make_loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop,
+    ) -> None:
+        self.error: BaseException | None = None
+        self.refusals = Refusals()
+        self._access = access
+        self._port = port
+        self._loop = make_loop()
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+        began = self._started.wait(_START_SECONDS)
+        if self.error is not None or not began:
+            self.close()
+            raise self.error or SchedulerTimeoutError(f"{self.url} was not served within {_START_SECONDS:.0f} s.")
+
+    @property
+    def url(self) -> str:
+        """Where clients on this machine find it."""
+        return self._access.url(self._port)
+
+    async def application(self) -> web.Application:
+        """What is served; made on the event loop."""
+        raise NotImplementedError
+
+    async def stop(self) -> None:
+        """Called on the event loop before connections are closed."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it has failed or is closed; returns whether it still runs."""
+        self._thread.join(timeout)
+        return self._thread.is_alive()
+
+    def close(self) -> None:
+        """Stop serving; requests under way are cut off. May be repeated."""
+        with contextlib.suppress(RuntimeError):  # it has ended by itself
+            self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_STOP_SECONDS)
+
+    def __enter__(self: _Server) -> _Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            runner = self._loop.run_until_complete(self._listen())
+            self._started.set()
+            self._loop.run_forever()
+            for end in (self.stop, runner.cleanup, self._loop.shutdown_asyncgens, self._loop.shutdown_default_executor):
+                self._loop.run_until_complete(end())
+        except BaseException as error:  # raised where the server was made, or is waited for
+            self.error = error
+        finally:
+            self._started.set()
+            self._loop.close()
+
+    async def _listen(self) -> web.AppRunner:
+        from aiohttp import web
+
+        runner = web.AppRunner(
+            await self.application(),
+            access_log=None,
+            logger=_http_log(self.refusals),
+            shutdown_timeout=_SHUTDOWN_SECONDS,
+            keepalive_timeout=_IDLE_SECONDS,
+            lingering_time=_LINGER_SECONDS,
+        )
+        await runner.setup()
+        host, port = self._access.host, self._port
+        try:
+            await web.TCPSite(runner, host, port, ssl_context=self._access.tls(self.refusals)).start()
+        except OSError as error:
+            await self.stop()
+            await runner.cleanup()
+            reason = error.strerror or str(error)
+            if error.errno == errno.EADDRINUSE:
+                reason = "it is in use by another program; choose another port, or 0 for any free one"
+            raise OSError(error.errno, f"{host}:{port} cannot be listened at: {reason}") from error
+        self._port = runner.addresses[0][1]
+        return runner
+
+
+def _http_log(refusals: Refusals) -> logging.Logger:
+    """What aiohttp logs to: what is no HTTP is counted, and said once a minute, so that nobody can fill the log."""
+    from aiohttp.http_exceptions import HttpProcessingError
+
+    def passes(record: logging.LogRecord) -> bool:
+        if not record.exc_info or not isinstance(record.exc_info[1], HttpProcessingError):
+            return True
+        refusals.count("http")
+        return False
+
+    logger = logging.Logger(f"{__name__}.http")
+    logger.parent = log
+    logger.addFilter(passes)
+    return logger

@@ -21,7 +21,7 @@ ELEMENTS = 30
 
 def options_of(*, lease: float = 60.0, workers: int = 1, late: str = "drop", **given: Any) -> CoordinatorOptions:
     """Rounds of one step; a time limit never decides."""
-    own = {name: given.pop(name) for name in ("spool_bytes", "keep_rounds") if name in given}
+    own = {name: given.pop(name) for name in ("keep_rounds",) if name in given}
     given.setdefault("inner_steps", 1)
     rounds = RoundOptions(start_workers=workers, quorum=0.0, grace=30.0, late=late)  # type: ignore[arg-type]
     return CoordinatorOptions(run=run_options(**given), rounds=rounds, lease=lease, **own)

@@ -48,13 +48,13 @@ async def means(weights: GlobalWeights, rounds: range, sent: list[Tensor]) -> li
 def test_what_a_mean_loses_is_sent_with_the_next_one(options: dict[str, Any]) -> None:
     rounds = 24
     with ThreadPoolExecutor(1) as executor:
-        weights = GlobalWeights(MODEL, run_options(**options), {"a": torch.zeros(20, 20)}, executor=executor)
+        weights = GlobalWeights(MODEL, run_options(**options), {"weights.a": torch.zeros(20, 20)}, executor=executor)
         wire = weights.formats[0].wire
         sent = updates(2)
         arrived = [wire.decode(wire.encode(one, seed=seed), ELEMENTS) for seed, one in enumerate(sent)]
         exact = (arrived[0] + 2 * arrived[1]) / 3
         got = asyncio.run(means(weights, range(1, rounds + 1), sent))
-        residual = asyncio.run(weights.snapshot()).residuals["0"]
+        residual = asyncio.run(weights.snapshot())["residuals.0"]
     torch.testing.assert_close(sum(got) + residual, rounds * exact, rtol=1e-4, atol=1e-4)
     assert float((sum(got) / rounds - exact).abs().max()) < float((got[0] - exact).abs().max())
 
@@ -64,26 +64,27 @@ def test_it_is_kept_over_a_restart(options: dict[str, Any]) -> None:
     sent = updates(2)
     with ThreadPoolExecutor(1) as executor:
 
-        def made(start: Tensor) -> GlobalWeights:
-            return GlobalWeights(MODEL, run_options(**options), {"a": start}, executor=executor)
+        def made(**tensors: Tensor) -> GlobalWeights:
+            return GlobalWeights(MODEL, run_options(**options), tensors, executor=executor)
 
-        without = made(torch.zeros(20, 20))
+        start = {"weights.a": torch.zeros(20, 20)}
+        without = made(**start)
         expected = asyncio.run(means(without, range(1, 5), sent))
-        first = made(torch.zeros(20, 20))
+        first = made(**start)
         asyncio.run(means(first, range(1, 3), sent))
         kept = asyncio.run(first.snapshot())
-        second = made(kept.weights["a"])
-        second.load_momentum(kept.momentum)
-        second.load_residuals(kept.residuals)
+        second = made(**kept)
         for one, other in zip(asyncio.run(means(second, range(3, 5), sent)), expected[2:], strict=True):
             assert torch.equal(one, other)
-        assert torch.equal(asyncio.run(second.snapshot()).weights["a"], asyncio.run(without.snapshot()).weights["a"])
-        with pytest.raises(OptionError, match="residual of fragment 1"):
-            second.load_residuals({"1": torch.zeros(ELEMENTS)})
+        ends = [asyncio.run(weights.snapshot()) for weights in (second, without)]
+        assert {"weights.a", "momentum.a", "residuals.0"} <= ends[0].keys() == ends[1].keys()
+        assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+        with pytest.raises(OptionError, match=r"residuals\.0"):
+            made(**{**kept, "residuals.0": torch.zeros(ELEMENTS - 1)})
 
 
 def test_exact_means_have_nothing_to_keep() -> None:
     with ThreadPoolExecutor(1) as executor:
-        weights = GlobalWeights(MODEL, run_options(), {"a": torch.zeros(20, 20)}, executor=executor)
+        weights = GlobalWeights(MODEL, run_options(), {"weights.a": torch.zeros(20, 20)}, executor=executor)
         asyncio.run(means(weights, range(1, 3), updates(1)))
-        assert asyncio.run(weights.snapshot()).residuals == {}
+        assert asyncio.run(weights.snapshot()).keys() == {"weights.a", "momentum.a"}

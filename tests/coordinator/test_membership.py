@@ -269,12 +269,6 @@ def test_no_secret_is_shown() -> None:
     assert member.digest not in repr(member)
 
 
-@pytest.mark.parametrize("options", [{"lease": 0.0}, {"expiry": -1.0}, {"most": 0}])
-def test_what_is_not_allowed(options: dict[str, Any]) -> None:
-    with pytest.raises(OptionError, match=next(iter(options))):
-        Membership(**{"lease": LEASE, **options})
-
-
 class AnyOrder(RuleBasedStateMachine):
     """Workers hold their sessions; the coordinator is restarted from its state."""
 

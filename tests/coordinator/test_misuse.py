@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +16,10 @@ import torch
 import xxhash
 from aiohttp import WSMsgType
 
-from lightning_bytescheduler.coordinator import routes
+from lightning_bytescheduler.coordinator import routes, service
 from lightning_bytescheduler.coordinator.connection import Stalls
 from lightning_bytescheduler.coordinator.server import CoordinatorServer
-from lightning_bytescheduler.coordinator.spool import Spool
+from lightning_bytescheduler.coordinator.update_sum import UploadRoom
 from lightning_bytescheduler.diloco import coordinator_protocol as protocol
 from lightning_bytescheduler.diloco import messages
 from lightning_bytescheduler.exceptions import OptionError
@@ -36,19 +37,19 @@ from tests.coordinator.small_worker import SmallWorker, described
         ({"options": {"nope": 1}}, "knows no option 'nope'"),
         (
             {"model": described({"a": torch.zeros(2)})},
-            "the name of parameter 0 is 'a' here and 'layer.weight' in the run",
+            "its parameter 0 is 'a' (float32, (2,)), and the run's is 'layer.weight' (float32, (6, 4))",
         ),
         (
             {"model": described({"layer.weight": torch.zeros(6, 5), "layer.bias": torch.zeros(6)})},
-            "the shape of parameter 0 is (6, 5) ('layer.weight') here and (6, 4)",
+            "its parameter 0 is 'layer.weight' (float32, (6, 5)), and the run's",
         ),
         (
             {"model": described({"layer.weight": torch.zeros(6, 4).half(), "layer.bias": torch.zeros(6)})},
-            "the dtype of parameter 0 is 'float16' ('layer.weight') here and 'float32'",
+            "its parameter 0 is 'layer.weight' (float16, (6, 4)), and the run's",
         ),
         (
             {"model": described({"layer.weight": torch.zeros(6, 4)})},
-            "the first that is only in the run is 'layer.bias'",
+            "its parameter 1 is missing, and the run's is 'layer.bias' (float32, (6,))",
         ),
     ],
 )
@@ -145,7 +146,7 @@ def test_weights_that_unpack_to_more_than_was_announced_end_there() -> None:
         body = gzip.compress(bytes(10**7))
         headers = {**one.headers, "Content-Encoding": "gzip"}
         async with one.http.put(one.url + protocol.STATE_PATH, data=body, headers=headers) as answer:
-            assert (answer.status, "more than Content-Length" in await answer.text()) == (413, True)
+            assert (answer.status, f"{len(body)} bytes, as announced" in await answer.text()) == (422, True)
 
     with CoordinatorServer(options_of()) as server:
         in_a_run(server, 1, work)
@@ -187,7 +188,7 @@ def test_an_update_that_was_announced_is_added_whatever_else_fails(monkeypatch: 
         said = {protocol.DIGEST_HEADER: xxhash.xxh3_128_hexdigest(body), protocol.SAMPLES_HEADER: "1"}
         async with one.http.put(url, data=body, headers={**one.headers, **said, protocol.STEPS_HEADER: "1"}) as answer:
             assert answer.status == 500
-        assert server.call(lambda: server.service.updates._sums[round]._settled.is_set())
+        assert server.call(lambda: server.service.bulk._sums[round]._settled.is_set())
 
     def fails(message: messages.WorkerMessage, *, now: float) -> tuple[messages.Envelope, ...]:
         if isinstance(message, messages.PseudoGradientArrived):
@@ -204,12 +205,12 @@ def test_an_update_that_finds_no_room_is_forgotten(monkeypatch: pytest.MonkeyPat
     async def work(one: SmallWorker) -> None:
         await one.join()
         round = await one.start()
-        server.service.spool._taken = 2**40
+        server.service.room.taken = 2**40
         url, body = one.url + protocol.update_path(round, 0), bytes(4 * ELEMENTS)
         said = {protocol.DIGEST_HEADER: "0" * 32, protocol.SAMPLES_HEADER: "1", protocol.STEPS_HEADER: "1"}
         async with one.http.put(url, data=body, headers={**one.headers, **said}) as answer:
             assert answer.status == 503
-        assert not server.call(lambda: server.service.updates._uploads)
+        assert not server.call(lambda: server.service.bulk._uploads)
 
     with CoordinatorServer(options_of()) as server:
         in_a_run(server, 1, work)
@@ -219,15 +220,18 @@ def test_an_update_that_finds_no_room_is_forgotten(monkeypatch: pytest.MonkeyPat
 def test_an_upload_that_could_only_be_dropped_is_cut(late: str) -> None:
     async def work() -> None:
         run: Any = SimpleNamespace(options=SimpleNamespace(rounds=SimpleNamespace(late=late)))
-        updates = routes.UpdateRoutes(run, Spool(1), Stalls(60.0, time.monotonic))
+        bulk = routes.BulkRoutes(run, UploadRoom(1, ThreadPoolExecutor()), Stalls(60.0, time.monotonic), nothing)
         late_one, next_one = (asyncio.ensure_future(asyncio.sleep(60)) for _ in range(2))
-        updates._uploads = {("a", 3): late_one, ("b", 4): next_one}  # type: ignore[dict-item]
+        bulk._uploads = {("a", 3): late_one, ("b", 4): next_one}  # type: ignore[dict-item]
         merge: Any = SimpleNamespace(round=3, counts=True)
-        assert await updates.settled(merge) is None
+        assert await bulk.settled(merge) is None
         await asyncio.sleep(0)
         assert (late_one.cancelled(), next_one.cancelled()) == (late == "drop", False)
         late_one.cancel()
         next_one.cancel()
+
+    async def nothing(tensors: Any) -> None:
+        pass
 
     asyncio.run(work())
 
@@ -273,10 +277,22 @@ def test_an_upload_that_dies_leaves_nothing() -> None:
 def test_an_update_that_is_larger_than_all_room_is_taken_alone() -> None:
     async def work(one: SmallWorker) -> None:
         await one.join()
+        server.service.room.limit = 8
         status, answer = await one.push(await one.start(), updates_of(1)[0], samples=1)
         assert (status, answer["verdict"]) == (200, "added")
 
-    with CoordinatorServer(options_of(spool_bytes=8)) as server:
+    with CoordinatorServer(options_of()) as server:
+        in_a_run(server, 1, work)
+
+
+def test_uploads_of_a_large_model_have_as_much_room_as_its_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(one: SmallWorker) -> None:
+        assert server.service.room.limit == 100
+        await one.join()
+        assert server.service.room.limit == 16 * ELEMENTS
+
+    monkeypatch.setattr(service, "_ROOM_BYTES", 100)
+    with CoordinatorServer(options_of()) as server:
         in_a_run(server, 1, work)
 
 

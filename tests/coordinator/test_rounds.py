@@ -185,7 +185,7 @@ def test_a_round_that_workers_know_to_be_over_is_saved_whole(tmp_path: Path, mon
     saved = StateStore(str(tmp_path)).load()
     assert saved is not None
     assert (saved["run"]["version"], len(steps)) == (1, 1)
-    assert all(torch.equal(saved["weights"][name], weight) for name, weight in weights.items())
+    assert all(torch.equal(saved["tensors"][f"weights.{name}"], weight) for name, weight in weights.items())
 
 
 @pytest.mark.parametrize(("late", "verdict", "weight"), [("drop", "dropped", 0), ("discount", "late", 2)])

@@ -10,7 +10,7 @@ import pytest
 
 from lightning_bytescheduler.__about__ import __version__
 from lightning_bytescheduler.coordinator.membership import Member
-from lightning_bytescheduler.coordinator.run import Merge, Offer, Run
+from lightning_bytescheduler.coordinator.run import Merge, Offer, Place, Run
 from lightning_bytescheduler.diloco import coordinator_protocol as protocol
 from lightning_bytescheduler.diloco import messages
 from lightning_bytescheduler.diloco.round_record import RoundRecord
@@ -73,12 +73,12 @@ class Played:
     def send(self, member: Member, round: int, steps: int) -> None:
         offer = self.offer(member, round, steps)
         self.run.sending(offer, self.now)
-        self.run.arrived(offer, self.now, into=round, weight=steps)
+        self.run.arrived(offer, self.now, Place(round, steps))
 
     def merge(self) -> None:
         merge = self.merges.pop()
         booked = self.run.contributions._by_sum.get(merge.round, ())
-        total = sum(self.run.weight_of(one, merge.round) for one in booked) if merge.counts else 0
+        total = sum(one.samples for one in booked) if merge.counts else 0
         digest = DIGEST if total else ""
         self.run.merged(merge, self.now, digest=digest, total=total, oldest_mean=1)
 
@@ -126,16 +126,8 @@ def test_an_update_of_a_former_process_does_not_end_the_round_of_the_one_that_ha
     played.run.members.disconnect(other)
     again = played.hello("other")
     played.say(again, join(again))
-    played.run.arrived(offer, played.now, into=number, weight=10)
-    assert played.run.place_of(played.offer(again, number, 3)) == number
-
-
-def test_nothing_is_kept_of_a_worker_that_has_left() -> None:
-    played, _, other = begun()
-    assert "other" in played.run.tallies
-    played.run.leave(other, played.now)
-    played.run.tally(other.name).bytes_in += 1
-    assert "other" not in played.run.tallies
+    played.run.arrived(offer, played.now, Place(number, 10))
+    assert played.run.place_of(played.offer(again, number, 3)) == (number, 3)
 
 
 @pytest.mark.parametrize("version", [0, 1])
@@ -205,7 +197,7 @@ def test_an_update_that_was_under_way_when_its_worker_left_counts() -> None:
     offer = played.offer(other, 2, 20)
     played.run.sending(offer, played.now)
     played.say(other, messages.LeaveRounds(worker="other"))
-    played.run.arrived(offer, played.now, into=2, weight=20)
+    played.run.arrived(offer, played.now, Place(2, 20))
     played.say(one, messages.LeaveRounds(worker="one"))  # so that nobody else's is part of the round
     assert [(merge.round, merge.counts) for merge in played.merges] == [(2, True)]
     played.merge()

@@ -1,4 +1,4 @@
-"""The mean of a round's updates: the same bits in any order, cut into any pieces."""
+"""Room for uploads is bounded. The mean of updates has the same bits in any order, cut into any pieces."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from lightning_bytescheduler.compression.wire_format import WireDtype, WireFormat
-from lightning_bytescheduler.coordinator.update_sum import Inspection, PiecedFormat, Update, UpdateSum
+from lightning_bytescheduler.coordinator.update_sum import PiecedFormat, Update, UpdateSum, UploadRoom, view_of
 from lightning_bytescheduler.diloco.weighted_mean import MOST_WEIGHT
-from lightning_bytescheduler.exceptions import OptionError
+from lightning_bytescheduler.exceptions import OptionError, SchedulerTimeoutError
 from tests.support.plain_mean import PlainMean
 
 WIRES: list[WireDtype] = ["fp32", "bf16", "int8", "int4", "sparse"]
@@ -28,8 +28,9 @@ def numbers(elements: int, seed: int) -> Tensor:
 
 def update_of(payload: Tensor, pieced: PiecedFormat) -> Update:
     async def looked_at() -> Update:
-        with ThreadPoolExecutor(1) as executor:
-            return await Inspection(pieced, payload, executor).finish()
+        with ThreadPoolExecutor(1) as executor, await UploadRoom(1 << 20, executor).take(pieced, timeout=1) as upload:
+            upload.write(bytes(view_of(payload)))
+            return await upload.finish()
 
     return asyncio.run(looked_at())
 
@@ -58,6 +59,30 @@ def mean_of(sums: UpdateSum, pieced: PiecedFormat) -> Tensor:
         return mean
 
     return asyncio.run(encode())
+
+
+def test_who_finds_no_room_waits_until_some_is_given_back() -> None:
+    async def work() -> None:
+        with ThreadPoolExecutor(1) as executor:
+            room = UploadRoom(10, executor)
+            first = await room.take(6, timeout=1)
+            with pytest.raises(SchedulerTimeoutError, match="6 of 10 are taken"):
+                await room.take(5, timeout=0.01)
+            waiting = asyncio.ensure_future(room.take(5, timeout=30))
+            await asyncio.sleep(0)
+            first.close()
+            first.close()
+            with await waiting as second:
+                assert room.taken == 5
+                second.write(b"abc")
+                with pytest.raises(OptionError, match="5 bytes, as announced"):
+                    second.write(b"def")
+                second.write(b"de")
+                assert second.is_complete
+                assert bytes(view_of((await second.finish()).payload)) == b"abcde"
+            assert room.taken == 0
+
+    asyncio.run(work())
 
 
 @pytest.mark.parametrize("dtype", WIRES)

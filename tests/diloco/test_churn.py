@@ -106,11 +106,12 @@ def test_one_who_left_with_its_update_sent_is_back_in_its_place() -> None:
 
 
 def test_after_a_restart_the_steps_of_the_open_round_count() -> None:
-    bench = Bench(start_workers=2, restart_workers=2)
+    bench = Bench(start_workers=2)
     bench.start("a", "b")
     bench.steps(20, "a", "b")
-    again = Bench(start_workers=2, restart_workers=2)
+    again = Bench(start_workers=2)
     again.scheduler.load_state_dict(json.loads(json.dumps(bench.scheduler.state_dict())))
+    again.scheduler.expect(2)
     again.now = 5.0
     assert again.say(JoinRounds(worker="a", session=1, round=1, steps=20, samples=20)) == {"a": [WaitForRound(round=1)]}
     told = again.say(JoinRounds(worker="b", session=1, round=1, steps=22, samples=22))

@@ -120,7 +120,7 @@ def test_a_worker_that_is_stopped_for_twenty_seconds_is_back_at_work(lease: floa
 @pytest.mark.parametrize("target", [SampleTarget(4 * 8 * 50), FastestSteps(50), FixedSteps(50)], ids=str)
 def test_a_restart_in_the_middle_of_a_round_loses_no_step(target: RoundTarget) -> None:
     crowd = [Machine(batch_size=8, step_seconds=0.1, delay=0.01) for _ in range(4)]
-    options = RoundOptions(outer_steps=4, start_workers=4, restart_workers=2)
+    options = RoundOptions(outer_steps=4, start_workers=4)
     restarted = simulate(crowd, target, options, restarts=(12.53, 12.61))
     plain = simulate(crowd, target, options)
     assert [record.merged for record in restarted.rounds] == [("w0", "w1", "w2", "w3")] * 4

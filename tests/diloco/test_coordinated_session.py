@@ -322,7 +322,7 @@ def test_a_coordinator_that_knows_nothing_gets_the_weights_from_a_worker(serve: 
         ({"given": {"inner_steps": 7}}, "inner_steps=7 .* inner_steps=5"),
         ({"given": {"wire_dtype": "bf16"}}, "wire_dtype='bf16'"),
         ({"given": {"overlap_steps": "auto"}}, "overlap_steps='auto' .* overlap_steps=0"),
-        ({"width": 6}, "shape of parameter 0"),
+        ({"width": 6}, "its parameter 0 is"),
     ],
 )
 def test_who_does_not_fit_is_told_what_differs(options: dict[str, Any], says: str, serve: Any) -> None:

@@ -91,7 +91,6 @@ def test_the_defaults_of_rounds() -> None:
         "outer_steps": None,
         "closing_rounds": 0,
         "start_workers": 1,
-        "restart_workers": 1,
         "quorum": 0.5,
         "quorum_workers": 1,
         "grace": 60.0,

@@ -23,8 +23,6 @@ from lightning_bytescheduler.diloco.coordinator_protocol import (
     Batch,
     FromCoordinator,
     FromWorker,
-    Refusal,
-    Welcome,
     decode_frame,
     encode_frame,
 )
@@ -60,13 +58,14 @@ class Stalls:
         self._transfers: set[Transfer] = set()
 
     @contextmanager
-    def watch(self, cut: Callable[[], object]) -> Iterator[Transfer]:
+    def watch(self, cut: Callable[[], object] | None = None) -> Iterator[Transfer]:
         """Watch over a transfer, whose ``moved`` is to be set whenever it gets on.
 
         Args:
-            cut: Ends it.
+            cut: Ends it; by default this task is cancelled.
         """
-        transfer = Transfer(cut, self._clock())
+        task = asyncio.current_task()
+        transfer = Transfer(cut or (task.cancel if task is not None else bool), self._clock())
         self._transfers.add(transfer)
         try:
             yield transfer
@@ -126,14 +125,14 @@ _REASON_BYTES = 120  # that a closing frame has room for
 
 
 class Connection:
-    """A worker's WebSocket, after its ``Hello``.
+    """A worker's WebSocket, after the answer to its ``Hello``.
 
     Args:
         socket: Its WebSocket; pings and answers to them are left to this class.
         transport: What that is on.
         member: The worker.
         stalls: Cuts it off if it does not read.
-        hear: Called with the messages of a frame; raises ``OptionError`` for what is wrong.
+        hear: Called with the messages of a frame, and when they came; raises ``OptionError`` for what is wrong.
         clock: Seconds.
     """
 
@@ -144,7 +143,7 @@ class Connection:
         member: Member,
         *,
         stalls: Stalls,
-        hear: Callable[[Member, tuple[FromWorker | FromCoordinator, ...]], None],
+        hear: Callable[[Member, tuple[FromWorker | FromCoordinator, ...], float], None],
         clock: Callable[[], float],
     ) -> None:
         self.member = member
@@ -163,8 +162,8 @@ class Connection:
         self._limit = RateLimit(clock)
         self._cut = ""
         self._clock = clock
-        self._heard_at = clock()
-        self._ping: asyncio.Task[None] | None = None
+        self._heard_at = self._pinged_at = clock()
+        self._ping: asyncio.Task[None] | None = None  # since it was heard of last
 
     def post(self, message: FromCoordinator) -> None:
         """Send a message as soon as it can be, in order."""
@@ -177,29 +176,24 @@ class Connection:
         elif not self._sending and not self._hearing and self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._flush_later(), name="bytescheduler-send")
 
-    @property
-    def is_open(self) -> bool:
-        """Whether it is, as far as is known: pings that nobody answers close it."""
-        return not self._cut and not self._socket.closed
-
-    def last_heard(self, now: float, every: float) -> float:
-        """When anything came from the worker's side, if only the answer to a ping.
+    def last_heard(self, now: float, *, every: float, patience: float) -> float | None:
+        """When anything came from the worker's side, if only the answer to a ping; ``None`` once it is closed.
 
         Args:
             now: In seconds.
             every: Seconds without anything after which it is pinged.
+            patience: Seconds from a ping on after which it is cut off.
         """
-        stuck = self._transport is not None and self._transport.get_write_buffer_size()
-        if now - self._heard_at >= every and self._ping is None and not stuck:
+        if now - self._heard_at >= every and self._ping is None:
+            self._pinged_at = now
             self._ping = asyncio.get_running_loop().create_task(self._ask_whether_alive(), name="bytescheduler-ping")
-        return self._heard_at
+        elif self._ping is not None and now - self._pinged_at > patience:
+            self.cut("The worker answers no ping.")
+        return None if self._cut or self._socket.closed else self._heard_at
 
     async def _ask_whether_alive(self) -> None:
-        try:
-            with contextlib.suppress(ConnectionError, RuntimeError):  # whoever reads from it hears of an error, too
-                await self._socket.ping()
-        finally:
-            self._ping = None
+        with contextlib.suppress(ConnectionError, RuntimeError):  # whoever reads from it hears of an error, too
+            await self._socket.ping()
 
     def cut(self, reason: str) -> None:
         """End the connection, without waiting."""
@@ -223,14 +217,7 @@ class Connection:
     async def close(self, reason: str, *, code: int = WSCloseCode.POLICY_VIOLATION) -> None:
         """End the connection with a reason."""
         self._cut = self._cut or reason
-        try:
-            await self._socket.close(code=code, message=reason.encode()[:_REASON_BYTES])
-        finally:
-            release(self._socket)  # its handler may have ended before
-
-    async def welcome(self, welcome: Welcome) -> None:
-        """Send the first frame."""
-        await self._socket.send_str(encode_frame(welcome))
+        await self._socket.close(code=code, message=reason.encode()[:_REASON_BYTES])
 
     async def serve(self) -> None:
         """Take in frames until the connection ends.
@@ -242,14 +229,14 @@ class Connection:
         async for received in self._socket:
             if self._cut:
                 return
-            self._heard_at = self._clock()
+            self._heard_at, self._ping = self._clock(), None
             if received.type is WSMsgType.PONG:
                 continue
             if received.type is WSMsgType.PING:
                 await self._socket.pong(received.data)
                 continue
             if received.type is WSMsgType.ERROR and not isinstance(received.data, WebSocketError):
-                return  # the connection has broken, or answers no ping
+                return  # the connection has broken
             if received.type is not WSMsgType.TEXT:
                 raise OptionError("frame", received.type.name, "a text")
             text: str = received.data
@@ -264,7 +251,7 @@ class Connection:
                 raise OptionError("messages", len(frame.messages), f"{_MOST_IN_FRAME} at most in a frame")
             self._hearing = True  # what is posted meanwhile goes out with the answer
             try:
-                self._hear(self.member, frame.messages)
+                self._hear(self.member, frame.messages, self._heard_at)
             finally:
                 self._hearing = False
             self._heard = frame.number
@@ -300,21 +287,3 @@ class Connection:
             self._sent += 1
             self._answered = self._heard
             await self._socket.send_str(encode_frame(Batch(number=self._sent, heard=self._heard, messages=messages)))
-
-
-async def refuse(socket: web.WebSocketResponse, reason: str) -> None:
-    """Say that a worker cannot take part."""
-    await socket.send_str(encode_frame(Refusal(reason=reason)))
-    await socket.close(code=WSCloseCode.POLICY_VIOLATION, message=b"refused")
-
-
-def release(socket: web.WebSocketResponse) -> None:
-    """Let go of a WebSocket whose handler ends.
-
-    aiohttp 3 starts its timer for pings again with what the other side sends at the very end, and the timer keeps all
-    of a closed connection, 10 kB, for as long as the pings are apart.
-    """
-    cancel = getattr(socket, "_cancel_heartbeat", None)
-    if cancel is not None:
-        cancel()
-        socket._heartbeat = None  # what still comes in does not start it again

@@ -2,8 +2,8 @@
 
 A session is 128 random bits, which a worker gets with its name and shows with every request. It is the worker's
 identity: whoever comes back with it is the same worker, under the same name, also after a restart of the coordinator
-or when it had been given up. It is kept as a digest, so that the saved state of a run holds no secret; it is looked up
-by that digest and compared in constant time, so that nothing is learnt from how long an answer takes.
+or when it had been given up. It is kept and looked up as a digest, so that the saved state of a run holds no secret and
+nothing is learnt from how long an answer takes.
 
 A member lives as long as its lease: every sign of life renews it. When the lease runs out, the member is given up. Its
 name stays its own for ``expiry`` seconds more, for it may only have been cut off; then it is forgotten. The name of a
@@ -19,7 +19,6 @@ a long validation, moves nothing. Whoever comes back does not lead again, unless
 from __future__ import annotations
 
 import hashlib
-import hmac
 import itertools
 import logging
 import math
@@ -32,14 +31,15 @@ from typing import Annotated, Any, TypedDict
 import msgspec
 
 from lightning_bytescheduler.__about__ import __version__
-from lightning_bytescheduler.checks import require_positive, require_seconds, require_whole
 from lightning_bytescheduler.diloco.coordinator_protocol import PROTOCOL, Hello, ModelParameter, RunOptions
 from lightning_bytescheduler.diloco.fragments import split_fragments
+from lightning_bytescheduler.diloco.messages import JoinRounds
 from lightning_bytescheduler.exceptions import OptionError
 
 log = logging.getLogger(__name__)
 
 _LONGEST_NAME = 200  # as the protocol has it
+_Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -55,16 +55,28 @@ class Member:
         heard: When there was a sign of life.
         connections: That are open.
         silent: Whether it has no connection, and was not heard of for a while.
+        ready: How it has joined the rounds, also before there are any.
+        begins_anew: Whether it gets other weights as it joins, so that its steps so far do not count.
+        bytes_in: Of its updates, which came in.
+        bytes_out: Of means and states, which went to it.
+        merged: Rounds that its updates were part of.
+        late: Updates that came too late for their round.
     """
 
-    name: str
-    digest: str
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=_LONGEST_NAME)]
+    digest: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
     session: str = ""
-    incarnation: int
-    ranks: int
-    heard: float
+    incarnation: _Count
+    ranks: _Count
+    heard: float = 0.0
     connections: int = 0
     silent: bool = False
+    ready: JoinRounds | None = None
+    begins_anew: bool = False
+    bytes_in: int = 0
+    bytes_out: int = 0
+    merged: int = 0
+    late: int = 0
 
     @property
     def connected(self) -> bool:
@@ -75,23 +87,10 @@ class Member:
         return f"Member(name={self.name!r}, incarnation={self.incarnation})"  # and no secret
 
 
-_Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
-_Count = Annotated[int, msgspec.Meta(ge=0)]
-
-
-class MemberState(TypedDict):
-    """What to keep of a ``Member`` over a restart."""
-
-    name: Annotated[str, msgspec.Meta(min_length=1, max_length=_LONGEST_NAME)]
-    digest: _Digest
-    incarnation: _Count
-    ranks: _Count
-
-
 class MembershipState(TypedDict):
-    """What to keep of a ``Membership`` over a restart: primitives only, and no secret."""
+    """What a ``Membership`` goes on from after a restart."""
 
-    members: list[MemberState]
+    members: list[Member]
     leader: str | None
     incarnations: _Count
 
@@ -101,35 +100,31 @@ class Membership:
 
     Args:
         lease: Seconds without a sign of life after which a member is given up.
-        silence: Seconds without a sign of life after which one without a connection is silent; ``None`` for the lease.
+        silence: Seconds without a sign of life after which one without a connection is silent.
         expiry: Seconds after that for which its name and session are kept for it.
         most: Members that there can be; as many that were given up are remembered.
         make_session: Makes a session; injected by tests.
-
-    Raises:
-        OptionError: Names the value that is not allowed.
     """
 
     def __init__(
         self,
         lease: float,
         *,
-        silence: float | None = None,
+        silence: float = math.inf,
         expiry: float = 600.0,
         most: int = 10_000,
         make_session: Callable[[], str] = lambda: secrets.token_hex(16),
     ) -> None:
-        self._lease = require_positive("lease", lease, of="seconds")
-        self._silence = self._lease if silence is None else require_seconds("silence", silence)
-        self._expiry = require_seconds("expiry", expiry)
-        self._most = require_whole("most", most, 1)
+        self._lease = lease
+        self._silence = min(silence, lease)
+        self._expiry = expiry
+        self._most = most
         self._make_session = make_session
         self._members: dict[str, Member] = {}  # by name
         self._given_up: dict[str, Member] = {}  # by name, the first that was given up first
         self._by_digest: dict[str, Member] = {}  # both
         self._incarnations = 0
         self._appointed: str | None = None
-        self._look_at = -math.inf  # before that, no lease can run out
 
     def __iter__(self) -> Iterator[Member]:
         return iter(list(self._members.values()))
@@ -165,7 +160,7 @@ class Membership:
         member = self._known(hello.session)
         if member is None:
             self._require_room()
-            session = self._new_session()
+            session = self._make_session()
             self._incarnations += 1
             member = Member(
                 name=self._free_name(hello.worker),
@@ -232,23 +227,17 @@ class Membership:
         Returns:
             Who was given up, whoever was silent for longest first.
         """
-        if now < self._look_at:
-            return ()
         over = [member for member in self._members.values() if now >= member.heard + self._lease]
         over.sort(key=lambda member: member.heard)
         for member in over:
             # Its connections are counted until they are closed, each by its own end: it may be back before that.
             self._given_up[member.name] = self._members.pop(member.name)
         self._forget_given_up(now)
-        # A sign of life only ever makes it later.
-        leases = [member.heard + self._lease for member in self._members.values()]
-        ends = [member.heard + self._lease + self._expiry for member in self._given_up.values()]
-        self._look_at = min([*leases, *ends, now + self._lease])
         self._appoint()
         return tuple(over)
 
-    def state_dict(self) -> MembershipState:
-        """What to keep over a restart, without a secret."""
+    def state_dict(self) -> dict[str, Any]:
+        """What to keep over a restart: primitives only, and no secret."""
         return {
             "members": [
                 {"name": one.name, "digest": one.digest, "incarnation": one.incarnation, "ranks": one.ranks}
@@ -258,7 +247,7 @@ class Membership:
             "incarnations": self._incarnations,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any] | MembershipState, now: float) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], now: float) -> None:
         """Carry on from what was kept: everybody has a fresh lease, and is known again by the session.
 
         Raises:
@@ -268,7 +257,9 @@ class Membership:
             known = msgspec.convert(state, MembershipState)
         except msgspec.ValidationError as error:
             raise OptionError("state of the members", state, f"what a membership has kept ({error})") from error
-        members = [Member(**one, heard=now) for one in known["members"]]
+        members = known["members"]
+        for member in members:
+            member.heard = now
         names, digests = {one.name for one in members}, {one.digest for one in members}
         if len(names) < len(members) or len(digests) < len(members):
             raise OptionError("state of the members", state, "one in which each name and session is there once")
@@ -277,7 +268,6 @@ class Membership:
         self._given_up = {}
         self._incarnations = max([known["incarnations"], *(one.incarnation for one in members)])
         self._appointed = known["leader"] if known["leader"] in self._members else None
-        self._look_at = -math.inf
 
     def _forget_given_up(self, now: float) -> None:
         while self._given_up:
@@ -287,24 +277,12 @@ class Membership:
             del self._given_up[first.name], self._by_digest[first.digest]
 
     def _known(self, session: str) -> Member | None:
-        digest = _digest(session)
-        member = self._by_digest.get(digest) if session else None
-        return member if member is not None and hmac.compare_digest(member.digest, digest) else None
-
-    def _new_session(self) -> str:
-        while _digest(session := self._make_session()) in self._by_digest:
-            pass
-        return session
+        return self._by_digest.get(_digest(session)) if session else None
 
     def _free_name(self, wish: str) -> str:
-        if wish not in self._members and wish not in self._given_up:
-            return wish
-        for number in itertools.count(2):
-            end = f"-{number}"
-            name = wish[: _LONGEST_NAME - len(end)] + end
-            if name not in self._members and name not in self._given_up:
-                break
-        return name
+        ends = ("", *(f"-{number}" for number in range(2, len(self._members) + len(self._given_up) + 2)))
+        names = (wish[: _LONGEST_NAME - len(end)] + end for end in ends)
+        return next(name for name in names if name not in self._members and name not in self._given_up)
 
     def _require_room(self) -> None:
         if len(self._members) >= self._most:
@@ -350,38 +328,26 @@ def difference(hello: Hello, options: RunOptions, model: Sequence[ModelParameter
             )
     if not hello.model:
         return "This worker has no parameter to train."
-    if model:
-        return _model_difference(hello.model, model)
-    return _model_fault(hello.model, options)
-
-
-def _model_difference(theirs: Sequence[ModelParameter], ours: Sequence[ModelParameter]) -> str | None:
-    for index, (their, our) in enumerate(zip(theirs, ours, strict=False)):
-        for aspect in ("name", "shape", "dtype"):
-            if getattr(their, aspect) != getattr(our, aspect):
-                return (
-                    f"This worker trains another model than the run: the {aspect} of parameter {index} is "
-                    f"{_shown(their, aspect)} here and {_shown(our, aspect)} in the run."
-                )
-    if len(theirs) != len(ours):
-        longer, where = (theirs, "here") if len(theirs) > len(ours) else (ours, "in the run")
-        return (
-            f"This worker trains another model than the run: it has {len(theirs)} parameters and the run has "
-            f"{len(ours)}; the first that is only {where} is {longer[min(len(theirs), len(ours))].name!r}."
-        )
+    if not model:
+        return _model_fault(hello.model, options)
+    for index, (theirs, ours) in enumerate(itertools.zip_longest(hello.model, model)):
+        if theirs != ours:
+            return (
+                f"This worker trains another model than the run: its parameter {index} is {_shown(theirs)}, and the "
+                f"run's is {_shown(ours)}."
+            )
     return None
 
 
-def _shown(parameter: ModelParameter, aspect: str) -> str:
-    of = "" if aspect == "name" else f" ({parameter.name!r})"
-    return f"{getattr(parameter, aspect)!r}{of}"
+def _shown(parameter: ModelParameter | None) -> str:
+    return "missing" if parameter is None else f"{parameter.name!r} ({parameter.dtype}, {parameter.shape})"
 
 
 def _model_fault(model: Sequence[ModelParameter], options: RunOptions) -> str | None:
     twice = next((name for name, count in Counter(one.name for one in model).items() if count > 1), None)
     if twice is not None:
         return f"This worker says that it has two parameters of the name {twice!r}."
-    sizes = {parameter.name: _size(parameter) for parameter in model}
+    sizes = {parameter.name: math.prod(parameter.shape) for parameter in model}
     if not sum(sizes.values()):
         return "This worker has no parameter to train: all are empty."
     try:
@@ -389,10 +355,3 @@ def _model_fault(model: Sequence[ModelParameter], options: RunOptions) -> str | 
     except OptionError as error:
         return str(error)
     return None
-
-
-def _size(parameter: ModelParameter) -> int:
-    size = 1
-    for length in parameter.shape:
-        size *= length
-    return size

@@ -4,15 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from lightning_bytescheduler.checks import (
-    require_positive,
-    require_whole,
-)
+from lightning_bytescheduler.checks import require_positive, require_whole
 from lightning_bytescheduler.diloco.coordinator_protocol import RunOptions
-from lightning_bytescheduler.diloco.round_end import (
-    RoundOptions,
-    require_late,
-)
+from lightning_bytescheduler.diloco.round_end import RoundOptions, require_late
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,9 +18,8 @@ class CoordinatorOptions:
         rounds: When rounds end, and who is waited for; ``outer_steps`` is that of ``run``, and
             ``closing_rounds`` follows from its ``fragments``.
         lease: Seconds without a sign of life after which a worker is given up.
-        keep_rounds: Means of that many rounds are kept for workers that are behind; later they fetch the state.
-        keep_bytes: That these may take together; the last one is always kept.
-        spool_bytes: Of memory, that all uploads under way may take together; one that is larger is taken alone.
+        keep_rounds: Means of that many rounds are kept for workers that are behind, if they do not take more than 1 GiB
+            together; later they fetch the state. The last one is always kept.
         save_every: Rounds from one saved state to the next.
 
     Raises:
@@ -37,14 +30,12 @@ class CoordinatorOptions:
     rounds: RoundOptions = field(default_factory=RoundOptions)
     lease: float = 60.0
     keep_rounds: int = 8
-    keep_bytes: int = 2**30
-    spool_bytes: int = 2**31
     save_every: int = 1
 
     def __post_init__(self) -> None:
         require_late("late", self.rounds.late, weighting=self.run.weighting)
         require_positive("lease", self.lease, of="seconds")
-        for option in ("keep_rounds", "keep_bytes", "spool_bytes", "save_every"):
+        for option in ("keep_rounds", "save_every"):
             require_whole(option, getattr(self, option), 1)
         own = replace(self.rounds, outer_steps=self.run.outer_steps, closing_rounds=self.run.fragments - 1)
         object.__setattr__(self, "rounds", own)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import msgspec
@@ -37,7 +36,6 @@ from lightning_bytescheduler.diloco.coordinator_protocol import (
     Welcome,
     chain_after,
 )
-from lightning_bytescheduler.diloco.fragments import FragmentOptions
 from lightning_bytescheduler.diloco.messages import (
     EndRound,
     JoinRounds,
@@ -54,10 +52,21 @@ from lightning_bytescheduler.diloco.messages import (
 )
 from lightning_bytescheduler.diloco.round_end import late_weight, round_of_late, staleness
 from lightning_bytescheduler.diloco.round_record import LateUpdate, RoundRecord, WorkerRound
-from lightning_bytescheduler.diloco.round_roster import BatchSchedulerState
 from lightning_bytescheduler.diloco.rounds import Rounds
 from lightning_bytescheduler.diloco.weighted_mean import pseudo_gradient_weight
 from lightning_bytescheduler.exceptions import OptionError
+
+
+class Place(NamedTuple):
+    """What an update counts, and where.
+
+    Attributes:
+        round: Whose sum it is part of; a later one than its own if it is late.
+        weight: Its own; 0 if it is dropped.
+    """
+
+    round: int
+    weight: int
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,18 +91,6 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     round_samples: int
 
 
-class Seen(NamedTuple):
-    """What became of an update that is known.
-
-    Attributes:
-        weight: With which it was booked; 0 if it only was remembered.
-        is_late: Whether it is part of a later round than its own.
-    """
-
-    weight: int
-    is_late: bool
-
-
 _REMEMBERED = 8  # rounds that have been merged
 
 
@@ -102,26 +99,16 @@ class Contributions:
 
     def __init__(self) -> None:
         self._by_sum: dict[int, list[Offer]] = {}
-        self._seen: dict[tuple[str, int, int], Seen] = {}  # by worker, incarnation and round
+        self._seen: dict[tuple[str, int, int], Place] = {}  # by worker, incarnation and round
 
-    def seen(self, offer: Offer) -> Seen | None:
-        """What became of the same update before, or ``None`` if there was none."""
+    def seen(self, offer: Offer) -> Place | None:
+        """What became of the same update before, or ``None`` if there was none that counts."""
         return self._seen.get((offer.member.name, offer.member.incarnation, offer.round))
 
-    def book(self, offer: Offer, *, into: int, weight: int) -> None:
-        """Take note of an update.
-
-        Args:
-            offer: The update.
-            into: The round whose sum it goes into.
-            weight: With which it counts; with 0 it is only remembered.
-        """
-        member = offer.member
-        self._seen[member.name, member.incarnation, offer.round] = Seen(
-            weight, is_late=bool(weight) and into != offer.round
-        )
-        if weight:
-            self._by_sum.setdefault(into, []).append(offer)
+    def book(self, offer: Offer, place: Place) -> None:
+        """Take note of an update that counts."""
+        self._seen[offer.member.name, offer.member.incarnation, offer.round] = place
+        self._by_sum.setdefault(place.round, []).append(offer)
 
     def take(self, round: int) -> tuple[Offer, ...]:
         """What is in the sum of a round, at its end; it is forgotten."""
@@ -154,18 +141,7 @@ def corrected(record: RoundRecord, merged: Mapping[str, Offer]) -> RoundRecord:
 log = logging.getLogger(__name__)
 
 _FOR_SCHEDULER = (StepReport, SendingPseudoGradient, RoundStarted, PauseRounds, ResumeRounds)
-_FROM_WORKERS = (
-    JoinRounds,
-    LeaveRounds,
-    StepReport,
-    StepMetrics,
-    SendingPseudoGradient,
-    RoundStarted,
-    EndRound,
-    PassedRoundEnd,
-    PauseRounds,
-    ResumeRounds,
-)
+_FROM_WORKERS = (JoinRounds, LeaveRounds, StepMetrics, EndRound, PassedRoundEnd, *_FOR_SCHEDULER)
 
 
 class Merge(msgspec.Struct, frozen=True, kw_only=True):
@@ -180,16 +156,6 @@ class Merge(msgspec.Struct, frozen=True, kw_only=True):
     round: int
     fragment: int
     counts: bool
-
-
-@dataclass(slots=True)
-class Tally:
-    """What one worker has come to; see ``WorkerStatus``."""
-
-    bytes_in: int = 0
-    bytes_out: int = 0
-    merged: int = 0
-    late: int = 0
 
 
 class Lineage:
@@ -241,15 +207,13 @@ class Run:
         self.options = options
         self.model: tuple[ModelParameter, ...] = ()
         self.lineage = Lineage()
-        self.members = Membership(options.lease, silence=min(options.rounds.silent_after, options.lease))
+        self.members = Membership(options.lease, silence=options.rounds.silent_after)
         self.has_weights = False
         self.counters: dict[str, int] = {}
-        self.tallies: dict[str, Tally] = {}
         self.samples = 0
         self._rounds = Rounds(
             options.run.target, options.rounds, post=post, end=self._end_of_round, observer=self._remember
         )
-        self._fragments = FragmentOptions(fragments=options.run.fragments)
         self._post = post
         self._merge = merge
         self._on_round = on_round
@@ -257,12 +221,8 @@ class Run:
         self._on_no_provider = on_no_provider
         self.contributions = Contributions()
         self._provider: Member | None = None  # whoever is to send the first weights
-        self._holds = False  # after a restart, until those are back who were there, or their time is over
-        self._awaited: set[str] = set()
-        self._hold_until = 0.0
-        self._begin_anew: set[str] = set()  # who gets other weights as it joins, so that its steps so far do not count
-        self._ready: dict[str, JoinRounds] = {}  # who has joined the rounds, also before there are any
-        self._saved_rounds: BatchSchedulerState | None = None
+        self._awaited: set[str] = set()  # after a restart, who was there before and is not back
+        self._hold_until: float | None = None  # until then no round begins
         self.merging: Merge | None = None  # the round that is being merged
         self._record: dict[int, RoundRecord] = {}
         self.leader: str | None = None  # who validates, logs and saves for all
@@ -294,8 +254,10 @@ class Run:
             self._provider = member
         provide = self.provides(member)
         self._appoint()
-        fetch = not provide and not (self.has_weights and self._has_place(hello))
-        (self._begin_anew.add if fetch or provide else self._begin_anew.discard)(member.name)
+        # Version 0 with the first chain is what every worker begins with, and not the run's first weights.
+        has_place = bool(hello.session) and self.lineage.chains.get(hello.version) == hello.chain
+        fetch = not provide and not (self.has_weights and has_place)
+        member.begins_anew = fetch or provide
         return member, Welcome(
             worker=member.name,
             session=member.session,
@@ -307,10 +269,6 @@ class Run:
             lease=self.options.lease,
             leads=member.name == self.leader,
         )
-
-    def _has_place(self, hello: Hello) -> bool:
-        # Version 0 with the first chain is what every worker begins with, and not the run's first weights.
-        return bool(hello.session) and self.lineage.chains.get(hello.version) == hello.chain
 
     def provides(self, member: Member) -> bool:
         """Whether a member is the one that is asked for the first weights."""
@@ -325,13 +283,12 @@ class Run:
     def _let_in(self, now: float) -> None:
         """Whoever is ready joins the rounds, all at the same moment."""
         self._awaited.clear()
-        self._holds = False
-        if self._saved_rounds is not None:
-            everyone = replace(self.options.rounds, restart_workers=max(len(self._ready), 1))
-            self._rounds.carry_on(self._saved_rounds, everyone)
-            self._saved_rounds = None
-        for name in sorted(self._ready):
-            self._handle(self._ready[name], now)
+        ready = sorted((one.ready for one in self.members if one.ready is not None), key=lambda joins: joins.worker)
+        if self._hold_until is not None:
+            self.scheduler.expect(len(ready))
+            self._hold_until = None
+        for joins in ready:
+            self._rounds.handle(joins, now=now)
 
     def leave(self, member: Member, now: float) -> None:
         """A worker has left, or was given up. What it has sent counts."""
@@ -339,10 +296,8 @@ class Run:
         self._forget(member, now)
 
     def _forget(self, member: Member, now: float) -> None:
-        self._ready.pop(member.name, None)
+        member.ready = None
         self._awaited.discard(member.name)
-        self.tallies.pop(member.name, None)
-        self._begin_anew.discard(member.name)
         self._rounds.forget(member.name)
         if not self.has_weights and not len(self.members):
             self.model = ()  # nobody is left who would know it
@@ -350,7 +305,7 @@ class Run:
         if self._provider is member:
             self._provider = None
             self._on_no_provider()
-        self._handle(LeaveRounds(worker=member.name), now)
+        self._rounds.handle(LeaveRounds(worker=member.name), now=now)
         self._appoint()
 
     def _appoint(self) -> None:
@@ -389,14 +344,14 @@ class Run:
     def _hear(self, member: Member, message: FromWorker | FromCoordinator, now: float) -> None:
         name = member.name
         if isinstance(message, JoinRounds):
-            self._ready[name] = joins = self._checked(message, member)
+            member.ready = joins = self._checked(message, member)
             self._awaited.discard(name)
             if self._awaited or not self.has_weights:
                 self._post(name, WaitForRound(round=self.scheduler.round + 1))
-            elif self._holds:
+            elif self._hold_until is not None:
                 self._let_in(now)
             else:
-                self._handle(joins, now)
+                self._rounds.handle(joins, now=now)
         elif isinstance(message, LeaveRounds):
             self.count("left")
             self.leave(member, now)
@@ -405,7 +360,7 @@ class Run:
         elif isinstance(message, EndRound):
             self._take_wish(message)
         elif name in self.scheduler.workers and isinstance(message, _FOR_SCHEDULER):
-            self._handle(message, now)
+            self._rounds.handle(message, now=now)
 
     def _checked(self, joins: JoinRounds, member: Member) -> JoinRounds:
         """What a worker says as it joins, for the scheduler: with its process, and with what it has done in a round.
@@ -413,7 +368,7 @@ class Run:
         A worker says that only if its weights are those which the round begins with, and its steps count if that round
         is on, or begins next. Whoever was told to take other weights has done nothing with them.
         """
-        if member.name in self._begin_anew:
+        if member.begins_anew:
             return JoinRounds(worker=member.name, session=member.incarnation)
         return msgspec.structs.replace(joins, session=member.incarnation)
 
@@ -427,7 +382,7 @@ class Run:
     def tick(self, now: float) -> None:
         """Take note that time has passed."""
         self._expire(now)
-        if self._holds and (not self._awaited or now >= self._hold_until):
+        if self._hold_until is not None and (not self._awaited or now >= self._hold_until):
             self._let_in(now)
         if self.has_weights:
             self._rounds.tick(now=now)
@@ -441,60 +396,46 @@ class Run:
             log.info("%s was not heard of for %.0f s, and is given up.", member.name, now - member.heard)
             self._forget(member, now)
 
-    def _handle(self, message: Any, now: float) -> None:
-        self._rounds.handle(message, now=now)
-
     # ── Updates ───────────────────────────────────────────────────────────
 
-    def place_of(self, offer: Offer) -> int | None:
-        """The round whose sum an update goes into as things are now; ``None`` for none, as it is late.
+    def place_of(self, offer: Offer) -> Place:
+        """The sum that an update goes into as things are now, and its weight there.
 
         Raises:
-            OptionError: If there is no such round or fragment yet, or the worker has no part in it.
+            OptionError: If there is no such round or fragment yet, or the worker has no part in it; or if tokens are to
+                count and none were.
         """
-        scheduler = self.scheduler
+        scheduler, rounds, fragments = self.scheduler, self.options.rounds, self.options.run.fragments
         if not self.has_weights:
             raise OptionError("round", offer.round, "sent when there are weights and a round has begun")
         if not 1 <= offer.round <= scheduler.round:
             raise OptionError("round", offer.round, f"a round that has begun; the last one is {scheduler.round}")
-        expected = self._fragments.fragment_of(offer.round)
+        expected = self.fragment_of(offer.round)
         if offer.fragment != expected:
             raise OptionError("fragment", offer.fragment, f"{expected}, which round {offer.round} synchronises")
+        weight = pseudo_gradient_weight(self.options.run.weighting, samples=offer.samples, tokens=offer.tokens)
         is_merging = self.merging is not None and self.merging.round == offer.round  # nothing is added any more
         if offer.round == scheduler.round and scheduler.is_open and not is_merging:
             if not scheduler.expects(offer.member.name, offer.round):
                 raise OptionError("round", offer.round, f"one that {offer.member.name} takes part in")
-            return offer.round
-        if self.options.rounds.late == "drop" or scheduler.finished:
-            return None
-        return self._round_of_late(offer)
+            return Place(offer.round, weight)
+        into = round_of_late(offer.round, current=scheduler.round, fragments=fragments)
+        if scheduler.finished:
+            return Place(into, 0)
+        return Place(into, late_weight(rounds.late, weight, staleness=self._staleness(offer, into)))
 
-    def _round_of_late(self, offer: Offer) -> int:
-        return round_of_late(offer.round, current=self.scheduler.round, fragments=self.options.run.fragments)
+    def fragment_of(self, round: int) -> int:
+        """Which fragment a round synchronises."""
+        return self.options.run.fragment_options.fragment_of(round)
 
     def _staleness(self, offer: Offer, into: int) -> int:
         return staleness(offer.round, into=into, fragments=self.options.run.fragments)
 
-    def seen(self, offer: Offer) -> Seen | None:
+    def seen(self, offer: Offer) -> Place | None:
         """What became of the same update before, or ``None``."""
-        if offer.round < 1 or offer.fragment != self._fragments.fragment_of(offer.round):
+        if offer.round < 1 or offer.fragment != self.fragment_of(offer.round):
             return None
         return self.contributions.seen(offer)
-
-    def weight_of(self, offer: Offer, into: int | None = None) -> int:
-        """The weight of an update.
-
-        Args:
-            offer: The update.
-            into: The round that it is to be part of, if that is a later one than its own.
-
-        Raises:
-            OptionError: If tokens are to count and none were.
-        """
-        weight = pseudo_gradient_weight(self.options.run.weighting, samples=offer.samples, tokens=offer.tokens)
-        if into is None or into == offer.round:
-            return weight
-        return late_weight(self.options.rounds.late, weight, staleness=self._staleness(offer, into))
 
     def sending(self, offer: Offer, now: float) -> None:
         """An update of the round that is on begins to come in."""
@@ -505,41 +446,35 @@ class Run:
             )
             self._handle_offer(offer, sending, now)
 
-    def arrived(self, offer: Offer, now: float, *, into: int, weight: int) -> None:
-        """An update is complete and verified, and is being added to the sum of round ``into``.
+    def arrived(self, offer: Offer, now: float, place: Place) -> None:
+        """An update is complete and verified, and is being added to a sum, or is dropped.
 
         The round may be over with it: ``merge`` is called, and has to wait until it was added.
         """
         self.members.hear(offer.member, now)
-        self.contributions.book(offer, into=into, weight=weight)
-        if into != offer.round:
-            self._note_late(offer, into, weight)
-        self.count("updates_added" if weight else "updates_dropped")
-        self._handle_offer(offer, PseudoGradientArrived(worker=offer.member.name, round=offer.round), now)
-
-    def dropped(self, offer: Offer, now: float) -> None:
-        """An update has come too late to count."""
-        self.members.hear(offer.member, now)
-        self._note_late(offer, self._round_of_late(offer), 0)
-        self.count("updates_dropped")
+        if place.weight:
+            self.contributions.book(offer, place)
+        if place.round != offer.round:
+            self._note_late(offer, place)
+        self.count("updates_added" if place.weight else "updates_dropped")
         self._handle_offer(offer, PseudoGradientArrived(worker=offer.member.name, round=offer.round), now)
 
     def _handle_offer(self, offer: Offer, message: Any, now: float) -> None:
         """Tell the scheduler, also of a worker that has left, but not of one whose name another process has now."""
         if self.members.by_name(offer.member.name) in (None, offer.member):
-            self._handle(message, now)
+            self._rounds.handle(message, now=now)
 
-    def _note_late(self, offer: Offer, into: int, weight: int) -> None:
-        self.tally(offer.member.name).late += 1
+    def _note_late(self, offer: Offer, place: Place) -> None:
+        offer.member.late += 1
         self.count("updates_late")
         update = LateUpdate(
             worker=offer.member.name,
             round=offer.round,
-            staleness=self._staleness(offer, into),
+            staleness=self._staleness(offer, place.round),
             samples=offer.round_samples,
-            weight=weight,
+            weight=place.weight,
         )
-        self.scheduler.note_late(update, into=into)
+        self.scheduler.note_late(update, into=place.round)
 
     def merged(self, merge: Merge, now: float, *, digest: str, total: int, oldest_mean: int) -> None:
         """A round has become part of the weights: tell everybody, and go on.
@@ -561,7 +496,7 @@ class Run:
         samples = sum(one.round_samples for one in booked)
         self.samples += samples
         for one in booked:
-            self.tally(one.member.name).merged += 1
+            one.member.merged += 1
         self.count("rounds" if total else "empty_rounds")
         ended = RoundEnded(
             round=merge.round,
@@ -578,8 +513,7 @@ class Run:
         self._on_round(record, metrics)
 
     def _end_of_round(self, end: MergePseudoGradients) -> bool:
-        fragment = self._fragments.fragment_of(end.round)
-        self.merging = Merge(round=end.round, fragment=fragment, counts=bool(end.workers))
+        self.merging = Merge(round=end.round, fragment=self.fragment_of(end.round), counts=bool(end.workers))
         self._merge(self.merging)
         return True
 
@@ -607,10 +541,6 @@ class Run:
     def count(self, event: str, by: int = 1) -> None:
         """Count an event, see ``RunStatus.counters``."""
         self.counters[event] = self.counters.get(event, 0) + by
-
-    def tally(self, name: str) -> Tally:
-        """What a worker has come to so far; nothing is kept of one that has left."""
-        return Tally() if self.members.by_name(name) is None else self.tallies.setdefault(name, Tally())
 
     def state_dict(self) -> dict[str, Any]:
         """What to keep over a restart, beside the weights: primitives only. To be called right after a merge."""
@@ -642,7 +572,5 @@ class Run:
         self.samples = int(state["samples"])
         self.has_weights = True
         self.members.load_state_dict(state["members"], now)
-        self._saved_rounds = state["scheduler"]
         self._awaited = {member.name for member in self.members}
-        self._holds = bool(self._awaited)
         self._hold_until = now + self.options.rounds.silent_after

@@ -17,26 +17,25 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict
 from typing import Any
 
 import msgspec
-from aiohttp import WSMsgType, web
+from aiohttp import WSCloseCode, WSMsgType, web
 from aiohttp.typedefs import Middleware
 from torch import Tensor
 
 from lightning_bytescheduler.__about__ import __version__
-from lightning_bytescheduler.coordinator.connection import Connection, RateLimit, Stalls, refuse, release
-from lightning_bytescheduler.coordinator.global_weights import GlobalWeights, momentum_in, weights_in
+from lightning_bytescheduler.coordinator.connection import Connection, RateLimit, Stalls
+from lightning_bytescheduler.coordinator.global_weights import GlobalWeights
 from lightning_bytescheduler.coordinator.membership import Member
 from lightning_bytescheduler.coordinator.options import CoordinatorOptions, target_in_words
 from lightning_bytescheduler.coordinator.page import add_pages
-from lightning_bytescheduler.coordinator.routes import StateRoutes, UpdateRoutes, problem
-from lightning_bytescheduler.coordinator.run import Merge, Run, Tally
+from lightning_bytescheduler.coordinator.routes import BulkRoutes, problem
+from lightning_bytescheduler.coordinator.run import Merge, Run
 from lightning_bytescheduler.coordinator.slice_routes import SliceRoutes
-from lightning_bytescheduler.coordinator.spool import Spool
 from lightning_bytescheduler.coordinator.state_store import StateStore
 from lightning_bytescheduler.coordinator.status import RoundSummary, RunStatus, WorkerStatus, summary_of
+from lightning_bytescheduler.coordinator.update_sum import UploadRoom
 from lightning_bytescheduler.diloco.coordinator_protocol import (
     HEALTH_PATH,
     SESSION_HEADER,
@@ -49,10 +48,12 @@ from lightning_bytescheduler.diloco.coordinator_protocol import (
     Hello,
     Refusal,
     decode_frame,
+    encode_frame,
 )
 from lightning_bytescheduler.diloco.round_record import RoundFile, RoundRecord
 from lightning_bytescheduler.diloco.round_roster import WorkerProgress
-from lightning_bytescheduler.exceptions import ByteSchedulerError, OptionError
+from lightning_bytescheduler.exceptions import ByteSchedulerError, OptionError, SchedulerTimeoutError
+from lightning_bytescheduler.serving import Refusals
 from lightning_bytescheduler.slices.messages import encode
 
 log = logging.getLogger(__name__)
@@ -88,6 +89,8 @@ _SLICE_HELD_BACK_S = 1.0
 _STOP_SECONDS = 5.0
 _MERGE_SECONDS = 30.0  # a step of a large model
 _STALLED_SECONDS = 60.0
+_ROOM_BYTES = 2**31  # of memory, for uploads; of a large model as much as a round's sum takes,
+_SUM_BYTES = 16  # for each parameter
 _ROUNDS_SHOWN = 200
 _ROUNDS_DRAWN = 4
 _WORKERS_DRAWN = 40
@@ -99,6 +102,8 @@ class CoordinatorService:
 
     Args:
         options: Of the run.
+        refusals: Who was not let in.
+        fail: Called with the error that the run cannot go on after.
         store: Of the run's state; ``None`` keeps it in memory alone.
         slices: Hands out the training data; ``None`` where workers bring their own.
         rounds_file: Record of the rounds; closed when the service stops.
@@ -108,17 +113,20 @@ class CoordinatorService:
         self,
         options: CoordinatorOptions,
         *,
-        store: StateStore | None = None,
-        slices: SliceRoutes | None = None,
-        rounds_file: RoundFile | None = None,
+        refusals: Refusals,
+        fail: Callable[[BaseException], None],
+        store: StateStore | None,
+        slices: SliceRoutes | None,
+        rounds_file: RoundFile | None,
     ) -> None:
         self.options = options
         self.slices = slices
-        self.refusals: Callable[[], Mapping[str, int]] = dict  # of the server, by reason
+        self._refusals = refusals
+        self._fail = fail
         self._store = store
-        self._rounds_file = RoundFile(None, append=False) if rounds_file is None else rounds_file
-        self._boundary: tuple[dict[str, Any], dict[str, Any] | None] | None = None  # of the run and the slices
-        self._saved = -1  # the version that was last handed over
+        self._rounds_file = rounds_file or RoundFile(None, append=False)
+        # Of the run and the slices, after the last round, until it was handed over to be saved; none amid a step.
+        self._boundary: tuple[dict[str, Any], dict[str, Any] | None] | None = None
         self._started = time.monotonic()
         self._merges: asyncio.Queue[Merge | None] = asyncio.Queue()  # ends with None
         self.run = Run(
@@ -130,21 +138,17 @@ class CoordinatorService:
             on_no_provider=self._ask_another,
         )
         self._loop = asyncio.get_running_loop()
-        self.spool = Spool(options.spool_bytes)
-        self.stalls = Stalls(_STALLED_SECONDS, time.monotonic)
-        self.updates = UpdateRoutes(self.run, self.spool, self.stalls)
-        self.states = StateRoutes(self.run)
-        self.weights: GlobalWeights | None = None
-        self._ended_connections = 0  # since the last collection
         self._threads = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="bytescheduler-coordinator")
+        self.room = UploadRoom(_ROOM_BYTES, self._threads)
+        self.stalls = Stalls(_STALLED_SECONDS, time.monotonic)
+        self.bulk = BulkRoutes(self.run, self.room, self.stalls, self._begin_with)
+        self._ended_connections = 0  # since the last collection
         self._connections: dict[str, Connection] = {}
         self._slice_limits: dict[str, RateLimit] = {}  # by member's name
-        self._still = asyncio.Lock()  # held while weights change, or are read
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = False
         self.rounds: deque[RoundSummary] = deque(maxlen=_ROUNDS_SHOWN)
         self.timeline: deque[RoundRecord] = deque(maxlen=_ROUNDS_DRAWN)
-        self.failed: asyncio.Future[BaseException] | None = None
 
     def application(self, *middlewares: Middleware) -> web.Application:
         """The routes.
@@ -156,10 +160,10 @@ class CoordinatorService:
         place = UPDATE_PATH.format(round=f"{{round:{_NUMBER}}}", fragment=f"{{fragment:{_NUMBER}}}")
         router = application.router
         router.add_get(WORKER_PATH, self._socket)
-        router.add_put(place, self._of_member(self.updates.put))
-        router.add_get(place, self._of_member(self.updates.get), allow_head=False)
-        router.add_get(STATE_PATH, self._of_member(self._get_state), allow_head=False)
-        router.add_put(STATE_PATH, self._of_member(self._put_state))
+        router.add_put(place, self._of_member(self.bulk.put))
+        router.add_get(place, self._of_member(self.bulk.get), allow_head=False)
+        router.add_get(STATE_PATH, self._of_member(self.bulk.get_state), allow_head=False)
+        router.add_put(STATE_PATH, self._of_member(self.bulk.put_state))
         router.add_post(SLICES_PATH, self._of_member(self._slices))
         router.add_get(STATUS_PATH, self._status)
         router.add_get(HEALTH_PATH, self._health)
@@ -175,25 +179,20 @@ class CoordinatorService:
         Raises:
             OptionError: If it is of a run with other options or other slices.
         """
-        self.failed = asyncio.get_running_loop().create_future()
         if state is not None:
             self._load(state)
-        loop = asyncio.get_running_loop()
         for work, name in ((self._tick(), "tick"), (self._merge_all(), "merge")):
-            task = loop.create_task(work, name=f"bytescheduler-{name}")
+            task = self._loop.create_task(work, name=f"bytescheduler-{name}")
             task.add_done_callback(self._ended)
             self._tasks.append(task)
 
     def _load(self, state: Mapping[str, Any]) -> None:
         self.run.load_state_dict(state["run"], time.monotonic())
-        weights = self._make_weights(state["weights"])
-        weights.load_momentum(state["momentum"])
-        weights.load_residuals(state["residuals"])
+        self._make_weights(state["tensors"])
         if self.slices is not None:
             if state["slices"] is None:
                 raise OptionError("train", "some", "left out, as when the saved run was started")
             self.slices.load_state_dict(state["slices"])
-        self._saved = self.run.lineage.version
         log.info("The run goes on after round %d, with %d samples.", self.run.lineage.version, self.run.samples)
 
     @property
@@ -216,7 +215,6 @@ class CoordinatorService:
                 task.cancel()
             await asyncio.wait([tick, merge], timeout=_STOP_SECONDS)
         await self._save()
-        self.states.forget()
         self._rounds_file.close()
         ended = self._loop.run_in_executor(None, functools.partial(self._threads.shutdown, cancel_futures=True))
         await asyncio.wait([ended], timeout=_STOP_SECONDS)
@@ -225,13 +223,14 @@ class CoordinatorService:
         if task.cancelled() or self._stopping:
             return
         error = task.exception()
-        if error is not None and self.failed is not None and not self.failed.done():
+        if error is not None:
             log.error("The coordinator has failed.", exc_info=error)
-            self.failed.set_result(error)
+            self._fail(error)
 
     def status(self) -> RunStatus:
         """How the run stands."""
         run, now = self.run, time.monotonic()
+        refused = {f"refused_{reason}": count for reason, count in self._refusals.counts().items()}
         return RunStatus(
             version=__version__,
             uptime=now - self._started,
@@ -243,13 +242,13 @@ class CoordinatorService:
             left=max(run.scheduler.left, 0),
             weights_version=run.lineage.version,
             chain=run.lineage.chain,
-            parameters=self.parameters,
+            parameters=0 if self.weights is None else self.weights.parameters,
             samples=run.samples,
             workers=tuple(self._worker_status(one, now) for one in sorted(run.members, key=lambda one: one.name)),
             rounds=tuple(self.rounds),
             slices=None if self.slices is None else self.slices.status(),
-            counters={**run.counters, **{f"refused_{reason}": count for reason, count in self.refusals().items()}},
-            spool_bytes=self.spool.taken,
+            counters={**run.counters, **refused},
+            spool_bytes=self.room.taken,
             saved_round=None if self._store is None else self._store.saved_round,
             timeline=tuple(self.timeline),
         )
@@ -270,13 +269,16 @@ class CoordinatorService:
             samples_per_second=progress.samples_per_second,
             heard_ago=max(now - member.heard, 0.0),
             slices=0 if self.slices is None else self.slices.held(name),
-            **asdict(run.tallies.get(name, Tally())),
+            bytes_in=member.bytes_in,
+            bytes_out=member.bytes_out,
+            merged=member.merged,
+            late=member.late,
         )
 
     @property
-    def parameters(self) -> int:
-        """Numbers that are trained; 0 before there are weights."""
-        return 0 if self.weights is None else self.weights.parameters
+    def weights(self) -> GlobalWeights | None:
+        """The global weights; ``None`` before there are any."""
+        return self.bulk.weights
 
     # ── Rounds ───────────────────────────────────────────────────────────
 
@@ -302,7 +304,7 @@ class CoordinatorService:
         )
 
     def _forget(self, member: Member) -> None:
-        self.updates.cut(member)
+        self.bulk.cut(member)
         self._slice_limits.pop(member.name, None)
         if self.slices is not None:
             self.slices.release(member)
@@ -321,16 +323,17 @@ class CoordinatorService:
             if now >= alive_at:
                 quiet = min(self.options.lease / 8, self.options.rounds.silent_after / 4)
                 alive_at = now + min(quiet, _LONGEST_TICK_S)
-                for connection in self._connections.values():
-                    if connection.is_open:
-                        self.run.alive(connection.member, connection.last_heard(now, quiet))
+                for connection in list(self._connections.values()):
+                    heard = connection.last_heard(now, every=quiet, patience=self.options.lease / 3)
+                    if heard is not None:
+                        self.run.alive(connection.member, heard)
             self.run.tick(now)
             self.stalls.look()
             if self.slices is not None:
                 if now - loop_seconds > self.options.lease / 4:
                     loop_seconds = now
-                    self.slices.renew(tuple(self.run.members))
-                self.slices.take_back(tuple(self.run.members), self.run.scheduler.workers, self.options.rounds, now)
+                    self.slices.renew(self.run.members)
+                self.slices.take_back(self.run.members, self.run.scheduler.workers, self.options.rounds, now)
             following = self.run.scheduler.next_tick
             wait = _LONGEST_TICK_S if following is None else min(max(following - now, 0.005), _LONGEST_TICK_S)
             await asyncio.sleep(wait)
@@ -343,15 +346,15 @@ class CoordinatorService:
                 return
             if weights is None:
                 raise RuntimeError(f"Round {merge.round} ended before there were weights.")
-            sums = await self.updates.settled(merge)
+            sums = await self.bulk.settled(merge)
             mean = await weights.mean(merge.round, merge.fragment, sums)
-            async with self._still:
+            async with weights.still:
                 # Workers hear of it before the step is taken here, which they take themselves.
                 self.run.merged(
                     merge, time.monotonic(), digest=mean.digest, total=mean.total, oldest_mean=weights.oldest_mean
                 )
                 boundary, self._boundary = self._at_boundary(), None  # half a step is not saved
-                await self.updates.give_way(mean)
+                await self.bulk.give_way(mean)
                 await weights.step(mean, sums)
                 self._boundary = boundary
             self._collect()
@@ -372,16 +375,15 @@ class CoordinatorService:
     async def _save(self) -> None:
         """Hand the state at the last boundary to whoever saves it."""
         weights, store = self.weights, self._store
-        if weights is None or store is None or self._boundary is None:
+        if weights is None or store is None:
             return
-        async with self._still:
-            run, slices = self._boundary
-            version = int(run["version"])
-            if version == self._saved:
+        async with weights.still:
+            if self._boundary is None:
                 return
-            values = await weights.snapshot()
-            self._saved = version
-        store.save({"run": run, "slices": slices, **values._asdict()})
+            run, slices = self._boundary
+            tensors = await weights.snapshot()
+            self._boundary = None
+        store.save({"run": run, "slices": slices, "tensors": tensors})
 
     # ── Routes ───────────────────────────────────────────────────────────
 
@@ -398,6 +400,8 @@ class CoordinatorService:
             answer = problem(error.status, error.text or error.reason)
             answer.headers.update({name: value for name, value in error.headers.items() if name in _PASSED_ON})
             return answer
+        except SchedulerTimeoutError as error:
+            return problem(503, str(error), retry_after=1)
         except ByteSchedulerError as error:
             return problem(400, str(error))
 
@@ -415,7 +419,6 @@ class CoordinatorService:
 
     async def _socket(self, request: web.Request) -> web.StreamResponse:
         socket = web.WebSocketResponse(
-            heartbeat=self.options.lease / 3,
             autoping=False,
             max_msg_size=_HELLO_BYTES,
             timeout=_STOP_SECONDS,
@@ -433,13 +436,14 @@ class CoordinatorService:
             answer = self.run.hello(hello, time.monotonic())
             if isinstance(answer, Refusal):
                 log.info("%s at %s was refused: %s", hello.worker, request.remote, answer.reason)
-                await refuse(socket, answer.reason)
+                await socket.send_str(encode_frame(answer))
+                await socket.close(code=WSCloseCode.POLICY_VIOLATION, message=b"refused")
                 return socket
             member, welcome = answer
             connection = Connection(
-                socket, request.transport, member, stalls=self.stalls, hear=self._hear, clock=time.monotonic
+                socket, request.transport, member, stalls=self.stalls, hear=self.run.hear, clock=time.monotonic
             )
-            await connection.welcome(welcome)
+            await socket.send_str(encode_frame(welcome))
             former = self._connections.get(member.name)
             self._connections[member.name] = connection
             if former is not None:
@@ -448,11 +452,10 @@ class CoordinatorService:
             await connection.serve()
         except OptionError as error:
             self.run.count("wrong_frames")
-            await socket.close(code=1008, message=str(error).encode()[:120])
+            await socket.close(code=WSCloseCode.POLICY_VIOLATION, message=str(error).encode()[:120])
         except (asyncio.TimeoutError, ConnectionError, RuntimeError) as error:
             log.debug("A connection of %s ended: %s", request.remote, error)
         finally:
-            release(socket)
             if connection is not None:
                 self.run.members.disconnect(connection.member)
                 if self._connections.get(connection.member.name) is connection:
@@ -467,52 +470,18 @@ class CoordinatorService:
             gc.collect()
         self._ended_connections = 0
 
-    def _hear(self, member: Member, messages: tuple[object, ...]) -> None:
-        self.run.hear(member, messages, time.monotonic())  # type: ignore[arg-type]
-
-    async def _get_state(self, request: web.Request, member: Member) -> web.StreamResponse:
-        if self.weights is None:
-            return problem(503, "The first worker has not sent the first weights yet.", retry_after=1)
-        return await self.states.get(request, member, self.weights, self._still)
-
-    async def _put_state(self, request: web.Request, member: Member) -> web.StreamResponse:
-        if not self.run.provides(member):
-            return problem(409, "The first weights are there, or another worker is to send them.")
-        tensors = await self.states.put(request)
-        if isinstance(tensors, web.Response):
-            return tensors
-        try:
-            weights, momentum = weights_in(tensors, self.run.model), momentum_in(tensors, self.run.model)
-        except OptionError as error:
-            return problem(422, str(error))
-        if not self.run.provides(member):
-            return problem(409, "Another worker has sent the first weights meanwhile.")
-        await self.begin_with(weights, momentum)
-        return web.json_response({"parameters": self.parameters})
-
-    async def begin_with(self, weights: Mapping[str, Tensor], momentum: Mapping[str, Tensor]) -> None:
-        """There are weights: rounds can begin.
-
-        Args:
-            weights: By name, of the run's model.
-            momentum: Of the outer optimizer, by name; a run that begins from a checkpoint has one.
-        """
-        self._make_weights(weights).load_momentum(momentum)
+    async def _begin_with(self, tensors: Mapping[str, Tensor]) -> None:
+        """There are weights: rounds can begin."""
+        self._make_weights(tensors)
         self.run.provided(time.monotonic())
         self._boundary = self._at_boundary()
         await self._save()
 
-    def _make_weights(self, weights: Mapping[str, Tensor]) -> GlobalWeights:
-        made = GlobalWeights(
-            self.run.model,
-            self.options.run,
-            weights,
-            executor=self._threads,
-            keep_rounds=self.options.keep_rounds,
-            keep_bytes=self.options.keep_bytes,
-        )
-        self.weights = self.updates.weights = made
-        return made
+    def _make_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        keep = self.options.keep_rounds
+        made = GlobalWeights(self.run.model, self.options.run, tensors, executor=self._threads, keep_rounds=keep)
+        self.bulk.weights = made
+        self.room.limit = max(_ROOM_BYTES, _SUM_BYTES * made.parameters)
 
     async def _slices(self, request: web.Request, member: Member) -> web.StreamResponse:
         if self.slices is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lightning_bytescheduler.coordinator.membership import Member
@@ -41,7 +41,7 @@ class SliceRoutes:
     def __init__(self, urls: Sequence[str], options: TrackerOptions) -> None:
         source = open_source(urls, option="train")
         self.tracker = SliceTracker(SliceCatalogue(source.slices), options, clock=time.monotonic)
-        self._sessions: dict[int, tuple[str, str]] = {}  # of the tracker: the member's digest, and the tracker's name
+        self._sessions: dict[int, str] = {}  # of the tracker: the member's digest
         self._names: dict[str, set[str]] = {}  # of the tracker's workers, by member's name
 
     def answer(self, member: Member, text: str | bytes) -> Reply:
@@ -57,7 +57,7 @@ class SliceRoutes:
             raise OptionError("message", type(message).__name__, "one that workers send")
         if isinstance(message, JoinTracker):
             return self._join(member, message)
-        if self._sessions.get(message.session, ("", ""))[0] != member.digest:
+        if self._sessions.get(message.session) != member.digest:
             return session_over(message)
         return self.tracker.answer(message)
 
@@ -73,26 +73,27 @@ class SliceRoutes:
         if message.worker not in own and len(own) >= _MOST_NAMES:
             raise OptionError("worker", message.worker, f"one of the {_MOST_NAMES} that {member.name} reads under")
         joined = self.tracker.join(message)
-        self._sessions[joined.session] = (member.digest, message.worker)
+        self._sessions[joined.session] = member.digest
         self._names.setdefault(member.name, set()).add(message.worker)
         return joined
 
-    def renew(self, members: Sequence[Member]) -> None:
+    def renew(self, members: Iterable[Member]) -> None:
         """Renew what members hold that are alive, and forget sessions that are over."""
         alive = {member.digest for member in members}
-        for session, (owner, _) in list(self._sessions.items()):
-            known = owner in alive and self.tracker.renew(RenewLease(session=session)).accepted
-            if not known:
-                del self._sessions[session]
+        self._sessions = {
+            session: owner
+            for session, owner in self._sessions.items()
+            if owner in alive and self.tracker.renew(RenewLease(session=session)).accepted
+        }
 
     def release(self, member: Member) -> None:
         """Take back what a member holds that has gone."""
         for name in self._names.pop(member.name, ()):
             self.tracker.release(name)
-        self._sessions = {session: owner for session, owner in self._sessions.items() if owner[0] != member.digest}
+        self._sessions = {session: owner for session, owner in self._sessions.items() if owner != member.digest}
 
     def take_back(
-        self, members: Sequence[Member], workers: Mapping[str, WorkerProgress], rounds: RoundOptions, now: float
+        self, members: Iterable[Member], workers: Mapping[str, WorkerProgress], rounds: RoundOptions, now: float
     ) -> None:
         """Let others have what a member holds that is cut off or stands still.
 
@@ -106,7 +107,7 @@ class SliceRoutes:
             now: In seconds.
         """
         for member in members:
-            silent = not member.connected and now >= member.heard + rounds.silent_after
+            silent = member.silent
             if not silent and member.name in workers:
                 since = now if self.wanted else now - rounds.silent_after
                 silent = workers[member.name].is_silent(rounds, since)

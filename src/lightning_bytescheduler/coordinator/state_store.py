@@ -27,7 +27,7 @@ import torch
 from fsspec.core import url_to_fs
 from torch import Tensor
 
-from lightning_bytescheduler.coordinator.spool import view_of
+from lightning_bytescheduler.coordinator.update_sum import view_of
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.slices.slice import WholeChecksum
 from lightning_bytescheduler.slices.urls import join, local_path, require_protocols

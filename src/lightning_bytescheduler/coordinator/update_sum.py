@@ -1,8 +1,9 @@
-"""The exact sum of a round's updates, piece by piece, in several threads; the same bits in any order of arrival.
+"""Uploads, and the exact sum of a round's updates: piece by piece, in several threads, the same bits in any order.
 
-An update is checked while it comes in: its digest, and how large its numbers are. The first of a sum is held as it
-came: if no other comes, it is the mean. Else each is added when it is there, so that a sum takes 16 bytes for each
-element, however many workers there are. No piece depends on another: who works on which changes no bit.
+Uploads share room in memory while they come in, and until they are added. An update is checked while it comes in: its
+digest, and how large its numbers are. The first of a sum is held as it came: if no other comes, it is the mean. Else
+each is added when it is there, so that a sum takes 16 bytes for each element, however many workers there are. No piece
+depends on another: who works on which changes no bit.
 """
 
 from __future__ import annotations
@@ -13,15 +14,27 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Executor
 from functools import cached_property, partial
-from typing import NamedTuple
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_bytescheduler.compression.wire_format import WireFormat
-from lightning_bytescheduler.coordinator.spool import view_of
 from lightning_bytescheduler.diloco.weighted_mean import LARGEST, MOST_WEIGHT, WeightedMean
-from lightning_bytescheduler.exceptions import OptionError
+from lightning_bytescheduler.exceptions import OptionError, SchedulerTimeoutError
+
+
+def view_of(payload: Tensor) -> memoryview:
+    """The bytes of a tensor, without a copy."""
+    array: Any = payload.numpy()  # numpy's types do not say that it is a buffer
+    return memoryview(array)
+
+
+def buffer_of(length: int) -> Tensor:
+    """So many bytes, which hold anything. NumPy makes them, as it asks the system for large pages."""
+    return torch.from_numpy(np.empty(length, dtype=np.uint8))
+
 
 PIECE = 1 << 20
 """Elements of a piece: whole blocks of every format, and whole bytes."""
@@ -107,52 +120,6 @@ class PiecedFormat:
         return round * len(self.pieces) + index
 
 
-_AT_ONCE = 1 << 23  # bytes that are checked together
-
-
-class Inspection:
-    """Checks one payload, in a thread beside its transfer.
-
-    Args:
-        pieced: Its format.
-        payload: Filled from the front.
-        executor: Of the threads.
-    """
-
-    def __init__(self, pieced: PiecedFormat, payload: Tensor, executor: Executor) -> None:
-        import xxhash
-
-        self._pieced = pieced
-        self._payload = payload
-        self._executor = executor
-        self._hash = xxhash.xxh3_128()
-        self._hashed = 0
-        self._looked = 0  # pieces
-        self._largest = 0.0
-        self._job: asyncio.Future[None] | None = None
-
-    def advance(self, filled: int) -> None:
-        """So many bytes are there; returns at once."""
-        if filled - self._hashed >= _AT_ONCE and (self._job is None or self._job.done()):
-            if self._job is not None:
-                self._job.result()
-            self._job = asyncio.get_running_loop().run_in_executor(self._executor, self._look, filled)
-
-    async def finish(self) -> Update:
-        """The update, once all of it is there."""
-        if self._job is not None:
-            await self._job
-        await asyncio.get_running_loop().run_in_executor(self._executor, self._look, self._payload.numel())
-        return Update(self._payload, self._largest, self._hash.hexdigest())
-
-    def _look(self, filled: int) -> None:
-        self._hash.update(view_of(self._payload)[self._hashed : filled])
-        self._hashed = filled
-        while self._looked < len(self._pieced.pieces) and self._pieced.end_of(self._looked) <= filled:
-            self._largest = max(self._largest, self._pieced.largest(self._payload, self._looked))
-            self._looked += 1
-
-
 class Update:
     """An update whose numbers are known.
 
@@ -169,13 +136,128 @@ class Update:
         self.weight = 0  # once it is part of a sum
 
 
-class _MeanPlace(NamedTuple):
-    """Where a mean is written to; see ``UpdateSum.encode_mean``."""
+_AT_ONCE = 1 << 23  # bytes that are checked together
 
-    payload: Tensor
-    round: int
-    known: Tensor | None
-    lost: Tensor | None
+
+class UploadRoom:
+    """Room in memory for uploads, bounded together. For one event loop.
+
+    Args:
+        limit: Bytes of all together; a larger upload is taken alone.
+        executor: Of the threads that check uploads.
+    """
+
+    def __init__(self, limit: int, executor: Executor) -> None:
+        self.limit = limit
+        self.executor = executor
+        self.taken = 0
+        self._waiting: list[asyncio.Future[None]] = []
+
+    async def take(self, what: PiecedFormat | int, *, timeout: float) -> Upload:
+        """Take room, or wait for some.
+
+        Args:
+            what: Format of an update; or the length of something else, of whose numbers none is looked at.
+            timeout: Longest wait in seconds.
+
+        Raises:
+            SchedulerTimeoutError: If there is not enough in time.
+        """
+        pieced, length = (None, what) if isinstance(what, int) else (what, what.payload_bytes)
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout
+        while self.taken and self.taken + length > self.limit:
+            changed = loop.create_future()
+            self._waiting.append(changed)
+            try:
+                await asyncio.wait_for(changed, deadline - loop.time())
+            except (TimeoutError, asyncio.TimeoutError):
+                raise SchedulerTimeoutError(
+                    f"There is no room for {length} bytes more: {self.taken} of {self.limit} are taken by uploads."
+                ) from None
+        upload = Upload(self, length, pieced)
+        self.taken += length
+        return upload
+
+    def give_back(self, length: int) -> None:
+        """Room is free again."""
+        self.taken -= length
+        waiting, self._waiting = self._waiting, []
+        for changed in waiting:
+            if not changed.done():
+                changed.set_result(None)
+
+
+class Upload:
+    """A body of known length, filled from the front, and checked in a thread beside that. Leaving it gives room back.
+
+    Args:
+        room: That it has taken.
+        length: In bytes.
+        pieced: Its format; ``None`` where its numbers are not looked at.
+    """
+
+    def __init__(self, room: UploadRoom, length: int, pieced: PiecedFormat | None) -> None:
+        import xxhash
+
+        self.length = self._takes = length
+        self._room = room
+        self._pieced = pieced
+        self._payload = buffer_of(length)
+        self._view = view_of(self._payload)
+        self._filled = 0
+        self._hash = xxhash.xxh3_128()
+        self._hashed = 0
+        self._looked = 0  # pieces
+        self._largest = 0.0
+        self._job: asyncio.Future[None] | None = None
+
+    def write(self, chunk: bytes) -> None:
+        """Append; returns at once.
+
+        Raises:
+            OptionError: If it is more than was announced.
+        """
+        end = self._filled + len(chunk)
+        if end > self.length:
+            raise OptionError("body", f"{end} bytes", f"{self.length} bytes, as announced")
+        self._view[self._filled : end] = chunk
+        self._filled = end
+        if end - self._hashed >= _AT_ONCE and (self._job is None or self._job.done()):
+            if self._job is not None:
+                self._job.result()
+            self._job = asyncio.get_running_loop().run_in_executor(self._room.executor, self._look, end)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all of it is there."""
+        return self._filled == self.length
+
+    async def finish(self) -> Update:
+        """What came in, once all of it is there."""
+        if self._job is not None:
+            await self._job
+        await asyncio.get_running_loop().run_in_executor(self._room.executor, self._look, self.length)
+        return Update(self._payload, self._largest, self._hash.hexdigest())
+
+    def close(self) -> None:
+        """Give the room back; may be repeated."""
+        self._room.give_back(self._takes)
+        self._takes = 0
+
+    def __enter__(self) -> Upload:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _look(self, filled: int) -> None:
+        self._hash.update(self._view[self._hashed : filled])
+        self._hashed = filled
+        pieced = self._pieced
+        while pieced is not None and self._looked < len(pieced.pieces) and pieced.end_of(self._looked) <= filled:
+            self._largest = max(self._largest, pieced.largest(self._payload, self._looked))
+            self._looked += 1
 
 
 class UpdateSum:
@@ -272,7 +354,7 @@ class UpdateSum:
         Raises:
             ValueError: If nothing was added.
         """
-        await self._of_pieces(partial(self._encode, _MeanPlace(payload, round, known, lost)))
+        await self._of_pieces(partial(self._encode, payload, round, known, lost))
 
     async def reopen(self) -> None:
         """Begin anew, in the same memory."""
@@ -298,21 +380,18 @@ class UpdateSum:
                 sums = self._sums[index] = WeightedMean(self.pieced.length_of(index))
             sums.add(part, self.pieced.wire, weight=update.weight)
 
-    def _encode(self, place: _MeanPlace, index: int) -> None:
+    def _encode(self, payload: Tensor, round: int, known: Tensor | None, lost: Tensor | None, index: int) -> None:
         means, sums = self.pieced.of_means, self._sums[index]
         if sums is None:
             raise ValueError("There is no mean: nothing was added.")
-        out, seed = means.place_of(place.payload, index), self.pieced.seed(place.round, index)
-        part = sums.encode_mean(means.wire, seed=seed, out=out, residual=self._residual(place, index))
-        if out is None:
-            means.place(part, place.payload, index)
-
-    def _residual(self, place: _MeanPlace, index: int) -> Tensor | None:
-        if place.lost is None:
-            return None
         start, stop = self.pieced.pieces[index]
-        unsent = place.lost[start:stop]
-        return unsent.zero_() if place.known is None else unsent.copy_(place.known[start:stop])
+        unsent = None if lost is None else lost[start:stop]
+        if unsent is not None:
+            unsent.copy_(torch.zeros(()) if known is None else known[start:stop])
+        out = means.place_of(payload, index)
+        part = sums.encode_mean(means.wire, seed=self.pieced.seed(round, index), out=out, residual=unsent)
+        if out is None:
+            means.place(part, payload, index)
 
     def _clear(self, index: int) -> None:
         sums = self._sums[index]

@@ -269,8 +269,12 @@ class BatchScheduler:
             raise OptionError("state of the rounds", state, f"what a batch scheduler has kept ({error})") from error
         self._round, self._samples = state["round"], state["samples"]
         if self._round:
-            self._first = self._options.restart_workers
+            self._first = 1
         self._phase = _Phase.FINISHED if self._is_over() else _Phase.IDLE
+
+    def expect(self, workers: int) -> None:
+        """Let the next round wait for so many workers, as those of before a restart."""
+        self._first = max(workers, 1)
 
     # ── One worker ───────────────────────────────────────────────────────────
 

@@ -66,7 +66,7 @@ class BatchSchedulerThread:
         on_error: Callable[[BaseException], object],
     ) -> None:
         self._workers = tuple(workers)
-        everyone = replace(options, start_workers=len(workers), restart_workers=len(workers))
+        everyone = replace(options, start_workers=len(workers))
         self._rounds = Rounds(target, everyone, post=post, end=self._announce, observer=self._round_ended)
         self._post = post
         self._on_round = on_round
@@ -85,6 +85,7 @@ class BatchSchedulerThread:
         """Begin, or carry on from what :meth:`state_dict` gave."""
         if state is not None:
             self._rounds.scheduler.load_state_dict(state)
+            self._rounds.scheduler.expect(len(self._workers))
         self._thread.start()
 
     def handle(self, message: Message) -> None:

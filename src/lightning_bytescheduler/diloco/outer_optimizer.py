@@ -335,13 +335,18 @@ def pack_state(state: Mapping[str, Any]) -> bytes:
     """Write what ``OuterOptimizer.state_dict`` gave, of SGD."""
     with importing("DiLoCoStrategy(coordinator=...)", extra="coordinator"):
         from safetensors.torch import save
+    return bytes(save(named_tensors(state)))
+
+
+def named_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """What ``OuterOptimizer.state_dict`` gave, of SGD, as it travels: ``weights.NAME`` and ``momentum.NAME``."""
     weights: Mapping[str, Tensor] = state["weights"]
     tensors = {f"{_WEIGHTS}{name}": tensor.contiguous() for name, tensor in weights.items()}
     for index, name in enumerate(weights):
         buffer = state["optimizer"]["state"].get(index, {}).get(_BUFFER)
         if buffer is not None:
             tensors[f"{_MOMENTUM}{name}"] = buffer.contiguous()
-    return bytes(save(tensors))
+    return tensors
 
 
 def unpack_state(payload: bytes, like: Mapping[str, Any]) -> dict[str, Any]:

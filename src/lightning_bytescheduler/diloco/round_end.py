@@ -99,9 +99,9 @@ class RoundOptions:
         outer_steps: Rounds after which the training is over; ``None`` for no end.
         closing_rounds: Rounds that then follow without a step, each of which synchronises what the last steps have left
             of one more fragment.
-        start_workers: Workers that the first round waits for. Whoever joins later trains in the round that is on, if
-            its end is not decided; where all take equally many steps, from the next round on.
-        restart_workers: The same for the first round after a restart.
+        start_workers: Workers that the first round waits for, but not the first after a restart. Whoever joins later
+            trains in the round that is on, if its end is not decided; where all take equally many steps, from the next
+            round on.
         quorum: Share of a round's workers whose pseudo-gradients an outer step needs; with fewer, the weights stay as
             they are. Where a round synchronises one fragment only, so does its quorum. A round's workers are those that
             were told of its end; who joins later is none of them, and who had left before is none either.
@@ -121,7 +121,6 @@ class RoundOptions:
     outer_steps: int | None = None
     closing_rounds: int = 0
     start_workers: int = 1
-    restart_workers: int = 1
     quorum: float = 0.5
     quorum_workers: int = 1
     grace: float | Literal["auto"] = 60.0
@@ -133,7 +132,7 @@ class RoundOptions:
     def __post_init__(self) -> None:
         if self.outer_steps is not None:
             require_whole("outer_steps", self.outer_steps, 1)
-        for option in ("start_workers", "restart_workers", "quorum_workers"):
+        for option in ("start_workers", "quorum_workers"):
             require_whole(option, getattr(self, option), 1)
         require_whole("closing_rounds", self.closing_rounds, 0)
         require_share("quorum", self.quorum)

@@ -31,7 +31,6 @@ from lightning_bytescheduler.diloco.messages import (
 )
 from lightning_bytescheduler.diloco.round_end import FixedSteps, RoundOptions, RoundTarget
 from lightning_bytescheduler.diloco.round_record import RoundMetrics, RoundRecord
-from lightning_bytescheduler.diloco.round_roster import BatchSchedulerState
 
 _STATUS_EVERY_S = 0.5
 
@@ -65,16 +64,10 @@ class Rounds:
         self._target = target
         self._post = post
         self._end = end
-        self._observer = observer
         self._ending: SendNow | SendAfter | None = None  # what all were told when one asked for a round's end
         self._told: dict[str, float] = {}
         self._status, self._status_at = RoundStatus(round=0, left=0), 0.0  # one for all: it takes a look at all
         self._held: list[Envelope] | None = None
-
-    def carry_on(self, state: BatchSchedulerState, options: RoundOptions) -> None:
-        """Begin anew from what the batch scheduler has kept."""
-        self.scheduler = BatchScheduler(self._target, options, observer=self._observer)
-        self.scheduler.load_state_dict(state)
 
     def handle(self, message: WorkerMessage | PauseRounds | ResumeRounds, *, now: float) -> None:
         """Take in what a worker says."""
