@@ -48,7 +48,8 @@ class _Region:
 
     @property
     def needs_all(self) -> bool:
-        return self.reads_elsewhere or len(self.graphs) > 1
+        """Also where no compilation was seen."""
+        return self.reads_elsewhere or len(self.graphs) != 1
 
 
 class _Local(threading.local):
@@ -132,11 +133,11 @@ def _at_entry(original: Any) -> Any:
 
 def _enter(frame: FrameType) -> None:
     function = _compiled_in(frame)
-    region = None if function is None else _known(function)
-    if region is None or region.needs_all:
+    region = _region(function)
+    if region.needs_all:
         _stand_aside(f"compiled {_name(function)}", frame)
         if _local.outermost is not None:
-            _local.read.update(() if region is None else region.read)
+            _local.read |= region.read
             _local.read.update(() if function is None else map(id, _own_parameters(function, frame)))
     else:
         open_gates(list(_own_parameters(function, frame)))
@@ -277,11 +278,6 @@ def _code(function: Any) -> tuple[CodeType | None, type]:
     runs = getattr(function, "forward" if isinstance(function, nn.Module) else "__code__", None)
     code = getattr(runs, "__code__", runs)
     return (code if isinstance(code, CodeType) else None), type(_owner(function))
-
-
-def _known(function: Any) -> _Region | None:
-    code, kind = _code(function)
-    return None if code is None else _regions.get(code, {}).get(kind)
 
 
 def _region(function: Any) -> _Region:
