@@ -10,7 +10,7 @@ import pytest
 from lightning.pytorch import Callback
 
 from lightning_bytescheduler.ddp import fit_report
-from lightning_bytescheduler.ddp.fit_report import EarlyReads
+from lightning_bytescheduler.ddp.fit_report import SeenReads
 from tests.parity.checks import assert_overlapped, train_on
 from tests.support.fit import Recipe, Run
 from tests.support.models import Tower
@@ -49,7 +49,7 @@ class ReadsNothing(Callback):
 class Notes:
     """What a callback of that kind would do, without a fit."""
 
-    def __init__(self, reads: EarlyReads) -> None:
+    def __init__(self, reads: SeenReads) -> None:
         self.reads = reads
 
     def note(self) -> None:
@@ -86,7 +86,7 @@ def test_a_callback_that_reads_nothing_costs_nothing(two_ranks: RankPool) -> Non
 @pytest.mark.parametrize(("every", "lines"), [(1, 1), (3, 0)])
 def test_a_habit_is_worth_one_line(every: int, lines: int, caplog: pytest.LogCaptureFixture) -> None:
     trainer: Any = Trainer()
-    reads = EarlyReads(trainer)
+    reads = SeenReads({}, trainer=trainer)
     with caplog.at_level(logging.INFO, logger="lightning.pytorch.utilities.rank_zero"):
         for step in range(200):
             trainer.global_step = step
@@ -101,7 +101,7 @@ def test_a_habit_is_worth_one_line(every: int, lines: int, caplog: pytest.LogCap
 def test_validation_is_not_meant() -> None:
     trainer: Any = Trainer()
     trainer.training = False
-    reads = EarlyReads(trainer)
+    reads = SeenReads({}, trainer=trainer)
     Habit().on_train_batch_end(reads)
     assert reads.steps == {}
     assert fit_report._reader(None) is None

@@ -12,7 +12,7 @@ import logging
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import FrameType
 from typing import Any
@@ -33,22 +33,6 @@ from lightning_bytescheduler.ddp.steps import StepListener
 from lightning_bytescheduler.lightning_api import Logger, pl, rank_zero_info, rank_zero_warn
 from lightning_bytescheduler.scheduler.options import MODES, POLICIES, SchedulerOptions, SchedulingPolicy, policy_of
 from lightning_bytescheduler.tuning.default_sizes import LinkEstimate, is_slow
-
-__all__ = [
-    "ENOUGH",
-    "DecidedSteps",
-    "EarlyReads",
-    "SeenReads",
-    "agreed_plan",
-    "announce",
-    "codec_cost",
-    "first_pace",
-    "reason_for",
-    "say_found",
-    "say_if_tiny",
-    "say_start",
-    "summary_of",
-]
 
 log = logging.getLogger(__name__)
 
@@ -119,14 +103,17 @@ def say_start(
             f"bytescheduler: the checkpoint has what was left to be sent of {len(left)} parameters that are not "
             f"compressed now, or have another size or name, such as {left[0]!r}. That is left out."
         )
-    facts = f"{world_size} ranks{_link_in_words(agreed, nbytes)}. " if plan.overlapped else ""
-    sizes = ""
-    if plan.overlapped and not plan.as_ddp:
-        used = agreed.sizes
-        sizes = f" {policy.in_words.format(partition_size=used.partition_size, credit=used.credit)}"
-    steps = plan.summary()
-    if facts:
-        steps = steps[0].upper() + steps[1:]
+    facts = sizes = ""
+    steps, link, used = plan.summary(), agreed.link, agreed.sizes
+    if plan.overlapped:
+        facts, steps = f"{world_size} ranks. ", steps[0].upper() + steps[1:]
+        if link is not None:
+            facts = (
+                f"{world_size} ranks, all-reduce at {1e-6 / link.beta:.0f} MB/s after {1e3 * link.alpha:.2f} ms: "
+                f"{_ms(link.seconds(nbytes))} ms for all gradients ({nbytes / 1e6:.3g} MB). "
+            )
+        if not plan.as_ddp:
+            sizes = f" {policy.in_words.format(partition_size=used.partition_size, credit=used.credit)}"
     if agreed.far:
         facts += _FAR
     rank_zero_info(f"bytescheduler: {facts}{steps}{sizes}{_TUNED if tuned else ''}")
@@ -145,17 +132,6 @@ def say_found(found: ModeFound, *, stays: bool, tuned: bool, compressed: bool = 
     way = as_ddp if found.ddp_mode else "overlapped"
     when = "stay" if stays else "are from here on"
     rank_zero_info(f"bytescheduler: steps {when} {way}: {reason_for(found)}.{_TUNED if tuned else ''}")
-
-
-def _link_in_words(agreed: AgreedSizes, nbytes: int) -> str:
-    """What the link can do, where that was measured."""
-    link = agreed.link
-    if link is None:
-        return ""
-    return (
-        f", all-reduce at {1e-6 / link.beta:.0f} MB/s after {1e3 * link.alpha:.2f} ms: "
-        f"{_ms(link.seconds(nbytes))} ms for all gradients ({nbytes / 1e6:.3g} MB)"
-    )
 
 
 def first_pace(mode: str, *, slow: bool, tuned: bool) -> str:
@@ -202,26 +178,10 @@ def summary_of(statistics: SchedulerStatistics, finding: str) -> str | None:
         finding: What was found to be fastest, if that was measured.
     """
     steps, overlapped = statistics.steps, statistics.overlapped_steps
-    compressed = _compression_in_words(statistics)
     if not overlapped or overlapped < _WORTH_A_LINE * steps:
-        return f"{steps} steps; {compressed}." if compressed else None
+        return None
     line = f"{steps} steps, {overlapped} of them overlapped; training waited {statistics.exposed_ms:.1f} ms a step for "
-    line += "gradients"
-    if compressed:
-        line += f"; {compressed}"
-    return f"{line}; {finding}." if finding else f"{line}."
-
-
-def _compression_in_words(statistics: SchedulerStatistics) -> str:
-    """What compression has saved, and what it took; empty where nothing was compressed."""
-    if not statistics.codec_s or not statistics.steps:
-        return ""
-    return (
-        f"{statistics.bytes_sent / 1e6:.3g} MB of gradients sent instead of {statistics.bytes_uncompressed / 1e6:.3g}, "
-        f"{statistics.compression_ratio:.3g} times fewer, as "
-        f"{statistics.compressed_share:.0%} travelled compressed; codecs took "
-        f"{_ms(statistics.codec_s / statistics.steps)} ms of a step, beside the training"
-    )
+    return f"{line}gradients; {finding}." if finding else f"{line}gradients."
 
 
 def codec_cost(statistics: SchedulerStatistics, link: LinkEstimate | None, ranks: int) -> str:
@@ -262,29 +222,6 @@ def say_if_tiny(**sizes: int | None) -> None:
             )
 
 
-def say_unseen(names: Sequence[str], step: int, *, certain: bool, rank: int) -> None:
-    """Say loudly that weights were read where no gate sees it: a warning on rank 0, an error in the log elsewhere.
-
-    Args:
-        names: Of the parameters.
-        step: In which it was found.
-        certain: Whether they were the weights of the step before; else they may have been.
-        rank: Of this process.
-    """
-    were = "was" if len(names) == 1 else "were"
-    late = "had the weights of the step before" if certain else "may have had the weights of the step before"
-    message = (
-        f"bytescheduler: in step {step} {some_of(names)} {were} read by code that takes a "
-        f"weight's memory past PyTorch's functions, for the first time after the first step: it {late}, and this "
-        "training is not DDP's to the last bit. From here on their updates are waited for. To avoid it, hand such code "
-        "weight.detach(), use it from the first step on, or train with cross_barrier=False."
-    )
-    if rank == 0:
-        rank_zero_warn(message)
-    else:
-        log.error("rank %d: %s", rank, message)
-
-
 ENOUGH = 20  # steps of which most were read early, before it is worth a line
 _OWNERS = (pl.Callback, pl.LightningModule, Logger)
 
@@ -292,9 +229,13 @@ _OWNERS = (pl.Callback, pl.LightningModule, Logger)
 class SeenReads(StepListener):
     """Counts the steps whose updates or gradients were waited for between steps, and what else costs.
 
+    Such reads are exact, but each costs the overlap of its step. Nothing has to be declared: a callback that reads
+    nothing costs nothing, one that reads every hundred steps costs every hundredth step.
+
     Args:
         names: Of the parameters, by their ids.
         rank: Of this process.
+        trainer: Whose callbacks, module and loggers are named, while it trains.
 
     Attributes:
         steps: How many steps each reader waited in, by its name, for example ``MyCallback.on_train_batch_end``.
@@ -302,10 +243,12 @@ class SeenReads(StepListener):
         unseen: In which step each parameter was found to have been read past its gate, by its name.
     """
 
-    def __init__(self, names: Mapping[int, str] | None = None, rank: int = 0) -> None:
-        self._names = names or {}
+    def __init__(self, names: Mapping[int, str], rank: int = 0, trainer: pl.Trainer | None = None) -> None:
+        self._names = names
         self._rank = rank
+        self._trainer = trainer
         self._told: set[str] = set()
+        self._first_step: dict[str, int] = {}
         self.steps: Counter[str] = Counter()
         self.whole_steps: Counter[str] = Counter()
         self.unseen: dict[str, int] = {}
@@ -316,8 +259,12 @@ class SeenReads(StepListener):
         if self.whole_steps[why] == ENOUGH:
             rank_zero_info(f"bytescheduler: {ENOUGH} steps were not deferred, because {why}.")
 
-    def read_early(self, reader: str, since: int = 0) -> None:
-        """A reader waited in one more step; told once it has in most of ``since`` steps."""
+    def waited_early(self) -> None:
+        """See :class:`StepListener`. A reader is told of once it has waited in most steps."""
+        if self._trainer is None or not self._trainer.training or (reader := _reader(sys._getframe(1))) is None:
+            return
+        step = self._trainer.global_step
+        since = step - self._first_step.setdefault(reader, step) + 1
         self.steps[reader] += 1
         if reader not in self._told and self.steps[reader] >= ENOUGH and 2 * self.steps[reader] > since:
             self._told.add(reader)
@@ -328,36 +275,21 @@ class SeenReads(StepListener):
             )
 
     def read_unseen(self, parameters: list[nn.Parameter], step: int, certain: bool) -> None:
-        """See :class:`StepListener`."""
+        """See :class:`StepListener`. A warning on rank 0, an error in the log elsewhere."""
         found = [self._names[id(p)] for p in parameters]
         self.unseen.update(dict.fromkeys(found, step))
-        say_unseen(found, step, certain=certain, rank=self._rank)
-
-
-class EarlyReads(SeenReads):
-    """See :class:`SeenReads`: by callback, module or logger.
-
-    Such reads are exact, but each costs the overlap of its step. Nothing has to be declared: a callback that reads
-    nothing costs nothing, one that reads every hundred steps costs every hundredth step.
-
-    Args:
-        trainer: Reads while it validates, tests or predicts are none of ours.
-        names: See :class:`SeenReads`.
-        rank: See :class:`SeenReads`.
-    """
-
-    def __init__(self, trainer: pl.Trainer, names: Mapping[int, str] | None = None, rank: int = 0) -> None:
-        super().__init__(names, rank)
-        self._trainer = trainer
-        self._first_step: dict[str, int] = {}
-
-    def waited_early(self) -> None:
-        """See :class:`StepListener`."""
-        if not self._trainer.training:
-            return
-        step = self._trainer.global_step
-        if reader := _reader(sys._getframe(1)):
-            self.read_early(reader, step - self._first_step.setdefault(reader, step) + 1)
+        had = "had" if certain else "may have had"
+        message = (
+            f"bytescheduler: in step {step} {some_of(found)} {'was' if len(found) == 1 else 'were'} read by code that "
+            "takes a weight's memory past PyTorch's functions, for the first time after the first step: it "
+            f"{had} the weights of the step before, and this training is not DDP's to the last bit. From here on "
+            "their updates are waited for. To avoid it, hand such code weight.detach(), use it from the first step "
+            "on, or train with cross_barrier=False."
+        )
+        if self._rank == 0:
+            rank_zero_warn(message)
+        else:
+            log.error("rank %d: %s", self._rank, message)
 
 
 def _reader(frame: FrameType | None) -> str | None:

@@ -36,7 +36,7 @@ from lightning_bytescheduler.ddp.deferred_optimizer import deferring, loss_scale
 from lightning_bytescheduler.ddp.engine import EngineOptions
 from lightning_bytescheduler.ddp.fit_report import (
     DecidedSteps,
-    EarlyReads,
+    SeenReads,
     agreed_plan,
     announce,
     codec_cost,
@@ -291,7 +291,7 @@ class ScheduledGradients(DecidedSteps):
         self._reads = None
         if plan.overlapped:
             names = {id(p): name for name, p in module.named_parameters()}
-            self._reads = EarlyReads(module.trainer, names, self._strategy.global_rank)
+            self._reads = SeenReads(names, self._strategy.global_rank, module.trainer)
         elif self._tuning is not None:
             self._tuning.say_untuned("steps cannot overlap")
         link, device, nbytes = runtime.agreed.link, self._strategy.root_device, _bytes_of_gradients(module)
