@@ -171,7 +171,6 @@ def fit_balanced(
     seen.plan = repr(strategy.plan)
     seen.metrics = {name: float(value) for name, value in made.callback_metrics.items()}
     seen.weights = {name: weight.detach().clone() for name, weight in model.state_dict().items()}
-    batches = strategy._sharing.batches
-    shares = None if batches is None else batches.shares
-    seen.changes = 0 if shares is None else shares.balance.changes
+    shares = strategy._sharing.balance
+    seen.changes = 0 if shares is None else shares.changes
     return seen

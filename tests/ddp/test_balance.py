@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_bytescheduler import OptionError
 from lightning_bytescheduler.ddp.balance import Balance, Pace, part_of, shares_by_pace
 
 AHEAD = 8
@@ -107,18 +106,6 @@ def test_steps_that_take_something_for_nothing_are_balanced_too() -> None:
 def test_memory_limits_hold() -> None:
     _, played = play(64, lambda r, b, n: n / (1 + 9 * r), ranks=2, batches=60, limits=[64, 40])
     assert played[-1] == (24, 40)
-
-
-@pytest.mark.parametrize(
-    ("total", "limits", "words"),
-    [
-        (3, None, r"batch_size=3 .*4 or more, one for each rank"),
-        (64, [8] * 4, r"batch_size={'balanced': .*64 or more together"),
-    ],
-)
-def test_what_cannot_be_shared_out_is_refused(total: int, limits: list[int] | None, words: str) -> None:
-    with pytest.raises(OptionError, match=words):
-        Balance(total, 4, ahead=1, limits=limits)
 
 
 paces = st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=9)

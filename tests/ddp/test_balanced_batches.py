@@ -10,17 +10,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from lightning.pytorch import Callback, Trainer
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, WeightedRandomSampler
 
 from lightning_bytescheduler import ByteSchedulerStrategy, OptionError, UnsupportedError
 from lightning_bytescheduler.collectives.number_exchange import PostedNumbers
 from lightning_bytescheduler.ddp.balance import Balance
 from lightning_bytescheduler.ddp.balanced_batches import (
-    AgreedShares,
     BalancedBatchSampler,
     EpochOrder,
-    balanced_loader,
-    drawn_ahead,
+    LateLoader,
     require_balanceable,
 )
 from tests.ddp.balanced_fits import Numbered, Seen, fit_balanced
@@ -94,10 +93,10 @@ def posted(*rows: list[int]) -> PostedNumbers:
 
 def test_shares_of_a_batch_do_not_depend_on_when_they_are_asked_for() -> None:
     """One rank's loader draws twelve batches ahead of the training, the other's one."""
-    ahead = 14
+    ahead = 15
 
     def play(drawn: int) -> list[tuple[int, ...]]:
-        shares = AgreedShares(Balance(40, 2, ahead=ahead + 1), ahead, lambda: None)
+        shares = Balance(40, 2, ahead=ahead)
         found = [shares.of_pass(batch) for batch in range(drawn)]
         for batch in range(100):
             known = found[batch - 1] if batch else (0, 0)
@@ -111,7 +110,7 @@ def test_shares_of_a_batch_do_not_depend_on_when_they_are_asked_for() -> None:
 
 
 def test_a_loader_that_draws_too_far_ahead_is_an_error() -> None:
-    shares = AgreedShares(Balance(4, 2, ahead=3), 2, lambda: None)
+    shares = Balance(4, 2, ahead=3)
     shares.of_pass(0)
     shares.of_pass(1)
     with pytest.raises(RuntimeError, match="Batch 2 was drawn before batch 0 had begun"):
@@ -120,24 +119,18 @@ def test_a_loader_that_draws_too_far_ahead_is_an_error() -> None:
 
 def test_nothing_is_drawn_before_it_is_known_where_the_epoch_stands() -> None:
     stands = 0
-    loader = DataLoader(Numbered(12), sampler=distributed(shuffle=False), batch_size=4)
-    made, sampler = balanced_loader(loader, 0, lambda _: (2, 2), together=4, trained=lambda: stands)
-    batches = iter(made)
+    sampler = BalancedBatchSampler(EpochOrder(12, shuffle=False), 4, 0, lambda _: (2, 2), trained=lambda: stands)
+    batches = iter(LateLoader(Numbered(12), batch_sampler=sampler))
     stands = 2
     assert [batch[2].tolist() for batch in batches] == [[8, 9]]
     assert sampler.size_of(2) == 2
 
 
 def test_who_waits_for_a_rank_that_has_failed_hears_of_it() -> None:
-    shares = AgreedShares(Balance(4, 2, ahead=2), 1, lambda: ValueError("it is gone"))
+    shares = Balance(4, 2, ahead=2, failure=lambda: ValueError("it is gone"))
     shares.add(PostedNumbers())
     with pytest.raises(ValueError, match="it is gone"):
         shares.of_pass(0) and shares.of_pass(1)
-
-
-def test_how_far_ahead() -> None:
-    assert drawn_ahead(0, 1) == 3
-    assert drawn_ahead(12, 2) == 15
 
 
 # ---------------------------------------------------------------------- fits
@@ -274,7 +267,7 @@ def test_what_a_batch_counts_among_those_of_its_step(dropped: int) -> None:
 def test_ranks_with_other_data_are_refused(two_ranks: RankPool) -> None:
     for seen in two_ranks.run(fit_other_data):
         assert "RanksDifferError" in seen.error
-        assert "samples of the training data is 64 on rank 0" in seen.error
+        assert "the training data is batches of 16 samples (on 2 ranks), of 64 shuffled from seed" in seen.error
 
 
 def fit_other_data(rank: int) -> Seen:
@@ -339,23 +332,47 @@ def distributed(**options: Any) -> DistributedSampler[Any]:
 )
 def test_what_has_no_batches_to_share_is_refused(loader: Any, words: str) -> None:
     with pytest.raises(UnsupportedError, match=words):
-        require_balanceable(loader(), CPU)
+        require_balanceable(loader(), "balanced", CPU, 2)
 
 
 def test_a_device_whose_time_is_not_taken_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="measured on CPUs and CUDA GPUs, and this trains on mps"):
-        require_balanceable(DataLoader(Numbered(8), sampler=distributed()), torch.device("mps"))
     loader = DataLoader(Numbered(8), sampler=distributed())
+    with pytest.raises(UnsupportedError, match="measured on CPUs and CUDA GPUs, and this trains on mps"):
+        require_balanceable(loader, "balanced", torch.device("mps"), 2)
     for device in (CPU, torch.device("cuda")):
-        assert require_balanceable(loader, device) is loader
-    assert require_balanceable(loader, torch.device("mps"), "global") is loader, "equal shares ask for no time"
+        require_balanceable(loader, "balanced", device, 2)
+    require_balanceable(loader, "global", torch.device("mps"), 2)  # equal shares ask for no time
 
 
 def test_one_rank_may_have_the_loader_of_one_process() -> None:
     loader = DataLoader(Numbered(8), shuffle=True)
-    assert require_balanceable(loader, CPU, "global", 1) is loader
+    require_balanceable(loader, "global", CPU, 1)
     assert EpochOrder.of(loader).described == "shuffled from seed 0"
     assert EpochOrder.of(DataLoader(Numbered(8))).described == "as it is"
     drawn_again = DataLoader(Numbered(8), sampler=RandomSampler(Numbered(8), replacement=True))
     with pytest.raises(UnsupportedError, match=r"batch_size='global' cannot share out .* a RandomSampler"):
-        require_balanceable(drawn_again, CPU, "global", 1)
+        require_balanceable(drawn_again, "global", CPU, 1)
+
+
+def fit_too_early(rank: int, weighting: str, batch_size: str | None) -> str:
+    return fit_balanced(
+        rank,
+        size=16,
+        seconds=[1.0, 1.0],
+        options={"weighting": weighting, "batch_size": batch_size},
+        trainer={"callbacks_extra": [LoadsEarly()]},
+    ).error
+
+
+class LoadsEarly(Callback):
+    """Asks for what the training data say before the model is wrapped."""
+
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        assert trainer.estimated_stepping_batches
+
+
+def test_data_that_is_loaded_too_early_is_refused(two_ranks: RankPool) -> None:
+    for error in two_ranks.run(fit_too_early, weighting="samples", batch_size="balanced"):
+        assert error.startswith("UnsupportedError: weighting='samples': training data was loaded before the model is")
+        assert "Ask for that in configure_optimizers, or later" in error
+    assert not any(two_ranks.run(fit_too_early, weighting="samples", batch_size=None)), "as many batches on each"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -158,13 +159,10 @@ def test_ranks_are_told_what_the_gpu_took(device: Device, timed: DeviceTime) -> 
         def post(self, numbers: list[int]) -> None:
             posted.append(numbers)
 
-    class Sizes:
-        def size_of(self, batch: int) -> int:
-            return 3
-
+    sizes: Any = SimpleNamespace(size_of=lambda batch: 3)
     exchange: Any = Exchange()
     weights = SampleWeights(SampleCounter(len, 0), exchange, clock=lambda: 0.0, device_time=timed)
-    weights._sizes = Sizes()
+    weights._sizes = sizes
     for _ in range(3):
         weights.begin_batch([1, 2, 3])
         device.computes(6.0)

@@ -26,7 +26,6 @@ from lightning_bytescheduler import (
 )
 from lightning_bytescheduler.ddp import rank_strategy
 from lightning_bytescheduler.ddp.ddp_arguments import check_hooks, check_module
-from lightning_bytescheduler.ddp.strategy import SchedulerHooks
 from tests.support.fabric_loops import SIZES as FABRIC_SIZES
 from tests.support.fabric_loops import tower
 from tests.support.fit import Recipe, Run, train
@@ -324,14 +323,16 @@ def test_hooks_after_accumulation_are_warned_of_once() -> None:
     check_hooks(module)
 
 
-def test_a_checkpoint_of_diloco_is_said_to_leave_something_out(caplog: pytest.LogCaptureFixture) -> None:
-    hooks = SchedulerHooks(ByteSchedulerStrategy(), log_metrics=False)
-    with caplog.at_level("INFO"):
-        hooks.on_load_checkpoint(None, None, {"lightning_bytescheduler.diloco": {}})  # type: ignore[arg-type]
-        assert "its outer optimizer is left out" in caplog.text
+def test_a_checkpoint_of_diloco_is_said_to_leave_something_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoints: list[dict[str, Any]] = [{"lightning_bytescheduler.diloco": {}}, {}]
+    for checkpoint in checkpoints:
+        torch.save(checkpoint, tmp_path / "last.ckpt")
         caplog.clear()
-        hooks.on_load_checkpoint(None, None, {})  # type: ignore[arg-type]
-        assert not caplog.text
+        with caplog.at_level("INFO"):
+            assert ByteSchedulerStrategy().load_checkpoint(tmp_path / "last.ckpt") == checkpoint
+        assert ("its outer optimizer is left out" in caplog.text) == bool(checkpoint)
 
 
 class Joins(Tower):

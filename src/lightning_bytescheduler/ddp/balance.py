@@ -1,4 +1,4 @@
-"""How many samples of each batch every rank takes, so that all are done at the same time. Pure: no clock, no messages.
+"""How many samples of each batch every rank takes, so that all are done at the same time. Has no clock.
 
 A rank's *pace* is what a sample takes it, in seconds of computing: the mean of the middle half of the last values, so
 that it is steady under blips. When several in a row lie well above it or well below, things have changed for good, and
@@ -10,7 +10,8 @@ what the paces are uncertain by. So noise moves nothing, and where machines are 
 
 *For which batch*: the decision that follows from what batch t took counts from batch t + ahead on. All ranks put the
 same numbers in, in the same order, into the same arithmetic; so they decide alike, for the same batch, and nobody tells
-anybody. A rank that asks for the shares of batch b has to have put in what all batches up to b - ahead took.
+anybody. With each batch a rank posts what the one before took it (``number_exchange.py``), so that a rank that asks for
+the shares of batch b needs what was posted with all batches up to b - ahead + 1.
 
 Source: performance-aware scheduling; DiLoCo's rounds go by the same paces (``diloco/round_roster.py``), and fit the
 number of steps where this fits their size.
@@ -20,9 +21,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from lightning_bytescheduler.exceptions import OptionError
+from lightning_bytescheduler.collectives.number_exchange import PostedNumbers
 
 __all__ = ["Balance", "Pace", "part_of", "shares_by_pace"]
 
@@ -119,37 +120,75 @@ def part_of(shares: Sequence[int], size: int) -> tuple[int, ...]:
 
 
 class Balance:
-    """The shares of each batch, from what batches before it took.
+    """The shares of each batch, from what batches before it took; for the training thread.
 
     Args:
-        total: Samples of a batch, over all ranks.
+        total: Samples of a batch, over all ranks: one for each at least, and no more than ``limits`` allow together.
         ranks: How many there are.
-        ahead: A decision counts for so many batches later, 1 or more.
+        ahead: A decision counts for so many batches later, 2 or more, as what a batch took is told with the next one,
+            and no rank's loader draws farther ahead. With ``math.inf`` none ever does, and shares stay equal.
         limits: The most that each rank may take.
+        failure: Asked while other ranks' numbers are waited for: why they will not come, if they will not.
 
     Attributes:
         total: As given.
+        ahead: As given.
         changes: How often shares have changed, or are about to.
-
-    Raises:
-        OptionError: If a batch has fewer samples than there are ranks, or more than they may take.
     """
 
-    def __init__(self, total: int, ranks: int, *, ahead: int, limits: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        total: int,
+        ranks: int,
+        *,
+        ahead: float,
+        limits: Sequence[int] | None = None,
+        failure: Callable[[], BaseException | None] = lambda: None,
+    ) -> None:
         self._limits = tuple(limits) if limits is not None else (total,) * ranks
-        if total < ranks:
-            hint = "Make the DataLoader's batch_size larger, which counts times the number of ranks."
-            raise OptionError("batch_size", total, f"{ranks} or more, one for each rank, in a balanced batch", hint)
-        if sum(self._limits) < total:
-            hint = f"A batch of all ranks has {total} samples."
-            raise OptionError("batch_size", {"balanced": self._limits}, f"{total} or more together", hint)
         self.changes = 0
         self.total = total
-        self._ahead = ahead
+        self.ahead = ahead
+        self._failure = failure
         self._paces = [Pace() for _ in range(ranks)]
-        equal = shares_by_pace(total, [1.0] * ranks, self._limits)
-        self._from: list[tuple[int, tuple[int, ...]]] = [(0, equal)]  # (first batch, shares), oldest first
+        self._equal = shares_by_pace(total, [1.0] * ranks, self._limits)
+        self._from: list[tuple[float, tuple[int, ...]]] = [(0, self._equal)]  # (first batch, shares), oldest first
         self._asked = 0
+        self._posted: deque[PostedNumbers] = deque()
+        self._taken = 0
+        self._begun = 0
+        self._first = 0  # of this pass, among all batches
+
+    @property
+    def follows_pace(self) -> bool:
+        """Whether shares may change."""
+        return math.isfinite(self.ahead)
+
+    def add(self, posted: PostedNumbers) -> None:
+        """A batch begins: all ranks post, after their number of samples, samples and nanoseconds of the one before."""
+        if self.follows_pace:
+            self._posted.append(posted)
+        self._begun += 1
+
+    def of_pass(self, batch: int) -> tuple[int, ...]:
+        """Shares of the n-th batch that is drawn in a pass over the data, from 0.
+
+        Raises:
+            BaseException: Why other ranks' numbers do not come.
+        """
+        if batch == 0:
+            self._first = self._begun  # what was drawn in the last pass, and not trained on, does not count
+        number = self._first + batch
+        needed = number + 1 - self.ahead
+        while self._taken <= needed:
+            if not self._posted:
+                raise RuntimeError(f"Batch {number} was drawn before batch {needed} had begun.")
+            posted = self._posted.popleft()
+            posted.wait(self._failure)
+            seconds = [spent / samples * 1e-9 if samples and spent else None for _, samples, spent in posted.rows]
+            self.observe(self._taken - 1, seconds)
+            self._taken += 1
+        return self.shares(number)
 
     def observe(self, batch: int, seconds: Sequence[float | None]) -> None:
         """Take note of what one sample took each rank in batch ``batch``, where that is known.
@@ -162,39 +201,45 @@ class Balance:
         for pace, value in zip(self._paces, seconds, strict=True):
             if value is not None and value > 0:
                 pace.observe(value)
-        if not all(pace.known for pace in self._paces):
+        paces = self._known_paces()
+        if paces is None:
             return
-        paces = [pace.seconds for pace in self._paces]
         wanted = shares_by_pace(self.total, paces, self._limits)
         gain = _longest(current, paces) / _longest(wanted, paces) - 1.0
         if gain <= max(_LEAST_GAIN, _CERTAIN * max(pace.uncertainty for pace in self._paces)):
             return
         self.changes += 1
-        self._from.append((batch + self._ahead, wanted))
+        self._from.append((batch + self.ahead, wanted))
         for pace, before, now in zip(self._paces, current, wanted, strict=True):
             if abs(now - before) > 0.1 * before:
                 pace.forget()
 
+    def _known_paces(self) -> list[float] | None:
+        return [pace.seconds for pace in self._paces] if all(pace.known for pace in self._paces) else None
+
     def shares(self, batch: int) -> tuple[int, ...]:
         """Of batch ``batch``. A rank may ask for later ones before, as its loader draws farther ahead."""
         self._asked = batch
-        return self._of(batch)
-
-    def _of(self, batch: int) -> tuple[int, ...]:
-        return next(shares for first, shares in reversed(self._from) if first <= batch)
+        return self.present
 
     @property
     def present(self) -> tuple[int, ...]:
         """Of the batch that was asked for last."""
-        return self._of(self._asked)
+        return next(shares for first, shares in reversed(self._from) if first <= self._asked)
 
-    def saved(self) -> float | None:
-        """Seconds of a step that unequal shares spare the ranks that would wait, by present paces; ``None`` unknown."""
-        if not all(pace.known for pace in self._paces):
-            return None
-        paces = [pace.seconds for pace in self._paces]
-        equal = shares_by_pace(self.total, [1.0] * len(paces), self._limits)
-        return _longest(equal, paces) - _longest(self.present, paces)
+    @property
+    def saved_ms(self) -> float | None:
+        """How much longer a step would take with equal shares, by present paces; ``None`` while they are unknown."""
+        paces = self._known_paces()
+        return None if paces is None else 1e3 * (_longest(self._equal, paces) - _longest(self.present, paces))
+
+    def metrics(self) -> dict[str, float]:
+        """What is logged, where they may change."""
+        if not self.follows_pace:
+            return {}
+        shares = {f"bytescheduler/share_of_rank_{rank}": float(share) for rank, share in enumerate(self.present)}
+        saved = self.saved_ms
+        return shares if saved is None else {**shares, "bytescheduler/waiting_saved_ms": saved}
 
 
 def _longest(shares: Sequence[int], paces: Sequence[float]) -> float:

@@ -3,28 +3,38 @@
 The batches of all ranks together are those of one process: an epoch's order is a permutation from a seed, batch b of it
 is what lies from b times the batch size on, and each rank takes its share of that, one behind the other. So every
 sample is used once an epoch whatever the shares are, and an epoch goes on from any batch under other shares, or on
-another number of ranks.
+another number of ranks. Slices have a plan of their own that only has to be told the shares, as ranks read different
+ones (``slices/epoch_plan.py``). What all ranks agree on is the same.
 
 *Why ranks draw from the same shares.* With batch t each rank posts what the batch before took it
 (``number_exchange.py``). All put the same numbers into the same arithmetic (``balance.py``), whose decisions count from
 batch t + ahead on. A DataLoader with workers draws batches before they are trained on, so ``ahead`` is farther than
 any rank's loader draws: the most that any rank needs, agreed on before the first batch. A rank that draws batch b
-waits for what was posted with batch b - ahead, if that has not come yet.
+waits for what was posted with batch b - ahead + 1, if that has not come yet.
 
 *Why that wait ends.* A rank posts with batch t before it does anything else with it, and to get that batch it has
-waited for what was posted with batch t - ahead at most. So there is no circle. Ranks that step together are no more
+waited for what was posted with batch t - ahead + 1 at most. So there is no circle. Ranks that step together are no more
 than a step apart, or as many batches as a step accumulates, which ``ahead`` has in it: what is waited for has come.
+
+*Where an epoch stands, in a checkpoint.* The number of batches that were trained on says which samples have been used,
+if batch size, order and samples are still the same; how many ranks there are has no part in it. Lightning keeps that
+number; what has to be the same is kept beside it. In the middle of a step that accumulates several batches, a
+checkpoint lacks the gradients of those that came before. So a training goes on with the first batch of that step.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -35,16 +45,24 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from lightning_bytescheduler.collectives.number_exchange import PostedNumbers
 from lightning_bytescheduler.ddp.balance import Balance, part_of
-from lightning_bytescheduler.exceptions import UnsupportedError
+from lightning_bytescheduler.ddp.runtime import SchedulerRuntime
+from lightning_bytescheduler.ddp.sample_weights import BatchSizes, Weighting
+from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
+from lightning_bytescheduler.lightning_api import pl, rank_zero_info
 
-_CANNOT = "batch_size={how!r} cannot share out the batches of"
+if TYPE_CHECKING:
+    from lightning_bytescheduler.slices.epoch_plan import EpochPlan
+
+POSITION = "lightning_bytescheduler.position"
+"""Where a checkpoint has what an epoch's batches are drawn from."""
+
+_NOT_RESUMABLE = "You're resuming from a checkpoint that ended before the epoch ended"  # Lightning, of any DataLoader
 _WAY_OUT = "Give each rank's loader its batch size where you make it, by trainer.global_rank, and leave batch_size out."
 
 
-class EpochOrder(Sampler[int]):
-    """All samples of an epoch, in an order that is the same on all ranks.
+class EpochOrder(DistributedSampler[Any]):
+    """All samples of an epoch, in an order that is the same on all ranks: as the sampler of one rank has it.
 
     Args:
         size: Of the data set.
@@ -53,10 +71,7 @@ class EpochOrder(Sampler[int]):
     """
 
     def __init__(self, size: int, *, shuffle: bool = True, seed: int = 0) -> None:
-        self._size = size
-        self._shuffle = shuffle
-        self._seed = seed
-        self._epoch = 0
+        super().__init__(range(size), num_replicas=1, rank=0, shuffle=shuffle, seed=seed)  # type: ignore[arg-type]
 
     @classmethod
     def of(cls, loader: DataLoader[Any]) -> EpochOrder:
@@ -70,20 +85,7 @@ class EpochOrder(Sampler[int]):
     @property
     def described(self) -> str:
         """In words."""
-        return f"shuffled from seed {self._seed}" if self._shuffle else "as it is"
-
-    def set_epoch(self, epoch: int) -> None:
-        """Which epoch begins next; Lightning says so."""
-        self._epoch = epoch
-
-    def __len__(self) -> int:
-        return self._size
-
-    def __iter__(self) -> Iterator[int]:
-        if not self._shuffle:
-            return iter(range(self._size))
-        generator = torch.Generator().manual_seed(self._seed + self._epoch)  # as torch's DistributedSampler
-        return iter(cast("list[int]", torch.randperm(self._size, generator=generator).tolist()))
+        return f"shuffled from seed {self.seed}" if self.shuffle else "as it is"
 
 
 class BalancedBatchSampler(Sampler[list[int]]):
@@ -149,156 +151,64 @@ class BalancedBatchSampler(Sampler[list[int]]):
         order = list(self.sampler)
         for batch in range(first, len(self)):
             together = order[batch * self.batch_size : (batch + 1) * self.batch_size]
-            shares = self._shares(batch - first)
-            if len(together) < self.batch_size:
-                shares = part_of(shares, len(together))
+            shares = part_of(self._shares(batch - first), len(together))
             start, size = sum(shares[: self._rank]), shares[self._rank]
             self._sizes[batch] = size
             yield together[start : start + size] or together[:1]
 
 
-class AgreedShares:
-    """Every batch's shares, from what all ranks have posted; for the training thread.
-
-    Args:
-        balance: What decides.
-        ahead: Decisions count from so many batches later on, as the loaders of all ranks draw no farther ahead; with
-            ``math.inf`` none ever does, and shares stay equal.
-        failure: Asked while other ranks' numbers are waited for: why they will not come, if they will not.
-
-    Attributes:
-        balance: As given.
-        ahead: As given.
-    """
-
-    def __init__(self, balance: Balance, ahead: float, failure: Callable[[], BaseException | None]) -> None:
-        self.balance = balance
-        self.ahead = ahead
-        self._failure = failure
-        self._posted: deque[PostedNumbers] = deque()
-        self._taken = 0
-        self._count = 0
-        self._first = 0  # of this pass, among all batches
-
-    @property
-    def follow_pace(self) -> bool:
-        """Whether they may change."""
-        return math.isfinite(self.ahead)
-
-    def add(self, posted: PostedNumbers) -> None:
-        """A batch begins: all ranks post, after their number of samples, samples and nanoseconds of the one before."""
-        if self.follow_pace:
-            self._posted.append(posted)
-        self._count += 1
-
-    def of_pass(self, batch: int) -> tuple[int, ...]:
-        """Shares of the n-th batch that is drawn in a pass over the data, from 0.
-
-        Raises:
-            BaseException: Why other ranks' numbers do not come.
-        """
-        if batch == 0:
-            self._first = self._count  # what was drawn in the last pass, and not trained on, does not count
-        number = self._first + batch
-        while self._taken <= number - self.ahead:
-            if not self._posted:
-                raise RuntimeError(f"Batch {number} was drawn before batch {number - self.ahead} had begun.")
-            posted = self._posted.popleft()
-            posted.wait(self._failure)
-            seconds = [spent / samples * 1e-9 if samples and spent else None for _, samples, spent in posted.rows]
-            self.balance.observe(self._taken - 1, seconds)
-            self._taken += 1
-        return self.balance.shares(number)
-
-    @property
-    def present(self) -> tuple[int, ...]:
-        """Of the batch that was drawn last."""
-        return self.balance.present
-
-    @property
-    def saved_ms(self) -> float | None:
-        """How much longer a step would take with equal shares, by present paces; ``None`` while they are unknown."""
-        saved = self.balance.saved()
-        return None if saved is None else 1e3 * saved
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """What the plan says of them."""
-        return {"batch_shares": self.present, "waiting_saved_ms": self.saved_ms}
-
-    def metrics(self) -> dict[str, float]:
-        """What is logged, where they may change."""
-        if not self.follow_pace:
-            return {}
-        found = {f"bytescheduler/share_of_rank_{rank}": float(share) for rank, share in enumerate(self.present)}
-        if self.saved_ms is not None:
-            found["bytescheduler/waiting_saved_ms"] = self.saved_ms
-        return found
-
-
-def drawn_ahead(drawn: int, accumulated: int) -> int:
-    """How many batches later what a batch tells can count on this rank.
-
-    Args:
-        drawn: Batches that its loader's processes are asked for before the first of them is there.
-        accumulated: Batches of a step: ranks may be as many apart.
-    """
-    return max(drawn, 1) + max(accumulated, 1) + 1
-
-
-def require_timed(device: torch.device, how: str) -> None:
-    """Require a device on which it is known what a step takes, where shares go by that.
-
-    Raises:
-        UnsupportedError: If it is not known.
-    """
-    if device.type not in ("cpu", "cuda") and how != "global":
-        why = f"the time that a step takes is measured on CPUs and CUDA GPUs, and this trains on {device.type}"
-        raise UnsupportedError(f"{_CANNOT.format(how=how)} this training: {why}. {_WAY_OUT}")
-
-
-def require_balanceable(loader: object, device: torch.device, how: str = "balanced", ranks: int = 2) -> DataLoader[Any]:
-    """The loader, if its batches can be shared out.
+def require_balanceable(loader: Any, how: str, device: torch.device, ranks: int) -> None:
+    """Require batches that can be shared out: by a plan of slices, or of numbered samples in Lightning's order.
 
     Args:
         loader: Of training data, as Lightning has made it.
-        device: That is trained on.
         how: What the user asked for.
+        device: That is trained on.
         ranks: How many there are; Lightning puts in a sampler of its own for several.
 
     Raises:
-        UnsupportedError: If not; says why, and what to do instead.
+        UnsupportedError: If they cannot; says why, and what to do instead.
     """
-    cannot = _CANNOT.format(how=how)
-    require_timed(device, how)
-    if hasattr(loader, "plan") and hasattr(loader, "draws_ahead"):
-        raise UnsupportedError(
-            f"{cannot} a loader of slices without its data module. Give the Trainer that: "
-            "trainer.fit(model, datamodule=data)."
-        )
-    if type(loader) is not DataLoader:
-        raise UnsupportedError(f"{cannot} a {type(loader).__name__}: a plain DataLoader is needed. {_WAY_OUT}")
-    if isinstance(loader.dataset, IterableDataset):
-        raise UnsupportedError(
-            f"{cannot} an IterableDataset: samples need numbers, to be shared out. Or cut the data into slices, for a "
-            f"SliceDataModule. {_WAY_OUT}"
-        )
-    if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
-        what = type(loader.batch_sampler).__name__ if loader.batch_sampler is not None else "batches of its own"
-        raise UnsupportedError(f"{cannot} a DataLoader with {what}: it has to have a batch_size. {_WAY_OUT}")
+    way_out = _WAY_OUT
+    if device.type not in ("cpu", "cuda") and how != "global":
+        why = f"this training: the time of a step is measured on CPUs and CUDA GPUs, and this trains on {device.type}"
+    elif _plan_of(loader) is not None:
+        return
+    elif hasattr(loader, "plan") and hasattr(loader, "draws_ahead"):
+        why = "a loader of slices without its data module"
+        way_out = "Give the Trainer that: trainer.fit(model, datamodule=data)."
+    elif type(loader) is not DataLoader:
+        why = f"a {type(loader).__name__}: a plain DataLoader is needed"
+    elif isinstance(loader.dataset, IterableDataset):
+        why = "an IterableDataset: samples need numbers, to be shared out"
+        way_out = f"Or cut the data into slices, for a SliceDataModule. {_WAY_OUT}"
+    elif loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
+        drawn = loader.batch_sampler
+        why = f"a DataLoader with {'batches of its own' if drawn is None else type(drawn).__name__}: "
+        why += "it has to have a batch_size"
+    elif type(loader.sampler) is not DistributedSampler and (ranks > 1 or not _takes_each_once(loader)):
+        why = f"a DataLoader with a {type(loader.sampler).__name__}: Lightning has to put in its own sampler"
+        way_out = "Leave out Trainer(use_distributed_sampler=False), and the loader's sampler."
+    else:
+        return
+    raise UnsupportedError(f"batch_size={how!r} cannot share out the batches of {why}. {way_out}")
+
+
+def _takes_each_once(loader: DataLoader[Any]) -> bool:
     sampler = loader.sampler
-    if type(sampler) is not DistributedSampler and (ranks > 1 or not _takes_each_once(sampler, loader)):
-        raise UnsupportedError(
-            f"{cannot} a DataLoader with a {type(sampler).__name__}: Lightning has to put in its own sampler. "
-            "Leave out Trainer(use_distributed_sampler=False), and the loader's sampler."
-        )
-    return loader
-
-
-def _takes_each_once(sampler: object, loader: DataLoader[Any]) -> bool:
     if type(sampler) is RandomSampler:
         return not sampler.replacement and sampler.num_samples == len(cast(Any, loader.dataset))
     return type(sampler) is SequentialSampler
+
+
+def _plan_of(loader: object) -> EpochPlan | None:
+    """The plan of a loader of slices, whose batches ranks share; what takes time to import is there if one is."""
+    if not hasattr(loader, "plan"):
+        return None
+    from lightning_bytescheduler.slices.epoch_plan import EpochPlan
+
+    plan = loader.plan
+    return plan if isinstance(plan, EpochPlan) and plan.is_shared else None
 
 
 class LateLoader(DataLoader[Any]):
@@ -310,67 +220,222 @@ class LateLoader(DataLoader[Any]):
 
     def __iter__(self) -> Any:
         """See DataLoader."""
-        return LateIterator(super().__iter__)
+        yield from super().__iter__()
 
 
-class LateIterator:
-    """Begins at the first batch.
-
-    Args:
-        begin: Makes what it goes through.
-    """
-
-    def __init__(self, begin: Callable[[], Iterator[Any]]) -> None:
-        self._begin = begin
-        self._begun: Iterator[Any] | None = None
-
-    def __iter__(self) -> LateIterator:
-        return self
-
-    def __next__(self) -> Any:
-        if self._begun is None:
-            self._begun = self._begin()
-        return next(self._begun)
-
-
-_ARGUMENTS = (
-    "num_workers",
-    "collate_fn",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "generator",
-    "prefetch_factor",
-    "persistent_workers",
-)
+_OF_BATCHES = ("dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last")
 
 
 def arguments_of(loader: DataLoader[Any]) -> dict[str, Any]:
     """What a loader of other batches of the same samples takes over from one."""
-    return {name: getattr(loader, name) for name in _ARGUMENTS}
+    names = inspect.signature(DataLoader.__init__).parameters.keys() - {"self", *_OF_BATCHES}
+    return {name: getattr(loader, name) for name in names}
 
 
-def balanced_loader(
-    loader: DataLoader[Any],
-    rank: int,
-    shares: Callable[[int], Sequence[int]],
-    *,
-    together: int,
-    trained: Callable[[], int],
-) -> tuple[DataLoader[Any], BalancedBatchSampler]:
-    """The same loader, of which each rank draws its share of every batch.
+@contextmanager
+def loader_resumes() -> Iterator[None]:
+    """Lightning warns that a DataLoader begins anew in the middle of an epoch. Here it goes on."""
+    warnings.filterwarnings("ignore", message=_NOT_RESUMABLE)
+    added = warnings.filters[0]
+    try:
+        yield
+    finally:
+        if added in warnings.filters:
+            warnings.filters.remove(added)  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochData:
+    """What batches of a DataLoader are drawn from.
+
+    Attributes:
+        batch_size: Of all ranks together.
+        samples: Of an epoch.
+        order: In words.
+        ranks: That share a batch.
+    """
+
+    batch_size: int
+    samples: int
+    order: str
+    ranks: int
+
+    @classmethod
+    def of(cls, loader: DataLoader[Any], together: int | None, ranks: int) -> EpochData:
+        """Of a loader that Lightning has made, of whose batches all ranks have ``together`` samples."""
+        order = EpochOrder.of(loader)
+        size = together or loader.batch_size or 1
+        return cls(batch_size=size, samples=len(order), order=order.described, ranks=ranks)
+
+    def __str__(self) -> str:
+        ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
+        return f"batches of {self.batch_size} samples (on {ranks}), of {self.samples:,} {self.order}"
+
+
+class BatchSharing:
+    """Has each rank of one strategy take its share of what is trained on.
 
     Args:
-        loader: That :func:`require_balanceable` let pass.
-        rank: This one.
-        shares: See :class:`BalancedBatchSampler`.
-        together: Samples of a batch, over all ranks.
-        trained: See :class:`BalancedBatchSampler`.
+        weighting: What the user said.
 
-    Returns:
-        The loader, and what draws its batches.
+    Attributes:
+        balance: The shares of the current fit's batches, or of the last one's, once they are shared out.
     """
-    order = EpochOrder.of(loader)
-    drawn = BalancedBatchSampler(order, together, rank, shares, drop_last=loader.drop_last, trained=trained)
-    return LateLoader(loader.dataset, batch_sampler=drawn, **arguments_of(loader)), drawn
+
+    def __init__(self, weighting: Weighting) -> None:
+        self._weighting = weighting
+        self._loaders = 0  # that were shared out
+        self.begin()
+
+    def begin(self) -> None:
+        """A fit begins."""
+        self.balance: Balance | None = None
+        self._sizes: BatchSizes | None = None
+        self._data: EpochData | None = None  # None of slices, which know by themselves where they stand
+        self._resumed: Mapping[str, Any] = {}  # what the checkpoint has of its epoch
+
+    def share_out(
+        self,
+        loader: Any,
+        trainer: pl.Trainer,
+        runtime: SchedulerRuntime | None,
+        meet: Callable[[str, Mapping[str, str]], None],
+        several: bool,
+    ) -> object:
+        """Have each rank take its share of every batch, where that is asked for; all ranks at once.
+
+        Args:
+            loader: Of the training data, as Lightning has made it.
+            trainer: Whose batches are trained on.
+            runtime: This rank's; ``None`` on one rank.
+            meet: Makes sure that facts are the same on all ranks, by the name of the meeting.
+            several: Whether another loader was loaded with this one.
+
+        Returns:
+            The loader to train on.
+
+        Raises:
+            OptionError: If a batch is too small, or too large for the limits of ``batch_size``, or not what the
+                checkpoint's epoch was drawn in.
+            UnsupportedError: If the loader's batches cannot be shared out, or there is another loader.
+        """
+        how, device = str(self._weighting.batch_size), trainer.strategy.root_device
+        if runtime is None and how != "global" and self.balance is None and not self._is_amid(trainer):
+            return loader
+        plan = _plan_of(loader)
+        if plan is not None and self._sizes is plan:
+            return loader  # of the next epoch
+        rank, ranks = (0, 1) if runtime is None else (dist.get_rank(), dist.get_world_size())
+        require_balanceable(loader, how, device, ranks)
+        if plan is None:
+            data = EpochData.of(loader, self._weighting.batch_of_all(loader.batch_size, ranks), ranks)
+            facts = {"the training data": str(data), "the DataLoader's drop_last": str(loader.drop_last)}
+            option, total, drawn = "DataLoader", data.batch_size, loader.num_workers * (loader.prefetch_factor or 1)
+        else:
+            option, total, drawn = "SliceDataModule", plan.batch_size, loader.draws_ahead
+            data, facts = None, plan.facts
+        self._loaders += 1
+        if runtime is not None:
+            meet(f"batches {self._loaders}", facts)
+            if several:
+                raise UnsupportedError(
+                    f"batch_size={how!r} shares out the batches of one DataLoader, and there are several. Make one "
+                    "data set of them, or leave batch_size out."
+                )
+        if total < ranks:
+            hint = f"With batch_size={how!r} in the strategy it counts for all {ranks} ranks together."
+            raise OptionError(f"{option}(batch_size)", total, f"{ranks} or more, one for each rank", hint)
+        self._require_same_epoch(data, trainer)
+        self._data, self.balance = data, self._balance_of(total, ranks, drawn, trainer, runtime)
+        shares, progress = self.balance.of_pass, trainer.fit_loop.epoch_loop.batch_progress
+        if plan is None:
+            self._sizes = BalancedBatchSampler(
+                EpochOrder.of(loader),
+                total,
+                rank,
+                shares,
+                drop_last=loader.drop_last,
+                trained=lambda: progress.current.completed,
+            )
+            loader = LateLoader(loader.dataset, batch_sampler=self._sizes, **arguments_of(loader))
+        else:
+            plan.share_out(lambda n, size: part_of(shares(n), size), unfinished=lambda: unfinished_batches(trainer))
+            self._sizes = plan
+        if runtime is not None and runtime.weights is not None:
+            runtime.weights.share_out(self.balance, self._sizes, lambda: trainer.fit_loop.batch_idx)
+        said = f"by rank {self.balance.present}"
+        if self.balance.follows_pace:
+            said = f"by pace; a change counts {self.balance.ahead} batches later, as loaders draw ahead"
+        rank_zero_info(f"bytescheduler: batches of {total} samples are shared out {said}.")
+        return loader
+
+    def _balance_of(
+        self, total: int, ranks: int, drawn: int, trainer: pl.Trainer, runtime: SchedulerRuntime | None
+    ) -> Balance:
+        """Shares of batches of ``total`` samples, ``drawn`` of which this rank's loader draws before the first."""
+        if runtime is None or self._weighting.batch_size != "balanced":
+            return Balance(total, ranks, ahead=math.inf)
+        # As many batches as a step accumulates ranks may be apart. What a batch took is told with the next one.
+        later = max(drawn, 1) + trainer.accumulate_grad_batches + 2
+        message = torch.tensor([later], device=trainer.strategy.root_device)
+        dist.all_reduce(message, op=dist.ReduceOp.MAX)
+        ahead, before = int(message), self.balance
+        if before is not None and before.total == total and before.ahead >= ahead:
+            return before  # of a loader that Lightning has made anew: paces are known
+        limits = self._weighting.limits(ranks, total)
+        return Balance(total, ranks, ahead=ahead, limits=limits, failure=runtime.own_failure)
+
+    def weigh(self, loss: torch.Tensor, trainer: pl.Trainer) -> None:
+        """Have a loss count by its samples among the batches of its step, on a rank that has all of them."""
+        if self._sizes is None or self._weighting.samples is not None:
+            return
+        share = self._sizes.share_of_step(trainer.fit_loop.batch_idx, trainer.accumulate_grad_batches)
+        if share != 1.0 and loss.requires_grad:
+            loss.register_hook(lambda gradient: gradient * share)
+
+    def note(self, checkpoint: dict[str, Any], module: pl.LightningModule) -> None:
+        """Add to a checkpoint of a fit what has to be known for its epoch to go on."""
+        if self.balance is not None and "loops" in checkpoint:
+            data = {} if self._data is None else asdict(self._data)
+            checkpoint[POSITION] = {**data, "batches_of_unfinished_step": unfinished_batches(module.trainer)}
+
+    def load(self, checkpoint: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint, where the unfinished step begins whose gradients it lacks."""
+        if self._weighting.batch_size is None:
+            return
+        self._resumed = checkpoint.get(POSITION, {})
+        left = self._resumed.get("batches_of_unfinished_step", 0)
+        if left:
+            progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+            for counts in (progress["total"], progress["current"]):
+                done = counts["processed"] - left
+                counts.update(ready=done, started=done, processed=done, completed=done)
+
+    def _is_amid(self, trainer: pl.Trainer) -> bool:
+        """Whether the training goes on in the middle of an epoch whose batches were shared out of a DataLoader."""
+        progress: Any = trainer.fit_loop.epoch_loop.batch_progress  # has been loaded
+        return "samples" in self._resumed and progress.current.processed > 0 and not progress.is_last_batch
+
+    def _require_same_epoch(self, data: EpochData | None, trainer: pl.Trainer) -> None:
+        """Require the data, and the batches, of which a checkpoint has the middle of an epoch."""
+        if data is None or not self._is_amid(trainer):
+            return
+        before = EpochData(**{name: self._resumed[name] for name in asdict(data)})
+        if replace(before, ranks=data.ranks) == data:
+            return
+        progress: Any = trainer.fit_loop.epoch_loop.batch_progress
+        raise OptionError(
+            "batch_size",
+            data.batch_size,
+            "",
+            says=f"The checkpoint is of the middle of an epoch, after {progress.current.processed} of its "
+            f"{before}. This training has {data}: which samples are left cannot be told. Give the DataLoader the same "
+            "data, the same seed, and batches of the same size: with batch_size='global' its batch_size counts for "
+            "all ranks, however many there are. Or go on from the end of an epoch.",
+        )
+
+
+def unfinished_batches(trainer: pl.Trainer) -> int:
+    """How many batches a fit is into a step that accumulates several."""
+    progress: Any = trainer.fit_loop.epoch_loop.batch_progress
+    return 0 if progress.is_last_batch else int(progress.current.processed % trainer.accumulate_grad_batches)

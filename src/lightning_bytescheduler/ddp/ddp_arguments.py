@@ -54,34 +54,28 @@ _REFUSED = {
 }
 
 
-def check_ddp_options(options: Mapping[str, object]) -> None:
-    """Refuse options that cannot be honoured.
-
-    Raises:
-        UnsupportedError: Names the option, the reason and the way out.
-    """
-    for option, reason in _REFUSED.items():
-        if options.get(option) is not None:
-            raise UnsupportedError(
-                f"strategy 'bytescheduler' cannot honour {option}={options[option]!r}: {reason}. "
-                f"Leave {option} out, or use strategy='ddp'."
-            )
-
-
 def known_ddp_options() -> list[str]:
     """Names of the options that Lightning's DDPStrategy passes on, of the DistributedDataParallel that is installed."""
     return [name for name in [*_ddp_parameters(), *_HOOKS] if name not in SAID_BY_THE_STRATEGY]
 
 
-def check_ddp_values(options: Mapping[str, object]) -> None:
-    """Refuse values that DistributedDataParallel would take for others, or refuse on all ranks.
+def check_ddp_options(options: Mapping[str, object], *, scheduled: bool = True) -> None:
+    """Refuse what cannot be honoured, and what DistributedDataParallel would take for others, or refuse on all ranks.
 
     Args:
         options: By name; others than DistributedDataParallel's and those of its comm hook are left alone.
+        scheduled: Whether the scheduler takes the place of the comm hook.
 
     Raises:
+        UnsupportedError: Names the option that cannot be honoured, the reason and the way out.
         OptionError: Names the option, its value and what is allowed.
     """
+    for option, reason in _REFUSED.items() if scheduled else ():
+        if options.get(option) is not None:
+            raise UnsupportedError(
+                f"strategy 'bytescheduler' cannot honour {option}={options[option]!r}: {reason}. "
+                f"Leave {option} out, or use strategy='ddp'."
+            )
     for name, parameter in _ddp_parameters().items():
         value = options.get(name, parameter.default)
         if name in SAID_BY_THE_STRATEGY:

@@ -39,7 +39,6 @@ from lightning_bytescheduler.ddp.agreed_sizes import agree_on_sizes
 from lightning_bytescheduler.ddp.ddp_arguments import (
     SAID_BY_THE_STRATEGY,
     check_ddp_options,
-    check_ddp_values,
     check_hooks,
     check_launch_options,
     check_module,
@@ -431,8 +430,8 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
     ) -> None:
         own = [name for name in inspect.signature(ByteSchedulerFabricStrategy).parameters if name != "kwargs"]
         require_known(kwargs, [*own, *known_ddp_options()], of="ByteSchedulerFabricStrategy", elsewhere=_ELSEWHERE)
-        check_ddp_options(kwargs)
-        check_ddp_values({**kwargs, "bucket_cap_mb": bucket_cap_mb, "gradient_as_bucket_view": gradient_as_bucket_view})
+        buckets = {"bucket_cap_mb": bucket_cap_mb, "gradient_as_bucket_view": gradient_as_bucket_view}
+        check_ddp_options({**kwargs, **buckets})
         launch: dict[str, Any] = {
             "accelerator": accelerator,
             "parallel_devices": parallel_devices,
@@ -467,7 +466,7 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
         self._excepthook: Callable[..., Any] | None = None
         self._exiting = self._lost_at_exit = self._trains = False
         super().__init__(**launch, **kwargs)
-        self._ddp_kwargs.update(bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=gradient_as_bucket_view)
+        self._ddp_kwargs.update(buckets)
         for name in SAID_BY_THE_STRATEGY:
             self._ddp_kwargs.pop(name, None)
 

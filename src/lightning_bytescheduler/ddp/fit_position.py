@@ -11,6 +11,7 @@ import os
 import platform
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -35,17 +36,12 @@ class FitPosition:
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self._trainer = trainer
-        self._runtime: SchedulerRuntime | None = None
         self._last: Standing | None = None
         self._batches = 0
         self._epoch = 0
         self._epoch_batches = 0
         self._launched_at_batch = 0
         self._last_epoch = 0
-
-    def begin(self, runtime: SchedulerRuntime | None) -> None:
-        """The fit has a scheduler now."""
-        self._runtime = runtime
 
     def begin_epoch(self) -> None:
         """An epoch has begun; the Trainer counts them up before the last hooks of the one before."""
@@ -58,8 +54,7 @@ class FitPosition:
         self._epoch_batches += 1
         # Else nothing is known of the last one: a rank may be inside of it that gets through. On a CPU it is another
         # group's (``sigterm.py``).
-        loop, device = self._trainer.fit_loop.epoch_loop, self._trainer.strategy.root_device
-        if hasattr(loop, "_broadcast_sigterm_tensor") and device.type != "cpu":
+        if self._trainer.strategy.root_device.type != "cpu":
             self._launched_at_batch = _launched()
 
     def end(self) -> None:
@@ -79,7 +74,8 @@ class FitPosition:
         """For the other ranks."""
         if self._last is not None:
             return self._last
-        trainer, runtime = self._trainer, self._runtime
+        trainer, strategy = self._trainer, cast(Any, self._trainer.strategy)
+        runtime: SchedulerRuntime | None = strategy.runtime
         progress = trainer.fit_loop.epoch_loop.batch_progress
         ready, expected = progress.current.ready, trainer.fit_loop.max_batches
         is_last = progress.is_last_batch or ready == expected
@@ -145,15 +141,13 @@ def introduce(
         options: By name, those that must be the same on all ranks.
         trainer: Whose own options have to be the same too, if any.
     """
-    facts: dict[str, object] = {"strategy": strategy, "version of lightning-bytescheduler": _version()}
+    facts: dict[str, object] = {"strategy": strategy, "version of lightning-bytescheduler": __version__}
     facts.update(options)
     if trainer is not None:
         facts["what the Trainer does"] = getattr(trainer.state.fn, "value", trainer.state.fn)
         facts["precision"] = trainer.precision
-        for option in (
-            *("max_steps", "max_epochs"),
-            *("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm"),
-        ):
+        accumulated = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm")
+        for option in ("max_steps", "max_epochs", *accumulated):
             facts[option] = getattr(trainer, option, None)
     variables = {
         name: os.environ[name]
@@ -197,10 +191,6 @@ def optimizer_facts(optimizers: Sequence[Optimizer]) -> tuple[dict[str, str], di
                 if isinstance(value, (bool, int, float, str)) or (name == "betas" and isinstance(value, tuple)):
                     numbers[f"{name}{where}{which}"] = str(value)
     return {"optimizers": ", ".join(kinds) or "none"}, numbers
-
-
-def _version() -> str:
-    return str(__version__)
 
 
 def _text(value: object) -> str:

@@ -25,7 +25,6 @@ wants to be the same on all ranks. The factors of all ranks come from the same n
 
 from __future__ import annotations
 
-import operator
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -38,7 +37,7 @@ from torch import nn
 
 from lightning_bytescheduler.checks import did_you_mean, gone, is_whole
 from lightning_bytescheduler.collectives.number_exchange import NumberExchange, PostedNumbers
-from lightning_bytescheduler.ddp.balanced_batches import AgreedShares
+from lightning_bytescheduler.ddp.balance import Balance
 from lightning_bytescheduler.ddp.device_time import DeviceTime
 from lightning_bytescheduler.exceptions import OptionError
 
@@ -59,6 +58,9 @@ class BatchSizes(Protocol):
 
     def size_of(self, batch: int) -> int | None:
         """Samples of this rank in a batch of the epoch, 0 if it computes on another's; ``None`` if it is not known."""
+
+    def share_of_step(self, batch: int, accumulated: int) -> float:
+        """How much a batch counts among the ``accumulated`` ones of its step: 1 if all are equally large."""
 
 
 def tensors_in(batch: Any) -> Iterator[torch.Tensor | int]:
@@ -129,8 +131,12 @@ class SampleCounter:
         except Exception as error:
             said = f"{type(error).__name__}: {error}"
             raise self._error(name_of(self._samples), f"the function failed with {said}") from error
-        whole = _whole(number)
-        if whole is None or not 0 <= whole < _MOST:
+        one = number.item() if isinstance(number, torch.Tensor) and number.numel() == 1 else number
+        try:
+            whole = -1 if isinstance(one, bool) or int(one) != one else int(one)
+        except (TypeError, ValueError, OverflowError):
+            whole = -1
+        if not 0 <= whole < _MOST:
             shown = f"{number!r} of type {type(number).__name__}"
             raise self._error(name_of(self._samples), f"the function returned {shown}")
         return whole
@@ -160,6 +166,7 @@ class Weighting:
             hint = did_you_mean(weighting, _WEIGHTINGS)
             raise OptionError("weighting", weighting, "'ranks', 'samples', or a function of the batch", hint)
         self.by_samples = weighting != "ranks"
+        self.facts = {"weighting": "a function" if self.samples else weighting, "batch_size": batch_size}
         self._given = batch_size
         self._most: int | Sequence[int] | None = None
         if isinstance(batch_size, Mapping) and set(batch_size) == {"balanced"}:
@@ -174,32 +181,15 @@ class Weighting:
             hint = gone("batch_size", batch_size) or of_others
             raise OptionError("batch_size", batch_size, "'balanced', 'global', {'balanced': most}, or left out", hint)
         self.batch_size = batch_size
-        self.together = batch_size == "global"
-        self.by_pace = batch_size == "balanced"
         if batch_size is not None and not self.by_samples:
             hint = "Batches of unequal size need weighting='samples': else their samples would not count alike."
             raise OptionError("batch_size", self._given, "left out, unless weighting='samples'", hint)
 
-    @property
-    def name(self) -> str:
-        """``"ranks"`` or ``"samples"``."""
-        return "samples" if self.by_samples else "ranks"
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether a rank whose data is used up takes part with empty batches; shared batches are used up together."""
-        return self.by_samples and self.batch_size is None
-
-    @property
-    def facts(self) -> dict[str, object]:
-        """What has to be the same on all ranks."""
-        return {"weighting": "a function" if self.samples else self.name, "batch_size": self._given}
-
     def batch_of_all(self, size: int, ranks: int) -> int | None:
         """Samples of a batch of all ranks, where they share batches out of data of which a batch has ``size``."""
-        if self.together:
+        if self.batch_size == "global":
             return size
-        return size * ranks if self.by_pace and ranks > 1 else None
+        return size * ranks if self.batch_size == "balanced" and ranks > 1 else None
 
     def counter(self, rank: int) -> SampleCounter:
         """Says how many samples a batch of a rank has."""
@@ -209,15 +199,14 @@ class Weighting:
         """The most samples that each rank may have in a balanced batch of ``total``.
 
         Raises:
-            OptionError: If they were given for another number of ranks.
+            OptionError: If they were given for another number of ranks, or allow fewer together.
         """
-        if self._most is None:
-            return [total] * ranks
-        if isinstance(self._most, int):
-            return [self._most] * ranks
-        if len(self._most) != ranks:
+        most = list(self._most) if isinstance(self._most, Sequence) else [self._most or total] * ranks
+        if len(most) != ranks:
             raise OptionError("batch_size", self._given, f"one number, or one for each of {ranks} ranks")
-        return list(self._most)
+        if sum(most) < total:
+            raise OptionError("batch_size", self._given, f"{total} or more together, as a batch of all ranks has")
+        return most
 
 
 class StepWeight:
@@ -282,7 +271,7 @@ class SampleWeights:
         self._began = 0.0  # this batch, by a clock that stands still while the training thread waits
         self._took = [0, 0]  # the last batch: samples and nanoseconds
         self._sizes: BatchSizes | None = None
-        self._shares: AgreedShares | None = None
+        self._shares: Balance | None = None
         self._position: Callable[[], int] = lambda: 0
         self._added = -1  # the batch whose numbers were added last
         self._batch: tuple[int, PostedNumbers] | None = None
@@ -336,7 +325,7 @@ class SampleWeights:
         self._step.clear()
         self._added = -1
 
-    def share_out(self, shares: AgreedShares, sizes: BatchSizes, position: Callable[[], int]) -> None:
+    def share_out(self, shares: Balance, sizes: BatchSizes, position: Callable[[], int]) -> None:
         """Batches are shared out from here on.
 
         Args:
@@ -391,20 +380,6 @@ class SampleWeights:
 def _first(batches: Sequence[tuple[int, PostedNumbers]]) -> int:
     """Samples of the first batch that has any; 0 if none has."""
     return next((number for number, _ in batches if number), 0)
-
-
-def _whole(number: object) -> int | None:
-    """A whole number, also as a tensor of one or as a float without a fraction; ``None`` if it is none."""
-    if isinstance(number, torch.Tensor):
-        number = number.item() if number.numel() == 1 else None
-    if isinstance(number, bool):
-        return None
-    if isinstance(number, float):
-        return int(number) if number.is_integer() else None
-    try:
-        return operator.index(number)  # type: ignore[arg-type]
-    except TypeError:
-        return None
 
 
 def name_of(function: Any) -> str:

@@ -37,6 +37,7 @@ import torch.distributed as dist
 from lightning_bytescheduler.collectives.groups import leave
 from lightning_bytescheduler.collectives.operations import broadcast_from_first, ends_within, wait_unless
 from lightning_bytescheduler.failures.agreed_stop import AgreedStop
+from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.failures.standstill import break_connections, waiting_for_a_batch
 from lightning_bytescheduler.lightning_api import ClusterEnvironment, SIGTERMException, SLURMEnvironment, TrainerFn, pl
 from lightning_bytescheduler.scheduler.short_turns import short_turns
@@ -45,7 +46,6 @@ log = logging.getLogger(__name__)
 
 _HANDLER = "_slurm_sigusr_handler_fn"  # of Lightning's signal connector
 _OBSERVER = "child-process-observer"  # of Lightning's launcher
-_BEGINS_BATCH = "_broadcast_sigterm_tensor"  # of the epoch loop; older versions of Lightning have none
 _ALL_STOP_S = 20.0  # schedulers kill after 30 s
 _BEGUN_S = 1.0  # for what is on its way
 _LOOK_EVERY = timedelta(seconds=0.5)
@@ -155,7 +155,7 @@ def own_sigterm(
     Args:
         trainer: Whose fit it is.
         received: Called by the handler; Lightning is told to end this rank where it is left out.
-        begins_batch: Called where Lightning, where it does, would find out whether to end with a collective.
+        begins_batch: Called where Lightning would find out with a collective whether to end.
     """
     connector: Any = trainer._signal_connector
     loop: Any = trainer.fit_loop.epoch_loop
@@ -174,7 +174,7 @@ def own_sigterm(
         yield
     finally:
         vars(connector).pop("_sigterm_notifier_fn", None)
-        vars(loop).pop(_BEGINS_BATCH, None)
+        vars(loop).pop("_broadcast_sigterm_tensor", None)
 
 
 @contextmanager
@@ -218,36 +218,14 @@ class SigtermForAll:
 
     Args:
         trainer: Whose run it is.
-        stop: The ranks' agreement.
-        land: Takes what is still due of the last step, which others may not have computed yet.
-        agree: Says whether any rank says so, when all ask.
-        explained: Turns an error of a collective into its cause.
-        failure: Why the others will not answer, if they will not.
-        fault: Why the first rank will not begin a batch, if one has failed.
-        timeout: Longest wait for them, in seconds.
+        board: Of its ranks.
     """
 
-    def __init__(
-        self,
-        trainer: pl.Trainer,
-        stop: AgreedStop,
-        *,
-        land: Callable[[], object],
-        agree: Callable[[bool], bool],
-        explained: Callable[[], AbstractContextManager[None]],
-        failure: Callable[[], BaseException | None],
-        fault: Callable[[], BaseException | None],
-        timeout: float,
-    ) -> None:
+    def __init__(self, trainer: pl.Trainer, board: FaultBoard) -> None:
         self._trainer = trainer
-        self._stop = stop
-        self._land = land
-        self._agree = agree
-        self._explained = explained
-        self._failure = failure
-        self._fault = fault
-        self._timeout = timeout
-        self._told_by_loop = hasattr(trainer.fit_loop.epoch_loop, _BEGINS_BATCH)
+        self._strategy: Any = trainer.strategy
+        self._board = board
+        self._stop = board.agree_on_stop()
         self._group: dist.ProcessGroup | None = None  # for that alone
         self._begun: dist.Work | None = None  # the first rank has begun this batch, too
 
@@ -257,11 +235,10 @@ class SigtermForAll:
 
         Entered by all ranks.
         """
-        fits, device = self._trainer.state.fn == TrainerFn.FITTING, self._trainer.strategy.root_device
-        if fits and self._told_by_loop and device.type == "cpu":
+        if self._trainer.state.fn == TrainerFn.FITTING and self._strategy.root_device.type == "cpu":
             with short_turns():  # for gloo's own threads
-                self._group = dist.new_group(timeout=timedelta(seconds=self._timeout), backend="gloo")
-        together = getattr(self._trainer.fit_loop.epoch_loop, _BEGINS_BATCH, lambda: None)
+                self._group = dist.new_group(timeout=timedelta(seconds=self._strategy._longest_wait_s), backend="gloo")
+        together = self._trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor
 
         def begins_batch() -> None:
             self.begin_batch()
@@ -288,11 +265,11 @@ class SigtermForAll:
         """Wait until the first rank has begun this batch, too.
 
         Raises:
-            BaseException: What ``explained`` makes of it, if it never will.
+            BaseException: Why, if it never will.
         """
         if self._begun is not None:
-            with self._explained(), waiting_for_a_batch(outside=True):
-                wait_unless(self._begun, self._fault, look_every=_LOOK_EVERY)
+            with self._strategy._explained(), waiting_for_a_batch(outside=True):
+                wait_unless(self._begun, lambda: self._board.fault, look_every=_LOOK_EVERY)
             self._begun = None
 
     def call_off(self) -> None:
@@ -306,11 +283,6 @@ class SigtermForAll:
             break_connections(group)  # gloo has no other way, and would wait at the interpreter's end
         leave(group, idle=idle)
 
-    def begin_training_batch(self) -> None:
-        """For the callback's hook: where Lightning's loop does not say it before."""
-        if not self._told_by_loop:
-            self.begin_batch()
-
     def end_training(self) -> None:
         """All ranks have taken the last step: end here if any has got a SIGTERM.
 
@@ -318,7 +290,7 @@ class SigtermForAll:
             SIGTERMException: If so.
         """
         self.await_batch_begun()  # of a last batch without a backward pass
-        if self._agree(self._stop.asked):
+        if self._strategy.reduce_boolean_decision(self._stop.asked, all=False):
             self._received()
             raise SIGTERMException
 
@@ -331,12 +303,13 @@ class SigtermForAll:
         Raises:
             SIGTERMException: If so.
         """
-        if not self._stop.begin_batch(self._failure, self._timeout, trains=trains):
+        failure, timeout = self._strategy._no_hope, self._strategy._longest_wait_s
+        if not self._stop.begin_batch(failure, timeout, trains=trains):
             return
         # A rank that is slower may still be in its last batch: who ends now would take its gradients away, and its own
         # last step would lack those of that rank.
-        self._land()
-        if not self._stop.await_stopped(self._failure, min(self._timeout, _ALL_STOP_S)):
+        self._strategy.flush()
+        if not self._stop.await_stopped(failure, min(timeout, _ALL_STOP_S)):
             log.warning("[rank %d] ends by a SIGTERM, and not all others have come as far", self._trainer.global_rank)
         self._received()
         raise SIGTERMException

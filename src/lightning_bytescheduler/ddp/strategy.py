@@ -16,17 +16,14 @@ import torch
 import torch.distributed as dist
 
 from lightning_bytescheduler.checks import require_bool, require_known
-from lightning_bytescheduler.collectives.number_exchange import PostedNumbers
-from lightning_bytescheduler.ddp.batch_sharing import BatchSharing
+from lightning_bytescheduler.ddp.balanced_batches import BatchSharing, loader_resumes
 from lightning_bytescheduler.ddp.compression_rules import CompressionRules
 from lightning_bytescheduler.ddp.ddp_arguments import (
     ELSEWHERE,
     SAID_BY_THE_STRATEGY,
     check_ddp_options,
-    check_ddp_values,
     known_ddp_options,
 )
-from lightning_bytescheduler.ddp.epoch_position import loader_resumes
 from lightning_bytescheduler.ddp.fit_position import (
     FitPosition,
     introduce,
@@ -190,9 +187,10 @@ class ByteSchedulerStrategy(RankStrategy):
                 "ddp_comm_hook": ddp_comm_hook,
                 "ddp_comm_wrapper": ddp_comm_wrapper,
                 "model_averaging_period": model_averaging_period,
+                "bucket_cap_mb": bucket_cap_mb,
+                "gradient_as_bucket_view": gradient_as_bucket_view,
             }
         )
-        check_ddp_values({**kwargs, "bucket_cap_mb": bucket_cap_mb, "gradient_as_bucket_view": gradient_as_bucket_view})
         self._options = SchedulerOptions.resolve(
             partition_size=partition_size,
             credit=credit,
@@ -251,8 +249,10 @@ class ByteSchedulerStrategy(RankStrategy):
     @property
     def plan(self) -> OverlapPlan | None:
         """What overlaps in the current fit, or did in the last one, and why not; ``None`` before the first."""
-        plan, batches = self._gradients.plan, self._sharing.batches
-        return plan if plan is None or batches is None else replace(plan, **batches.shares.facts)
+        plan, shares = self._gradients.plan, self._sharing.balance
+        if plan is None or shares is None:
+            return plan
+        return replace(plan, batch_shares=shares.present, waiting_saved_ms=shares.saved_ms)
 
     def outcome(self) -> tuple[OverlapPlan | None, SchedulerStatistics | None]:
         """See RankStrategy."""
@@ -262,14 +262,24 @@ class ByteSchedulerStrategy(RankStrategy):
         """See RankStrategy."""
         self._gradients.remember(*outcome)
 
-    @property
-    def compresses(self) -> bool:
-        """Whether gradients are compressed, or may be."""
-        return self._rules is not None
+    def metrics(self, new: SchedulerStatistics) -> dict[str, float]:
+        """What is logged.
 
-    def share_metrics(self) -> dict[str, float]:
-        """What is logged of balanced batches; empty without them."""
-        return {} if self._sharing.batches is None else self._sharing.batches.shares.metrics()
+        Args:
+            new: What has come to pass since the last time.
+        """
+        found = {
+            "bytescheduler/exposed_communication_ms": new.exposed_ms,
+            "bytescheduler/gate_wait_ms": 1e3 * new.gate_wait_s / new.steps,
+            "bytescheduler/megabytes_sent": new.bytes_sent / new.steps / 1e6,
+            "bytescheduler/deferred_share": new.deferred_share,
+        }
+        if self._rules is not None:
+            found["bytescheduler/compression_ratio"] = new.compression_ratio
+            found["bytescheduler/codec_ms"] = 1e3 * new.codec_s / new.steps
+            found["bytescheduler/residual_norm"] = new.residual_norm
+            found["bytescheduler/compressed_share"] = new.compressed_share
+        return found if self._sharing.balance is None else {**found, **self._sharing.balance.metrics()}
 
     def batch_of_all(self, size: int) -> int | None:
         """Samples of a batch of all ranks, where they share batches of data of which one has ``size``, else ``None``.
@@ -300,21 +310,10 @@ class ByteSchedulerStrategy(RankStrategy):
             self._meet("options", own, connected=self._just_connected)
             self._position = FitPosition(trainer)
             self._board.stands(self._position.standing)
-            self._hooks = SchedulerHooks(self, log_metrics=self._log_metrics)
+            self._sigterm = SigtermForAll(trainer, self._board)
+            self._hooks = SchedulerHooks(self, self._sigterm, log_metrics=self._log_metrics)
             callbacks_of(trainer).insert(0, self._hooks)
             self._tuning.bring_tuner(callbacks_of(trainer))
-            stop, longest = self._board.agree_on_stop(), self._longest_wait_s
-            agree = partial(self.reduce_boolean_decision, all=False)
-            self._sigterm = SigtermForAll(
-                trainer,
-                stop,
-                land=self.flush,
-                agree=agree,
-                explained=self._explained,
-                failure=self._no_hope,
-                fault=lambda: None if self._board is None else self._board.fault,
-                timeout=longest,
-            )
             self._fit.enter_context(self._sigterm.handled())
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING and requeues(self.cluster_environment):
             agreed = OwnStop() if self._board is None else self._board.agree_on_stop("requeue")
@@ -331,20 +330,36 @@ class ByteSchedulerStrategy(RankStrategy):
         if module is None or module.trainer.state.stage != RunningStage.TRAINING:
             return dataloader
         self._loaders.append(dataloader)
-        if self._weighting.goes_on and self._board is not None and not hasattr(dataloader, "plan"):  # of slices
-            return self._go_on(dataloader, module)
-        meet = None if self._board is None else self._meet_with
+        several = self._board is not None
         with self._explained():
-            made = self._sharing.share_out(dataloader, module.trainer, self.runtime, meet, len(self._loaders) > 1)
+            if self._weighting.batch_size is None:
+                goes_on = self._weighting.by_samples and several and not hasattr(dataloader, "plan")  # of slices
+                return self._go_on(dataloader, module) if goes_on else dataloader
+            runtime = self._runtime_of_data() if several else None
+            made = self._sharing.share_out(
+                dataloader, module.trainer, runtime, self._meet_with, several=len(self._loaders) > 1
+            )
         if made is not dataloader:
             self._fit.enter_context(loader_resumes())
         return made
 
+    def _runtime_of_data(self) -> SchedulerRuntime:
+        """By which ranks tell each other of their batches.
+
+        Raises:
+            UnsupportedError: If there is none yet.
+        """
+        if self.runtime is None:
+            raise UnsupportedError(
+                "weighting='samples': training data was loaded before the model is wrapped, as by "
+                "trainer.estimated_stepping_batches in setup. Ask for that in configure_optimizers, or later."
+            )
+        return self.runtime
+
     def _go_on(self, dataloader: object, module: pl.LightningModule) -> object:
         """Have the training data last until all ranks' is used up."""
         self._uneven = None  # of the epoch before, where loaders are made anew
-        with self._explained():
-            least, most, certain = gather_lengths(dataloader, self.root_device)
+        least, most, certain = gather_lengths(dataloader, self.root_device)
         if certain and least == most:
             return dataloader
         if not module.automatic_optimization or self._ddp_kwargs.get("static_graph"):
@@ -359,21 +374,11 @@ class ByteSchedulerStrategy(RankStrategy):
             dataloader,
             length=most,
             trusted=certain,
-            has_batch=self._has_batch,
-            failure=lambda: None if self.runtime is None else self.runtime.failure(),
+            runtime=self._runtime_of_data,
             loaded=self._loaders,
             progress=module.trainer.fit_loop.epoch_loop.batch_progress,
         )
         return self._uneven
-
-    def _has_batch(self, has: bool) -> PostedNumbers:
-        weights = None if self.runtime is None else self.runtime.weights
-        if weights is None:
-            raise UnsupportedError(
-                "weighting='samples': training data without a length was loaded before the model is wrapped, as by "
-                "trainer.estimated_stepping_batches in setup. Ask for that in configure_optimizers, or later."
-            )
-        return weights.has_batch(has)
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """See DDPStrategy. A batch begins here, which may be an empty one."""
@@ -428,29 +433,11 @@ class ByteSchedulerStrategy(RankStrategy):
                 self.barrier("model")  # notices a rank that died on the way here, which the store does not
                 self._meet_with("the model", parameter_facts(module.parameters()))
             self._gradients.prepare(self._board)
-        if self._position is not None:
-            self._position.begin(self.runtime)
         super().configure_ddp()
-
-    def count_batch(self) -> None:
-        """See RankStrategy. Raises what ends the fit if a SIGTERM ends all ranks here."""
-        if self._sigterm is not None:
-            self._sigterm.begin_training_batch()
-        super().count_batch()
 
     def _await_batch(self) -> None:
         if self._sigterm is not None:
             self._sigterm.await_batch_begun()
-
-    def begin_evaluation_batch(self) -> None:
-        """End here if a SIGTERM ends all ranks."""
-        if self._sigterm is not None:
-            self._sigterm.begin_batch(trains=False)
-
-    def end_training(self) -> None:
-        """End here if a SIGTERM ends all ranks: it has come in the last batch, or after it."""
-        if self._sigterm is not None:
-            self._sigterm.end_training()
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         """Make them, and see that they are the same on all ranks; see DDPStrategy."""
@@ -485,8 +472,6 @@ class ByteSchedulerStrategy(RankStrategy):
         if board is not None:
             board.close()
         self._position = None
-        if self._uneven is not None:
-            self._uneven.present = None  # the Trainer keeps the loader, and it a DataLoader's workers
         self._loaders, self._uneven = [], None
         trainer = None if self.lightning_module is None else self.lightning_module._trainer
         if trainer is not None and self._hooks in callbacks_of(trainer):
@@ -498,10 +483,6 @@ class ByteSchedulerStrategy(RankStrategy):
         """Wait for all gradients and apply every pending update; the weights are final afterwards."""
         with self._explained():
             self._gradients.flush()
-
-    def say_end(self) -> None:
-        """Say what came of this fit, where something was scheduled."""
-        self._gradients.say_end()
 
     def compression_state(self) -> dict[str, Any] | None:
         """For a checkpoint: what error feedback has left to be sent; on all ranks at once."""
@@ -535,17 +516,22 @@ class ByteSchedulerStrategy(RankStrategy):
         self._gradients.weights_replaced()
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """See DDPStrategy. Where batches are shared out, training goes on at the beginning of a step."""
+        """See DDPStrategy. Says what of the checkpoint is left out."""
         checkpoint = super().load_checkpoint(*args, **kwargs)
         self._sharing.load(checkpoint)
+        self.load_compression_state(checkpoint.get(COMPRESSION))
+        if OUTER_STATE in checkpoint:
+            rank_zero_info(
+                "bytescheduler: the checkpoint is of strategy 'diloco': weights, optimizers and progress go on, and "
+                "its outer optimizer is left out."
+            )
         return checkpoint
 
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """See DDPStrategy. However long it takes, another rank's failure does not end this process meanwhile."""
-        if self._hooks is None and "optimizer_states" in checkpoint:  # after the fit, whose callback is gone
-            state = self.compression_state()
-            if state is not None:
-                checkpoint[COMPRESSION] = state
+        state = self.compression_state() if "optimizer_states" in checkpoint else None
+        if state is not None:
+            checkpoint[COMPRESSION] = state
         if self.lightning_module is not None:
             self._sharing.note(checkpoint, self.lightning_module)  # which has no trainer after a fit elsewhere
         with nullcontext() if self._board is None else self._board.patient():
@@ -571,11 +557,13 @@ class SchedulerHooks(pl.Callback):
 
     Args:
         strategy: Whose hooks these are.
+        sigterm: Asked before batches that are not trained on, and at the end.
         log_metrics: Whether to log.
     """
 
-    def __init__(self, strategy: ByteSchedulerStrategy, *, log_metrics: bool) -> None:
+    def __init__(self, strategy: ByteSchedulerStrategy, sigterm: SigtermForAll, *, log_metrics: bool) -> None:
         self._strategy = strategy
+        self._sigterm = sigterm
         self._log_metrics = log_metrics
         self._logged = SchedulerStatistics()
 
@@ -601,7 +589,7 @@ class SchedulerHooks(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """End here if a SIGTERM ends all."""
-        self._strategy.begin_evaluation_batch()
+        self._sigterm.begin_batch(trains=False)
 
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
@@ -623,49 +611,13 @@ class SchedulerHooks(pl.Callback):
         now = statistics.copy()
         new = now.since(self._logged)
         self._logged = now
-        compressed = {
-            "bytescheduler/compression_ratio": new.compression_ratio,
-            "bytescheduler/codec_ms": 1e3 * new.codec_s / new.steps,
-            "bytescheduler/residual_norm": new.residual_norm,
-            "bytescheduler/compressed_share": new.compressed_share,
-        }
-        pl_module.log_dict(
-            {
-                "bytescheduler/exposed_communication_ms": new.exposed_ms,
-                "bytescheduler/gate_wait_ms": 1e3 * new.gate_wait_s / new.steps,
-                "bytescheduler/megabytes_sent": new.bytes_sent / new.steps / 1e6,
-                "bytescheduler/deferred_share": new.deferred_share,
-                **(compressed if self._strategy.compresses else {}),
-                **self._strategy.share_metrics(),
-            },
-            on_step=True,
-            on_epoch=False,
-        )
+        pl_module.log_dict(self._strategy.metrics(new), on_step=True, on_epoch=False)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Land everything before other callbacks look at the trained weights."""
         self._strategy.flush()
-        self._strategy.end_training()
-        self._strategy.say_end()
-
-    def on_save_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        """Add what error feedback has left to be sent; on all ranks at once."""
-        state = self._strategy.compression_state()
-        if state is not None:
-            checkpoint[COMPRESSION] = state
-
-    def on_load_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        """Go on with what error feedback had left to be sent; say what of the checkpoint is left out."""
-        self._strategy.load_compression_state(checkpoint.get(COMPRESSION))
-        if OUTER_STATE in checkpoint:
-            rank_zero_info(
-                "bytescheduler: the checkpoint is of strategy 'diloco': weights, optimizers and progress go on, and "
-                "its outer optimizer is left out."
-            )
+        self._sigterm.end_training()
+        self._strategy._gradients.say_end()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Publish the failure before other callbacks or the teardown can block."""

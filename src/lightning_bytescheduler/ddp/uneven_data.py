@@ -36,7 +36,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import IterableDataset
 
-from lightning_bytescheduler.collectives.number_exchange import PostedNumbers
+from lightning_bytescheduler.ddp.runtime import SchedulerRuntime
 from lightning_bytescheduler.ddp.sample_weights import SampleCounter
 from lightning_bytescheduler.ddp.sparse_gradients import sparse_layers
 from lightning_bytescheduler.exceptions import UnsupportedError
@@ -55,11 +55,13 @@ class UnevenLoader:
         loader: This rank's own.
         length: Of the longest of all ranks; ``None`` if a rank does not know its own.
         trusted: Whether all know theirs for certain.
-        has_batch: Says to all ranks whether this one has a batch, and returns what all have said.
-        failure: Why other ranks will say nothing any more, if so.
+        runtime: Returns this rank's, which says to all ranks whether this one has a batch, and what they say.
         loaded: Training data that is loaded at once; several loaders are left as they are.
         progress: Lightning's, in the epoch.
     """
+
+    handed_out: deque[bool]
+    at_end: bool
 
     def __init__(
         self,
@@ -67,13 +69,14 @@ class UnevenLoader:
         *,
         length: int | None,
         trusted: bool,
-        has_batch: Callable[[bool], PostedNumbers],
-        failure: Callable[[], BaseException | None],
+        runtime: Callable[[], SchedulerRuntime],
         loaded: list[object],
         progress: Any,
     ) -> None:
-        self.__dict__.update(loader=loader, length=length, trusted=trusted, loaded=loaded, progress=progress)
-        self.__dict__.update(has_batch=has_batch, failure=failure, present=None, is_empty=False, at_end=False)
+        self.__dict__.update(loader=loader, length=length, trusted=trusted, runtime=runtime, loaded=loaded)
+        # Of the batches that were handed out, and have not begun, whether each is empty; and of the one that has.
+        self.__dict__.update(handed_out=deque(), is_empty=False)
+        self.__dict__.update(progress=progress, is_used_up=False, at_end=False)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__.get("loader"), name)
@@ -92,22 +95,46 @@ class UnevenLoader:
         return int(self.length)
 
     def __iter__(self) -> Iterator[Any]:
-        self.is_empty = False
-        self.present = None if len(self.loaded) > 1 else _Pass(self)
-        return iter(self.loader) if self.present is None else self.present
+        self.is_empty, self.is_used_up, self.handed_out = False, False, deque()
+        if len(self.loaded) > 1:
+            return iter(self.loader)
+        if self.at_end:
+            next(iter(self.loader), None)  # a generator begins, and so forgets its state, when it is first asked
+            self.at_end, batches = False, self.progress.current
+            if batches.completed == batches.processed:
+                return iter(())
+        return self._until_all_end(iter(self.loader), self.handed_out)
+
+    def _until_all_end(self, batches: Iterator[Any] | None, handed_out: deque[bool]) -> Iterator[Any]:
+        """This rank's batches, and empty ones as long as another rank has one."""
+        drawn, last = 0, ()
+        while not (self.trusted and drawn == self.length):
+            if batches is not None:
+                try:
+                    last = next(batches)
+                except StopIteration:
+                    batches = None
+            if not self.trusted:
+                said = self.runtime().weights.has_batch(batches is not None)
+                if batches is None:
+                    said.wait(self.runtime().failure)
+                    if not any(row[0] for row in said.rows):
+                        break
+            drawn += 1
+            self.is_used_up = batches is None and not (self.trusted and drawn == self.length)
+            handed_out.append(batches is None)
+            yield () if last is None and batches is None else last
+        self.is_used_up = False
 
     def begin_batch(self) -> None:
         """The next of the batches that were handed out is trained on."""
-        present: _Pass | None = self.present
-        self.is_empty = present is not None and bool(present.handed_out) and present.handed_out.popleft()
+        self.is_empty = bool(self.handed_out) and self.handed_out.popleft()
 
 
 class _StatefulUnevenLoader(UnevenLoader):
     def state_dict(self) -> dict[str, Any]:
         """See Lightning's loops. Rank 0's is saved, and counts for all."""
-        if self.present is not None and self.present.is_used_up:
-            return {_USED_UP: True}
-        state: dict[str, Any] = self.loader.state_dict()
+        state: dict[str, Any] = {_USED_UP: True} if self.is_used_up else self.loader.state_dict()
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -131,61 +158,6 @@ def stateful_or_not(loader: Any) -> type[UnevenLoader]:
     """The class for ``loader``: Lightning asks loaders for their states that have both methods."""
     stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
     return _StatefulUnevenLoader if stateful else UnevenLoader
-
-
-class _Pass:
-    """One time through the data.
-
-    Attributes:
-        handed_out: Of each batch that was handed out, and has not begun, whether it is empty.
-    """
-
-    def __init__(self, loader: UnevenLoader) -> None:
-        self.handed_out: deque[bool] = deque()
-        self._loader = loader
-        self._ended = False
-        if loader.at_end:
-            next(iter(loader.loader), None)  # a generator begins, and so forgets its state, when it is first asked
-            batches = loader.progress.current
-            loader.at_end, self._ended = False, batches.completed == batches.processed
-        self._own: Iterator[Any] | None = iter(loader.loader)
-        self._drawn = 0
-        self._last: Any = ()
-
-    @property
-    def is_used_up(self) -> bool:
-        """Whether this rank has no batch any more, and another one has."""
-        return self._own is None and not self._ended
-
-    def __iter__(self) -> _Pass:
-        return self
-
-    def __next__(self) -> Any:
-        if self._ended:
-            raise StopIteration
-        if self._own is not None:
-            try:
-                self._last = next(self._own)
-            except StopIteration:
-                self._own = None
-        empty = self._own is None
-        if not self._goes_on():
-            self._ended, self._last = True, ()
-            raise StopIteration
-        self._drawn += 1
-        self._ended = self._loader.trusted and self._drawn == self._loader.length
-        self.handed_out.append(empty)
-        return () if self._last is None and empty else self._last
-
-    def _goes_on(self) -> bool:
-        """Whether any rank has one more batch."""
-        if self._loader.trusted:
-            return bool(self._drawn < self._loader.length)
-        said = self._loader.has_batch(self._own is not None)
-        if self._own is not None:
-            return True
-        said.wait(self._loader.failure)
-        return any(row[0] for row in said.rows)
 
 
 def gather_lengths(loader: object, device: torch.device) -> tuple[int | None, int | None, bool]:

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 
-from lightning_bytescheduler.ddp.balanced_batches import EpochOrder, LateIterator, arguments_of
+from lightning_bytescheduler.ddp.balanced_batches import EpochOrder, arguments_of
 from lightning_bytescheduler.lightning_api import pl
 
 
@@ -154,8 +154,7 @@ class ShareLoader(DataLoader[Any]):
 
     def __iter__(self) -> Any:
         """See DataLoader."""
-        make = super().__iter__
-        return LateIterator(lambda: self.begin(make))
+        yield from self.begin(super().__iter__)
 
     def begin(self, make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Make the iterator that is asked for its first batch now."""

@@ -27,7 +27,6 @@ from lightning_bytescheduler.checks import (
 from lightning_bytescheduler.ddp.ddp_arguments import (
     ELSEWHERE,
     check_ddp_options,
-    check_ddp_values,
     known_ddp_options,
 )
 from lightning_bytescheduler.diloco.batch_size import resolve_batch_size
@@ -278,8 +277,6 @@ def ddp_options(inner: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
         UnsupportedError: If the scheduler cannot honour one.
     """
     scheduled = inner == "bytescheduler"
-    if scheduled:
-        check_ddp_options(given)
     own = {*_NAMES, *RunOptions.__struct_fields__} - {"coordinated", "inner_options", "inner_size"}
     elsewhere = {
         **ELSEWHERE,
@@ -293,7 +290,7 @@ def ddp_options(inner: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
         of="inner",
         elsewhere=elsewhere,
     )
-    check_ddp_values(given)
+    check_ddp_options(given, scheduled=scheduled)
     if scheduled:
         given = {name: value for name, value in given.items() if name not in (*_SCHEDULED, *_REFUSED)}
     return {"bucket_cap_mb": None, "gradient_as_bucket_view": True, **given} if scheduled else dict(given)

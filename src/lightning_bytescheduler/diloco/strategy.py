@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_bytescheduler.checks import options_by_name
-from lightning_bytescheduler.ddp.epoch_position import loader_resumes
+from lightning_bytescheduler.ddp.balanced_batches import loader_resumes
 from lightning_bytescheduler.ddp.fit_position import introduce, parameter_facts
 from lightning_bytescheduler.ddp.rank_strategy import OUTER_STATE, RankStrategy, callbacks_of
 from lightning_bytescheduler.ddp.scheduled_gradients import ScheduledGradients

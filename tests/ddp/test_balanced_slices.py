@@ -146,7 +146,11 @@ def test_one_process_has_all_of_each_batch(tmp_path: Path) -> None:
             {"batch_size": [8, 4]},
             "batch_size=[8, 4] is not allowed: batch_size must be one",
         ),
-        ({"batch_size": {"balanced": 7}}, {}, "batch_size={'balanced': (7, 7)}"),
+        (
+            {"batch_size": {"balanced": 7}},
+            {},
+            "batch_size={'balanced': 7} is not allowed: batch_size must be 16 or more",
+        ),
         ({}, {"seed": [1, 2]}, "the order of the slices is shuffled from seed 1 on rank 0"),
         ({}, {"batch_size": [[4], [5]]}, "the SliceDataModule's batch_size is 8 for all ranks on rank 0"),
     ],
