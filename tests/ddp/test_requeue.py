@@ -15,7 +15,7 @@ from lightning.pytorch import Callback, Trainer
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_bytescheduler import ByteSchedulerStrategy
-from lightning_bytescheduler.ddp.sigterm import OwnStop, RequeueForAll, requeues
+from lightning_bytescheduler.ddp.sigterm import RequeueForAll, requeues
 from tests.ddp.fits import trainer_with
 from tests.support.fit import SIZES
 from tests.support.models import Tower
@@ -86,8 +86,7 @@ class Loop:
 
 def test_one_rank_saves_at_the_end_of_a_step() -> None:
     asked: list[str] = []
-    stop = OwnStop()
-    requeue = RequeueForAll(stop, failure=lambda: None, timeout=1.0)
+    requeue = RequeueForAll(None)
     requeue._requeue = lambda: asked.append("requeue")
     trainer: Any = type("Trainer", (), {"fit_loop": Loop()})()
     module: Any = None
@@ -97,7 +96,7 @@ def test_one_rank_saves_at_the_end_of_a_step() -> None:
         requeue.on_train_batch_end(trainer, module, None, None, 0)
 
     batch()
-    stop.ask()
+    requeue.ask()
     batch()
     assert not asked
     trainer.fit_loop.accumulates = False

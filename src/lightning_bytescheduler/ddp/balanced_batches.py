@@ -30,8 +30,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -50,9 +49,6 @@ from lightning_bytescheduler.ddp.runtime import SchedulerRuntime
 from lightning_bytescheduler.ddp.sample_weights import BatchSizes, Weighting
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 from lightning_bytescheduler.lightning_api import pl, rank_zero_info
-
-if TYPE_CHECKING:
-    from lightning_bytescheduler.slices.epoch_plan import EpochPlan
 
 POSITION = "lightning_bytescheduler.position"
 """Where a checkpoint has what an epoch's batches are drawn from."""
@@ -201,14 +197,10 @@ def _takes_each_once(loader: DataLoader[Any]) -> bool:
     return type(sampler) is SequentialSampler
 
 
-def _plan_of(loader: object) -> EpochPlan | None:
-    """The plan of a loader of slices, whose batches ranks share; what takes time to import is there if one is."""
-    if not hasattr(loader, "plan"):
-        return None
-    from lightning_bytescheduler.slices.epoch_plan import EpochPlan
-
-    plan = loader.plan
-    return plan if isinstance(plan, EpochPlan) and plan.is_shared else None
+def _plan_of(loader: object) -> Any:
+    """The plan of a loader of slices, whose batches ranks share; ``None`` of any other."""
+    plan = getattr(loader, "plan", None)
+    return plan if getattr(plan, "is_shared", False) else None
 
 
 class LateLoader(DataLoader[Any]):
@@ -244,32 +236,16 @@ def loader_resumes() -> Iterator[None]:
             warnings.filters.remove(added)  # type: ignore[attr-defined]
 
 
-@dataclass(frozen=True, kw_only=True)
-class EpochData:
-    """What batches of a DataLoader are drawn from.
+def _drawn_from(loader: DataLoader[Any], together: int | None, ranks: int) -> dict[str, Any]:
+    """What batches of a loader are drawn from, of which all ranks have ``together`` samples."""
+    order = EpochOrder.of(loader)
+    size = together or loader.batch_size
+    return {"batch_size": size, "samples": len(order), "order": order.described, "ranks": ranks}
 
-    Attributes:
-        batch_size: Of all ranks together.
-        samples: Of an epoch.
-        order: In words.
-        ranks: That share a batch.
-    """
 
-    batch_size: int
-    samples: int
-    order: str
-    ranks: int
-
-    @classmethod
-    def of(cls, loader: DataLoader[Any], together: int | None, ranks: int) -> EpochData:
-        """Of a loader that Lightning has made, of whose batches all ranks have ``together`` samples."""
-        order = EpochOrder.of(loader)
-        size = together or loader.batch_size or 1
-        return cls(batch_size=size, samples=len(order), order=order.described, ranks=ranks)
-
-    def __str__(self) -> str:
-        ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
-        return f"batches of {self.batch_size} samples (on {ranks}), of {self.samples:,} {self.order}"
+def _in_words(data: Mapping[str, Any]) -> str:
+    ranks = "1 rank" if data["ranks"] == 1 else f"{data['ranks']} ranks"
+    return f"batches of {data['batch_size']} samples (on {ranks}), of {data['samples']:,} {data['order']}"
 
 
 class BatchSharing:
@@ -291,7 +267,7 @@ class BatchSharing:
         """A fit begins."""
         self.balance: Balance | None = None
         self._sizes: BatchSizes | None = None
-        self._data: EpochData | None = None  # None of slices, which know by themselves where they stand
+        self._data: dict[str, Any] = {}  # empty of slices, which know by themselves where they stand
         self._resumed: Mapping[str, Any] = {}  # what the checkpoint has of its epoch
 
     def share_out(
@@ -328,12 +304,12 @@ class BatchSharing:
         rank, ranks = (0, 1) if runtime is None else (dist.get_rank(), dist.get_world_size())
         require_balanceable(loader, how, device, ranks)
         if plan is None:
-            data = EpochData.of(loader, self._weighting.batch_of_all(loader.batch_size, ranks), ranks)
-            facts = {"the training data": str(data), "the DataLoader's drop_last": str(loader.drop_last)}
-            option, total, drawn = "DataLoader", data.batch_size, loader.num_workers * (loader.prefetch_factor or 1)
+            data = _drawn_from(loader, self._weighting.batch_of_all(loader.batch_size, ranks), ranks)
+            facts = {"the training data": _in_words(data), "the DataLoader's drop_last": str(loader.drop_last)}
+            option, total, drawn = "DataLoader", data["batch_size"], loader.num_workers * (loader.prefetch_factor or 1)
         else:
             option, total, drawn = "SliceDataModule", plan.batch_size, loader.draws_ahead
-            data, facts = None, plan.facts
+            data, facts = {}, plan.facts
         self._loaders += 1
         if runtime is not None:
             meet(f"batches {self._loaders}", facts)
@@ -396,8 +372,7 @@ class BatchSharing:
     def note(self, checkpoint: dict[str, Any], module: pl.LightningModule) -> None:
         """Add to a checkpoint of a fit what has to be known for its epoch to go on."""
         if self.balance is not None and "loops" in checkpoint:
-            data = {} if self._data is None else asdict(self._data)
-            checkpoint[POSITION] = {**data, "batches_of_unfinished_step": unfinished_batches(module.trainer)}
+            checkpoint[POSITION] = {**self._data, "batches_of_unfinished_step": unfinished_batches(module.trainer)}
 
     def load(self, checkpoint: Mapping[str, Any]) -> None:
         """Go on from a checkpoint, where the unfinished step begins whose gradients it lacks."""
@@ -416,22 +391,20 @@ class BatchSharing:
         progress: Any = trainer.fit_loop.epoch_loop.batch_progress  # has been loaded
         return "samples" in self._resumed and progress.current.processed > 0 and not progress.is_last_batch
 
-    def _require_same_epoch(self, data: EpochData | None, trainer: pl.Trainer) -> None:
+    def _require_same_epoch(self, data: Mapping[str, Any], trainer: pl.Trainer) -> None:
         """Require the data, and the batches, of which a checkpoint has the middle of an epoch."""
-        if data is None or not self._is_amid(trainer):
-            return
-        before = EpochData(**{name: self._resumed[name] for name in asdict(data)})
-        if replace(before, ranks=data.ranks) == data:
+        differs = any(data[name] != self._resumed.get(name) for name in data.keys() - {"ranks"})
+        if not differs or not self._is_amid(trainer):
             return
         progress: Any = trainer.fit_loop.epoch_loop.batch_progress
         raise OptionError(
             "batch_size",
-            data.batch_size,
+            data["batch_size"],
             "",
             says=f"The checkpoint is of the middle of an epoch, after {progress.current.processed} of its "
-            f"{before}. This training has {data}: which samples are left cannot be told. Give the DataLoader the same "
-            "data, the same seed, and batches of the same size: with batch_size='global' its batch_size counts for "
-            "all ranks, however many there are. Or go on from the end of an epoch.",
+            f"{_in_words(self._resumed)}. This training has {_in_words(data)}: which samples are left cannot be told. "
+            "Give the DataLoader the same data, the same seed, and batches of the same size: with batch_size='global' "
+            "its batch_size counts for all ranks, however many there are. Or go on from the end of an epoch.",
         )
 
 

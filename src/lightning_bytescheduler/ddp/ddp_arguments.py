@@ -174,18 +174,14 @@ def check_module(module: nn.Module) -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.tensor import DTensor
 
-    for name, child in module.named_modules():
-        if isinstance(child, FullyShardedDataParallel):
-            raise UnsupportedError(
-                f"Module {name!r} is wrapped with FSDP. strategy 'bytescheduler' replicates the model as DDP does; use "
-                "strategy='fsdp' for sharded models."
-            )
-    for name, parameter in module.named_parameters():
-        if isinstance(parameter, DTensor) or isinstance(parameter.data, DTensor):
-            raise UnsupportedError(
-                f"Parameter {name!r} is a DTensor. strategy 'bytescheduler' replicates the model as DDP does; use "
-                "Lightning's ModelParallelStrategy for sharded models."
-            )
+    wrapped = [name for name, child in module.named_modules() if isinstance(child, FullyShardedDataParallel)]
+    sharded = [name for name, p in module.named_parameters() if isinstance(p, DTensor) or isinstance(p.data, DTensor)]
+    if wrapped or sharded:
+        found = f"Module {wrapped[0]!r} is wrapped with FSDP" if wrapped else f"Parameter {sharded[0]!r} is a DTensor"
+        raise UnsupportedError(
+            f"{found}. strategy 'bytescheduler' replicates the model as DDP does; use strategy='fsdp', or Lightning's "
+            "ModelParallelStrategy, for sharded models."
+        )
 
 
 def check_hooks(module: nn.Module) -> None:

@@ -125,9 +125,9 @@ def _launched() -> int:
 
 
 _GROUPS_COMPARED = 16
-_OF_ONE_RANK = ("BYTESCHEDULER_BATCH_SIZE",)  # by design
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # of an object, which differs from process to process
-_LOCAL = ("BYTESCHEDULER_LIGHTNING", "BYTESCHEDULER_ROOT_IP", "BYTESCHEDULER_ROOT_PORT")  # said otherwise, or ignored
+# Of one rank by design; said otherwise; ignored.
+_LOCAL = tuple(f"BYTESCHEDULER_{name}" for name in ("BATCH_SIZE", "LIGHTNING", "ROOT_IP", "ROOT_PORT"))
 
 
 def introduce(
@@ -152,7 +152,7 @@ def introduce(
     variables = {
         name: os.environ[name]
         for name in sorted(os.environ)
-        if name.startswith("BYTESCHEDULER_") and name not in (*_OF_ONE_RANK, *_LOCAL)
+        if name.startswith("BYTESCHEDULER_") and name not in _LOCAL
     }
     return Introduction(
         rank=rank,

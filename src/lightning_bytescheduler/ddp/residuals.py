@@ -1,7 +1,7 @@
 """What error feedback has left to be sent: one flat tensor in fp32 for each parameter, by the parameter's name.
 
 Beside it, where gradients travel as products of two factors, what the next step's power iteration begins with, which is
-the same on all ranks.
+the same on all ranks, and begins anew in each fit: what the first step's factors leave out is in the residual.
 
 In a checkpoint is the *sum* over all ranks, the size of the model's compressed parameters in fp32, and not one for each
 rank: what counts for the weights is the sum, as a residual is added to the rank's share of the mean. A fit that goes on
@@ -77,7 +77,6 @@ class Residuals:
     def __init__(self) -> None:
         self._tensors: dict[str, Tensor] = {}
         self._rights: dict[str, Tensor] = {}
-        self._right_orders: Mapping[str, tuple[int, ...]] = {}  # of those that were loaded
         self._scale = 1.0
         self._before: dict[str, Tensor] = {}  # the step that may be left out
         self._changed: set[str] = set()  # in it
@@ -235,13 +234,7 @@ class Residuals:
                 left = None if self.elsewhere is None else self.elsewhere(name, tensor.numel(), self._scale)
                 tensor = tensor if left is None else tensor.add_(left)
                 saved[name] = layouts[name].shaped(tensor) if name in layouts else tensor
-        if not saved:
-            return None
-        state: dict[str, Any] = {"format": _FORMAT, "loss_scale": self._scale, "residuals": saved}
-        if self._rights:
-            state["right_factors"] = {name: right.to("cpu", copy=True) for name, right in self._rights.items()}
-            state["right_orders"] = {name: layouts[name].order for name in self._rights if name in layouts}
-        return state
+        return {"format": _FORMAT, "loss_scale": self._scale, "residuals": saved} if saved else None
 
     def take_over(self) -> None:
         """Have what others have left, as they end; on one rank, and while nothing is under way."""
@@ -269,9 +262,7 @@ class Residuals:
         self._tensors.clear()
         self._before.clear()
         self.keep_step()
-        rights = state.get("right_factors", {})
-        self._rights = {name: right.to(self._device, torch.float32, copy=True) for name, right in rights.items()}
-        self._right_orders = state.get("right_orders", {})
+        self._rights.clear()
         self._scale = float(state["loss_scale"])
         self._loaded = {name: tensor.to("cpu", torch.float32, copy=True) for name, tensor in state["residuals"].items()}
         self._ranks = ranks
@@ -294,13 +285,6 @@ class Residuals:
         others = sorted(self._loaded.keys() - fits)
         for name in others:
             del self._loaded[name]
-        # A factor of a matrix whose columns lie in another order says nothing of where the next step's begins.
-        self._rights = {
-            name: right
-            for name, right in self._rights.items()
-            if name in layouts and tuple(self._right_orders.get(name, layouts[name].order)) == layouts[name].order
-        }
-        self._right_orders = {}
         return others
 
     def __len__(self) -> int:

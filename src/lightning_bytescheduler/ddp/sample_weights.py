@@ -191,10 +191,6 @@ class Weighting:
             return size
         return size * ranks if self.batch_size == "balanced" and ranks > 1 else None
 
-    def counter(self, rank: int) -> SampleCounter:
-        """Says how many samples a batch of a rank has."""
-        return SampleCounter(self.samples, rank)
-
     def limits(self, ranks: int, total: int) -> list[int]:
         """The most samples that each rank may have in a balanced batch of ``total``.
 

@@ -56,36 +56,22 @@ def requeues(environment: object) -> bool:
     return isinstance(environment, SLURMEnvironment) and bool(environment.auto_requeue)
 
 
-class OwnStop:
-    """The agreement of a rank that trains alone."""
-
-    def __init__(self) -> None:
-        self._asked = False
-
-    def ask(self) -> None:
-        """See AgreedStop."""
-        self._asked = True
-
-    def begin_batch(self, failure: Callable[[], BaseException | None], timeout: float) -> bool:
-        """See AgreedStop."""
-        return self._asked
-
-
 class RequeueForAll(pl.Callback):
     """Saves and requeues at the end of a step, once a signal has asked any rank to.
 
     Args:
-        stop: The ranks' agreement on a batch; of its own, as training goes on after it.
+        stop: The ranks' agreement on a batch; of its own, as training goes on after it. ``None`` on a rank alone.
         failure: Why the others will not answer, if they will not.
         timeout: Longest wait for them, in seconds.
     """
 
     def __init__(
-        self, stop: AgreedStop | OwnStop, *, failure: Callable[[], BaseException | None], timeout: float
+        self, stop: AgreedStop | None, *, failure: Callable[[], BaseException | None] = lambda: None, timeout: float = 0
     ) -> None:
         self._stop = stop
         self._failure = failure
         self._timeout = timeout
+        self._asked = False
         self._requeue: Callable[[], object] = lambda: None
         self._due = False
         self._done = False
@@ -99,7 +85,7 @@ class RequeueForAll(pl.Callback):
 
         def handle(signum: int, frame: FrameType | None) -> None:
             log.info("[rank %d] has got signal %d: the job is saved and requeued", trainer.global_rank, signum)
-            self._stop.ask()
+            self.ask()
 
         environment: Any = trainer._accelerator_connector.cluster_environment
         self._requeue = lambda: requeue(environment.requeue_signal, None)
@@ -112,10 +98,16 @@ class RequeueForAll(pl.Callback):
             if self in callbacks:
                 callbacks.remove(self)
 
+    def ask(self) -> None:
+        """Save and requeue, soon; for a signal's handler."""
+        self._asked = True
+        if self._stop is not None:
+            self._stop.ask()
+
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, idx: int) -> None:
         """Find out whether this is the batch that the ranks have agreed on, or lies behind it."""
         if not self._due:
-            self._due = self._stop.begin_batch(self._failure, self._timeout)
+            self._due = self._asked if self._stop is None else self._stop.begin_batch(self._failure, self._timeout)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -138,7 +130,7 @@ def worker_signals(trainer: pl.Trainer, environment: object, *, together: bool) 
         return own_sigterm(trainer)
     if not requeues(environment):
         return nullcontext()
-    return RequeueForAll(OwnStop(), failure=lambda: None, timeout=0.0).handled(trainer)
+    return RequeueForAll(None).handled(trainer)
 
 
 @contextmanager

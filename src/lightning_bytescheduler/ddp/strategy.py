@@ -36,9 +36,9 @@ from lightning_bytescheduler.ddp.plan import ONE_RANK, OverlapPlan
 from lightning_bytescheduler.ddp.rank_strategy import COMPRESSION, OUTER_STATE, RankStrategy, callbacks_of
 from lightning_bytescheduler.ddp.residuals import add_up_on_first
 from lightning_bytescheduler.ddp.runtime import SchedulerRuntime
-from lightning_bytescheduler.ddp.sample_weights import Weighting
+from lightning_bytescheduler.ddp.sample_weights import SampleCounter, Weighting
 from lightning_bytescheduler.ddp.scheduled_gradients import ScheduledGradients
-from lightning_bytescheduler.ddp.sigterm import OwnStop, RequeueForAll, SigtermForAll, requeues
+from lightning_bytescheduler.ddp.sigterm import RequeueForAll, SigtermForAll, requeues
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
 from lightning_bytescheduler.ddp.tuned_fit import FitTuning
 from lightning_bytescheduler.ddp.uneven_data import UnevenLoader, gather_lengths, stateful_or_not
@@ -234,7 +234,7 @@ class ByteSchedulerStrategy(RankStrategy):
             own_buckets=bucket_cap_mb is not None or kwargs.get("bucket_cap_mb_list") is not None,
             tuning=self._tuning,
             rules=self._rules,
-            counter=self._weighting.counter if self._weighting.by_samples else None,
+            counter=partial(SampleCounter, self._weighting.samples) if self._weighting.by_samples else None,
             servers=self._servers,
             await_batch=self._await_batch,
         )
@@ -316,7 +316,7 @@ class ByteSchedulerStrategy(RankStrategy):
             self._tuning.bring_tuner(callbacks_of(trainer))
             self._fit.enter_context(self._sigterm.handled())
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING and requeues(self.cluster_environment):
-            agreed = OwnStop() if self._board is None else self._board.agree_on_stop("requeue")
+            agreed = None if self._board is None else self._board.agree_on_stop("requeue")
             requeue = RequeueForAll(agreed, failure=self._no_hope, timeout=self._longest_wait_s)
             self._fit.enter_context(requeue.handled(trainer))
 
