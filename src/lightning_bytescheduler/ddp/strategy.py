@@ -402,10 +402,6 @@ class ByteSchedulerStrategy(RankStrategy):
             self._sharing.weigh(closure_loss, self.lightning_module.trainer)
         return super().backward(closure_loss, *args, **kwargs)
 
-    def loaders_are_made(self) -> None:
-        """See ``SchedulerHooks``."""
-        self._loaders = []
-
     def _common_options(self) -> dict[str, object]:
         """What has to be the same on all ranks."""
         options = self._options
@@ -569,11 +565,9 @@ class SchedulerHooks(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Training data that is loaded from here on takes the place of what was."""
-        self._strategy.loaders_are_made()
+        self._strategy._loaders = []
 
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Training data that is loaded from here on takes the place of what was."""
-        self._strategy.loaders_are_made()
+    on_train_epoch_end = on_train_start
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Count batches anew."""
