@@ -24,13 +24,23 @@ def test_ranks_may_be_numbered_in_turns_over_nodes() -> None:
     assert (layout.node, layout.local_rank) == (1, 1)
 
 
+def test_one_rank_on_each_node_is_as_without_nodes() -> None:
+    layout = lay_out(0, [(9, 0, 1), (7, 0, 1), (8, 0, 1)])
+    assert layout == lay_out(0, [(0, 0, 1), (1, 0, 1), (2, 0, 1)])
+    assert layout.rails == ((0, 1, 2),)
+
+
 @pytest.mark.parametrize(
     ("places", "said"),
     [
         pytest.param([(0, 0, 2), (0, 1, 2), (1, 0, 1)], "node 0 has 2, node 1 has 1", id="unequal nodes"),
         pytest.param([(0, 0, 1), (0, 0, 1)], "numbers 0, 0", id="all say that they are the first of one node"),
         pytest.param([(0, 0, 2), (0, 2, 2)], "numbers 0, 2", id="a number is missing"),
-        pytest.param([(0, 0, 4), (0, 1, 4)], "node 0 has 4 ranks, and 2 say", id="devices=4"),
+        pytest.param(
+            [(0, 0, 4), (0, 1, 4)],
+            "number 0 of 4 on node 0, where the ranks say that",
+            id="devices=4",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(places: list[tuple[int, int, int]], said: str) -> None:

@@ -12,10 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_bytescheduler.collectives.node_push_pull import NodePushPull
+from lightning_bytescheduler.collectives.groups import abandon
+from lightning_bytescheduler.collectives.node_push_pull import NodePushPull, lay_out
 from lightning_bytescheduler.collectives.operations import StartedOperation
-from lightning_bytescheduler.collectives.server_meeting import join_group
-from lightning_bytescheduler.collectives.summing_server import abandon
+from lightning_bytescheduler.collectives.push_pull import PlacedParts
+from lightning_bytescheduler.collectives.server_meeting import Announcement, connect
 from lightning_bytescheduler.scheduler.task import NodePassage
 
 TIMEOUT = timedelta(seconds=20)
@@ -46,14 +47,24 @@ def ranks() -> Iterator[list[NodePushPull]]:
     """Two nodes of three ranks, each a server besides."""
     store = dist.HashStore()
 
-    def join(node: int, local: int) -> NodePushPull:
-        made = partial(join_group, store, 1, timeout=TIMEOUT)
-        rail = made(rank=node, size=NODES, name=f"rail {local}")
-        return NodePushPull(
-            rail, made(rank=local, size=RANKS, name=f"node {node}"), workers=NODES, servers=0, timeout=TIMEOUT
-        )
+    places = [(node, local, RANKS) for node in range(NODES) for local in range(RANKS)]
 
-    made = at_once([partial(join, node, local) for node in range(NODES) for local in range(RANKS)])
+    def join(rank: int) -> NodePushPull:
+        layout = lay_out(rank, places)
+        fit = Announcement(fit=1, rails=layout.rails, servers=0)
+        node, number = layout.node, layout.local_rank
+        rail, local = connect(
+            store,
+            fit,
+            [fit.rail(number, node), (f"node {node}", number, RANKS)],
+            rank=rank,
+            wait=20.0,
+            timeout=TIMEOUT,
+            failure=lambda: None,
+        )
+        return NodePushPull(rail, local, layout.rails[number], PlacedParts(workers=NODES, servers=0), TIMEOUT)
+
+    made = at_once([partial(join, rank) for rank in range(NODES * RANKS)])
     yield made
     at_once([partial(one.close, idle=False) for one in made])
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("bytescheduler")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_bytescheduler.collectives.node_push_pull import PlacedParts
+from lightning_bytescheduler.collectives.push_pull import PlacedParts
 from lightning_bytescheduler.scheduler.placement import PLACEMENTS, mixed_server, server_weights
 
 PARTS = [(tensor, part) for tensor in range(40) for part in range(3)]
@@ -14,16 +14,16 @@ def test_parts_are_where_mixed_mode_places_them() -> None:
     placed = PlacedParts("mixed", workers=4, servers=2)
     for _ in range(2):  # a part stays where it is
         for tensor, part in reversed(PARTS):
-            placed.shares.expect(tensor, part)
-            assert placed.shares.next(8) == mixed_server(tensor, part, 4, 2)
+            placed.expect(tensor, part)
+            assert placed.next(8) == mixed_server(tensor, part, 4, 2)
     assert sum(placed.so_far.bytes_per_server) == 2 * 8 * len(PARTS)
 
 
 def test_by_default_bytes_come_to_the_shares_of_the_formula() -> None:
     placed = PlacedParts("balanced", workers=4, servers=2)
     for tensor, part in PARTS:
-        placed.shares.expect(tensor, part)
-        placed.shares.next(1000 + 37 * (tensor % 11))
+        placed.expect(tensor, part)
+        placed.next(1000 + 37 * (tensor % 11))
     table = placed.so_far
     assert table.how == "balanced"
     assert table.spare_share == pytest.approx(0.6, rel=0.02)
@@ -36,8 +36,8 @@ def test_by_default_bytes_come_to_the_shares_of_the_formula() -> None:
 def test_expected_shares_are_those_that_come_out(how: str, servers: int) -> None:
     placed = PlacedParts(how, workers=4, servers=servers)
     for tensor in range(3000):
-        placed.shares.expect(tensor, 0)
-        placed.shares.next(1)
+        placed.expect(tensor, 0)
+        placed.next(1)
     shares = [has / 3000 for has in placed.so_far.bytes_per_server]
     assert shares == pytest.approx(server_weights(4, servers), abs=0.08)
 
@@ -48,8 +48,8 @@ def test_a_part_stays_at_its_server_where_that_keeps_what_is_left() -> None:
     for parts in (PARTS, PARTS[::-1]):  # whatever is launched first
         where = {}
         for tensor, part in parts:
-            placed.shares.expect(tensor, part)
-            where[tensor, part] = placed.shares.next(8)
+            placed.expect(tensor, part)
+            where[tensor, part] = placed.next(8)
         found.append(where)
     assert found[0] == found[1]
     assert {*found[0].values()} == {0, 1, 2}

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from lightning_bytescheduler.collectives import server_meeting
-from lightning_bytescheduler.collectives.server_meeting import ServerPort, call_on
+from lightning_bytescheduler.collectives.server_meeting import ServerLine, ServerPort, SignedOn
 
 
 @pytest.fixture
@@ -23,38 +23,58 @@ def door() -> Iterator[ServerPort]:
 def until(door: ServerPort, connections: int) -> int:
     """Wait for that few connections, and return how many there are."""
     deadline = time.monotonic() + 20.0
-    while door.connections > connections and time.monotonic() < deadline:
+    while (count := len(door._known) + len(door._strangers)) > connections and time.monotonic() < deadline:
         time.sleep(0.01)
-    return door.connections
+    return count
+
+
+def stranger(door: ServerPort) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", door.own.port), timeout=10.0)
 
 
 def test_it_hangs_up_on_who_says_something_else(door: ServerPort) -> None:
-    presence = call_on("127.0.0.1", door.port, door.token)
+    line, own = ServerLine(0, door.own), door.own
     for _ in range(200):
-        with socket.create_connection(("127.0.0.1", door.port), timeout=10.0) as one:
+        with stranger(door) as one:
             one.sendall(b"\x00garbage" * 20)
+    wrong = SignedOn(host=own.host, port=own.port, pid=own.pid, version=own.version, token="0" * len(own.token))
     with pytest.raises(OSError, match=r"hung up|reset|Broken pipe"):
-        call_on("127.0.0.1", door.port, "0" * len(door.token))
-    assert until(door, 1) == 1
-    assert not presence.gone()
+        ServerLine(0, wrong)
+    with stranger(door) as one:
+        one.sendall(f"{own.token}and more".encode())
+        assert until(door, 1) == 1
+    assert line.find_gone() is None
     door.close()
-    assert presence.gone()
-    presence.close()
+    gone = line.find_gone()
+    assert gone is not None
+    assert str(gone).endswith("has ended")
+    line.close()
 
 
-def test_strangers_that_say_nothing_take_no_workers_place(door: ServerPort, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_strangers_that_say_nothing_take_no_workers_place(
+    door: ServerPort, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(server_meeting, "_MOST_STRANGERS", 20)
-    first = call_on("127.0.0.1", door.port, door.token)
-    strangers = [socket.create_connection(("127.0.0.1", door.port), timeout=10.0) for _ in range(100)]
-    late = call_on("127.0.0.1", door.port, door.token)
+    monkeypatch.setattr(server_meeting, "_PATIENCE_S", 300.0)
+    first = ServerLine(0, door.own)
+    strangers = [stranger(door) for _ in range(100)]
+    late = ServerLine(0, door.own)
     assert 2 < until(door, 22) <= 22
-    assert not first.gone()
-    assert not late.gone()
-    monkeypatch.setattr(server_meeting, "_PATIENCE_S", 0.1)
-    assert until(door, 2) == 2
-    assert not first.gone()
-    for stranger in strangers:
-        stranger.close()
+    assert first.find_gone() is None
+    assert late.find_gone() is None
+    for one in strangers:
+        one.close()
     first.close()
     late.close()
     assert until(door, 0) == 0
+
+
+def test_a_stranger_that_says_nothing_is_hung_up_on(door: ServerPort, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_meeting, "_PATIENCE_S", 0.1)
+    line = ServerLine(0, door.own)
+    with stranger(door) as one:
+        one.settimeout(20.0)
+        assert one.recv(1) == b""
+    assert until(door, 1) == 1
+    line.close()
+    assert line.find_gone() is None, "it was this side"

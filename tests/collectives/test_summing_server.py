@@ -7,29 +7,26 @@ import time
 from datetime import timedelta
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_bytescheduler.__about__ import __version__
 from lightning_bytescheduler.collectives import server_meeting
-from lightning_bytescheduler.collectives.push_pull import ByteShares, PushPull, abandon
+from lightning_bytescheduler.collectives.groups import abandon
+from lightning_bytescheduler.collectives.push_pull import PlacedParts, PushPull
 from lightning_bytescheduler.collectives.server_meeting import (
     Announcement,
     Doing,
+    JoinedServers,
     ServerPort,
     SignedOn,
-    await_all,
+    begun_after,
+    connect,
     find_servers,
-    fit_after,
-    join_group,
-    last_begun,
-    leave_sign,
-    leave_word,
-    next_fit,
     sign_on,
 )
-from lightning_bytescheduler.collectives.summing_server import SummingServer
+from lightning_bytescheduler.collectives.summing_server import SummingServer, await_goodbyes
 from lightning_bytescheduler.compression.dense import Dense
 from lightning_bytescheduler.ddp.compression_rules import CompressionRules
 from lightning_bytescheduler.ddp.parameter_servers import ServerOptions
@@ -43,6 +40,9 @@ from lightning_bytescheduler.exceptions import (
     UnsupportedError,
 )
 from lightning_bytescheduler.scheduler.placement import server_weights
+from lightning_bytescheduler.scheduler.task import Passage
+
+PATIENT: dict[str, Any] = {"wait": 20.0, "timeout": timedelta(seconds=20), "failure": lambda: None}
 
 
 def test_shares_follow_the_seeds_formula() -> None:
@@ -54,8 +54,7 @@ def test_shares_follow_the_seeds_formula() -> None:
 
 @pytest.mark.parametrize("servers", [0, 1, 2, 3, 4])
 def test_bytes_come_to_the_shares(servers: int) -> None:
-    weights = server_weights(4, servers)
-    shares = ByteShares(weights)
+    weights, shares = server_weights(4, servers), PlacedParts(workers=4, servers=servers)
     for index in range(600):
         shares.next(1000 + 37 * (index % 11))
     total = sum(shares.bytes_per_server)
@@ -64,20 +63,31 @@ def test_bytes_come_to_the_shares(servers: int) -> None:
         assert abs(held / total - weight) < 0.02
 
 
-def world(workers: int) -> list[Any]:
-    """Groups of all workers and of one server, in one process."""
-    store = dist.HashStore()
-    made: list[Any] = [None] * (workers + 1)
+def world(workers: int, servers: int = 1) -> list[Any]:
+    """Groups of all workers and of servers, in one process."""
+    store, fit = dist.HashStore(), announced(workers=workers, servers=servers)
+    made: list[Any] = [None] * (workers + servers)
 
     def join(rank: int) -> None:
-        made[rank] = join_group(store, 1, rank=rank, size=workers + 1, timeout=timedelta(seconds=20))
+        (made[rank],) = connect(store, fit, [fit.rail(0, rank)], rank=rank, **PATIENT)
 
-    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(workers + 1)]
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(workers + servers)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     return made
+
+
+def announced(*, fit: int = 1, workers: int = 1, servers: int) -> Announcement:
+    return Announcement(fit=fit, rails=(tuple(range(workers)),), servers=servers)
+
+
+def with_servers(groups: list[Any], servers: int = 1) -> list[PushPull]:
+    """Workers whose parts all go to spare servers, where there are such; the groups are theirs, then the servers'."""
+    workers = range(len(groups) - servers)
+    shares = PlacedParts(workers=1, servers=1) if servers else PlacedParts(workers=len(workers), servers=0)
+    return [PushPull(group, workers, shares) for group in groups[: len(workers)]]
 
 
 def leave(sides: list[PushPull]) -> None:
@@ -91,10 +101,7 @@ def leave(sides: list[PushPull]) -> None:
 
 def test_sums_are_in_the_order_of_ranks_whoever_comes_first() -> None:
     groups = world(3)
-    server = SummingServer(groups[3], workers=3)
-    sides = [PushPull(group, workers=3, servers=1) for group in groups[:3]]
-    for side in sides:
-        side.shares = ByteShares((1.0,))
+    server, sides = SummingServer(groups[3], range(3)), with_servers(groups)
     parts = [torch.randn(1000) for _ in range(3)]
     expected = parts[0] * (1 / 3) + parts[1] * (1 / 3) + parts[2] * (1 / 3)
     started = {rank: sides[rank].reduce(groups[rank], parts[rank], 1) for rank in (2, 0, 1)}
@@ -102,15 +109,15 @@ def test_sums_are_in_the_order_of_ranks_whoever_comes_first() -> None:
         for work in one.works:
             work.wait()
     assert all(torch.equal(part, expected) for part in parts)
-    assert server.under_way == 0
+    assert not server._sums
     leave(sides)
-    server.wait(lambda: False)
+    await_goodbyes([server], lambda: False)
 
 
 def test_a_colocated_server_adds_up_what_its_own_worker_has_not_launched_before() -> None:
     """A worker that waits for the sum of an older part must not keep others from pushing younger ones to it."""
-    groups = world(3)[:3]  # the fourth is no server here
-    sides = [PushPull(group, workers=3, servers=0) for group in groups]
+    groups = world(3, servers=0)
+    sides = with_servers(groups, servers=0)
     parts = {(rank, number): torch.randn(100) for rank in range(3) for number in range(1, 7)}
     expected = {
         number: sum((parts[rank, number] * (1 / 3) for rank in range(1, 3)), parts[0, number] * (1 / 3))
@@ -130,19 +137,19 @@ def test_a_colocated_server_adds_up_what_its_own_worker_has_not_launched_before(
 @pytest.mark.parametrize("wrong", [torch.zeros(5), torch.zeros(4, dtype=torch.float64)])
 def test_a_push_unlike_the_other_ranks_is_refused(wrong: torch.Tensor) -> None:
     groups = world(2)
-    server = SummingServer(groups[2], workers=2)
-    sides = [PushPull(group, workers=2, servers=1) for group in groups[:2]]
+    server = SummingServer(groups[2], range(2))
+    # Each is a server besides, to which nothing goes.
+    sides = [PushPull(group, range(2), PlacedParts(workers=2, servers=1)) for group in groups[:2]]
     under_way = []  # what nobody holds may never be sent
-    for rank, (side, part) in enumerate(zip(sides, (torch.zeros(4), wrong), strict=True)):
-        side.shares = ByteShares((1.0,))
-        under_way.append(side.reduce(groups[rank], part, 1))
+    for side, part in zip(sides, (torch.zeros(4), wrong), strict=True):
+        under_way.append(side.push(part, 1, 2, Passage(2, pushed=0, pulled=0)))
     with pytest.raises(UnsupportedError, match=r"Rank \d pushes .* as operation 1, but rank \d pushes") as refused:
-        server.wait(lambda: False)
+        await_goodbyes([server], lambda: False)
     store, door = dist.HashStore(), ServerPort("127.0.0.1")
     sign_on(store, signed(door))
     found = find(store, servers=1)
-    leave_word(store, found.fit, 0, refused.value)
-    told = found.find_gone(within=0.0)
+    door.leave_word(refused.value)
+    told = found.find_gone(within=20.0)
     assert isinstance(told, ServerFailedError)
     assert str(told).startswith("The parameter server 0 (process 1 at 127.0.0.1) has refused what it was sent: Rank ")
     found.close()
@@ -154,26 +161,12 @@ def test_a_push_unlike_the_other_ranks_is_refused(wrong: torch.Tensor) -> None:
 
 
 def test_a_number_is_taken_over_from_a_dead_server() -> None:
-    store = dist.HashStore()
-
-    def signed(door: ServerPort, pid: int) -> SignedOn:
-        return SignedOn(host="127.0.0.1", port=door.port, pid=pid, version="1", token=door.token)
-
-    doors = [ServerPort("127.0.0.1") for _ in range(3)]
-    assert [sign_on(store, signed(doors[number], number)) for number in range(2)] == [0, 1]
+    store, doors = dist.HashStore(), [ServerPort("127.0.0.1") for _ in range(3)]
+    assert [sign_on(store, door.own) for door in doors[:2]] == [0, 1]
     doors[0].close()
-    assert sign_on(store, signed(doors[2], 2)) == 0
+    assert sign_on(store, doors[2].own) == 0
     for door in doors[1:]:
         door.close()
-
-
-def test_a_fit_that_has_its_servers_is_not_joined() -> None:
-    store = dist.HashStore()
-    assert last_begun(store) == 0
-    store.set("current", "2")
-    assert last_begun(store) == 1
-    store.set("begun/2", "")
-    assert last_begun(store) == 2
 
 
 class OwnCodec(Dense):
@@ -214,21 +207,13 @@ def test_options_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ServerOptions.resolve(2).placement == "mixed"
 
 
-def signed(door: ServerPort, *, pid: int = 1, version: str = __version__) -> SignedOn:
-    return SignedOn(host="127.0.0.1", port=door.port, pid=pid, version=version, token=door.token)
+def signed(door: ServerPort, **changes: Any) -> SignedOn:
+    return msgspec.structs.replace(door.own, **{"pid": 1, **changes})
 
 
-def find(store: dist.Store, *, servers: int, say: Any = None, timeout: float = 20.0) -> Any:
-    return find_servers(
-        store,
-        fit=next_fit(store),
-        rank=0,
-        workers=1,
-        servers=servers,
-        timeout=timeout,
-        failure=lambda: None,
-        say=say or (lambda _: None),
-    )
+def find(store: dist.Store, *, servers: int, fit: int = 1, say: Any = print, timeout: float = 20.0) -> JoinedServers:
+    wanted = announced(fit=fit, servers=servers)
+    return JoinedServers(find_servers(store, wanted, rank=0, timeout=timeout, failure=lambda: None, say=say))
 
 
 def test_a_server_that_dies_while_others_are_waited_for_is_followed_by_another() -> None:
@@ -242,14 +227,15 @@ def test_a_server_that_dies_while_others_are_waited_for_is_followed_by_another()
 
     found = find(store, servers=2, say=missing)
     assert found.find_gone(within=0.0) is None
+    doors[2].leave_word(RankFailedError(1, "its connection has ended"))
+    assert found.find_gone(within=0.1) is None, "it lives on, so that ranks look for the one that has failed"
+    doors[2].close()
+    assert "has ended: Rank 1 failed: its connection has ended" in str(found.find_gone())
     doors[1].close()
     gone = found.find_gone()
     assert isinstance(gone, ServerFailedError)
-    assert "parameter server 0 (process 11" in str(gone)
-    leave_word(store, found.fit, 0, RankFailedError(1, "its connection has ended"))
-    assert "has ended: Rank 1 failed: its connection has ended" in str(found.find_gone())
+    assert str(gone) == "The parameter server 0 (process 11 at 127.0.0.1) has ended"
     found.close()
-    doors[2].close()
 
 
 def test_connections_are_closed_where_servers_are_not_to_be_had() -> None:
@@ -260,79 +246,85 @@ def test_connections_are_closed_where_servers_are_not_to_be_had() -> None:
     with pytest.raises(SchedulerTimeoutError, match="1 of 2 parameter servers"):
         find(store, servers=2, timeout=0.0)
     deadline = time.monotonic() + 20.0
-    while door.connections and time.monotonic() < deadline:
+    while door._known and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not door.connections
+    assert not door._known
     door.close()
 
 
 def test_a_server_takes_up_a_fit_that_has_all_its_servers() -> None:
-    store = dist.HashStore()
-    store.set("current", "2")  # and the first one failed before it had
-    for fit in (1, 2):
-        store.set(f"fit/{fit}", Announcement(workers=fit, servers=1, version="1").encode())
-    assert fit_after(store, 0) is None
-    store.set("begun/2", "")
-    begun = fit_after(store, 0)
-    assert begun is not None
-    assert (begun[0], begun[1].workers) == (2, 2)
-    assert fit_after(store, 2) is None
+    store, door = dist.HashStore(), ServerPort("127.0.0.1")
+    assert begun_after(store, 0) is None
+    with pytest.raises(SchedulerTimeoutError):
+        find(store, servers=1, timeout=0.0)
+    assert begun_after(store, 0) is None, "it has none"
+    sign_on(store, door.own)
+    find(store, fit=2, servers=1).close()
+    assert begun_after(store, 0) == begun_after(store, 1) == announced(fit=2, servers=1)
+    assert begun_after(store, 2) is None
+    door.close()
 
 
 def test_who_does_not_come_to_connect_is_named() -> None:
-    store = dist.HashStore()
+    store, fit = dist.HashStore(), announced(workers=2, servers=1)
     with pytest.raises(SchedulerTimeoutError, match="1, 2 did not come"):
-        await_all(store, 1, rank=0, size=3, timeout=0.0, failure=lambda: None)
+        connect(store, fit, [], rank=0, **{**PATIENT, "wait": 0.0})
     with pytest.raises(RankFailedError, match="it is gone"):
-        await_all(store, 1, rank=1, size=3, timeout=9.0, failure=lambda: RankFailedError(2, "it is gone"))
-    await_all(store, 1, rank=2, size=3, timeout=0.0, failure=lambda: None)
+        connect(store, fit, [], rank=1, **{**PATIENT, "failure": lambda: RankFailedError(2, "it is gone")})
+    assert connect(store, fit, [], rank=2, **{**PATIENT, "wait": 0.0}) == []
 
 
 def test_a_goodbye_to_a_server_that_has_gone_does_not_fail() -> None:
     groups = world(1)
     abandon(groups[1])
-    side = PushPull(groups[0], workers=1, servers=1)
+    (side,) = with_servers(groups)
     for _ in range(2):  # the second time the connection is known to be broken
         side.close(idle=True)
 
 
 def test_a_training_whose_first_rank_has_left_may_still_say_goodbye() -> None:
     groups = world(2)
-    server = SummingServer(groups[2], workers=2)
+    server = SummingServer(groups[2], range(2))
     asked = threading.Event()
 
     def gone() -> bool:
         asked.set()
         return True
 
-    waits = threading.Thread(target=server.wait, args=(gone,))
+    waits = threading.Thread(target=await_goodbyes, args=([server], gone))
     waits.start()
     assert asked.wait(20.0)
-    leave([PushPull(group, workers=2, servers=1) for group in groups[:2]])
+    leave(with_servers(groups))
     waits.join(20.0)
     assert server._failure is None
 
 
-def test_a_server_that_stands_still_is_told_from_one_that_waits() -> None:
+def test_a_server_that_stands_still_is_told_from_one_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     store, door = dist.HashStore(), ServerPort("127.0.0.1")
     sign_on(store, signed(door, pid=7))
-    found = find(store, servers=1)
-    leave_sign(store, 0, Doing(beat=1))
-    silent = found.find_silent(within=0.1)
+    found, late = find(store, servers=1), SchedulerTimeoutError("bucket 1 did not arrive in time.")
+    assert found.explain_timeout(late) is late, "it waits for nothing"
+    door.doing = lambda: Doing(lacks=(1, 3), since=12.3)
+    explained = found.explain_timeout(late)
+    assert str(explained).endswith("has waited for 12 s for what rank 1, 3 pushes.")
+    assert found.explain_timeout(explained) is explained
+    unrelated = ValueError("timed out")
+    assert found.explain_timeout(unrelated) is unrelated
+    monkeypatch.setattr(server_meeting, "_ANSWERS_S", 0.2)
+    go_on = threading.Event()
+    door._loop.call_soon_threadsafe(go_on.wait, 20.0)  # as a process that was stopped
+    silent = found.explain_timeout(late)
+    go_on.set()
     assert isinstance(silent, ServerFailedError)
     assert "parameter server 0 (process 7 at 127.0.0.1) is silent" in str(silent)
-    beats = threading.Thread(target=leave_sign, args=(store, 0, Doing(beat=2, lacks=(1, 3), since=12.3)))
-    threading.Timer(0.1, beats.start).start()
-    assert found.find_silent(within=20.0) is None
-    assert found.whereabouts().endswith("has waited for 12 s for what rank 1, 3 pushes")
+    assert silent.__cause__ is late
     found.close()
     door.close()
 
 
 def test_a_server_knows_whose_push_is_missing() -> None:
     groups = world(3)
-    server = SummingServer(groups[3], workers=3)
-    sides = [PushPull(group, workers=3, servers=1, shares=ByteShares((1.0,))) for group in groups[:3]]
+    server, sides = SummingServer(groups[3], range(3)), with_servers(groups)
     assert not server.waits_for[0]
     started = [sides[rank].reduce(groups[rank], torch.ones(5), 1) for rank in (0, 2)]
     deadline = time.monotonic() + 20.0
@@ -344,21 +336,22 @@ def test_a_server_knows_whose_push_is_missing() -> None:
         one.works[0].wait()
     assert not server.waits_for[0]
     leave(sides)
-    server.wait(lambda: False)
+    await_goodbyes([server], lambda: False)
 
 
 def test_a_worker_that_dies_while_all_connect_is_not_waited_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """And the time to connect in is not that of messages."""
     monkeypatch.setattr(server_meeting, "_CONNECTING_S", 0.5)
-    store, patience = dist.HashStore(), timedelta(seconds=20)
+    store, fit = dist.HashStore(), announced(workers=2, servers=0)
+    store.set("fit/1/here/0", "")
     with pytest.raises(RuntimeError, match="imeout"):
-        join_group(store, 1, rank=1, size=2, timeout=timedelta(days=30))
+        connect(store, fit, [fit.rail(0, 1)], rank=1, **{**PATIENT, "timeout": timedelta(days=30)})
     groups = world(1)
-    server = SummingServer(groups[1], workers=1)
-    side = PushPull(groups[0], workers=1, servers=1, timeout=patience)
+    server = SummingServer(groups[1], range(1))
+    (side,) = with_servers(groups)
     time.sleep(0.7)  # nothing is sent
     part = torch.ones(4)
     side.reduce(groups[0], part, 1).works[0].wait()
     side.close(idle=True)
-    server.wait(lambda: False)
+    await_goodbyes([server], lambda: False)
     assert server._failure is None

@@ -20,16 +20,15 @@ from torch import nn
 
 from lightning_bytescheduler.collectives.groups import leave
 from lightning_bytescheduler.collectives.launch_order import DecidingOrder, FollowingOrder
-from lightning_bytescheduler.collectives.node_push_pull import PlacedParts
-from lightning_bytescheduler.collectives.push_pull import ByteShares, PushPull
-from lightning_bytescheduler.collectives.server_meeting import join_group
-from lightning_bytescheduler.collectives.summing_server import SummingServer
+from lightning_bytescheduler.collectives.push_pull import PlacedParts, PushPull
+from lightning_bytescheduler.collectives.server_meeting import Announcement, connect
+from lightning_bytescheduler.collectives.summing_server import SummingServer, await_goodbyes
 from lightning_bytescheduler.collectives.transport import GradientTransport
 from lightning_bytescheduler.compression.dense import Dense
 from lightning_bytescheduler.ddp.compressed_bucket import CompressedBucket
 from lightning_bytescheduler.ddp.compressed_reduction import CompressedReduction, GradientCompression
 from lightning_bytescheduler.ddp.compression_rules import CompressionRules
-from lightning_bytescheduler.ddp.encoded_pieces import LeftQuestion, Piece, described, left_in, room_for_answer
+from lightning_bytescheduler.ddp.encoded_pieces import Piece, left_on_servers
 from lightning_bytescheduler.ddp.encoded_sums import EncodedSums
 from lightning_bytescheduler.ddp.reduction import GradientBucket, ShardedReduction, StepTasks
 from lightning_bytescheduler.ddp.residuals import Residuals
@@ -109,37 +108,46 @@ class Served:
 
     def __init__(self, rank: int, servers: int) -> None:
         fit = next(self.fits)
-        join = partial(join_group, fit=fit, size=2 + servers, timeout=timedelta(seconds=20))
+        announced = Announcement(fit=fit, rails=((0, 1),), servers=servers)
+
+        def join(store: dist.Store, rank: int) -> dist.ProcessGroup:
+            (group,) = connect(
+                store,
+                announced,
+                [announced.rail(0, rank)],
+                rank=rank,
+                wait=20.0,
+                timeout=timedelta(seconds=20),
+                failure=lambda: None,
+            )
+            return group
+
         # Each with a connection of its own: who waits for a key keeps others from asking.
         ranks = dist.distributed_c10d._get_default_store()
         if rank == 0:
             self._kept = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             ranks.set(f"served {fit}", str(self._kept.port))
-        connect = partial(dist.TCPStore, "127.0.0.1", int(ranks.get(f"served {fit}")), is_master=False)
-        store, *stores = [connect() for _ in range(1 + (servers if rank == 0 else 0))]
-        threads = [
-            threading.Thread(target=self._serve, args=(partial(join, one), 2 + n)) for n, one in enumerate(stores)
-        ]
+        connected = partial(dist.TCPStore, "127.0.0.1", int(ranks.get(f"served {fit}")), is_master=False)
+        store, *stores = [connected() for _ in range(1 + (servers if rank == 0 else 0))]
+        threads = [threading.Thread(target=self._serve, args=(join, one, 2 + n)) for n, one in enumerate(stores)]
         for thread in threads:
             thread.start()
-        shares = PlacedParts("balanced", workers=2, servers=servers, kept=True).shares
+        shares = PlacedParts(workers=2, servers=servers, kept=True)
         if not servers:  # one part at one server, the next at the next: the owners of shards
-            shares = ByteShares(shares.weights, lambda tensor, part: part % 2)
-        self.push_pull = PushPull(join(store, rank=rank), workers=2, servers=servers, shares=shares)
+            shares._place = lambda tensor, part: part % 2
+        self.push_pull = PushPull(join(store, rank), range(2), shares)
         self._threads = threads
         self._rank = rank
 
-    def _serve(self, join: Callable[..., dist.ProcessGroup], rank: int) -> None:
-        SummingServer(join(rank=rank), workers=2, encoded=EncodedSums(rank)).wait(lambda: False)
+    def _serve(self, join: Callable[..., dist.ProcessGroup], store: dist.Store, rank: int) -> None:
+        await_goodbyes([SummingServer(join(store, rank), range(2), encoded=EncodedSums(rank))], lambda: False)
 
     def left(self, loss_scale: float) -> dict[str, Array]:
         found = {}
         for name, size in _SIZES.items() if self._rank == 0 else ():
-            question = described(LeftQuestion(name=name, size=size))
-            answers = self.push_pull.ask(question, partial(room_for_answer, size))
-            left = [one for answer in answers if (one := left_in(answer, loss_scale)) is not None]
-            if left:
-                found[name] = torch.stack(left).sum(0).numpy()
+            left = left_on_servers(self.push_pull.ask, name, size, loss_scale)
+            if left is not None:
+                found[name] = left.numpy()
         return found
 
     def leave(self) -> None:

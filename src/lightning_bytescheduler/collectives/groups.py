@@ -220,6 +220,12 @@ def give_up(group: dist.ProcessGroup, *, idle: bool) -> None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # kept for as long as the process lives
 
 
+def abandon(group: dist.ProcessGroup) -> None:
+    """Break a group's connections, and keep it: gloo would wait for what is under way when the group ends."""
+    give_up(group, idle=False)
+    break_connections(group)
+
+
 def collect_left() -> None:
     """End the threads of groups that former trainings have left.
 

@@ -22,13 +22,16 @@ launches; those of two need not, so each has a thread that waits for them.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import cache
 
 import torch
 import torch.distributed as dist
 
+from lightning_bytescheduler.collectives.groups import abandon
 from lightning_bytescheduler.collectives.operations import Pull, StartedOperation, scale
 from lightning_bytescheduler.collectives.sending_turns import OnSent, SendingTurns, turns_by_need
 from lightning_bytescheduler.collectives.summing_server import (
@@ -37,43 +40,62 @@ from lightning_bytescheduler.collectives.summing_server import (
     ENCODED,
     HEADER_TAG,
     QUESTION,
+    Coming,
     OnReply,
-    OwnSum,
     SummingServer,
-    abandon,
 )
 from lightning_bytescheduler.exceptions import UnsupportedError
-from lightning_bytescheduler.scheduler.placement import server_weights
+from lightning_bytescheduler.scheduler.placement import PLACEMENTS, Nodes, Placement, mixed_server, server_weights
 from lightning_bytescheduler.scheduler.task import Passage
 
-__all__ = ["ByteShares", "PushPull", "abandon"]
+__all__ = ["PlacedParts", "PushPull"]
 
 _CLOSE = timedelta(seconds=5)
 _QUESTIONS = 1 << 30  # operations have lower numbers
+_BY_PART, _BY_TENSOR = 0.6180339887498949, 0.7548776662466927
 _THREADS_S = 2.0  # a group without connections ends its threads' waits at once
 
 
-class ByteShares:
-    """Gives each part to the server that is least full with it, each measured by its share.
+class PlacedParts:
+    """Says which server has which part in one fit, and what each has had.
+
+    By default parts go by bytes: each to the server that is least full with it, measured by its share. BytePS's mixed
+    mode goes by the number of the bucket and of the part, so that a part is at one server for as long as sizes stay.
 
     Args:
-        weights: From ``scheduler.placement.server_weights``.
-        place: Says which server has a part instead, by the part's numbers: of the bucket, and in it.
+        how: One of ``scheduler.placement.PLACEMENTS``.
+        workers: n.
+        servers: k, no more than n.
+        kept: Whether who adds up keeps something of a part, which counts for the bits: so that parts stay where they
+            are, they are placed by their numbers alone, spread by the shares. In the order of launches one could be at
+            another server in the next run.
+        nodes: The ranks of each, where one of them pushes for all; these are the workers then.
 
     Attributes:
-        weights: As given.
+        weights: Of each server, from ``scheduler.placement.server_weights``.
         bytes_per_server: What went to each so far.
     """
 
-    def __init__(self, weights: Sequence[float], place: Callable[[int, int], int] | None = None) -> None:
-        self.bytes_per_server = [0] * len(weights)
-        self.weights = weights
-        self._usable = [server for server, weight in enumerate(weights) if weight]
-        self._place = place
+    def __init__(
+        self, how: str = PLACEMENTS[0], *, workers: int, servers: int, kept: bool = False, nodes: Nodes = ()
+    ) -> None:
+        self.weights = server_weights(workers, servers)
+        self.bytes_per_server = [0] * len(self.weights)
+        self._made = how, workers, servers
+        self._nodes = nodes
+        self._usable = [server for server, weight in enumerate(self.weights) if weight]
+        self._place: Callable[[int, int], int] | None = _spread(self.weights) if kept else None
+        if how == "mixed":
+            self._place = cache(lambda tensor, part: mixed_server(tensor, part, workers, servers))
         self._part = 0, 0
 
+    @property
+    def so_far(self) -> Placement:
+        """Bytes that this worker has pushed to each server, all steps together."""
+        return Placement(*self._made, tuple(self.bytes_per_server), self._nodes)
+
     def expect(self, tensor: int, part: int) -> None:
-        """Say which part is placed next, by numbers that are the same on all ranks."""
+        """Say which part is placed next, by numbers that are the same on all ranks: of the bucket, and in it."""
         self._part = tensor, part
 
     def next(self, nbytes: int) -> int:
@@ -87,15 +109,20 @@ class ByteShares:
         return server
 
 
+def _spread(weights: Sequence[float]) -> Callable[[int, int], int]:
+    """Says which server has a part: multiples of an irrational number are spread more evenly than any hash."""
+    edges = [*itertools.accumulate(weights)]
+    last = max(server for server, weight in enumerate(weights) if weight)
+    return lambda tensor, part: min(bisect.bisect(edges, (part * _BY_PART + tensor * _BY_TENSOR) % 1.0), last)
+
+
 class PushPull:
     """A worker's side; :meth:`reduce` is an :data:`~lightning_bytescheduler.collectives.operations.Averaging`.
 
     Args:
         group: Workers 0 to n-1, then the spare servers; gloo, and used by the transport alone.
-        workers: n.
-        servers: k, no more than n.
-        shares: Says which server has a part next; by bytes when left out.
-        ranks: The workers', as errors name them; 0 to n-1 when left out.
+        ranks: The workers', as errors name them.
+        shares: Says which server has a part next.
         timeout: Longest wait for a sum.
 
     Attributes:
@@ -109,47 +136,32 @@ class PushPull:
     def __init__(
         self,
         group: dist.ProcessGroup,
-        *,
-        workers: int,
-        servers: int,
-        shares: ByteShares | None = None,
-        ranks: Sequence[int] = (),
+        ranks: Sequence[int],
+        shares: PlacedParts,
         timeout: timedelta = timedelta(minutes=30),
     ) -> None:
         self.group = group
+        self.shares = shares
         self._timeout = timeout
-        self.shares = ByteShares(server_weights(workers, servers)) if shares is None else shares
-        self._workers = workers
-        self._servers = servers
+        self._workers = self._averaged = workers = len(ranks)
+        self._servers = servers = group.size() - workers
         self._rank = group.rank()
         self._questions = itertools.count(_QUESTIONS)
-        self._colocated = (
-            SummingServer(group, workers=workers, own=self._rank, ranks=ranks)
-            if any(self.shares.weights[servers:])
-            else None
-        )
+        here = any(shares.weights[servers:])
+        self._colocated = SummingServer(group, ranks, own=self._rank) if here else None
         spare = [workers + server for server in range(servers)]
         colocated = [rank for rank in range(workers) if rank != self._rank] if self._colocated is not None else []
-        self._receivers = spare + colocated
-        self._pushes: SendingTurns | None = None
-        if self._receivers:
-            # Each worker begins with another server, and goes round in the same direction.
-            others = [*_from(self._rank, spare), *_from(self._rank, colocated)]
-            needs = [self.shares.weights[rank - workers if rank >= workers else servers + rank] for rank in others]
-            turns = turns_by_need(others, needs)
-            self._pushes = SendingTurns(group, turns, name="pushes", on_error=lambda _: abandon(group))
-
-    @property
-    def ranks_in_all(self) -> int:
-        """How many ranks a mean is of."""
-        return self._workers
+        # Each worker begins with another server, and goes round in the same direction.
+        self._receivers = [*_from(self._rank, spare), *_from(self._rank, colocated)]
+        needs = [shares.weights[rank - workers if rank >= workers else servers + rank] for rank in self._receivers]
+        turns = turns_by_need(self._receivers, needs)
+        self._pushes = SendingTurns(group, turns, name="pushes", on_error=lambda _: abandon(group))
 
     @property
     def wire_share(self) -> float:
-        """What a worker sends per byte of a gradient, on average."""
-        n, weights = self._workers, self.shares.weights
-        spare = sum(weights[: self._servers])
-        return spare + (1 - spare) * 2 * (n - 1) / n
+        """What a rank sends over the network per byte of a gradient, on average."""
+        n, spare = self._workers, sum(self.shares.weights[: self._servers])
+        return (spare * n + (1 - spare) * 2 * (n - 1)) / self._averaged
 
     def reduce(
         self, group: dist.ProcessGroup, part: torch.Tensor, number: int, factor: float | None = None
@@ -168,7 +180,7 @@ class PushPull:
         if part.dtype not in DTYPES:
             raise UnsupportedError(f"Parameter servers do not add up gradients of {part.dtype}. Leave servers out.")
         if factor is None:
-            part.mul_(1.0 / self.ranks_in_all)
+            part.mul_(1.0 / self._averaged)
         else:
             scale(part, factor)
         return self.start(part, number)
@@ -180,32 +192,26 @@ class PushPull:
         passage = Passage(rank, pushed=travels, pulled=travels)
         return StartedOperation([self.push(part, number, rank, passage)], messages=True, lane=rank, passage=passage)
 
-    def push(self, part: torch.Tensor, number: int, server: int, passage: Passage) -> OwnSum | Pull:
+    def push(self, part: torch.Tensor, number: int, server: int, passage: Passage) -> Coming | Pull:
         """Push ``part`` to ``server``; what is returned ends when the sum is in its place."""
-        if self._colocated is not None and server == self._rank:
-            return self._colocated.push_own(number, part)
+        if (own := self.adds_up(server)) is not None:
+            return own.push_own(number, part)
         pull = Pull(self.group.recv([part], server, number), self._timeout)
         self._push(part, server, number, DTYPES.index(part.dtype), passage.sent)
         return pull
 
     def expect(self, tensor: int, part: int) -> None:
-        """Say which part is started next; see :meth:`ByteShares.expect`."""
+        """Say which part is started next; see :meth:`PlacedParts.expect`."""
         self.shares.expect(tensor, part)
 
     def next_server(self, nbytes: int) -> int:
-        """Rank in the group of who has the next part, of so many bytes; see :meth:`ByteShares.next`."""
+        """Rank in the group of who has the next part, of so many bytes; see :meth:`PlacedParts.next`."""
         owner = self.shares.next(nbytes)
         return self._workers + owner if owner < self._servers else owner - self._servers
 
-    def adds_up(self, server: int) -> bool:
-        """Whether ``server``, from :meth:`next_server`, is in this process."""
-        return self._colocated is not None and server == self._rank
-
-    def combine(self, number: int, combine: Callable[[list[torch.Tensor]], torch.Tensor]) -> OwnSum:
-        """Add up a part that travels encoded, where :meth:`adds_up`; see :meth:`SummingServer.combine`."""
-        if self._colocated is None:
-            raise RuntimeError("A part was given to a server that is not here.")
-        return self._colocated.combine(number, combine)
+    def adds_up(self, server: int) -> SummingServer | None:
+        """``server``, from :meth:`next_server`, where it is in this process; else ``None``."""
+        return self._colocated if server == self._rank else None
 
     def exchange(self, server: int, number: int, message: torch.Tensor, reply: torch.Tensor, on_sent: OnSent) -> Pull:
         """Push what is encoded to ``server``, and pull what comes of it.
@@ -221,18 +227,18 @@ class PushPull:
         self._push(message, server, number, ENCODED, on_sent)
         return pull
 
-    def ask(self, question: torch.Tensor, room: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
+    def ask(self, question: torch.Tensor, nbytes: int) -> list[torch.Tensor]:
         """What the spare servers answer to a question, while nothing is under way.
 
         Args:
             question: Of uint8.
-            room: Makes memory for an answer, which may be shorter.
+            nbytes: Of an answer, at most.
 
         Raises:
             RuntimeError: If a connection has ended.
         """
         number = next(self._questions)
-        answers = [room() for _ in range(self._servers)]
+        answers = [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(self._servers)]
         works = []
         for server, answer in enumerate(answers, self._workers):
             works.append(self.group.recv([answer], server, number))
@@ -247,11 +253,8 @@ class PushPull:
             self._colocated.on_reply = on_reply
 
     def _push(self, message: torch.Tensor, server: int, number: int, kind: int, on_sent: OnSent | None = None) -> None:
-        pushes = self._pushes
-        if pushes is None:
-            raise RuntimeError("A part was given to a server that is not there.")
         header = torch.tensor([number, message.numel(), kind])
-        pushes.put(message, server, number, self.group.send([header], server, HEADER_TAG), on_sent)
+        self._pushes.put(message, server, number, self.group.send([header], server, HEADER_TAG), on_sent)
 
     def close(self, *, idle: bool) -> None:
         """Tell the servers that no more comes from here, and leave the group; bounded.
@@ -271,8 +274,7 @@ class PushPull:
             idle = idle and (self._colocated is None or self._colocated.finish(_CLOSE.total_seconds()))
         if not idle:
             abandon(self.group)
-        if self._pushes is not None:
-            self._pushes.stop(_THREADS_S)
+        self._pushes.stop(_THREADS_S)
         if self._colocated is not None:
             self._colocated.stop(_THREADS_S)
 

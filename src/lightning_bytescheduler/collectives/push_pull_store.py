@@ -8,11 +8,11 @@ of ``push_pull.py``. Rank 0 decides what is sent next, as in a training, so rank
 from __future__ import annotations
 
 import atexit
-import time
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
 from typing import Literal
 
@@ -20,12 +20,11 @@ import torch
 import torch.distributed as dist
 
 from lightning_bytescheduler.checks import closest, is_whole, options_by_name, require_size, require_text, require_whole
-from lightning_bytescheduler.collectives.groups import SchedulerGroups, leave
+from lightning_bytescheduler.collectives.groups import SchedulerGroups
 from lightning_bytescheduler.collectives.launch_order import DecidingOrder, FollowingOrder
-from lightning_bytescheduler.collectives.node_push_pull import PlacedParts
-from lightning_bytescheduler.collectives.operations import StartedOperation, broadcast_from_first, reduce_with
-from lightning_bytescheduler.collectives.push_pull import PushPull
-from lightning_bytescheduler.collectives.server_meeting import meet_servers
+from lightning_bytescheduler.collectives.node_push_pull import each_alone
+from lightning_bytescheduler.collectives.operations import broadcast_from_first, reduce_with
+from lightning_bytescheduler.collectives.server_meeting import join_servers
 from lightning_bytescheduler.collectives.summing_server import DTYPES
 from lightning_bytescheduler.collectives.transport import GradientTransport
 from lightning_bytescheduler.exceptions import (
@@ -36,9 +35,9 @@ from lightning_bytescheduler.exceptions import (
     TaskStateError,
     UnsupportedError,
 )
-from lightning_bytescheduler.failures.messages import brief, is_communication_error, is_timeout
+from lightning_bytescheduler.failures.messages import brief, is_communication_error
 from lightning_bytescheduler.scheduler.core import ByteCore
-from lightning_bytescheduler.scheduler.placement import PLACEMENTS, Placement, chosen_placement
+from lightning_bytescheduler.scheduler.placement import Placement, chosen_placement
 from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask, TaskKey
 
 __all__ = ["PulledTensor", "PushPullStore"]
@@ -119,7 +118,7 @@ class PushPullStore:
         require_whole("servers", servers, 0)
         require_size("partition_size", partition_size)
         require_size("credit", credit)
-        how = PLACEMENTS[0] if placement is None else chosen_placement(placement, {})
+        how = chosen_placement(placement, {})
         if not dist.is_initialized():
             raise UnsupportedError(
                 "PushPullStore needs the default process group. Call torch.distributed.init_process_group first."
@@ -127,13 +126,10 @@ class PushPullStore:
         self._timeout = timeout.total_seconds()
         self._keys: dict[str, _Key] = {}
         self._closed = self._failed = self._order_is_closed = False
-        self._groups = groups = SchedulerGroups.create(timeout=timeout, counts=True)
-        servers = min(servers, groups.world_size)
-        self._found, group, _ = meet_servers(groups, servers, timeout=timeout, failure=lambda: None, say=say)
-        self._placed = PlacedParts(how, workers=groups.world_size, servers=servers)
-        self._push_pull = PushPull(
-            group, workers=groups.world_size, servers=servers, shares=self._placed.shares, timeout=timeout
-        )
+        # The servers' group carries what is pushed, so that of gradients is for what all ranks do at one point.
+        self._groups = groups = SchedulerGroups.create(timeout=timeout, by_host=True)
+        self._servers = join_servers(groups, servers, each_alone(groups), placement=how, timeout=timeout, say=say)
+        self._push_pull = self._servers.push_pull
         make: type[DecidingOrder | FollowingOrder] = DecidingOrder if groups.rank == 0 else FollowingOrder
         self._order = make(groups.control, self._on_error, direct=True)
         self._core = ByteCore(partition_size=partition_size, credit=credit, order=self._order)
@@ -146,7 +142,7 @@ class PushPullStore:
     @property
     def placement(self) -> Placement:
         """Bytes that this rank has pushed to each server so far."""
-        return self._placed.so_far
+        return self._push_pull.shares.so_far
 
     def init(self, key: str, value: torch.Tensor) -> None:
         """Give a key its value on all ranks: rank 0's. At once, whatever else is queued or under way.
@@ -171,9 +167,7 @@ class PushPullStore:
                 f"The value of {key!r} has {value.numel()} elements of {value.dtype} on {value.device}. Parameter "
                 f"servers add up tensors on a CPU, of at least one element, of {', '.join(map(str, DTYPES))}."
             )
-        group = self._groups.counts
-        if group is None:
-            raise SchedulerClosedError("The store has no group for initialisation.")
+        group = self._groups.data
         own = zlib.crc32(f"{key} {_facts(value)}".encode())
         ends = torch.tensor([own, -own], device="cpu")
         try:
@@ -281,7 +275,7 @@ class PushPullStore:
 
     def _enqueue(self, key: str, known: _Key, out: torch.Tensor, priority: int) -> CommTask:
         buffer = out.detach().view(-1)
-        operation = self._sum
+        operation = partial(self._push_pull.reduce, factor=1.0)
 
         def send(sub_task: SubCommTask) -> None:
             self._transport.send(buffer[sub_task.offset : sub_task.offset + sub_task.size], sub_task, operation)
@@ -307,9 +301,6 @@ class PushPullStore:
         task.notify_ready()
         return task
 
-    def _sum(self, group: dist.ProcessGroup, part: torch.Tensor, number: int) -> StartedOperation:
-        return self._push_pull.reduce(group, part, number, 1.0)
-
     def _known(self, key: str, *tensors: torch.Tensor) -> _Key:
         """What is known of ``key``, whose shape and dtype ``tensors`` have."""
         self._check_open()
@@ -334,13 +325,9 @@ class PushPullStore:
     def _on_error(self, error: BaseException) -> BaseException:
         """Something failed, on one of the store's threads: find out why, and fail all that waits."""
         self._failed = True
-        cause: BaseException | None = self._core.abort_cause or self._found.find_gone()
-        if cause is None:
-            cause = error
-            if is_timeout(error):
-                cause = self._found.find_silent() or error
-            if is_communication_error(cause):
-                cause = RankFailedError(None, f"it could not be told which; here that broke: {brief(error)}")
+        cause = self._core.abort_cause or self._servers.find_gone() or self._servers.explain_timeout(error)
+        if is_communication_error(cause):
+            cause = RankFailedError(None, f"it could not be told which; here that broke: {brief(error)}")
         if cause is not error:
             cause.__cause__ = error
         self._core.abort(cause)
@@ -354,11 +341,8 @@ class PushPullStore:
         steps: list[Callable[[], object]] = [
             lambda: self._core.shutdown(timeout=_STOP_S, drain=False),
             lambda: self._close_order(failed),
-            lambda: self._transport.stop_encoding(_STOP_S),
-            lambda: self._push_pull.close(idle=not failed and not self._core.in_flight),
-            self._found.close,
-            lambda: leave(self._groups.counts, idle=not failed) if self._groups.counts is not None else None,
-            lambda: self._groups.destroy(data_idle=True, control_idle=self._order_is_closed),
+            lambda: self._servers.leave(idle=not failed and not self._core.in_flight),
+            lambda: self._groups.destroy(data_idle=not failed, control_idle=self._order_is_closed),
             lambda: self._transport.stop(_STOP_S),
         ]
         for step in steps:
@@ -370,23 +354,19 @@ class PushPullStore:
 
     def _meet(self) -> None:
         """Wait for the other ranks: those that are servers besides serve until all are done."""
-        if self._groups.counts is not None:
-            try:
-                reduce_with(
-                    self._groups.counts, torch.zeros(1, dtype=torch.float32, device="cpu"), dist.ReduceOp.SUM
-                ).wait()
-            except RuntimeError as error:
-                raise self._on_error(error) from error
+        try:
+            work = reduce_with(self._groups.data, torch.zeros(1, dtype=torch.float32, device="cpu"), dist.ReduceOp.SUM)
+            work.wait()
+        except RuntimeError as error:
+            raise self._on_error(error) from error
 
     def _close_order(self, failed: bool) -> None:
-        order, patience = self._order, 0.5 if failed else self._timeout
+        order = self._order
         if isinstance(order, DecidingOrder):
             order.close()
             self._order_is_closed = order.wait_sent(0.5 if failed else _STOP_S)
             return
-        deadline = time.monotonic() + patience
-        while not order.wait_closed(0.25) and time.monotonic() < deadline:
-            pass
+        order.wait_closed(0.5 if failed else self._timeout)
         self._order_is_closed = order.closed
         order.stop(_STOP_S)
 

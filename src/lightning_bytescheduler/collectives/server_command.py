@@ -4,35 +4,29 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from lightning_bytescheduler.__about__ import __version__
 from lightning_bytescheduler.checks import require_seconds, require_whole
 from lightning_bytescheduler.collectives.groups import choose_interface
 from lightning_bytescheduler.collectives.server_meeting import (
     Announcement,
     Doing,
     ServerPort,
-    SignedOn,
-    await_all,
-    fit_after,
-    join_group,
-    last_begun,
-    leave_sign,
-    leave_word,
+    begun_after,
+    connect,
     meeting_store,
-    rail_name,
+    require_same_version,
     sign_on,
 )
-from lightning_bytescheduler.collectives.summing_server import RailServers, SummingServer, SumsOfEncoded
+from lightning_bytescheduler.collectives.summing_server import SummingServer, SumsOfEncoded, await_goodbyes
 from lightning_bytescheduler.exceptions import OptionError, RankFailedError, RanksDifferError, SchedulerTimeoutError
 from lightning_bytescheduler.failures.messages import brief
 from lightning_bytescheduler.failures.store import StorePresence
@@ -43,11 +37,7 @@ _CONNECTING_S = 120.0  # all have found each other before
 _FOREVER = timedelta(days=30)  # a validation may take long; whether workers live is seen by their connections
 _LINGER_S = 6.0  # longer than workers need to find the one that has died
 _LOOK_EVERY_S = 0.1
-_SIGN_EVERY_S = 1.0
 _INTERRUPTED = 130  # as a shell says of what Ctrl+C ended
-
-
-_Serving = SummingServer | RailServers
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(options: argparse.Namespace, *, sums: Callable[[int], SumsOfEncoded] | None = None) -> int:
+def run(options: argparse.Namespace, *, sums: Callable[[int], SumsOfEncoded]) -> int:
     """Serve until the training is over; returns the exit code.
 
     Args:
@@ -98,7 +88,7 @@ def serve(
     *,
     timeout: float = 1800.0,
     say: Callable[[str], object],
-    sums: Callable[[int], SumsOfEncoded] | None = None,
+    sums: Callable[[int], SumsOfEncoded],
 ) -> None:
     """Serve one fit after the other, until the training's rendezvous store is gone.
 
@@ -115,133 +105,52 @@ def serve(
         RankFailedError: If a worker has died.
     """
     require_seconds("timeout", timeout)
-    own = _address_towards(host, port, timeout)
+    presence = _reach(host, port, timeout)
+    own = presence.own_address
     choose_interface(host)
-    presence = StorePresence(host, port)
     store = meeting_store(
         dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=15))
     )
-    fit = last_begun(store)
+    begun = begun_after(store, 0)
+    last = 0 if begun is None else begun.fit  # it has its servers
     door = ServerPort(own)
     try:
-        signed = SignedOn(host=own, port=door.port, pid=os.getpid(), version=__version__, token=door.token)
-        number = sign_on(store, signed)
+        number = sign_on(store, door.own)
         say(f"Parameter server {number} at {own} is ready for the training at {host}:{port}.")
-        while True:
-            begun = _next_fit(store, presence, fit)
-            if begun is None:
-                say("The training is over.")
-                return
-            fit, announced = begun
-            _check(number, announced)
-            rank, size = announced.workers + number, announced.workers + announced.servers
+        while (fit := _next_fit(store, presence, last)) is not None:
+            last = fit.fit
+            _check(number, fit)
             try:
-                await_all(store, fit, rank=rank, size=size, timeout=_CONNECTING_S, failure=partial(_gone, presence))
-                rails = [
-                    join_group(
-                        store,
-                        fit,
-                        rank=len(rail) + number,
-                        size=len(rail) + announced.servers,
-                        timeout=_FOREVER,
-                        name=rail_name(one),
-                    )
-                    for one, rail in enumerate(announced.rails)
-                ]
-                group = None if rails else join_group(store, fit, rank=rank, size=size, timeout=_FOREVER)
-            except SchedulerTimeoutError as error:
-                say(f"{error} The next fit is waited for.")
+                groups = _connect(store, presence, number, fit)
+            except (SchedulerTimeoutError, RuntimeError) as error:  # one does not come, or has died since
+                say(f"Fit {last} could not be connected to: {brief(error).rstrip('.')}. The next fit is waited for.")
                 continue
-            except RuntimeError as error:  # one has died since
-                say(f"The workers of fit {fit} could not be connected to: {brief(error)}. The next fit is waited for.")
-                continue
-            say(f"Fit {fit}: serving {announced.workers} workers, with {announced.servers} servers in all.")
+            say(f"Fit {last}: serving {fit.workers} workers, with {fit.servers} servers in all.")
+            servers = [
+                SummingServer(group, rail, encoded=sums(fit.workers + number))
+                for group, rail in zip(groups, fit.rails, strict=True)
+            ]
+            door.doing = partial(_doing, servers)
             try:
-                serving: _Serving
-                if group is None:
-                    serving = RailServers(rails, announced.rails)
-                else:
-                    encoded = None if sums is None else sums(rank)
-                    serving = SummingServer(group, workers=announced.workers, encoded=encoded)
-                serving.wait(_Signs(store, number, serving, presence).gone)
+                await_goodbyes(servers, presence.gone)
             except Exception as error:
-                if not presence.gone():
-                    leave_word(store, fit, number, error)
+                door.leave_word(error)
                 time.sleep(_LINGER_S)
                 raise
+            finally:
+                door.doing = Doing
+        say("The training is over.")
     finally:
         door.close()
         presence.close()
 
 
-class _Signs:
-    """Leaves word of what a server does, each second, while it is asked whether the training is gone."""
-
-    def __init__(
-        self,
-        store: dist.Store,
-        number: int,
-        serving: _Serving,
-        presence: StorePresence,
-    ) -> None:
-        self._store = store
-        self._number = number
-        self._serving = serving
-        self._presence = presence
-        self._beats = 0
-        self._next = 0.0
-
-    def gone(self) -> bool:
-        """Whether the rendezvous store is gone."""
-        if self._presence.gone():
-            return True
-        now = time.monotonic()
-        if now >= self._next:
-            self._next = now + _SIGN_EVERY_S
-            self._beats += 1
-            lacks, since = self._serving.waits_for
-            leave_sign(self._store, self._number, Doing(beat=self._beats, lacks=lacks, since=since))
-        return False
-
-
-def _next_fit(store: dist.Store, presence: StorePresence, last: int) -> tuple[int, Announcement] | None:
-    """Wait for the next fit; ``None`` if there will be none."""
-    while not presence.gone():
-        try:
-            begun = fit_after(store, last)
-            if begun is not None:
-                return begun
-        except RuntimeError:  # the store has gone in this moment
-            continue
-        time.sleep(_LOOK_EVERY_S)
-    return None
-
-
-def _gone(presence: StorePresence) -> RankFailedError | None:
-    return RankFailedError(0, "the rendezvous store of the training is gone") if presence.gone() else None
-
-
-def _check(number: int, announced: Announcement) -> None:
-    if announced.version != __version__:
-        raise RanksDifferError(
-            f"The training has lightning-bytescheduler {announced.version}, and parameter server {number} has "
-            f"{__version__}. Install the same version on all machines."
-        )
-    if number >= announced.servers:
-        raise RanksDifferError(
-            f"The training has servers={announced.servers}, and that many have joined before: this one, number "
-            f"{number}, is one too many. Was a server started twice?"
-        )
-
-
-def _address_towards(host: str, port: int, timeout: float) -> str:
-    """This machine's address on the way to the training, once that listens."""
+def _reach(host: str, port: int, timeout: float) -> StorePresence:
+    """A connection to the training, once that listens."""
     deadline = time.monotonic() + timeout
     while True:
         try:
-            with socket.create_connection((host, port), timeout=5.0) as connection:
-                address: str = connection.getsockname()[0]
-                return address
+            return StorePresence(host, port)
         except OSError as error:
             if time.monotonic() > deadline:
                 raise SchedulerTimeoutError(
@@ -249,3 +158,38 @@ def _address_towards(host: str, port: int, timeout: float) -> str:
                     "MASTER_PORT; they are those of rank 0."
                 ) from error
         time.sleep(0.2)
+
+
+def _next_fit(store: dist.Store, presence: StorePresence, last: int) -> Announcement | None:
+    """Wait for the next fit; ``None`` if there will be none."""
+    while not presence.gone():
+        with suppress(RuntimeError):  # the store has gone in this moment
+            if (fit := begun_after(store, last)) is not None:
+                return fit
+        time.sleep(_LOOK_EVERY_S)
+    return None
+
+
+def _check(number: int, fit: Announcement) -> None:
+    require_same_version(fit.version, "The training", f"parameter server {number}")
+    if number >= fit.servers:
+        raise RanksDifferError(
+            f"The training has servers={fit.servers}, and that many have joined before: this one, number "
+            f"{number}, is one too many. Was a server started twice?"
+        )
+
+
+def _connect(store: dist.Store, presence: StorePresence, number: int, fit: Announcement) -> list[dist.ProcessGroup]:
+    """The group of each rail."""
+
+    def gone() -> RankFailedError | None:
+        return RankFailedError(0, "the rendezvous store of the training is gone") if presence.gone() else None
+
+    places = [fit.rail(one, len(rail) + number) for one, rail in enumerate(fit.rails)]
+    rank = fit.workers + number
+    return connect(store, fit, places, rank=rank, wait=_CONNECTING_S, timeout=_FOREVER, failure=gone)
+
+
+def _doing(servers: Sequence[SummingServer]) -> Doing:
+    lacks, since = max((server.waits_for for server in servers), key=lambda waits: waits[1])
+    return Doing(lacks=lacks, since=since)

@@ -1,28 +1,27 @@
 """Where workers and parameter servers find each other: a part of the rendezvous store that Lightning knows nothing of.
 
-Each server signs on once, and gets a number. Before each fit rank 0 of the workers says what that is going to be: how
-many workers and servers, and which version of this package. Then all of them connect in one gloo group, workers first.
+Each server signs on once, and gets a number. Once all servers of a fit have, rank 0 of the workers says what that fit
+is going to be: of which workers and how many servers, and with which version of this package. Then all of them connect
+in a gloo group for each *rail*, see ``node_push_pull.py``: one of all workers, where each pushes for itself. Workers
+come first in it, then the servers.
 
-While it serves, a server leaves word of what it does, each second: so workers that waited for too long can tell one
-that stands still from one that waits for a worker. What it refuses it says there, too.
-
-*A server's port* tells a living server from a dead one: it is open for as long as the server lives. Connections to it
-close when its process ends, which is how workers tell a dead server from a dead worker. Whoever connects says the
-server's *token*, which those know who may read the rendezvous store, and hears one byte. Who says something else, or
-more, is hung up on; so is who says nothing, after a while, and at once where too many strangers say nothing: they take
-no worker's place.
+*A server's port* tells a living server from a dead one: it is open for as long as the server lives, and connections to
+it close when its process ends. Whoever connects says the server's *token*, which those know who may read the rendezvous
+store, and hears what the server does: so a server that stands still can be told from one that waits for a worker. When
+a server ends, it says why on all connections. Who says something else than the token, or more, is hung up on; so is who
+says nothing, after a while, and at once where too many strangers say nothing: they take no worker's place.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import os
 import secrets
-import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import cast
@@ -31,44 +30,52 @@ import torch
 import torch.distributed as dist
 
 from lightning_bytescheduler.__about__ import __version__
-from lightning_bytescheduler.collectives.groups import SchedulerGroups
-from lightning_bytescheduler.collectives.node_push_pull import NodeLayout
-from lightning_bytescheduler.collectives.summing_server import abandon
+from lightning_bytescheduler.collectives.groups import SchedulerGroups, abandon
+from lightning_bytescheduler.collectives.node_push_pull import NodeLayout, NodePushPull
+from lightning_bytescheduler.collectives.push_pull import PlacedParts, PushPull
 from lightning_bytescheduler.exceptions import (
     RankFailedError,
     RanksDifferError,
     SchedulerTimeoutError,
     ServerFailedError,
 )
-from lightning_bytescheduler.failures.messages import StoreMessage
-from lightning_bytescheduler.failures.store import StorePresence
+from lightning_bytescheduler.failures.messages import StoreMessage, brief, is_communication_error, is_timeout
 from lightning_bytescheduler.scheduler.short_turns import short_turns
 
 PREFIX = "bytescheduler-servers"
 _LOOK_EVERY_S = 0.05
 _SOON_GONE_S = 0.5  # connections of a process that ends are not closed at one moment
 _CONNECTING_S = 60.0  # once all have come; takes milliseconds
-_SILENT_S = 5.0  # a server leaves word each second
-_WELCOME = b"\n"
+_REACHED_S = 15.0
+_ANSWERS_S = 5.0  # a server that does not stand still does so at once
 _MOST_STRANGERS = 256
 _PATIENCE_S = 10.0  # for who has connected and not said anything
-_STOP_EVERY_S = 0.2
+_WAITED = "Of the servers,"
 
 
 class Announcement(StoreMessage, frozen=True, kw_only=True):
-    """Rank 0's, before a fit.
+    """Rank 0's, of the fit that has found its servers last.
 
     Attributes:
-        workers: Number of them.
-        servers: Number of spare servers that they want.
+        fit: Its number.
+        rails: The workers of each group that pushes by itself.
+        servers: Number of spare servers.
         version: Of this package.
-        rails: The workers of each group that pushes by itself; one of all workers when empty.
     """
 
-    workers: int
+    fit: int
+    rails: tuple[tuple[int, ...], ...]
     servers: int
-    version: str
-    rails: tuple[tuple[int, ...], ...] = ()
+    version: str = __version__
+
+    @property
+    def workers(self) -> int:
+        """Number of them."""
+        return sum(map(len, self.rails))
+
+    def rail(self, number: int, rank: int) -> tuple[str, int, int]:
+        """A rail's group, and who is ``rank`` there; see :func:`connect`."""
+        return f"rail {number}", rank, len(self.rails[number]) + self.servers
 
 
 class SignedOn(StoreMessage, frozen=True, kw_only=True):
@@ -86,25 +93,23 @@ class SignedOn(StoreMessage, frozen=True, kw_only=True):
     port: int
     pid: int
     version: str
-    token: str = ""
-
-    def named(self, number: int) -> str:
-        """For messages."""
-        return f"parameter server {number} (process {self.pid} at {self.host})"
+    token: str
 
 
 class Doing(StoreMessage, frozen=True, kw_only=True):
-    """What a server does, about each second.
+    """What a server does.
 
     Attributes:
-        beat: Counts.
         lacks: Workers whose push is missing from the oldest sum that is under way.
         since: For how long that has been under way, in seconds.
+        ends: Why it ends, in words, if it does.
+        refuses: Whether it ends because of what workers have sent, and not of a worker that has ended.
     """
 
-    beat: int
     lacks: tuple[int, ...] = ()
     since: float = 0.0
+    ends: str = ""
+    refuses: bool = False
 
 
 def meeting_store(store: dist.Store) -> dist.Store:
@@ -114,31 +119,35 @@ def meeting_store(store: dist.Store) -> dist.Store:
     return dist.PrefixStore(PREFIX, store)
 
 
-def await_all(
+def connect(
     store: dist.Store,
-    fit: int,
+    fit: Announcement,
+    places: Iterable[tuple[str, int, int]],
     *,
     rank: int,
-    size: int,
-    timeout: float,
+    wait: float,
+    timeout: timedelta,
     failure: Callable[[], BaseException | None],
-) -> None:
-    """Wait until all workers and servers of a fit are about to connect, which nothing could be learnt in.
+) -> list[dist.ProcessGroup]:
+    """Connect workers and servers, once all are about to, as nothing could be learnt while they do; all call this.
 
     Args:
         store: From :func:`meeting_store`.
-        fit: Number of the fit.
-        rank: Servers follow the workers.
-        size: Workers and servers.
-        timeout: Longest wait, in seconds.
+        fit: What is connected for.
+        places: Groups: their names, this process's rank there, and their sizes.
+        rank: Among all workers and servers, which follow the workers.
+        wait: Longest wait for all to come, in seconds.
+        timeout: Of connecting, and of messages that are waited for without another one.
         failure: Asked while waiting: why they will not come, if they will not.
 
     Raises:
         SchedulerTimeoutError: If some have not come in time.
+        RuntimeError: If one has died since it said that it was here, and could not be connected to.
         BaseException: What ``failure`` says.
     """
-    store.set(f"fit/{fit}/here/{rank}", "")
-    keys, deadline = [f"fit/{fit}/here/{one}" for one in range(size)], time.monotonic() + timeout
+    size, deadline = fit.workers + fit.servers, time.monotonic() + wait
+    store.set(f"fit/{fit.fit}/here/{rank}", "")
+    keys = [f"fit/{fit.fit}/here/{one}" for one in range(size)]
     while not store.check(keys):
         cause = failure()
         if cause is not None:
@@ -146,219 +155,44 @@ def await_all(
         if time.monotonic() > deadline:
             missing = ", ".join(str(one) for one, key in enumerate(keys) if not store.check([key]))
             raise SchedulerTimeoutError(
-                f"Of {size} workers and parameter servers of fit {fit}, numbered from 0 with the workers first, "
-                f"{missing} did not come to connect within {timeout:g} s."
+                f"Of {size} workers and parameter servers of fit {fit.fit}, numbered from 0 with the workers first, "
+                f"{missing} did not come to connect within {wait:g} s."
             )
         time.sleep(_LOOK_EVERY_S)
+    made: list[dist.ProcessGroup] = []
+    try:
+        with short_turns():  # for gloo's own threads
+            for name, place, members in places:
+                met = dist.PrefixStore(f"fit/{fit.fit}/{name}", store)
+                group = dist.ProcessGroupGloo(met, place, members, min(timeout, timedelta(seconds=_CONNECTING_S)))
+                made.append(cast(dist.ProcessGroup, group))  # its base class, which the stubs do not know
+    except BaseException:
+        for one in made:
+            abandon(one)
+        raise
+    return made
 
 
-def join_group(
-    store: dist.Store, fit: int, *, rank: int, size: int, timeout: timedelta, name: str = "group"
-) -> dist.ProcessGroup:
-    """Connect workers and servers; all of them call this.
-
-    Args:
-        store: From :func:`meeting_store`.
-        fit: Number of the fit.
-        rank: Servers follow the workers.
-        size: Workers and servers.
-        timeout: Of connecting, and of messages that are waited for without another one.
-        name: Of the group, where a fit has several.
-
-    Raises:
-        RuntimeError: If one of them has died since it said that it was here, and could not be connected to.
-    """
-    met = dist.PrefixStore(f"fit/{fit}/{name}", store)
-    made = dist.ProcessGroupGloo(met, rank, size, min(timeout, timedelta(seconds=_CONNECTING_S)))
-    return cast(dist.ProcessGroup, made)  # its base class, which the stubs do not know
-
-
-class ServersFound:
-    """What a worker knows of the servers of a fit.
-
-    Args:
-        store: From :func:`meeting_store`.
-        fit: Its number.
-        servers: By number, with a connection to each.
-    """
-
-    def __init__(self, store: dist.Store, fit: int, servers: Mapping[int, tuple[SignedOn, StorePresence]]) -> None:
-        self.fit = fit
-        self._store = store
-        self._host = _presence_of(store)
-        self._servers = servers
-
-    def find_gone(self, *, within: float = _SOON_GONE_S) -> ServerFailedError | None:
-        """The server that has died or has refused to go on, if one has; waits ``within`` seconds for that to show."""
-        deadline = time.monotonic() + within
-        while True:
-            for number, (server, presence) in self._servers.items():
-                refused = self._read(f"fit/{self.fit}/refused/{number}")
-                if refused:
-                    return ServerFailedError(f"{server.named(number)} has refused what it was sent: {refused}")
-                if presence.gone():
-                    why = self._read(f"fit/{self.fit}/over/{number}")
-                    return ServerFailedError(f"{server.named(number)} has ended{': ' if why else ''}{why}")
-            if time.monotonic() >= deadline:
-                return None
-            time.sleep(_LOOK_EVERY_S)
-
-    def find_silent(self, *, within: float = _SILENT_S) -> ServerFailedError | None:
-        """The server that stands still, if one does: it lives, and has left no word for ``within`` seconds."""
-        begin = {number: self._read(f"server/{number}/doing") for number in self._servers}
-        silent, deadline = set(begin), time.monotonic() + within
-        while silent and time.monotonic() < deadline and not self._host.gone():
-            time.sleep(_LOOK_EVERY_S)
-            silent = {number for number in silent if self._read(f"server/{number}/doing") == begin[number]}
-        if not silent or self._host.gone():
-            return None
-        number = min(silent)
-        return ServerFailedError(
-            f"{self._servers[number][0].named(number)} is silent: it is connected, but has sent nothing in time, nor "
-            f"a sign of life for {within:g} s. Was its process stopped? A longer timeout waits for it"
+def require_same_version(version: str, whose: str, own: str) -> None:
+    """Raise :class:`RanksDifferError` if ``whose`` version of this package is not this process's."""
+    if version != __version__:
+        raise RanksDifferError(
+            f"{whose} has lightning-bytescheduler {version}, and {own} has {__version__}. Install the same version on "
+            "all machines."
         )
 
-    def whereabouts(self) -> str:
-        """What each server waits for, in words; empty if for nothing."""
-        said = []
-        for number, (server, _) in self._servers.items():
-            text = self._read(f"server/{number}/doing")
-            doing = Doing.decode(text.encode()) if text else None
-            if doing is not None and doing.lacks:
-                ranks = ", ".join(map(str, doing.lacks))
-                said.append(f"{server.named(number)} has waited for {doing.since:.0f} s for what rank {ranks} pushes")
-        return "; ".join(said)
 
-    def _read(self, key: str) -> str:
-        """What a server has left there: a rank may have died while this one had nothing to send for a while."""
-        with suppress(RuntimeError):  # the store is gone as well
-            if not self._host.gone() and self._store.check([key]):  # torch prints a trace when it asks in vain
-                return self._store.get(key).decode()
-        return ""
-
-    def close(self) -> None:
-        """Close the connections."""
-        self._host.close()
-        for _, presence in self._servers.values():
-            presence.close()
-
-
-def _presence_of(store: dist.Store) -> StorePresence:
-    """Tells whether the store is still there."""
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    with suppress(OSError):
-        if isinstance(store, dist.TCPStore):
-            return StorePresence(store.host, store.port)
-    return StorePresence()
-
-
-def next_fit(store: dist.Store) -> int:
-    """The number of the next fit; for rank 0, whose word counts, as others may have missed one that failed."""
-    return int(store.add("fits", 1))
-
-
-def find_servers(
-    store: dist.Store,
-    *,
-    fit: int,
-    rank: int,
-    workers: int,
-    servers: int,
-    timeout: float,
-    failure: Callable[[], BaseException | None],
-    say: Callable[[str], object],
-    rails: tuple[tuple[int, ...], ...] = (),
-) -> ServersFound:
-    """Wait until all servers of a fit have signed on; every worker calls this, once in a fit.
+def begun_after(store: dist.Store, last: int) -> Announcement | None:
+    """A fit later than ``last`` that has found its servers, so that its workers come at once; ``None`` if none has.
 
     Args:
         store: From :func:`meeting_store`.
-        fit: From :func:`next_fit` on rank 0.
-        rank: This worker's.
-        workers: Number of them.
-        servers: Number of spare servers.
-        timeout: Longest wait, in seconds.
-        failure: Asked while waiting: why they will not come, if they will not.
-        say: Told once that servers are missing, on rank 0.
-        rails: See :class:`Announcement`.
-
-    Raises:
-        SchedulerTimeoutError: If too few have signed on in time.
-        RanksDifferError: If a server has another version of this package.
+        last: Number of a fit, from 1.
     """
-    if rank == 0:
-        announced = Announcement(workers=workers, servers=servers, version=__version__, rails=rails)
-        store.set(f"fit/{fit}", announced.encode())
-        store.set("current", str(fit))
-    found: dict[int, tuple[SignedOn, StorePresence]] = {}
-    try:
-        _await_servers(store, found, rank=rank, servers=servers, timeout=timeout, failure=failure, say=say)
-        if rank == 0:
-            store.set(f"begun/{fit}", "")
-        for number, (server, _) in sorted(found.items()):
-            if server.version != __version__:
-                raise RanksDifferError(
-                    f"{server.named(number)} has lightning-bytescheduler {server.version}, and rank {rank} has "
-                    f"{__version__}. Install the same version on all machines."
-                )
-    except BaseException:
-        ServersFound(store, fit, found).close()
-        raise
-    return ServersFound(store, fit, found)
-
-
-def _await_servers(
-    store: dist.Store,
-    found: dict[int, tuple[SignedOn, StorePresence]],
-    *,
-    rank: int,
-    servers: int,
-    timeout: float,
-    failure: Callable[[], BaseException | None],
-    say: Callable[[str], object],
-) -> None:
-    begin, said = time.monotonic(), False
-    while True:
-        missing = []
-        for number in range(servers):
-            if number in found and found[number][1].gone():  # while others were waited for
-                found.pop(number)[1].close()
-            if number not in found and (one := _living(store, number)) is not None:
-                found[number] = one
-            if number not in found:
-                missing.append(number)
-        if not missing:
-            break
-        cause = failure()
-        if cause is not None:
-            raise cause
-        waited = time.monotonic() - begin
-        if waited > timeout:
-            raise SchedulerTimeoutError(
-                f"{servers - len(missing)} of {servers} parameter servers have joined within {timeout:g} s. Start "
-                f"{len(missing)} more with 'lightning-bytescheduler server', with the MASTER_ADDR and MASTER_PORT of "
-                "this training, or ask for fewer: servers=..."
-            )
-        if waited > 2 and not said and rank == 0:
-            said = True
-            say(
-                f"bytescheduler: waiting for {len(missing)} of {servers} parameter servers. Each is started by: "
-                f"MASTER_ADDR={os.environ.get('MASTER_ADDR', '...')} "
-                f"MASTER_PORT={os.environ.get('MASTER_PORT', '...')} lightning-bytescheduler server"
-            )
-        time.sleep(_LOOK_EVERY_S)
-
-
-def _living(store: dist.Store, number: int) -> tuple[SignedOn, StorePresence] | None:
-    """The server that has a number, if it lives: one that has died may be followed by another."""
-    if not store.check([f"server/{number}"]):
+    if not store.check(["begun"]):
         return None
-    server = SignedOn.decode(store.get(f"server/{number}"))
-    try:
-        return server, call_on(server.host, server.port, server.token)
-    except OSError:
-        return None
+    announced = Announcement.decode(store.get("begun"))
+    return announced if announced.fit > last else None
 
 
 def sign_on(store: dist.Store, own: SignedOn) -> int:
@@ -371,148 +205,282 @@ def sign_on(store: dist.Store, own: SignedOn) -> int:
     number = 0
     while True:
         before = store.get(f"server/{number}").decode() if store.check([f"server/{number}"]) else ""
-        living = _living(store, number) if before else None
+        living = _call(store, number) if before else None
         if living is not None:
-            living[1].close()
+            living.close()
+            number += 1
         elif store.compare_set(f"server/{number}", before, own.encode()).decode() == own.encode():
             return number
-        else:
-            continue  # another one was faster
-        number += 1
 
 
-def leave_word(store: dist.Store, fit: int, number: int, error: BaseException) -> None:
-    """Have workers that notice later than others that server ``number`` has ended know why."""
-    with suppress(RuntimeError):  # the training is over
-        store.set(f"fit/{fit}/over/{number}", str(error))
-        if not isinstance(error, RankFailedError):
-            store.set(f"fit/{fit}/refused/{number}", str(error))
+class ServerLine:
+    """A connection to a server's port. For any thread.
+
+    Args:
+        number: The server's.
+        server: Who lives there.
+        timeout: Longest wait for its answer, in seconds.
+
+    Attributes:
+        server: As given.
+        name: The server's, for messages.
+
+    Raises:
+        OSError: If no server with that token lives there.
+        TimeoutError: If it does not answer.
+    """
+
+    def __init__(self, number: int, server: SignedOn, timeout: float = _REACHED_S) -> None:
+        self.server = server
+        self.name = f"parameter server {number} (process {server.pid} at {server.host})"
+        self._lock = threading.Lock()
+        self._socket = socket.create_connection((server.host, server.port), timeout)
+        self._said = b""
+        try:
+            self._socket.sendall(server.token.encode())
+            while b"\n" not in self._said:
+                piece = self._socket.recv(4096)
+                if not piece:
+                    raise ConnectionError("The other side has hung up.")
+                self._said += piece
+        except BaseException:
+            self._socket.close()
+            raise
+        self._socket.setblocking(False)
+
+    @property
+    def doing(self) -> Doing:
+        """What the server has said last that it does."""
+        return Doing.decode(self._said.split(b"\n")[-2] or b"{}")  # what follows is no whole line yet
+
+    def find_gone(self) -> ServerFailedError | None:
+        """That the server has died or has refused to go on, if it has; at once."""
+        with self._lock:
+            try:
+                while piece := self._socket.recv(4096):
+                    self._said += piece
+                ended = True
+            except BlockingIOError:
+                ended = False
+            except OSError:
+                ended = self._socket.fileno() >= 0  # else it is this side that has closed it
+            doing = self.doing
+        if doing.refuses:
+            return ServerFailedError(f"{self.name} has refused what it was sent: {doing.ends}")
+        return ServerFailedError(f"{self.name} has ended{': ' * bool(doing.ends)}{doing.ends}") if ended else None
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._socket.close()
 
 
-def leave_sign(store: dist.Store, number: int, doing: Doing) -> None:
-    """Have workers know what server ``number`` does."""
-    with suppress(RuntimeError):  # the training is over
-        store.set(f"server/{number}/doing", doing.encode())
+def _call(store: dist.Store, number: int) -> ServerLine | None:
+    """The server that has a number, if it lives: one that has died may be followed by another."""
+    if not store.check([f"server/{number}"]):
+        return None
+    try:
+        return ServerLine(number, SignedOn.decode(store.get(f"server/{number}")))
+    except OSError:
+        return None
 
 
-def last_begun(store: dist.Store) -> int:
-    """The last fit that has found its servers, from 1; 0 if none has. Asked before signing on."""
-    current = int(store.get("current")) if store.check(["current"]) else 0
-    return current if not current or store.check([f"begun/{current}"]) else current - 1
-
-
-def meet_servers(
-    groups: SchedulerGroups,
-    servers: int,
+def find_servers(
+    store: dist.Store,
+    fit: Announcement,
     *,
-    timeout: timedelta,
+    rank: int,
+    timeout: float,
     failure: Callable[[], BaseException | None],
     say: Callable[[str], object],
-    layout: NodeLayout | None = None,
-) -> tuple[ServersFound, dist.ProcessGroup, dist.ProcessGroup | None]:
+) -> list[ServerLine]:
+    """Wait until all servers of a fit have signed on; every worker calls this, once in a fit.
+
+    Args:
+        store: From :func:`meeting_store`.
+        fit: What they are wanted for.
+        rank: This worker's.
+        timeout: Longest wait, in seconds.
+        failure: Asked while waiting: why they will not come, if they will not.
+        say: Told once that servers are missing, on rank 0.
+
+    Returns:
+        A connection to each, by number.
+
+    Raises:
+        SchedulerTimeoutError: If too few have signed on in time.
+        RanksDifferError: If a server has another version of this package.
+    """
+    servers, begin, said = fit.servers, time.monotonic(), rank != 0
+    lines: dict[int, ServerLine] = {}
+    try:
+        while True:
+            for number in range(servers):
+                if number in lines and lines[number].find_gone() is not None:  # while others were waited for
+                    lines.pop(number).close()
+                if number not in lines and (line := _call(store, number)) is not None:
+                    lines[number] = line
+            missing = servers - len(lines)
+            if not missing:
+                break
+            cause = failure()
+            if cause is not None:
+                raise cause
+            waited = time.monotonic() - begin
+            if waited > timeout:
+                raise SchedulerTimeoutError(
+                    f"{len(lines)} of {servers} parameter servers have joined within {timeout:g} s. Start {missing} "
+                    "more with 'lightning-bytescheduler server', with the MASTER_ADDR and MASTER_PORT of this "
+                    "training, or ask for fewer: servers=..."
+                )
+            if waited > 2 and not said:
+                said = True
+                say(
+                    f"bytescheduler: waiting for {missing} of {servers} parameter servers. Each is started by: "
+                    f"MASTER_ADDR={os.environ.get('MASTER_ADDR', '...')} "
+                    f"MASTER_PORT={os.environ.get('MASTER_PORT', '...')} lightning-bytescheduler server"
+                )
+            time.sleep(_LOOK_EVERY_S)
+        if rank == 0:
+            store.set("begun", fit.encode())
+        found = [lines[number] for number in range(servers)]
+        for line in found:
+            require_same_version(line.server.version, line.name, f"rank {rank}")
+        return found
+    except BaseException:
+        for line in lines.values():
+            line.close()
+        raise
+
+
+class JoinedServers:
+    """A worker's connection to the servers of one fit.
+
+    Args:
+        lines: To the port of each, by number.
+
+    Attributes:
+        push_pull: What a part's start does, once all have connected.
+    """
+
+    push_pull: PushPull
+
+    def __init__(self, lines: Sequence[ServerLine]) -> None:
+        self._lines = lines
+
+    def find_gone(self, *, within: float = _SOON_GONE_S) -> ServerFailedError | None:
+        """The server that has died or has refused to go on, if one has; waits ``within`` seconds for that to show."""
+        deadline = time.monotonic() + within
+        while True:
+            for line in self._lines:
+                if (gone := line.find_gone()) is not None:
+                    return gone
+            if time.monotonic() >= deadline:
+                return None
+            time.sleep(_LOOK_EVERY_S)
+
+    def explain_timeout(self, error: BaseException) -> BaseException:
+        """Say which server stands still, or what servers wait for, where ``error`` says that the time was up."""
+        timed_out = isinstance(error, SchedulerTimeoutError) or (is_communication_error(error) and is_timeout(error))
+        if not timed_out or _WAITED in str(error):
+            return error
+        waits: list[str] = []
+        for number, line in enumerate(self._lines):
+            try:
+                asked = ServerLine(number, line.server, _ANSWERS_S)
+            except TimeoutError:
+                silent = ServerFailedError(
+                    f"{line.name} is silent: it is connected, but has sent nothing in time, nor a sign of life for "
+                    f"{_ANSWERS_S:g} s. Was its process stopped? A longer timeout waits for it"
+                )
+                silent.__cause__ = error
+                return silent
+            except OSError:  # it has ended: see find_gone()
+                continue
+            asked.close()
+            doing = asked.doing
+            if doing.lacks:
+                ranks = ", ".join(map(str, doing.lacks))
+                waits.append(f"{line.name} has waited for {doing.since:.0f} s for what rank {ranks} pushes")
+        if not waits:
+            return error
+        explained = SchedulerTimeoutError(f"{brief(error)} {_WAITED} {'; '.join(waits)}.")
+        explained.__cause__ = error
+        return explained
+
+    def leave(self, *, idle: bool) -> None:
+        """Say goodbye; see :meth:`PushPull.close`."""
+        try:
+            self.push_pull.close(idle=idle)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Close the connections to ports."""
+        for line in self._lines:
+            line.close()
+
+
+def join_servers(
+    groups: SchedulerGroups,
+    spare: int,
+    layout: NodeLayout,
+    *,
+    placement: str,
+    kept: bool = False,
+    timeout: timedelta,
+    failure: Callable[[], BaseException | None] = lambda: None,
+    say: Callable[[str], object],
+) -> JoinedServers:
     """Connect workers with servers; every worker calls this at the same point, once in a fit.
 
     Args:
         groups: Among workers, whose default group has the store.
-        servers: Number of spare servers.
+        spare: Number of servers on machines of their own; no more than one a node counts.
+        layout: Which workers are on one node, and push as one.
+        placement: One of ``scheduler.placement.PLACEMENTS``.
+        kept: See :class:`PlacedParts`.
         timeout: Of the wait for servers, and of each message.
         failure: Asked while waiting: why others will not come, if they will not.
-        say: Told once that servers are missing, on rank 0.
-        layout: Which workers are on one machine, where these have a group of their own.
-
-    Returns:
-        The servers, the group of workers (of one rail, where there is a layout) and servers, and that of the node's.
+        say: Told what the user should know, on rank 0.
 
     Raises:
         SchedulerTimeoutError: If too few servers have come in time.
         RanksDifferError: If a server has another version of this package.
         ServerFailedError: If one has died.
     """
+    pushers, grouped = len(layout.nodes), layout.local_size > 1
+    servers, each = min(spare, pushers), "node" if grouped else "worker"
+    if servers < spare and groups.rank == 0:
+        say(f"bytescheduler: servers={spare} counts as {servers}, as no more than one a {each} is of use.")
     store = meeting_store(dist.distributed_c10d._get_default_store())
     # Rank 0's number: a rank that failed before it came here has counted fewer fits.
-    number = torch.tensor([next_fit(store) if groups.rank == 0 else 0], device="cpu")
+    number = torch.tensor([store.add("fits", 1) if groups.rank == 0 else 0], device="cpu")
     dist.broadcast(number, src=0, group=groups.control)
-    found = find_servers(
-        store,
-        fit=int(number),
-        rank=groups.rank,
-        workers=groups.world_size,
-        servers=servers,
-        timeout=timeout.total_seconds(),
-        failure=failure,
-        say=say,
-        rails=() if layout is None else layout.rails,
-    )
-    size = groups.world_size + servers
+    fit, seconds = Announcement(fit=int(number), rails=layout.rails, servers=servers), timeout.total_seconds()
+    lines = find_servers(store, fit, rank=groups.rank, timeout=seconds, failure=failure, say=say)
+    joined = JoinedServers(lines)
+    places = [fit.rail(layout.local_rank, layout.node)]
+    if grouped:  # servers know nothing of a node's own
+        places.append((f"node {layout.node}", layout.local_rank, layout.local_size))
+
+    def gone() -> BaseException | None:
+        return joined.find_gone(within=0.0) or failure()
+
     try:
-        await_all(
-            store,
-            found.fit,
-            rank=groups.rank,
-            size=size,
-            timeout=timeout.total_seconds(),
-            failure=lambda: found.find_gone(within=0.0) or failure(),
-        )
-        with short_turns():  # for gloo's own threads
-            if layout is None:
-                return found, join_group(store, found.fit, rank=groups.rank, size=size, timeout=timeout), None
-            return found, *_join_on_node(store, found.fit, layout, servers, timeout)
-    except RuntimeError as error:
-        cause = found.find_gone() or failure()
-        found.close()
+        made = connect(store, fit, places, rank=groups.rank, wait=seconds, timeout=timeout, failure=gone)
+    except BaseException as error:
+        cause = (joined.find_gone() or failure()) if isinstance(error, RuntimeError) else None
+        joined.close()
         if cause is None:
             raise
         raise cause from error
-    except BaseException:
-        found.close()
-        raise
-
-
-def _join_on_node(
-    store: dist.Store, fit: int, layout: NodeLayout, servers: int, timeout: timedelta
-) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """The group of this rank's rail and that of its node, which servers know nothing of."""
-    size = len(layout.nodes) + servers
-    rail = join_group(store, fit, rank=layout.node, size=size, timeout=timeout, name=rail_name(layout.local_rank))
-    name = f"node {layout.node}"
-    try:
-        return rail, join_group(store, fit, rank=layout.local_rank, size=layout.local_size, timeout=timeout, name=name)
-    except BaseException:
-        abandon(rail)
-        raise
-
-
-def rail_name(number: int) -> str:
-    """Of a rail's group."""
-    return f"rail {number}"
-
-
-def fit_after(store: dist.Store, last: int) -> tuple[int, Announcement] | None:
-    """A fit later than ``last`` that has found its servers, so that its workers come at once; ``None`` if none has."""
-    current = int(store.get("current")) if store.check(["current"]) else 0
-    if current <= last or not store.check([f"begun/{current}"]):
-        return None
-    return current, Announcement.decode(store.get(f"fit/{current}"))
-
-
-def call_on(host: str, port: int, token: str) -> StorePresence:
-    """Connect to a server's port, and say the token.
-
-    Args:
-        host: The server's.
-        port: The server's.
-        token: The server's.
-
-    Raises:
-        OSError: If no server with that token lives there.
-    """
-    presence = StorePresence(host, port)
-    try:
-        presence.introduce(token.encode(), len(_WELCOME))
-    except BaseException:
-        presence.close()
-        raise
-    return presence
+    nodes, ranks = layout.nodes if grouped else (), layout.rails[layout.local_rank]
+    placed = PlacedParts(placement, workers=pushers, servers=servers, kept=kept, nodes=nodes)
+    if grouped:
+        joined.push_pull = NodePushPull(made[0], made[1], ranks, placed, timeout)
+    else:
+        joined.push_pull = PushPull(made[0], ranks, placed, timeout)
+    return joined
 
 
 class ServerPort:
@@ -522,78 +490,67 @@ class ServerPort:
         host: Address that workers reach this machine by.
 
     Attributes:
-        port: Its number.
-        token: What those say who may be connected.
+        own: What they need to know.
+        doing: Asked, on the thread, what the server does; may be set at any time.
     """
 
     def __init__(self, host: str) -> None:
-        self._listener = socket.create_server((host, 0))
-        self._listener.setblocking(False)
-        self.port: int = self._listener.getsockname()[1]
-        self.token = secrets.token_hex(16)
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._known: set[socket.socket] = set()
-        self._strangers: dict[socket.socket, float] = {}  # and since when, the oldest first
-        self._stopping = threading.Event()
+        self.doing: Callable[[], Doing] = Doing
+        self._known: set[asyncio.StreamWriter] = set()
+        self._strangers: dict[asyncio.StreamWriter, None] = {}  # the oldest first
+        self._loop = asyncio.new_event_loop()
+        self._server = self._loop.run_until_complete(asyncio.start_server(self._hear, host, 0))
+        port = self._server.sockets[0].getsockname()[1]
+        self.own = SignedOn(host=host, port=port, pid=os.getpid(), version=__version__, token=secrets.token_hex(16))
         self._thread = threading.Thread(target=self._run, name="bytescheduler-server-port", daemon=True)
         self._thread.start()
 
-    @property
-    def connections(self) -> int:
-        """How many there are."""
-        return len(self._known) + len(self._strangers)
+    def leave_word(self, error: BaseException) -> None:
+        """Have workers that notice later than others that this server has ended know why."""
+        doing = Doing(ends=str(error), refuses=not isinstance(error, RankFailedError))
+        self._loop.call_soon_threadsafe(self._say, doing)
 
     def close(self, timeout: float = 2.0) -> None:
-        """Hang up on all, and end the thread, within ``timeout`` seconds."""
-        self._stopping.set()
+        """Hang up on all, and end the thread, within ``timeout`` seconds; idempotent."""
+        with suppress(RuntimeError):  # it has ended
+            self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout)
 
     def _run(self) -> None:
-        while not self._stopping.is_set():
-            for key, _ in self._selector.select(_STOP_EVERY_S):
-                one = cast(socket.socket, key.fileobj)
-                if one is self._listener:
-                    self._accept()
-                elif one in self._known or one in self._strangers:
-                    self._hear(one)
-            while self._strangers:
-                oldest, since = next(iter(self._strangers.items()))
-                if len(self._strangers) <= _MOST_STRANGERS and time.monotonic() < since + _PATIENCE_S:
-                    break
-                self._hang_up(oldest)
-        for one in [*self._known, *self._strangers]:
-            self._hang_up(one)
-        self._selector.close()
-        self._listener.close()
+        self._loop.run_forever()
+        self._loop.run_until_complete(self._hang_up())
+        self._loop.close()
 
-    def _accept(self) -> None:
-        try:
-            one, _ = self._listener.accept()
-        except OSError:  # out of descriptors, perhaps: not again at once
-            self._stopping.wait(_STOP_EVERY_S)
-            return
-        one.setblocking(False)
-        self._strangers[one] = time.monotonic()
-        self._selector.register(one, selectors.EVENT_READ)
+    async def _hang_up(self) -> None:
+        self._server.close()
+        callers = asyncio.all_tasks() - {asyncio.current_task()}
+        for caller in callers:
+            caller.cancel()
+        await asyncio.gather(*callers, return_exceptions=True)
 
-    def _hear(self, one: socket.socket) -> None:
-        """A worker says its token, at once and in one piece, and nothing else until it closes."""
-        token = self.token.encode()
+    def _say(self, doing: Doing) -> None:
+        self.doing = lambda: doing
+        for one in self._known:
+            one.write(f"{doing.encode()}\n".encode())
+
+    async def _hear(self, reader: asyncio.StreamReader, one: asyncio.StreamWriter) -> None:
+        """A worker says its token, and nothing else until it closes."""
+        self._strangers[one] = None
+        if len(self._strangers) > _MOST_STRANGERS:
+            oldest = next(iter(self._strangers))
+            del self._strangers[oldest]
+            oldest.transport.abort()
+        token = self.own.token.encode()
         try:
-            said = one.recv(len(token) + 1)
-            if one in self._strangers and hmac.compare_digest(said, token):
-                one.sendall(_WELCOME)
-                del self._strangers[one]
+            said = await asyncio.wait_for(reader.readexactly(len(token)), _PATIENCE_S)
+            if hmac.compare_digest(said, token):
+                self._strangers.pop(one, None)
                 self._known.add(one)
-                return
-        except OSError:
+                one.write(f"{self.doing().encode()}\n".encode())
+                await reader.read(1)
+        except (OSError, EOFError, asyncio.TimeoutError):
             pass
-        self._hang_up(one)
-
-    def _hang_up(self, one: socket.socket) -> None:
-        with suppress(KeyError, ValueError):
-            self._selector.unregister(one)
-        self._known.discard(one)
-        self._strangers.pop(one, None)
-        one.close()
+        finally:
+            self._known.discard(one)
+            self._strangers.pop(one, None)
+            one.transport.abort()

@@ -190,8 +190,8 @@ class CompressedBucket:
             sub_task.encoded_bytes = len(packed) * len(messages)
             return packed
 
-        if servers.adds_up(server):
-            return StartedOperation([servers.combine(number, combine)], messages=True, lane=server)
+        if (own := servers.adds_up(server)) is not None:
+            return StartedOperation([own.push_own(number, combine)], messages=True, lane=server)
         with self._observer.working("encode", sub_task) as squares:
             message = described(push, self._packed(pieces, values, seed, worker, squares))
         sub_task.encoded_bytes = passage.pushed = len(message)

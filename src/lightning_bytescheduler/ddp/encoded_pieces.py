@@ -8,7 +8,7 @@ parameters its pieces are of, where they are in these, and in what codec they tr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -222,15 +222,26 @@ def answered(left: Tensor | None, loss_scale: float) -> Tensor:
     return torch.cat([torch.tensor([loss_scale], dtype=torch.float64).view(torch.uint8), left.view(torch.uint8)])
 
 
-def room_for_answer(size: int) -> Tensor:
-    """Memory that an answer about so many elements is received in."""
-    return torch.zeros(_LENGTH + 4 * size, dtype=torch.uint8)
+def left_on_servers(
+    ask: Callable[[Tensor, int], list[Tensor]], name: str, size: int, loss_scale: float
+) -> Tensor | None:
+    """What spare servers have left to send of a parameter; see ``residuals.LeftElsewhere``.
 
+    Args:
+        ask: Of ``push_pull.PushPull``.
+        name: The parameter's.
+        size: Its elements.
+        loss_scale: Of the gradients that are wanted.
 
-def left_in(answer: Tensor, loss_scale: float) -> Tensor | None:
-    """What an answer says is left, of gradients of losses so much scaled; ``None`` for nothing."""
-    scale = float(answer[:_LENGTH].view(torch.float64)[0])
-    return answer[_LENGTH:].view(torch.float32) * (loss_scale / scale) if scale else None
+    Raises:
+        RuntimeError: If a connection has ended.
+    """
+    left = []
+    for answer in ask(described(LeftQuestion(name=name, size=size)), _LENGTH + 4 * size):
+        scale = float(answer[:_LENGTH].view(torch.float64)[0])
+        if scale:
+            left.append(answer[_LENGTH:].view(torch.float32) * (loss_scale / scale))
+    return torch.stack(left).sum(0) if left else None
 
 
 @cache

@@ -10,7 +10,7 @@ Of each part of a bucket, which goes to one server::
 That is the reduction in shards (``compressed_reduction.py``) with a part for a shard. Where a rank is the server of a
 part, its own share of the sum is not encoded, and what is left of the sum is in its own residual, as there. A server on
 a machine of its own has a residual for what it encodes: it is kept by the names of parameters, so that parts may be cut
-anew, and parts stay at one server for as long as they are cut alike (``node_push_pull.py``). Where they move all the
+anew, and parts stay at one server for as long as they are cut alike (``push_pull.py``). Where they move all the
 same, what a server has left of them waits until they come back, or is in the next checkpoint.
 
 Source: compression at both sides of a server is that of BytePS and of Zhong et al., "Compressed Communication for

@@ -11,33 +11,23 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any
-
-import torch
 
 from lightning_bytescheduler.checks import require_known, require_one_of, require_whole
 from lightning_bytescheduler.collectives.groups import SchedulerGroups
-from lightning_bytescheduler.collectives.node_push_pull import NodePushPull, PlacedParts, RankOnNode, agree_on_nodes
-from lightning_bytescheduler.collectives.push_pull import PushPull
-from lightning_bytescheduler.collectives.server_meeting import ServersFound, meet_servers
+from lightning_bytescheduler.collectives.node_push_pull import agree_on_nodes, each_alone
+from lightning_bytescheduler.collectives.server_meeting import JoinedServers, join_servers
 from lightning_bytescheduler.ddp.compression_rules import CompressionRules
-from lightning_bytescheduler.ddp.encoded_pieces import (
-    LeftQuestion,
-    described,
-    left_in,
-    require_known_to_servers,
-    room_for_answer,
-)
-from lightning_bytescheduler.exceptions import OptionError, SchedulerTimeoutError, ServerFailedError, UnsupportedError
+from lightning_bytescheduler.ddp.encoded_pieces import require_known_to_servers
+from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 from lightning_bytescheduler.failures.board import FaultBoard
-from lightning_bytescheduler.failures.messages import brief, is_communication_error, is_timeout
+from lightning_bytescheduler.failures.messages import is_communication_error
+from lightning_bytescheduler.lightning_api import DDPStrategy
 from lightning_bytescheduler.scheduler.placement import PLACEMENTS, chosen_placement
 
-__all__ = ["JoinedServers", "ServerOptions"]
+__all__ = ["ServerOptions"]
 
 _TIMEOUT = timedelta(minutes=30)
-_WAITED = "Of the servers,"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,11 +78,6 @@ class ServerOptions:
         return self.spare is not None
 
     @property
-    def architecture(self) -> str:
-        """One of ``checks.ARCHITECTURES``."""
-        return "ps" if self.used else "allreduce"
-
-    @property
     def facts(self) -> dict[str, object]:
         """What has to be the same on all ranks."""
         return {
@@ -105,7 +90,7 @@ class ServerOptions:
         self,
         groups: SchedulerGroups,
         board: FaultBoard,
-        place: RankOnNode,
+        strategy: DDPStrategy,
         *,
         timeout: timedelta | None,
         say: Callable[[str], object],
@@ -115,7 +100,7 @@ class ServerOptions:
         Args:
             groups: The scheduler's, among workers.
             board: Asked whether waiting is in vain.
-            place: Of this rank, and of its gradients.
+            strategy: Knows where this rank is, and its gradients.
             timeout: Of the wait for servers, and of each message; half an hour if ``None``.
             say: Told what the user should know, on rank 0.
 
@@ -127,42 +112,32 @@ class ServerOptions:
         """
         if self.spare is None:
             return None
-        device = place.root_device
+        device = strategy.root_device
         if device.type not in ("cpu", "cuda"):
             raise UnsupportedError(
                 f"Parameter servers are for gradients on a CPU or a CUDA GPU, and these are on {device.type}. Leave "
                 "servers out."
             )
-        timeout = timeout or _TIMEOUT
 
         def failure() -> BaseException | None:
             return board.diagnose(RuntimeError("c10d: the store is gone")) if board.hopeless else None
 
+        place = strategy.node_rank, strategy.local_rank, strategy.num_processes
         try:
-            layout = agree_on_nodes(groups, place) if self.group == "node" else None
-            if layout is not None and layout.local_size == 1:
-                layout = None  # a rank pushes for itself
-            pushers = groups.world_size if layout is None else len(layout.nodes)
-            servers, each = min(self.spare, pushers), "worker" if layout is None else "node"
-            if servers < self.spare and groups.rank == 0:
-                more = f"as no more than one a {each} is of use"
-                say(f"bytescheduler: servers={self.spare} counts as {servers}, {more}.")
-            found, group, local = meet_servers(
-                groups, servers, timeout=timeout, failure=failure, say=say, layout=layout
+            return join_servers(
+                groups,
+                self.spare,
+                agree_on_nodes(groups, place) if self.group == "node" else each_alone(groups),
+                placement=self.placement,
+                kept=self.compressed,
+                timeout=timeout or _TIMEOUT,
+                failure=failure,
+                say=say,
             )
         except RuntimeError as error:  # a rank has died while all connected
             if not is_communication_error(error):
                 raise
             raise board.diagnose(error) from error
-        nodes = () if layout is None else layout.nodes
-        placed = PlacedParts(self.placement, workers=pushers, servers=servers, kept=self.compressed, nodes=nodes)
-        if local is None:
-            made: Callable[..., PushPull] = partial(PushPull, group)
-        else:
-            made = partial(NodePushPull, group, local)
-        rail = () if layout is None else layout.rails[layout.local_rank]
-        push_pull = made(workers=pushers, servers=servers, shares=placed.shares, ranks=rail, timeout=timeout)
-        return JoinedServers(push_pull, found, placed)
 
 
 def _require_served(rules: CompressionRules, servers: int, group: str | None) -> None:
@@ -177,56 +152,3 @@ def _require_served(rules: CompressionRules, servers: int, group: str | None) ->
             "'auto' and 'powersgd' are for all-reduce: leave servers out.",
         )
     require_known_to_servers(rules.by_pattern, servers)
-
-
-class JoinedServers:
-    """A worker's connection to the servers of one fit.
-
-    Args:
-        push_pull: What a part's start does.
-        found: Who the servers are.
-        placed: What says which server has which part.
-    """
-
-    def __init__(self, push_pull: PushPull, found: ServersFound, placed: PlacedParts) -> None:
-        self.push_pull = push_pull
-        self.placed = placed
-        self._found = found
-
-    def find_gone(self) -> ServerFailedError | None:
-        """The server that has died, if one has. For any thread; may wait for half a second."""
-        return self._found.find_gone()
-
-    def left(self, name: str, size: int, loss_scale: float) -> torch.Tensor | None:
-        """What spare servers have left to send of a parameter; see ``residuals.LeftElsewhere``.
-
-        Raises:
-            RuntimeError: If a connection has ended.
-        """
-        question = described(LeftQuestion(name=name, size=size))
-        answers = self.push_pull.ask(question, partial(room_for_answer, size))
-        left = [one for answer in answers if (one := left_in(answer, loss_scale)) is not None]
-        return torch.stack(left).sum(0) if left else None
-
-    def explain_timeout(self, error: BaseException) -> BaseException:
-        """Say which server stands still, or what servers wait for, where ``error`` says that the time was up."""
-        timed_out = isinstance(error, SchedulerTimeoutError) or (is_communication_error(error) and is_timeout(error))
-        if not timed_out or _WAITED in str(error):
-            return error
-        silent = self._found.find_silent()
-        if silent is not None:
-            silent.__cause__ = error
-            return silent
-        where = self._found.whereabouts()
-        if not where:
-            return error
-        explained = SchedulerTimeoutError(f"{brief(error)} {_WAITED} {where}.")
-        explained.__cause__ = error
-        return explained
-
-    def leave(self, *, idle: bool) -> None:
-        """Say goodbye; see :meth:`PushPull.close`."""
-        try:
-            self.push_pull.close(idle=idle)
-        finally:
-            self._found.close()

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -23,13 +24,14 @@ from lightning_bytescheduler.collectives.groups import SchedulerGroups, create_o
 from lightning_bytescheduler.collectives.launch_order import DecidingOrder, FollowingOrder
 from lightning_bytescheduler.collectives.number_exchange import NumberExchange
 from lightning_bytescheduler.collectives.routing_group import RoutingGroup
+from lightning_bytescheduler.collectives.server_meeting import JoinedServers
 from lightning_bytescheduler.collectives.transport import GradientTransport
 from lightning_bytescheduler.ddp.agreed_sizes import AgreedSizes
 from lightning_bytescheduler.ddp.compressed_reduction import GradientCompression
 from lightning_bytescheduler.ddp.device_time import DeviceTime
+from lightning_bytescheduler.ddp.encoded_pieces import left_on_servers
 from lightning_bytescheduler.ddp.engine import GradientEngine
 from lightning_bytescheduler.ddp.entry_points import watch_entry_points
-from lightning_bytescheduler.ddp.parameter_servers import JoinedServers
 from lightning_bytescheduler.ddp.reduction import position_of
 from lightning_bytescheduler.ddp.sample_weights import NUMBERS, SampleCounter, SampleWeights
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
@@ -139,7 +141,7 @@ class SchedulerRuntime:
         if compression is not None:
             self._compression = compression(self.statistics, self._timeline)
             if servers is not None:
-                self._compression.sums_elsewhere(servers.left)
+                self._compression.sums_elsewhere(partial(left_on_servers, servers.push_pull.ask))
         on_device = self._compression is not None and groups.by_host and servers is None
         self.layers = None if self._compression is None else self._compression.layers
         self._transport = GradientTransport(

@@ -23,8 +23,8 @@ from torch.optim import Optimizer
 from lightning_bytescheduler.checks import some_of
 from lightning_bytescheduler.collectives.groups import SchedulerGroups
 from lightning_bytescheduler.collectives.host_copies import travel_by_host
-from lightning_bytescheduler.collectives.node_push_pull import PlacedParts
 from lightning_bytescheduler.collectives.number_exchange import AgreedValues
+from lightning_bytescheduler.collectives.push_pull import PlacedParts
 from lightning_bytescheduler.ddp.agreed_sizes import agree_on_sizes
 from lightning_bytescheduler.ddp.buffers import BufferBroadcast
 from lightning_bytescheduler.ddp.compressed_layers import CompressedLayers
@@ -181,7 +181,7 @@ class ScheduledGradients(DecidedSteps):
             device,
             in_shards=in_shards,
             ratio=ratio,
-            architecture=self._servers.architecture,
+            architecture="ps" if self._servers.used else "allreduce",
         )
         options = self._strategy._ddp_kwargs
         if not self._own_buckets:
@@ -190,7 +190,7 @@ class ScheduledGradients(DecidedSteps):
             chosen = max(int(options["bucket_cap_mb"] * 2**20), 1)
             agreed = replace(agreed, sizes=replace(agreed.sizes, bucket_bytes=chosen))
         joined = self._servers.join(groups, board, self._strategy, timeout=self._timeout, say=rank_zero_info)
-        self._placed = None if joined is None else joined.placed
+        self._placed = None if joined is None else joined.push_pull.shares
         self.runtime = SchedulerRuntime(
             groups=groups,
             board=board,

@@ -131,19 +131,10 @@ class StorePresence:
             self._socket = socket.create_connection((host, port), timeout=_TIMEOUT.total_seconds())
             self._socket.setblocking(False)
 
-    def introduce(self, word: bytes, answer: int) -> None:
-        """Say ``word``, and wait for ``answer`` bytes.
-
-        Raises:
-            OSError: If they do not come.
-        """
-        if self._socket is None:
-            return
-        self._socket.settimeout(_TIMEOUT.total_seconds())
-        self._socket.sendall(word)
-        if len(self._socket.recv(answer)) != answer:
-            raise ConnectionError("The other side has hung up.")
-        self._socket.setblocking(False)
+    @property
+    def own_address(self) -> str:
+        """This machine's address on the way there; empty for a store without connections."""
+        return "" if self._socket is None else str(self._socket.getsockname()[0])
 
     def gone(self) -> bool:
         """Whether the host has ended; at once, never blocks."""
