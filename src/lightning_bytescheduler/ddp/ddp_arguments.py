@@ -17,7 +17,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_bytescheduler.checks import did_you_mean, is_finite, require_bool, require_one_of, require_whole
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
-from lightning_bytescheduler.lightning_api import pl, rank_zero_warn
+from lightning_bytescheduler.lightning_api import (
+    CheckpointIO,
+    ClusterEnvironment,
+    FabricPrecision,
+    Precision,
+    pl,
+    rank_zero_warn,
+)
 from lightning_bytescheduler.tuning.credit_tuner import CreditTuner
 
 
@@ -101,15 +108,19 @@ def check_ddp_options(options: Mapping[str, object], *, scheduled: bool = True) 
         require_whole("model_averaging_period", options["model_averaging_period"], 1)
 
 
-def check_launch_options(
-    options: Mapping[str, object], plugins: Mapping[str, type], *, accelerator: type, strategy: str, example: str
-) -> None:
+_PLUGINS = {
+    "cluster_environment": ClusterEnvironment,
+    "checkpoint_io": CheckpointIO,
+    "precision_plugin": Precision,
+    "precision": FabricPrecision,
+}
+
+
+def check_launch_options(options: Mapping[str, object], *, strategy: str, example: str) -> None:
     """Refuse what Lightning would fail with later, on all ranks: how processes start, and find each other.
 
     Args:
         options: Those of DDPStrategy that do not go to DistributedDataParallel, by name.
-        plugins: The class that each plugin among them must be of.
-        accelerator: The class of accelerators.
         strategy: Name of the class that was called.
         example: One of its own options with a value, as it is written.
 
@@ -118,7 +129,7 @@ def check_launch_options(
     """
     by_name = f"Options of {strategy} itself are given by name, as in {strategy}({example})."
     given = options.get("accelerator")
-    if given is not None and not isinstance(given, (accelerator, str)):
+    if given is not None and not isinstance(given, (pl.accelerators.Accelerator.__mro__[1], str)):
         raise OptionError("accelerator", given, "an Accelerator, the name of one, or left out", by_name)
     devices = options.get("parallel_devices")
     if devices is not None and not (
@@ -127,7 +138,7 @@ def check_launch_options(
         raise OptionError(
             "parallel_devices", devices, "a list of torch.device, or left out", f"Trainer has devices=. {by_name}"
         )
-    for name, kind in plugins.items():
+    for name, kind in _PLUGINS.items():
         value = options.get(name)
         if value is not None and not isinstance(value, kind):
             hint = "Trainer has precision=." if name == "precision_plugin" else ""
@@ -159,10 +170,8 @@ def _check_megabytes(option: str, value: object, allowed: str = "a number of meg
         raise OptionError(option, value, allowed)
 
 
-def _ddp_parameters() -> dict[str, inspect.Parameter]:
-    parameters = dict(inspect.signature(DistributedDataParallel.__init__).parameters)
-    del parameters["self"]
-    return parameters
+def _ddp_parameters() -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(DistributedDataParallel).parameters
 
 
 def check_module(module: nn.Module) -> None:

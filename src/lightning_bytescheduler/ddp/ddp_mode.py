@@ -123,7 +123,8 @@ _TRIAL_STEPS = 5  # until a trial may end, the one in which the last way is stil
 _MORE_TRIAL_STEPS = 8  # until it has to
 _CLEAR = 0.05
 _WORTH_IT = 0.98  # of DDP's time; a tie goes to DDP, which has fewer moving parts
-_AFFORDABLE_AFTER = 100  # steps: a trial is five of them, and may make them half as long again
+# Steps until a trial where only some communication is exposed: it is five of them, and may make them 1.5 times as long.
+_AFFORDABLE_AFTER = 100
 _FAILED_FACTOR = 4  # so many times the steps taken so far pass until another trial
 _AGAIN_AFTER = 2000  # steps at most until something is tried again
 _CHECK_AFTER = 20  # overlapped steps that were not found by a trial, until DDP's way is tried
@@ -179,36 +180,21 @@ class ModeTrial:
 
     Args:
         overlapped: Begin overlapped, as the link is known to be slow.
-        first_look: Step before which ranks exchange what they have seen for the first time.
-        affordable_after: Steps after which a trial may be made where only some communication is exposed.
-        check_after: Overlapped steps until DDP's way is tried.
         finds_layers: Whether the first overlapped steps are exact, and compressed ones come later, once it is known of
             how many layers: DDP's way is compared with those.
-        again_after: Steps at most until something is tried again.
     """
 
-    def __init__(
-        self,
-        *,
-        overlapped: bool = False,
-        first_look: int = _FIRST_LOOK,
-        affordable_after: int = _AFFORDABLE_AFTER,
-        check_after: int = _CHECK_AFTER,
-        finds_layers: bool = False,
-        again_after: int = _AGAIN_AFTER,
-    ) -> None:
-        self._affordable_after = affordable_after
-        self._again_after = again_after
-        self._check_after = min(_CHECK_FOUND_AFTER if finds_layers else check_after, again_after)
+    def __init__(self, *, overlapped: bool = False, finds_layers: bool = False) -> None:
+        self._check_after = _CHECK_FOUND_AFTER if finds_layers else _CHECK_AFTER
         self._in_force = ModeChoice(ddp_mode=not overlapped, trying=False)
         self._since = 1  # first step of the mode in force
         self._failed = 0  # trials of overlap
-        self._try_from = affordable_after
+        self._try_from = _AFFORDABLE_AFTER
         self._seconds: dict[bool, deque[float]] = {mode: deque(maxlen=SHOWN) for mode in (False, True)}
         self._exposed: deque[float] = deque(maxlen=SHOWN)
         self._told: bool | None = None
         self._exposed_by_all: float = math.nan
-        self.next_look = first_look if not overlapped else 1 + self._check_after
+        self.next_look = _FIRST_LOOK if not overlapped else 1 + self._check_after
         """Before which step the ranks agree next."""
 
     # What this rank sees.
@@ -290,10 +276,10 @@ class ModeTrial:
         if before.trying and not choice.trying:
             if choice.ddp_mode:  # overlap has been tried, or has been found wanting
                 self._failed += 1
-                self._try_from = step + min(_FAILED_FACTOR * max(step, self._affordable_after), self._again_after)
+                self._try_from = step + min(_FAILED_FACTOR * max(step, _AFFORDABLE_AFTER), _AGAIN_AFTER)
             else:
                 self._check_after = _CHECK_FOUND_AFTER if not before.ddp_mode else _FAILED_FACTOR * self._check_after
-                self._check_after = min(self._check_after, self._again_after)
+                self._check_after = min(self._check_after, _AGAIN_AFTER)
         if choice.ddp_mode != before.ddp_mode:
             self._since = step
             self._seconds[choice.ddp_mode].clear()

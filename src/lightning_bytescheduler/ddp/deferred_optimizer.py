@@ -26,12 +26,24 @@ __all__ = [
     "can_be_deferred",
     "deferred_step",
     "deferring",
+    "followed_by",
     "is_enabled",
     "loss_scale_of",
     "scales_losses",
     "scaling_later",
     "steps_plainly",
 ]
+
+
+def followed_by(after: Callable[[], None], closure: Callable[[], Any]) -> Callable[[], Any]:
+    """A closure that runs ``closure``, then ``after``, and returns what ``closure`` returned."""
+
+    def run() -> Any:
+        output = closure()
+        after()
+        return output
+
+    return run
 
 
 @contextmanager

@@ -24,7 +24,6 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -44,23 +43,21 @@ from lightning_bytescheduler.ddp.ddp_arguments import (
     check_module,
     known_ddp_options,
 )
-from lightning_bytescheduler.ddp.deferred_optimizer import deferred_step, is_enabled
-from lightning_bytescheduler.ddp.engine import EngineOptions
+from lightning_bytescheduler.ddp.deferred_optimizer import deferred_step, followed_by, is_enabled
 from lightning_bytescheduler.ddp.fit_position import introduce, parameter_facts
-from lightning_bytescheduler.ddp.fit_report import DecidedSteps, SeenReads, agreed_plan, announce, say_start
-from lightning_bytescheduler.ddp.merged_buckets import merged_bytes
+from lightning_bytescheduler.ddp.fit_report import DecidedSteps, announce
 from lightning_bytescheduler.ddp.partial_step import wants_whole_steps
 from lightning_bytescheduler.ddp.plan import (
     OverlapPlan,
     model_reasons,
-    names_of,
     optimizer_reasons,
+    option_reasons,
+    plan_of,
     unseen_parameters,
 )
-from lightning_bytescheduler.ddp.rank_strategy import JoinedRanks
+from lightning_bytescheduler.ddp.rank_strategy import JoinedRanks, PublishesFailures
 from lightning_bytescheduler.ddp.runtime import SchedulerRuntime
 from lightning_bytescheduler.ddp.sample_weights import Weighting
-from lightning_bytescheduler.ddp.scheduled_gradients import own_processors
 from lightning_bytescheduler.ddp.sparse_gradients import sparse_layers
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
 from lightning_bytescheduler.ddp.uneven_data import DrawnBatches, DrawnLoader, gather_lengths
@@ -127,56 +124,42 @@ class ModuleGradients(DecidedSteps):
         module: What is trained, not wrapped.
         strategy: That sets it up.
         board: Where failures are published.
-        scheduler: This rank's options.
-        own_buckets: Whether the user chose the sizes of DDP's buckets.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        strategy: ByteSchedulerFabricStrategy,
-        board: FaultBoard,
-        scheduler: SchedulerOptions,
-        *,
-        own_buckets: bool,
-    ) -> None:
-        super().__init__()
+    def __init__(self, module: nn.Module, strategy: ByteSchedulerFabricStrategy, board: FaultBoard) -> None:
+        super().__init__(strategy, strategy._options, own_buckets=strategy._own_buckets)
         check_module(module)
         check_hooks(module)
-        self._strategy = strategy
-        self._options = scheduler
-        self._own_buckets = own_buckets
         self._batches = batches = strategy._batches
         self._module = weakref.ref(module)
         self._wrapper: weakref.ref[ScheduledDataParallel] | None = None
         self._parameters = set(map(id, module.parameters()))
         parameters = [p for p in module.parameters() if p.requires_grad]
-        self._nbytes = sum(p.numel() * p.element_size() for p in parameters)
         self._has_run = False  # forward, since the last backward pass
         timeout, device = strategy._timeout, strategy.root_device
         groups = SchedulerGroups.create(timeout=timeout, sparse=bool(sparse_layers(module)), counts=batches is not None)
-        self._agreed = agreed = agree_on_sizes(groups, scheduler, parameters, device)
+        agreed = agree_on_sizes(groups, self._options, parameters, device)
         self.runtime = SchedulerRuntime(
             groups=groups,
             board=board,
             agreed=agreed,
-            options=scheduler,
+            options=self._options,
             parameters=parameters,
             device=device,
             timeout=timeout,
             counter=batches,
         )
         self.statistics = self.runtime.statistics
-        announce(scheduler, agreed)
+        announce(self._options, agreed)
 
     def wrap(self, module: nn.Module, device_ids: list[int] | None) -> ScheduledDataParallel:
         """Wrap the module with DDP, whose gradients go to the scheduler."""
-        ddp = dict(self._strategy._ddp_kwargs)
-        if not self._own_buckets:
-            ddp["bucket_cap_mb"] = self._agreed.sizes.bucket_bytes / 2**20
+        runtime, ddp = self.runtime, dict(self._strategy._ddp_kwargs)
+        if runtime is not None and not self._own_buckets:
+            ddp["bucket_cap_mb"] = runtime.agreed.sizes.bucket_bytes / 2**20
         model = ScheduledDataParallel(self, module=module, device_ids=device_ids, **ddp)
-        if self.runtime is not None:
-            self.runtime.engine.take_over(model)
+        if runtime is not None:
+            runtime.engine.take_over(model)
         self._wrapper = weakref.ref(model)
         return model
 
@@ -275,48 +258,16 @@ class ModuleGradients(DecidedSteps):
         module, runtime, strategy = self._module(), self.runtime, self._strategy
         if module is None or runtime is None or self._plan is not None:
             return
-        engine, link, device = runtime.engine, self._agreed.link, strategy.root_device
-        unseen = frozenset(unseen_parameters(module))
-        plan = self._make_plan(module, optimizer, unseen, engine.context.find_held())
-        plan = agreed_plan(plan, strategy.reduce_boolean_decision)
-        if self._batches is not None:
-            plan = replace(plan, weighting="samples")
-        if plan.overlapped:
-            names = {id(p): name for name, p in module.named_parameters()}
-            self._reads = SeenReads(names, strategy.global_rank)
-        mode = self._decide_mode(
-            plan, self._options, strategy.reduce_boolean_decision, link=link, device=device, nbytes=self._nbytes
-        )
-        engine.begin_fit(
-            EngineOptions(
-                overlapped=plan.overlapped,
-                mode=mode,
-                unseen=unseen,
-                merged_bytes=0 if self._own_buckets else merged_bytes(device, link),
-                processors=own_processors(strategy.num_processes),
-            ),
-            self._reads,
-        )
-        plan, ranks = self._plan or plan, runtime.group.size()
-        say_start(plan, self._agreed, ranks, self._nbytes, tuned=False, policy=self._options.policy)
-
-    def _make_plan(
-        self, module: nn.Module, optimizer: Optimizer, unseen: Iterable[int], held: Iterable[int]
-    ) -> OverlapPlan:
-        reasons = optimizer_reasons([optimizer])
-        if not self._options.cross_barrier:
-            reasons.append("cross_barrier=False (leave it out to keep the overlap)")
-        if not self._strategy._ddp_kwargs.get("gradient_as_bucket_view", True):
-            reasons.append(
-                "gradient_as_bucket_view=False makes DDP copy gradients at the end of backward (leave it out to keep "
-                "the overlap)"
-            )
-        reasons += [*_precision_reasons(self._strategy.precision), *model_reasons(module)]
-        if reasons:
-            return OverlapPlan(steps="synchronised", reasons=tuple(reasons))
-        return OverlapPlan(
-            steps="overlapped", gated_at_start=names_of(module, unseen), held_elsewhere=names_of(module, held)
-        )
+        bucket_views = strategy._ddp_kwargs.get("gradient_as_bucket_view", True)
+        reasons = [
+            *optimizer_reasons([optimizer]),
+            *option_reasons(cross_barrier=self._options.cross_barrier, bucket_views=bucket_views),
+            *_precision_reasons(strategy.precision),
+            *model_reasons(module),
+        ]
+        unseen = unseen_parameters(module)
+        plan = plan_of(module, reasons, unseen=unseen, held=runtime.engine.context.find_held())
+        self._begin_steps(module, plan, runtime, unseen)
 
     def close(self, *, failed: bool) -> None:
         """Stop every thread, and make every parameter plain again; bounded, idempotent."""
@@ -331,39 +282,21 @@ def take_final(take: Callable[..., Any], closure: Callable[[], Any] | None, sett
     if closure is None:
         settle()
         return take(None)
-
-    def computed() -> Any:
-        output = closure()
-        settle()
-        return output
-
-    return take(computed)
+    return take(followed_by(settle, closure))
 
 
 def _precision_reasons(plugin: FabricPrecision) -> list[str]:
     """Why steps cannot be deferred with this precision plugin."""
     own = type(plugin).optimizer_step
-    if isinstance(plugin, FabricMixedPrecision) and own is FabricMixedPrecision.optimizer_step:
-        if plugin.scaler is not None and is_enabled(plugin.scaler):
-            return ["fp16 loss scaling looks at all gradients before a step (precision='bf16-mixed' keeps the overlap)"]
-        return []
-    if own is FabricPrecision.optimizer_step:
-        return []
-    return [f"{type(plugin).__name__} has an optimizer step of its own (precision='bf16-mixed' keeps the overlap)"]
+    if own not in (FabricPrecision.optimizer_step, FabricMixedPrecision.optimizer_step):
+        return [f"{type(plugin).__name__} has an optimizer step of its own (precision='bf16-mixed' keeps the overlap)"]
+    if isinstance(plugin, FabricMixedPrecision) and plugin.scaler is not None and is_enabled(plugin.scaler):
+        return ["fp16 loss scaling looks at all gradients before a step (precision='bf16-mixed' keeps the overlap)"]
+    return []
 
 
-class _PublishingLauncher(_FabricLauncher):
-    """See Fabric's launcher: what a function fails with is told to the other ranks, and its end is an orderly one."""
-
-    _strategy: ByteSchedulerFabricStrategy
-
-    def _wrapping_function(self, *args: Any, **kwargs: Any) -> None:
-        try:
-            super()._wrapping_function(*args, **kwargs)
-            self._strategy.end()
-        except BaseException as error:
-            self._strategy.publish_failure(error)
-            raise
+class _PublishingLauncher(PublishesFailures, _FabricLauncher):
+    """See Fabric's launcher."""
 
 
 class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
@@ -442,13 +375,7 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
             "timeout": timeout,
             "start_method": start_method,
         }
-        check_launch_options(
-            launch,
-            {"cluster_environment": ClusterEnvironment, "checkpoint_io": CheckpointIO, "precision": FabricPrecision},
-            accelerator=pl.accelerators.Accelerator.__mro__[1],
-            strategy="ByteSchedulerFabricStrategy",
-            example="partition_size=131_072",
-        )
+        check_launch_options(launch, strategy="ByteSchedulerFabricStrategy", example="partition_size=131_072")
         self._options = SchedulerOptions.resolve(
             partition_size=partition_size,
             credit=credit,
@@ -547,7 +474,7 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
             self._gradients.close(failed=False)
         device_ids = self._determine_ddp_device_ids()
         with self._explained():
-            self._gradients = ModuleGradients(module, self, board, self._options, own_buckets=self._own_buckets)
+            self._gradients = ModuleGradients(module, self, board)
             self._end_before_exit()
             with nullcontext() if device_ids is None else torch.cuda.stream(torch.cuda.Stream()):
                 return self._gradients.wrap(module, device_ids)
@@ -661,6 +588,10 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
             if self._gradients is not None:
                 self._gradients.close(failed=not in_order)
             board.close()
+
+    def end_of_worker(self) -> None:
+        """See JoinedRanks: its end is an orderly one."""
+        self.end()
 
     def _all_end(self, board: FaultBoard, patience: float) -> bool:
         """Whether all ranks end now: then each can wait for the others while it stops."""

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from types import FrameType
 from typing import Any
@@ -26,11 +27,20 @@ from lightning_bytescheduler.ddp.agreed_sizes import AgreedSizes
 from lightning_bytescheduler.ddp.compressed_reduction import GradientCompression
 from lightning_bytescheduler.ddp.compression_rules import AUTO
 from lightning_bytescheduler.ddp.ddp_mode import ModeFound, ModeTrial, StepMode, TriedMode
+from lightning_bytescheduler.ddp.engine import EngineOptions
+from lightning_bytescheduler.ddp.merged_buckets import merged_bytes
 from lightning_bytescheduler.ddp.plan import OverlapPlan, names_of
 from lightning_bytescheduler.ddp.runtime import SchedulerRuntime
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
 from lightning_bytescheduler.ddp.steps import StepListener
-from lightning_bytescheduler.lightning_api import Logger, pl, rank_zero_info, rank_zero_warn
+from lightning_bytescheduler.lightning_api import (
+    DDPStrategy,
+    FabricDDPStrategy,
+    Logger,
+    pl,
+    rank_zero_info,
+    rank_zero_warn,
+)
 from lightning_bytescheduler.scheduler.options import MODES, POLICIES, SchedulerOptions, SchedulingPolicy, policy_of
 from lightning_bytescheduler.tuning.default_sizes import LinkEstimate, is_slow
 
@@ -308,6 +318,11 @@ class DecidedSteps:
     Agreed on before the first step, and again by what is seen; the same for a Trainer's fit and for a module of Fabric.
     What is tuned besides is the Trainer's.
 
+    Args:
+        strategy: Its default process group has the ranks that train together.
+        options: This rank's.
+        own_buckets: Whether the user chose the sizes of DDP's buckets.
+
     Attributes:
         runtime: During a fit.
         statistics: Of the current fit, or of the last one.
@@ -316,7 +331,13 @@ class DecidedSteps:
     runtime: SchedulerRuntime | None = None
     statistics: SchedulerStatistics | None = None
 
-    def __init__(self) -> None:
+    def __init__(
+        self, strategy: DDPStrategy | FabricDDPStrategy, options: SchedulerOptions, *, own_buckets: bool
+    ) -> None:
+        self._strategy: Any = strategy
+        self._options = options
+        self._own_buckets = own_buckets
+        self._compression: GradientCompression | None = None
         self._plan: OverlapPlan | None = None
         self._reads: SeenReads | None = None  # where steps overlap
         self._finding = ""  # what was seen to be fastest
@@ -343,6 +364,51 @@ class DecidedSteps:
             facts["deferred_share"] = statistics.deferred_share if statistics is not None and updated else None
         return plan if plan is None or not facts else replace(plan, **facts)
 
+    def _begin_steps(self, module: nn.Module, plan: OverlapPlan, runtime: SchedulerRuntime, unseen: set[int]) -> None:
+        """Decide with the other ranks what overlaps, have steps taken like that from here on, and say so.
+
+        Args:
+            module: What is trained.
+            plan: This rank's.
+            runtime: Of this fit.
+            unseen: Ids of parameters that may be read without a touch.
+        """
+        strategy, compression = self._strategy, self._compression
+        agree = strategy.reduce_boolean_decision
+        if not agree(plan.overlapped) and plan.overlapped:  # it decides what is sent, so all have to do the same
+            plan = OverlapPlan(steps="synchronised", reasons=("another rank cannot let its steps overlap",))
+        self._sharded = agree(plan.gradients == "reduce-scatter", all=False)
+        if runtime.weights is not None:
+            plan = replace(plan, weighting="samples")
+        if compression is not None:
+            plan = replace(plan, compressed=compression.compressed, compression_ratio=compression.ratio)
+        names = {id(p): name for name, p in module.named_parameters()}
+        self._reads = self._seen_reads(names) if plan.overlapped else None
+        nbytes = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
+        link, self._finding = runtime.agreed.link, ""
+        runtime.engine.begin_fit(
+            EngineOptions(
+                overlapped=plan.overlapped,
+                mode=self._decide_mode(plan, link, nbytes),
+                sharded=self._sharded,
+                unseen=frozenset(unseen),
+                merged_bytes=0 if self._own_buckets else merged_bytes(strategy.root_device, link),
+                processors=own_processors(strategy.num_processes),
+            ),
+            self._reads,
+        )
+        ranks, tuned, policy = runtime.group.size(), bool(self._tuned()), self._options.policy
+        plan = self._plan or plan
+        say_start(plan, runtime.agreed, ranks, nbytes, tuned=tuned, policy=policy, compression=compression)
+
+    def _seen_reads(self, names: Mapping[int, str]) -> SeenReads:
+        """What counts reads of these parameters, which cost overlap."""
+        return SeenReads(names, self._strategy.global_rank)
+
+    def _tuned(self) -> str:
+        """What tuning has come to so far, in words; empty where nothing is tuned."""
+        return ""
+
     def _tunes_at_once(self, *, slow: bool) -> bool:
         """Whether this rank would have sizes tuned from the first step on, on a link that is slow for the model."""
         return False
@@ -351,30 +417,19 @@ class DecidedSteps:
         """Have sizes tuned from here on; every rank comes here before the same step. ``None`` where nothing is."""
         return None
 
-    def _decide_mode(
-        self,
-        plan: OverlapPlan,
-        options: SchedulerOptions,
-        agree: Callable[[bool], bool],
-        *,
-        link: LinkEstimate | None,
-        device: torch.device,
-        nbytes: int,
-    ) -> StepMode:
+    def _decide_mode(self, plan: OverlapPlan, link: LinkEstimate | None, nbytes: int) -> StepMode:
         """Agree on how steps are taken, as far as that is known before the first; notes the plan.
 
         Args:
             plan: Which all ranks have agreed on.
-            options: This rank's; what counts is what rank 0 says.
-            agree: Says whether all ranks say so.
             link: As measured.
-            device: Where the default group wants its tensors.
             nbytes: Of all gradients.
         """
-        self._plan, mode = plan, options.mode
+        self._plan, mode, device = plan, self._options.mode, self._strategy.root_device  # rank 0's mode counts
         if not plan.overlapped:
             # Parts by priority bring nothing to a step that waits for all of them; who asks for that step gets them.
-            found = StepMode(agree(mode == "ddp" or (mode == "auto" and options.cross_barrier)))
+            agree = self._strategy.reduce_boolean_decision
+            found = StepMode(agree(mode == "ddp" or (mode == "auto" and self._options.cross_barrier)))
             self._plan = replace(plan, as_ddp=found.ddp_mode)
             return found
         slow = link is not None and is_slow(link, nbytes=nbytes, busy_processor=device.type == "cpu")
@@ -407,13 +462,7 @@ class DecidedSteps:
         return tuned
 
 
-def agreed_plan(plan: OverlapPlan, agree: Callable[[bool], bool]) -> OverlapPlan:
-    """``plan``, or one without overlap where another rank cannot: it decides what is sent, so all have to do the same.
-
-    Args:
-        plan: This rank's.
-        agree: Says whether all ranks say so.
-    """
-    if agree(plan.overlapped) or not plan.overlapped:
-        return plan
-    return OverlapPlan(steps="synchronised", reasons=("another rank cannot let its steps overlap",))
+def own_processors(ranks_on_host: int) -> int:
+    """How many processors a rank has for itself: its share of what it may run on."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(allowed // max(ranks_on_host, 1), 1)

@@ -207,6 +207,17 @@ def optimizer_reasons(optimizers: Sequence[Optimizer]) -> list[str]:
     return [why + rest for why, rest in whole_steps_for(optimizer)]
 
 
+def option_reasons(*, cross_barrier: bool, bucket_views: bool) -> list[str]:
+    """Why these options, the second of which is DDP's ``gradient_as_bucket_view``, keep steps from overlapping."""
+    reasons = [] if cross_barrier else ["cross_barrier=False (leave it out to keep the overlap)"]
+    if not bucket_views:
+        reasons.append(
+            "gradient_as_bucket_view=False makes DDP copy gradients at the end of backward (leave it out to keep the "
+            "overlap)"
+        )
+    return reasons
+
+
 def model_reasons(model: nn.Module) -> list[str]:
     """Why updates of ``model`` cannot be deferred; empty if they can. Each reason says how to avoid it."""
     reasons = []
@@ -290,20 +301,11 @@ def make_plan(
         whole_matrices: Whether gradients travel as factors of matrices, which cannot be reduced in shards.
         has_servers: Whether parameter servers average gradients.
     """
-    reasons = []
-    if not cross_barrier:
-        reasons.append("cross_barrier=False (leave it out to keep the overlap)")
-    if not module.automatic_optimization:
-        reasons.append("optimization is manual (automatic optimization keeps the overlap)")
-    else:
-        reasons += optimizer_reasons(optimizers)
-    if not bucket_views:
-        reasons.append(
-            "gradient_as_bucket_view=False makes DDP copy gradients at the end of backward (leave it out to keep the "
-            "overlap)"
-        )
-    reasons += precision_reasons(plugin, optimizers)
-    reasons += model_reasons(module)
+    reasons = ["optimization is manual (automatic optimization keeps the overlap)"]
+    if module.automatic_optimization:
+        reasons = optimizer_reasons(optimizers)
+    reasons += option_reasons(cross_barrier=cross_barrier, bucket_views=bucket_views)
+    reasons += [*precision_reasons(plugin, optimizers), *model_reasons(module)]
     needed_by = norm_needed_by(module, plugin)
     if needed_by and not shards_over(group, device):
         reasons.append(
@@ -320,12 +322,32 @@ def make_plan(
             f"{' and '.join(needed_by)} needs all gradients before a step, and compression='powersgd' cannot reduce in "
             "shards (another compression keeps the overlap)"
         )
+    return plan_of(module, reasons, unseen=unseen, held=held, norm_needed_by=needed_by)
+
+
+def plan_of(
+    module: nn.Module,
+    reasons: Sequence[str],
+    *,
+    unseen: Iterable[int],
+    held: Iterable[int],
+    norm_needed_by: tuple[str, ...] = (),
+) -> OverlapPlan:
+    """The plan for this rank.
+
+    Args:
+        module: What is trained.
+        reasons: Why steps cannot overlap; none where they can.
+        unseen: See :func:`make_plan`, also for ``held``.
+        held: See there.
+        norm_needed_by: What needs to know the norm of all gradients before an update.
+    """
     if reasons:
         return OverlapPlan(steps="synchronised", reasons=tuple(reasons))
     return OverlapPlan(
         steps="overlapped",
-        gradients="reduce-scatter" if needed_by else "all-reduce",
-        norm_needed_by=needed_by,
+        gradients="reduce-scatter" if norm_needed_by else "all-reduce",
+        norm_needed_by=norm_needed_by,
         gated_at_start=names_of(module, unseen),
         held_elsewhere=names_of(module, held),
     )

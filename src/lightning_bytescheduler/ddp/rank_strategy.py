@@ -48,10 +48,8 @@ from lightning_bytescheduler.failures.startup_check import Introduction, Rendezv
 from lightning_bytescheduler.failures.store import agent_keeps_store, name_incarnation
 from lightning_bytescheduler.lightning_api import (
     PACKAGE,
-    CheckpointIO,
     ClusterEnvironment,
     DDPStrategy,
-    Precision,
     SIGTERMException,
     TorchCheckpointIO,
     _init_dist_connection,
@@ -66,6 +64,7 @@ __all__ = [
     "COMPRESSION",
     "OUTER_STATE",
     "JoinedRanks",
+    "PublishesFailures",
     "PublishingLauncher",
     "RankStrategy",
     "callbacks_of",
@@ -112,6 +111,9 @@ class JoinedRanks:
     def _runtimes(self) -> Iterable[SchedulerRuntime]:
         """The schedulers that are at work."""
         return ()
+
+    def end_of_worker(self) -> None:
+        """What a process that a launcher has started was to do is done."""
 
     # ------------------------------------------------------------------ who takes part
 
@@ -342,24 +344,27 @@ class _Outcome:
         self.of_fit = of_fit
 
 
-class PublishingLauncher(_MultiProcessingLauncher):
+class PublishesFailures:
+    """Mixed into a launcher, before it: what a function fails with is told to the other ranks."""
+
+    _strategy: Any
+
+    def _wrapping_function(self, *args: Any, **kwargs: Any) -> None:
+        try:
+            super()._wrapping_function(*args, **kwargs)  # type: ignore[misc]
+            self._strategy.end_of_worker()
+        except BaseException as error:
+            self._strategy.publish_failure(error)
+            raise
+
+
+class PublishingLauncher(PublishesFailures, _MultiProcessingLauncher):
     """See Lightning's launcher.
 
     Args:
         strategy: Told about failures in each worker; pickled into it with the Trainer.
         start_method: See Lightning's launcher.
     """
-
-    _strategy: RankStrategy
-
-    def _wrapping_function(
-        self, process_idx: int, trainer: Any, function: Callable[..., Any], *arguments: Any, **keywords: Any
-    ) -> None:
-        try:
-            super()._wrapping_function(process_idx, trainer, function, *arguments, **keywords)
-        except BaseException as error:
-            self._strategy.publish_failure(error)
-            raise
 
     def get_extra_results(self, trainer: pl.Trainer) -> dict[str, Any]:
         """In rank 0: what the main process is told of the fit."""
@@ -388,17 +393,7 @@ class RankStrategy(JoinedRanks, DDPStrategy):
         self._position: FitPosition | None = None  # where all ranks train together
         self._gradients: ScheduledGradients | None = None  # where ByteScheduler carries them
         self._checkpoint: tuple[Any, str] | None = None  # a checkpoint's path, and where it was written
-        check_launch_options(
-            options,
-            {
-                "cluster_environment": ClusterEnvironment,
-                "checkpoint_io": CheckpointIO,
-                "precision_plugin": Precision,
-            },
-            accelerator=pl.accelerators.Accelerator,
-            strategy=type(self).__name__,
-            example=self.example_option,
-        )
+        check_launch_options(options, strategy=type(self).__name__, example=self.example_option)
         for sentence in unknown_variables(os.environ):
             if sentence not in _said:
                 _said.add(sentence)

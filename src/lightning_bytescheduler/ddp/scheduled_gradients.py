@@ -6,8 +6,7 @@ What the user is told of a fit: ``fit_report.py``.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -32,18 +31,14 @@ from lightning_bytescheduler.ddp.compressed_reduction import GradientCompression
 from lightning_bytescheduler.ddp.compression_rules import CompressionRules, names_that_count
 from lightning_bytescheduler.ddp.ddp_arguments import check_hooks, check_module
 from lightning_bytescheduler.ddp.ddp_mode import StepMode
-from lightning_bytescheduler.ddp.deferred_optimizer import deferring, loss_scale_of
-from lightning_bytescheduler.ddp.engine import EngineOptions
+from lightning_bytescheduler.ddp.deferred_optimizer import deferring, followed_by, loss_scale_of
 from lightning_bytescheduler.ddp.fit_report import (
     DecidedSteps,
     SeenReads,
-    agreed_plan,
     announce,
     codec_cost,
-    say_start,
     summary_of,
 )
-from lightning_bytescheduler.ddp.merged_buckets import merged_bytes
 from lightning_bytescheduler.ddp.parameter_servers import ServerOptions
 from lightning_bytescheduler.ddp.partial_step import wants_whole_steps
 from lightning_bytescheduler.ddp.plan import (
@@ -67,7 +62,7 @@ from lightning_bytescheduler.scheduler.options import SchedulerOptions
 from lightning_bytescheduler.timeline.timeline import Timeline
 from lightning_bytescheduler.tuning.search_space import TuningPoint
 
-__all__ = ["ScheduledGradients", "own_processors"]
+__all__ = ["ScheduledGradients"]
 
 
 def warn_unaveraged(names: Sequence[str]) -> None:
@@ -115,7 +110,7 @@ class ScheduledGradients(DecidedSteps):
         servers: ServerOptions | None = None,
         await_batch: Callable[[], None] = lambda: None,
     ) -> None:
-        super().__init__()
+        super().__init__(strategy, options, own_buckets=own_buckets)
         self.residuals = Residuals()
         self._buffers: BufferBroadcast | None = None
         self._await_batch = await_batch
@@ -123,13 +118,8 @@ class ScheduledGradients(DecidedSteps):
         self._counter = counter
         self._servers = ServerOptions() if servers is None else servers
         self._placed: PlacedParts | None = None
-        self._compression: GradientCompression | None = None
-        self._strategy = strategy
-        self._options = options
         self._timeout = timeout
-        self._own_buckets = own_buckets
         self._tuning = tuning
-        self._sharded = False  # where steps overlap in this fit
         self._lost_weights: SchedulerClosedError | None = None
         self._known: set[int] = set()  # ids of parameters that DDP averages, and of those said not to be
         self._epoch_begins = False
@@ -265,9 +255,8 @@ class ScheduledGradients(DecidedSteps):
         module, runtime = self._strategy.lightning_module, self.runtime
         if module is None or runtime is None:
             return
-        self._finding = ""
         check_hooks(module)
-        engine, unseen = runtime.engine, frozenset(unseen_parameters(module))
+        unseen = unseen_parameters(module)
         plan = make_plan(
             module,
             self._strategy.optimizers,
@@ -277,39 +266,16 @@ class ScheduledGradients(DecidedSteps):
             group=runtime.group,
             device=runtime.wire_device,
             unseen=unseen,
-            held=engine.context.find_held(),
+            held=runtime.engine.context.find_held(),
             whole_matrices=self._rules is not None and self._rules.whole_matrices,
             has_servers=self._servers.used,
         )
-        agree = self._strategy.reduce_boolean_decision
-        plan = agreed_plan(plan, agree)
-        self._sharded = agree(plan.gradients == "reduce-scatter", all=False)
-        if self._counter is not None:
-            plan = replace(plan, weighting="samples")
-        if self._compression is not None:
-            plan = replace(plan, compressed=self._compression.compressed, compression_ratio=self._compression.ratio)
-        self._reads = None
-        if plan.overlapped:
-            names = {id(p): name for name, p in module.named_parameters()}
-            self._reads = SeenReads(names, self._strategy.global_rank, module.trainer)
-        elif self._tuning is not None:
+        self._begin_steps(module, plan, runtime, unseen)
+        if self._reads is None and self._tuning is not None:
             self._tuning.say_untuned("steps cannot overlap")
-        link, device, nbytes = runtime.agreed.link, self._strategy.root_device, _bytes_of_gradients(module)
-        mode = self._decide_mode(plan, self._options, agree, link=link, device=device, nbytes=nbytes)
-        engine.begin_fit(
-            EngineOptions(
-                overlapped=plan.overlapped,
-                mode=mode,
-                sharded=self._sharded,
-                unseen=unseen,
-                merged_bytes=0 if self._own_buckets else merged_bytes(device, link),
-                processors=own_processors(self._strategy.num_processes),
-            ),
-            self._reads,
-        )
-        ranks, tuned, policy = runtime.group.size(), bool(self._tuned()), self._options.policy
-        plan = plan if self._plan is None else self._plan
-        say_start(plan, runtime.agreed, ranks, nbytes, tuned=tuned, policy=policy, compression=self._compression)
+
+    def _seen_reads(self, names: Mapping[int, str]) -> SeenReads:
+        return SeenReads(names, self._strategy.global_rank, self._strategy.lightning_module.trainer)
 
     def train_alone(self, plan: OverlapPlan) -> None:
         """Gradients stay where they are in this fit, as ``plan`` says."""
@@ -474,7 +440,7 @@ class ScheduledGradients(DecidedSteps):
         if not overlapped or not deferrable or why_whole:
             if why_whole and self._reads is not None:
                 self._reads.stepped_whole(why_whole)
-            output = take(closure if deferrable and not why_whole else _then(closure, engine.flush))
+            output = take(closure if deferrable and not why_whole else followed_by(engine.flush, closure))
             engine.count_whole_step(optimizer)
             return output
         with deferring(optimizer, engine, self._strategy.precision_plugin):
@@ -486,7 +452,6 @@ class ScheduledGradients(DecidedSteps):
             self.runtime.engine.flush()
 
     def _tuned(self) -> str:
-        """What tuning has come to so far, in words; empty where nothing is tuned."""
         return "" if self._tuning is None else self._tuning.standing
 
     def _point_changed(self, point: TuningPoint) -> None:
@@ -497,24 +462,3 @@ class ScheduledGradients(DecidedSteps):
 def _trained(module: pl.LightningModule) -> dict[str, nn.Parameter]:
     sparse = {id(module.get_submodule(name).weight) for name in sparse_layers(module)}  # are not reduced in buckets
     return {name: p for name, p in module.named_parameters() if p.requires_grad and id(p) not in sparse}
-
-
-def _bytes_of_gradients(module: pl.LightningModule) -> int:
-    return sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
-
-
-def own_processors(ranks_on_host: int) -> int:
-    """How many processors a rank has for itself: its share of what it may run on."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(allowed // max(ranks_on_host, 1), 1)
-
-
-def _then(closure: Callable[[], Any], after: Callable[[], None]) -> Callable[[], Any]:
-    """A closure that runs ``closure``, then ``after``, and returns what ``closure`` returned."""
-
-    def run() -> Any:
-        output = closure()
-        after()
-        return output
-
-    return run
