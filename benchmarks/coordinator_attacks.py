@@ -262,7 +262,7 @@ class Attacker:
         calls: list[slice_messages.Call] = [
             slice_messages.JoinTracker(worker="anna", incarnation="x"),
             slice_messages.RequestSlice(session=1, epoch=0),
-            slice_messages.FinishSlice(session=1, grant=1),
+            slice_messages.ReportProgress(session=1, grant=1, trained=1),
             slice_messages.LeaveTracker(session=1),
         ]
         call = self._chance.choice(calls)

@@ -13,7 +13,7 @@ from statistics import median
 import torch
 
 from lightning_bytescheduler.slices.catalogue import SliceCatalogue
-from lightning_bytescheduler.slices.messages import Assignment, BeginSlice, FinishSlice, JoinTracker, RequestSlice
+from lightning_bytescheduler.slices.messages import Assignment, JoinTracker, ReportProgress, RequestSlice
 from lightning_bytescheduler.slices.slice import Slice
 from lightning_bytescheduler.slices.tracker import SliceTracker
 
@@ -78,17 +78,17 @@ def measure(count: int, workers: int = 16) -> TrackerFigures:
         requests.append(time.perf_counter() - start)
         if not isinstance(answer, Assignment):
             raise RuntimeError(f"Expected a slice, got {answer}.")
-        tracker.begin(BeginSlice(session=session, grant=answer.grant))
+        tracker.progress(ReportProgress(session=session, grant=answer.grant, trained=0))
         if turn == count // 2:
             start = time.perf_counter()
             torch.save(tracker.state_dict(), saved)
             checkpoint = time.perf_counter() - start
         start = time.perf_counter()
-        tracker.done(FinishSlice(session=session, grant=answer.grant))
+        tracker.progress(ReportProgress(session=session, grant=answer.grant, trained=answer.slice.samples))
         dones.append(time.perf_counter() - start)
     memory = max(memory, _resident_bytes() - before - sys.getsizeof(requests) - sys.getsizeof(dones) - count * 48)
     start = time.perf_counter()
-    tracker.start_epoch(1)
+    tracker.request(RequestSlice(session=sessions[0], epoch=1))
     epoch = time.perf_counter() - start
     size = saved.tell()
     saved.seek(0)

@@ -67,7 +67,7 @@ def served_library(folder: Path, size: int) -> Iterator[str]:
     (folder / "library.txt").write_bytes(text)
     made = make_slices(f"{folder}/library.txt", str(folder / "slices"), slice_bytes=max(size // 20, 1))
     with SliceServer(str(folder / "slices")) as server:
-        print(f"{len(made)} slices of {sum(entry.slice.samples for entry in made)} lines at {server.url}")
+        print(f"{len(made)} slices of {sum(slice_.samples for slice_ in made)} lines at {server.url}")
         yield server.url
 
 

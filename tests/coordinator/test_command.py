@@ -14,7 +14,14 @@ import pytest
 from lightning_bytescheduler.cli import main
 from lightning_bytescheduler.diloco.messages import LeaveRounds
 from lightning_bytescheduler.slices.make import make_slices
-from lightning_bytescheduler.slices.messages import BeginSlice, FinishSlice, Joined, JoinTracker, RequestSlice, encode
+from lightning_bytescheduler.slices.messages import (
+    JoinAgain,
+    Joined,
+    JoinTracker,
+    ReportProgress,
+    RequestSlice,
+    encode,
+)
 from lightning_bytescheduler.slices.messages import decode as decode_slices
 from tests.coordinator.runs import updates_of, weights_of
 from tests.coordinator.small_worker import SmallWorker
@@ -116,10 +123,10 @@ async def _train(url: str) -> None:
         status, answer = await _ask(two, JoinTracker(worker=one.name, incarnation="b"))
         assert (status, "worker='one' is not allowed" in answer["error"]) == (400, True)
         _, given = await _ask(one, RequestSlice(session=joined.session, epoch=0))
-        _, foreign = await _ask(two, BeginSlice(session=joined.session, grant=given.grant))
-        assert foreign.verdict.value == "join_again"
-        assert (await _ask(one, BeginSlice(session=joined.session, grant=given.grant)))[1].accepted
-        assert (await _ask(one, FinishSlice(session=joined.session, grant=given.grant)))[1].accepted
+        for trained in (0, given.slice.samples):
+            report = ReportProgress(session=joined.session, grant=given.grant, trained=trained)
+            assert (await _ask(two, report))[1] == JoinAgain()
+            assert (await _ask(one, report))[1].accepted
         await one.take_part(updates_of(1)[0], samples=3)
 
 

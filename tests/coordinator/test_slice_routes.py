@@ -23,9 +23,9 @@ from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.slices.messages import (
     AskLater,
     Assignment,
-    FinishSlice,
     JoinAgain,
     JoinTracker,
+    ReportProgress,
     RequestSlice,
     decode,
     encode,
@@ -93,7 +93,7 @@ def test_slices_of_a_worker_that_stands_still_are_handed_out_sooner_if_others_wa
         if not others_wait:
             while slices.held(one.name):
                 await asyncio.sleep(0.05)
-        await ask(two, FinishSlice(session=sessions[1], grant=2))
+        await ask(two, ReportProgress(session=sessions[1], grant=2, trained=10))
         while isinstance(await ask(two, RequestSlice(session=sessions[1], epoch=0)), AskLater):
             steps += 1
             await two.step(steps, samples=steps)
@@ -122,7 +122,7 @@ def test_who_answers_no_ping_as_a_round_begins_stands_still(tmp_path: Path) -> N
             joined = await ask(worker, JoinTracker(worker=worker.name, incarnation=str(number)))
             sessions.append(joined.session)
             assert isinstance(await ask(worker, RequestSlice(session=joined.session, epoch=0)), Assignment)
-        await ask(two, FinishSlice(session=sessions[1], grant=2))
+        await ask(two, ReportProgress(session=sessions[1], grant=2, trained=10))
         reading = asyncio.create_task(one.wait_for(TrainingOver))
         until = time.monotonic() + 2.0
         while time.monotonic() < until:

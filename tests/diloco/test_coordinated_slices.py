@@ -22,14 +22,12 @@ from lightning_bytescheduler.diloco.training_loop import CoordinatedBoundaries
 from lightning_bytescheduler.exceptions import CoordinatorError, OptionError, RankFailedError, SchedulerTimeoutError
 from lightning_bytescheduler.slices.messages import (
     Assignment,
-    BeginSlice,
     JoinAgain,
     Joined,
     JoinTracker,
     Receipt,
     ReportProgress,
     RequestSlice,
-    Verdict,
     encode,
 )
 from lightning_bytescheduler.slices.options import TrackerOptions
@@ -105,8 +103,8 @@ def test_nobody_waits_at_the_end_of_an_epoch_for_a_slice_that_somebody_has(
     ghost = slices.tracker.join(JoinTracker(worker="ghost", incarnation="1"))
     held = slices.tracker.request(RequestSlice(session=ghost.session, epoch=0))
     assert isinstance(held, Assignment)
-    # One that it had not begun would be taken from it at the epoch's end.
-    assert slices.tracker.begin(BeginSlice(session=ghost.session, grant=held.grant)).verdict is Verdict.ACCEPTED
+    begins = ReportProgress(session=ghost.session, grant=held.grant, trained=0)
+    assert slices.tracker.progress(begins) == Receipt(accepted=True)
     options = coordinator_options(inner_steps=4, outer_steps=7, rounds={"start_workers": 2})
     with CoordinatorServer(options, slices=slices) as server:
         batches = diloco_ranks.run(fit_slices, url=server.url, rows=rows, folder=str(tmp_path), timeout=60.0)
@@ -271,7 +269,7 @@ def tracker_of(*answers: Answer, timeout: float = 30.0) -> _CoordinatorTracker:
 def test_a_worker_that_was_given_up_joins_again() -> None:
     """Its steps go on meanwhile, and what it held has gone to others."""
     tracker = tracker_of(GIVEN_UP, GIVEN_UP)
-    assert tracker.answer(ReportProgress(session=1, grant=1, trained=3)) == Receipt(verdict=Verdict.JOIN_AGAIN)
+    assert tracker.answer(ReportProgress(session=1, grant=1, trained=3)) == JoinAgain()
     assert tracker.answer(RequestSlice(session=1, epoch=0)) == JoinAgain()
     joined = Joined(session=2, epoch=0, lease=9.0)
     tracker = tracker_of(GIVEN_UP, Answer(status=200, headers={}, body=encode(joined).encode()))

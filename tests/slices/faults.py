@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_bytescheduler.slices.fetch import Waiting
 from lightning_bytescheduler.slices.formats import format_of
-from lightning_bytescheduler.slices.slice import Slice, checksum_of, digests_of
+from lightning_bytescheduler.slices.slice import ChunkPlan, Slice, checksum_of, digests_of
 from lightning_bytescheduler.slices.source import SliceSource, SourceFile
 
 CHUNK = 1000
@@ -49,9 +49,14 @@ class FaultySource(SliceSource):
             )
             for key, content in self.contents.items()
         ]
-        files = {slice_.url: SourceFile(form=format_of(slice_.url), chunk_bytes=CHUNK, version="1") for slice_ in made}
-        digests = {key: digests_of(content, CHUNK) for key, content in self.contents.items()} if indexed else {}
-        super().__init__(made, files, digests, {})
+        files = {slice_.url: SourceFile(form=format_of(slice_.url), version="1") for slice_ in made}
+        plans = {
+            key: ChunkPlan(
+                size=len(content), digests=digests_of(content, CHUNK) if indexed else None, chunk_bytes=CHUNK
+            )
+            for key, content in self.contents.items()
+        }
+        super().__init__(made, files, plans, {})
         self.asked: list[tuple[str, int, int]] = []
         self.fault: Callable[[Slice, int, bytes], bytes] = lambda slice_, start, answer: answer
         self._lock = threading.Lock()

@@ -170,7 +170,7 @@ def test_what_another_rank_finds_corrupt_is_left_out_from_the_next_pass_on(plans
     def find(rank: TrackedTraining) -> int:
         batch = next(iter(rank))
         if rank is ranks[1]:
-            key = tracker.catalogue.key(batch.runs[0].slice_index)
+            key = tracker.catalogue[batch.runs[0].slice_index].key
             rank.received(ReadReport({}, corrupt=((key, "on purpose"),)))
         return batch.runs[0].slice_index
 

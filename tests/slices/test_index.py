@@ -16,11 +16,11 @@ LINES = [IndexLine.of("slice-0.txt", CONTENTS[0], 3), IndexLine.of("slice-1.txt"
 
 def test_round_trip():
     entries = read_index(write_index(LINES), folder="memory://data")
-    for number, (entry, content) in enumerate(zip(entries, CONTENTS, strict=True)):
-        assert entry.slice.url == f"memory://data/slice-{number}.txt"
-        assert (entry.slice.size, entry.slice.samples) == (len(content), [3, 1][number])
-        assert entry.slice.checksum == checksum_of(content)
-        assert entry.digests == digests_of(content)
+    for number, ((slice_, plan), content) in enumerate(zip(entries, CONTENTS, strict=True)):
+        assert slice_.url == f"memory://data/slice-{number}.txt"
+        assert (slice_.size, slice_.samples) == (len(content), [3, 1][number])
+        assert slice_.checksum == checksum_of(content)
+        assert plan.digests == digests_of(content)
 
 
 def test_an_index_of_an_earlier_release_is_read():
@@ -56,9 +56,9 @@ def test_a_line_that_is_no_slice_is_named(name, value):
 
 
 def test_names_follow_the_folder():
-    (moved, _) = read_index(write_index(LINES), folder="zip://::file:///b.zip")
-    assert moved.slice.url == "zip://slice-0.txt::file:///b.zip"
-    assert moved.slice.key == "slice-0.txt"
+    ((moved, _), _) = read_index(write_index(LINES), folder="zip://::file:///b.zip")
+    assert moved.url == "zip://slice-0.txt::file:///b.zip"
+    assert moved.key == "slice-0.txt"
 
 
 @pytest.mark.parametrize("at", [0, 40, 150, 300, -2])

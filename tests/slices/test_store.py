@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import multiprocessing
 import os
@@ -10,7 +11,9 @@ import threading
 import time
 import warnings
 
+import fsspec
 import pytest
+from fsspec.asyn import AsyncFileSystem
 
 from lightning_bytescheduler.exceptions import (
     ByteSchedulerError,
@@ -18,8 +21,11 @@ from lightning_bytescheduler.exceptions import (
     SliceCorruptError,
     SourceUnavailableError,
 )
-from lightning_bytescheduler.slices import cache, fetch
+from lightning_bytescheduler.slices import cache, fetch, urls
+from lightning_bytescheduler.slices.formats import format_of
 from lightning_bytescheduler.slices.options import StoreOptions
+from lightning_bytescheduler.slices.slice import Slice
+from lightning_bytescheduler.slices.source import SliceSource, SourceFile
 from lightning_bytescheduler.slices.store import SliceStore
 from tests.slices.faults import CHUNK, FaultySource, VirtualTime, lines
 
@@ -154,6 +160,26 @@ def test_a_request_that_never_returns_is_an_error_and_no_hang(tmp_path):
         store.close()
 
 
+class Hanging(AsyncFileSystem):  # type: ignore[misc]
+    """Answers when nobody waits any more."""
+
+    protocol = "hanging"
+
+    async def _cat_file(self, path, start=None, end=None, **_):
+        await asyncio.sleep(5.0)
+        return b""
+
+
+def test_past_the_cache_too_a_request_that_never_returns_is_an_error(monkeypatch):
+    fsspec.register_implementation("hanging", Hanging, clobber=True)
+    monkeypatch.setattr(urls, "_REQUEST_SECONDS", 0.2)
+    slice_ = Slice(key="a", url="hanging://a.txt", start=0, size=10, samples=1)
+    source = SliceSource([slice_], {slice_.url: SourceFile(form=format_of(slice_.url))}, {}, {})
+    store = SliceStore(source, StoreOptions(timeout=0.1))
+    with store, pytest.raises(SourceUnavailableError, match="FSTimeoutError"):
+        list(store.samples(slice_))
+
+
 def test_a_flipped_bit_in_the_cache_is_fetched_again(options):
     source = FaultySource(1)
     with SliceStore(source, options) as store:
@@ -208,7 +234,7 @@ def test_planned_slices_are_local_before_they_are_wanted(options):
         store.prefetch(source.slices[1:])
         until(lambda: store.statistics.prefetched >= 2)
         for number, slice_ in enumerate(source.slices[1:], start=1):
-            until(lambda slice_=slice_: store._is_here(slice_))  # they come in any order
+            until(lambda slice_=slice_: store.is_here(slice_))  # they come in any order
             assert list(store.samples(slice_)) == lines(number)
         assert store.statistics.cache_hits == 5
         assert store.depth >= 1

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.slices.batches import ReadReport, SliceBatch
 from lightning_bytescheduler.slices.slice import SliceState
-from lightning_bytescheduler.slices.tracked_plan import TrackerPlan
 from lightning_bytescheduler.slices.tracker import SliceTracker
+from lightning_bytescheduler.slices.training import TrackerPlan
 from tests.slices.tracker_workers import Clock, make_tracker, slices, state_of
 
 

@@ -10,22 +10,18 @@ from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.slices.messages import (
     AskLater,
     Assignment,
-    BeginSlice,
-    EpochOver,
-    FinishSlice,
     JoinAgain,
     JoinTracker,
     QuarantineSlice,
     RenewLease,
     ReportProgress,
     RequestSlice,
-    Verdict,
     WaitReason,
 )
 from lightning_bytescheduler.slices.options import TrackerOptions
 from lightning_bytescheduler.slices.slice import SliceState
-from lightning_bytescheduler.slices.tracker_state import EpochSlices
-from tests.slices.tracker_workers import Clock, Worker, finish, make_tracker, state_of
+from lightning_bytescheduler.slices.tracker import EpochSlices
+from tests.slices.tracker_workers import Clock, Worker, finish, is_over, make_tracker, state_of
 
 
 def exactly(counts, times=1):
@@ -40,7 +36,7 @@ def test_a_slice_is_available_then_assigned_then_used():
     assert state_of(tracker, "slice0") == SliceState.ASSIGNED
     worker.train(5)
     assert state_of(tracker, "slice0") == SliceState.USED
-    assert isinstance(worker.ask(), EpochOver)
+    assert is_over(worker.ask())
 
 
 def test_one_worker_trains_on_each_sample_once_in_each_epoch():
@@ -178,7 +174,7 @@ def test_a_silent_worker_is_taken_for_dead_and_any_message_keeps_it_alive():
         tracker.renew(RenewLease(session=alive.session))
     assert tracker.expire() == ("silent",)
     assert silent.ask() == JoinAgain()
-    assert tracker.begin(BeginSlice(session=alive.session, grant=99)).verdict is Verdict.VOID
+    assert not tracker.progress(ReportProgress(session=alive.session, grant=99, trained=0)).accepted
 
 
 def test_a_late_message_of_a_lease_that_is_over_counts_unless_the_slice_is_gone():
@@ -193,7 +189,7 @@ def test_a_late_message_of_a_lease_that_is_over_counts_unless_the_slice_is_gone(
     clock.now += 100.0
     other = Worker(tracker, "other", trained)
     assert other.ask().first == 4
-    assert tracker.done(FinishSlice(session=session, grant=grant)).verdict is Verdict.JOIN_AGAIN
+    assert tracker.progress(ReportProgress(session=session, grant=grant, trained=10)) == JoinAgain()
     assert tracker.report().trained == 4
     assert state_of(tracker, "slice0") == SliceState.ASSIGNED
 
@@ -205,15 +201,14 @@ def test_repeated_and_late_reports_change_nothing():
     for trained in (6, 2, 6):
         assert tracker.progress(ReportProgress(session=worker.session, grant=grant, trained=trained)).accepted
         assert tracker.report().trained == 6
-    assert tracker.done(FinishSlice(session=worker.session, grant=grant)).accepted
-    assert tracker.done(FinishSlice(session=worker.session, grant=grant)).verdict is Verdict.VOID
-    late = ReportProgress(session=worker.session, grant=grant, trained=3)
-    assert tracker.progress(late).verdict is Verdict.VOID
-    assert not tracker.begin(BeginSlice(session=worker.session, grant=grant)).accepted
+    assert tracker.progress(ReportProgress(session=worker.session, grant=grant, trained=10)).accepted
+    for trained in (10, 3, 0):
+        late = ReportProgress(session=worker.session, grant=grant, trained=trained)
+        assert not tracker.progress(late).accepted
     assert tracker.report().trained == 10
 
 
-def test_at_the_end_a_slice_ahead_of_the_slowest_goes_to_who_has_nothing_to_do():
+def test_at_the_end_a_slice_ahead_of_who_has_most_to_do_goes_to_who_has_nothing():
     clock, trained = Clock(), Counter[tuple[str, int]]()
     tracker = make_tracker([100] * 5, clock, prefetch=2, shuffle=False)
     slow, slower, fast = (Worker(tracker, name, trained) for name in ("slow", "slower", "fast"))
@@ -244,7 +239,7 @@ def test_a_begin_decides_whose_slice_it_is():
     thief = Worker(tracker, "thief", trained)
     thief.ask()
     stolen = thief.ask()
-    assert isinstance(stolen, AskLater)  # it would not be done with it any sooner
+    assert isinstance(stolen, AskLater)  # it would have as much to do as the other one has
     busy.train(50)
     thief.train(100)
     assert thief.ask().slice.key == "slice1"
@@ -252,25 +247,6 @@ def test_a_begin_decides_whose_slice_it_is():
     assert busy.train(50) == 0
     finish(tracker, [busy, thief], clock, batch=10)
     assert trained == exactly([100] * 3)
-
-
-def test_nothing_is_stolen_that_would_not_be_done_sooner():
-    clock = Clock()
-    tracker = make_tracker([100, 100, 100], clock, shuffle=False)
-    fast, slow = Worker(tracker, "fast", Counter()), Worker(tracker, "slow", Counter())
-    fast.ask()
-    fast.ask()
-    slow.ask()
-    for _ in range(3):
-        clock.now += 1.0
-        fast.train(30)
-        slow.train(1)
-    slow.train(97)
-    clock.now += 300.0
-    slow.report()
-    answer = slow.ask()
-    assert isinstance(answer, Assignment)  # by now the silent one is the slower
-    assert slow.train(1) == 1
 
 
 def test_quarantine_ends_the_epoch_without_the_slice_and_the_next_ones_too():
@@ -283,8 +259,7 @@ def test_quarantine_ends_the_epoch_without_the_slice_and_the_next_ones_too():
     told = QuarantineSlice(session=other.session, key=broken.key, reason="wrong checksum")
     assert tracker.quarantine(told).accepted
     assert tracker.quarantine(told).accepted
-    done = tracker.done(FinishSlice(session=worker.session, grant=broken.grant))
-    assert done.verdict is Verdict.VOID
+    assert not tracker.progress(ReportProgress(session=worker.session, grant=broken.grant, trained=4)).accepted
     finish(tracker, [worker, other], clock)
     assert (tracker.report().trained, tracker.report().dropped) == (5, 3)
     assert tracker.report().quarantined == {broken.key: "wrong checksum"}
@@ -314,7 +289,7 @@ def test_the_next_epoch_opens_while_the_last_slices_of_this_one_are_held():
     assert first.ask().epoch == 1
     first.train(2)
     second.train(1)
-    assert second.ask() == EpochOver(epoch=0)
+    assert is_over(second.ask())
     second.epoch = 1
     assert second.ask().epoch == 1
 
@@ -340,7 +315,7 @@ def test_nobody_waits_for_the_last_slice_of_an_epoch_until_all_of_the_next_one_i
     grant = slow.held[0].grant
     slow.train(1)
     assert (tracker.epoch, tracker.over, tracker.report().trained, tracker.report().ahead) == (1, True, 4, 0)
-    assert tracker.begin(BeginSlice(session=slow.session, grant=grant)).verdict is Verdict.VOID
+    assert not tracker.progress(ReportProgress(session=slow.session, grant=grant, trained=0)).accepted
     assert fast.ask().epoch == 2
     assert trained == exactly([2, 2], times=2)
 
@@ -383,16 +358,18 @@ def test_a_corrupt_slice_leaves_both_open_epochs():
     assert (tracker.epoch, tracker.report().trained, tracker.report().dropped) == (1, 2, 2)
 
 
-def test_an_epoch_begins_when_the_one_before_is_over():
+def test_an_epoch_begins_when_it_is_asked_for_and_all_of_the_one_before_is_given_out():
     tracker = make_tracker([4])
     worker = Worker(tracker, "0", Counter())
-    worker.ask()
-    assert not tracker.start_epoch(1)
+    worker.epoch = 1
+    assert worker.ask().epoch == 0
     worker.train(4)
-    assert not tracker.start_epoch(2)
-    assert tracker.start_epoch(1)
-    assert tracker.start_epoch(1)
-    assert tracker.report().trained == 0
+    late = Worker(tracker, "1", Counter())
+    assert is_over(late.ask())  # it takes part in the end of the epoch that the others are in
+    assert (tracker.epoch, tracker.over) == (0, True)
+    late.epoch = 1
+    late.ask()
+    assert (tracker.epoch, tracker.report().trained) == (1, 0)
 
 
 def test_another_process_of_the_name_takes_the_place_of_a_dead_one_and_a_repeated_join_does_not():
@@ -404,7 +381,7 @@ def test_another_process_of_the_name_takes_the_place_of_a_dead_one_and_a_repeate
     again = tracker.join(JoinTracker(worker="0", incarnation="a"))
     assert again.session == first.session
     second = Worker(tracker, "0", trained, incarnation="b")
-    assert tracker.renew(RenewLease(session=first.session)).verdict is Verdict.JOIN_AGAIN
+    assert tracker.renew(RenewLease(session=first.session)) == JoinAgain()
     assert second.ask().first == 3
 
 

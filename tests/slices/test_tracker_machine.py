@@ -11,14 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from lightning_bytescheduler.slices.messages import (
-    AskLater,
-    EpochOver,
-    FinishSlice,
-    QuarantineSlice,
-    ReportProgress,
-    WaitReason,
-)
+from lightning_bytescheduler.slices.messages import AskLater, QuarantineSlice, ReportProgress, WaitReason
 from tests.slices.tracker_workers import Clock, Worker, finish, make_tracker
 
 LEASE = 50.0
@@ -96,13 +89,13 @@ class TrackerMachine(RuleBasedStateMachine):
     def ask(self, data, lose):
         worker = self.worker(data)
         answer = worker.ask(lose_answer=lose)
-        if isinstance(answer, EpochOver) or (isinstance(answer, AskLater) and answer.reason is WaitReason.HELD):
+        if isinstance(answer, AskLater) and answer.reason in (WaitReason.OVER, WaitReason.HELD):
             worker.epoch += data.draw(st.integers(0, 1))
 
     @rule(data=st.data(), samples=st.integers(1, 12), copies=st.integers(0, 2))
     def train(self, data, samples, copies):
-        """Reports are put in the mail; a report that is lost is made up for by a later one, but that a slice is done
-        is repeated until it is answered."""
+        """Reports are put in the mail; a report that is lost is made up for by a later one, but one of all samples is
+        repeated until it is answered."""
         worker = self.worker(data)
         name = worker.name
         worker.ask()
@@ -110,29 +103,23 @@ class TrackerMachine(RuleBasedStateMachine):
             return
         held = worker.held[0]
         report = ReportProgress(session=worker.session, grant=held.grant, trained=held.position)
-        self.mail += [(name, report)] * copies
-        if held.position == held.samples:
+        is_done = held.position == held.samples
+        self.mail += [(name, report)] * max(copies, is_done)
+        if is_done:
             worker.held.pop(0)
-            self.mail += [(name, FinishSlice(session=worker.session, grant=held.grant))] * max(copies, 1)
 
     @precondition(lambda self: self.mail)
     @rule(data=st.data())
     def deliver(self, data):
         self.expire()
         _, message = self.mail.pop(data.draw(st.integers(0, len(self.mail) - 1)))
-        self.post(message)
-
-    def post(self, message):
-        if isinstance(message, FinishSlice):
-            self.tracker.done(message)
-        else:
-            self.tracker.progress(message)
+        self.tracker.progress(message)
 
     def deliver_all(self, names):
         """Everything that these workers have to report arrives."""
         for name, message in self.mail:
             if name in names:
-                self.post(message)
+                self.tracker.progress(message)
         self.mail = [(name, message) for name, message in self.mail if name not in names]
         for name in names:
             worker = self.workers[name]
@@ -188,10 +175,13 @@ class TrackerMachine(RuleBasedStateMachine):
         self.tracker.load_state_dict(torch.load(io.BytesIO(state), weights_only=True), workers=stay)
 
     @precondition(lambda self: self.tracker.over)
-    @rule()
-    def next_epoch(self):
+    @rule(data=st.data())
+    def next_epoch(self, data):
         self.check_end(self.tracker.epoch)
-        assert self.tracker.start_epoch(self.tracker.epoch + 1)
+        worker = self.worker(data)
+        worker.epoch = before = self.tracker.epoch + 1
+        worker.ask()
+        assert self.tracker.epoch == before
 
     def of(self, epoch):
         return {sample: count for sample, count in self.trained.items() if sample[0] == epoch}

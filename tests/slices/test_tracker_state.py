@@ -12,7 +12,7 @@ import torch
 
 from lightning_bytescheduler.exceptions import TrackerStateError
 from lightning_bytescheduler.slices.catalogue import SliceCatalogue
-from lightning_bytescheduler.slices.messages import Assignment, FinishSlice, QuarantineSlice
+from lightning_bytescheduler.slices.messages import Assignment, JoinAgain, QuarantineSlice, ReportProgress
 from lightning_bytescheduler.slices.options import TrackerOptions
 from lightning_bytescheduler.slices.slice import SliceState
 from lightning_bytescheduler.slices.tracker import SliceTracker
@@ -134,11 +134,22 @@ def test_two_open_epochs_go_on_exactly(names, delivery):
     assert len(trained) == 2 * sum(COUNTS)
 
 
+def test_what_was_saved_at_the_end_of_an_epoch_goes_on_with_the_next():
+    tracker = make_tracker([4])
+    worker = Worker(tracker, "0", Counter())
+    worker.ask()
+    worker.train(4)
+    assert (tracker.epoch, tracker.over) == (0, True)
+    resumed = make_tracker([4])
+    resumed.load_state_dict(round_trip(tracker.state_dict()), workers=["0"])
+    assert (resumed.epoch, resumed.over) == (1, False)
+
+
 def test_sessions_and_grants_of_before_do_not_count():
     tracker, workers, _ = in_mid_epoch()
-    old = FinishSlice(session=workers[0].session, grant=workers[0].held[0].grant)
+    old = ReportProgress(session=workers[0].session, grant=workers[0].held[0].grant, trained=2)
     tracker.load_state_dict(tracker.state_dict())
-    assert not tracker.done(old).accepted
+    assert tracker.progress(old) == JoinAgain()
     worker = Worker(tracker, "0", Counter())
     assert worker.session > workers[1].session
     assert worker.ask().grant > max(held.grant for worker in workers for held in worker.held)
@@ -219,6 +230,7 @@ DAMAGE = {
         torch.zeros(5, dtype=torch.int64),
         torch.zeros(6),
         torch.full((6,), 99),
+        torch.tensor(COUNTS),
         torch.full((6,), -1),
     ],
     "workers": [

@@ -5,22 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 from lightning_bytescheduler.slices.catalogue import SliceCatalogue
 from lightning_bytescheduler.slices.messages import (
-    Answer,
+    AskLater,
     Assignment,
-    BeginSlice,
-    EpochOver,
-    FinishSlice,
     JoinAgain,
     JoinTracker,
     LeaveTracker,
     Receipt,
     ReportProgress,
     RequestSlice,
-    Verdict,
+    WaitReason,
 )
 from lightning_bytescheduler.slices.options import TrackerOptions
 from lightning_bytescheduler.slices.slice import Slice
@@ -49,7 +46,12 @@ def make_tracker(counts: list[int], clock: Clock | None = None, **options) -> Sl
 
 def state_of(tracker: SliceTracker, key: str) -> int:
     """A ``SliceState`` of the running epoch."""
-    return int(tracker._epochs.running.states[tracker.catalogue.find(key)])
+    return int(tracker._epochs[0].states[tracker.catalogue.find(key)])
+
+
+def is_over(answer: Any) -> bool:
+    """Whether nothing is left of the epoch that was asked for."""
+    return isinstance(answer, AskLater) and answer.reason is WaitReason.OVER
 
 
 class Held:
@@ -78,11 +80,11 @@ class Worker:
         self.session, self.epoch = joined.session, joined.epoch
         self.held = []
 
-    def ask(self, *, lose_answer: bool = False, **more) -> Answer:
+    def ask(self, *, lose_answer: bool = False, **more) -> Any:
         message = RequestSlice(
             session=self.session, epoch=self.epoch, holding=tuple(held.grant for held in self.held), **more
         )
-        answer = cast(Answer, self.tracker.answer(message))
+        answer: Any = self.tracker.answer(message)
         if lose_answer:
             return answer
         if isinstance(answer, JoinAgain):
@@ -113,7 +115,7 @@ class Worker:
         """The first slice that the tracker still leaves to this worker, begun."""
         while self.held:
             held = self.held[0]
-            if held.begun or self._heed(self.tracker.answer(BeginSlice(session=self.session, grant=held.grant))):
+            if held.begun or self._tell(held):
                 held.begun = True
                 return held
         return None
@@ -123,17 +125,19 @@ class Worker:
         if not self.held:
             return
         held = self.held[0]
-        progress = ReportProgress(session=self.session, grant=held.grant, trained=held.position)
-        if self._heed(self.tracker.answer(progress)) and held.position == held.samples:
-            self.tracker.answer(FinishSlice(session=self.session, grant=held.grant))
+        if self._tell(held) and held.position == held.samples:
             self.held.pop(0)
 
-    def _heed(self, receipt: Receipt) -> bool:
-        if receipt.verdict is Verdict.JOIN_AGAIN:
+    def _tell(self, held: Held) -> bool:
+        """Whether the tracker still leaves the first slice to this worker."""
+        reply = self.tracker.answer(ReportProgress(session=self.session, grant=held.grant, trained=held.position))
+        if isinstance(reply, JoinAgain):
             self.join()
-        elif not receipt.accepted:
+            return False
+        assert isinstance(reply, Receipt)
+        if not reply.accepted:
             self.held.pop(0)
-        return receipt.accepted
+        return reply.accepted
 
     def leave(self) -> None:
         self.tracker.answer(LeaveTracker(session=self.session))
@@ -145,7 +149,7 @@ def finish(tracker: SliceTracker, workers: list[Worker], clock: Clock, batch: in
         if tracker.over:
             return
         for worker in workers:
-            if isinstance(worker.ask(), EpochOver):
+            if is_over(worker.ask()):
                 worker.epoch = tracker.epoch
             worker.train(batch)
         clock.now += 1.0

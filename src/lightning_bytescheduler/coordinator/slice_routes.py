@@ -10,15 +10,15 @@ from lightning_bytescheduler.coordinator.membership import Member
 from lightning_bytescheduler.diloco.round_end import RoundOptions
 from lightning_bytescheduler.diloco.round_roster import WorkerProgress
 from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.slices.catalogue import SliceCatalogue
 from lightning_bytescheduler.slices.messages import (
     Call,
+    JoinAgain,
     Joined,
     JoinTracker,
+    Receipt,
     RenewLease,
     Reply,
     decode,
-    session_over,
 )
 from lightning_bytescheduler.slices.options import TrackerOptions
 from lightning_bytescheduler.slices.source import open_source
@@ -40,7 +40,7 @@ class SliceRoutes:
 
     def __init__(self, urls: Sequence[str], options: TrackerOptions) -> None:
         source = open_source(urls, option="train")
-        self.tracker = SliceTracker(SliceCatalogue(source.slices), options, clock=time.monotonic)
+        self.tracker = SliceTracker(source.catalogue, options, clock=time.monotonic)
         self._sessions: dict[int, str] = {}  # of the tracker: the member's digest
         self._names: dict[str, set[str]] = {}  # of the tracker's workers, by member's name
 
@@ -58,7 +58,7 @@ class SliceRoutes:
         if isinstance(message, JoinTracker):
             return self._join(member, message)
         if self._sessions.get(message.session) != member.digest:
-            return session_over(message)
+            return JoinAgain()
         return self.tracker.answer(message)
 
     def _join(self, member: Member, message: JoinTracker) -> Joined:
@@ -83,7 +83,7 @@ class SliceRoutes:
         self._sessions = {
             session: owner
             for session, owner in self._sessions.items()
-            if owner in alive and self.tracker.renew(RenewLease(session=session)).accepted
+            if owner in alive and isinstance(self.tracker.renew(RenewLease(session=session)), Receipt)
         }
 
     def release(self, member: Member) -> None:

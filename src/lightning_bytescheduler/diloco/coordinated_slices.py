@@ -26,12 +26,12 @@ from lightning_bytescheduler.lightning_api import TrainerFn, pl
 from lightning_bytescheduler.slices.data_module import SliceDataModule
 from lightning_bytescheduler.slices.messages import (
     Call,
+    JoinAgain,
     JoinTracker,
     Reply,
     TrackerClient,
     decode,
     encode,
-    session_over,
 )
 from lightning_bytescheduler.slices.tracker import SliceTracker
 from lightning_bytescheduler.slices.training import Idle, TrackedTraining
@@ -166,7 +166,7 @@ class _CoordinatorTracker:
                 raise CoordinatorError(f"The coordinator hands out no slices to this worker: {answer.words}")
             # It was away for longer than its lease. The client joins again, and what it held has gone to others.
             if not isinstance(message, JoinTracker):
-                return session_over(message)
+                return JoinAgain()
             time.sleep(_LOOK_S / 4)
             self._look(deadline)
 

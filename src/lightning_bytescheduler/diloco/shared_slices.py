@@ -15,13 +15,13 @@ from lightning_bytescheduler.lightning_api import TrainerFn, pl
 from lightning_bytescheduler.slices.data_module import SliceDataModule
 from lightning_bytescheduler.slices.messages import (
     Call,
+    JoinAgain,
     JoinTracker,
     Reply,
     RequestSlice,
     TrackerClient,
     decode,
     encode,
-    session_over,
 )
 from lightning_bytescheduler.slices.tracker import SliceTracker
 from lightning_bytescheduler.slices.training import TrackedTraining
@@ -163,5 +163,5 @@ class _RemoteTracker:
 
     def answer(self, message: Call) -> Reply:
         if self.closed and not isinstance(message, (JoinTracker, RequestSlice)):
-            return session_over(message)  # the training is over, and worker 0 may have gone
+            return JoinAgain()  # the training is over, and worker 0 may have gone
         return cast(Reply, decode(self._caller.call(_MAILBOX, encode(message))))

@@ -1,12 +1,11 @@
 """Data in slices: handed out as they are needed, to workers of any speed, and never lost.
 
-- A slice and its bytes: ``slice``, ``catalogue``, ``formats``.
-- Where slices come from, and where they are kept: ``urls``, ``source``, ``fetch``, ``cache``, ``store``,
-  ``open_slice``.
-- Batches: ``batches``; ``epoch_plan`` of ranks that step together; ``tracked_plan`` of workers that take slices as they
+- A slice, its bytes and its samples: ``slice``, ``catalogue``, ``formats``, ``samples``.
+- Where slices come from, and where they are kept: ``urls``, ``source``, ``fetch``, ``cache``, ``store``.
+- Batches: ``batches``; ``epoch_plan`` of ranks that step together; ``training`` of workers that take slices as they
   need them; ``loader``.
-- The tracker, which hands slices out: ``messages``, ``tracker``, ``tracker_state``.
-- Lightning: ``options``, ``training``, ``data_module``.
+- The tracker, which hands slices out: ``messages``, ``tracker``.
+- Lightning: ``options``, ``data_module``.
 - ``lightning-bytescheduler slices``: ``command``, ``make``, ``serve``.
 """
 

@@ -9,6 +9,7 @@ import itertools
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,8 +17,7 @@ import numpy.typing as npt
 
 from lightning_bytescheduler.exceptions import SliceCorruptError
 from lightning_bytescheduler.slices.catalogue import sample_order
-from lightning_bytescheduler.slices.open_slice import OpenSlice
-from lightning_bytescheduler.slices.store import SliceStore
+from lightning_bytescheduler.slices.store import OpenSlice, SliceStore
 
 SLICES_AHEAD = 8
 """How many slices a batch names that come after it: no more are prefetched."""
@@ -120,7 +120,7 @@ class BatchReader:
         self._bad: set[int] = set()
         self._ahead: tuple[int, ...] = ()
         self._spare: Any = None
-        self._told, self._process = store.sums, os.getpid()
+        self._told, self._process = store.counters.sums(), os.getpid()
 
     def read(self, batch: SliceBatch) -> tuple[Sequence[Any], ReadReport]:
         """The samples of a batch: a list, or an array whose rows they are.
@@ -190,22 +190,17 @@ class BatchReader:
         """A sample to repeat: the last one read, or the first that can be."""
         if self._spare is not None:
             return self._spare[0]
-        error: SliceCorruptError | None = None
-        for index, slice_ in enumerate(self.store.source.slices):
+        slices = self.store.source.slices
+        for index, slice_ in enumerate(slices):
             if index not in self._bad:
-                try:
+                with suppress(SliceCorruptError):
                     return next(iter(self.store.samples(slice_)))
-                except SliceCorruptError as raised:
-                    error = raised
-        if error is None:
-            slice_ = self.store.source.slices[0]
-            error = SliceCorruptError(slice_.key, slice_.url, "and so is every other slice.")
-        raise error
+        raise SliceCorruptError(slices[0].key, slices[0].url, "and so is every other slice.")
 
     def _cost(self) -> dict[str, float]:
         if self._process != os.getpid():  # where the store has begun anew
             self._told, self._process = {}, os.getpid()
-        now, before = self.store.sums, self._told
+        now, before = self.store.counters.sums(), self._told
         self._told = now
         return {name: amount - before.get(name, 0) for name, amount in now.items() if amount != before.get(name, 0)}
 

@@ -20,6 +20,7 @@ import struct
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from lightning_bytescheduler.checks import require_whole
@@ -103,7 +104,7 @@ class SliceCache:
         try:
             return CachedSlice(descriptor, plan)
         except ValueError:
-            self._discard(name, inode)
+            self.discard(name, inode)
             return None
 
     def follow(self, name: str, plan: ChunkPlan) -> GrowingSlice | None:
@@ -125,7 +126,9 @@ class SliceCache:
             if self._complete(name).exists() or (partial.exists() and not self._delete_unused(partial)):
                 return None
             needed = file_bytes(plan)
-            used = sum(size for _, size, _ in self._files(_COMPLETE)) + self._reserved()
+            used = sum(size for _, size, _ in self._files(_COMPLETE))
+            # Those being written count as large as they will be.
+            used += sum(int(path.stem.rpartition("-")[2]) for path, _, _ in self._files(_PARTIAL))
             excess = used + needed - self.capacity_bytes
             if excess > 0 and self._evict(excess) < excess:
                 raise CacheFull(f"The cache in {self.folder} has no room for {needed} bytes beside what is in use.")
@@ -133,11 +136,8 @@ class SliceCache:
             lock_file(descriptor, exclusive=True)
         return SliceWriter(self, descriptor, partial, self._complete(name), plan)
 
-    def discard(self, name: str, cached: CachedSlice) -> None:
+    def discard(self, name: str, inode: int) -> None:
         """Delete a slice that turned out to be damaged."""
-        self._discard(name, cached.inode)
-
-    def _discard(self, name: str, inode: int) -> None:
         path = self._complete(name)
         with self.locked():
             try:
@@ -173,10 +173,6 @@ class SliceCache:
         finally:
             for _, descriptor in unused:
                 os.close(descriptor)
-
-    def _reserved(self) -> int:
-        """Bytes of the slices being written, as large as they will be."""
-        return sum(int(path.stem.rpartition("-")[2]) for path, _, _ in self._files(_PARTIAL))
 
     def _files(self, suffix: str) -> list[tuple[Path, int, float]]:
         found = []
@@ -250,11 +246,7 @@ class CachedSlice:
             self.close()
             raise ValueError("The file is not what was written.")
         # The index's digests count; the footer's are all there is without one.
-        self.plan = (
-            plan
-            if plan.digests is not None
-            else ChunkPlan(size=plan.size, chunk_bytes=plan.chunk_bytes, digests=digests)
-        )
+        self.plan = replace(plan, digests=digests if plan.digests is None else plan.digests)
 
     def chunks(self, first: int, *, together: bool = False) -> Iterator[memoryview]:
         """Verified chunks from number ``first`` on, in mapped memory; ends before a chunk that is damaged.
@@ -379,7 +371,7 @@ class SliceWriter:
             try:
                 length = os.pwrite(self._descriptor, view, self._written)
             except OSError as error:
-                if _is_full(error) and self._cache.make_room(len(view)):
+                if error.errno in (errno.ENOSPC, errno.EDQUOT) and self._cache.make_room(len(view)):
                     continue
                 raise DiskFailed(f"The cache cannot be written: {error}") from error
             self._written += length
@@ -409,7 +401,3 @@ def lock_file(descriptor: int, *, exclusive: bool) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-def _is_full(error: OSError) -> bool:
-    return error.errno in (errno.ENOSPC, errno.EDQUOT)

@@ -7,7 +7,7 @@ raw stream of numpy's Philox generator never changes between versions and platfo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from hashlib import blake2b
 
@@ -60,10 +60,6 @@ class SliceCatalogue:
     def __repr__(self) -> str:
         return f"SliceCatalogue({len(self)} slices, {self.total_samples} samples, {self.digest})"
 
-    def key(self, index: int) -> str:
-        """Key of a slice."""
-        return self._slices[index].key
-
     def find(self, key: str) -> int | None:
         """Index of the slice with this key, or None."""
         return self._indices.get(key)
@@ -109,6 +105,23 @@ class DataOrder(msgspec.Struct, frozen=True, kw_only=True):
             if here != there:
                 return f"{name} was {there}, is {here} now"
         return None if self.keys == saved.keys else "the slices' keys, order or sample counts"
+
+
+def corrupt_on_any(
+    slices: Sequence[Slice], found: Mapping[str, str], total: Callable[[Sequence[float]], Sequence[float]]
+) -> dict[str, str]:
+    """What any rank has found to be corrupt, on all of them, which call this together: reasons by key.
+
+    Args:
+        slices: The same on all ranks.
+        found: By this rank, reasons by key.
+        total: The sums of all ranks' numbers.
+    """
+    if not total([float(bool(found))])[0]:
+        return {}
+    marks = total([float(slice_.key in found) for slice_ in slices])
+    keys = [slice_.key for slice_, mark in zip(slices, marks, strict=True) if mark]
+    return {key: found.get(key, "Another rank found it to be corrupt.") for key in keys}
 
 
 def slice_order(slices: int, *, seed: int, epoch: int, shuffle: bool = True) -> npt.NDArray[np.int32]:
@@ -171,8 +184,4 @@ def _permutation(count: int, seed: int, epoch: int, *, stream: int) -> npt.NDArr
     # Each stream has 2**128 numbers of the generator's 2**256 to itself.
     counter = np.array([0, 0, stream, 0], dtype=np.uint64)
     numbers = np.random.Philox(key=key, counter=counter).random_raw(count)
-    order = np.argsort(numbers)  # several times as fast as a stable sort
-    drawn = numbers[order]
-    if (drawn[1:] == drawn[:-1]).any():  # hardly ever
-        order = np.argsort(numbers, kind="stable")
-    return order.astype(np.int64, copy=False)
+    return np.argsort(numbers, kind="stable").astype(np.int64, copy=False)

@@ -13,7 +13,7 @@ import msgspec
 from tqdm import tqdm
 
 from lightning_bytescheduler.checks import importing, named
-from lightning_bytescheduler.exceptions import OptionError, SliceCorruptError
+from lightning_bytescheduler.exceptions import SliceCorruptError
 from lightning_bytescheduler.serving import parse_bind, read_token
 from lightning_bytescheduler.slices.fetch import fetch_chunks
 from lightning_bytescheduler.slices.make import SLICE_BYTES, make_slices
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"token, which is read from the environment variable {TOKEN_VARIABLE} or from --token-file.",
     )
     serve.add_argument("folder", metavar="DIR")
-    serve.add_argument("--bind", type=_address, default=("127.0.0.1", 8000), metavar="HOST:PORT")
+    serve.add_argument("--bind", default="127.0.0.1:8000", metavar="HOST:PORT")
     serve.add_argument("--cert", metavar="FILE", help="certificate chain for TLS")
     serve.add_argument("--key", metavar="FILE", help="its private key")
     serve.add_argument("--token-file", metavar="FILE", help="file with the token that readers must send")
@@ -77,7 +77,7 @@ def _make(options: argparse.Namespace) -> int:
             storage_options=options.storage_options,
             progress=progress,
         )
-    samples, size = sum(entry.slice.samples for entry in made), sum(entry.slice.size for entry in made)
+    samples, size = sum(slice_.samples for slice_ in made), sum(slice_.size for slice_ in made)
     print(f"{options.folder}: {len(made)} slices, {samples} samples, {size / 1e6:.1f} MB")
     return 0
 
@@ -86,7 +86,7 @@ def _verify(options: argparse.Namespace) -> int:
     with named():
         source = open_source(options.source, option="DST", storage_options=options.storage_options, needs_index=True)
     with _progress("verifying") as progress:
-        bad = verify_slices(source, progress=progress)
+        bad = verify_slices(source, progress)
     for slice_, reason in bad:
         print(f"{slice_.key}: {reason}")
     print(f"{options.source}: {len(source.slices) - len(bad)} slices are right, {len(bad)} are not")
@@ -97,7 +97,7 @@ def _serve(options: argparse.Namespace) -> int:
     with importing("slices serve", extra="data"):
         from lightning_bytescheduler.slices.serve import SliceServer
     token = read_token(options.token_file, variable=TOKEN_VARIABLE)
-    host, port = options.bind
+    host, port = parse_bind("--bind", options.bind)
     with named(folder="DIR", host="--bind", certificate="--cert", token=TOKEN_VARIABLE):
         server = SliceServer(
             options.folder, host=host, port=port, token=token, certificate=options.cert, key=options.key
@@ -111,17 +111,11 @@ def _serve(options: argparse.Namespace) -> int:
     return 0
 
 
-def verify_slices(
-    source: SliceSource,
-    *,
-    timeout: float = TIMEOUT,
-    progress: Callable[[int, int], None] | None = None,
-) -> list[tuple[Slice, str]]:
+def verify_slices(source: SliceSource, progress: Callable[[int, int], None]) -> list[tuple[Slice, str]]:
     """Read every slice from its source, compare it with its checksums and count its samples.
 
     Args:
         source: The slices.
-        timeout: Seconds that the source may stay away.
         progress: Told how many bytes have been read, and of how many.
 
     Returns:
@@ -136,9 +130,9 @@ def verify_slices(
     bad = []
     for slice_ in source.slices:
         try:
-            if not source.has_file(slice_, timeout):  # whoever verifies does not wait for a folder to be mounted
+            if not source.has_file(slice_, TIMEOUT):  # whoever verifies does not wait for a folder to be mounted
                 raise SliceCorruptError(slice_.key, slice_.url, "its file is missing.")
-            chunks = fetch_chunks(slice_, source.plan(slice_), partial(source.read, slice_), timeout=timeout)
+            chunks = fetch_chunks(slice_, source.plan(slice_), partial(source.read, slice_))
             for _ in source.open(slice_, lambda: chunks).take(0, slice_.samples):  # noqa: B023  # called at once
                 pass
             for _ in chunks:
@@ -146,8 +140,7 @@ def verify_slices(
         except SliceCorruptError as error:
             bad.append((slice_, error.reason))
         done += slice_.size
-        if progress is not None:
-            progress(done, total)
+        progress(done, total)
     return bad
 
 
@@ -173,13 +166,6 @@ def _bytes(text: str) -> int:
     if size < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 500kB, 64MiB or 1GB")
     return size
-
-
-def _address(text: str) -> tuple[str, int]:
-    try:
-        return parse_bind("--bind", text)
-    except OptionError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not {error.allowed}") from error
 
 
 def _options(text: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 from lightning_bytescheduler.checks import options_by_name, require_one_of, require_whole
@@ -12,7 +13,6 @@ from lightning_bytescheduler.lightning_api import pl, rank_zero_info, rank_zero_
 from lightning_bytescheduler.registration import require_same_package
 from lightning_bytescheduler.slices.batches import BatchReader, ReadReport
 from lightning_bytescheduler.slices.cache import CAN_CACHE
-from lightning_bytescheduler.slices.catalogue import SliceCatalogue
 from lightning_bytescheduler.slices.epoch_plan import EpochPlan
 from lightning_bytescheduler.slices.fetch import SliceCounters, SliceStatistics
 from lightning_bytescheduler.slices.formats import SliceReader
@@ -122,7 +122,7 @@ class SliceDataModule(pl.LightningDataModule):
     ) -> None:
         super().__init__()
         given = {"train": train, "val": val, "test": test, "predict": predict}
-        self._urls = {split: require_urls(split, urls) for split, urls in given.items()}
+        self._urls = {split: None if urls is None else require_urls(split, urls) for split, urls in given.items()}
         if not any(self._urls.values()):
             raise OptionError("train", train, "given, or val, test or predict")
         require_packages("SliceDataModule")
@@ -155,7 +155,6 @@ class SliceDataModule(pl.LightningDataModule):
             ),
         }
         self._sources: dict[str, SliceSource] = {}
-        self._catalogues: dict[str, SliceCatalogue] = {}
         self._stores: dict[str, SliceStore] = {}
         self._loaders: dict[str, SliceLoader] = {}
         self._host: TrackerHost | None = None
@@ -270,7 +269,11 @@ class SliceDataModule(pl.LightningDataModule):
 
     def _set_up_training(self) -> None:
         before = self._training
-        self._training = self._together(before) if self._host is None else self._tracked(self._host, before)
+        self._training = self._together() if self._host is None else self._tracked(self._host)
+        if self.trainer is not None:
+            require_same(self.trainer, "train", repr(self._sources["train"].catalogue))
+        if before is not None:  # a further fit goes on where the last one stopped
+            self._training.load_state_dict(before.state_dict())
         if self._pending is not None:
             self._training.load_state_dict(self._pending)
             self._pending = None
@@ -284,27 +287,22 @@ class SliceDataModule(pl.LightningDataModule):
                 self._reload_epochs = self.trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
                 self.trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]
 
-    def _together(self, before: Plan | None) -> EpochPlan:
+    def _together(self) -> EpochPlan:
         rank, ranks = self._rank_and_ranks()
-        catalogue, size = self._catalogue("train"), require_batch_size("batch_size", self.batch_size)
+        size = require_batch_size("batch_size", self.batch_size)
         together = self._batch_of_all(size)
         if together is None:
             batch_sizes = batch_sizes_of("batch_size", size, ranks)
         else:
             batch_sizes = tuple(together // ranks + (one < together % ranks) for one in range(ranks))
-        plan = EpochPlan(
-            catalogue,
+        return EpochPlan(
+            self._sources["train"].catalogue,
             batch_sizes=batch_sizes,
             rank=rank,
             seed=self._tracking.seed,
             shuffle=self._tracking.shuffle,
             is_shared=together is not None,
         )
-        if before is not None:  # a further fit goes on where the last one stopped
-            plan.load_state_dict(before.state_dict())
-        if self.trainer is not None:
-            require_same(self.trainer, "train", repr(catalogue))
-        return plan
 
     def _batch_of_all(self, size: int | list[int]) -> int | None:
         """Samples of a batch of all ranks, where the strategy shares batches out."""
@@ -317,7 +315,7 @@ class SliceDataModule(pl.LightningDataModule):
         found: int | None = shared(size)
         return found
 
-    def _tracked(self, host: TrackerHost, before: Plan | None) -> TrackedTraining:
+    def _tracked(self, host: TrackerHost) -> TrackedTraining:
         rank, ranks = self._rank_and_ranks()
         if ranks > 1 and getattr(host, "ranks", None) is None:
             raise UnsupportedError(
@@ -327,20 +325,16 @@ class SliceDataModule(pl.LightningDataModule):
         size = require_batch_size("batch_size", self.batch_size)
         if ranks > 1 and self.trainer is not None:
             batch_sizes = batch_sizes_of("batch_size", size, ranks)
-            require_same(self.trainer, "train", repr(self._catalogue("train")))
             require_same(self.trainer, "num_workers", str(self._num_workers))  # as they get parts of one batch
         else:
             batch_sizes = (batch_sizes_of("batch_size", size, host.workers)[host.worker],)
-        training = TrackedTraining(
+        return TrackedTraining(
             host,
             self._stores["train"],
             options=self._tracking,
             batch_sizes=batch_sizes,
             rank=rank if ranks > 1 else 0,
         )
-        if before is not None:
-            training.load_state_dict(before.state_dict())
-        return training
 
     def _rank_and_ranks(self) -> tuple[int, int]:
         return (0, 1) if self.trainer is None else (self.trainer.global_rank, self.trainer.world_size)
@@ -349,11 +343,6 @@ class SliceDataModule(pl.LightningDataModule):
         """Workers that train on their own may evaluate together."""
         sampling = None if self.trainer is None else self.trainer.distributed_sampler_kwargs
         return self._rank_and_ranks() if sampling is None else (sampling["rank"], sampling["num_replicas"])
-
-    def _catalogue(self, split: str) -> SliceCatalogue:
-        if split not in self._catalogues:
-            self._catalogues[split] = SliceCatalogue(self._sources[split].slices)
-        return self._catalogues[split]
 
     # ------------------------------------------------------------------ loaders
 
@@ -384,7 +373,7 @@ class SliceDataModule(pl.LightningDataModule):
         if self._host is not None and ranks == 1 and not isinstance(size, int):  # of a world of its own
             size = batch_sizes_of(name, size, self._host.workers)[self._host.worker]
         plan = EpochPlan(
-            self._catalogue(split),
+            self._sources[split].catalogue,
             batch_sizes=batch_sizes_of(name, size, ranks),
             rank=rank,
             shuffle=False,
@@ -418,18 +407,16 @@ class SliceDataModule(pl.LightningDataModule):
             collate=self._collate or collate_samples,
             num_workers=self._num_workers,
             pin_memory=self.trainer is not None and self.trainer.strategy.root_device.type == "cuda",
-            on_report=self._heed_training if is_training else self._heed,
+            on_report=partial(self._heed, is_training),
             is_alone=self.trainer is None,
         )
         return loader
 
-    def _heed_training(self, report: ReadReport, waited: float) -> None:
-        self._counters.add(wait_seconds=waited)
-        self._heed(report, waited)
-        self.training.received(report)
-
-    def _heed(self, report: ReadReport, waited: float) -> None:
+    def _heed(self, is_training: bool, report: ReadReport, waited: float) -> None:
         self._counters.add(**report.cost)
+        if is_training:
+            self._counters.add(wait_seconds=waited)
+            self.training.received(report)
         for key, reason in report.corrupt:
             if key not in self._warned:  # several processes may find it
                 self._warned.add(key)

@@ -27,8 +27,8 @@ import torch
 from lightning_bytescheduler.exceptions import OptionError, TrackerStateError, UnsupportedError
 from lightning_bytescheduler.lightning_api import pl, rank_zero_info
 from lightning_bytescheduler.slices.batches import SLICES_AHEAD, ReadReport, SampleRun, SliceBatch, cut_runs, samples_in
-from lightning_bytescheduler.slices.catalogue import DataOrder, SliceCatalogue, slice_order
-from lightning_bytescheduler.slices.tracker_state import read_state
+from lightning_bytescheduler.slices.catalogue import DataOrder, SliceCatalogue, corrupt_on_any, slice_order
+from lightning_bytescheduler.slices.tracker import read_state
 
 _HELD = 1 + SLICES_AHEAD  # slices, so that those that come next can be fetched
 _VERSION = 3
@@ -220,9 +220,6 @@ class EpochPlan:
     """
 
     fills = True
-    epoch: int
-    counted: int
-    left: int
     steps: int
     padded: int
     _steps: int  # that were taken of what is shared now
@@ -334,7 +331,8 @@ class EpochPlan:
             slices = dict.fromkeys(pool.slices_of(self._rank))
             slices.pop(runs[-1].slice_index, None)
             if len(slices) < SLICES_AHEAD and self._repeats and not pool.has_more:
-                afterwards = self._slices_of_next_epoch() if afterwards is None else afterwards
+                if afterwards is None:
+                    afterwards = self._pool_of(self.epoch + 1, self._quarantined, None).slices_of(self._rank)
                 slices.update(dict.fromkeys(afterwards))
             yield SliceBatch(self.epoch, runs, tuple(slices)[:SLICES_AHEAD])
 
@@ -345,9 +343,12 @@ class EpochPlan:
             OptionError: If there is not a single sample.
         """
         if self.over and self.begun:  # these ranks have no step for what was left to others
-            self.end_epoch()
+            self.start_epoch(self.epoch + 1)
         self._only_ends = trainer is not None and not self.begun and ends_restored_epoch(trainer)
-        self.counted, self._opened = 0 if trainer is None else counted_batches(trainer), self._steps
+        self.counted, self._opened = 0, self._steps
+        if trainer is not None and trainer.fit_loop.restarting:
+            current: Any = trainer.fit_loop.epoch_loop.batch_progress.current  # typed as less than it is
+            self.counted = int(current.processed)  # what Lightning counts as done of the epoch
         if not self.steps:
             raise OptionError("train", f"{len(self.catalogue)} slices", "one that can be read: all are quarantined")
         if self.padded:
@@ -376,10 +377,6 @@ class EpochPlan:
         self._pool.take(self._drawn.popleft())
         self._steps += 1
 
-    def end_epoch(self) -> None:
-        """Go to the next epoch; what is left of this one is not trained on."""
-        self.start_epoch(self.epoch + 1)
-
     def start_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch."""
         self.epoch = epoch
@@ -389,7 +386,13 @@ class EpochPlan:
 
     def finish_epoch(self, trainer: pl.Trainer) -> None:
         """Go to the next epoch, or to this one again to overfit, without the slices that any rank found corrupt."""
-        self._quarantined.update(self._agreed(trainer))
+
+        def total(numbers: Sequence[float]) -> list[float]:
+            own = torch.tensor(numbers, device=trainer.strategy.root_device)
+            sums: list[float] = trainer.strategy.reduce(own, reduce_op="sum").tolist()
+            return sums
+
+        self._quarantined.update(corrupt_on_any(tuple(self.catalogue), self._corrupt, total))
         self._corrupt = {}
         overfits: bool = trainer.overfit_batches  # type: ignore[attr-defined]  # the same batches in each epoch
         self.start_epoch(self.epoch if overfits else self.epoch + 1)
@@ -402,12 +405,11 @@ class EpochPlan:
 
     def state_dict(self) -> dict[str, Any]:
         """The position, of primitives; the same on every rank."""
-        position = self._position()
         return {
             "together": {
                 "version": _VERSION,
                 "epoch": self.epoch,
-                "position": None if position is None else _listed(position),
+                "position": msgspec.json.decode(msgspec.json.encode(self._position())),  # lists
                 "left_out": dict(self._left_out),
                 "quarantined": dict(self._quarantined),
                 "order": msgspec.structs.asdict(self._order),
@@ -444,20 +446,6 @@ class EpochPlan:
             raise TrackerStateError(f"The state of the slices is damaged: {error}") from error
         self._quarantined = saved.quarantined
 
-    def _agreed(self, trainer: pl.Trainer) -> dict[str, str]:
-        """The slices that any rank has found to be corrupt: every rank has to leave out the same."""
-        found = self._corrupt
-        if trainer.world_size == 1 or not trainer.strategy.reduce_boolean_decision(bool(found), all=False):
-            return found
-        marks = torch.zeros(len(self.catalogue), dtype=torch.int32, device=trainer.strategy.root_device)
-        for key in found:
-            index = self.catalogue.find(key)
-            if index is not None:
-                marks[index] = 1
-        marked = trainer.strategy.reduce(marks, reduce_op="sum").cpu()
-        keys = [self.catalogue.key(int(index)) for index in marked.nonzero().flatten()]
-        return {key: found.get(key, "Another rank found it to be corrupt.") for key in keys}
-
     @property
     def _order(self) -> DataOrder:
         return self.catalogue.order(seed=self._seed, shuffle=self._shuffle)
@@ -485,20 +473,12 @@ class EpochPlan:
             return step_sizes(left, self._batch_sizes)
         return tuple(self._shares_of(number, min(self.batch_size, left)))
 
-    def _slices_of_next_epoch(self) -> Sequence[int]:
-        """Indices of the first slices that this rank will hold then."""
-        return self._pool_of(self.epoch + 1, self._quarantined, None).slices_of(self._rank)
-
     def _position(self) -> EpochPosition | None:
         """What is left; None at the beginning of an epoch."""
         unfinished = min(self._unfinished(), len(self._before))
         if self._steps == unfinished and not self._is_restored:
             return None
         return self._before[-unfinished] if unfinished else self._pool.position
-
-
-def _listed(value: Any) -> Any:
-    return [_listed(part) for part in value] if isinstance(value, tuple) else value
 
 
 class _SavedPosition(msgspec.Struct):
@@ -509,13 +489,6 @@ class _SavedPosition(msgspec.Struct):
     left_out: dict[str, str]
     quarantined: dict[str, str]
     order: DataOrder
-
-
-def counted_batches(trainer: pl.Trainer) -> int:
-    """Batches of the epoch that Lightning counts as done when it goes on in the middle of one."""
-    loop = trainer.fit_loop
-    current: Any = loop.epoch_loop.batch_progress.current  # typed as less than it is
-    return int(current.processed) if loop.restarting else 0
 
 
 def ends_restored_epoch(trainer: pl.Trainer) -> bool:

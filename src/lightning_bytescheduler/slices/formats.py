@@ -46,10 +46,8 @@ COMPRESSIONS = (".gz", ".zst")
 """Suffixes of what is decompressed on reading."""
 
 _INFLATED_BYTES = 256 * 1024
-_PIECE_BYTES = 1024 * 1024  # searched at once for the ends of lines: what is compared stays in the processor's cache
 _NEWLINE = 10
 _SPACE = 32  # the last of the white space in ASCII
-_BEFORE_LENGTH = 8  # magic and version
 
 # NumPy parses headers with `ast`, which CPython up to 3.11 does not do on two threads at once: now and then one of them
 # gets a SystemError ("AST constructor recursion depth mismatch"). Held for nothing else.
@@ -93,24 +91,24 @@ class SliceFormat:
     count_lines: Callable[[bytes], int] | None = None
     compression: str | None = None
 
-    def samples(self, stream: SliceStream, first: int = 0) -> Iterator[Any]:
-        """The samples from number ``first`` on, of a format that a user's function reads.
+    def blocks_of(self, stream: SliceStream, first: int = 0) -> Iterator[SampleBlock[Any]]:
+        """All samples in blocks; those of a user's reader one by one, and from number ``first`` on.
 
         Raises:
-            TypeError: If it returns nothing that can be iterated.
+            TypeError: If a user's reader returns nothing that can be iterated.
         """
+        if self.blocks is not None:
+            return self.blocks(self.opened(stream))
         made: object = None if self.read is None else self.read(self.opened(stream), first)
         if not isinstance(made, Iterable):
             raise TypeError(f"reader={self.read!r} has to yield samples, and returned {made!r}.")
-        return iter(made)
-
-    def blocks_of(self, stream: SliceStream) -> Iterator[SampleBlock[Any]]:
-        """The samples in blocks, of a format that has them."""
-        return iter(()) if self.blocks is None else self.blocks(self.opened(stream))
+        return (ListedSamples([sample]) for sample in made)
 
     def opened(self, stream: SliceStream) -> SliceStream:
-        """The stream, decompressed if it is compressed."""
-        return stream if self.compression is None else decompressed(stream, self.compression)
+        """The stream, decompressed, as it is read, if it is compressed."""
+        if self.compression is None:
+            return stream
+        return SliceStream(_gzip_pieces(stream) if self.compression == ".gz" else _zstandard_pieces(stream))
 
 
 def format_of(url: str, reader: SliceReader | None = None, *, option: str = "url") -> SliceFormat:
@@ -204,27 +202,20 @@ class TextLines:
                 return []
             lines = str(self._content[self._starts[first] : self._ends[stop - 1]], "utf-8").split("\n")
         else:
-            lines = _each(self._content, self._starts[numbers], self._ends[numbers], _as_text)
+            lines = _each(self._content, self._starts[numbers], self._ends[numbers], lambda line: str(line, "utf-8"))
         return [line.removesuffix("\r") for line in lines]
 
 
-class JsonLines:
+class JsonLines(TextLines):
     """A block of lines of JSON; the arguments are those of ``TextLines``."""
 
     def __init__(self, content: Bytes, starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> None:
-        self._content = memoryview(content)
-        blank = _blank_lines(self._content, starts, ends)
-        self._starts, self._ends = (np.delete(starts, blank), np.delete(ends, blank)) if blank else (starts, ends)
-
-    def __len__(self) -> int:
-        return len(self._starts)
+        if blank := _blank_lines(memoryview(content), starts, ends):
+            starts, ends = np.delete(starts, blank), np.delete(ends, blank)
+        super().__init__(content, starts, ends)
 
     def __getitem__(self, numbers: SampleNumbers) -> list[Any]:
         return _each(self._content, self._starts[numbers], self._ends[numbers], _as_json)
-
-
-def _as_text(line: memoryview) -> str:
-    return str(line, "utf-8")
 
 
 def _as_json(line: memoryview) -> Any:
@@ -252,7 +243,7 @@ def _lines(stream: SliceStream) -> Iterator[tuple[Bytes, npt.NDArray[np.int64], 
     parts: list[bytes] = []  # of a line that is divided, joined once: it is not copied for each of its chunks
     for chunk in stream.chunks():
         view = memoryview(chunk)
-        found = _newlines(view)
+        found = np.flatnonzero(np.frombuffer(view, np.uint8) == _NEWLINE)
         if not len(found):
             parts.append(bytes(view))
             continue
@@ -273,14 +264,6 @@ def _lines(stream: SliceStream) -> Iterator[tuple[Bytes, npt.NDArray[np.int64], 
         yield line, np.zeros(1, np.int64), np.array([len(line)])
 
 
-def _newlines(content: memoryview) -> npt.NDArray[np.int64]:
-    found = []
-    codes = np.frombuffer(content, np.uint8)
-    for start in range(0, len(codes), _PIECE_BYTES):
-        found.append(np.flatnonzero(codes[start : start + _PIECE_BYTES] == _NEWLINE) + start)
-    return np.concatenate(found) if found else np.zeros(0, np.int64)
-
-
 class NpyHeader:
     """What stands before the rows of a .npy file.
 
@@ -293,19 +276,18 @@ class NpyHeader:
     """
 
     def __init__(self, content: bytes) -> None:
-        if len(content) < _BEFORE_LENGTH and np.lib.format.MAGIC_PREFIX.startswith(content[:6]):
-            raise EOFError("The header of a .npy file is cut short.")
-        version = np.lib.format.read_magic(io.BytesIO(content[:_BEFORE_LENGTH]))
-        width = 2 if version == (1, 0) else 4
-        rows_at = _BEFORE_LENGTH + width + int.from_bytes(content[_BEFORE_LENGTH : _BEFORE_LENGTH + width], "little")
-        if len(content) < max(_BEFORE_LENGTH + width, rows_at):
-            raise EOFError("The header of a .npy file is cut short.")
-        file = io.BytesIO(content[_BEFORE_LENGTH:rows_at])
-        if version not in ((1, 0), (2, 0)):
-            raise ValueError(f"Version {version} of .npy is not read; save the array again, without named fields.")
-        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        with _PARSING:
-            shape, fortran_order, dtype = read(file)
+        file = io.BytesIO(content)
+        try:
+            version = np.lib.format.read_magic(file)
+            if version not in ((1, 0), (2, 0)):
+                raise ValueError(f"Version {version} of .npy is not read; save the array again, without named fields.")
+            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+            with _PARSING:
+                shape, fortran_order, dtype = read(file)
+        except ValueError as error:
+            if str(error).startswith("EOF"):
+                raise EOFError("The header of a .npy file is cut short.") from error
+            raise
         if not shape:
             raise ValueError("The array has no dimension and hence no rows.")
         if fortran_order and len(shape) > 1:
@@ -313,7 +295,7 @@ class NpyHeader:
         if dtype.hasobject:
             raise ValueError("The array holds Python objects, which are not read, as that could run any code.")
         self.dtype = dtype
-        self.content = content[:rows_at]
+        self.content = content[: file.tell()]
         self.rows: int = shape[0]
         self.row_shape: tuple[int, ...] = shape[1:]
         self.row_bytes = int(np.prod(self.row_shape, dtype=np.int64)) * dtype.itemsize
@@ -382,7 +364,9 @@ class ParquetRows:
             first, stop, _ = numbers.indices(len(self))
             rows = self._batch.slice(first, max(stop - first, 0))
         else:
-            rows = self._batch.take(_arrow().array(numbers))
+            from pyarrow import array
+
+            rows = self._batch.take(array(numbers))
         found: list[dict[str, Any]] = rows.to_pylist()
         return found
 
@@ -396,12 +380,6 @@ def parquet_blocks(stream: SliceStream) -> Iterator[ParquetRows]:
     """
     file = import_parquet().ParquetFile(io.BytesIO(stream.read()))
     return (ParquetRows(batch) for batch in file.iter_batches())
-
-
-def _arrow() -> Any:
-    import pyarrow
-
-    return pyarrow
 
 
 def import_parquet() -> Any:
@@ -424,19 +402,6 @@ def import_zstandard() -> ModuleType:
     with importing(".zst", extra="data"):
         import zstandard
     return zstandard
-
-
-def decompressed(stream: SliceStream, suffix: str) -> SliceStream:
-    """What ``stream`` holds, decompressed as it is read.
-
-    Args:
-        stream: The compressed bytes.
-        suffix: One of ``COMPRESSIONS``.
-
-    Raises:
-        ImportError: If it is ``".zst"`` and zstandard is not installed.
-    """
-    return SliceStream(_gzip_pieces(stream) if suffix == ".gz" else _zstandard_pieces(stream))
 
 
 def _gzip_pieces(stream: SliceStream) -> Iterator[bytearray]:

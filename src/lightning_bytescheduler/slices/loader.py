@@ -183,10 +183,10 @@ class SliceLoader:
             # Batches are pinned by a thread of the DataLoader, which has to see their tensors.
             packs = self._num_workers > 0 and not self._pin_memory
             loader = self._loader = DataLoader(
-                _Batches(self.reader),
+                _Batches(self.reader, self._collate, packs),
                 batch_size=None,
                 sampler=self._asked,
-                collate_fn=_Collate(self._collate, packs),  # type: ignore[arg-type]  # of what is no list
+                collate_fn=_as_it_is,
                 num_workers=self._num_workers,
                 pin_memory=self._pin_memory,
                 worker_init_fn=self.worker_init_fn,
@@ -233,29 +233,18 @@ class _Asked:
 
 
 class _Batches(Dataset[Any]):
-    def __init__(self, reader: BatchReader) -> None:
+    def __init__(self, reader: BatchReader, collate: Callable[[list[Any]], Any], packs: bool) -> None:
         self._reader = reader
+        self._collate = collate
+        self._packs = packs
         self._number = 0
 
-    def __getitem__(self, asked: tuple[int, SliceBatch]) -> tuple[Sequence[Any], ReadReport]:
-        number, batch = asked
+    def __getitem__(self, asked: tuple[int, SliceBatch]) -> tuple[Any, ReadReport]:
+        number, wanted = asked
         if number != self._number:
             self._reader.begin_pass()
             self._number = number
-        return self._reader.read(batch)
-
-
-class _Packed(bytes):
-    """A batch, pickled."""
-
-
-class _Collate:
-    def __init__(self, collate: Callable[[list[Any]], Any], packs: bool) -> None:
-        self._collate = collate
-        self._packs = packs
-
-    def __call__(self, read: tuple[Sequence[Any], ReadReport]) -> tuple[Any, ReadReport]:
-        samples, report = read
+        samples, report = self._reader.read(wanted)
         if not len(samples):
             return None, report
         # A user's function gets a list, as documented; the default one can do more with an array.
@@ -265,6 +254,14 @@ class _Collate:
         file = io.BytesIO()
         _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(batch)
         return _Packed(file.getbuffer()), report
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+class _Packed(bytes):
+    """A batch, pickled."""
 
 
 class _Pickler(ForkingPickler):

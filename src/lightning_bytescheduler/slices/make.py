@@ -10,11 +10,9 @@ from __future__ import annotations
 import io
 import itertools
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Annotated, Any, BinaryIO, TypeVar
 
 import msgspec
@@ -37,12 +35,10 @@ from lightning_bytescheduler.slices.slice import (
 from lightning_bytescheduler.slices.urls import (
     exists,
     expand,
+    file_system,
     join,
     local_path,
-    make_folder,
-    open_for_writing,
     read_range,
-    remove,
     require_protocols,
     require_storage_options,
     size_of,
@@ -70,7 +66,7 @@ def make_slices(
     storage_options: Mapping[str, Any] | None = None,
     timeout: float = TIMEOUT,
     progress: Callable[[int, int], None] | None = None,
-) -> list[IndexedSlice]:
+) -> list[Slice]:
     """Cut files of lines, .npy and Parquet files into slices, with an index that holds counts and checksums.
 
     Slices of compressed files are not compressed, so that they can be cut and resumed anywhere. The index comes last: a
@@ -86,7 +82,7 @@ def make_slices(
         progress: Told how many bytes have been read, and of how many.
 
     Returns:
-        What the index describes.
+        The slices.
 
     Raises:
         OptionError: If an option is not allowed, the folder has an index, or there is not a single sample.
@@ -99,9 +95,8 @@ def make_slices(
     require_whole("slice_bytes", slice_bytes, 1)
     require_bool("overwrite", overwrite)
     places = require_urls("urls", urls)
-    if places is None or not isinstance(folder, str) or not folder:
-        option = "urls" if places is None else "folder"
-        raise OptionError(option, urls if places is None else folder, "a path or a URL")
+    if not isinstance(folder, str) or not folder:
+        raise OptionError("folder", folder, "a path or a URL")
     require_packages("Making slices")
     require_protocols("urls", places)
     require_protocols("folder", (folder,))
@@ -119,12 +114,14 @@ def make_slices(
             allowed = "one without slices, unless they are to be overwritten (--overwrite, or overwrite=True)"
             raise OptionError("folder", folder, allowed)
         # What is left of the old slices is no slice of the new ones, so an interrupted run must not leave its index.
-        remove(join(folder, INDEX_NAME), known)
+        filesystem, index_path = file_system(join(folder, INDEX_NAME), known)
+        filesystem.rm_file(index_path)
     sizes = {url: asked(url, partial(size_of, url, known))[0] for url in files}
     total, done = sum(sizes.values()), 0
     lines: list[IndexLine] = []
     try:
-        make_folder(folder, known)
+        filesystem, path = file_system(folder, known)
+        filesystem.makedirs(path, exist_ok=True)
     except OSError as error:
         allowed = f"a folder that can be made and written, but {error.strerror or error}"
         raise OptionError("folder", folder, allowed) from error
@@ -151,7 +148,7 @@ def make_slices(
         raise OptionError("urls", urls, "files with at least one sample")
     index = write_index(lines)
     _write(join(folder, INDEX_NAME), index, known)
-    return read_index(index, folder=folder)
+    return [slice_ for slice_, _ in read_index(index, folder=folder)]
 
 
 def read_file(
@@ -159,7 +156,7 @@ def read_file(
 ) -> Iterator[bytearray]:
     """A whole file, in pieces of whole chunks."""
     whole = Slice(key=url, url=url, start=0, size=size, samples=1)
-    plan = ChunkPlan(size=size, chunk_bytes=_PIECE_BYTES, digests=None)
+    plan = ChunkPlan(size=size, chunk_bytes=_PIECE_BYTES)
     return fetch_chunks(whole, plan, partial(read_range, url, options=options), timeout=timeout, waiting=waiting)
 
 
@@ -302,21 +299,17 @@ def _write(url: str, content: bytes, options: Mapping[str, Any]) -> None:
     path = local_path(url)
     if path is None:
         # Object stores show a file when it is complete; one that was not is unknown to any index.
-        with open_for_writing(url, options) as file:
+        filesystem, path = file_system(url, options)
+        with filesystem.open(path, "wb") as file:
             file.write(content)
         return
     folder, name = os.path.split(os.path.abspath(path))
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{name}.", dir=folder)
-    try:
-        with open(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)  # others may read it, as they may any new file
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    part = os.path.join(folder, f".{name}.part")
+    with open(part, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, path)
 
 
 class _Head(msgspec.Struct):
@@ -344,21 +337,6 @@ class IndexLine(msgspec.Struct, forbid_unknown_fields=True):
         return cls(name, len(content), samples, checksum_of(content), digests_of(content).hex())
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class IndexedSlice:
-    """A slice and what is known of its chunks.
-
-    Attributes:
-        slice: The slice.
-        chunk_bytes: Bytes of a chunk.
-        digests: Of the chunks, one after the other.
-    """
-
-    slice: Slice
-    chunk_bytes: int
-    digests: bytes
-
-
 def write_index(lines: Sequence[IndexLine]) -> bytes:
     """The content of the index file for these slices."""
     encoder = msgspec.json.Encoder()
@@ -373,12 +351,15 @@ def write_index(lines: Sequence[IndexLine]) -> bytes:
     return encoder.encode(head) + b"\n" + body
 
 
-def read_index(content: bytes, *, folder: str) -> list[IndexedSlice]:
+def read_index(content: bytes, *, folder: str) -> list[tuple[Slice, ChunkPlan]]:
     """Read an index.
 
     Args:
         content: Of the index file.
         folder: URL of the folder that it is in.
+
+    Returns:
+        The slices, and their chunks.
 
     Raises:
         SliceIndexError: If it is no index, of another version, or damaged.
@@ -397,7 +378,7 @@ def read_index(content: bytes, *, folder: str) -> list[IndexedSlice]:
             f"{place} is of version {head.version!r}, and this release reads version {_VERSION}: "
             "make the slices again, or install the release that made them."
         )
-    if head.checksum != checksum_of(body):
+    if head.checksum != checksum_of(body) or head.slices != len(body.splitlines()):
         raise SliceIndexError(f"{place} is damaged: its checksum is not that of its content. Make the slices again.")
     decoder = msgspec.json.Decoder(IndexLine)
     entries = []
@@ -406,16 +387,10 @@ def read_index(content: bytes, *, folder: str) -> list[IndexedSlice]:
             entries.append(_entry(decoder.decode(line), head.chunk_bytes, folder))
         except (msgspec.DecodeError, ValueError) as error:
             raise SliceIndexError(f"{place}, line {number}, does not describe a slice: {error}") from error
-    names = {entry.slice.key for entry in entries}
-    if len(names) != len(entries) or head.slices != len(entries):
-        raise SliceIndexError(
-            f"{place} is damaged: it should describe {head.slices} slices, each once, but describes "
-            f"{len(names)} in {len(entries)} lines. Make the slices again."
-        )
     return entries
 
 
-def _entry(line: IndexLine, chunk_bytes: int, folder: str) -> IndexedSlice:
+def _entry(line: IndexLine, chunk_bytes: int, folder: str) -> tuple[Slice, ChunkPlan]:
     if not _stays_in_folder(line.name):
         raise ValueError(f"{line.name!r} is not the name of a file in its folder.")
     slice_ = Slice(
@@ -426,9 +401,7 @@ def _entry(line: IndexLine, chunk_bytes: int, folder: str) -> IndexedSlice:
         samples=line.samples,
         checksum=line.checksum,
     )
-    digests = bytes.fromhex(line.chunks)
-    ChunkPlan(size=slice_.size, chunk_bytes=chunk_bytes, digests=digests)
-    return IndexedSlice(slice=slice_, chunk_bytes=chunk_bytes, digests=digests)
+    return slice_, ChunkPlan(size=line.size, digests=bytes.fromhex(line.chunks), chunk_bytes=chunk_bytes)
 
 
 def _stays_in_folder(name: str) -> bool:

@@ -30,8 +30,8 @@ class JoinTracker(_Message, frozen=True):
 
     Attributes:
         worker: Its name, the same after a restart: what it held is kept for that name.
-        incarnation: Any text that no other process of that name uses. A process that joins again after
-            :class:`JoinAgain` may repeat its own.
+        incarnation: Any text that no other process of that name uses. A process that joins again after ``JoinAgain``
+            may repeat its own.
         keeps: How many slices it keeps that it has fetched. It is given these first in the next epochs.
         prefetch: Slices it may hold that it has not begun; None for the tracker's own option.
     """
@@ -78,7 +78,7 @@ class RequestSlice(_Message, frozen=True):
 
 
 class Assignment(_Message, frozen=True):
-    """A slice for the worker. It may fetch it at once, and trains on it after its :class:`BeginSlice` was accepted.
+    """A slice for the worker. It may fetch it at once, and trains on it after its first report was accepted.
 
     Attributes:
         grant: Identity of this handing-out; goes into messages about it.
@@ -103,9 +103,11 @@ class WaitReason(str, Enum):
     LIMIT = "limit"
     """The worker holds as many slices ahead as it may: ask when it begins one."""
     HELD = "held"
-    """Other workers hold the rest: ask again, as one may die or be overtaken."""
+    """Other workers hold the rest: ask again, as one may die, or have more to do than this one."""
     EPOCH = "epoch"
     """The epoch asked for cannot begin yet, as one is not over that is two before it."""
+    OVER = "over"
+    """Nothing is left of the epoch asked for, in nobody's hands either: ask for the next one."""
 
 
 class AskLater(_Message, frozen=True):
@@ -113,42 +115,18 @@ class AskLater(_Message, frozen=True):
 
     Attributes:
         reason: Why.
-        revoked: As in :class:`Assignment`.
+        revoked: As in ``Assignment``.
     """
 
     reason: WaitReason
     revoked: tuple[Natural, ...] = ()
 
 
-class EpochOver(_Message, frozen=True):
-    """Nothing is left of the epoch that was asked for, in nobody's hands either.
-
-    Attributes:
-        epoch: That epoch.
-        revoked: As in :class:`Assignment`.
-    """
-
-    epoch: Natural
-    revoked: tuple[Natural, ...] = ()
-
-
-class JoinAgain(_Message, frozen=True):
-    """The session is over, as its lease ran out or the tracker was restarted. All of its grants are void."""
-
-
-Answer: TypeAlias = Assignment | AskLater | EpochOver | JoinAgain
-"""What a request can be answered with."""
-
-
-class BeginSlice(_Message, frozen=True):
-    """A worker is about to train on a slice's first sample, and does so only if this is accepted."""
-
-    session: Natural
-    grant: Natural
-
-
 class ReportProgress(_Message, frozen=True):
-    """A worker has trained on a slice up to a sample. May be sent without waiting, in any order, any number of times.
+    """A worker has trained on a slice up to a sample, and goes on with it.
+
+    The first one has the ``first`` of the assignment: only where that is accepted, the worker may train. One with all
+    samples says that the slice is done. Those between may be lost. May come in any order, any number of times.
 
     Attributes:
         session: The worker's.
@@ -159,13 +137,6 @@ class ReportProgress(_Message, frozen=True):
     session: Natural
     grant: Natural
     trained: Natural
-
-
-class FinishSlice(_Message, frozen=True):
-    """A worker has trained on all of a slice. May be repeated."""
-
-    session: Natural
-    grant: Natural
 
 
 class QuarantineSlice(_Message, frozen=True):
@@ -188,34 +159,28 @@ class LeaveTracker(_Message, frozen=True):
     session: Natural
 
 
-class Verdict(str, Enum):
-    """What became of a message."""
-
-    ACCEPTED = "accepted"
-    VOID = "void"
-    """The slice is not the worker's, or no more, as it is done, was given to another one or is quarantined: stop. What
-    was not reported does not count. Fine for a repeated ``FinishSlice``."""
-    JOIN_AGAIN = "join_again"
-    """The session is over, see :class:`JoinAgain`: stop, and join again."""
-
-
 class Receipt(_Message, frozen=True):
-    """What became of a message that hands nothing out."""
+    """What became of a message that hands nothing out.
 
-    verdict: Verdict
+    Attributes:
+        accepted: Whether it counted. If not, the slice is not the worker's, or no more, as it is done, was given to
+            another one or is quarantined: stop. What was not reported does not count.
+    """
 
-    @property
-    def accepted(self) -> bool:
-        """Whether the message counted."""
-        return self.verdict is Verdict.ACCEPTED
+    accepted: bool
 
 
-Call: TypeAlias = (
-    JoinTracker | RequestSlice | BeginSlice | ReportProgress | FinishSlice | QuarantineSlice | RenewLease | LeaveTracker
-)
+class JoinAgain(_Message, frozen=True):
+    """The session is over, as its lease ran out or the tracker was restarted. All of its grants are void.
+
+    Any message but a ``JoinTracker`` can be answered with it.
+    """
+
+
+Call: TypeAlias = JoinTracker | RequestSlice | ReportProgress | QuarantineSlice | RenewLease | LeaveTracker
 """What a worker says."""
 
-Reply: TypeAlias = Joined | Answer | Receipt
+Reply: TypeAlias = Joined | Assignment | AskLater | Receipt | JoinAgain
 """What the tracker answers."""
 
 _DECODER = msgspec.json.Decoder(Call | Reply)
@@ -230,11 +195,6 @@ class TrackerClient(Protocol):
         Raises:
             Exception: What the transport raises.
         """
-
-
-def session_over(message: Call) -> JoinAgain | Receipt:
-    """What a worker is told whose session is over."""
-    return JoinAgain() if isinstance(message, RequestSlice) else Receipt(verdict=Verdict.JOIN_AGAIN)
 
 
 def encode(message: Call | Reply) -> str:

@@ -123,14 +123,12 @@ def require_function(option: str, value: object, *arguments: str) -> None:
         raise OptionError(option, value, f"a function that is called as {option}({', '.join(arguments)}), or None")
 
 
-def require_urls(option: str, urls: object) -> tuple[str, ...] | None:
+def require_urls(option: str, urls: object) -> tuple[str, ...]:
     """URLs and paths, as a tuple of texts.
 
     Raises:
         OptionError: If they are none, or one is there twice.
     """
-    if urls is None:
-        return None
     given = tuple(urls) if isinstance(urls, (list, tuple)) else (urls,)
     places = [os.fspath(place) if isinstance(place, (str, os.PathLike)) else None for place in given]
     found = tuple(place for place in places if isinstance(place, str) and place)

@@ -160,16 +160,16 @@ class ChunkPlan:
 
     Attributes:
         size: Bytes of the slice.
-        chunk_bytes: Bytes of a chunk; the last one may be shorter.
         digests: Of the chunks, ``DIGEST_BYTES`` each; None where only lengths can be checked.
+        chunk_bytes: Bytes of a chunk; the last one may be shorter.
 
     Raises:
         OptionError: If there are not as many digests as chunks.
     """
 
     size: int
-    chunk_bytes: int
-    digests: bytes | None
+    digests: bytes | None = None
+    chunk_bytes: int = CHUNK_BYTES
 
     def __post_init__(self) -> None:
         if self.digests is not None and len(self.digests) != self.count * DIGEST_BYTES:

@@ -12,11 +12,12 @@ import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 from lightning_bytescheduler.checks import require_whole
 from lightning_bytescheduler.exceptions import OptionError, SliceCorruptError, SliceIndexError
+from lightning_bytescheduler.slices.catalogue import SliceCatalogue
 from lightning_bytescheduler.slices.fetch import LASTING_AT_FIRST, Waiting, ask
 from lightning_bytescheduler.slices.formats import (
     NpyHeader,
@@ -34,10 +35,9 @@ from lightning_bytescheduler.slices.make import (
     require_sample,
     row_ranges,
 )
-from lightning_bytescheduler.slices.open_slice import BlockSamples, ReaderSamples, SliceSamples
 from lightning_bytescheduler.slices.options import TIMEOUT, require_packages, require_urls
+from lightning_bytescheduler.slices.samples import SliceSamples
 from lightning_bytescheduler.slices.slice import (
-    CHUNK_BYTES,
     Bytes,
     ChunkPlan,
     Slice,
@@ -67,13 +67,11 @@ class SourceFile:
         form: Its format.
         version: Tells other contents of the same URL apart, where there are no checksums.
         header: What a reader needs before the bytes of a slice that does not begin with the file.
-        chunk_bytes: Bytes of a chunk.
     """
 
     form: SliceFormat
     version: str = ""
     header: bytes = b""
-    chunk_bytes: int = CHUNK_BYTES
 
 
 class SliceSource:
@@ -82,7 +80,7 @@ class SliceSource:
     Args:
         slices: In the order of the data.
         files: By URL.
-        digests: Of chunks, by the key of a slice.
+        plans: Chunks of slices that there are digests of, by the slice's key.
         storage_options: For fsspec's file systems.
 
     Attributes:
@@ -93,22 +91,30 @@ class SliceSource:
         self,
         slices: Sequence[Slice],
         files: Mapping[str, SourceFile],
-        digests: Mapping[str, bytes],
+        plans: Mapping[str, ChunkPlan],
         storage_options: Mapping[str, Any],
     ) -> None:
         self.slices = tuple(slices)
         self._files = dict(files)
-        self._digests = dict(digests)
+        self._plans = dict(plans)
         self._storage_options = dict(storage_options)
 
     def __repr__(self) -> str:
         samples = sum(slice_.samples for slice_ in self.slices)
         return f"SliceSource({len(self.slices)} slices, {samples} samples, {len(self._files)} files)"
 
+    @cached_property
+    def catalogue(self) -> SliceCatalogue:
+        """Of the slices.
+
+        Raises:
+            OptionError: If two have the same key.
+        """
+        return SliceCatalogue(self.slices)
+
     def plan(self, slice_: Slice) -> ChunkPlan:
         """The chunks of a slice."""
-        chunk_bytes, digests = self._files[slice_.url].chunk_bytes, self._digests.get(slice_.key)
-        return ChunkPlan(size=slice_.size, chunk_bytes=chunk_bytes, digests=digests)
+        return self._plans.get(slice_.key) or ChunkPlan(size=slice_.size)
 
     def version(self, slice_: Slice) -> str:
         """What tells other contents of the same URL apart, where there is no checksum; else empty."""
@@ -142,9 +148,11 @@ class SliceSource:
             is_here: Whether all of them are on this machine, so that reading them again costs little.
         """
         form = self._files[slice_.url].form
-        if form.blocks is not None:
-            return BlockSamples(slice_, form.blocks_of(self._stream(slice_, chunks())))
-        return ReaderSamples(slice_, lambda first: form.samples(self._stream(slice_, chunks()), first), is_here=is_here)
+        return SliceSamples(
+            slice_,
+            lambda first: form.blocks_of(self._stream(slice_, chunks()), first),
+            is_here=None if form.blocks else is_here,
+        )
 
     def _stream(self, slice_: Slice, chunks: Iterator[Bytes]) -> SliceStream:
         header = self._files[slice_.url].header
@@ -184,8 +192,6 @@ def open_source(
     """
     require_whole("slice_bytes", slice_bytes, 1)
     places = require_urls(option, urls)
-    if places is None:
-        raise OptionError(option, urls, "a path or a URL, or a list of some")
     require_packages("Reading slices")
     require_protocols(option, places)
     known = require_storage_options(places, storage_options)
@@ -208,7 +214,7 @@ class _Opening:
     _found: dict[str, list[Slice]] = field(default_factory=dict)  # by place, and then file: the order of the result
     _unread: dict[str, int] = field(default_factory=dict)  # files that are to be read, and their sizes
     _files: dict[str, SourceFile] = field(default_factory=dict)
-    _digests: dict[str, bytes] = field(default_factory=dict)
+    _plans: dict[str, ChunkPlan] = field(default_factory=dict)
 
     def add(self, place: str, *, prefix: str) -> None:
         """Look what a place is; what has to be read is only noted."""
@@ -253,7 +259,7 @@ class _Opening:
         slices = [slice_ for found in self._found.values() for slice_ in found]
         if not slices:
             raise OptionError(self._option, places, "files with at least one sample")
-        return SliceSource(slices, self._files, self._digests, self._storage_options)
+        return SliceSource(slices, self._files, self._plans, self._storage_options)
 
     def _ask(self, url: str, question: Callable[[], _Result]) -> _Result:
         return ask(url, question, timeout=self._timeout, waiting=self._waiting, lasting=LASTING_AT_FIRST)
@@ -266,11 +272,11 @@ class _Opening:
         entries = read_index(content, folder=folder)
         if not entries:
             raise SliceIndexError(f"{index} describes no slices. Make them from files that hold samples.")
-        for entry in entries:
-            slice_ = replace(entry.slice, key=prefix + entry.slice.key)
+        for found, plan in entries:
+            slice_ = replace(found, key=prefix + found.key)
             form = format_of(slice_.url, self._reader, option=self._option)
-            self._files[slice_.url] = SourceFile(form=form, chunk_bytes=entry.chunk_bytes)
-            self._digests[slice_.key] = entry.digests
+            self._files[slice_.url] = SourceFile(form=form)
+            self._plans[slice_.key] = plan
             self._found.setdefault(slice_.url, [slice_])
 
     def _cut(
@@ -291,7 +297,7 @@ class _Opening:
                     checksum=checksum_of(content),
                 )
                 self._found[url].append(slice_)
-                self._digests[slice_.key] = digests_of(content)
+                self._plans[slice_.key] = ChunkPlan(size=slice_.size, digests=digests_of(content))
             start += len(content)
 
     def _count(self, whole: Slice, form: SliceFormat, pieces: Iterator[bytearray]) -> None:
@@ -306,7 +312,11 @@ class _Opening:
 
         stream = noted()
         try:
-            samples = _count(form, SliceStream(stream))
+            samples = 0
+            for block in form.blocks_of(SliceStream(stream)):
+                if not samples:
+                    block[:1]  # of another format than its name says
+                samples += len(block)
         except (ValueError, EOFError) as error:
             raise SliceCorruptError(whole.key, whole.url, str(error) or type(error).__name__) from error
         for _ in stream:
@@ -314,7 +324,7 @@ class _Opening:
         if samples:
             slice_ = replace(whole, samples=samples, checksum=str(total))
             self._found[whole.url].append(slice_)
-            self._digests[whole.key] = b"".join(digests)
+            self._plans[whole.key] = ChunkPlan(size=whole.size, digests=b"".join(digests))
 
     def _add_rows(self, url: str, size: int) -> None:
         wanted = _HEADER_BYTES
@@ -336,17 +346,6 @@ class _Opening:
             at = begin + first * header.row_bytes
             length = (after - first) * header.row_bytes
             self._found[url].append(Slice(key=f"{url}@{at}", url=url, start=at, size=length, samples=after - first))
-
-
-def _count(form: SliceFormat, stream: SliceStream) -> int:
-    if form.blocks is None:
-        return sum(1 for _ in form.samples(stream))
-    samples = 0
-    for block in form.blocks_of(stream):
-        if not samples:
-            block[:1]  # of another format than its name says
-        samples += len(block)
-    return samples
 
 
 def _is_slice(url: str) -> bool:

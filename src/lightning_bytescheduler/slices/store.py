@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import mmap
 import os
 import threading
 import time
@@ -30,9 +31,8 @@ from lightning_bytescheduler.slices.cache import (
     file_bytes,
 )
 from lightning_bytescheduler.slices.fetch import SliceCounters, SliceStatistics, Waiting, fetch_chunks
-from lightning_bytescheduler.slices.open_slice import OpenSlice, mapped_chunks
 from lightning_bytescheduler.slices.options import StoreOptions
-from lightning_bytescheduler.slices.slice import Bytes, Slice
+from lightning_bytescheduler.slices.slice import Bytes, Slice, right_chunks
 from lightning_bytescheduler.slices.source import SliceSource
 from lightning_bytescheduler.slices.urls import local_path
 
@@ -59,6 +59,9 @@ class SliceStore:
         options: As given.
         depth: How many slices are kept ahead of those being read.
         keeps: How many slices of the largest size the cache holds; 0 without one.
+        waiting: As given.
+        counters: What reading has cost this process so far.
+        prefetcher: With the cache, if there is one.
 
     Raises:
         OptionError: If the cache is smaller than the largest slice, or its folder cannot be used.
@@ -70,9 +73,12 @@ class SliceStore:
     ) -> None:
         self.source = source
         self.options = options or StoreOptions()
-        self._waiting = waiting or Waiting()
+        self.waiting = waiting or Waiting()
         self._begin()
-        self._require_room()
+        if self.prefetcher is not None and self.options.cache_bytes < self._largest[0]:
+            needed, key = self._largest
+            allowed = f"of at least {needed} bytes, which the largest slice, {key!r}, takes in it"
+            raise OptionError("cache", {"bytes": self.options.cache_bytes}, allowed)
 
     def samples(self, slice_: Slice, first: int = 0) -> Iterator[Any]:
         """Read a slice.
@@ -105,18 +111,19 @@ class SliceStore:
             ByteSchedulerError: If the store has been closed.
         """
         self._begin_in_this_process()
-        opened = OpenSlice(
+        return OpenSlice(self, slice_, whole=whole)
+
+    def fetch(self, slice_: Slice, *, first: int = 0, waiting: Waiting | None = None) -> Iterator[bytearray]:
+        """Chunks from number ``first`` on, from the source; see ``fetch_chunks``."""
+        return fetch_chunks(
             slice_,
             self.source.plan(slice_),
-            together=whole,
-            on_close=lambda stalled: self._counters.add(stall_seconds=stalled),
+            partial(self.source.read, slice_),
+            first=first,
+            timeout=self.options.timeout,
+            waiting=waiting or self.waiting,
+            counters=self.counters,
         )
-
-        def chunks() -> Iterator[Bytes]:
-            return opened.reads(self._chunks(opened, again=opened.is_read))
-
-        opened.samples = self.source.open(slice_, chunks, is_here=partial(self._is_here, slice_))
-        return opened
 
     def prefetch(self, slices: Sequence[Slice]) -> None:
         """Bring these into the cache, in this order and as far ahead as ``depth``; replaces what was planned before.
@@ -125,8 +132,8 @@ class SliceStore:
             ByteSchedulerError: If the store has been closed.
         """
         self._begin_in_this_process()
-        if self._prefetcher is not None:
-            self._prefetcher.plan([slice_ for slice_ in slices if local_path(slice_.url) is None])
+        if self.prefetcher is not None:
+            self.prefetcher.plan([slice_ for slice_ in slices if local_path(slice_.url) is None])
 
     @property
     def is_local(self) -> bool:
@@ -136,17 +143,12 @@ class SliceStore:
     @property
     def statistics(self) -> SliceStatistics:
         """What reading has cost this process so far."""
-        return self._counters.snapshot()
-
-    @property
-    def sums(self) -> dict[str, float]:
-        """``statistics`` by name, for whoever asks often."""
-        return self._counters.sums()
+        return self.counters.snapshot()
 
     def close(self) -> None:
         """Stop the threads, waiting up to 5 s for them; what was fetched stays in the cache."""
-        if self._pid == os.getpid() and self._prefetcher is not None:
-            self._prefetcher.close(_CLOSE_SECONDS)
+        if self._pid == os.getpid() and self.prefetcher is not None:
+            self.prefetcher.close(_CLOSE_SECONDS)
         self._closed = True
 
     def __enter__(self) -> SliceStore:
@@ -156,7 +158,7 @@ class SliceStore:
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"source": self.source, "options": self.options, "waiting": self._waiting}
+        return {"source": self.source, "options": self.options, "waiting": self.waiting}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["source"], state["options"], waiting=state["waiting"])  # type: ignore[misc]
@@ -165,8 +167,8 @@ class SliceStore:
         self._pid = os.getpid()
         self._closed = False
         self._warned = threading.Event()
-        self._counters = SliceCounters()
-        self._prefetcher: SlicePrefetcher | None = None  # with the cache, if there is one
+        self.counters = SliceCounters()
+        self.prefetcher: SlicePrefetcher | None = None
         self.depth = self.keeps = 0
         options = self.options
         if options.cache_dir is None or self.is_local:
@@ -174,28 +176,23 @@ class SliceStore:
         # Several processes keep slices in the cache, and what is read has to find room.
         self.keeps = options.cache_bytes // self._largest[0]
         self.depth = min(options.prefetch, max(self.keeps // 4, 1))
-        self._prefetcher = SlicePrefetcher(
-            self.source,
-            SliceCache(options.cache_dir, options.cache_bytes),
-            depth=self.depth,
-            timeout=options.timeout,
-            waiting=self._waiting,
-            counters=self._counters,
-        )
+        self.prefetcher = SlicePrefetcher(self, SliceCache(options.cache_dir, options.cache_bytes))
 
-    def _begin_in_this_process(self) -> None:
+    def require_open(self) -> None:
+        """Require that the store is not closed.
+
+        Raises:
+            ByteSchedulerError: If it is.
+        """
         if self._closed:
             raise ByteSchedulerError("Slices cannot be read, as the store has been closed.")
-        if self._pid != os.getpid():
-            if self._prefetcher is not None:
-                self._prefetcher.forget()
-            self._begin()
 
-    def _require_room(self) -> None:
-        if self._prefetcher is not None and self.options.cache_bytes < self._largest[0]:
-            needed, key = self._largest
-            allowed = f"of at least {needed} bytes, which the largest slice, {key!r}, takes in it"
-            raise OptionError("cache", {"bytes": self.options.cache_bytes}, allowed)
+    def _begin_in_this_process(self) -> None:
+        self.require_open()
+        if self._pid != os.getpid():
+            if self.prefetcher is not None:
+                self.prefetcher.forget()
+            self._begin()
 
     @cached_property
     def _largest(self) -> tuple[int, str]:
@@ -203,111 +200,15 @@ class SliceStore:
         remote = (slice_ for slice_ in self.source.slices if local_path(slice_.url) is None)
         return max((file_bytes(self.source.plan(slice_)), slice_.key) for slice_ in remote)
 
-    def _is_here(self, slice_: Slice) -> bool:
+    def is_here(self, slice_: Slice) -> bool:
         """Whether all bytes of a slice are on this machine, so that reading them again costs little."""
         if local_path(slice_.url) is not None:
             return True
-        prefetcher = self._prefetcher
+        prefetcher = self.prefetcher
         return prefetcher is not None and prefetcher.cache.has(prefetcher.name_of(slice_))
 
-    def _chunks(self, reading: OpenSlice, *, again: bool) -> Generator[Bytes, None, None]:
-        path = local_path(reading.slice.url)
-        if path is not None:
-            yield from mapped_chunks(reading, path)
-            # Only what is missing or damaged is left: read again as from any source, which says what is wrong.
-            yield from self._fetched(reading)
-            return
-        if self._prefetcher is not None:
-            try:
-                yield from self._through_cache(reading, self._prefetcher, again)
-            except _PastTheCache:
-                self._counters.add(uncached=1)
-        yield from self._fetched(reading)
-
-    def _through_cache(self, reading: OpenSlice, prefetcher: SlicePrefetcher, again: bool) -> Iterator[Bytes]:
-        cache = prefetcher.cache
-        name = prefetcher.name_of(reading.slice)
-        cached = cache.find(name, reading.plan)
-        if not again:
-            self._counters.add(**{"cache_misses" if cached is None else "cache_hits": 1})
-        prefetcher.taken(reading.slice)
-        while True:
-            if cached is not None:
-                try:
-                    for chunk in cached.chunks(reading.next, together=reading.together):
-                        yield reading.got(chunk)
-                    if not reading.is_over:
-                        self._counters.add(corrupt_chunks=1)
-                        cache.discard(name, cached)
-                finally:
-                    cached.close()
-            if reading.is_over:
-                return
-            yield from self._followed(reading, prefetcher, name)
-            cached = cache.find(name, reading.plan)
-
-    def _followed(self, reading: OpenSlice, prefetcher: SlicePrefetcher, name: str) -> Iterator[Bytes]:
-        """Chunks as they are written; ends when there is nothing to follow, or no more of it."""
-        job = prefetcher.want(reading.slice)
-        growing: GrowingSlice | None = None
-        try:
-            while not reading.is_over:
-                is_done = job.done.is_set()  # asked first: what a job that is done has written is there
-                growing = growing or prefetcher.cache.follow(name, reading.plan)
-                chunk = None if growing is None else growing.chunk(reading.next)
-                if chunk is not None:
-                    yield reading.got(chunk)
-                    continue
-                if is_done and isinstance(job.error, CacheFull):
-                    self._warn_of(job.error)
-                    raise _PastTheCache
-                if is_done and job.error is not None:
-                    raise job.error
-                if is_done and not job.busy:
-                    return
-                self._wait(reading, job)
-                if is_done:
-                    return  # someone else is writing it, or has done so: look again
-        finally:
-            if growing is not None:
-                growing.close()
-
-    def _wait(self, reading: OpenSlice, job: FetchJob) -> None:
-        if self._closed:
-            raise ByteSchedulerError("Slices cannot be read, as the store has been closed.")
-        started = time.monotonic()
-        if job.done.is_set():
-            time.sleep(_POLL_SECONDS)
-        else:
-            job.done.wait(_POLL_SECONDS)
-        waited = time.monotonic() - started
-        reading.stalled += waited
-        reading.waited += waited
-        timeout = self.options.timeout
-        if job.busy and reading.waited > timeout:
-            raise _PastTheCache  # whoever writes it may be stopped: nobody depends on that
-        if reading.waited > 2 * timeout:  # retries end after one; a request that does not return after none
-            raise SourceUnavailableError(reading.slice.url, reading.waited, "a request that has not returned")
-
-    def _fetched(self, reading: OpenSlice) -> Iterator[Bytes]:
-        chunks = fetch_chunks(
-            reading.slice,
-            reading.plan,
-            partial(self.source.read, reading.slice),
-            first=reading.next,
-            timeout=self.options.timeout,
-            waiting=self._waiting,
-            counters=self._counters,
-        )
-        while True:
-            started = time.monotonic()
-            chunk = next(chunks, None)
-            reading.stalled += time.monotonic() - started
-            if chunk is None:
-                return
-            yield reading.got(chunk)
-
-    def _warn_of(self, full: CacheFull) -> None:
+    def warn_of(self, full: CacheFull) -> None:
+        """Say, once, that the disk is full or broken."""
         if isinstance(full, DiskFailed) and not self._warned.is_set():
             self._warned.set()
             warnings.warn(
@@ -315,6 +216,156 @@ class SliceStore:
                 "slower and loses nothing; free some space there, or choose another cache.",
                 stacklevel=2,
             )
+
+
+class OpenSlice:
+    """A slice that is read in parts, as a process makes the samples of its own batches; to be closed.
+
+    Args:
+        store: Where it is read.
+        slice_: What is read.
+        whole: Hand over as many chunks as there are in one piece: the slice is kept whole.
+
+    Attributes:
+        samples: Its samples.
+    """
+
+    def __init__(self, store: SliceStore, slice_: Slice, *, whole: bool) -> None:
+        self._store = store
+        self._slice = slice_
+        self._plan = store.source.plan(slice_)
+        self._together = whole
+        self._next = 0  # number of the next chunk
+        self._waited = self._stalled = 0.0  # seconds: since the last chunk came, and in all
+        self._chunks: Generator[Bytes, None, None] | None = None
+        self.samples = store.source.open(slice_, self._begin, is_here=partial(store.is_here, slice_))
+
+    def close(self) -> None:
+        """Let go of the slice; once."""
+        if self._chunks is not None:
+            self._chunks.close()
+        self._store.counters.add(stall_seconds=self._stalled)
+
+    def _begin(self) -> Iterator[Bytes]:
+        """Its bytes from their beginning on; whoever had them before gets no more."""
+        before = self._chunks
+        if before is not None:
+            before.close()
+        self._next, self._chunks = 0, self._read(again=before is not None)
+        return self._chunks
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether there is no next chunk."""
+        return self._next >= self._plan.count
+
+    def _got(self, chunk: Bytes) -> Bytes:
+        """Note that the next chunk is here, or several in one piece, and return it."""
+        self._next += -(-len(chunk) // self._plan.chunk_bytes)
+        self._waited = 0.0
+        return chunk
+
+    def _read(self, again: bool) -> Generator[Bytes, None, None]:
+        path, prefetcher = local_path(self._slice.url), self._store.prefetcher
+        if path is not None:
+            yield from self._mapped(path)
+        elif prefetcher is not None:
+            try:
+                yield from self._through_cache(prefetcher, again)
+            except _PastTheCache:
+                self._store.counters.add(uncached=1)
+        # What is left: of a file, what is missing or damaged, read as from any source, which says what is wrong.
+        yield from self._fetched()
+
+    def _mapped(self, path: str) -> Iterator[Bytes]:
+        """Verified chunks of a file of this machine, without a copy; ends before what is missing or damaged."""
+        slice_ = self._slice
+        try:
+            with open(path, "rb") as file:
+                if not slice_.size or os.fstat(file.fileno()).st_size < slice_.start + slice_.size:
+                    return
+                before = slice_.start % mmap.ALLOCATIONGRANULARITY
+                length = before + slice_.size
+                # Private: a reader may write into what it gets, and neither the file nor others notice.
+                mapped = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_COPY, offset=slice_.start - before)
+        except OSError:
+            return
+        for chunk in right_chunks(memoryview(mapped)[before:], self._plan, together=self._together):
+            yield self._got(chunk)
+
+    def _through_cache(self, prefetcher: SlicePrefetcher, again: bool) -> Iterator[Bytes]:
+        cache = prefetcher.cache
+        name = prefetcher.name_of(self._slice)
+        cached = cache.find(name, self._plan)
+        if not again:
+            self._store.counters.add(**{"cache_misses" if cached is None else "cache_hits": 1})
+        prefetcher.taken(self._slice)
+        while True:
+            if cached is not None:
+                try:
+                    for chunk in cached.chunks(self._next, together=self._together):
+                        yield self._got(chunk)
+                    if not self._is_over:
+                        self._store.counters.add(corrupt_chunks=1)
+                        cache.discard(name, cached.inode)
+                finally:
+                    cached.close()
+            if self._is_over:
+                return
+            yield from self._followed(prefetcher, name)
+            cached = cache.find(name, self._plan)
+
+    def _followed(self, prefetcher: SlicePrefetcher, name: str) -> Iterator[Bytes]:
+        """Chunks as they are written; ends when there is nothing to follow, or no more of it."""
+        job = prefetcher.want(self._slice)
+        growing: GrowingSlice | None = None
+        try:
+            while not self._is_over:
+                is_done = job.done.is_set()  # asked first: what a job that is done has written is there
+                growing = growing or prefetcher.cache.follow(name, self._plan)
+                chunk = None if growing is None else growing.chunk(self._next)
+                if chunk is not None:
+                    yield self._got(chunk)
+                    continue
+                if is_done and isinstance(job.error, CacheFull):
+                    self._store.warn_of(job.error)
+                    raise _PastTheCache
+                if is_done and job.error is not None:
+                    raise job.error
+                if is_done and not job.busy:
+                    return
+                self._wait(job)
+                if is_done:
+                    return  # someone else is writing it, or has done so: look again
+        finally:
+            if growing is not None:
+                growing.close()
+
+    def _wait(self, job: FetchJob) -> None:
+        self._store.require_open()
+        started = time.monotonic()
+        if job.done.is_set():
+            time.sleep(_POLL_SECONDS)
+        else:
+            job.done.wait(_POLL_SECONDS)
+        waited = time.monotonic() - started
+        self._stalled += waited
+        self._waited += waited
+        timeout = self._store.options.timeout
+        if job.busy and self._waited > timeout:
+            raise _PastTheCache  # whoever writes it may be stopped: nobody depends on that
+        if self._waited > 2 * timeout:  # retries end after one; a request that does not return after none
+            raise SourceUnavailableError(self._slice.url, self._waited, "a request that has not returned")
+
+    def _fetched(self) -> Iterator[Bytes]:
+        chunks = self._store.fetch(self._slice, first=self._next)
+        while True:
+            started = time.monotonic()
+            chunk = next(chunks, None)
+            self._stalled += time.monotonic() - started
+            if chunk is None:
+                return
+            yield self._got(chunk)
 
 
 class _PastTheCache(Exception):
@@ -352,33 +403,17 @@ class SlicePrefetcher:
     bookkeeping only, never while the cache or the source is used.
 
     Args:
-        source: Where slices come from.
+        store: Whose slices they are, and where work is counted.
         cache: Where they go to.
-        depth: How many planned slices are kept ahead.
-        timeout: Seconds that the source may stay away.
-        waiting: Time and chance.
-        counters: Where work is counted.
 
     Attributes:
         cache: As given.
     """
 
-    def __init__(
-        self,
-        source: SliceSource,
-        cache: SliceCache,
-        *,
-        depth: int,
-        timeout: float,
-        waiting: Waiting,
-        counters: SliceCounters,
-    ) -> None:
-        self._source = source
+    def __init__(self, store: SliceStore, cache: SliceCache) -> None:
+        self._store = store
         self.cache = cache
-        self._depth = depth
-        self._timeout = timeout
-        self._waiting = replace(waiting, sleep=partial(self._sleep, waiting))
-        self._counters = counters
+        self._waiting = replace(store.waiting, sleep=partial(self._sleep, store.waiting))
         self._changed = threading.Condition()
         self._stopped = threading.Event()
         self._wanted: deque[FetchJob] = deque()
@@ -435,7 +470,7 @@ class SlicePrefetcher:
 
     def name_of(self, slice_: Slice) -> str:
         """The slice's name in the cache."""
-        return cache_name(slice_, self._source.version(slice_))
+        return cache_name(slice_, self._store.source.version(slice_))
 
     def close(self, seconds: float) -> bool:
         """Stop, and wait for the threads up to ``seconds``; whether all ended.
@@ -497,7 +532,7 @@ class SlicePrefetcher:
         if not planned:
             return None
         now = time.monotonic()
-        for name, slice_ in list(self._plan.items())[: self._depth]:
+        for name, slice_ in list(self._plan.items())[: self._store.depth]:
             if name not in self._kept and name not in self._jobs and self._not_before.get(name, now) <= now:
                 job = self._jobs[name] = FetchJob(slice=slice_, planned=True)
                 return job
@@ -508,12 +543,12 @@ class SlicePrefetcher:
         cached = None
         pause = _RETRY_SECONDS
         try:
-            plan = self._source.plan(job.slice)
+            plan = self._store.source.plan(job.slice)
             cached = self.cache.find(name, plan)
             if cached is None:
                 cached = self._fetch(job, name)
                 if cached is not None:
-                    self._counters.add(prefetched=job.planned)
+                    self._store.counters.add(prefetched=job.planned)
         except _Stopped:
             job.busy = True
         except Exception as error:  # whatever it is, it belongs to whoever reads the slice
@@ -532,7 +567,7 @@ class SlicePrefetcher:
         job.done.set()
 
     def _fetch(self, job: FetchJob, name: str) -> CachedSlice | None:
-        plan = self._source.plan(job.slice)
+        plan = self._store.source.plan(job.slice)
         try:
             writer = self.cache.begin(name, plan)
         except OSError as error:
@@ -540,11 +575,7 @@ class SlicePrefetcher:
         if writer is None:
             return None
         try:
-            read = partial(self._source.read, job.slice)
-            fetched = fetch_chunks(
-                job.slice, plan, read, timeout=self._timeout, waiting=self._waiting, counters=self._counters
-            )
-            for chunk in fetched:
+            for chunk in self._store.fetch(job.slice, waiting=self._waiting):
                 writer.write(chunk)
                 if self._stopped.is_set():
                     raise _Stopped

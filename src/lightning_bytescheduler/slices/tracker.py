@@ -6,9 +6,9 @@ What holds for an epoch, whatever workers come, go and die, and whichever messag
 - ``"at_least_once"``: each sample is trained on, but for quarantined slices. What a dead worker trained on beyond its
   last report is trained on twice.
 - ``"at_most_once"``: no sample is trained on twice. A slice is handed out again only if its holder certainly trained on
-  nothing that it did not report: its :class:`BeginSlice` was not accepted (and will not be, as the grant is void), or
-  it left with :class:`LeaveTracker`, or it has not joined since the state was loaded that names it as the holder. The
-  rest of any other slice is dropped from the epoch, and counted.
+  nothing that it did not report: its first report of it was not accepted (and will not be, as the grant is void), or
+  it left with ``LeaveTracker``, or it has not joined since the state was loaded that names it as the holder. The rest
+  of any other slice is dropped from the epoch, and counted.
 
 A state that is loaded takes the epoch back to when it was saved; the promises hold for the training that goes on from
 there, with weights saved at the same moment.
@@ -22,54 +22,52 @@ left behind by more than one; where both are given out, a worker waits.
 Two workers never train on the same samples to be done sooner, as backup tasks do: what both had trained on by the time
 one of them is first would be in the weights of both. A slice that a worker has begun which is slow, and alive, stays
 with it, and costs nobody anything; what the dead and the cut off hold comes back.
+
+Where every slice stands in an epoch is in arrays of 17 bytes a slice. The saved state is plain values and tensors, for
+``torch.load(weights_only=True)``, and is checked when it is loaded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import wraps
 from threading import RLock
-from typing import Any, TypeVar, cast
+from typing import Annotated, Any, TypeVar, cast
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
 
 from lightning_bytescheduler.checks import is_whole, require_whole
-from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.slices.catalogue import DataOrder, SliceCatalogue
+from lightning_bytescheduler.exceptions import OptionError, TrackerStateError
+from lightning_bytescheduler.slices.catalogue import DataOrder, SliceCatalogue, slice_order
 from lightning_bytescheduler.slices.messages import (
-    Answer,
     AskLater,
     Assignment,
-    BeginSlice,
     Call,
-    EpochOver,
-    FinishSlice,
     JoinAgain,
     Joined,
     JoinTracker,
     LeaveTracker,
+    Name,
+    Natural,
     QuarantineSlice,
     Receipt,
     RenewLease,
     Reply,
     ReportProgress,
     RequestSlice,
-    Verdict,
     WaitReason,
 )
 from lightning_bytescheduler.slices.options import TrackerOptions
-from lightning_bytescheduler.slices.tracker_state import (
-    EpochSlices,
-    Grant,
-    Holder,
-    OpenEpochs,
-    SavedTracker,
-    TrackedWorker,
-    WorkerRegistry,
-    holder_to_relieve,
-    pack,
-    unpack,
-)
+from lightning_bytescheduler.slices.slice import SliceState
 
+_MOST_EPOCHS = 2  # open at once, so that no slice is left behind by more than one
+_VERSION = 4
+_Saved = TypeVar("_Saved")
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
@@ -101,17 +99,18 @@ class SliceTracker:
         self.catalogue = catalogue
         self.options = TrackerOptions() if options is None else options
         self._clock = clock
-        self._workers = WorkerRegistry()
-        self._next_grant = 1
-        self._epochs = OpenEpochs(catalogue, self.options)
+        self._workers: dict[str, TrackedWorker] = {}
+        self._sessions: dict[int, TrackedWorker] = {}  # of those that have joined
+        self._first_deadline = math.inf  # of all leases, or a time before it: messages put deadlines off
+        self._next_grant = self._next_session = 1
+        self._quarantined: dict[int, str] = {}  # reasons; what is in it as an epoch begins is left out of it
+        self._epochs = [self._begun(0)]  # the running one, and the next if it is open
         self._wanted = False
         self._lock = RLock()
         self._answers: dict[type[Call], Callable[[Any], Reply]] = {
             JoinTracker: self.join,
             RequestSlice: self.request,
-            BeginSlice: self.begin,
             ReportProgress: self.progress,
-            FinishSlice: self.done,
             QuarantineSlice: self.quarantine,
             RenewLease: self.renew,
             LeaveTracker: self.leave,
@@ -141,23 +140,23 @@ class SliceTracker:
             OptionError: If ``prefetch`` is not allowed.
         """
         prefetch = self.options.prefetch if message.prefetch is None else require_whole("prefetch", message.prefetch, 1)
-        now = self._clock()
-        record = self._workers.named(message.worker)
+        record = self._workers.get(message.worker)
         if record is not None and record.session is not None and record.incarnation != message.incarnation:
-            self._take_back_all(record, begun_is_lost=True)
-            self._workers.remove(record)
+            self._remove(record, begun_is_lost=True)
             record = None
         if record is None:
-            record = TrackedWorker(message.worker, now + self.options.lease, prefetch)
-            self._workers.add(record)
+            record = self._add(message.worker)
         record.incarnation = message.incarnation
         record.prefetch, record.keeps = prefetch, message.keeps
-        record.deadline = now + self.options.lease
-        session = self._workers.open_session(record) if record.session is None else record.session
+        record.deadline = self._clock() + self.options.lease
+        if record.session is None:
+            record.session = self._next_session
+            self._sessions[record.session] = record
+            self._next_session += 1
         self.expire()
-        return Joined(session=session, epoch=self._epochs.newest.epoch, lease=self.options.lease)
+        return Joined(session=record.session, epoch=self._epochs[-1].epoch, lease=self.options.lease)
 
-    def request(self, message: RequestSlice) -> Answer:
+    def request(self, message: RequestSlice) -> Assignment | AskLater | JoinAgain:
         """Hand out one more slice, or say why there is none.
 
         Raises:
@@ -167,146 +166,127 @@ class SliceTracker:
         self.expire()
         if record is None:
             return JoinAgain()
-        if len(self._epochs.quarantined) == len(self.catalogue):  # epochs would be over as soon as they begin
+        if len(self._quarantined) == len(self.catalogue):  # epochs would be over as soon as they begin
             raise OptionError("train", f"{len(self.catalogue)} slices", "one that can be read: all are quarantined")
         revoked = tuple(number for number in message.holding if number not in record.grants)
         for number in message.holding:
             if number in record.grants:
                 record.grants[number].told = True
-        if self._epochs.open_for(message.epoch):
+        newest = self._epochs[-1]
+        if message.epoch == newest.epoch + 1 and len(self._epochs) < _MOST_EPOCHS and not newest.available:
+            newest = self._begun(message.epoch)
+            self._epochs.append(newest)
             self._roll()
-        asked = self._epochs.up_to(message.epoch)
-        if not asked:
-            return EpochOver(epoch=message.epoch, revoked=revoked)
+        asked = [one for one in self._epochs if one.epoch <= message.epoch]
         for grant in record.grants.values():
             if not grant.told and grant.epoch <= message.epoch:
                 return self._assignment(grant, revoked)  # its answer was lost, or it was held before a restart
-        beyond = message.epoch > self._epochs.newest.epoch
+        beyond = message.epoch > newest.epoch
+        chosen = None
         if not beyond and not any(one.unfinished for one in asked):
-            return EpochOver(epoch=message.epoch, revoked=revoked)
-        if message.looks and any(one.holders for one in asked):
-            return AskLater(reason=WaitReason.HELD, revoked=revoked)
-        if len(record.ahead) >= record.prefetch:
-            return AskLater(reason=WaitReason.LIMIT, revoked=revoked)
-        chosen = self._choose(record, asked)
-        if chosen is None:
-            self._wanted = True
+            reason = WaitReason.OVER
+        elif message.looks and any(one.holders for one in asked):
+            reason = WaitReason.HELD
+        elif len(record.ahead) >= record.prefetch:
+            reason = WaitReason.LIMIT
+        else:
+            chosen = self._choose(record, asked)
+            self._wanted = chosen is None
             reason = WaitReason.EPOCH if beyond else WaitReason.HELD
+        if chosen is None:
             return AskLater(reason=reason, revoked=revoked)
         return self._assignment(self._grant(record, *chosen), revoked)
 
-    def begin(self, message: BeginSlice) -> Receipt:
-        """Say whether the worker may train on a slice."""
-        return self._train(message.session, message.grant, lambda record, grant: None)
-
-    def progress(self, message: ReportProgress) -> Receipt:
-        """Count samples as trained on.
+    def progress(self, message: ReportProgress) -> Receipt | JoinAgain:
+        """Count samples as trained on, if the slice is the worker's, and say whether it may train on it.
 
         Raises:
             OptionError: If ``trained`` is no number of samples of that slice.
         """
-
-        def count(record: TrackedWorker, grant: Grant) -> None:
-            slices, trained = self._epochs.of(grant), message.trained
-            samples = int(slices.samples[grant.index])
-            if not is_whole(trained) or trained > samples:
-                raise OptionError("trained", trained, f"from 0 to {samples}, the samples of that slice")
-            record.speed.report(slices.train(grant.index, trained), self._clock())
-
-        return self._train(message.session, message.grant, count)
-
-    def done(self, message: FinishSlice) -> Receipt:
-        """Count a slice as used."""
-
-        def finish(record: TrackedWorker, grant: Grant) -> None:
-            record.speed.report(self._epochs.of(grant).finish(grant.index), self._clock())
+        record = self._renewed(message.session)
+        if record is None:
+            return JoinAgain()
+        grant, trained = record.grants.get(message.grant), message.trained
+        if grant is None:
+            return Receipt(accepted=False)
+        slices = self._epoch_of(grant)
+        samples = int(slices.samples[grant.index])
+        if not is_whole(trained) or trained > samples:
+            raise OptionError("trained", trained, f"from 0 to {samples}, the samples of that slice")
+        grant.begun = grant.told = True
+        slices.train(grant.index, trained)
+        if trained == samples:
             self._drop_grant(record, grant)
             self._roll()
+        return Receipt(accepted=True)
 
-        return self._train(message.session, message.grant, finish)
-
-    def quarantine(self, message: QuarantineSlice) -> Receipt:
+    def quarantine(self, message: QuarantineSlice) -> Receipt | JoinAgain:
         """Leave a slice out of the epochs that are open and the following ones.
 
         Raises:
             OptionError: If there is no such slice.
         """
         if self._renewed(message.session) is None:
-            return Receipt(verdict=Verdict.JOIN_AGAIN)
-        index = self._index(message.key)
-        self._epochs.quarantined.setdefault(index, message.reason)
+            return JoinAgain()
+        index = self.catalogue.find(message.key)
+        if index is None:
+            raise OptionError("key", message.key, "the key of a slice of this catalogue")
+        self._quarantined.setdefault(index, message.reason)
         for one in self._epochs:
-            held = one.held_by(index)
-            if held is not None:
-                self._drop_grant(*held)
+            if index in one.holders:
+                self._drop_grant(*one.holders[index])
             one.leave_out(index)
         self._roll()
-        return Receipt(verdict=Verdict.ACCEPTED)
+        return Receipt(accepted=True)
 
-    def renew(self, message: RenewLease) -> Receipt:
+    def renew(self, message: RenewLease) -> Receipt | JoinAgain:
         """Renew a lease."""
-        known = self._renewed(message.session) is not None
-        return Receipt(verdict=Verdict.ACCEPTED if known else Verdict.JOIN_AGAIN)
+        return JoinAgain() if self._renewed(message.session) is None else Receipt(accepted=True)
 
-    def leave(self, message: LeaveTracker) -> Receipt:
+    def leave(self, message: LeaveTracker) -> Receipt | JoinAgain:
         """Take back what a worker holds, where it stands."""
-        record = self._workers.of_session(message.session)
+        record = self._sessions.get(message.session)
         if record is None:
-            return Receipt(verdict=Verdict.JOIN_AGAIN)
-        self._take_back_all(record, begun_is_lost=False)
-        self._workers.remove(record)
-        return Receipt(verdict=Verdict.ACCEPTED)
+            return JoinAgain()
+        self._remove(record, begun_is_lost=False)
+        return Receipt(accepted=True)
 
     # What the tracker's owner calls.
 
     @_alone
     def release(self, worker: str) -> bool:
         """Take back what a worker holds that is known to be dead; returns whether it was known."""
-        record = self._workers.named(worker)
-        if record is None:
-            return False
-        self._take_back_all(record, begun_is_lost=record.session is not None)
-        self._workers.remove(record)
-        return True
+        record = self._workers.get(worker)
+        if record is not None:
+            self._remove(record, begun_is_lost=record.session is not None)
+        return record is not None
 
     def held(self, worker: str) -> int:
         """Slices that a worker holds; 0 for one that is not known."""
-        record = self._workers.named(worker)
+        record = self._workers.get(worker)
         return 0 if record is None else len(record.grants)
 
     @_alone
     def expire(self) -> tuple[str, ...]:
         """Release every worker whose lease is over; returns their names. Each request does this too."""
-        names = []
-        for record in self._workers.expired(self._clock()):
-            self.release(record.name)
-            names.append(record.name)
-        return tuple(names)
-
-    @_alone
-    def start_epoch(self, epoch: int) -> bool:
-        """Make all slices available again, for the epoch after the running one; returns whether that one runs now.
-
-        Args:
-            epoch: The epoch that is to run; if it does, nothing changes. The one before must be over.
-        """
-        if epoch == self.epoch:
-            return True
-        if epoch != self.epoch + 1 or not self.over:
-            return False
-        self._epochs.open_for(epoch)
-        self._roll()
-        return True
+        now = self._clock()
+        if now < self._first_deadline:
+            return ()
+        names = tuple(name for name, record in self._workers.items() if record.deadline <= now)
+        for name in names:
+            self.release(name)
+        self._first_deadline = min((record.deadline for record in self._workers.values()), default=math.inf)
+        return names
 
     @property
     def epoch(self) -> int:
         """The running epoch, from 0: the first of which something may be left."""
-        return self._epochs.running.epoch
+        return self._epochs[0].epoch
 
     @property
     def over(self) -> bool:
         """Whether nothing is left of the running epoch."""
-        return self._epochs.over
+        return self._epochs[0].unfinished == 0
 
     @property
     def wanted(self) -> bool:
@@ -316,7 +296,7 @@ class SliceTracker:
     @_alone
     def report(self) -> TrackerReport:
         """How far the running epoch is."""
-        running = self._epochs.running
+        running = self._epochs[0]
         return TrackerReport(
             epoch=running.epoch,
             over=self.over,
@@ -324,29 +304,28 @@ class SliceTracker:
             trained=running.trained,
             dropped=running.dropped,
             unfinished=running.unfinished,
-            quarantined={self.catalogue.key(index): reason for index, reason in self._epochs.quarantined.items()},
+            quarantined={self.catalogue[index].key: reason for index, reason in self._quarantined.items()},
             workers=len(self._workers),
             returned=running.returned,
             stolen=running.stolen,
-            ahead=sum(one.trained for one in self._epochs if one is not running),
+            ahead=sum(one.trained for one in self._epochs[1:]),
         )
 
     @_alone
     def state_dict(self) -> dict[str, Any]:
         """Everything that a restart needs: plain values and tensors, for ``torch.load(weights_only=True)``."""
-        return pack(
-            SavedTracker(
-                order=self._order,
-                epochs=[one.saved(self._workers) for one in self._epochs],
-                quarantined=dict(self._epochs.quarantined),
-                next_grant=self._next_grant,
-                next_session=self._workers.next_session,
-            )
-        )
+        return {
+            "version": _VERSION,
+            "order": msgspec.structs.asdict(self._order),
+            "epochs": [msgspec.structs.asdict(one.saved(self._workers.values())) for one in self._epochs],
+            "quarantined": dict(self._quarantined),
+            "next_grant": self._next_grant,
+            "next_session": self._next_session,
+        }
 
     @_alone
     def load_state_dict(self, state: Mapping[str, Any], *, workers: Iterable[str] | None = None) -> None:
-        """Go on where a state was saved. All sessions end: workers join again.
+        """Go on where a state was saved; if nothing was left of the epoch, with the next. All workers join again.
 
         Args:
             state: From :meth:`state_dict`.
@@ -358,21 +337,22 @@ class SliceTracker:
         """
         saved = unpack(state, self._order, self.catalogue.samples)
         self._next_grant = max(self._next_grant, saved.next_grant)
-        self._epochs.restore(saved)
-        next_session = max(self._workers.next_session, saved.next_session)
-        self._workers = WorkerRegistry()
-        self._workers.next_session = next_session
-        deadline = self._clock() + self.options.lease
-        stay = None if workers is None else frozenset(workers)
+        self._next_session = max(self._next_session, saved.next_session)
+        self._workers, self._sessions = {}, {}
+        self._quarantined = dict(saved.quarantined)
+        self._epochs = [self._begun(found.epoch) for found in saved.epochs]
         for name in saved.epochs[0].workers:
-            record = TrackedWorker(name, deadline, self.options.prefetch)
-            self._workers.add(record)
-            for one, found in zip(self._epochs, saved.epochs, strict=True):
-                for index, begun in found.workers[name]:
-                    self._grant(record, one, index).begun = begun
-        for name in saved.epochs[0].workers:
-            if stay is not None and name not in stay:
+            self._add(name)
+        for one, found in zip(self._epochs, saved.epochs, strict=True):
+            one.restore(found)
+            for name, held in found.workers.items():
+                for index, begun in held:
+                    self._grant(self._workers[name], one, index).begun = begun
+        if workers is not None:
+            for name in self._workers.keys() - set(workers):
                 self.release(name)
+        if self.over:
+            self._epochs = [self._begun(self.epoch + 1)]
 
     # Inside.
 
@@ -380,45 +360,39 @@ class SliceTracker:
     def _order(self) -> DataOrder:
         return self.catalogue.order(seed=self.options.seed, shuffle=self.options.shuffle)
 
-    def _index(self, key: str) -> int:
-        index = self.catalogue.find(key)
-        if index is None:
-            raise OptionError("key", key, "the key of a slice of this catalogue")
-        return index
+    def _begun(self, epoch: int) -> EpochSlices:
+        return EpochSlices(self.catalogue.samples, self.options, epoch=epoch, left_out=self._quarantined)
+
+    def _epoch_of(self, grant: Grant) -> EpochSlices:
+        """The one that a grant is of, which is not over as long as somebody has it."""
+        return self._epochs[grant.epoch - self.epoch]
 
     def _roll(self) -> None:
         """Go on to the next epoch, if it is open and nothing is left of the running one."""
-        if self._epochs.roll():
+        if len(self._epochs) > 1 and self.over:
+            del self._epochs[0]
             self._wanted = False
 
+    def _add(self, name: str) -> TrackedWorker:
+        record = self._workers[name] = TrackedWorker(name, self._clock() + self.options.lease)
+        self._first_deadline = min(self._first_deadline, record.deadline)
+        return record
+
     def _renewed(self, session: int) -> TrackedWorker | None:
-        record = self._workers.of_session(session)
+        record = self._sessions.get(session)
         if record is not None:
             record.deadline = self._clock() + self.options.lease
         return record
 
-    def _train(self, session: int, number: int, count: Callable[[TrackedWorker, Grant], None]) -> Receipt:
-        """A worker trains on a slice, if it is its."""
-        record = self._renewed(session)
-        grant = None if record is None else record.grants.get(number)
-        if record is None or grant is None:
-            return Receipt(verdict=Verdict.JOIN_AGAIN if record is None else Verdict.VOID)
-        grant.begun = grant.told = True
-        record.speed.begin(self._clock())
-        count(record, grant)
-        return Receipt(verdict=Verdict.ACCEPTED)
-
     def _choose(self, record: TrackedWorker, asked: Sequence[EpochSlices]) -> tuple[EpochSlices, int] | None:
-        """Assign a slice of the first epoch that has one to give, or else a slower worker's.
+        """Assign a slice of the first epoch that has one to give, or else one of a worker with more to do.
 
-        In an epoch: one that came back, or one that the worker keeps from before, or the next.
+        In an epoch: one that the worker keeps from before, or the next in its order.
         """
         for one in asked:
             if not one.available:
                 continue
-            index = one.take_returned()
-            if index is None:
-                index = next((kept for kept in record.offers(one.epoch, one.ranks) if one.take(kept)), None)
+            index = next((kept for kept in record.offers(one.epoch, one.ranks) if one.take(kept)), None)
             if index is None:
                 index = one.take_next()
             if index is not None:
@@ -426,57 +400,53 @@ class SliceTracker:
         return self._steal(record, asked[-1].epoch)
 
     def _steal(self, record: TrackedWorker, epoch: int) -> tuple[EpochSlices, int] | None:
-        """Take a slice, of this epoch or one before."""
-        now = self._clock()
+        """Take the last slice that the worker with most to do has not begun, of this epoch or one before.
+
+        Only where it would still have less to do than that one: so no slice is taken back and forth.
+        """
+
+        def left(worker: TrackedWorker) -> int:
+            return sum(self._epoch_of(grant).left(grant.index) for grant in worker.grants.values())
+
         # Who has not joined since a state was loaded is about to continue exactly what it held.
-        others = [other for other in self._workers if other is not record and other.session is not None]
-        found = holder_to_relieve(
-            self._as_holder(record, now, epoch), [self._as_holder(other, now, epoch) for other in others]
-        )
-        if found is None:
+        others = [other for other in self._sessions.values() if other is not record]
+        others = [other for other in others if any(grant.epoch <= epoch for grant in other.ahead)]
+        if not others:
             return None
-        victim = others[found]
+        victim = max(others, key=left)
         grant = [grant for grant in victim.ahead if grant.epoch <= epoch][-1]
+        one = self._epoch_of(grant)
+        if left(record) + one.left(grant.index) >= left(victim):
+            return None
         self._drop_grant(victim, grant)
-        one = self._epochs.of(grant)
         one.stolen += 1
         return one, grant.index
 
-    def _left(self, grant: Grant) -> int:
-        return self._epochs.of(grant).left(grant.index)
-
-    def _as_holder(self, record: TrackedWorker, now: float, epoch: int) -> Holder:
-        ahead = [grant for grant in record.ahead if grant.epoch <= epoch]
-        return Holder(
-            left=sum(self._left(grant) for grant in record.grants.values()),
-            last=self._left(ahead[-1]) if ahead else 0,
-            speed=record.speed.samples_per_second(now),
-        )
-
     def _grant(self, record: TrackedWorker, one: EpochSlices, index: int) -> Grant:
-        self._wanted = False
         grant = Grant(number=self._next_grant, epoch=one.epoch, index=index)
         self._next_grant += 1
         record.grants[grant.number] = grant
         record.keep(index)
-        one.holders[index] = record
+        one.holders[index] = record, grant
         return grant
 
     def _drop_grant(self, record: TrackedWorker, grant: Grant) -> None:
         del record.grants[grant.number]
-        del self._epochs.of(grant).holders[grant.index]
-        if not record.training:
-            record.speed.pause()
+        del self._epoch_of(grant).holders[grant.index]
 
-    def _take_back_all(self, record: TrackedWorker, *, begun_is_lost: bool) -> None:
+    def _remove(self, record: TrackedWorker, *, begun_is_lost: bool) -> None:
+        """Forget a worker, and take back what it holds."""
         lost = begun_is_lost and self.options.delivery == "at_most_once"
         for grant in list(record.grants.values()):
             self._drop_grant(record, grant)
-            one = self._epochs.of(grant)
+            one = self._epoch_of(grant)
             if lost and grant.begun:
                 one.drop_rest(grant.index)
             else:
                 one.give_back(grant.index)
+        del self._workers[record.name]
+        if record.session is not None:
+            del self._sessions[record.session]
         self._roll()
 
     def _assignment(self, grant: Grant, revoked: tuple[int, ...]) -> Assignment:
@@ -485,7 +455,7 @@ class SliceTracker:
             epoch=grant.epoch,
             slice_index=grant.index,
             slice=self.catalogue[grant.index],
-            first=int(self._epochs.of(grant).positions[grant.index]),
+            first=int(self._epoch_of(grant).positions[grant.index]),
             revoked=revoked,
         )
 
@@ -504,7 +474,7 @@ class TrackerReport:
         quarantined: Reason by key, of all slices that are left out.
         workers: Workers known.
         returned: Slices that came back from workers that died or left, since the tracker was made.
-        stolen: Slices taken from a slower worker that had not begun them, since the tracker was made.
+        stolen: Slices taken from a worker with more to do that had not begun them, since the tracker was made.
         ahead: Samples of the next epoch that are trained on already.
     """
 
@@ -519,3 +489,297 @@ class TrackerReport:
     returned: int
     stolen: int
     ahead: int
+
+
+@dataclass(eq=False, slots=True)
+class TrackedWorker:
+    """A worker, or after a restart of the tracker, what it left.
+
+    Attributes:
+        name: The worker's.
+        deadline: When it is taken for dead unless it says something, on the tracker's clock.
+        session: None as long as the worker has not joined since a state was loaded.
+        incarnation: Which process of that name.
+        grants: By number, in the order in which they were made.
+        prefetch: Slices it may hold that it has not begun.
+        keeps: How many slices it keeps that it has fetched.
+    """
+
+    name: str
+    deadline: float
+    session: int | None = None
+    incarnation: str | None = None
+    grants: dict[int, Grant] = field(default_factory=dict)
+    prefetch: int = 1
+    keeps: int = 0
+    _kept: dict[int, None] = field(default_factory=dict)  # the last ones of those that it was given
+    _offers: list[int] = field(default_factory=list)  # what is still to be offered
+    _offers_of: int = -1  # an epoch
+
+    @property
+    def ahead(self) -> list[Grant]:
+        """Grants it has not begun."""
+        return [grant for grant in self.grants.values() if not grant.begun]
+
+    def keep(self, index: int) -> None:
+        """It is given a slice, which it fetches and keeps."""
+        self._kept.pop(index, None)
+        self._kept[index] = None
+        if len(self._kept) > self.keeps:
+            del self._kept[next(iter(self._kept))]
+
+    def offers(self, epoch: int, ranks: npt.NDArray[np.int32]) -> Iterator[int]:
+        """Slices that it keeps, in the epoch's order; each is offered once an epoch, so no request looks at all."""
+        if epoch != self._offers_of:
+            self._offers, self._offers_of = sorted(self._kept, key=lambda index: -int(ranks[index])), epoch
+        while self._offers:
+            yield self._offers.pop()
+
+
+@dataclass(kw_only=True, slots=True)
+class Grant:
+    """A slice in a worker's hands.
+
+    Attributes:
+        number: Never used twice.
+        epoch: The slice is to be used in it.
+        index: The slice's, in the catalogue.
+        begun: The worker trains on it, or may.
+        told: The worker is known to know of it.
+    """
+
+    number: int
+    epoch: int
+    index: int
+    begun: bool = False
+    told: bool = False
+
+
+class EpochSlices:
+    """States and positions of the slices, and which comes next.
+
+    Slices are named by their index in the catalogue. A slice's *position* is the first sample not known to be trained
+    on. At any time ``trained + dropped`` and what AVAILABLE and ASSIGNED slices have left add up to all samples.
+
+    Args:
+        samples: Samples of each slice.
+        options: Say in which order they come.
+        epoch: Which, from 0.
+        left_out: Slices that are quarantined as it begins.
+
+    Attributes:
+        epoch: As given.
+        states: A :class:`SliceState` each.
+        positions: In samples.
+        ranks: Place of each slice in the epoch's order.
+        available: Slices that are AVAILABLE.
+        trained: Samples known to be trained on in this epoch, each counted once.
+        dropped: Samples that this epoch will not train on.
+        unfinished: Slices that are AVAILABLE or ASSIGNED.
+        holders: Of ASSIGNED slices: who, and how.
+        returned: Slices that came back from workers that died or left, since the tracker was made.
+        stolen: Slices taken from a worker with more to do that had not begun them, since the tracker was made.
+    """
+
+    def __init__(
+        self, samples: npt.NDArray[np.int64], options: TrackerOptions, *, epoch: int, left_out: Iterable[int] = ()
+    ) -> None:
+        self.samples = samples
+        self.epoch = epoch
+        self._order = slice_order(len(samples), seed=options.seed, epoch=epoch, shuffle=options.shuffle)
+        self.ranks: npt.NDArray[np.int32] = np.empty_like(self._order)
+        self.ranks[self._order] = np.arange(len(self._order), dtype=np.int32)
+        self.states: npt.NDArray[np.uint8] = np.full(len(samples), SliceState.AVAILABLE, np.uint8)
+        self.states[list(left_out)] = SliceState.QUARANTINED
+        self.positions: npt.NDArray[np.int64] = np.zeros(len(samples), np.int64)
+        self.cursor = 0  # place in the order, before which nothing is available
+        self.holders: dict[int, tuple[TrackedWorker, Grant]] = {}
+        self.returned = self.stolen = 0
+        self._count()
+
+    def restore(self, saved: SavedEpoch) -> None:
+        """Take up where this epoch was saved; the values must have been checked."""
+        self.states[:] = saved.states.numpy()
+        self.positions[:] = saved.positions.numpy()
+        self._count()
+
+    def _count(self) -> None:
+        left = self.samples - self.positions
+        ended = self.states >= SliceState.USED
+        self.trained = int(self.positions.sum())
+        self.dropped = int(left[ended].sum())
+        self.unfinished = int(len(ended) - np.count_nonzero(ended))
+        self.available = int(np.count_nonzero(self.states == SliceState.AVAILABLE))
+
+    def saved(self, workers: Iterable[TrackedWorker]) -> SavedEpoch:
+        """As it is to be saved."""
+        return SavedEpoch(
+            epoch=self.epoch,
+            states=torch.from_numpy(self.states.copy()),
+            positions=torch.from_numpy(self.positions.copy()),
+            workers={
+                record.name: [(one.index, one.begun) for one in record.grants.values() if one.epoch == self.epoch]
+                for record in workers
+            },
+        )
+
+    def left(self, index: int) -> int:
+        """Samples of a slice that are not known to be trained on."""
+        return int(self.samples[index]) - int(self.positions[index])
+
+    def take(self, index: int) -> bool:
+        """Assign a slice, if it is available."""
+        if self.states[index] != SliceState.AVAILABLE:
+            return False
+        self.states[index] = SliceState.ASSIGNED
+        self.available -= 1
+        return True
+
+    def take_next(self) -> int | None:
+        """Assign the next slice in the epoch's order; None if none is available there."""
+        while self.cursor < len(self._order):
+            index = int(self._order[self.cursor])
+            self.cursor += 1
+            if self.take(index):
+                return index
+        return None
+
+    def train(self, index: int, position: int) -> None:
+        """Move an assigned slice's position forward; at its end it is used. A position behind it changes nothing."""
+        gained = position - int(self.positions[index])
+        if gained > 0:
+            self.positions[index] = position
+            self.trained += gained
+            if position == self.samples[index]:
+                self._end(index, SliceState.USED)
+
+    def give_back(self, index: int) -> None:
+        """An assigned slice comes back at its position."""
+        self.states[index] = SliceState.AVAILABLE
+        self.available += 1
+        self.returned += 1
+        self.cursor = min(self.cursor, int(self.ranks[index]))
+
+    def drop_rest(self, index: int) -> None:
+        """What an assigned slice has left is not trained on in this epoch."""
+        self.dropped += self.left(index)
+        self._end(index, SliceState.USED)
+
+    def leave_out(self, index: int) -> None:
+        """Leave a slice out that is quarantined; changes nothing if its part in the epoch has ended."""
+        if self.states[index] < SliceState.USED:
+            self.available -= int(self.states[index] == SliceState.AVAILABLE)
+            self.dropped += self.left(index)
+            self._end(index, SliceState.QUARANTINED)
+
+    def _end(self, index: int, state: SliceState) -> None:
+        self.states[index] = state
+        self.unfinished -= 1
+
+
+class SavedEpoch(msgspec.Struct, kw_only=True):
+    """An epoch as it is saved: nine bytes a slice.
+
+    Attributes:
+        epoch: Which.
+        states: A :class:`SliceState` for each slice.
+        positions: In samples, of each.
+        workers: By name, what each holds of it, in order: the slice, and whether it was begun.
+    """
+
+    epoch: Natural
+    states: torch.Tensor
+    positions: torch.Tensor
+    workers: dict[Name, list[tuple[Natural, bool]]]
+
+    def __post_init__(self) -> None:
+        self.states, self.positions = self.states.cpu(), self.positions.cpu()
+
+
+class SavedTracker(msgspec.Struct, kw_only=True):
+    """A tracker as it is saved.
+
+    Attributes:
+        order: Of the slices.
+        epochs: The running one, and the next if it is open; each names the same workers.
+        quarantined: Reason by slice.
+        next_grant: Number of the next grant.
+        next_session: Number of the next session.
+    """
+
+    order: DataOrder
+    epochs: Annotated[list[SavedEpoch], msgspec.Meta(min_length=1, max_length=2)]
+    quarantined: dict[Natural, str]
+    next_grant: Natural
+    next_session: Natural
+
+
+def read_state(state: object, kind: type[_Saved], *, version: int, what: str) -> _Saved:
+    """A saved state, typed and checked.
+
+    Args:
+        state: As it was saved.
+        kind: What it should be.
+        version: That this release reads.
+        what: It is, to begin a sentence with.
+
+    Raises:
+        TrackerStateError: If it is of another version, or damaged.
+    """
+    found = state.get("version") if isinstance(state, Mapping) else None
+    if not is_whole(found) or found != version:
+        raise TrackerStateError(
+            f"{what} is of version {found!r}, and this release reads version {version}: "
+            "resume with the release that saved it."
+        )
+    try:
+        return msgspec.convert(state, kind)
+    except msgspec.ValidationError as error:
+        raise TrackerStateError(f"{what} is damaged: {error}.") from error
+
+
+def unpack(state: Mapping[str, Any], order: DataOrder, samples: npt.NDArray[np.int64]) -> SavedTracker:
+    """The tracker that was saved.
+
+    Args:
+        state: Of ``SliceTracker.state_dict``.
+        order: Of the slices here.
+        samples: Of each of them.
+
+    Raises:
+        TrackerStateError: If the state does not belong to these slices and this order, or is damaged.
+    """
+    saved = read_state(state, SavedTracker, version=_VERSION, what="The state")
+    difference = order.difference(saved.order)
+    if difference is not None:
+        raise TrackerStateError(
+            f"The state is of other slices or another order: {difference}. Resume on the slices and options it was "
+            "saved with, or start anew."
+        )
+    if any(index >= len(samples) for index in saved.quarantined):
+        raise _damaged("quarantined", "names slices that are not there")
+    first = saved.epochs[0]
+    for place, epoch in enumerate(saved.epochs):
+        _require_whole(epoch, samples)
+        if epoch.epoch != first.epoch + place or epoch.workers.keys() != first.workers.keys():
+            raise _damaged("epochs", "do not follow each other, or name different workers")
+    return saved
+
+
+def _require_whole(saved: SavedEpoch, samples: npt.NDArray[np.int64]) -> None:
+    for name, dtype in (("states", torch.uint8), ("positions", torch.int64)):
+        value = getattr(saved, name)
+        if value.dtype != dtype or value.shape != samples.shape:
+            raise _damaged(name, f"is not a column of {dtype}, one for each slice")
+    states, positions = saved.states.numpy(), saved.positions.numpy()
+    if int(states.max()) > max(SliceState):
+        raise _damaged("states", "holds a value that is no state")
+    if ((positions < 0) | (positions > samples - (states < SliceState.USED))).any():  # what is trained on is used
+        raise _damaged("positions", "has one outside its slice")
+    held = sorted(index for pairs in saved.workers.values() for index, _ in pairs)
+    if held != np.nonzero(states == SliceState.ASSIGNED)[0].tolist():
+        raise _damaged("workers", "does not hold each assigned slice once")
+
+
+def _damaged(name: str, how: str) -> TrackerStateError:
+    return TrackerStateError(f"The state is damaged: its {name!r} {how}.")

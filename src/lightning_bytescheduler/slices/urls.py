@@ -98,7 +98,7 @@ def _protocols(url: str) -> list[str]:
     return found
 
 
-def _open(url: str, options: Options) -> tuple[Any, str]:
+def file_system(url: str, options: Options) -> tuple[Any, str]:
     """The file system of a URL with those options that it takes, and the path in it.
 
     Raises:
@@ -121,7 +121,7 @@ def expand(url: str, options: Options, option: str = "url") -> list[str]:
     Raises:
         OptionError: If there is no such file.
     """
-    filesystem, path = _open(url, options)
+    filesystem, path = file_system(url, options)
     is_glob = any(sign in path for sign in "*?[") and not (is_http(url) and "*" not in path)
     if is_glob:
         found = [name for name, about in filesystem.glob(path, detail=True).items() if about["type"] == "file"]
@@ -180,7 +180,7 @@ def size_of(url: str, options: Options) -> tuple[int, str]:
     Raises:
         OSError: If there is none, or its size is not known.
     """
-    filesystem, path = _open(url, options)
+    filesystem, path = file_system(url, options)
     about = _about(filesystem, path)
     size = about.get("size")
     if size is None:
@@ -189,15 +189,22 @@ def size_of(url: str, options: Options) -> tuple[int, str]:
     return int(size), f"{next((value for value in known if value), '')}/{size}"
 
 
+_REQUEST_SECONDS = 300.0
+"""Longest request, where fsspec can be given a bound: some of its file systems have none of their own."""
+
+
 def read_range(url: str, start: int, stop: int, options: Options) -> bytes:
     """The bytes of the file at ``url`` from ``start`` up to, but not including, ``stop``; fewer where it ends before.
 
     Raises:
         Exception: Whatever the file system raises.
     """
-    filesystem, path = _open(url, options)
+    filesystem, path = file_system(url, options)
+    # A method of a coroutine, which fsspec waits for, if need be for ever.
+    is_bounded = filesystem.async_impl and hasattr(filesystem.cat_file, "__wrapped__")
+    bound = {"timeout": _REQUEST_SECONDS} if is_bounded else {}
     try:
-        return cast(bytes, filesystem.cat_file(path, start=start, end=stop))
+        return cast(bytes, filesystem.cat_file(path, start=start, end=stop, **bound))
     except Exception as error:
         if getattr(error, "status", None) == 416:  # "range not satisfiable": the file ends before the start
             return b""
@@ -222,25 +229,7 @@ def exists(url: str, options: Options) -> bool:
     Raises:
         Exception: Whatever the file system raises, but for what is missing.
     """
-    return _is_there(*_open(url, options))
-
-
-def make_folder(url: str, options: Options) -> None:
-    """Make the folder at a URL, where the file system has folders."""
-    filesystem, path = _open(url, options)
-    filesystem.makedirs(path, exist_ok=True)
-
-
-def open_for_writing(url: str, options: Options) -> Any:
-    """A file system's own binary file, to be closed."""
-    filesystem, path = _open(url, options)
-    return filesystem.open(path, "wb")
-
-
-def remove(url: str, options: Options) -> None:
-    """Delete the file at a URL."""
-    filesystem, path = _open(url, options)
-    filesystem.rm_file(path)
+    return _is_there(*file_system(url, options))
 
 
 def _url_of(filesystem: Any, path: str, origin: str) -> str:

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_bytescheduler.exceptions import SliceCorruptError
-from lightning_bytescheduler.slices.formats import format_of
+from lightning_bytescheduler.slices.formats import ListedSamples, format_of
 from lightning_bytescheduler.slices.make import npy_slice
-from lightning_bytescheduler.slices.open_slice import BlockSamples, ReaderSamples
+from lightning_bytescheduler.slices.samples import SliceSamples
 from lightning_bytescheduler.slices.slice import Slice, SliceStream
 from tests.slices.test_formats import pieces
 
@@ -31,9 +31,11 @@ def slice_of(url: str, content: bytes, samples: int = COUNT) -> Slice:
     return Slice(key="s", url=url, start=0, size=len(content), samples=samples)
 
 
-def opened(url: str, content: bytes, size: int, samples: int = COUNT) -> BlockSamples:
-    blocks = format_of(url).blocks_of(SliceStream(pieces(content, size)))
-    return BlockSamples(slice_of(url, content, samples), blocks)
+def opened(url: str, content: bytes, size: int, samples: int = COUNT) -> SliceSamples:
+    return SliceSamples(
+        slice_of(url, content, samples),
+        lambda first: format_of(url).blocks_of(SliceStream(pieces(content, size)), first),
+    )
 
 
 def plain(parts: Iterator[Any]) -> list[Any]:
@@ -85,16 +87,16 @@ def test_json_as_any_program_writes_it() -> None:
     ]
 
 
-def counted(made: list[int], *, malformed: int = COUNT, is_here: bool = True) -> ReaderSamples:
-    def read(first: int) -> Iterator[int]:
+def counted(made: list[int], *, malformed: int = COUNT, is_here: bool = True) -> SliceSamples:
+    def read(first: int) -> Iterator[ListedSamples]:
         for number in range(first, COUNT):
             if number == malformed:
                 raise SliceCorruptError("s", "s", "it is malformed.")
             made.append(number)
-            yield number
+            yield ListedSamples([number])
 
     slice_ = slice_of("s", b"")
-    return ReaderSamples(slice_, read, is_here=lambda: is_here)
+    return SliceSamples(slice_, read, is_here=lambda: is_here)
 
 
 @pytest.mark.parametrize("anew", [True, False])
