@@ -134,11 +134,11 @@ def test_what_was_posted_is_read_in_order_before_the_end(store: dist.Store) -> N
 @pytest.mark.parametrize(
     ("letter", "says"),
     [
-        ('{"letter": "told", "sender": "worker3", "text": "{}"}', "message of worker3=.*required field `kind`"),
-        ('{"letter": "told", "sender": "worker3", "text": "{\\"kind\\": \\"SendNow\\""}', "worker3.*truncated"),
-        ('{"letter": "told", "sender": "worker3"', "letter to worker0=.*truncated"),
-        ('{"letter": "told", "sender": 3, "text": ""}', r"letter to worker0=.*\$\.sender"),
-        ('{"letter": "other", "sender": "worker3"}', "letter to worker0="),
+        ('{"sender": "worker3", "text": "{}"}', "message of worker3=.*required field `kind`"),
+        ('{"sender": "worker3", "text": "{\\"kind\\": \\"SendNow\\""}', "worker3.*truncated"),
+        ('{"sender": "worker3"', "message of a rank to worker0=.*truncated"),
+        ('{"sender": 3, "text": ""}', r"message of a rank to worker0=.*\$\.sender"),
+        ('{"letter": "other", "sender": "worker3"}', "message of a rank to worker0="),
     ],
 )
 def test_a_damaged_letter_ends_the_reading_with_its_sender_or_field(store: dist.Store, letter: str, says: str) -> None:

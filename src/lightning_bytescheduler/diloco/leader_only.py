@@ -13,13 +13,14 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 from torch.utils.data import DistributedSampler
 
 from lightning_bytescheduler.ddp.rank_strategy import callbacks_of
 from lightning_bytescheduler.exceptions import UnsupportedError
-from lightning_bytescheduler.lightning_api import Checkpoint, Logger, pl, rank_zero_info
+from lightning_bytescheduler.lightning_api import Checkpoint, pl, rank_zero_info
 
 _CHECKPOINT_HOOKS = (
     "on_train_batch_end",
@@ -28,6 +29,7 @@ _CHECKPOINT_HOOKS = (
     "on_train_end",
     "on_exception",
 )
+_Method: TypeAlias = Callable[..., Any]
 _LOGGING = ("log_metrics", "log_graph", "save", "after_save_checkpoint")
 
 
@@ -43,86 +45,77 @@ def for_leader_only(
         on_stop: Called when an ``EarlyStopping`` stops the worker that leads.
     """
     with ExitStack() as stack:
+
+        def replace(of: object, name: str, make: Callable[[_Method], _Method]) -> None:
+            stack.enter_context(_replaced(of, name, make))
+
+        def gated(own: _Method) -> _Method:
+            return lambda *values, **options: own(*values, **options) if leads() else None
+
         for callback in callbacks_of(trainer):
             if isinstance(callback, Checkpoint):
                 for hook in _CHECKPOINT_HOOKS:
-                    stack.enter_context(_gated(callback, hook, lambda *_, **__: leads()))
+                    replace(callback, hook, gated)
             elif isinstance(callback, pl.callbacks.EarlyStopping):
-                stack.enter_context(_early_stopping(trainer, callback, leads, on_stop))
+                replace(callback, "_run_early_stopping_check", partial(_early_stopping, callback, leads, on_stop))
         for logger in trainer.loggers:
-            stack.enter_context(_logging(logger, leads))
+            hyperparameters = _Hyperparameters(leads)
+            replace(logger, "log_hyperparams", hyperparameters.keeping)
+            for name in _LOGGING:
+                replace(logger, name, hyperparameters.before)
         yield
 
 
 @contextmanager
-def _gated(of: object, name: str, opens: Callable[..., bool]) -> Iterator[None]:
-    own = getattr(of, name, None)
-    if own is None:
-        yield
-        return
-    had = vars(of).get(name)
-
-    def gate(*values: Any, **options: Any) -> Any:
-        return own(*values, **options) if opens(*values, **options) else None
-
-    vars(of)[name] = gate
+def _replaced(of: object, name: str, make: Callable[[_Method], _Method]) -> Iterator[None]:
+    own, had = getattr(of, name, None), vars(of).get(name)
+    if own is not None:
+        vars(of)[name] = make(own)
     try:
         yield
     finally:
-        if had is None:
-            vars(of).pop(name, None)
-        else:
+        vars(of).pop(name, None)
+        if had is not None:
             vars(of)[name] = had
 
 
-@contextmanager
 def _early_stopping(
-    trainer: pl.Trainer, callback: pl.callbacks.EarlyStopping, leads: Callable[[], bool], on_stop: Callable[[], None]
-) -> Iterator[None]:
-    def opens(*_: Any, **__: Any) -> bool:
-        return leads() or callback.monitor in trainer.callback_metrics
+    callback: pl.callbacks.EarlyStopping, leads: Callable[[], bool], on_stop: Callable[[], None], own: _Method
+) -> _Method:
+    def check(trainer: pl.Trainer) -> None:
+        if leads() or callback.monitor in trainer.callback_metrics:
+            stopped = trainer.should_stop
+            own(trainer)
+            if trainer.should_stop and not stopped and leads():
+                on_stop()
 
-    own = callback._run_early_stopping_check
-
-    def check(*values: Any, **options: Any) -> None:
-        stopped = trainer.should_stop
-        own(*values, **options)
-        if trainer.should_stop and not stopped and leads():
-            on_stop()
-
-    vars(callback)["_run_early_stopping_check"] = check
-    try:
-        with _gated(callback, "_run_early_stopping_check", opens):
-            yield
-    finally:
-        vars(callback).pop("_run_early_stopping_check", None)
+    return check
 
 
-@contextmanager
-def _logging(logger: Logger, leads: Callable[[], bool]) -> Iterator[None]:
-    own = logger.log_hyperparams
-    kept: list[tuple[Any, Any]] = []
+class _Hyperparameters:
+    """What was to be logged of them, by the worker that leads."""
 
-    def hyperparameters(*values: Any, **options: Any) -> None:
-        kept.append((values, options))
-        catch_up()
+    def __init__(self, leads: Callable[[], bool]) -> None:
+        self._leads = leads
+        self._kept: list[Callable[[], Any]] = []
 
-    def catch_up(*_: Any, **__: Any) -> bool:
-        if not leads():
-            return False
-        while kept:
-            values, options = kept.pop(0)
-            own(*values, **options)
-        return True
+    def keeping(self, own: _Method) -> _Method:
+        """The logger's method for them, for any worker."""
 
-    with ExitStack() as stack:
-        for name in _LOGGING:
-            stack.enter_context(_gated(logger, name, catch_up))
-        vars(logger)["log_hyperparams"] = hyperparameters
-        try:
-            yield
-        finally:
-            vars(logger).pop("log_hyperparams", None)
+        def keep(*values: Any, **options: Any) -> None:
+            self._kept.append(lambda: own(*values, **options))
+            self._catch_up()
+
+        return keep
+
+    def before(self, own: _Method) -> _Method:
+        """A method of the logger, for the worker that leads."""
+        return lambda *values, **options: own(*values, **options) if self._catch_up() else None
+
+    def _catch_up(self) -> bool:
+        while self._leads() and self._kept:
+            self._kept.pop(0)()
+        return self._leads()
 
 
 def refuse_plateaus(schedulers: Sequence[Any]) -> None:

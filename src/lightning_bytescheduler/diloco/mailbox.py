@@ -27,8 +27,8 @@ from typing import TypeAlias
 import msgspec
 import torch.distributed as dist
 
-from lightning_bytescheduler.diloco.messages import Message, coalesced, encode
-from lightning_bytescheduler.exceptions import OptionError, SchedulerTimeoutError
+from lightning_bytescheduler.diloco.messages import Message, coalesced, decoded, encode
+from lightning_bytescheduler.exceptions import SchedulerTimeoutError
 from lightning_bytescheduler.failures.store import connect_to_store
 
 _NO_LIMIT = timedelta(days=30)  # a wait for the next letter, which a closing one ends; liveness is watched elsewhere
@@ -36,21 +36,10 @@ _SHORTEST_S, _LONGEST_S = 0.0002, 0.05  # between two looks for an answer
 _PART = 4 * 2**20  # bytes of a value in the store
 
 
-class _Letter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="letter"):
+class _Letter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sender: str
-
-
-class _Told(_Letter, frozen=True, tag="told"):
-    text: str
-
-
-class _Asked(_Letter, frozen=True, tag="asked"):
-    text: str
-    answer_to: str  # a key
-
-
-class _Close(_Letter, frozen=True, tag="close"):
-    pass
+    text: str | None = None  # without one, it closes the mailbox
+    answer_to: str | None = None  # a key, for a call
 
 
 class _Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -59,7 +48,7 @@ class _Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     failure: str | None = None
 
 
-_LETTERS: msgspec.json.Decoder[_Told | _Asked | _Close] = msgspec.json.Decoder(_Told | _Asked | _Close)
+_LETTERS: msgspec.json.Decoder[_Letter] = msgspec.json.Decoder(_Letter)
 
 
 class Mailbox:
@@ -110,7 +99,7 @@ class Mailbox:
                 self._closing.close(self._name)
             else:
                 with suppress(RuntimeError):  # the store is gone, which ends the thread too
-                    _post(self._closing, self._name, _Close(self._name))
+                    _post(self._closing, self._name, _Letter(self._name))
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
@@ -121,27 +110,20 @@ class Mailbox:
                 number += 1
                 key = f"{self._name}/{number}"
                 self._store.wait([key], _NO_LIMIT)
-                letter = self._read(self._store.get(key))
+                letter = decoded(_LETTERS, self._store.get(key), sender=f"a rank to {self._name}", of="its letters")
                 self._store.delete_key(key)
-                if isinstance(letter, _Close):
+                if letter.text is None:
                     return
-                if isinstance(letter, _Asked):
-                    self._answer(letter)
-                else:
+                if letter.answer_to is None:
                     self._handle(letter.sender, letter.text)
+                else:
+                    self._answer(letter.sender, letter.text, letter.answer_to)
         except BaseException as error:
             self._on_error(error)
 
-    def _read(self, text: bytes) -> _Told | _Asked | _Close:
+    def _answer(self, sender: str, text: str, key: str) -> None:
         try:
-            return _LETTERS.decode(text)
-        except (msgspec.DecodeError, UnicodeError) as error:
-            raise OptionError(f"letter to {self._name}", text, f"one that a rank has posted ({error})") from error
-
-    def _answer(self, letter: _Asked) -> None:
-        key = letter.answer_to
-        try:
-            content = self._handle(letter.sender, letter.text) or b""
+            content = self._handle(sender, text) or b""
         except Exception as error:  # it belongs to whoever called
             answer = _Answer(failure=f"{type(error).__name__}: {error}")
         else:
@@ -195,10 +177,9 @@ class Postman:
                     letters.append(self._queue.get())
                 for mailbox, same in groupby((one for one in letters if one is not None), key=itemgetter(0)):
                     said = [message for _, message in same]
-                    for message in coalesced([one for one in said if one is not None]):
-                        _post(self._store, mailbox, _Told(self._sender, encode(message)))
-                    if None in said:
-                        _post(self._store, mailbox, _Close(self._sender))
+                    texts = [encode(message) for message in coalesced([one for one in said if one is not None])]
+                    for text in [*texts, *[None] * (None in said)]:
+                        _post(self._store, mailbox, _Letter(self._sender, text))
                 if None in letters:
                     return
         except BaseException as error:
@@ -245,7 +226,7 @@ class Caller:
         """
         self._calls += 1
         key = f"{self._answers}/{self._calls}/{mailbox}"
-        _post(self._store, mailbox, _Asked(self._sender, text, key))
+        _post(self._store, mailbox, _Letter(self._sender, text, key))
         return key
 
     def answer(self, key: str) -> bytes:

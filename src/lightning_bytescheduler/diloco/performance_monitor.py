@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,17 +16,6 @@ from lightning_bytescheduler.lightning_api import pl, rank_zero_warn
 from lightning_bytescheduler.registration import require_same_package
 
 _SHOWN = "round", "to_go", "steps_left", "share"
-
-
-@runtime_checkable
-class TakesBatchReports(Protocol):
-    """A strategy that is told of each batch: ``DiLoCoStrategy``."""
-
-    def report_batch(self, *, samples: int, tokens: int, loss: float | None) -> None:
-        """Take note of a batch; reported to the scheduler with the step that it is part of."""
-
-    def progress(self) -> dict[str, float]:
-        """How the rounds go, by name; what is not known is left out."""
 
 
 @options_by_name
@@ -85,7 +74,7 @@ class PerformanceMonitor(pl.Callback):
         require_same_package(trainer, "PerformanceMonitor")
         if stage != "fit":
             return
-        if not isinstance(trainer.strategy, TakesBatchReports):
+        if not hasattr(trainer.strategy, "report_batch"):  # as DiLoCoStrategy has
             rank_zero_warn(
                 f"PerformanceMonitor measures for strategy 'diloco', and does nothing with "
                 f"{type(trainer.strategy).__name__}: leave the callback out."
@@ -105,8 +94,8 @@ class PerformanceMonitor(pl.Callback):
         Raises:
             OptionError: If ``batch_samples`` or ``batch_tokens`` returned something else than a number.
         """
-        strategy = trainer.strategy
-        if not isinstance(strategy, TakesBatchReports):
+        strategy: Any = trainer.strategy
+        if not hasattr(strategy, "report_batch"):
             return
         strategy.report_batch(
             samples=_whole("batch_samples(batch)", self.batch_samples(batch), least=1),

@@ -22,24 +22,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-_COLOURS: dict[Activity, str] = {
-    "receiving": "#8456b5",
-    "working": "#3f86d1",
-    "sending": "#e58f2a",
-    "waiting": "#d7263d",
+_ACTIVITIES: dict[Activity, tuple[str, str, str]] = {  # colour, in the picture, in the table
+    "receiving": ("#8456b5", "fetching weights", "fetching"),
+    "working": ("#3f86d1", "training", "training"),
+    "sending": ("#e58f2a", "sending its pseudo-gradient", "sending"),
+    "waiting": ("#d7263d", "waiting for the others", "waiting"),
 }
-_MEANING: dict[Activity, str] = {
-    "receiving": "fetching weights",
-    "working": "training",
-    "sending": "sending its pseudo-gradient",
-    "waiting": "waiting for the others",
-}
-_ACTIVITIES: dict[Activity, str] = {
-    "working": "training",
-    "waiting": "waiting",
-    "sending": "sending",
-    "receiving": "fetching",
-}
+_TABLE: tuple[Activity, ...] = ("working", "waiting", "sending", "receiving")
 _ROUNDS_SHOWN = 6
 _ROUNDS_MARKED = 20  # of more, lines would hide what is drawn
 _PAGE = 11.0  # inches for all workers
@@ -130,7 +119,7 @@ def _draw(figure: Figure, shown: Sequence[RoundRecord], workers: Sequence[str], 
             axes.axvline(at(one.decided), color=INK, linewidth=0.8, linestyle=":")
         for worker in one.workers:
             row = workers.index(worker.worker)
-            for activity, colour in _COLOURS.items():
+            for activity, (colour, *_) in _ACTIVITIES.items():
                 bars = [(at(begin), (stop - begin) / seconds) for kind, begin, stop in worker.spans if kind == activity]
                 drawn = axes.broken_barh(bars, (row - 0.34, 0.68), facecolors=colour)
                 if not worker.merged:
@@ -143,7 +132,7 @@ def _draw(figure: Figure, shown: Sequence[RoundRecord], workers: Sequence[str], 
         others += axes.plot([], [], color=INK, linewidth=0.8, linestyle=":", label="end decided")
     if not all(worker.merged for one in shown for worker in one.workers):
         others.append(Patch(facecolor="#aab4be", hatch="////", edgecolor="white", linewidth=0, label="not merged"))
-    in_colours(figure, {_MEANING[activity]: colour for activity, colour in _COLOURS.items()}, *others)
+    in_colours(figure, {meaning: colour for colour, meaning, _ in _ACTIVITIES.values()}, *others)
     headed(figure, heading)
     samples = sum(one.samples for one in shown)
     axes.set_title(f"{samples:,} samples became part of the weights", loc="left", fontsize=11, color=INK)
@@ -170,7 +159,7 @@ def _label(axes: Axes, spans: Sequence[tuple[float, float]], row: int, *lines: s
                     fontsize=9,
                     clip_on=True,
                     # Also over hatches and the line at which the end was decided.
-                    bbox={"facecolor": _COLOURS["working"], "edgecolor": "none", "pad": 1.0},
+                    bbox={"facecolor": _ACTIVITIES["working"][0], "edgecolor": "none", "pad": 1.0},
                 )
                 break
 
@@ -221,9 +210,9 @@ def tables(options: argparse.Namespace) -> list[tuple[str, list[tuple[str, str]]
         ("samples per second", f"{samples / seconds if seconds else 0.0:,.1f}"),
         ("waiting", f"{waiting_share(shown):.1%} of the workers' time"),
     ]
-    for name in sorted({worker.worker for one in shown for worker in one.workers}, key=lambda name: (len(name), name)):
+    for name in sorted({worker.worker for one in shown for worker in one.workers}, key=_natural):
         parts = [worker for one in shown for worker in one.workers if worker.worker == name]
-        spent = {label: sum(part.seconds(kind) for part in parts) for kind, label in _ACTIVITIES.items()}
+        spent = {_ACTIVITIES[kind][2]: sum(part.seconds(kind) for part in parts) for kind in _TABLE}
         total = sum(spent.values()) or 1.0
         shares = ", ".join(f"{label} {share / total:.1%}" for label, share in spent.items())
         rows.append((name, f"{sum(part.steps for part in parts):,} steps: {shares}"))

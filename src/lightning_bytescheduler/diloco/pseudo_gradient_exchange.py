@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -69,39 +69,6 @@ def outer_sizes(parameters: int, *, partition_size: int | None = None, credit: i
 _HEADER = 8  # bytes of the weight before each payload
 _TAGS = 2**29
 _NUMBERS_PER_PART = 2  # one for what goes to a shard's owner, one for what comes back: seeds differ
-
-
-class Exchange:
-    """A pseudo-gradient that is on its way.
-
-    Args:
-        task: What the scheduler sends.
-        mean: What it is filled with.
-    """
-
-    def __init__(self, task: CommTask, mean: _ShardedMean) -> None:
-        self._task = task
-        self._mean = mean
-
-    def is_there(self) -> bool:
-        """Whether all workers' pseudo-gradients are here, or the exchange has failed."""
-        return self._task.done()
-
-    def wait(self, timeout: float) -> tuple[Tensor, int]:
-        """Wait for all workers' pseudo-gradients.
-
-        Args:
-            timeout: Longest wait in seconds.
-
-        Returns:
-            The weighted mean, flat, and the sum of the weights.
-
-        Raises:
-            SchedulerTimeoutError: If it is not there in time.
-            BaseException: What the exchange has failed with.
-        """
-        self._task.wait(timeout)
-        return self._mean.result, self._mean.total
 
 
 class PseudoGradientExchange:
@@ -155,7 +122,7 @@ class PseudoGradientExchange:
             weight: Of this worker's, in the mean.
             on_end: Called once it has ended, with the error if it has failed, on another thread.
         """
-        mean = _ShardedMean(
+        exchange = Exchange(
             group=self._group,
             own=pseudo_gradient,
             result=torch.empty_like(pseudo_gradient),
@@ -170,9 +137,9 @@ class PseudoGradientExchange:
 
         def launch(sub: SubCommTask) -> None:
             number = first + _NUMBERS_PER_PART * sub.index
-            self._completion.watch(mean.start(sub.offset, sub.size, number, index=sub.index), sub)
+            self._completion.watch(exchange.start(sub.offset, sub.size, number, index=sub.index), sub)
 
-        task = CommTask(
+        task = exchange.task = CommTask(
             name,
             pseudo_gradient.numel(),
             launch=launch,
@@ -183,7 +150,7 @@ class PseudoGradientExchange:
         self._core.enqueue(task)
         self._numbers += _NUMBERS_PER_PART * len(task.sub_tasks)
         task.notify_ready()
-        return Exchange(task, mean)
+        return exchange
 
     def state_dict(self) -> dict[str, Any]:
         """What was not sent yet, of this worker, and what rounding draws from: tensors and primitives only."""
@@ -239,8 +206,8 @@ class _Residuals:
 
 
 @dataclass(slots=True, kw_only=True)
-class _ShardedMean:
-    """One worker's side of the exchange of one pseudo-gradient.
+class Exchange:
+    """One worker's side of the exchange of one pseudo-gradient, which is on its way.
 
     Attributes:
         group: Over all workers; gloo.
@@ -252,6 +219,7 @@ class _ShardedMean:
         timeline: Where spans go.
         residuals: What was not sent before, where the wire keeps that.
         total: Sum of all weights, once a part is there. If it is 0, the mean is all zeros.
+        task: What the scheduler sends.
     """
 
     group: dist.ProcessGroup
@@ -263,6 +231,27 @@ class _ShardedMean:
     timeline: OuterTimeline
     residuals: _Residuals | None = None
     total: int = 0
+    task: CommTask = field(init=False)
+
+    def is_there(self) -> bool:
+        """Whether all workers' pseudo-gradients are here, or the exchange has failed."""
+        return self.task.done()
+
+    def wait(self, timeout: float) -> tuple[Tensor, int]:
+        """Wait for all workers' pseudo-gradients.
+
+        Args:
+            timeout: Longest wait in seconds.
+
+        Returns:
+            The weighted mean, flat, and the sum of the weights.
+
+        Raises:
+            SchedulerTimeoutError: If it is not there in time.
+            BaseException: What the exchange has failed with.
+        """
+        self.task.wait(timeout)
+        return self.result, self.total
 
     def start(self, offset: int, size: int, number: int, *, index: int) -> StartedOperation:
         """Exchange one part of the pseudo-gradient.

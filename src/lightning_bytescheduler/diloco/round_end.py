@@ -249,7 +249,7 @@ class FastestSteps:
 
     @property
     def step_cap(self) -> int | None:
-        """Nobody takes more steps than the fastest."""
+        """No worker takes more steps."""
         return self.steps
 
     def left(self, *, samples: int, steps: Sequence[int]) -> int:
@@ -265,22 +265,12 @@ class FastestSteps:
 
 
 @dataclass(frozen=True, slots=True)
-class FixedSteps:
+class FixedSteps(FastestSteps):
     """A round is over when every worker has taken ``steps`` steps, however long the slowest takes (published DiLoCo).
 
     Raises:
         OptionError: If ``steps`` is not a positive whole number.
     """
-
-    steps: int
-
-    def __post_init__(self) -> None:
-        require_whole("steps", self.steps, 1)
-
-    @property
-    def step_cap(self) -> int | None:
-        """The same for all."""
-        return self.steps
 
     def left(self, *, samples: int, steps: Sequence[int]) -> int:
         """Steps that are missing to the one who has taken fewest."""

@@ -34,21 +34,20 @@ _SHORTEST_S = 1e-9
 
 
 class RobustMean:
-    """Middle half mean of the last sixteen values, each 0 or more."""
+    """Middle half mean of the last sixteen values, each 0 or more.
+
+    Attributes:
+        mean: The estimate, or ``None`` before the first value.
+    """
 
     def __init__(self) -> None:
         self._values: deque[float] = deque(maxlen=_WINDOW)
-        self._mean: float | None = None
-
-    @property
-    def mean(self) -> float | None:
-        """The estimate, or ``None`` before the first value."""
-        return self._mean
+        self.mean: float | None = None
 
     def observe(self, value: float) -> None:
         """Take note of a value."""
         self._values.append(value)
-        if value == self._mean and self._values.count(value) == len(self._values):
+        if value == self.mean and self._values.count(value) == len(self._values):
             return  # as batch sizes mostly are
         values = list(self._values)
         before, recent = values[:-_CHANGED_AFTER], values[-_CHANGED_AFTER:]
@@ -56,7 +55,7 @@ class RobustMean:
             mean = _middle_mean(before)
             if min(recent) > mean * _CHANGED_BY or max(recent) < mean / _CHANGED_BY:
                 self._values, values = deque(recent, maxlen=_WINDOW), recent
-        self._mean = _middle_mean(values)
+        self.mean = _middle_mean(values)
 
 
 def _may_differ(before: list[float], recent: list[float]) -> bool:
