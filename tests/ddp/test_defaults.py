@@ -8,7 +8,6 @@ import pytest
 
 from lightning_bytescheduler import ByteSchedulerStrategy, DiLoCoStrategy
 from lightning_bytescheduler.ddp.tuned_fit import SHORTEST_FIT
-from lightning_bytescheduler.diloco.options import seconds_of
 from lightning_bytescheduler.diloco.round_end import FastestSteps
 from lightning_bytescheduler.failures import startup_check
 
@@ -59,7 +58,7 @@ def test_the_defaults_of_diloco(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     assert {name: getattr(options.run, name) for name in without_coordinator} == without_coordinator
     assert options.run.target == FastestSteps(100)
-    assert seconds_of(None) == 1800.0
+    assert DiLoCoStrategy(timeout=None)._longest_wait_s == 1800.0
     assert options.rounds(1800.0).quorum == 0.0  # all live, or the job ends
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from lightning_bytescheduler.diloco.batch_scheduler_thread import BatchSchedulerThread
 from lightning_bytescheduler.diloco.messages import (
     EndRound,
     JoinRounds,
@@ -28,6 +27,7 @@ from lightning_bytescheduler.diloco.messages import (
 )
 from lightning_bytescheduler.diloco.round_end import FixedSteps, RoundOptions, SampleTarget
 from lightning_bytescheduler.diloco.round_record import RoundRecord
+from lightning_bytescheduler.diloco.rounds import BatchSchedulerThread
 
 OPTIONS = RoundOptions(quorum=0.0, grace=100.0, silent_after=100.0)
 WORKERS = ("a", "b")

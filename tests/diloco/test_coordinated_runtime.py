@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -14,11 +15,11 @@ import pytest
 from torch import nn
 
 from lightning_bytescheduler.coordinator.server import CoordinatorServer
-from lightning_bytescheduler.diloco import coordinated_runtime
-from lightning_bytescheduler.diloco.coordinated_runtime import CoordinatedRuntime
+from lightning_bytescheduler.diloco import runtime as runtimes
 from lightning_bytescheduler.diloco.coordinator_address import CoordinatorAddress
 from lightning_bytescheduler.diloco.coordinator_client import CoordinatorClient
 from lightning_bytescheduler.diloco.process_groups import WorkerGroup
+from lightning_bytescheduler.diloco.runtime import CoordinatedRuntime
 from lightning_bytescheduler.exceptions import RankFailedError
 from tests.diloco.coordinated_fits import coordinator_options
 from tests.support.rank_pool import free_port
@@ -69,9 +70,12 @@ def test_a_coordinator_that_is_gone_as_soon_as_it_has_answered_is_waited_for_wit
     """What was heard of it is enough to go on with; the wait for it to come back is the session's, and has an end."""
 
     class Gone:
-        def __init__(self, *_: Any, on_welcome: Any, on_lost: Any, **__: Any) -> None:
-            on_welcome(SimpleNamespace(worker="bert", options=coordinated_runtime.RunOptions(), leads=True))
-            on_lost()
+        error = None
+
+        def __init__(self, *_: Any, **__: Any) -> None:
+            self.worker = "bert"
+            self.first: Future[Any] = Future()
+            self.first.set_result(SimpleNamespace(worker="bert", options=runtimes.RunOptions(), leads=True))
 
         def post(self, *_: Any) -> None:
             pass
@@ -82,9 +86,8 @@ def test_a_coordinator_that_is_gone_as_soon_as_it_has_answered_is_waited_for_wit
         def stop(self, _: float) -> bool:
             return True
 
-    monkeypatch.setattr(coordinated_runtime, "CoordinatorClient", Gone)
+    monkeypatch.setattr(runtimes, "CoordinatorClient", Gone)
     with beginning("http://127.0.0.1:1") as runtime:
-        monkeypatch.setattr(runtime._arrived, "wait", lambda _: pytest.fail("it waits for another word"))
         runtime.connect()
         assert (runtime.worker, runtime.leads) == ("bert", True)
 
@@ -94,6 +97,10 @@ def test_who_waits_for_an_answer_hears_what_has_ended_the_connection() -> None:
     cause = ValueError("cannot be taken in")
     welcomed, ended = threading.Event(), threading.Event()
 
+    def welcomed_as(*names: str) -> Any:
+        assert listening.wait(10)
+        return known._hello(*names)
+
     def welcome(_: object) -> None:
         waiting.append(client.start(asyncio.sleep(60)))  # a request might be answered before the connection has ended
         welcomed.set()
@@ -101,17 +108,18 @@ def test_who_waits_for_an_answer_hears_what_has_ended_the_connection() -> None:
         raise cause
 
     waiting: list[Any] = []
-    went_on = threading.Event()
+    listening, went_on = threading.Event(), threading.Event()
     with CoordinatorServer(coordinator_options(inner_steps=5)) as server, beginning(server.url) as known:
         client = CoordinatorClient(
             known._address,
-            hello=known._hello,
+            hello=welcomed_as,
             timeout=30.0,
-            on_welcome=welcome,
-            on_message=lambda _: None,
-            on_lost=lambda: None,
-            on_error=lambda _: ended.set(),
         )
+        told: Any = SimpleNamespace(
+            welcomed=welcome, receive=lambda _: None, lost=lambda: None, fail=lambda _: ended.set()
+        )
+        client.listen(told)
+        listening.set()
         try:
             assert welcomed.wait(20)
             went_on.set()

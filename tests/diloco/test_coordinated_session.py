@@ -18,10 +18,10 @@ from lightning_bytescheduler.coordinator.certificates import make_certificates
 from lightning_bytescheduler.coordinator.server import CoordinatorServer
 from lightning_bytescheduler.coordinator.state_store import StateStore
 from lightning_bytescheduler.diloco import coordinator_client
-from lightning_bytescheduler.diloco.coordinated_session import CoordinatedSession, Sent
 from lightning_bytescheduler.diloco.coordinator_protocol import LeaderAppointed
 from lightning_bytescheduler.diloco.coordinator_transport import CoordinatedExchange, CoordinatorTransport
-from lightning_bytescheduler.diloco.session import Contribution
+from lightning_bytescheduler.diloco.outer_optimizer import Contribution
+from lightning_bytescheduler.diloco.session import CoordinatedSession, Sent
 from lightning_bytescheduler.exceptions import CoordinatorError, OptionError, SchedulerTimeoutError
 from lightning_bytescheduler.serving import ServerAccess
 from tests.diloco.coordinated_fits import coordinator_options
@@ -223,7 +223,7 @@ def test_without_a_mean_a_worker_waits_after_half_of_its_round(serve: Any, monke
 def test_a_worker_merges_at_the_step_after_which_the_mean_is_there(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     is_concluded, looks = CoordinatedSession._is_concluded, [0]
 
-    def after_three(session: CoordinatedSession, sent: Sent) -> bool:
+    def after_three(session: CoordinatedSession, sent: Sent[Any]) -> bool:
         looks[0] += 1
         if looks[0] % 3:
             return False

@@ -16,9 +16,9 @@ import pytest
 from lightning_bytescheduler import DiLoCoStrategy, SliceDataModule
 from lightning_bytescheduler.coordinator.server import CoordinatorServer
 from lightning_bytescheduler.coordinator.slice_routes import SliceRoutes
-from lightning_bytescheduler.diloco.coordinated_slices import CoordinatedSlices, _CoordinatorTracker
 from lightning_bytescheduler.diloco.coordinator_client import Answer
 from lightning_bytescheduler.diloco.training_loop import CoordinatedBoundaries
+from lightning_bytescheduler.diloco.worker_slices import CoordinatedSlices, _CoordinatorTracker
 from lightning_bytescheduler.exceptions import CoordinatorError, OptionError, RankFailedError, SchedulerTimeoutError
 from lightning_bytescheduler.slices.messages import (
     Assignment,

@@ -76,16 +76,22 @@ class Worker:
             CoordinatorAddress(url=url, worker="anna"),
             hello=self._hello,
             timeout=60.0,
-            on_welcome=lambda _: None,
-            on_message=lambda _: None,
-            on_lost=lambda: None,
-            on_error=self._end,
         )
+        self.client.listen(self)
+
+    def welcomed(self, welcome: Welcome) -> None:
+        pass
+
+    def receive(self, message: object) -> None:
+        pass
+
+    def lost(self) -> None:
+        pass
 
     def _hello(self, worker: str, session: str) -> Hello:
         raise RuntimeError("There is nobody to greet.")
 
-    def _end(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
         self.error = error
         self.ended.set()
 
@@ -160,12 +166,13 @@ class Hasty:
 
 
 def test_a_connection_that_ends_with_an_answer_is_left_at_once() -> None:
-    client = Worker("http://127.0.0.1:9").client
+    worker = Worker("http://127.0.0.1:9")
+    client = worker.client
     assert client.stop(10)  # what follows is without its thread
     client._hello = lambda worker, session: Hello(  # type: ignore[method-assign]
         protocol=1, package="1", worker=worker, model=(ModelParameter(name="w", shape=(1,), dtype="float32"),)
     )
-    client._on_welcome = lambda _: client._put([LeaveRounds(worker="anna")])
+    worker.welcomed = lambda _: client._put([LeaveRounds(worker="anna")])  # type: ignore[method-assign, assignment]
     client._http = Hasty(client)  # type: ignore[assignment]
     began = time.monotonic()
     with pytest.raises(ConnectionError, match="closed the connection"):

@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_bytescheduler.compression.wire_format import WireFormat
 from lightning_bytescheduler.diloco.coordinator_protocol import UpdateReceipt, encode_frame
 from lightning_bytescheduler.diloco.coordinator_transport import CoordinatorTransport
-from lightning_bytescheduler.diloco.session import Contribution
+from lightning_bytescheduler.diloco.outer_optimizer import Contribution
 
 SIZE = 300
 

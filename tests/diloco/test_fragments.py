@@ -5,19 +5,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_bytescheduler.diloco.fragments import FragmentOptions, mix, split_fragments
+from lightning_bytescheduler.diloco.coordinator_protocol import run_options
+from lightning_bytescheduler.diloco.fragments import TrainedWeights, fragment_of, mix, split_fragments
 from lightning_bytescheduler.exceptions import OptionError
 
 
 def test_rounds_of_uneven_workers_go_through_the_fragments() -> None:
-    options = FragmentOptions(fragments=3)
-    assert [options.fragment_of(round) for round in range(1, 8)] == [0, 1, 2, 0, 1, 2, 0]
+    assert [fragment_of(round, fragments=3) for round in range(1, 8)] == [0, 1, 2, 0, 1, 2, 0]
 
 
 def test_mixing_is_for_overlap() -> None:
-    assert FragmentOptions().mixing == 0.0
-    assert FragmentOptions(overlap_steps=2).mixing == 0.5
-    assert FragmentOptions(overlap_steps="auto").mixing == 0.5
+    module = torch.nn.Linear(2, 1)
+    assert TrainedWeights(module).mixing == 0.0
+    assert TrainedWeights(module, overlaps=True).mixing == 0.5
 
 
 def test_the_mixing_formula() -> None:
@@ -58,11 +58,11 @@ def test_neighbours_go_to_different_fragments() -> None:
 )
 def test_what_is_not_allowed(options: dict, reason: str) -> None:
     with pytest.raises(OptionError, match=reason):
-        FragmentOptions(**options)
+        run_options(**options)
 
 
 def test_what_does_not_fit_together() -> None:
     with pytest.raises(OptionError, match="fragments must be 2 at most"):
         split_fragments({"a": 1, "b": 1}, 3)
     with pytest.raises(OptionError, match="round"):
-        FragmentOptions().fragment_of(0)
+        fragment_of(0, fragments=1)

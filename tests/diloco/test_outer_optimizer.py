@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_bytescheduler.diloco.fragments import FragmentOptions, TrainedWeights
+from lightning_bytescheduler.diloco.fragments import TrainedWeights
 from lightning_bytescheduler.diloco.outer_optimizer import OuterOptimizer, OuterState, pseudo_gradient
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 from tests.support.plain_mean import PlainMean
@@ -208,16 +208,14 @@ def test_what_does_not_fit_is_not_stepped(merged) -> None:
 def test_an_optimizer_that_would_not_step_the_weights(factory: Any, says: str) -> None:
     with pytest.raises(OptionError, match=rf"^factory=.*{says}"):
         OuterOptimizer(weights_of(model()), factory=factory)
-    trained = TrainedWeights(model(), FragmentOptions())
+    trained = TrainedWeights(model())
     with pytest.raises(OptionError, match=rf"^outer_optimizer=.*{says}"):
         OuterState(trained, weighting="samples", lr=None, momentum=None, factory=factory)
 
 
 def test_a_worker_that_has_diverged_is_not_averaged() -> None:
     module = model()
-    state = OuterState(
-        TrainedWeights(module, FragmentOptions()), weighting="samples", lr=None, momentum=None, factory=None
-    )
+    state = OuterState(TrainedWeights(module), weighting="samples", lr=None, momentum=None, factory=None)
     state.count(samples=4, tokens=0)
     for value, says in ((torch.nan, "is infinite or NaN"), (1e15, r"has changed by 1\.0e\+15 in one round")):
         with torch.no_grad():

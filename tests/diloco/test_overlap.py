@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_bytescheduler.diloco.fragments import FragmentOptions, Overlap, TrainedWeights
+from lightning_bytescheduler.diloco.fragments import Overlap, TrainedWeights
 from lightning_bytescheduler.diloco.messages import Message, RoundEnded, SendNow, StartRound, TrainingOver
-from lightning_bytescheduler.diloco.outer_optimizer import OuterState
+from lightning_bytescheduler.diloco.outer_optimizer import Contribution, OuterState
 from lightning_bytescheduler.diloco.process_groups import WorkerGroup
-from lightning_bytescheduler.diloco.session import Contribution, LeadingSession, WorkerSession
+from lightning_bytescheduler.diloco.session import LeadingSession, WorkerSession
 from lightning_bytescheduler.exceptions import OptionError, SchedulerTimeoutError
 
 AUTO = Overlap(steps="auto")
@@ -43,8 +43,8 @@ class Kept:
         self.posted: list[Message] = []
         self.started: list[Sending] = []
 
-    def post(self, message: Message) -> None:
-        self.posted.append(message)
+    def post(self, *messages: Message) -> None:
+        self.posted += messages
 
     def start(self, contribution: Contribution) -> Sending:
         self.started.append(Sending(contribution))
@@ -106,7 +106,7 @@ class Worker:
 
     @property
     def weights(self) -> list[Tensor]:
-        return [value.clone() for value in self.session._state.weights.values()]
+        return [value.clone() for value in self.session.state.weights.values()]
 
 
 def model() -> nn.Module:
@@ -115,7 +115,7 @@ def model() -> nn.Module:
 
 
 def trained(module: nn.Module, fragments: int = 1) -> TrainedWeights:
-    return TrainedWeights(module, FragmentOptions(fragments=fragments, overlap_steps="auto"))
+    return TrainedWeights(module, fragments=fragments, overlaps=True)
 
 
 def mean_of(sent: Sequence[Sending]) -> tuple[Tensor, int]:

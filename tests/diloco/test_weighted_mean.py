@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lightning_bytescheduler.compression import dense
 from lightning_bytescheduler.compression.wire_format import WireFormat
 from lightning_bytescheduler.diloco import weighted_mean
-from lightning_bytescheduler.diloco.weighted_mean import pseudo_gradient_weight, require_weighting
+from lightning_bytescheduler.diloco.weighted_mean import pseudo_gradient_weight
 from lightning_bytescheduler.exceptions import OptionError
 from tests.support.plain_mean import PlainMean
 
@@ -221,4 +221,4 @@ def test_tokens_that_nobody_counted() -> None:
 
 def test_what_is_no_weighting() -> None:
     with pytest.raises(OptionError, match=r"weighting='loss' is not allowed.*'samples', 'tokens', 'uniform'"):
-        require_weighting("weighting", "loss")
+        pseudo_gradient_weight("loss", samples=1)

@@ -10,8 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_bytescheduler.diloco.worker_restart import KeptStates, StateCollection, StateService
-from lightning_bytescheduler.diloco.worker_state import Moment
+from lightning_bytescheduler.diloco.worker_restart import KeptStates, Moment, StateCollection, StateService
 
 BEGUN, HALTED = Moment(3, halted=False), Moment(3, halted=True)
 

@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
 from torch import nn
 
-from lightning_bytescheduler.diloco.worker_state import put_back
+from lightning_bytescheduler.diloco.worker_restart import put_back
 
 
 class _Normed(LightningModule):

@@ -36,6 +36,7 @@ from lightning_bytescheduler.diloco.coordinator_protocol import (
     Welcome,
     chain_after,
 )
+from lightning_bytescheduler.diloco.fragments import fragment_of
 from lightning_bytescheduler.diloco.messages import (
     EndRound,
     JoinRounds,
@@ -426,7 +427,7 @@ class Run:
 
     def fragment_of(self, round: int) -> int:
         """Which fragment a round synchronises."""
-        return self.options.run.fragment_options.fragment_of(round)
+        return fragment_of(round, fragments=self.options.run.fragments)
 
     def _staleness(self, offer: Offer, into: int) -> int:
         return staleness(offer.round, into=into, fragments=self.options.run.fragments)

@@ -8,8 +8,9 @@ accepted) ends the client with the coordinator's own words.
 Of messages, one frame at a time is on its way, and the next one has all that was said meanwhile: of a worker's reports
 the last, which has the sums of all before it, and its measurements as one.
 
-Whoever calls from another thread gets a ``concurrent.futures.Future``, and is called back on this thread. No lock is
-held while calling back.
+Whoever calls from another thread gets a ``concurrent.futures.Future``. What comes is told to a listener on this thread;
+before there is one, it is kept. The lock that is held meanwhile is taken by no other thread but the one that listens,
+before it does.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from lightning_bytescheduler.checks import importing
 from lightning_bytescheduler.diloco.coordinator_address import CoordinatorAddress
@@ -84,6 +85,22 @@ class Answer:
         return self.body[:500].decode("utf-8", "replace").strip() or f"status {self.status}"
 
 
+class Listener(Protocol):
+    """What is told what comes over the connection."""
+
+    def welcomed(self, welcome: Welcome) -> None:
+        """There is a connection."""
+
+    def receive(self, message: FromCoordinator | FromWorker) -> None:
+        """The coordinator says something."""
+
+    def lost(self) -> None:
+        """There is no connection any more."""
+
+    def fail(self, error: BaseException) -> None:
+        """There will be none; once."""
+
+
 class CoordinatorClient:
     """The connection.
 
@@ -92,13 +109,11 @@ class CoordinatorClient:
         hello: Makes what this worker says of itself, for each connection: called with the name and the session that
             the last coordinator gave.
         timeout: Seconds that the first connection is tried for.
-        on_welcome: Called with each :class:`Welcome`.
-        on_message: Called with each message.
-        on_lost: Called when the connection is lost.
-        on_error: Called with what ends the client; once.
 
     Attributes:
         worker: This worker's name, as the coordinator has it; its own wish before.
+        first: The first welcome, or what has ended the client before.
+        error: What has ended it.
     """
 
     def __init__(
@@ -107,10 +122,6 @@ class CoordinatorClient:
         *,
         hello: Callable[[str, str], Hello],
         timeout: float,
-        on_welcome: Callable[[Welcome], None],
-        on_message: Callable[[FromCoordinator | FromWorker], None],
-        on_lost: Callable[[], None],
-        on_error: Callable[[BaseException], None],
     ) -> None:
         with importing("DiLoCoStrategy(coordinator=...)", extra="coordinator"):
             import aiohttp
@@ -121,29 +132,36 @@ class CoordinatorClient:
         self._tls = address.tls()
         self._hello = hello
         self._timeout = timeout
-        self._on_welcome, self._on_message, self._on_lost, self._on_error = on_welcome, on_message, on_lost, on_error
+        self.first: Future[Welcome] = Future()
+        self.error: BaseException | None = None
+        self._telling = threading.Lock()
+        self._listener: Listener | None = None
+        self._untold: list[tuple[str, tuple[Any, ...]]] = []
         self._loop = asyncio.new_event_loop()
         # What follows is the thread's.
         self._session = ""
         self._lease = _READ_S
         self._url = address.url
-        self._welcomed = False  # at least once
         self._connected = asyncio.Event()
         self._stopping = asyncio.Event()
-        self._error: BaseException | None = None
         self._outbox: list[FromWorker | FromCoordinator] = []
         self._changed = asyncio.Event()  # something to send, or something heard
         self._sent = self._answered = self._heard = 0
-        self._tasks: set[asyncio.Task[Any]] = set()
-        # Of any thread. Work is entered before the loop hears of it, and whoever takes it out runs or refuses it: the
-        # loop, the thread after it has closed the loop, or else start(), which the closed loop refuses.
-        self._asked: dict[Future[Any], Callable[[], None]] = {}
-        self._http: aiohttp.ClientSession | None = None
+        self._ended = threading.Event()  # no work enters the loop any more
+        self._entering = threading.Lock()
+        self._http: aiohttp.ClientSession  # once it lives
         self._thread = threading.Thread(target=self._run, name=_THREAD, daemon=True)
         self._thread.start()
         atexit.register(self.stop, 0.5)
 
     # ------------------------------------------------------------------ for other threads
+
+    def listen(self, listener: Listener) -> None:
+        """Have what comes told to a listener, and first what has come so far; once."""
+        with self._telling:
+            self._listener = listener
+            for event, values in self._untold:
+                getattr(listener, event)(*values)
 
     def post(self, *messages: FromWorker | FromCoordinator) -> None:
         """Have messages sent, if there is a connection; at once, never blocks. Those of a lost one are lost with it."""
@@ -151,30 +169,15 @@ class CoordinatorClient:
 
     def start(self, work: Coroutine[Any, Any, _T]) -> Future[_T]:
         """Run a coroutine on the thread; its future fails with what ends the client, or is cancelled when it stops."""
+        with self._entering:
+            if not self._ended.is_set():
+                return asyncio.run_coroutine_threadsafe(self._carry_out(work), self._loop)
+        work.close()
         future: Future[_T] = Future()
-
-        def refuse() -> None:
-            work.close()
-            if self._error is None or not future.set_running_or_notify_cancel():
-                future.cancel()
-            else:
-                future.set_exception(self._error)
-
-        def begin() -> None:
-            del self._asked[future]
-            if self._stopping.is_set():
-                return refuse()
-            task = self._loop.create_task(work)
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-            task.add_done_callback(lambda done: _hand_over(done, future, self._error))
-            future.add_done_callback(lambda done: done.cancelled() and self._call(task.cancel))
-
-        self._asked[future] = refuse
-        if not self._call(begin):
-            left = self._asked.pop(future, None)
-            if left is not None:
-                left()
+        if self.error is None:
+            future.cancel()
+        else:
+            future.set_exception(self.error)
         return future
 
     async def request(
@@ -199,7 +202,9 @@ class CoordinatorClient:
             pause = _pause(tries)
             tries += 1
             try:
-                answer = await self._request_once(method, path, headers or {}, body)
+                own = {SESSION_HEADER: self._session, **(headers or {})}
+                async with self._http.request(method, self._url + path, headers=own, data=body) as found:
+                    answer = Answer(found.status, found.headers.copy(), await found.read())
             except (self._aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
                 log.debug("coordinator: %s %s failed: %s", method, path, error)
             else:
@@ -224,35 +229,50 @@ class CoordinatorClient:
             Whether the thread ended within ``timeout`` seconds.
         """
         atexit.unregister(self.stop)
+        self.first.cancel()
         self._call(self._stopping.set)
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
-    def _call(self, function: Callable[..., Any], *arguments: Any) -> bool:
-        try:
+    def _call(self, function: Callable[..., Any], *arguments: Any) -> None:
+        with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(function, *arguments)
-        except RuntimeError:  # the loop is closed
-            return False
-        return True
 
     # ------------------------------------------------------------------ the thread
+
+    def _tell(self, event: str, *values: Any) -> None:
+        with self._telling:
+            if self._listener is None:
+                self._untold.append((event, values))
+            else:
+                getattr(self._listener, event)(*values)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_until_complete(self._live())
         except BaseException as error:
-            self._error = error
+            self.error = error
         finally:
             try:
-                if self._error is not None:
-                    self._on_error(self._error)
+                if self.error is not None:
+                    with suppress(InvalidStateError):
+                        self.first.set_exception(self.error)
+                    self._tell("fail", self.error)
             finally:
+                with self._entering:
+                    self._ended.set()
+                self._loop.run_until_complete(_end_others())
                 self._loop.run_until_complete(self._loop.shutdown_asyncgens())
                 self._loop.close()
-                with suppress(KeyError):
-                    while True:
-                        self._asked.popitem()[1]()
+
+    async def _carry_out(self, work: Coroutine[Any, Any, _T]) -> _T:
+        try:
+            return await work
+        except asyncio.CancelledError:
+            if self.error is not None:
+                raise self.error from None
+            raise
 
     async def _live(self) -> None:
         timeout = self._aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=_READ_S)
@@ -266,13 +286,10 @@ class CoordinatorClient:
             try:
                 await asyncio.wait([ended, life], return_when=asyncio.FIRST_COMPLETED)
                 if life.done():
-                    self._error = life.exception()
+                    self.error = life.exception()
                     self._stopping.set()
             finally:
-                tasks = [ended, life, *self._tasks]
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+                await _end_others()
 
     async def _stay_connected(self) -> None:
         began = time.monotonic()
@@ -293,7 +310,7 @@ class CoordinatorClient:
             ) as error:
                 self._require_hope(error)
                 last = f"{error}" or type(error).__name__
-                if not self._welcomed and not warned and time.monotonic() - began >= _QUIET_S:
+                if not self.first.done() and not warned and time.monotonic() - began >= _QUIET_S:
                     warned = True
                     log.warning(
                         "No coordinator answers at %s so far (%s). It is tried for %.0f s in all. Start it with "
@@ -310,9 +327,9 @@ class CoordinatorClient:
                 self._connected.clear()
                 self._outbox.clear()
                 if was_connected:
-                    self._on_lost()
+                    self._tell("lost")
             failed = 0 if was_connected and time.monotonic() - before > _LONGEST_S else failed + 1
-            if not self._welcomed and time.monotonic() - began >= self._timeout:
+            if not self.first.done() and time.monotonic() - began >= self._timeout:
                 raise SchedulerTimeoutError(
                     f"No coordinator answered at {self._url} for {self._timeout:.0f} s ({last}). "
                     f"Start it with 'lightning-bytescheduler coordinator', or raise the strategy's timeout.{hint}"
@@ -320,8 +337,6 @@ class CoordinatorClient:
             await asyncio.sleep(_pause(failed - 1))
 
     async def _connection(self) -> None:
-        if self._http is None:
-            raise RuntimeError("Cannot connect: the client has not begun.")
         async with self._http.ws_connect(self._url + WORKER_PATH, max_msg_size=_FRAME_BYTES, heartbeat=None) as socket:
             await asyncio.wait_for(socket.send_str(encode_frame(self._hello(self.worker, self._session))), _CONNECT_S)
             answer = await asyncio.wait_for(self._next_frame(socket), _CONNECT_S)
@@ -332,10 +347,11 @@ class CoordinatorClient:
             self._session, self.worker = answer.session, answer.worker
             self._lease = max(answer.lease, 0.1)
             self._sent = self._answered = self._heard = 0
-            self._welcomed = True
             self._outbox.clear()
             self._connected.set()
-            self._on_welcome(answer)
+            with suppress(InvalidStateError):
+                self.first.set_result(answer)
+            self._tell("welcomed", answer)
             sides = [asyncio.ensure_future(self._speak(socket)), asyncio.ensure_future(self._listen(socket))]
             try:
                 done, _ = await asyncio.wait(sides, return_when=asyncio.FIRST_COMPLETED)
@@ -379,7 +395,7 @@ class CoordinatorClient:
             self._answered = max(self._answered, frame.heard)
             self._changed.set()
             for message in frame.messages:
-                self._on_message(message)
+                self._tell("receive", message)
 
     async def _next_frame(self, socket: Any) -> Any:
         message = await socket.receive()
@@ -389,13 +405,6 @@ class CoordinatorClient:
             raise ConnectionError(f"the connection broke: {socket.exception()}")
         reason = message.extra if isinstance(message.extra, str) else ""
         raise ConnectionError(f"the coordinator closed the connection ({reason or 'without a reason'})")
-
-    async def _request_once(self, method: str, path: str, headers: Mapping[str, str], body: Any) -> Answer:
-        if self._http is None:
-            raise RuntimeError("Cannot send a request: the client has not begun.")
-        own = {SESSION_HEADER: self._session}
-        async with self._http.request(method, self._url + path, headers={**own, **headers}, data=body) as answer:
-            return Answer(answer.status, answer.headers.copy(), await answer.read())
 
     async def _until_heard(self) -> bool:
         while self._connected.is_set() and (self._outbox or self._answered < self._sent):
@@ -418,7 +427,7 @@ class CoordinatorClient:
                 f"{where} does not accept this worker's token, or the lack of one (status {status}). Put the token "
                 "into a file and give coordinator={...} that as token_file, or into BYTESCHEDULER_COORDINATOR_TOKEN."
             ) from None
-        if status in _NO_COORDINATOR and not self._welcomed:
+        if status in _NO_COORDINATOR and not self.first.done():
             raise CoordinatorError(
                 f"{where} is none that this version knows: it answers with status {status} at {WORKER_PATH}."
             ) from None
@@ -430,7 +439,7 @@ class CoordinatorClient:
                     "authority that has signed it, as in coordinator={'url': ..., 'authority': FILE}."
                 ) from None
             reason = getattr(cause, "reason", None) or ""  # aiohttp's error of that kind has none
-            if isinstance(cause, ssl.SSLError) and ("ALERT" in reason or not self._welcomed):
+            if isinstance(cause, ssl.SSLError) and ("ALERT" in reason or not self.first.done()):
                 raise CoordinatorError(
                     f"There is no TLS connection to {self._url}: {reason or cause}. Check that the coordinator "
                     "serves with TLS (else its address begins with http://), and that it accepts "
@@ -459,12 +468,10 @@ def _causes(error: BaseException | None) -> list[BaseException]:
     return found
 
 
-def _hand_over(task: asyncio.Task[_T], future: Future[_T], ended: BaseException | None) -> None:
-    if not future.set_running_or_notify_cancel():
-        return
-    if task.cancelled():
-        future.set_exception(ended or ConnectionError("The connection to the coordinator was closed."))
-    elif (error := task.exception()) is not None:
-        future.set_exception(error)
-    else:
-        future.set_result(task.result())
+async def _end_others() -> None:
+    """End all tasks of the loop but this one, also those that have entered it and not begun."""
+    await asyncio.sleep(0)
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

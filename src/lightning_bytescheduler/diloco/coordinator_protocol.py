@@ -38,10 +38,10 @@ import msgspec
 from lightning_bytescheduler.checks import require_bool, require_one_of, require_positive, require_share, require_whole
 from lightning_bytescheduler.compression.wire_format import WIRE_DTYPES, WireFormat
 from lightning_bytescheduler.diloco import messages
-from lightning_bytescheduler.diloco.fragments import FragmentOptions, Overlap, OverlapSteps
+from lightning_bytescheduler.diloco.fragments import Overlap, OverlapSteps
 from lightning_bytescheduler.diloco.outer_optimizer import SPARSE_DEFAULTS
 from lightning_bytescheduler.diloco.round_end import INNER_STEPS, FastestSteps, FixedSteps, RoundTarget, SampleTarget
-from lightning_bytescheduler.diloco.weighted_mean import require_weighting
+from lightning_bytescheduler.diloco.weighted_mean import WEIGHTINGS
 from lightning_bytescheduler.exceptions import OptionError
 
 PROTOCOL = 1
@@ -90,10 +90,6 @@ _Shape: TypeAlias = Annotated[tuple[_Count, ...], msgspec.Meta(max_length=64)]
 _Option: TypeAlias = Annotated[str, msgspec.Meta(max_length=100)]
 _Scalar: TypeAlias = Annotated[str, msgspec.Meta(max_length=200)] | int | float | bool | None
 _MOST_PARAMETERS = 2**17
-
-
-class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag=True):
-    pass
 
 
 def update_path(round: int, fragment: int) -> str:
@@ -179,11 +175,6 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """When workers merge."""
         return Overlap(steps=self.overlap_steps, inner_steps=self.inner_steps)
 
-    @property
-    def fragment_options(self) -> FragmentOptions:
-        """How the model is synchronised."""
-        return FragmentOptions(fragments=self.fragments, overlap_steps=self.overlap_steps)
-
 
 def run_options(**given: Any) -> RunOptions:
     """What all workers have in common, checked.
@@ -208,8 +199,9 @@ def run_options(**given: Any) -> RunOptions:
     options = RunOptions(**{**defaults, **chosen, "wire_dtype": wire.name})
     require_positive("outer_lr", options.outer_lr)
     require_share("outer_momentum", options.outer_momentum)
-    require_weighting("weighting", options.weighting)
-    _ = options.fragment_options, options.overlap  # each checks what it is made of
+    require_one_of("weighting", options.weighting, WEIGHTINGS)
+    require_whole("fragments", options.fragments, 1)
+    _ = options.overlap  # checks what it is made of
     return options
 
 
@@ -228,7 +220,7 @@ def wire_named(option: str, name: str) -> WireFormat:
         raise OptionError(option, name, "sparse with a density above 0 and at most 1, as 'sparse:0.01'") from error
 
 
-class Hello(_Message, frozen=True, kw_only=True):
+class Hello(messages.AnyMessage, frozen=True, kw_only=True):
     """A worker wants to take part, or is back.
 
     Attributes:
@@ -248,13 +240,13 @@ class Hello(_Message, frozen=True, kw_only=True):
     worker: _Name
     session: _Session = ""
     model: Annotated[tuple[ModelParameter, ...], msgspec.Meta(max_length=_MOST_PARAMETERS)]
-    options: Annotated[dict[_Option, _Scalar], msgspec.Meta(max_length=64)] = {}
+    options: Annotated[dict[_Option, _Scalar], msgspec.Meta(max_length=64)] = msgspec.field(default_factory=dict)
     ranks: Annotated[int, msgspec.Meta(ge=1, le=2**20)] = 1
     version: _Count = 0
     chain: _Chain = "0" * 32
 
 
-class Welcome(_Message, frozen=True, kw_only=True):
+class Welcome(messages.AnyMessage, frozen=True, kw_only=True):
     """The worker is one of the run.
 
     Attributes:
@@ -280,7 +272,7 @@ class Welcome(_Message, frozen=True, kw_only=True):
     leads: bool = False
 
 
-class Refusal(_Message, frozen=True, kw_only=True):
+class Refusal(messages.AnyMessage, frozen=True, kw_only=True):
     """The worker cannot take part, and trying again would not help.
 
     Attributes:
@@ -293,19 +285,19 @@ class Refusal(_Message, frozen=True, kw_only=True):
 # ── Beside the messages of the rounds ───────────────────────────────────────────────────────────
 
 
-class PauseRounds(_Message, frozen=True, kw_only=True):
+class PauseRounds(messages.AnyMessage, frozen=True, kw_only=True):
     """The worker does something else, such as validating: it lives, and is not counted on until ``ResumeRounds``."""
 
     worker: _Name
 
 
-class ResumeRounds(_Message, frozen=True, kw_only=True):
+class ResumeRounds(messages.AnyMessage, frozen=True, kw_only=True):
     """The worker is back from a pause, and joins in as soon as it can."""
 
     worker: _Name
 
 
-class LeaderAppointed(_Message, frozen=True, kw_only=True):
+class LeaderAppointed(messages.AnyMessage, frozen=True, kw_only=True):
     """Who validates, logs and saves for all from now on.
 
     Attributes:
@@ -315,7 +307,7 @@ class LeaderAppointed(_Message, frozen=True, kw_only=True):
     worker: _Name
 
 
-class UpdateReceipt(_Message, frozen=True, kw_only=True):
+class UpdateReceipt(messages.AnyMessage, frozen=True, kw_only=True):
     """What became of an update.
 
     Attributes:
@@ -332,7 +324,7 @@ FromWorker: TypeAlias = messages.Message | PauseRounds | ResumeRounds
 FromCoordinator: TypeAlias = messages.Message | LeaderAppointed
 
 
-class Batch(_Message, frozen=True, kw_only=True):
+class Batch(messages.AnyMessage, frozen=True, kw_only=True):
     """One frame of a worker's WebSocket, either way.
 
     Attributes:

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -37,14 +38,14 @@ from lightning_bytescheduler.diloco.coordinator_protocol import (
     TOKENS_HEADER,
     TOTAL_HEADER,
     VERSION_HEADER,
+    FromWorker,
     UpdateReceipt,
     Welcome,
     chain_after,
     update_path,
 )
-from lightning_bytescheduler.diloco.messages import Message
+from lightning_bytescheduler.diloco.outer_optimizer import Contribution
 from lightning_bytescheduler.diloco.outer_timeline import OuterTimeline
-from lightning_bytescheduler.diloco.session import Contribution
 from lightning_bytescheduler.exceptions import CoordinatorError, SchedulerTimeoutError
 
 log = logging.getLogger(__name__)
@@ -61,15 +62,8 @@ _WRONG_WEIGHTS = (413, 422)
 _CODEC = "bytescheduler-coordinator-codec"
 
 
-@dataclass(frozen=True, slots=True)
-class CatchUp:
-    """There is no mean for the worker now: it has to look where the others are.
-
-    Attributes:
-        reason: In words.
-    """
-
-    reason: str
+class AwayError(Exception):
+    """There is no coordinator now, or none that knows what is asked for: the worker goes on alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,21 +78,6 @@ class Mean:
 
     values: Tensor
     total: int
-    chain: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FetchedState:
-    """The global state.
-
-    Attributes:
-        payload: As ``outer_optimizer`` reads it.
-        version: Of the weights.
-        chain: Of the weights.
-    """
-
-    payload: bytes
-    version: int
     chain: str
 
 
@@ -121,6 +100,8 @@ class CoordinatorTransport:
         version: Of the global weights here.
         chain: Of the same.
         ended: The last round that is known to have ended.
+        wire: As given.
+        residuals: What was left out of updates that count, by fragment; replaced, never changed.
     """
 
     def __init__(
@@ -141,14 +122,13 @@ class CoordinatorTransport:
         self.connected = False
         self.welcome: Welcome | None = None
         self.provides = False
-        self.realign = False
+        self.realign = True
         self.version = 0
         self.chain = START
         self.ended = 0
-        self._wire = wire
+        self.wire = wire
         self._sizes = sizes
-        # What was left out of updates that count, by fragment; replaced, never changed.
-        self._residuals: dict[int, Tensor] = {}
+        self.residuals: dict[int, Tensor | None] = {}
         self._codec = ThreadPoolExecutor(1, thread_name_prefix=_CODEC)
         self._coding: Future[Any] | None = None  # the last that it was given
         self._means: dict[int, Future[Mean | None]] = {}
@@ -175,10 +155,6 @@ class CoordinatorTransport:
         """Whether the coordinator has gone back behind this worker: to a state from before its last round."""
         return self.realign and self.version > self.ended
 
-    def lost(self) -> None:
-        """There is none any more. Called with the lock held."""
-        self.connected = False
-
     def round_ended(self, round: int) -> None:
         """A round has ended: fetch its mean, if it is the next one here. Called with the lock held."""
         self.ended = max(self.ended, round)
@@ -187,15 +163,15 @@ class CoordinatorTransport:
 
     # ------------------------------------------------------------------ the training thread: updates
 
-    def post(self, message: Message) -> None:
-        """Send a message to the coordinator; at once, never blocks."""
-        self.client.post(message)
+    def post(self, *messages: FromWorker) -> None:
+        """Send messages to the coordinator; at once, never blocks."""
+        self.client.post(*messages)
 
     def start(self, contribution: Contribution) -> CoordinatedExchange:
         """Begin to encode and upload an update, until there is an answer."""
-        encoded = _Encoded()
-        receipt = self._start(self._upload(contribution, encoded))
-        return CoordinatedExchange(self, contribution, receipt, encoded)
+        exchange = CoordinatedExchange(self, contribution)
+        exchange.uploading = self._start(self._upload(contribution, exchange))
+        return exchange
 
     def abort(self, cause: BaseException) -> None:
         """Fail whatever is waited for, now and later. For any thread."""
@@ -231,8 +207,8 @@ class CoordinatorTransport:
         timeout: float,
         *,
         meanwhile: Callable[[], None] = lambda: None,
-    ) -> bool:
-        """Wait until something is so; returns whether it is, or the connection is lost.
+    ) -> None:
+        """Wait until something is so.
 
         Args:
             ready: Called with the lock held.
@@ -241,61 +217,42 @@ class CoordinatorTransport:
             meanwhile: Called about once a second of waiting, with the lock held.
 
         Raises:
+            AwayError: If the connection is lost.
             SchedulerTimeoutError: If it is not in time.
         """
-        began = asked = time.monotonic()
-        since = self.timeline.now()
-        with self.changed:
-            while not ready():
-                self.check()
-                if not self.connected:
-                    return False
-                now = time.monotonic()
-                waited = now - began
-                if now - asked >= _SLICE_S:
-                    asked = now
-                    meanwhile()
-                if waited >= timeout:
-                    raise SchedulerTimeoutError(
-                        f"{self.client.worker} waited {waited:.0f} s for {what}, and the coordinator is there. Raise "
-                        "the strategy's timeout if the other workers may take longer."
-                    )
-                self.changed.wait(min(_SLICE_S, timeout - waited))
-        self.timeline.waiting(what, since)
-        return True
+        asked = time.monotonic()
 
-    def await_connection(self, timeout: float) -> None:
-        """Wait until there is a connection.
+        def goes_on() -> bool:
+            nonlocal asked
+            self.check()
+            if time.monotonic() - asked >= _SLICE_S:
+                asked = time.monotonic()
+                meanwhile()
+            return self.connected
 
-        Raises:
-            SchedulerTimeoutError: If there is none in time.
-        """
-        began = time.monotonic()
-        with self.changed:
-            while not self.connected:
-                self.check()
-                if time.monotonic() - began >= timeout:
-                    raise SchedulerTimeoutError(
-                        f"{self.client.worker} has lost the coordinator for {timeout:.0f} s, before its first round. "
-                        "Raise the strategy's timeout if it may be away for longer."
-                    )
-                self.changed.wait(_SLICE_S)
+        if not self.timeline.wait_until(self.changed, ready, what, timeout=timeout, goes_on=goes_on):
+            raise AwayError
 
     def has_mean(self, round: int) -> bool:
         """Whether a round has ended and its mean is here, or cannot be had. Called with the lock held."""
         return self.ended >= round and (round != self.version + 1 or self._mean(round).done())
 
-    def mean(self, round: int, timeout: float) -> Mean | CatchUp:
-        """The mean of the round after this worker's version, once it has ended."""
+    def mean(self, round: int, timeout: float) -> Mean | None:
+        """The mean of the round after this worker's version, once it has ended; ``None`` to take the state instead.
+
+        Raises:
+            AwayError: If the connection is lost.
+        """
         with self.changed:
             future = self._mean(round)
-        if not self.wait(lambda: future.done() or self.realign, f"the mean of round {round}", timeout):
-            return CatchUp("the coordinator is away")
-        if not future.done() or future.cancelled():
-            return CatchUp("the coordinator has other weights")
-        mean = future.result()
+        self.wait(lambda: future.done() or self.realign, f"the mean of round {round}", timeout)
+        mean = future.result() if future.done() and not future.cancelled() else None
         if mean is None:
-            return CatchUp(f"the mean of round {round} is kept no longer, or does not follow the weights here")
+            with self.changed:
+                if not self.connected:
+                    raise AwayError
+                self.realign = True
+            log.info("%s takes the global state: no mean of round %d follows its weights", self.client.worker, round)
         return mean
 
     def took(self, round: int, mean: Mean) -> None:
@@ -304,27 +261,26 @@ class CoordinatorTransport:
             self.version, self.chain = round, mean.chain
             self._means = {number: one for number, one in self._means.items() if number > round}
 
-    def fetch_state(self, timeout: float) -> FetchedState | CatchUp:
-        """The global state as it is now."""
-        future = self._start(self._state())
-        if not self.wait(future.done, "the global weights", timeout):
-            future.cancel()
-            return CatchUp("the coordinator is away")
-        return future.result()
-
-    def provide(self, payload: bytes, timeout: float) -> bool:
-        """Send this worker's weights as the first ones; returns whether there are some now.
+    def fetch_state(self, timeout: float) -> tuple[bytes, int, str]:
+        """The global state as it is now, as ``outer_optimizer`` reads it; its version and its chain.
 
         Raises:
+            AwayError: If the connection is lost.
+        """
+        return self._answer(self._state(), "the global weights", timeout)
+
+    def provide(self, payload: bytes, timeout: float) -> None:
+        """Send this worker's weights as the first ones.
+
+        Raises:
+            AwayError: If the connection is lost, or there are still none.
             CoordinatorError: If they are refused for what is in them.
         """
-        future = self._start(self._provide(payload))
-        if not self.wait(future.done, "the answer to the first weights", timeout):
-            future.cancel()
-            return False
+        there = self._answer(self._provide(payload), "the answer to the first weights", timeout)
         with self.changed:
-            self.provides = not future.result()
-        return not self.provides
+            self.provides = not there
+        if not there:
+            raise AwayError
 
     def aligned(self, version: int, chain: str) -> None:
         """This worker has the weights of that version."""
@@ -339,6 +295,14 @@ class CoordinatorTransport:
         future = self.client.start(work)
         future.add_done_callback(self._notify)
         return future
+
+    def _answer(self, work: Coroutine[Any, Any, _T], what: str, timeout: float) -> _T:
+        future = self._start(work)
+        try:
+            self.wait(future.done, what, timeout)
+        finally:
+            future.cancel()  # what is done stays so
+        return future.result()
 
     def _notify(self, _: object) -> None:
         with self.changed:
@@ -376,12 +340,12 @@ class CoordinatorTransport:
         if self._digest(body) != digest:
             raise CoordinatorError(f"The mean of fragment {fragment} was damaged on its way.")
         payload = torch.frombuffer(bytearray(body), dtype=torch.uint8)
-        mean = self._wire.of_means.decode(payload, self._sizes[fragment])
+        mean = self.wire.of_means.decode(payload, self._sizes[fragment])
         self.timeline.coded("decode", began, lane="codec")
         return mean
 
-    async def _upload(self, contribution: Contribution, encoded: _Encoded) -> UpdateReceipt | None:
-        body, digest = await self._coded(self._encode, contribution, encoded)
+    async def _upload(self, contribution: Contribution, exchange: CoordinatedExchange) -> UpdateReceipt | None:
+        body, digest = await self._coded(self._encode, contribution, exchange)
         path = update_path(contribution.round, contribution.fragment)
         headers = {
             DIGEST_HEADER: digest,
@@ -409,38 +373,26 @@ class CoordinatorTransport:
             log.info("coordinator: the pseudo-gradient of round %d: %s", contribution.round, receipt.verdict)
         return receipt
 
-    def _encode(self, contribution: Contribution, encoded: _Encoded) -> tuple[bytes, str]:
+    def _encode(self, contribution: Contribution, exchange: CoordinatedExchange) -> tuple[bytes, str]:
         began = self.timeline.now()
         place = f"{contribution.worker} {contribution.round} {contribution.fragment}"
         seed = int.from_bytes(hashlib.blake2b(place.encode(), digest_size=7).digest(), "big")
         residual = None
-        if self._wire.keeps_residuals and contribution.samples:
-            known = self._residuals.get(contribution.fragment)
+        if self.wire.keeps_residuals and contribution.samples:
+            known = self.residuals.get(contribution.fragment)
             residual = torch.zeros_like(contribution.pseudo_gradient) if known is None else known.clone()
-        body = self._wire.encode(contribution.pseudo_gradient, seed=seed, residual=residual).numpy().tobytes()
-        encoded.residual = residual
+        body = self.wire.encode(contribution.pseudo_gradient, seed=seed, residual=residual).numpy().tobytes()
+        exchange.residual = residual
         digest = self._digest(body)
         self.timeline.coded("encode", began, lane="codec")
         return body, digest
 
-    def keep_residual(self, fragment: int, residual: Tensor | None) -> None:
-        """Send later what was left out of an update; ``None`` if that is not known."""
-        if residual is None:
-            self._residuals.pop(fragment, None)
-        else:
-            self._residuals[fragment] = residual
-
-    @property
-    def keeps_residuals(self) -> bool:
-        """Whether what is left out of an update is sent later."""
-        return self._wire.keeps_residuals
-
-    async def _state(self) -> FetchedState:
+    async def _state(self) -> tuple[bytes, int, str]:
         while True:
             answer = await self.client.request("GET", STATE_PATH)
             if answer.status == 200:
                 version = int(answer.headers.get(VERSION_HEADER, "0"))
-                return FetchedState(payload=answer.body, version=version, chain=answer.headers.get(CHAIN_HEADER, START))
+                return answer.body, version, answer.headers.get(CHAIN_HEADER, START)
             log.debug("coordinator: no state yet: %s", answer.words)
             await asyncio.sleep(_ASK_AGAIN_S)
 
@@ -460,76 +412,60 @@ class CoordinatorTransport:
         return await asyncio.wrap_future(coding)
 
 
-@dataclass(slots=True)
-class _Encoded:
-    """What was left out of an update; set by the thread that encodes it, before it is sent."""
-
-    residual: Tensor | None = None
-
-
 class CoordinatedExchange:
     """An update that is on its way, and the mean of its round.
 
     Args:
         transport: Carries it.
         contribution: The update.
-        receipt: What becomes of it.
-        encoded: What was left out of it, once it is encoded.
+
+    Attributes:
+        round: In which it was made.
+        uploading: Ends with what becomes of it.
+        residual: What was left out of it; set by the thread that encodes it, before it is sent.
     """
 
-    def __init__(
-        self,
-        transport: CoordinatorTransport,
-        contribution: Contribution,
-        receipt: Future[UpdateReceipt | None],
-        encoded: _Encoded,
-    ) -> None:
+    uploading: Future[UpdateReceipt | None]
+    residual: Tensor | None = None
+
+    def __init__(self, transport: CoordinatorTransport, contribution: Contribution) -> None:
         self.round = contribution.round
         self._fragment = contribution.fragment
-        self._encoded = encoded
         self._transport = transport
-        self._receipt = receipt
-        self.mean: Mean | None = None
-
-    @property
-    def receipt(self) -> UpdateReceipt | None:
-        """What became of the update; ``None`` if that is not known, or it was not taken."""
-        if not self._receipt.done() or self._receipt.cancelled() or self._receipt.exception() is not None:
-            return None
-        return self._receipt.result()
 
     def is_there(self) -> bool:
         """Whether the mean is there, and it is known what became of the update; or there is nothing to wait for."""
         transport = self._transport
         with transport.changed:
-            return transport.realign or self._failed or (self._receipt.done() and transport.has_mean(self.round))
+            return transport.realign or self._failed or (self.uploading.done() and transport.has_mean(self.round))
 
-    def wait(self, timeout: float) -> tuple[Tensor, int] | CatchUp:
-        """Wait for the weighted mean, flat, and the sum of the weights; ``timeout`` is the longest wait in seconds."""
+    def wait(self, timeout: float) -> Mean | None:
+        """Wait for the mean of its round; ``None`` if other rounds, or the state, come first.
+
+        Args:
+            timeout: Longest wait in seconds.
+
+        Raises:
+            AwayError: If the connection is lost.
+        """
         transport = self._transport
-
-        def ended() -> bool:
-            return transport.ended >= self.round or transport.realign or self._failed
-
-        if not transport.wait(ended, f"the end of round {self.round}", timeout):
-            return CatchUp("the coordinator is away")
+        transport.wait(
+            lambda: transport.ended >= self.round or transport.realign or self._failed,
+            f"the end of round {self.round}",
+            timeout,
+        )
         if self._failed:
-            self._receipt.result()  # raises
+            self.uploading.result()  # raises
         if transport.realign or transport.version != self.round - 1:
-            return CatchUp("the coordinator has other weights")
-        mean = transport.mean(self.round, timeout)
-        if isinstance(mean, CatchUp):
-            return mean
-        self.mean = mean
-        return mean.values, mean.total
+            return None
+        return transport.mean(self.round, timeout)
 
     def await_receipt(self, timeout: float) -> UpdateReceipt | None:
         """Wait for what becomes of the update, as long as there is a connection."""
-        try:
-            self._transport.wait(self._receipt.done, "the receipt of an update", timeout)
-        except SchedulerTimeoutError:
-            return None
-        return self.receipt
+        with suppress(AwayError, SchedulerTimeoutError):
+            self._transport.wait(self.uploading.done, "the receipt of an update", timeout)
+        known = self.uploading.done() and not self.uploading.cancelled() and not self._failed
+        return self.uploading.result() if known else None
 
     def settle(self, *, total: int, timeout: float) -> bool:
         """Its round is over: keep what was left out of it to be sent later, if it counts.
@@ -543,23 +479,19 @@ class CoordinatedExchange:
             Whether the update is part of a sum, as far as that is known; asked only where something depends on it.
         """
         transport = self._transport
-        if total and not transport.keeps_residuals:
+        if total and not transport.wire.keeps_residuals:
             return True
         receipt = self.await_receipt(timeout)
         if receipt is None:
-            self.cancel()
+            self.uploading.cancel()
             return False
         counts = bool(receipt.weight) and (receipt.verdict == "late" or bool(total))
-        if counts and transport.keeps_residuals:
+        if counts:
             # What the coordinator had before may be another version of it, of which nothing is known any more.
-            transport.keep_residual(self._fragment, None if receipt.verdict == "again" else self._encoded.residual)
+            transport.residuals[self._fragment] = None if receipt.verdict == "again" else self.residual
         return counts
-
-    def cancel(self) -> None:
-        """Send it no more."""
-        self._receipt.cancel()
 
     @property
     def _failed(self) -> bool:
-        done = self._receipt.done() and not self._receipt.cancelled()
-        return done and self._receipt.exception() is not None
+        done = self.uploading.done() and not self.uploading.cancelled()
+        return done and self.uploading.exception() is not None

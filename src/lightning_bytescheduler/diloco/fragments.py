@@ -102,38 +102,17 @@ class Overlap:
         return max(most // 2, 1)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FragmentOptions:
-    """How a model is synchronised; validated when made.
+def fragment_of(round: int, *, fragments: int) -> int:
+    """The fragment that a round ends with, where each round, numbered from 1, synchronises one.
 
-    Attributes:
+    This is how workers of unequal speed go through the fragments together: H steps of a worker are then P rounds, each
+    with an end that the batch scheduler chooses.
+
+    Args:
+        round: Its number.
         fragments: Into how many the model is cut.
-        overlap_steps: Steps between sending a fragment and merging the answer; 0 waits for it, and ``"auto"`` merges it
-            once it is there, see ``Overlap``.
-
-    Raises:
-        OptionError: Names the value that is not allowed.
     """
-
-    fragments: int = 1
-    overlap_steps: OverlapSteps = 0
-
-    def __post_init__(self) -> None:
-        require_whole("fragments", self.fragments, 1)
-        Overlap(steps=self.overlap_steps)
-
-    @property
-    def mixing(self) -> float:
-        """Share of the local weights that a merge keeps: with overlap half, so that what was learnt meanwhile stays."""
-        return 0.5 if self.overlap_steps else 0.0
-
-    def fragment_of(self, round: int) -> int:
-        """The fragment that a round ends with, where each round, numbered from 1, synchronises one.
-
-        This is how workers of unequal speed go through the fragments together: H steps of a worker are then P rounds,
-        each with an end that the batch scheduler chooses.
-        """
-        return (require_whole("round", round, 1) - 1) % self.fragments
+    return (require_whole("round", round, 1) - 1) % fragments
 
 
 class TrainedWeights:
@@ -141,13 +120,18 @@ class TrainedWeights:
 
     Args:
         module: Must have the same parameters on every rank.
-        fragments: How they are synchronised.
+        fragments: Into how many the model is cut.
+        overlaps: Whether workers train on while a pseudo-gradient travels.
+
+    Attributes:
+        mixing: Share of the local weights that a merge keeps: with overlap half, so that what was learnt meanwhile
+            stays.
 
     Raises:
         UnsupportedError: If there is nothing to train, or a parameter is complex.
     """
 
-    def __init__(self, module: nn.Module, fragments: FragmentOptions) -> None:
+    def __init__(self, module: nn.Module, *, fragments: int = 1, overlaps: bool = False) -> None:
         parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         if not parameters:
             raise UnsupportedError("Strategy 'diloco' has nothing to do: no parameter of the model requires gradients.")
@@ -155,16 +139,15 @@ class TrainedWeights:
             if not parameter.is_floating_point():
                 raise UnsupportedError(f"Strategy 'diloco' cannot average parameter {name!r}: it is {parameter.dtype}.")
         self._module = module
-        self._options = fragments
         self.parameters: Mapping[str, nn.Parameter] = parameters
         self.fragments: Sequence[Sequence[str]] = split_fragments(
-            {name: parameter.numel() for name, parameter in parameters.items()}, fragments.fragments
+            {name: parameter.numel() for name, parameter in parameters.items()}, fragments
         )
-        self.mixing = fragments.mixing
+        self.mixing = 0.5 if overlaps else 0.0
 
     def fragment_of(self, round: int) -> int:
         """The fragment that a round ends with."""
-        return self._options.fragment_of(round)
+        return fragment_of(round, fragments=len(self.fragments))
 
     def others(self, round: int) -> list[int]:
         """All other fragments."""
@@ -173,6 +156,11 @@ class TrainedWeights:
     def of(self, fragment: int) -> list[nn.Parameter]:
         """The parameters of a fragment, in an order that is the same on every rank."""
         return [self.parameters[name] for name in self.fragments[fragment]]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Elements of each fragment."""
+        return [sum(self.parameters[name].numel() for name in names) for names in self.fragments]
 
     def check(self) -> None:
         """Make sure that nothing else is trained by now.

@@ -33,14 +33,14 @@ _Number: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 _Name: TypeAlias = Annotated[str, msgspec.Meta(min_length=1)]
 
 
-class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag=True):
-    pass
+class AnyMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag=True):
+    """Of the rounds, or of a coordinator."""
 
 
 # ── From a worker ───────────────────────────────────────────────────────────
 
 
-class JoinRounds(_Message, frozen=True, kw_only=True):
+class JoinRounds(AnyMessage, frozen=True, kw_only=True):
     """I want to take part. The answer is ``WaitForRound``, or ``StartRound`` at once.
 
     A worker that is in the middle of a round when it joins, as after a restart of the scheduler, says so: its steps
@@ -65,7 +65,7 @@ class JoinRounds(_Message, frozen=True, kw_only=True):
     tokens: _Own = 0
 
 
-class StepReport(_Message, frozen=True, kw_only=True):
+class StepReport(AnyMessage, frozen=True, kw_only=True):
     """I have taken a step. Nobody waits for the answer.
 
     Attributes:
@@ -87,7 +87,7 @@ class StepReport(_Message, frozen=True, kw_only=True):
     in_flight: _Own = 0
 
 
-class SendingPseudoGradient(_Message, frozen=True, kw_only=True):
+class SendingPseudoGradient(AnyMessage, frozen=True, kw_only=True):
     """I have taken my last step of this round, and begin to send my pseudo-gradient.
 
     Attributes:
@@ -105,21 +105,21 @@ class SendingPseudoGradient(_Message, frozen=True, kw_only=True):
     tokens: _Own = 0
 
 
-class PseudoGradientArrived(_Message, frozen=True, kw_only=True):
+class PseudoGradientArrived(AnyMessage, frozen=True, kw_only=True):
     """All of the worker's pseudo-gradient is there (said by whoever merges)."""
 
     worker: _Name
     round: _Count
 
 
-class RoundStarted(_Message, frozen=True, kw_only=True):
+class RoundStarted(AnyMessage, frozen=True, kw_only=True):
     """I have the weights with which this round begins, and train from now on."""
 
     worker: _Name
     round: _Count
 
 
-class LeaveRounds(_Message, frozen=True, kw_only=True):
+class LeaveRounds(AnyMessage, frozen=True, kw_only=True):
     """I stop taking part (or: the transport has found that this worker is gone).
 
     A pseudo-gradient of the round that is on counts if it is there, or comes before the round is over.
@@ -128,7 +128,7 @@ class LeaveRounds(_Message, frozen=True, kw_only=True):
     worker: _Name
 
 
-class EndRound(_Message, frozen=True, kw_only=True):
+class EndRound(AnyMessage, frozen=True, kw_only=True):
     """This round is to end soon, or this is to happen at its end.
 
     Attributes:
@@ -150,7 +150,7 @@ class EndRound(_Message, frozen=True, kw_only=True):
     stop: bool = False
 
 
-class PassedRoundEnd(_Message, frozen=True, kw_only=True):
+class PassedRoundEnd(AnyMessage, frozen=True, kw_only=True):
     """I am through with what happened at the end of a round.
 
     Attributes:
@@ -164,7 +164,7 @@ class PassedRoundEnd(_Message, frozen=True, kw_only=True):
     stop: bool = False
 
 
-class StepMetrics(_Message, frozen=True, kw_only=True):
+class StepMetrics(AnyMessage, frozen=True, kw_only=True):
     """What a step came to.
 
     Attributes:
@@ -185,14 +185,14 @@ class StepMetrics(_Message, frozen=True, kw_only=True):
 # ── To a worker ───────────────────────────────────────────────────────────
 
 
-class Acknowledge(_Message, frozen=True, kw_only=True):
+class Acknowledge(AnyMessage, frozen=True, kw_only=True):
     """Work on. ``reported`` is the latest step that was reported in ``round``."""
 
     round: _Count
     reported: _Count
 
 
-class SendAfter(_Message, frozen=True, kw_only=True):
+class SendAfter(AnyMessage, frozen=True, kw_only=True):
     """Send your pseudo-gradient once you have taken ``steps`` steps in this round; at once if you have.
 
     ``reported`` is the latest step that was reported, as in ``Acknowledge``.
@@ -203,19 +203,19 @@ class SendAfter(_Message, frozen=True, kw_only=True):
     reported: _Count = 0
 
 
-class SendNow(_Message, frozen=True, kw_only=True):
+class SendNow(AnyMessage, frozen=True, kw_only=True):
     """Send your pseudo-gradient after the step in progress."""
 
     round: _Count
 
 
-class WaitForRound(_Message, frozen=True, kw_only=True):
+class WaitForRound(AnyMessage, frozen=True, kw_only=True):
     """Take no more steps: you join in with ``round``, and will be told when it starts."""
 
     round: _Count
 
 
-class StartRound(_Message, frozen=True, kw_only=True):
+class StartRound(AnyMessage, frozen=True, kw_only=True):
     """Take the current global weights, say ``RoundStarted`` and train.
 
     Attributes:
@@ -227,7 +227,7 @@ class StartRound(_Message, frozen=True, kw_only=True):
     step_cap: _Count | None = None
 
 
-class RoundStatus(_Message, frozen=True, kw_only=True):
+class RoundStatus(AnyMessage, frozen=True, kw_only=True):
     """How far the round is.
 
     Attributes:
@@ -239,7 +239,7 @@ class RoundStatus(_Message, frozen=True, kw_only=True):
     left: _Count
 
 
-class RoundEnded(_Message, frozen=True, kw_only=True):
+class RoundEnded(AnyMessage, frozen=True, kw_only=True):
     """A round is over.
 
     Attributes:
@@ -267,7 +267,7 @@ class RoundEnded(_Message, frozen=True, kw_only=True):
         return self.epoch or self.validate or self.stop
 
 
-class TrainingOver(_Message, frozen=True, kw_only=True):
+class TrainingOver(AnyMessage, frozen=True, kw_only=True):
     """The training is over; ``round`` was the last round."""
 
     round: _Count
@@ -276,7 +276,7 @@ class TrainingOver(_Message, frozen=True, kw_only=True):
 # ── To the parameter server ───────────────────────────────────────────────────────────
 
 
-class MergePseudoGradients(_Message, frozen=True, kw_only=True):
+class MergePseudoGradients(AnyMessage, frozen=True, kw_only=True):
     """Take the outer step with what ``workers`` have sent. If there are none, the weights stay as they are."""
 
     round: _Count

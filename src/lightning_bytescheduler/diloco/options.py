@@ -10,7 +10,6 @@ import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from datetime import timedelta
 from typing import Any, Literal
 
 import msgspec
@@ -32,15 +31,12 @@ from lightning_bytescheduler.ddp.ddp_arguments import (
 from lightning_bytescheduler.diloco.batch_size import resolve_batch_size
 from lightning_bytescheduler.diloco.coordinator_protocol import RunOptions, run_options
 from lightning_bytescheduler.diloco.outer_timeline import beside
-from lightning_bytescheduler.diloco.round_end import (
-    RoundOptions,
-)
+from lightning_bytescheduler.diloco.round_end import RoundOptions
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
 
 _INNER = ("ddp", "bytescheduler")
 _NODE = "node"
-_TIMEOUT_S = 1800.0
 _SCHEDULED = ("partition_size", "credit", "cross_barrier", "mode", "timeline", "debug")
 _LAUNCH = ("accelerator", "parallel_devices", "process_group_backend", "start_method", "timeout")
 _REFUSED = ("tuning", "log_metrics")
@@ -249,11 +245,6 @@ class DiLoCoOptions:
 
 
 _NAMES = [field.name for field in fields(DiLoCoOptions) if field.name not in ("given", "run")]
-
-
-def seconds_of(timeout: timedelta | None) -> float:
-    """A strategy's timeout in seconds."""
-    return _TIMEOUT_S if timeout is None else timeout.total_seconds()
 
 
 def scheduler_options(given: Mapping[str, Any]) -> SchedulerOptions:

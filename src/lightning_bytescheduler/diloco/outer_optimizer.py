@@ -13,6 +13,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -75,6 +76,9 @@ class OuterOptimizer:
         momentum: From 0 to 1, 0.9 by default; 0 for plain SGD.
         factory: Makes the optimizer for a list of tensors, in place of SGD.
 
+    Attributes:
+        weights: The global weights, in fp32. To be read only; a step changes them in place.
+
     Raises:
         OptionError: If a value is not allowed, or ``factory`` is given together with ``lr`` or ``momentum``.
     """
@@ -93,20 +97,15 @@ class OuterOptimizer:
         self._given = {name: value for name, value in (("lr", lr), ("momentum", momentum)) if value is not None}
         lr = require_positive("lr", 0.7 if lr is None else lr)
         momentum = require_share("momentum", 0.9 if momentum is None else momentum)
-        self._weights = {
+        self.weights: Mapping[str, Tensor] = {
             name: tensor.detach().to(torch.float32, copy=True, memory_format=torch.contiguous_format)
             for name, tensor in weights.items()
         }
-        tensors = list(self._weights.values())
+        tensors = list(self.weights.values())
         if factory is None:
             self._optimizer: Optimizer = SGD(tensors, lr=lr, momentum=momentum, nesterov=momentum > 0)
         else:
             self._optimizer = made_by(factory, tensors)
-
-    @property
-    def weights(self) -> Mapping[str, Tensor]:
-        """The global weights, in fp32. To be read only; a step changes them in place."""
-        return self._weights
 
     def step(self, merged: Mapping[str, Tensor]) -> None:
         """Step along a merged pseudo-gradient.
@@ -119,20 +118,20 @@ class OuterOptimizer:
             ValueError: If a name or shape does not fit; nothing was stepped.
         """
         for name, gradient in merged.items():
-            if name not in self._weights or gradient.shape != self._weights[name].shape:
+            if name not in self.weights or gradient.shape != self.weights[name].shape:
                 raise ValueError(f"The outer step was not taken: there is no weight like {name!r} {gradient.shape}.")
         try:
             for name, gradient in merged.items():
-                self._weights[name].grad = gradient.detach().to(self._weights[name])
+                self.weights[name].grad = gradient.detach().to(self.weights[name])
             self._optimizer.step()
         finally:
             for name in merged:
-                self._weights[name].grad = None
+                self.weights[name].grad = None
 
     def state_dict(self) -> dict[str, Any]:
         """Copies of weights and optimizer state: tensors and primitives only."""
         state: dict[str, Any] = {
-            "weights": {name: tensor.clone() for name, tensor in self._weights.items()},
+            "weights": {name: tensor.clone() for name, tensor in self.weights.items()},
             "optimizer": _copied(self._optimizer.state_dict()),
             "kind": type(self._optimizer).__name__,
         }
@@ -145,7 +144,7 @@ class OuterOptimizer:
             ValueError: If its weights have other names or shapes, or it is another optimizer's; nothing was changed.
         """
         weights: Mapping[str, Tensor] = state["weights"]
-        ours = {name: tensor.shape for name, tensor in self._weights.items()}
+        ours = {name: tensor.shape for name, tensor in self.weights.items()}
         if {name: tensor.shape for name, tensor in weights.items()} != ours:
             raise ValueError("The outer state does not fit: its weights have other names or shapes.")
         kind = type(self._optimizer).__name__
@@ -160,7 +159,34 @@ class OuterOptimizer:
             if "momentum" in self._given:
                 group["nesterov"] = group["momentum"] > 0
         for name, tensor in weights.items():
-            self._weights[name].copy_(tensor)
+            self.weights[name].copy_(tensor)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contribution:
+    """What a worker has made of a fragment in a round.
+
+    Attributes:
+        worker: Who.
+        round: In which round; 0 where fragments are synchronised that do not belong to the round that ends.
+        fragment: Which fragment.
+        pseudo_gradient: Flat, fp32, on the CPU; not to be changed any more.
+        weight: In the mean, as this worker works it out.
+        samples: Processed since this fragment was last part of a mean.
+        tokens: The same in tokens; 0 where nobody counts them.
+        steps: Taken in this round.
+        round_samples: Processed in this round.
+    """
+
+    worker: str
+    round: int
+    fragment: int
+    pseudo_gradient: Tensor
+    weight: int = 0
+    samples: int = 0
+    tokens: int = 0
+    steps: int = 0
+    round_samples: int = 0
 
 
 class OuterState:
@@ -172,6 +198,11 @@ class OuterState:
         lr: See :class:`OuterOptimizer`.
         momentum: See :class:`OuterOptimizer`.
         factory: See :class:`OuterOptimizer`.
+
+    Attributes:
+        trained: As given.
+        samples: That this worker has processed, by fragment, since that was last part of a mean.
+        tokens: The same in tokens.
     """
 
     def __init__(
@@ -192,8 +223,8 @@ class OuterState:
             momentum=momentum,
             factory=None if factory is None else partial(made_by, factory, option="outer_optimizer"),
         )
-        self._samples = [0] * len(trained.fragments)  # that this worker has processed since it last sent the fragment
-        self._tokens = [0] * len(trained.fragments)
+        self.samples = [0] * len(trained.fragments)
+        self.tokens = [0] * len(trained.fragments)
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
@@ -202,12 +233,21 @@ class OuterState:
 
     def count(self, *, samples: int, tokens: int) -> None:
         """Take note of a step."""
-        for index in range(len(self._samples)):
-            self._samples[index] += samples
-            self._tokens[index] += tokens
+        for index in range(len(self.samples)):
+            self.samples[index] += samples
+            self.tokens[index] += tokens
+
+    def taken(self, update: Contribution) -> None:
+        """What was processed for an update is part of a mean, or will be."""
+        self.samples[update.fragment] -= update.samples
+        self.tokens[update.fragment] -= update.tokens
+
+    def overwritten(self, fragment: int) -> None:
+        """The trained weights of a fragment are the global ones now: nothing of it is left to send."""
+        self.samples[fragment] = self.tokens[fragment] = 0
 
     def pseudo_gradient(self, fragment: int) -> tuple[Tensor, int]:
-        """What this worker's steps have taken off a fragment, since it was last sent.
+        """What this worker's steps have taken off a fragment, since it was last part of a mean.
 
         Returns:
             The pseudo-gradient, flat, and the weight it has in the mean.
@@ -220,9 +260,8 @@ class OuterState:
         names = self.trained.fragments[fragment]
         after = {name: self._parameters[name].detach().cpu() for name in names}
         parts = pseudo_gradient(self._optimizer.weights, after)
-        weight = pseudo_gradient_weight(self._weighting, samples=self._samples[fragment], tokens=self._tokens[fragment])
+        weight = pseudo_gradient_weight(self._weighting, samples=self.samples[fragment], tokens=self.tokens[fragment])
         _require_sane(parts, weight)
-        self._samples[fragment] = self._tokens[fragment] = 0
         return torch.cat([parts[name].reshape(-1) for name in names]), weight
 
     @contextmanager
@@ -280,12 +319,12 @@ class OuterState:
     def own_state_dict(self) -> dict[str, Any]:
         """What this worker has trained, on top of the global weights, and on how much since each fragment was sent."""
         weights = {name: parameter.detach().to("cpu", copy=True) for name, parameter in self._parameters.items()}
-        return {"weights": weights, "samples": list(self._samples), "tokens": list(self._tokens)}
+        return {"weights": weights, "samples": list(self.samples), "tokens": list(self.tokens)}
 
     def load_counts(self, state: Mapping[str, Any]) -> None:
         """Count on from what :meth:`own_state_dict` gave, unless it is of other fragments."""
-        if len(state["samples"]) == len(self._samples):
-            self._samples, self._tokens = list(state["samples"]), list(state["tokens"])
+        if len(state["samples"]) == len(self.samples):
+            self.samples, self.tokens = list(state["samples"]), list(state["tokens"])
 
     def full_state(self) -> dict[str, Any]:
         """The same with the weights, whatever their type."""

@@ -49,15 +49,15 @@ class RoundCounter:
         self._acknowledged = 0
         self._sent = False
 
-    def carried_into(self, round: int, *, steps: int = 0, samples: int = 0, tokens: int = 0) -> RoundCounter:
-        """A new counter that begins ``round`` with what was done in this one's, and so much more."""
+    def carried_into(self, round: int, sent: SendingPseudoGradient | None = None) -> RoundCounter:
+        """A new counter that begins ``round`` with what was done in this one's, and what was sent to no avail."""
         counter = RoundCounter(self.worker)
         counter.round = round
-        counter.steps, counter.samples, counter.tokens = (
-            self.steps + steps,
-            self.samples + samples,
-            self.tokens + tokens,
-        )
+        for done in (self, sent):
+            if done is not None:
+                counter.steps += done.steps
+                counter.samples += done.samples
+                counter.tokens += done.tokens
         return counter
 
     def go_on(self, *, steps: int, samples: int, tokens: int) -> None:

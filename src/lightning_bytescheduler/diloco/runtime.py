@@ -1,26 +1,42 @@
 """What a rank has in one training in rounds, put together and taken apart in one place.
 
-A rank that leads its worker has threads and connections; one that follows its leader has none. A leader's threads are
-all named ``bytescheduler-*`` and stopped by :meth:`LeadingRuntime.stop` within a bound: one that posts messages, one
-that reads this worker's, the exchange's two, and on worker 0 the batch scheduler's with the reader of its mailbox.
+A rank that leads its worker has threads and connections; one that follows its leader has none. All threads are named
+``bytescheduler-*`` and stopped by ``stop`` within a bound. Of a leader that was launched with others: one that posts
+messages, one that reads this worker's, the exchange's two, and on worker 0 the batch scheduler's with the reader of its
+mailbox. Of a leader in a coordinator's run: the client's, and the one that encodes.
 """
 
 from __future__ import annotations
 
 import atexit
 import logging
+import os
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import InvalidStateError
 from contextlib import suppress
+from functools import cached_property
 from typing import Any, Generic, TypeVar
 
-from lightning_bytescheduler.diloco.batch_scheduler_thread import BatchSchedulerThread
+import msgspec
+from torch import nn
+
+from lightning_bytescheduler.__about__ import __version__
+from lightning_bytescheduler.diloco.coordinator_address import CoordinatorAddress
+from lightning_bytescheduler.diloco.coordinator_client import CoordinatorClient
+from lightning_bytescheduler.diloco.coordinator_protocol import (
+    PROTOCOL,
+    Hello,
+    ModelParameter,
+    RunOptions,
+)
+from lightning_bytescheduler.diloco.coordinator_transport import START, CoordinatorTransport
 from lightning_bytescheduler.diloco.fragments import TrainedWeights
 from lightning_bytescheduler.diloco.mailbox import Mailbox, Postman
-from lightning_bytescheduler.diloco.messages import Message, PseudoGradientArrived, decode
+from lightning_bytescheduler.diloco.messages import LeaveRounds, Message, PseudoGradientArrived, decode
 from lightning_bytescheduler.diloco.options import DiLoCoOptions
-from lightning_bytescheduler.diloco.outer_optimizer import OuterState
-from lightning_bytescheduler.diloco.outer_timeline import OuterTimeline
+from lightning_bytescheduler.diloco.outer_optimizer import Contribution, OuterState
+from lightning_bytescheduler.diloco.outer_timeline import OuterTimeline, beside
 from lightning_bytescheduler.diloco.process_groups import WorkerGroup, WorkerWorld, worker_name
 from lightning_bytescheduler.diloco.pseudo_gradient_exchange import (
     Exchange,
@@ -28,10 +44,19 @@ from lightning_bytescheduler.diloco.pseudo_gradient_exchange import (
     outer_sizes,
 )
 from lightning_bytescheduler.diloco.round_record import RoundRecord
-from lightning_bytescheduler.diloco.session import Contribution, LeadingSession, RankSession, WorkerSession
+from lightning_bytescheduler.diloco.rounds import BatchSchedulerThread
+from lightning_bytescheduler.diloco.session import (
+    CoordinatedRounds,
+    CoordinatedSession,
+    LeadingSession,
+    RankSession,
+    WorkerSession,
+)
+from lightning_bytescheduler.diloco.training_loop import CoordinatedBoundaries
 from lightning_bytescheduler.exceptions import RankFailedError
 from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.failures.messages import is_communication_error
+from lightning_bytescheduler.lightning_api import pl, rank_zero_info
 
 log = logging.getLogger(__name__)
 
@@ -135,8 +160,9 @@ class _Mail:
         self._postman = postman
         self._exchange = exchange
 
-    def post(self, message: Message) -> None:
-        self._postman.post(_SCHEDULER, message)
+    def post(self, *messages: Message) -> None:
+        for message in messages:
+            self._postman.post(_SCHEDULER, message)
 
     def start(self, contribution: Contribution) -> Exchange:
         """See ``Link``; tells the batch scheduler when the mean is there."""
@@ -189,11 +215,9 @@ class LeadingRuntime(SessionRuntime[WorkerSession]):
         self._stopped = False
         self._idle = False
         self._examining: threading.Thread | None = None
-        self._elements = [sum(p.numel() for p in trained.of(f)) for f in range(len(trained.fragments))]
         partition_size, credit = outer_sizes(
-            max(self._elements), partition_size=options.partition_size, credit=options.credit
+            max(trained.sizes), partition_size=options.partition_size, credit=options.credit
         )
-        self.overlaps = bool(options.run.overlap)
         self.timeline = OuterTimeline(options.timeline, rank=world.rank, worker=self._name)
         self._postman = Postman(world.store, self._name, self._on_error)
         self._exchange = PseudoGradientExchange(
@@ -235,7 +259,6 @@ class LeadingRuntime(SessionRuntime[WorkerSession]):
         """See SessionRuntime."""
         if state is not None:
             self.state.load_state_dict(state["outer"])
-        if state is not None:
             self._exchange.load_state_dict(state.get("unsent", _NOTHING_UNSENT))
         if self._scheduler is not None:
             self._scheduler.start(None if state is None else state["rounds"])
@@ -259,9 +282,9 @@ class LeadingRuntime(SessionRuntime[WorkerSession]):
         round already.
         """
         own: dict[str, Any] = {"unsent": self._exchange.state_dict()}
-        if self.overlaps or len(self._elements) > 1:
+        if self.session.overlap or len(self.state.samples) > 1:
             own |= self.state.own_state_dict()
-        if self.overlaps:
+        if self.session.overlap:
             own["begun_with"] = self.session.done_in_round()
         return own
 
@@ -269,7 +292,7 @@ class LeadingRuntime(SessionRuntime[WorkerSession]):
         """Count on from what :meth:`own_state` gave; its weights are the module's."""
         if "samples" in state:
             self.state.load_counts(state)
-        if self.overlaps and "begun_with" in state:
+        if self.session.overlap and "begun_with" in state:
             self.session.go_on(state["begun_with"])
 
     def own_failure(self) -> BaseException | None:
@@ -334,3 +357,242 @@ class LeadingRuntime(SessionRuntime[WorkerSession]):
             cause.__cause__ = error
         self.session.fail(cause)
         return cause
+
+
+class _Place(msgspec.Struct, frozen=True):
+    """What the first rank tells the others of its worker once it is one of the run."""
+
+    worker: str
+    options: RunOptions
+    leads: bool
+
+
+class CoordinatedRuntime(SessionRuntime[CoordinatedRounds]):
+    """See the module.
+
+    Args:
+        address: Of the coordinator.
+        module: What is trained.
+        given: Of the options of ``RunOptions`` those that the user gave.
+        group: The worker's ranks.
+        board: Where failures within the worker are published; not closed with the runtime.
+        flush: Brings the weights up to date.
+        timeout: Longest wait for the first connection, and at the end of a round, in seconds.
+        timeline: File of the timeline, which gets the worker's name before its suffix; ``None`` for none.
+        begin: Begins the rounds before training does, if there are no data for this worker to begin with.
+
+    Attributes:
+        options: The run's, after :meth:`connect`.
+        worker: This worker's name in the run, after :meth:`connect`.
+        client: The connection, on the first rank.
+        group: The worker's ranks.
+    """
+
+    def __init__(
+        self,
+        address: CoordinatorAddress,
+        module: nn.Module,
+        *,
+        given: Mapping[str, Any],
+        group: WorkerGroup,
+        board: FaultBoard,
+        flush: Callable[[], None],
+        timeout: float,
+        timeline: str | os.PathLike[str] | None = None,
+        begin: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.options = RunOptions()
+        self.worker = address.worker
+        self.client: CoordinatorClient | None = None
+        self._address = address
+        self._module = module
+        self._given = dict(given)
+        self.group = group
+        self._board = board
+        self._flush = flush
+        self._timeout = timeout
+        self._path = timeline
+        self._timeline = OuterTimeline()
+        self._begin = begin
+        self._led = False  # to begin with, as all ranks of the worker know it
+        self._boundaries: CoordinatedBoundaries | None = None
+        self._fault: RankFailedError | None = None
+        self._transport: CoordinatorTransport | None = None
+        self._stopped = False
+
+    def connect(self) -> None:
+        """Become one of the run; on the other ranks, hear of it.
+
+        Raises:
+            CoordinatorError: If the coordinator refuses this worker.
+            RankFailedError: If another rank of the worker fails meanwhile.
+            SchedulerTimeoutError: If there is none in time.
+        """
+        self._board.watch(self)
+        _ = self._model  # as it is before training
+        place = ""
+        if self.group.leads:
+            self.client = CoordinatorClient(self._address, hello=self._hello, timeout=self._timeout)
+            self.check()
+            welcome = self.client.first.result()  # the client gives up in time
+            place = msgspec.json.encode(_Place(welcome.worker, welcome.options, welcome.leads)).decode()
+        found = msgspec.json.decode(self.group.tell(place), type=_Place)
+        self.worker, self.options, self._led = found.worker, found.options, found.leads
+        rank_zero_info(
+            f"diloco: this is {self.worker!r} in the run of {self._address.url}"
+            f"{', which leads: it validates, logs and saves for all' if self._led else ''}."
+        )
+
+    def prepare(self) -> None:
+        """Make the session, as the run's options say."""
+        options = self.options
+        trained = TrainedWeights(self._module, fragments=options.fragments, overlaps=bool(options.overlap))
+        common: dict[str, Any] = {
+            "worker": self.worker,
+            "group": self.group,
+            "overlap": options.overlap,
+            "flush": self._flush,
+        }
+        if self.client is None:
+            self.session = CoordinatedRounds(trained=trained, **common)
+            return
+        self.state = OuterState(
+            trained, weighting=options.weighting, lr=options.outer_lr, momentum=options.outer_momentum, factory=None
+        )
+        path = None if self._path is None else beside(self._path, self.worker)
+        self._timeline = OuterTimeline(path, worker=self.worker)
+        self._transport = CoordinatorTransport(
+            self.client, wire=options.wire, sizes=trained.sizes, timeline=self._timeline
+        )
+        session = CoordinatedSession(state=self.state, transport=self._transport, timeout=self._timeout, **common)
+        self.session = session
+        self.check()
+        self.client.listen(session)
+
+    def start(self, state: Mapping[str, Any] | None = None) -> None:
+        """Take the global weights and begin the first round.
+
+        Args:
+            state: Of a checkpoint; it counts only if these are the run's first weights.
+        """
+        if state is not None and self.state is not None:
+            self.state.load_state_dict(state["outer"])
+        self.session.begin()
+
+    @cached_property
+    def _model(self) -> tuple[ModelParameter, ...]:
+        return tuple(
+            ModelParameter(name=name, shape=tuple(p.shape), dtype=str(p.dtype).removeprefix("torch."))
+            for name, p in self._module.named_parameters()
+            if p.requires_grad
+        )
+
+    def begin(self, trainer: pl.Trainer, state: Mapping[str, Any] | None) -> CoordinatedBoundaries:
+        """Begin the first round, and take the place of the loop's decisions.
+
+        Args:
+            trainer: Whose loop it is.
+            state: See :meth:`start`.
+        """
+        self.start(state)
+        self._boundaries = CoordinatedBoundaries(trainer, self.session, group=self.group, leads=self._led)
+        self._boundaries.attach()
+        return self._boundaries
+
+    @property
+    def leads(self) -> bool:
+        """Whether this worker validates, logs and saves for all; the same on all of its ranks."""
+        return self._led if self._boundaries is None else self._boundaries.leads
+
+    def end_all(self) -> None:
+        """The end of this worker, if it leads, is to be that of all."""
+        if self._boundaries is not None:
+            self._boundaries.ends_all = True
+
+    def check(self) -> None:
+        """Raise what another thread or rank has failed with, if any."""
+        if self._fault is not None:
+            raise self._fault
+        if self._begun:
+            self.session.check()
+
+    def waits(self) -> bool:
+        """See ``Idle``: this worker takes no part in rounds while other workers hold all that is left.
+
+        Lightning fetches a first batch before it says that training begins. A worker that waited there without having
+        joined the rounds would be waited for, if the first round is to have so many workers, by those who hold what it
+        waits for.
+        """
+        if self._boundaries is None and self._begun:
+            self._begin()
+        return self._boundaries is not None and self._boundaries.wait_aside()
+
+    def goes_on(self) -> None:
+        """See ``Idle``."""
+        if self._boundaries is not None:
+            self._boundaries.come_back()
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """What to keep beside the global weights, with which a run without a coordinator can go on, too."""
+        if self.state is None:
+            return None
+        rounds = {"round": self.session.version, "samples": self.session.statistics.merged_samples}
+        return {"outer": self.state.state_dict(), "rounds": rounds}
+
+    # ------------------------------------------------------------------ what the fault board asks and tells
+
+    def rank_failed(self, fault: RankFailedError, step: int | None) -> None:
+        """Stop: another rank of the worker has failed."""
+        self.group.abort(fault)
+        self._fault = fault
+        if self.client is not None:
+            with suppress(InvalidStateError):
+                self.client.first.set_exception(fault)
+        super().rank_failed(fault, step)
+
+    def own_failure(self) -> BaseException | None:
+        """What has ended the connection."""
+        return None if self.client is None else self.client.error
+
+    def stop(self, *, failed: bool) -> bool:
+        """Stop every thread; bounded, never raises, idempotent. Says so in the log where one has not ended by then.
+
+        Args:
+            failed: Whether training ended with an error: then the coordinator is told, if that is quick.
+
+        Returns:
+            Whether nothing is under way in the worker's group, which has none of these threads.
+        """
+        if self._stopped:
+            return not failed
+        self._stopped = True
+        self._board.unwatch(self)
+        with suppress(Exception):
+            if self.client is not None:
+                if failed and self.client.error is None:
+                    self.client.post(LeaveRounds(worker=self.client.worker))
+                    self.client.flush(_MOMENT_S)
+                threads = self.client if self._transport is None else self._transport
+                if not threads.stop(_STOP_S):
+                    log.warning("%s: the coordinator's threads did not end within %.0f s", self.worker, _STOP_S)
+        with suppress(Exception):
+            self._timeline.close()
+        return not failed
+
+    def _hello(self, worker: str, session: str) -> Hello:
+        transport = self._transport
+        version, chain = 0, START
+        if transport is not None:
+            with transport.changed:
+                version, chain = transport.version, transport.chain
+        return Hello(
+            protocol=PROTOCOL,
+            package=__version__,
+            worker=worker,
+            session=session,
+            model=self._model,
+            options=self._given,
+            ranks=self.group.size,
+            version=version,
+            chain=chain,
+        )

@@ -32,7 +32,6 @@ from lightning_bytescheduler.ddp.rank_strategy import OUTER_STATE, RankStrategy,
 from lightning_bytescheduler.ddp.scheduled_gradients import ScheduledGradients
 from lightning_bytescheduler.ddp.sigterm import worker_signals
 from lightning_bytescheduler.diloco.batch_size import resolve_batch_size, sized_loader
-from lightning_bytescheduler.diloco.coordinated_runtime import CoordinatedRuntime
 from lightning_bytescheduler.diloco.coordinator_address import resolve_coordinator
 from lightning_bytescheduler.diloco.coordinator_protocol import wire_named
 from lightning_bytescheduler.diloco.epoch_shares import share_of, shared_loader
@@ -45,12 +44,11 @@ from lightning_bytescheduler.diloco.options import (
     ddp_options,
     inner_of,
     scheduler_options,
-    seconds_of,
 )
 from lightning_bytescheduler.diloco.performance_monitor import PerformanceMonitor
 from lightning_bytescheduler.diloco.process_groups import JointCollectives, WorkerGroup, WorkerWorld, worker_name
 from lightning_bytescheduler.diloco.round_record import RECORD_NAME, RoundFile
-from lightning_bytescheduler.diloco.runtime import LeadingRuntime, SessionRuntime
+from lightning_bytescheduler.diloco.runtime import CoordinatedRuntime, LeadingRuntime, SessionRuntime
 from lightning_bytescheduler.diloco.session import SessionStatistics, WorkerSession
 from lightning_bytescheduler.diloco.training_loop import CoordinatedBoundaries, RoundBoundaries
 from lightning_bytescheduler.diloco.worker_restart import Resumed, WorkerStates
@@ -73,8 +71,7 @@ from lightning_bytescheduler.lightning_api import (
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from lightning_bytescheduler.diloco.coordinated_slices import CoordinatedSlices
-    from lightning_bytescheduler.diloco.shared_slices import SharedSlices
+    from lightning_bytescheduler.diloco.worker_slices import WorkerSlices
 
 log = logging.getLogger(__name__)
 
@@ -282,7 +279,6 @@ class DiLoCoStrategy(RankStrategy):
         if batch_size is None:
             resolve_batch_size(None)  # a variable that is none is said here, and not when the data are there
         self._address = address
-        self._given = {name: value for name, value in common.items() if value is not None}
         self._world: WorkerWorld | None = None
         self._joint: JointCollectives | None = None
         self._validates_together = False
@@ -296,7 +292,7 @@ class DiLoCoStrategy(RankStrategy):
         self._boundaries: RoundBoundaries | CoordinatedBoundaries | None = None
         self._statistics: SessionStatistics | None = None
         self._file: RoundFile | None = None
-        self._slices: SharedSlices | CoordinatedSlices | None = None
+        self._slices: WorkerSlices | None = None
         self._added: list[pl.Callback] = []
         super().__init__(
             accelerator=accelerator,
@@ -370,31 +366,26 @@ class DiLoCoStrategy(RankStrategy):
 
     def _share(self, trainer: pl.Trainer) -> None:
         """Prepare for the coordinator, and have workers share the slices of their data, if it is in slices."""
-        world, board, timeout = self._world, self._board, seconds_of(self._timeout)
+        world, board, timeout = self._world, self._board, self._longest_wait_s
         if world is None or board is None:
             return
-        has_data = trainer.datamodule is not None  # type: ignore[attr-defined]  # a connector's
-        if self._address is None:
-            if has_data:
-                from lightning_bytescheduler.diloco.shared_slices import share_slices  # takes time
+        coordinated = None
+        if self._address is not None:
+            self._runtime = coordinated = CoordinatedRuntime(
+                self._address,
+                trainer.lightning_module,
+                given={name: value for name, value in self._options.given.items() if value is not None},
+                group=WorkerGroup(world.inside, timeout=timeout),
+                board=board,
+                flush=self.flush,
+                timeout=timeout,
+                timeline=self._options.timeline,
+                begin=self.begin_rounds,
+            )
+        if trainer.datamodule is not None:  # type: ignore[attr-defined]  # a connector's
+            from lightning_bytescheduler.diloco.worker_slices import worker_slices  # takes time
 
-                self._slices = share_slices(trainer, world, timeout=timeout, check=self._check_others)
-            return
-        self._runtime = runtime = CoordinatedRuntime(
-            self._address,
-            trainer.lightning_module,
-            given=self._given,
-            group=WorkerGroup(world.inside, timeout=timeout),
-            board=board,
-            flush=self.flush,
-            timeout=timeout,
-            timeline=self._options.timeline,
-            begin=self.begin_rounds,
-        )
-        if has_data:
-            from lightning_bytescheduler.diloco.coordinated_slices import coordinated_slices  # takes time
-
-            self._slices = coordinated_slices(trainer, runtime, world=world, timeout=timeout, check=self._check_others)
+            self._slices = worker_slices(trainer, world, coordinated, timeout=timeout, check=self._check_others)
 
     def setup_distributed(self) -> None:
         """Make this worker's process groups, and those between workers."""
@@ -428,7 +419,7 @@ class DiLoCoStrategy(RankStrategy):
             store,
             introduce(self.global_rank, "diloco", common_options(self._options)),
             world_size=self.ranks,
-            timeout=seconds_of(self._timeout),
+            timeout=self._longest_wait_s,
             failure=lambda: None if watch is None else watch.difference,
             connected=connected,
         )
@@ -636,7 +627,15 @@ class DiLoCoStrategy(RankStrategy):
         if isinstance(runtime, LeadingRuntime):
             if resumed is not None and resumed.own is not None and resumed.alike:
                 runtime.load_own_counts(resumed.own)
-            self._states = WorkerStates(trainer, runtime, world, full=full, timeout=timeout, numbers=numbers)
+            self._states = WorkerStates(
+                trainer,
+                runtime.session,
+                world,
+                full=full,
+                timeout=timeout,
+                numbers=numbers,
+                own_state=runtime.own_state,
+            )
             self._states.begun()
 
     # ------------------------------------------------------------------ rounds (called by callbacks)
@@ -653,10 +652,11 @@ class DiLoCoStrategy(RankStrategy):
                 self._statistics = self._runtime.session.statistics
                 self._boundaries = self._runtime.begin(trainer, state)
             return
-        timeout = seconds_of(self._timeout)
+        timeout = self._longest_wait_s
         group = WorkerGroup(world.inside, timeout=timeout)
         self._file = open_rounds_file(trainer, append=state is not None)
-        trained, overlap = TrainedWeights(module, options.run.fragment_options), options.run.overlap
+        overlap = options.run.overlap
+        trained = TrainedWeights(module, fragments=options.run.fragments, overlaps=bool(overlap))
         runtime: SessionRuntime[WorkerSession]
         if group.leads:
             runtime = LeadingRuntime(

@@ -29,9 +29,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from lightning_bytescheduler.diloco.coordinated_session import CoordinatedRounds
 from lightning_bytescheduler.diloco.process_groups import WorkerGroup
-from lightning_bytescheduler.diloco.session import RankSession, WorkerSession
+from lightning_bytescheduler.diloco.session import CoordinatedRounds, RankSession, WorkerSession
 from lightning_bytescheduler.lightning_api import pl
 
 if TYPE_CHECKING:
@@ -100,23 +99,24 @@ class LoopBoundaries(ABC):
     def _after_batch(self, data_fetcher: Any) -> bool:
         """A batch has been trained on, and all hooks have run; returns whether to validate."""
 
-    def _agree(self, stepped: bool, *facts: bool) -> tuple[bool, ...]:
-        """What is so on any rank of this worker; with a step, its samples are taken together too."""
-        loss = self._loss
+    def _agree(self, stepped: bool, data_fetcher: Any, *facts: bool) -> tuple[bool, ...]:
+        """What is so on any rank of this worker: whether to validate, to stop, and more. A step is counted, too."""
+        trainer, loss = self._trainer, self._loss
+        stops = trainer.should_stop and trainer.fit_loop._can_stop_early
+        facts = (self._own_decision(data_fetcher), stops, *facts)
         own = [self._samples, self._tokens, 0 if loss is None else self._samples, (loss or 0.0) * self._samples]
         numbers = self._group.total([*map(float, facts), *(own if stepped else ())])
+        agreed = tuple(number > 0 for number in numbers[: len(facts)])
+        if agreed[1]:
+            trainer.should_stop = True
         if stepped:
             samples, tokens, measured, losses = numbers[len(facts) :]
-            self._samples, self._tokens = round(samples), round(tokens)
+            self._global_step = trainer.global_step
             self._loss = losses / measured if measured else None
-        return tuple(number > 0 for number in numbers[: len(facts)])
-
-    def _count_step(self) -> None:
-        self._global_step = self._trainer.global_step
-        self._counts.count(
-            samples=self._samples, seconds=time.monotonic() - self._began, tokens=self._tokens, loss=self._loss
-        )
-        self._samples = self._tokens = 0
+            seconds = time.monotonic() - self._began
+            self._counts.count(samples=round(samples), seconds=seconds, tokens=round(tokens), loss=self._loss)
+            self._samples = self._tokens = 0
+        return agreed
 
     def _reaches_limit(self, epoch: bool) -> bool:
         fit_loop = self._trainer.fit_loop
@@ -192,13 +192,8 @@ class RoundBoundaries(LoopBoundaries):
         self._session.check()
         if not self._session.halted:
             return True
-        self._open.close()
-        goes_on = self._session.pass_on()
+        goes_on = self._pass_on()
         self._began = time.monotonic()
-        if not goes_on:
-            self._stop()
-        elif self._kept is not None:
-            self._kept.begun()
         return goes_on
 
     def before_epoch_end(self) -> None:
@@ -213,12 +208,8 @@ class RoundBoundaries(LoopBoundaries):
         to_end = self._epoch_to_end or empty
         self._epoch_to_end = self._epoch_ended = False
         while to_end and not session.over:
-            self._open.close()
-            if not session.pass_on():
-                self._stop()
+            if not self._pass_on():
                 return
-            if self._kept is not None:
-                self._kept.begun()
             self._end_epoch_for_all(used_up=True)
             if self._halt(own_epoch_ends=True):
                 trainer.validating = True
@@ -226,6 +217,15 @@ class RoundBoundaries(LoopBoundaries):
                 trainer.training = True
             to_end = session.halted and session.round_end is not None and not session.round_end.epoch
         self._epoch_ended = False
+
+    def _pass_on(self) -> bool:
+        self._open.close()
+        goes_on = self._session.pass_on()
+        if not goes_on:
+            self._stop()
+        elif self._kept is not None:
+            self._kept.begun()
+        return goes_on
 
     def after_validation(self) -> None:
         """Have all ranks of this worker stop if one is to: each by itself asks its callbacks."""
@@ -245,14 +245,7 @@ class RoundBoundaries(LoopBoundaries):
         # Not at a restart, when this is asked before there was a batch; nor where a limit ends the epoch.
         used_up = own_epoch and self._has_batch and loop.batch_progress.current.ready < trainer.num_training_batches
         self._has_batch = False
-        stops = trainer.should_stop and trainer.fit_loop._can_stop_early
-        wants_validation, epoch, used_up, stops = self._agree(
-            stepped, self._own_decision(data_fetcher), own_epoch, used_up, stops
-        )
-        if stops:
-            trainer.should_stop = True
-        if stepped:
-            self._count_step()
+        wants_validation, stops, epoch, used_up = self._agree(stepped, data_fetcher, own_epoch, used_up)
         stop = stops or self._reaches_limit(epoch and not (used_up and self._awaits_others()))
         if self._shared_data is not None and (epoch or stop or session.is_due()):
             self._shared_data.settle()
@@ -368,10 +361,7 @@ class CoordinatedBoundaries(LoopBoundaries):
         self._validates = False
         if self._group.any(self._trainer.should_stop):
             self._trainer.should_stop = True
-        self._session.resume()
-        if self._session.over:
-            self._stop()
-        self._began = time.monotonic()
+        self._resume()
 
     def wait_aside(self) -> bool:
         """There is nothing to train on here for now; returns whether training is over. All ranks of the worker ask."""
@@ -380,7 +370,7 @@ class CoordinatedBoundaries(LoopBoundaries):
         if not self._aside:
             self._aside = True
             session.pause(shows=False)
-        if self._group.any(session.is_over_elsewhere()):
+        if self._group.any(session.last_round is not None):
             self.come_back()
         return session.over
 
@@ -388,10 +378,13 @@ class CoordinatedBoundaries(LoopBoundaries):
         """There is something to train on again, for all ranks of the worker."""
         if self._aside:
             self._aside = False
-            self._session.resume()
-            if self._session.over:
-                self._stop()
-            self._began = time.monotonic()
+            self._resume()
+
+    def _resume(self) -> None:
+        self._session.resume()
+        if self._session.over:
+            self._stop()
+        self._began = time.monotonic()
 
     def before_end(self) -> None:
         """See LoopBoundaries; and leave, with the global weights."""
@@ -402,14 +395,9 @@ class CoordinatedBoundaries(LoopBoundaries):
         session, loop, trainer = self._session, self._loop, self._trainer
         stepped = trainer.global_step != self._global_step
         signal = bool(trainer.received_sigterm)
-        stops = trainer.should_stop and trainer.fit_loop._can_stop_early
-        wants, epoch, stops, signal, self.leads = self._agree(
-            stepped, self._own_decision(data_fetcher), loop._num_ready_batches_reached(), stops, signal, session.leads
+        wants, stops, epoch, signal, self.leads = self._agree(
+            stepped, data_fetcher, loop._num_ready_batches_reached(), signal, session.leads
         )
-        if stops:
-            trainer.should_stop = True
-        if stepped:
-            self._count_step()
         if signal:
             self._leave(quickly=True)
             trainer._signal_connector.received_sigterm = True  # on all ranks of the worker: Lightning ends each

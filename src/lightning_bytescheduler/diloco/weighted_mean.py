@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_bytescheduler.checks import require_whole
+from lightning_bytescheduler.checks import require_one_of, require_whole
 from lightning_bytescheduler.compression.dense import chunk_size, chunks_of
 from lightning_bytescheduler.compression.wire_format import WireFormat
 from lightning_bytescheduler.exceptions import OptionError
@@ -53,6 +53,10 @@ class WeightedMean:
 
     Args:
         elements: Of each.
+
+    Attributes:
+        weight: Sum of the weights of what was added.
+        added: How many were added.
     """
 
     def __init__(self, elements: int) -> None:
@@ -66,18 +70,8 @@ class WeightedMean:
         self._coarse.zero_()
         self._fine.zero_()
         self._largest = 0.0
-        self._weight = self._added = 0
+        self.weight = self.added = 0
         self._shifted = 0  # of those that were added, by the bits of doubles
-
-    @property
-    def weight(self) -> int:
-        """Sum of the weights of what was added."""
-        return self._weight
-
-    @property
-    def added(self) -> int:
-        """How many were added."""
-        return self._added
 
     def add(self, payload: Tensor, wire: WireFormat, *, weight: int) -> None:
         """Add a pseudo-gradient, decoded chunk by chunk. If it is refused, nothing of it was added.
@@ -93,7 +87,7 @@ class WeightedMean:
                 weighted sum must stay below 2^38.
         """
         require_whole("weight", weight, 1)
-        if weight > MOST_WEIGHT or self._added >= _MOST_ADDED:
+        if weight > MOST_WEIGHT or self.added >= _MOST_ADDED:
             raise OptionError(
                 "weight", weight, f"{MOST_WEIGHT} at most, and that of {_MOST_ADDED} pseudo-gradients at most"
             )
@@ -117,8 +111,8 @@ class WeightedMean:
             _Splitter(values.numel(), weight, shifted=shifted).add(values, coarse, fine)
             self._coarse[indices], self._fine[indices] = coarse, fine
         self._largest = largest
-        self._weight += weight
-        self._added += 1
+        self.weight += weight
+        self.added += 1
         self._shifted += shifted
 
     def encode_mean(
@@ -140,15 +134,15 @@ class WeightedMean:
 
     def _mean_chunks(self) -> Iterator[Tensor]:
         """The mean in fp32, in chunks of which each is overwritten when the next is asked for."""
-        if not self._added:
+        if not self.added:
             raise ValueError("There is no mean: no pseudo-gradient was added.")
         size = min(chunk_size(_CPU), self._elements)
         # Both parts of the sum are doubles without rounding then, and so is theirs: the bits of a carry are the same.
-        exact = self._largest <= _MOST_SPLIT and self._added <= _EXACT_FINE
+        exact = self._largest <= _MOST_SPLIT and self.added <= _EXACT_FINE
         one, other = (torch.empty(size, dtype=torch.int64) for _ in range(2))
         total, high = (torch.empty(size, dtype=torch.float64) for _ in range(2))
         mean = torch.empty(size, dtype=torch.float32)
-        share = 1 / self._weight  # to multiply with it is several times as fast as to divide
+        share = 1 / self.weight  # to multiply with it is several times as fast as to divide
         for first, length in chunks_of(self._elements, size):
             part, here = slice(first, first + length), slice(0, length)
             sums = self._coarse[part], self._fine[part]
@@ -232,17 +226,6 @@ def _signed(number: int) -> int:
     return (number + 2**63) % 2**64 - 2**63
 
 
-def require_weighting(option: str, value: object) -> str:
-    """Return ``value`` if it is one of ``WEIGHTINGS``.
-
-    Raises:
-        OptionError: If it is not; names ``option``.
-    """
-    if value not in WEIGHTINGS:
-        raise OptionError(option, value, f"one of {', '.join(map(repr, WEIGHTINGS))}")
-    return str(value)
-
-
 def pseudo_gradient_weight(weighting: str, *, samples: int, tokens: int = 0) -> int:
     """Weight of one worker's pseudo-gradient, relative to the others'.
 
@@ -257,7 +240,7 @@ def pseudo_gradient_weight(weighting: str, *, samples: int, tokens: int = 0) -> 
     Raises:
         OptionError: If a value is not allowed, as when tokens are to count and samples were processed without any.
     """
-    require_weighting("weighting", weighting)
+    require_one_of("weighting", weighting, WEIGHTINGS)
     require_whole("samples", samples, 0)
     require_whole("tokens", tokens, 0)
     if weighting == "tokens":

@@ -1,8 +1,13 @@
 """What makes a restart exact: each worker's own state goes into the checkpoint, and comes back to the same worker.
 
+What one worker alone has at a moment between two rounds is all that is not the global state: its optimizer, schedules
+and loss scale, its progress, its place in the epoch, its buffers and random numbers; with fragments or overlap its own
+weights too, and what compressed pseudo-gradients have left to be sent. Tensors and primitives only, in host memory.
+
 A checkpoint is of a moment between two rounds: of a round's begin where it is written amid the round, or of a round's
-end where all workers stand still. Each worker keeps what it had at the last such moment (``worker_state.py``), the
-first one asks all others for theirs when it writes (:class:`StateCollection`).
+end where all workers stand still. Each worker keeps what it had at the last such moment, the first one asks all others
+for theirs when it writes (:class:`StateCollection`). That one has its own in Lightning's places. Where it writes in the
+middle of a round, they are put back to the round's begin, of which the weights are; see :func:`put_back`.
 
 How a worker's state comes to the worker that writes a checkpoint: when that asks for it, over the job's store.
 
@@ -19,39 +24,185 @@ primitives of it, as the checkpoint's reader will.
 
 from __future__ import annotations
 
+import copy
 import io
 import logging
 import pickle
+import random
+import sys
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from lightning_bytescheduler.ddp.rank_strategy import OUTER_STATE
 from lightning_bytescheduler.diloco.epoch_shares import share_of
 from lightning_bytescheduler.diloco.mailbox import Caller, Mailbox, await_key, connection_to
 from lightning_bytescheduler.diloco.process_groups import WorkerWorld, worker_name
-from lightning_bytescheduler.diloco.runtime import LeadingRuntime
-from lightning_bytescheduler.diloco.worker_state import (
-    Moment,
-    give,
-    put_back,
-    random_numbers,
-    set_random_numbers,
-    take,
-)
+from lightning_bytescheduler.diloco.session import LeadingSession
 from lightning_bytescheduler.exceptions import SchedulerTimeoutError
 from lightning_bytescheduler.lightning_api import pl, rank_zero_warn
 
 log = logging.getLogger(__name__)
 
-_LOOK_S = 0.5
+_PROGRESS = "epoch_loop.batch_progress"
+_COUNTS = (
+    "epoch_loop.automatic_optimization.optim_progress",
+    "epoch_loop.manual_optimization.optim_step_progress",
+    "epoch_loop.scheduler_progress",
+)
+_MOVED_BY_AVERAGING = "current_model_state"  # where Lightning's WeightAveraging puts what was in "state_dict"
+_LARGE = ("optimizers", "unsent", "weights")
+
+
+class Moment(NamedTuple):
+    """A moment of which a checkpoint can be, the same for all workers.
+
+    Attributes:
+        rounds: How many are over.
+        halted: Whether all workers stand still; else the next round has begun.
+    """
+
+    rounds: int
+    halted: bool
+
+
+def take(
+    trainer: pl.Trainer,
+    *,
+    full: bool,
+    after_batch: bool,
+    halted: bool,
+    numbers: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """What this worker has now, by the Trainer; on the training thread, with weights that are up to date.
+
+    Args:
+        trainer: Whose fit it is.
+        full: Also the state of optimizers, which takes memory.
+        after_batch: Whether this is where Lightning has counted a batch, and not yet a step.
+        halted: See :class:`Moment`.
+        numbers: What :func:`random_numbers` gave, if the present ones are later.
+    """
+    module = trainer.lightning_module
+    share = share_of(trainer)
+    precision = trainer.precision_plugin.state_dict()
+    taken: dict[str, Any] = {
+        "global_step": trainer.global_step,
+        "loops": _progress(trainer, after_batch=after_batch, halted=halted),
+        "schedulers": [copy.deepcopy(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs],
+        "buffers": {name: _kept(buffer) for name, buffer in _buffers(module).items()},
+        "random": random_numbers(trainer.strategy.root_device) if numbers is None else dict(numbers),
+        "position": None if share is None else share[1].position,
+    }
+    if precision:
+        taken["precision"] = {type(trainer.precision_plugin).__qualname__: _kept(precision)}
+    if full:
+        taken["optimizers"] = [_kept(optimizer.state_dict()) for optimizer in trainer.strategy.optimizers]
+    return taken
+
+
+def give(taken: Mapping[str, Any], checkpoint: dict[str, Any], *, halted: bool) -> None:
+    """Put what a worker had into Lightning's places of a checkpoint that another worker wrote; others stay.
+
+    Args:
+        taken: Of this worker.
+        checkpoint: Is changed.
+        halted: See :class:`Moment`: then epochs ended for all as they did for who wrote it.
+    """
+    loops: dict[str, Any] = checkpoint["loops"]["fit_loop"]
+    if halted:
+        own: Mapping[str, Any] = taken["loops"]
+        loops[_PROGRESS] = {**own[_PROGRESS], "is_last_batch": loops[_PROGRESS]["is_last_batch"]}
+        loops.update({name: own[name] for name in _COUNTS if name in own})
+        if "combined_loader" in own.get("state_dict", {}):
+            loops["state_dict"] = own["state_dict"]
+        _put_states(taken, checkpoint)
+    else:
+        put_back(taken, checkpoint)
+
+
+def put_back(taken: Mapping[str, Any], checkpoint: dict[str, Any]) -> None:
+    """Have a checkpoint be of the begin of its round, when ``taken`` was taken."""
+    checkpoint["loops"]["fit_loop"] = copy.deepcopy(taken["loops"])
+    _put_states(taken, checkpoint)
+
+
+def _put_states(taken: Mapping[str, Any], checkpoint: dict[str, Any]) -> None:
+    checkpoint["global_step"] = taken["global_step"]
+    checkpoint["lr_schedulers"] = taken["schedulers"]
+    checkpoint.update(taken.get("precision", {}))
+    if "optimizers" in taken:
+        checkpoint["optimizer_states"] = taken["optimizers"]
+    model = checkpoint.get(_MOVED_BY_AVERAGING, checkpoint["state_dict"])
+    model.update({name: value for name, value in taken["buffers"].items() if name in model})
+
+
+def random_numbers(device: torch.device) -> dict[str, Any]:
+    """The states of the generators that torch, Python and NumPy draw from."""
+    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        kind, keys, position, has_gauss, gauss = numpy.random.get_state()
+        if kind == "MT19937":
+            states["numpy"] = (torch.tensor(keys.tolist(), device="cpu"), int(position), int(has_gauss), float(gauss))
+    return states
+
+
+def set_random_numbers(states: Mapping[str, Any], device: torch.device) -> None:
+    """Draw on from what :func:`random_numbers` gave."""
+    torch.set_rng_state(states["torch"])
+    random.setstate(states["python"])
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and "numpy" in states:
+        keys, *others = states["numpy"]
+        numpy.random.set_state(("MT19937", keys.numpy().astype("uint32"), *others))
+
+
+def _progress(trainer: pl.Trainer, *, after_batch: bool, halted: bool) -> dict[str, Any]:
+    """Lightning's, as if nothing of the next batch had begun."""
+    loops: dict[str, Any] = copy.deepcopy(trainer.fit_loop.state_dict())
+    progress = loops[_PROGRESS]
+    for counts in (progress["total"], progress["current"]):
+        done = counts["processed"]
+        counts.update(ready=done, started=done, completed=done)
+    if not halted:
+        progress["is_last_batch"] = False
+    if after_batch:
+        loops["epoch_loop.state_dict"]["_batches_that_stepped"] += 1
+    return loops
+
+
+def _buffers(module: nn.Module) -> dict[str, Tensor]:
+    return {
+        name if not prefix else f"{prefix}.{name}": buffer
+        for prefix, part in module.named_modules()
+        for name, buffer in part.named_buffers(recurse=False)
+        if name not in part._non_persistent_buffers_set
+    }
+
+
+def _kept(state: Any) -> Any:
+    """The same in host memory, with copies of its tensors, which training would go on changing."""
+    if isinstance(state, Tensor):
+        return state.detach().to("cpu", copy=True)
+    if isinstance(state, dict):
+        return {key: _kept(value) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)(_kept(value) for value in state) if type(state) in (list, tuple) else state
+    return state
+
+
 _OVER = "states/over"
 
 
@@ -76,8 +227,8 @@ class KeptStates:
     def __init__(self, count: int) -> None:
         self._count = count
         self._changed = threading.Condition()
-        self._states: dict[Moment, dict[str, Any]] = {}  # what follows changes under the condition
-        self._unsettled: set[Moment] = set()
+        # What follows changes under the condition.
+        self._states: dict[Moment, tuple[dict[str, Any], bool]] = {}  # and whether that is all of it
         self._closed = False
 
     def keep(self, moment: Moment, state: dict[str, Any], *, settled: bool = True) -> None:
@@ -90,10 +241,7 @@ class KeptStates:
         """
         with self._changed:
             self._states.pop(moment, None)
-            self._states[moment] = state
-            self._unsettled.discard(moment)
-            if not settled:
-                self._unsettled.add(moment)
+            self._states[moment] = state, settled
             while len(self._states) > self._count:
                 self._states.pop(next(iter(self._states)))
             self._changed.notify_all()
@@ -101,10 +249,9 @@ class KeptStates:
     def settle(self, **more: Any) -> None:
         """Add to the last state what belongs to it now."""
         with self._changed:
-            moment = next(reversed(self._states), None)
-            if moment is not None:
-                self._states[moment] = {**self._states[moment], **more}
-                self._unsettled.discard(moment)
+            if self._states:
+                moment, (state, _) = self._states.popitem()
+                self._states[moment] = {**state, **more}, True
                 self._changed.notify_all()
 
     @property
@@ -112,7 +259,7 @@ class KeptStates:
         """What was kept last, and whether that is all of it."""
         with self._changed:
             moment = next(reversed(self._states), None)
-            return None if moment is None else (moment, self._states[moment], moment not in self._unsettled)
+            return None if moment is None else (moment, *self._states[moment])
 
     def of(self, moment: Moment, limit: float, *, settled: bool = True) -> dict[str, Any] | None:
         """The state of a moment, which may be still to come.
@@ -122,14 +269,13 @@ class KeptStates:
             limit: Longest wait, in seconds.
             settled: Whether all of it is wanted.
         """
-        deadline = time.monotonic() + limit
+
+        def is_there() -> bool:
+            return self._closed or (moment in self._states and (self._states[moment][1] or not settled))
+
         with self._changed:
-            while not self._closed and (moment not in self._states or (settled and moment in self._unsettled)):
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    return None
-                self._changed.wait(min(left, _LOOK_S))
-            return None if self._closed else self._states[moment]
+            there = self._changed.wait_for(is_there, limit) and not self._closed
+            return self._states[moment][0] if there else None
 
     def close(self) -> None:
         """Nothing is given any more."""
@@ -249,31 +395,33 @@ class WorkerStates:
 
     Args:
         trainer: Whose fit it is.
-        runtime: This leader's.
+        session: This leader's.
         world: Where it is.
         full: Whether optimizers' states, own weights and what was left unsent are kept, too.
         timeout: The strategy's, in seconds.
         numbers: Random numbers that are to be drawn on from when the first batch is asked for, if others than now.
+        own_state: Says what else this worker alone has.
     """
 
     def __init__(
         self,
         trainer: pl.Trainer,
-        runtime: LeadingRuntime,
+        session: LeadingSession,
         world: WorkerWorld,
         *,
         full: bool,
         timeout: float,
         numbers: Mapping[str, Any] | None,
+        own_state: Callable[[], dict[str, Any]],
     ) -> None:
         self._trainer = trainer
-        self._runtime = runtime
-        self._session = runtime.session
+        self._session = session
+        self._own_state = own_state
         self._inner_size = world.inner_size
         self._full = full
         self._timeout = timeout
         self._numbers = numbers
-        self._kept = KeptStates(2 if runtime.overlaps else 1)
+        self._kept = KeptStates(2 if session.overlap else 1)
         self._service: StateService | None = None
         self._collection: StateCollection | None = None
         limit = _SHARE_OF_TIMEOUT * timeout
@@ -367,7 +515,7 @@ class WorkerStates:
 
     def _take(self, *, after_batch: bool, halted: bool, numbers: Mapping[str, Any] | None) -> dict[str, Any]:
         taken = take(self._trainer, full=self._full, after_batch=after_batch, halted=halted, numbers=numbers)
-        return {**taken, **self._runtime.own_state()} if self._full else taken
+        return {**taken, **self._own_state()} if self._full else taken
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,310 @@
+"""The slices of a ``SliceDataModule`` under ``diloco``: who hands them out to the workers of a fit.
+
+*Launched together*, one tracker at worker 0 hands them out to all workers. Epochs of the data are the strategy's, which
+ends them for all workers at once: see ``RoundBoundaries``.
+
+*In a coordinator's run* the coordinator does. Epochs of the data go on by themselves: a worker that finds nothing when
+its epoch begins waits for a slice that comes back, or for the next epoch. Where several ranks train together as one
+worker, the first one calls the tracker for all of them: see ``slices.training``.
+
+Nothing of it waits in a step: the tracker is called from the plan's own thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import CancelledError, wait
+from typing import cast
+
+import msgspec
+import torch.distributed as dist
+
+from lightning_bytescheduler.diloco.coordinator_client import Answer, CoordinatorClient
+from lightning_bytescheduler.diloco.coordinator_protocol import SLICES_PATH
+from lightning_bytescheduler.diloco.mailbox import Caller, Mailbox, await_key, connection_to
+from lightning_bytescheduler.diloco.process_groups import WorkerGroup, WorkerWorld, worker_name
+from lightning_bytescheduler.diloco.runtime import CoordinatedRuntime
+from lightning_bytescheduler.exceptions import CoordinatorError, SchedulerTimeoutError, UnsupportedError
+from lightning_bytescheduler.lightning_api import TrainerFn, pl
+from lightning_bytescheduler.slices.data_module import SliceDataModule
+from lightning_bytescheduler.slices.messages import (
+    Call,
+    JoinAgain,
+    JoinTracker,
+    Reply,
+    RequestSlice,
+    TrackerClient,
+    decode,
+    encode,
+)
+from lightning_bytescheduler.slices.tracker import SliceTracker
+from lightning_bytescheduler.slices.training import Idle, TrackedTraining
+
+log = logging.getLogger(__name__)
+
+_MAILBOX = "slices"
+_OVER = "slices/over"  # and a worker's number, once it asks for nothing more
+_THREAD = "bytescheduler-slice-tracker"
+_STOP_S = 5.0
+_MOMENT_S = 0.5
+_LOOK_S = 1.0
+_NO_SESSION = 403  # of this run: the coordinator has given this worker up
+
+
+class WorkerSlices:
+    """One worker's way to the tracker, a ``TrackerHost``.
+
+    Args:
+        data: Whose slices they are.
+        timeout: Longest wait for an answer, in seconds.
+        check: Raises what has ended the training, if anything.
+    """
+
+    waits = False
+    worker = 0
+    workers = 1
+    _halt_s = _MOMENT_S  # for the plan's thread, after a failure
+
+    def __init__(self, data: SliceDataModule, *, timeout: float, check: Callable[[], None]) -> None:
+        self._data = data
+        self._timeout = timeout
+        self._check = check
+        self._server: Mailbox | None = None
+        self._client: _RemoteTracker | _CoordinatorTracker | None = None
+
+    def connect(self, make: Callable[[], SliceTracker]) -> TrackerClient:
+        """See ``TrackerHost``."""
+        raise NotImplementedError
+
+    @property
+    def training(self) -> TrackedTraining | None:
+        """What workers share in a fit, after its setup."""
+        training = self._data.training
+        return training if isinstance(training, TrackedTraining) else None
+
+    def finish(self) -> None:
+        """The training is over here: ask nothing more.
+
+        Raises:
+            Exception: What another worker has failed with.
+        """
+        raise NotImplementedError
+
+    def close(self, *, failed: bool) -> bool:
+        """Stop answering and calling; bounded, idempotent. Returns whether the threads have ended."""
+        if self._client is None and self._server is None:
+            return True
+        if self._client is not None:
+            self._client.closed = True
+        if failed and self.training is not None and not self.training.halt(self._halt_s):
+            return False
+        return self._server is None or self._server.stop(_MOMENT_S if failed else _STOP_S)
+
+
+class SharedSlices(WorkerSlices):
+    """Of workers launched together. At worker 0 it has a thread, which answers the others.
+
+    Args:
+        data: See :class:`WorkerSlices`.
+        world: Where this worker is.
+        timeout: See :class:`WorkerSlices`.
+        check: See :class:`WorkerSlices`.
+    """
+
+    def __init__(self, data: SliceDataModule, world: WorkerWorld, *, timeout: float, check: Callable[[], None]) -> None:
+        super().__init__(data, timeout=timeout, check=check)
+        self.worker, self.workers = world.worker, world.workers
+        self._store: dist.Store = world.store
+
+    def connect(self, make: Callable[[], SliceTracker]) -> TrackerClient:
+        """See ``TrackerHost``. Worker 0 is waited for with the first call."""
+        if self.worker != 0:
+            name = worker_name(self.worker)
+            self._client = _RemoteTracker(Caller(self._store, sender=name, timeout=self._timeout, check=self._check))
+            return self._client
+        tracker = make()
+        if self._server is None:
+
+            def handle(_: str, text: str) -> bytes:
+                return encode(tracker.answer(cast(Call, decode(text)))).encode()  # refuses what workers do not send
+
+            self._server = Mailbox(self._store, _MAILBOX, thread=_THREAD, handle=handle, on_error=_reading_ended)
+        return tracker
+
+    def finish(self) -> None:
+        """See WorkerSlices. Worker 0 waits for the others, which may be in their last step."""
+        store = connection_to(self._store)
+        if self._client is not None:
+            self._client.closed = True
+            store.set(f"{_OVER}/{self.worker}", "1")
+        if self._server is not None:
+            for worker in range(1, self.workers):
+                await_key(store, f"{_OVER}/{worker}", limit=self._timeout, check=self._check)
+
+
+def _reading_ended(error: BaseException) -> None:
+    if not isinstance(error, RuntimeError):  # else the store is gone, which the others find out by themselves
+        log.error("Slices are handed out no more: %s", error)
+
+
+class _RemoteTracker:
+    """Once closed, it only lets its worker leave."""
+
+    def __init__(self, caller: Caller) -> None:
+        self._caller = caller
+        self.closed = False
+
+    def answer(self, message: Call) -> Reply:
+        if self.closed and not isinstance(message, (JoinTracker, RequestSlice)):
+            return JoinAgain()  # the training is over, and worker 0 may have gone
+        return cast(Reply, decode(self._caller.call(_MAILBOX, encode(message))))
+
+
+class CoordinatedSlices(WorkerSlices):
+    """From the coordinator that the rounds are of.
+
+    Args:
+        data: See :class:`WorkerSlices`.
+        client: The connection; not there before the worker has joined.
+        idle: Told while this worker has nothing to train on.
+        timeout: See :class:`WorkerSlices`.
+        check: See :class:`WorkerSlices`.
+        ranks: Of this worker, if several train together.
+
+    Attributes:
+        idle: As given.
+        ranks: As given.
+    """
+
+    waits = True
+    _halt_s = _STOP_S
+
+    def __init__(
+        self,
+        data: SliceDataModule,
+        client: Callable[[], CoordinatorClient | None],
+        *,
+        idle: Idle,
+        timeout: float,
+        check: Callable[[], None],
+        ranks: WorkerGroup | None = None,
+    ) -> None:
+        super().__init__(data, timeout=timeout, check=check)
+        self.idle = idle
+        self.ranks = ranks
+        self._connection = client
+
+    def connect(self, make: Callable[[], SliceTracker]) -> TrackerClient:
+        """See ``TrackerHost``; no worker makes a tracker here."""
+        client = self._connection()
+        if client is None:
+            raise UnsupportedError("Cannot take slices from the coordinator before this worker has joined.")
+        self._client = _CoordinatorTracker(client, timeout=self._timeout, check=self._check)
+        return self._client
+
+    def finish(self) -> None:
+        """See WorkerSlices; and give back what is held."""
+        if self.training is not None:
+            self.training.leave()
+
+
+class _CoordinatorTracker:
+    """Its calls wait for the network, so that they are for the plan's thread.
+
+    Attributes:
+        closed: Whether nothing is to be asked any more.
+    """
+
+    def __init__(self, client: CoordinatorClient, *, timeout: float, check: Callable[[], None]) -> None:
+        self.closed = False
+        self._client = client
+        self._timeout = timeout
+        self._check = check
+
+    def answer(self, message: Call) -> Reply:
+        if isinstance(message, JoinTracker):  # the coordinator knows this worker by the name that it gave itself
+            message = msgspec.structs.replace(message, worker=self._client.worker)
+        deadline = time.monotonic() + self._timeout
+        while True:
+            answer = self._answer_to(message, deadline)
+            if answer.status == 200:
+                return cast(Reply, decode(answer.body))
+            if answer.status != _NO_SESSION:
+                raise CoordinatorError(f"The coordinator hands out no slices to this worker: {answer.words}")
+            # It was away for longer than its lease. The client joins again, and what it held has gone to others.
+            if not isinstance(message, JoinTracker):
+                return JoinAgain()
+            time.sleep(_LOOK_S / 4)
+            self._look(deadline)
+
+    def _answer_to(self, message: Call, deadline: float) -> Answer:
+        future = self._client.start(self._client.request("POST", SLICES_PATH, body=encode(message).encode()))
+        try:
+            while not wait([future], _LOOK_S).done:
+                self._look(deadline)
+            return future.result()
+        except CancelledError:
+            self._check()
+            raise SchedulerTimeoutError("The connection to the coordinator ended before it answered.") from None
+        finally:
+            future.cancel()
+
+    def _look(self, deadline: float) -> None:
+        """Whether to wait on."""
+        self._check()
+        if self.closed:
+            raise SchedulerTimeoutError("The training ended before the coordinator answered about slices.")
+        if time.monotonic() >= deadline:
+            raise SchedulerTimeoutError(
+                f"The coordinator gave no answer about slices for {self._timeout:.0f} s. Raise the strategy's timeout "
+                "if it may be away for longer."
+            )
+
+
+def worker_slices(
+    trainer: pl.Trainer,
+    world: WorkerWorld,
+    runtime: CoordinatedRuntime | None,
+    *,
+    timeout: float,
+    check: Callable[[], None],
+) -> WorkerSlices | None:
+    """Have the workers share the slices of a fit, if its data module is one of slices.
+
+    Args:
+        trainer: Before the setup of its data.
+        world: Where this rank is.
+        runtime: The worker's part in a coordinator's run; has a connection once this worker has joined.
+        timeout: See :class:`WorkerSlices`.
+        check: Raises what another rank has failed with, if any.
+
+    Raises:
+        UnsupportedError: If several ranks that were launched together train as one worker: they need equally many
+            batches.
+    """
+    data = trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
+    if not isinstance(data, SliceDataModule):
+        return None
+    slices: WorkerSlices
+    if runtime is None:
+        if world.inner_size > 1:
+            raise UnsupportedError(
+                "A SliceDataModule hands its slices out to workers of one process. Leave inner out, train with a "
+                "coordinator, or use data loaders, whose samples are split among all processes."
+            )
+        slices = SharedSlices(data, world, timeout=timeout, check=check)
+    else:
+
+        def check_all() -> None:
+            check()
+            runtime.check()
+
+        ranks = runtime.group if world.size > 1 else None
+        slices = CoordinatedSlices(
+            data, lambda: runtime.client, idle=runtime, timeout=timeout, check=check_all, ranks=ranks
+        )
+    data.teardown(TrainerFn.FITTING)  # of a failed fit, after which Lightning does not
+    data.bind_tracker(slices)
+    return slices
