@@ -18,7 +18,7 @@ print(json.dumps(sorted(brought)))
 # Searches, data, pictures and servers come when they are used.
 LATER = {
     "aiohttp", "bayes_opt", "filelock", "fsspec", "jsonargparse", "matplotlib", "pandas", "platformdirs", "rich",
-    "scipy", "sklearn", "xxhash", "zstandard",
+    "scipy", "sklearn", "tenacity", "xxhash", "zstandard",
 }  # fmt: skip
 
 

@@ -55,7 +55,7 @@ print(json.dumps([failed, said, data._storing.cache_dir]))
 """
 OTHERS = [
     *("lightning.pytorch", "lightning.pytorch.cli", "torch.distributed.run", "torchmetrics", "fsspec.core", "numpy"),
-    *("aiohttp.web", "bayes_opt", "filelock", "msgspec", "platformdirs", "rich.console", "xxhash"),
+    *("aiohttp.web", "bayes_opt", "filelock", "msgspec", "platformdirs", "rich.console", "tenacity", "xxhash"),
     *("fsspec.implementations.memory", "matplotlib", "multiprocessing.connection", "nbclient", "jsonargparse"),
 ]
 

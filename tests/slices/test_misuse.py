@@ -77,7 +77,7 @@ def web() -> Iterator[str]:
 # -------------------------------------------------------------------- packages
 
 
-@pytest.mark.parametrize("package", ["xxhash", "platformdirs"])
+@pytest.mark.parametrize("package", ["xxhash", "tenacity", "platformdirs"])
 def test_the_constructor_names_the_extra(text: str, monkeypatch: pytest.MonkeyPatch, package: str) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     slice_module.xxhash.cache_clear()

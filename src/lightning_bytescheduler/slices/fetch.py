@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from lightning_bytescheduler.checks import is_whole
+from lightning_bytescheduler.checks import importing, is_whole
 from lightning_bytescheduler.exceptions import OptionError, SliceCorruptError, SourceUnavailableError
 from lightning_bytescheduler.slices.options import TIMEOUT
 from lightning_bytescheduler.slices.slice import ChunkPlan, Slice
@@ -151,31 +151,61 @@ def ask(
     Raises:
         SourceUnavailableError: If the source stays away, or refuses to be read, which is not tried again.
     """
-    began, failures, is_said = waiting.clock(), 0, False
-    while True:
+    with importing("Reading slices", extra="data"):
+        from tenacity import RetryCallState, Retrying, retry_if_exception
+
+    began = waiting.clock()
+    is_said = False
+
+    def is_over(_: RetryCallState) -> bool:
+        return waiting.clock() - began >= timeout
+
+    def pause(state: RetryCallState) -> float:
+        # The last attempt comes when the time is over, not a little before.
+        return max(min(_delay(state.attempt_number, waiting), began + timeout - waiting.clock()), 0.0)
+
+    def before_pause(state: RetryCallState) -> None:
+        nonlocal is_said
+        on_retry()
+        if waiting.clock() - began >= _SAID_SECONDS and not is_said and state.outcome is not None:
+            is_said = True
+            words = _words(state.outcome.exception())
+            log.warning("%s does not answer: %s. It is asked again, for %.0f s in all.", url, words, timeout)
+
+    def give_up(state: RetryCallState) -> _Answer:
+        error = state.outcome.exception() if state.outcome is not None else None
+        raise SourceUnavailableError(url, waiting.clock() - began, _words(error)) from error
+
+    def answer() -> _Answer:
         try:
             return question()
         except Exception as error:
-            waited = waiting.clock() - began
             # Asked first of all: an untrusted certificate is a ValueError too.
             refused = refusal_of(error, url)
-            if refused is not None:
-                raise SourceUnavailableError(url, waited, *refused) from error
-            if isinstance(error, lasting):
+            if refused is None:
                 raise
-            if waited >= timeout:
-                raise SourceUnavailableError(url, waited, _words(error)) from error
-            on_retry()
-            if waited >= _SAID_SECONDS and not is_said:
-                is_said = True
-                words = _words(error)
-                log.warning("%s does not answer: %s. It is asked again, for %.0f s in all.", url, words, timeout)
-        failures += 1
-        # The last attempt comes when the time is over, not a little before.
-        waiting.sleep(max(min(_delay(failures, waiting), timeout - waited), 0.0))
+            raise _Refused(*refused) from error
+
+    try:
+        return Retrying(
+            retry=retry_if_exception(
+                lambda error: isinstance(error, Exception) and not isinstance(error, (*lasting, _Refused))
+            ),
+            stop=is_over,
+            wait=pause,
+            sleep=waiting.sleep,
+            before_sleep=before_pause,
+            retry_error_callback=give_up,
+        )(answer)
+    except _Refused as refused:
+        raise SourceUnavailableError(url, waiting.clock() - began, *refused.args) from refused.__cause__
 
 
-def _words(error: BaseException) -> str:
+class _Refused(Exception):
+    """A source refuses to be read: what it says, and the way out."""
+
+
+def _words(error: BaseException | None) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 

@@ -22,7 +22,7 @@ from lightning_bytescheduler.slices.catalogue import require_seed
 Delivery = Literal["at_least_once", "at_most_once"]
 """What a worker's death may cost: samples trained twice, or samples left out."""
 
-_PACKAGES = ("xxhash", "platformdirs")
+_PACKAGES = ("xxhash", "tenacity", "platformdirs")
 
 
 TIMEOUT = 60.0
