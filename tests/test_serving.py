@@ -12,6 +12,7 @@ import pytest
 
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.serving import (
+    BackgroundServer,
     Refusals,
     ServerAccess,
     client_tls,
@@ -227,3 +228,25 @@ def test_refusals_are_logged_once_a_minute(caplog):
     assert len(caplog.records) == 2
     assert "1001 so far" in caplog.text
     assert refusals.counts() == {"token": 1001}
+
+
+class FailsToListen(BackgroundServer):
+    """Its application is made; the key that it would listen with is no longer there."""
+
+    stopped = False
+
+    async def application(self):
+        return web.Application()
+
+    async def stop(self):
+        FailsToListen.stopped = True
+
+
+def test_a_server_whose_key_cannot_be_read_any_more_stops_what_it_had_begun(certificates, tmp_path):
+    key = tmp_path / "server.key"
+    key.write_bytes((certificates / "server.key").read_bytes())
+    reached = ServerAccess(certificate=str(certificates / "server.pem"), key=str(key), token=SECRET)
+    key.write_text("no key")
+    with pytest.raises(OptionError, match="key"):
+        FailsToListen(reached, 0, name="bytescheduler-test")
+    assert FailsToListen.stopped

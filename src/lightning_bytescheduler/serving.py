@@ -408,8 +408,10 @@ class BackgroundServer:
         self._thread.start()
         began = self._started.wait(_START_SECONDS)
         if self.error is not None or not began:
+            late = SchedulerTimeoutError(f"{self.url} was not served within {_START_SECONDS:.0f} s.")
+            error = self.error or late  # closing makes an error of its own
             self.close()
-            raise self.error or SchedulerTimeoutError(f"{self.url} was not served within {_START_SECONDS:.0f} s.")
+            raise error
 
     @property
     def url(self) -> str:
@@ -469,9 +471,11 @@ class BackgroundServer:
         host, port = self._access.host, self._port
         try:
             await web.TCPSite(runner, host, port, ssl_context=self._access.tls(self.refusals)).start()
-        except OSError as error:
+        except BaseException as error:
             await self.stop()
             await runner.cleanup()
+            if not isinstance(error, OSError):
+                raise
             reason = error.strerror or str(error)
             if error.errno == errno.EADDRINUSE:
                 reason = "it is in use by another program; choose another port, or 0 for any free one"

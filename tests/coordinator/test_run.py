@@ -192,6 +192,30 @@ def test_steps_of_the_open_round_count_after_a_restart() -> None:
     assert again.run.scheduler.left == 28
 
 
+def test_a_restart_before_the_first_round_waits_for_as_many_workers_as_the_start() -> None:
+    played = Played(inner_steps=1, samples_per_round=None, workers=2)
+    played.hello("one")
+    again = Played(inner_steps=1, samples_per_round=None, workers=2)
+    again.run.load_state_dict(played.run.state_dict(), again.now)
+    again.now = 2 * again.run.options.rounds.silent_after
+    one = again.hello("one")
+    again.say(one, join(one))
+    again.run.tick(again.now)
+    assert again.run.scheduler.round == 0
+    other = again.hello("other")
+    again.say(other, join(other))
+    assert again.run.scheduler.round == 1
+
+
+def test_an_update_without_samples_that_is_sent_twice_is_known() -> None:
+    played, one, _ = begun()
+    offer = played.offer(one, 2, 0)
+    played.run.sending(offer, played.now)
+    played.run.arrived(offer, played.now, Place(2, 0))
+    assert played.run.seen(offer) == Place(2, 0)
+    assert played.run.contributions.take(2) == ()
+
+
 def test_an_update_that_was_under_way_when_its_worker_left_counts() -> None:
     played, one, other = begun()
     offer = played.offer(other, 2, 20)

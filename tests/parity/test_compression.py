@@ -475,6 +475,14 @@ def test_what_was_left_of_what_is_not_compressed_any_more_is_left_out_and_said(
     assert all(name.startswith("layers.") for name in left)
 
 
+def test_one_rank_alone_leaves_out_what_was_left_and_saves_none_of_it(two_ranks: RankPool, tmp_path: Path) -> None:
+    saving = Recipe(model=partial(Tower, optimizer=adamw), steps=20, callbacks=(partial(SaveAt, 15, tmp_path),))
+    train_on(two_ranks, saving, Run(options=INT8))
+    with RankPool(1) as alone:
+        ((_, left),) = alone.run(load_anew, saved=str(tmp_path / "ByteSchedulerStrategy.ckpt"), options=INT8)
+    assert left == []
+
+
 class EndsWithOthersGradient(TwoLosses):
     """Whose last backward pass gives the first optimizer's tensor a gradient that nobody steps with."""
 

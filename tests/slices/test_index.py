@@ -33,6 +33,11 @@ def test_an_index_of_an_earlier_release_is_read():
     assert read_index(head + b"\n" + body, folder="memory://data") == entries
 
 
+def test_a_slice_that_is_named_twice_is_refused():
+    with pytest.raises(SliceIndexError, match="names a slice twice"):
+        read_index(write_index([*LINES, LINES[0]]), folder="memory://data")
+
+
 @pytest.mark.parametrize(
     ("name", "value"), [("slices", None), ("chunk_bytes", 0), ("chunk_bytes", True), ("checksum", 1)]
 )

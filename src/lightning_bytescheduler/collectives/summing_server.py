@@ -114,7 +114,9 @@ class Coming:
         """As of ``torch.distributed.Work``; ends when the thread does that ends it, at the latest."""
         self._ended.wait()
         if self._failure is not None:
-            raise self._failure.__cause__ or self._failure  # what gloo said tells more, and is looked into
+            # What gloo has said of a rank tells more, and is looked into.
+            cause = self._failure.__cause__ if isinstance(self._failure, RankFailedError) else None
+            raise cause or self._failure
         return self._then is None or self._then.wait()
 
 

@@ -243,12 +243,12 @@ class BulkRoutes:
         said = {TOTAL_HEADER: str(mean.total), DIGEST_HEADER: mean.digest, CHAIN_HEADER: lineage.chains.get(round, "")}
         self._downloads += 1
         try:
-            return await self._send(request, member, view_of(mean.payload), said)
+            return await self._send(request, member, view_of(mean.payload), said, on_disk=False)
         finally:
             self._downloads -= 1
 
     async def _send(
-        self, request: web.Request, member: Member, view: memoryview, headers: Mapping[str, str]
+        self, request: web.Request, member: Member, view: memoryview, headers: Mapping[str, str], *, on_disk: bool
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers=headers)
         response.content_type = "application/octet-stream"
@@ -256,7 +256,10 @@ class BulkRoutes:
         with self._stalls.watch() as transfer:
             await response.prepare(request)
             for start in range(0, len(view), _CHUNK):
-                await response.write(view[start : start + _CHUNK])
+                chunk: bytes | memoryview = view[start : start + _CHUNK]
+                if on_disk:  # others go on while it is read
+                    chunk = await asyncio.get_running_loop().run_in_executor(None, bytes, chunk)
+                await response.write(chunk)
                 transfer.moved = True
             await response.write_eof()
         self._run.count("bytes_out", len(view))
@@ -288,7 +291,8 @@ class BulkRoutes:
                 self._written = (*now, await asyncio.get_running_loop().run_in_executor(None, _in_a_file, snapshot))
                 del snapshot
             version, chain, state = self._written
-        return await self._send(request, member, state, {VERSION_HEADER: str(version), CHAIN_HEADER: chain})
+        said = {VERSION_HEADER: str(version), CHAIN_HEADER: chain}
+        return await self._send(request, member, state, said, on_disk=True)
 
     async def put_state(self, request: web.Request, member: Member) -> web.StreamResponse:
         """Take the first weights, of the worker that was asked for them."""

@@ -107,9 +107,10 @@ class Contributions:
         return self._seen.get((offer.member.name, offer.member.incarnation, offer.round))
 
     def book(self, offer: Offer, place: Place) -> None:
-        """Take note of an update that counts."""
+        """Take note of an update; one of weight 0 is only remembered."""
         self._seen[offer.member.name, offer.member.incarnation, offer.round] = place
-        self._by_sum.setdefault(place.round, []).append(offer)
+        if place.weight:
+            self._by_sum.setdefault(place.round, []).append(offer)
 
     def take(self, round: int) -> tuple[Offer, ...]:
         """What is in the sum of a round, at its end; it is forgotten."""
@@ -286,7 +287,8 @@ class Run:
         self._awaited.clear()
         ready = sorted((one.ready for one in self.members if one.ready is not None), key=lambda joins: joins.worker)
         if self._hold_until is not None:
-            self.scheduler.expect(len(ready))
+            if self.scheduler.round:  # else the first round is still to come, and waits for start_workers
+                self.scheduler.expect(len(ready))
             self._hold_until = None
         for joins in ready:
             self._rounds.handle(joins, now=now)
@@ -453,7 +455,7 @@ class Run:
         The round may be over with it: ``merge`` is called, and has to wait until it was added.
         """
         self.members.hear(offer.member, now)
-        if place.weight:
+        if place.weight or place.round == offer.round:
             self.contributions.book(offer, place)
         if place.round != offer.round:
             self._note_late(offer, place)

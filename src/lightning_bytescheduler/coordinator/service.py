@@ -187,6 +187,8 @@ class CoordinatorService:
             self._tasks.append(task)
 
     def _load(self, state: Mapping[str, Any]) -> None:
+        if "tensors" not in state:
+            raise OptionError("state", f"one with {sorted(state)}", "one that this version of the package has written")
         self.run.load_state_dict(state["run"], time.monotonic())
         self._make_weights(state["tensors"])
         if self.slices is not None:

@@ -515,7 +515,8 @@ class ByteSchedulerStrategy(RankStrategy):
         """See DDPStrategy. Says what of the checkpoint is left out."""
         checkpoint = super().load_checkpoint(*args, **kwargs)
         self._sharing.load(checkpoint)
-        self.load_compression_state(checkpoint.get(COMPRESSION))
+        if self.world_size > 1:  # one rank sends nothing that could make up for it
+            self.load_compression_state(checkpoint.get(COMPRESSION))
         if OUTER_STATE in checkpoint:
             rank_zero_info(
                 "bytescheduler: the checkpoint is of strategy 'diloco': weights, optimizers and progress go on, and "

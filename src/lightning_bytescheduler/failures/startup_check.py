@@ -229,7 +229,7 @@ class RendezvousWatch:
         self._error: BaseException | None = None  # this rank's
         self._elsewhere = ""  # another rank's
         self.difference: RanksDifferError | None = None
-        self._prefix = f"bytescheduler-rendezvous/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        self._prefix = f"bytescheduler-introductions/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self._thread = threading.Thread(target=self._run, name="bytescheduler-rendezvous", daemon=True)
 
     def meet_as(self, incarnation: str) -> None:

@@ -269,11 +269,12 @@ class SliceDataModule(pl.LightningDataModule):
 
     def _set_up_training(self) -> None:
         before = self._training
-        self._training = self._together() if self._host is None else self._tracked(self._host)
+        training = self._together() if self._host is None else self._tracked(self._host)
         if self.trainer is not None:
             require_same(self.trainer, "train", repr(self._sources["train"].catalogue))
         if before is not None:  # a further fit goes on where the last one stopped
-            self._training.load_state_dict(before.state_dict())
+            training.load_state_dict(before.state_dict())
+        self._training = training
         if self._pending is not None:
             self._training.load_state_dict(self._pending)
             self._pending = None

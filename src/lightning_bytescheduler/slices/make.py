@@ -387,6 +387,8 @@ def read_index(content: bytes, *, folder: str) -> list[tuple[Slice, ChunkPlan]]:
             entries.append(_entry(decoder.decode(line), head.chunk_bytes, folder))
         except (msgspec.DecodeError, ValueError) as error:
             raise SliceIndexError(f"{place}, line {number}, does not describe a slice: {error}") from error
+    if len({slice_.key for slice_, _ in entries}) < len(entries):
+        raise SliceIndexError(f"{place} names a slice twice. Make the slices again.")
     return entries
 
 

@@ -20,8 +20,8 @@ handed out before anything of the next one, to whoever asks next. No more than t
 left behind by more than one; where both are given out, a worker waits.
 
 Two workers never train on the same samples to be done sooner, as backup tasks do: what both had trained on by the time
-one of them is first would be in the weights of both. A slice that a worker has begun which is slow, and alive, stays
-with it, and costs nobody anything; what the dead and the cut off hold comes back.
+one of them is first would be in the weights of both. A slice that a slow worker has begun stays with it
+while it is alive, and so does one that is all a worker holds; what the dead and the cut off hold comes back.
 
 Where every slice stands in an epoch is in arrays of 17 bytes a slice. The saved state is plain values and tensors, for
 ``torch.load(weights_only=True)``, and is checked when it is loaded.
