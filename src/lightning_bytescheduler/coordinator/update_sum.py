@@ -387,7 +387,7 @@ class UpdateSum:
         start, stop = self.pieced.pieces[index]
         unsent = None if lost is None else lost[start:stop]
         if unsent is not None:
-            unsent.copy_(torch.zeros(()) if known is None else known[start:stop])
+            unsent.copy_(torch.zeros((), dtype=unsent.dtype) if known is None else known[start:stop])
         out = means.place_of(payload, index)
         part = sums.encode_mean(means.wire, seed=self.pieced.seed(round, index), out=out, residual=unsent)
         if out is None:
