@@ -132,9 +132,9 @@ class BalancedBatchSampler(Sampler[list[int]]):
             batch: Its number in the epoch.
             accumulated: Batches of a step; the last one of an epoch may have fewer.
         """
-        first = batch - batch % accumulated
-        sizes = [min(self.batch_size, len(self.sampler) - n * self.batch_size) for n in range(first, len(self))]
-        return sizes[batch - first] * len(sizes[:accumulated]) / sum(sizes[:accumulated])
+        step = range(batch - batch % accumulated, len(self))[:accumulated]
+        sizes = [min(self.batch_size, len(self.sampler) - n * self.batch_size) for n in step]
+        return sizes[batch % accumulated] * len(sizes) / sum(sizes)
 
     def __len__(self) -> int:
         samples = len(self.sampler)
