@@ -24,6 +24,8 @@ ROOM_OF_SUITE := tests/lightning_suite
 ROOM_OF_MODELS := tests/real_models
 ROOM_OF_RAY := tests/ray_train
 PYTEST_ARGS ?=
+# Which slow tests are run: none, all, or those of the files named.
+SLOW ?= none
 BENCH_ARGS ?=
 CHECKOUT ?=
 SUITE_ARGS ?=
@@ -62,10 +64,10 @@ demo: $(VENV)/.demo
 
 test: $(VENV)/.dev
 ifeq ($(strip $(PYTEST_ARGS)),)
-	$(RUN) -m pytest -n 2 --dist loadfile $(patsubst %,--ignore=%,$(ROOMS_OF_TIME) $(ROOMS_OF_LINKS) $(ROOM_OF_SUITE) \
+	$(RUN) -m pytest --slow "$(SLOW)" -n 2 --dist loadfile $(patsubst %,--ignore=%,$(ROOMS_OF_TIME) $(ROOMS_OF_LINKS) $(ROOM_OF_SUITE) \
 	  $(ROOM_OF_MODELS) $(ROOM_OF_RAY))
-	$(RUN) -m pytest -n 2 --dist loadfile $(ROOMS_OF_TIME)
-	$(RUN) -m pytest $(ROOMS_OF_LINKS)
+	$(RUN) -m pytest --slow "$(SLOW)" -n 2 --dist loadfile $(ROOMS_OF_TIME)
+	$(RUN) -m pytest --slow "$(SLOW)" $(ROOMS_OF_LINKS)
 else
 	$(RUN) -m pytest $(PYTEST_ARGS)
 endif

@@ -27,6 +27,22 @@ _OF_A_LAUNCH = (
 )
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--slow", default="all", metavar="all|none|FILES", help="which files' slow tests are run; the others always are"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    chosen: str = config.getoption("--slow")
+    if chosen == "all":
+        return
+    files = set(chosen.split())
+    left_out = [item for item in items if item.get_closest_marker("slow") and item.nodeid.split("::")[0] not in files]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
+
+
 @pytest.fixture(autouse=True)
 def no_traces_of_a_launch() -> Iterator[None]:
     """Take back what Lightning leaves in the environment.
