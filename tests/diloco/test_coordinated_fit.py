@@ -44,7 +44,7 @@ def test_it_has_the_bits_of_workers_launched_together(
     options = {"inner_steps": 4, "equal_steps": True, "outer_steps": 4, **options}
     together = diloco_ranks.run(fit_together, options=options, default_root_dir=str(tmp_path))
     with CoordinatorServer(coordinator_options(rounds={"start_workers": 2}, **options)) as server:
-        workers = diloco_ranks.run(fit_coordinated, url=server.url, default_root_dir=str(tmp_path), timeout=60.0)
+        workers = diloco_ranks.run(fit_coordinated, url=server.url, default_root_dir=str(tmp_path))
         # Each other fragment is synchronised once more at the end, here in rounds without a step.
         assert server.status().weights_version == 4 + options.get("fragments", 1) - 1
     assert_equal(workers[0], workers[1])
@@ -108,7 +108,7 @@ def test_the_leader_alone_validates_saves_and_logs(diloco_ranks: RankPool, tmp_p
     with CoordinatorServer(
         coordinator_options(inner_steps=4, outer_steps=16, rounds={"start_workers": 2, "grace": 5.0})
     ) as server:
-        results = diloco_ranks.run(fit_with_a_leader, url=server.url, folder=str(tmp_path), timeout=60.0)
+        results = diloco_ranks.run(fit_with_a_leader, url=server.url, folder=str(tmp_path))
     assert_equal(*results)
     notes = [next(note for note in result.seen if isinstance(note, tuple)) for result in results]
     (led, files), (idle, no_files) = sorted(notes, key=lambda note: -len(note[0]))
@@ -155,7 +155,7 @@ def fit_until_worse(rank: int, *, url: str, folder: str) -> Result:
 
 def test_the_leader_that_is_stopped_early_ends_the_run_for_all(diloco_ranks: RankPool, tmp_path: Path) -> None:
     with CoordinatorServer(coordinator_options(inner_steps=4, rounds={"start_workers": 2, "grace": 5.0})) as server:
-        results = diloco_ranks.run(fit_until_worse, url=server.url, folder=str(tmp_path), timeout=60.0)
+        results = diloco_ranks.run(fit_until_worse, url=server.url, folder=str(tmp_path))
         status = server.status()
     assert status.phase == "finished"  # though it has no last round of its own
     assert status.weights_version == status.round
@@ -166,7 +166,7 @@ def test_the_leader_that_is_stopped_early_ends_the_run_for_all(diloco_ranks: Ran
 def test_a_worker_ends_by_itself(diloco_ranks: RankPool, tmp_path: Path) -> None:
     with CoordinatorServer(coordinator_options(inner_steps=3, outer_steps=8, rounds={"start_workers": 2})) as server:
         first, second = diloco_ranks.run(
-            fit_limited, url=server.url, folder=str(tmp_path), limits={0: {"max_epochs": 1}, 1: {}}, timeout=60.0
+            fit_limited, url=server.url, folder=str(tmp_path), limits={0: {"max_epochs": 1}, 1: {}}
         )
         samples = server.call(lambda: server.service.run.samples)
     assert (first.global_step, first.epoch) == (8, 1)
@@ -206,7 +206,7 @@ def fit_terminated(rank: int, *, url: str, folder: str) -> int:
 
 def test_a_signal_ends_a_worker_whose_samples_count(diloco_ranks: RankPool, tmp_path: Path) -> None:
     with CoordinatorServer(coordinator_options(inner_steps=5, outer_steps=6, rounds={"start_workers": 2})) as server:
-        samples = diloco_ranks.run(fit_terminated, url=server.url, folder=str(tmp_path), timeout=60.0)
+        samples = diloco_ranks.run(fit_terminated, url=server.url, folder=str(tmp_path))
         assert server.call(lambda: server.service.run.samples) == sum(samples)
         assert server.status().counters.get("left") == 2
 
@@ -225,7 +225,7 @@ def fit_group(rank: int, *, url: str, folder: str, inner: str) -> Result:
 @pytest.mark.parametrize("inner", ["ddp", "bytescheduler"])
 def test_the_processes_of_a_trainer_are_one_worker(inner: str, diloco_ranks: RankPool, tmp_path: Path) -> None:
     with CoordinatorServer(coordinator_options(inner_steps=4, outer_steps=3)) as server:
-        results = diloco_ranks.run(fit_group, url=server.url, folder=str(tmp_path), inner=inner, timeout=60.0)
+        results = diloco_ranks.run(fit_group, url=server.url, folder=str(tmp_path), inner=inner)
         assert [worker.ranks for worker in server.status().workers] in ([2], [])
         assert server.call(lambda: server.service.run.samples) == results[0].samples
     assert_equal(*results)

@@ -72,7 +72,7 @@ def test_each_epoch_is_shared_and_goes_on_by_itself(diloco_ranks: RankPool, tmp_
     slices = SliceRoutes([rows], TrackerOptions())
     options = coordinator_options(inner_steps=4, outer_steps=12, rounds={"start_workers": 2})
     with CoordinatorServer(options, slices=slices) as server:
-        batches = diloco_ranks.run(fit_slices, url=server.url, rows=rows, folder=str(tmp_path), timeout=60.0)
+        batches = diloco_ranks.run(fit_slices, url=server.url, rows=rows, folder=str(tmp_path))
         status = server.status().slices
     assert status is not None
     trained = Counter(number for worker in batches for batch in worker for number in batch)
@@ -89,9 +89,7 @@ def test_a_worker_without_a_slice_takes_part_before_its_first_batch(diloco_ranks
     slices.tracker.request(RequestSlice(session=ghost.session, epoch=0))
     options = coordinator_options(inner_steps=4, outer_steps=4, rounds={"start_workers": 2})
     with CoordinatorServer(options, slices=slices) as server:
-        batches = diloco_ranks.run(
-            fit_slices, url=server.url, rows=str(tmp_path / "one"), folder=str(tmp_path), timeout=30.0
-        )
+        batches = diloco_ranks.run(fit_slices, url=server.url, rows=str(tmp_path / "one"), folder=str(tmp_path))
     assert sorted(map(bool, batches)) == [False, True]
 
 
@@ -107,7 +105,7 @@ def test_nobody_waits_at_the_end_of_an_epoch_for_a_slice_that_somebody_has(
     assert slices.tracker.progress(begins) == Receipt(accepted=True)
     options = coordinator_options(inner_steps=4, outer_steps=7, rounds={"start_workers": 2})
     with CoordinatorServer(options, slices=slices) as server:
-        batches = diloco_ranks.run(fit_slices, url=server.url, rows=rows, folder=str(tmp_path), timeout=60.0)
+        batches = diloco_ranks.run(fit_slices, url=server.url, rows=rows, folder=str(tmp_path))
         status = server.status().slices
     assert status is not None
     assert status.epoch == 0
@@ -179,7 +177,6 @@ def test_the_ranks_of_a_worker_share_its_batches(
             port=free_port(),
             inner=inner,
             slow=slow,
-            timeout=60.0,
         )
         status = server.status().slices
     assert status is not None
@@ -222,7 +219,7 @@ def test_what_a_worker_held_of_which_a_rank_has_failed_goes_to_others(
     options = coordinator_options(inner_steps=4, outer_steps=6, rounds={"start_workers": 2})
     with CoordinatorServer(options, slices=slices) as server:
         first, second, alone = three_plain_ranks.run(
-            fit_beside_a_failure, url=server.url, rows=rows, folder=str(tmp_path), port=free_port(), timeout=60.0
+            fit_beside_a_failure, url=server.url, rows=rows, folder=str(tmp_path), port=free_port()
         )
         status = server.status().slices
     assert status is not None
@@ -239,7 +236,7 @@ def fit_reading_otherwise(rank: int, *, rows: str) -> None:
 
 
 def test_ranks_of_a_worker_that_read_differently_far_ahead_are_told(diloco_ranks: RankPool, rows: str) -> None:
-    diloco_ranks.run(fit_reading_otherwise, rows=rows, timeout=60.0)
+    diloco_ranks.run(fit_reading_otherwise, rows=rows)
 
 
 class Answering:

@@ -29,7 +29,7 @@ measured = partial(Measured, optimizer=plain_sgd, dropout=0.0)
 
 def fit(ranks: RankPool, folder: Path, **arguments: Any) -> list[Result]:
     defaults: dict[str, Any] = {"model": calm_tower, "default_root_dir": str(folder)}
-    return ranks.run(fit_diloco, timeout=60.0, **{**defaults, **arguments})
+    return ranks.run(fit_diloco, **{**defaults, **arguments})
 
 
 def same_weights(results: list[Result]) -> bool:
@@ -200,7 +200,7 @@ def test_training_goes_on_with_and_without_groups(groups: bool, diloco_four_rank
         "callbacks": (partial(keeper, folder),),
         "default_root_dir": str(tmp_path),
     }
-    run = partial(diloco_four_ranks.run, fit_in_groups_or_not, timeout=60.0, **arguments)
+    run = partial(diloco_four_ranks.run, fit_in_groups_or_not, **arguments)
     first = run(groups=groups, max_epochs=1)
     path = f"{folder}/epoch=0.ckpt"
     kept = torch.load(path, weights_only=True)

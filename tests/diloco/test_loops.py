@@ -28,7 +28,7 @@ def fit(ranks: RankPool, folder: Path, **arguments: Any) -> list[Result]:
         "pauses": FAST_AND_SLOW,
         "default_root_dir": str(folder),
     }
-    return ranks.run(fit_diloco, timeout=60.0, **{**defaults, **arguments})
+    return ranks.run(fit_diloco, **{**defaults, **arguments})
 
 
 def same_weights(results: list[Result]) -> bool:

@@ -76,7 +76,7 @@ def fit(
         "callbacks": (partial(Saves, str(folder), steps),),
         **more,
     }
-    return ranks.run(fit_alone if alone else fit_diloco, timeout=60.0, **arguments)
+    return ranks.run(fit_alone if alone else fit_diloco, **arguments)
 
 
 def assert_same_end(rest: list[Result], whole: list[Result], *, after: int) -> None:

@@ -94,19 +94,15 @@ def rows(tmp_path: Path) -> str:
         {"samples_per_round": 20, "overlap_steps": 1},
     ],
 )
-def test_each_epoch_is_shared_by_speed(
-    options: dict[str, Any], diloco_ranks: RankPool, tmp_path: Path, rows: str
-) -> None:
+def test_workers_share_each_epoch(options: dict[str, Any], diloco_ranks: RankPool, tmp_path: Path, rows: str) -> None:
     fast, slow = diloco_ranks.run(
-        fit_slices, rows=rows, folder=str(tmp_path), options=options, data={"batch_size": 3}, max_epochs=2, timeout=40.0
+        fit_slices, rows=rows, folder=str(tmp_path), options=options, data={"batch_size": 3}, max_epochs=2
     )
     assert len(fast[1]) == len(slow[1]) == 2
     ends = [(0, 0), *zip(fast[1], slow[1], strict=True)]
     for first, last in pairwise(ends):
         epoch = trained(fast[0][first[0] : last[0]], slow[0][first[1] : last[1]])
         assert epoch == Counter(range(SAMPLES))
-    if not options.get("equal_steps"):
-        assert samples(fast[0]) > samples(slow[0]) > 0  # by far, on a machine with nothing else to do
     assert all(torch.equal(value, slow[3][name]) for name, value in fast[3].items())
 
 
@@ -120,7 +116,6 @@ def test_a_worker_that_finds_nothing_has_empty_epochs(diloco_ranks: RankPool, tm
         data={"batch_size": 2, "val": rows},
         limit_val_batches=1.0,
         max_epochs=3,
-        timeout=40.0,
     )
     assert trained(*(batches for batches, *_ in results)) == Counter(dict.fromkeys(range(11), 3))
     assert [len(epochs) for _, epochs, *_ in results] == [3, 3]
@@ -128,7 +123,7 @@ def test_a_worker_that_finds_nothing_has_empty_epochs(diloco_ranks: RankPool, tm
 
 
 def test_a_fit_goes_on_from_a_checkpoint(diloco_ranks: RankPool, tmp_path: Path, rows: str) -> None:
-    arguments: dict[str, Any] = {"rows": rows, "folder": str(tmp_path), "options": {"inner_steps": 2}, "timeout": 40.0}
+    arguments: dict[str, Any] = {"rows": rows, "folder": str(tmp_path), "options": {"inner_steps": 2}}
     start = diloco_ranks.run(fit_slices, limit_train_batches=5, max_epochs=1, saves=True, **arguments)
     assert 0 < sum(samples(batches) for batches, *_ in start) < SAMPLES
     rest = diloco_ranks.run(fit_slices, max_epochs=3, resume=f"{tmp_path}/epoch=0.ckpt", **arguments)
@@ -140,7 +135,7 @@ def test_a_fit_goes_on_from_a_checkpoint(diloco_ranks: RankPool, tmp_path: Path,
 
 
 def test_a_fit_goes_on_after_an_epoch_of_the_data(diloco_ranks: RankPool, tmp_path: Path, rows: str) -> None:
-    arguments: dict[str, Any] = {"rows": rows, "folder": str(tmp_path), "options": {"inner_steps": 2}, "timeout": 40.0}
+    arguments: dict[str, Any] = {"rows": rows, "folder": str(tmp_path), "options": {"inner_steps": 2}}
     diloco_ranks.run(fit_slices, max_epochs=1, saves=True, **arguments)
     rest = diloco_ranks.run(fit_slices, max_epochs=2, resume=f"{tmp_path}/epoch=0.ckpt", **arguments)
     assert trained(*(batches for batches, *_ in rest)) == Counter(range(SAMPLES))
@@ -157,7 +152,7 @@ def fit_twice(rank: int, *, rows: str, folder: str) -> list[list[int]]:
 
 
 def test_a_further_fit_goes_on(diloco_ranks: RankPool, tmp_path: Path, rows: str) -> None:
-    results = diloco_ranks.run(fit_twice, rows=rows, folder=str(tmp_path), timeout=40.0)
+    results = diloco_ranks.run(fit_twice, rows=rows, folder=str(tmp_path))
     assert trained(*results) == Counter(range(SAMPLES))
 
 
@@ -172,5 +167,4 @@ def test_a_worker_s_failure_ends_all(fails: int, diloco_ranks: RankPool, tmp_pat
             pauses={},
             fails=fails,
             max_epochs=2,
-            timeout=40.0,
         )
