@@ -223,7 +223,7 @@ def _pip(arguments: list[str]) -> None:
     assert arguments[0] == "install"
     extras = set(metadata("lightning-bytescheduler").get_all("Provides-Extra") or ())
     for argument in arguments[1:]:
-        requirement = Requirement(argument)
+        requirement = Requirement(re.sub(r"^\.(?=\[|$)", "lightning-bytescheduler", argument))
         if requirement.name == "lightning-bytescheduler":
             assert requirement.extras <= extras
 
@@ -243,7 +243,7 @@ PROGRAMS: dict[str, Callable[[list[str]], None]] = {
         "lightning-bytescheduler predict --bandwith 1gbit",
         "lightning-bytescheduler no-such-command",
         "make no-such-target",
-        "pip install 'lightning-bytescheduler[none]'",
+        "pip install '.[none]'",
         "python -m examples.none",
         "python -m examples.tuning --none",
         "torchrun --nodes 2 train.py",
