@@ -1,4 +1,4 @@
-"""What the tests of this folder ask of the outcomes of :func:`tests.support.fit.train_all`."""
+"""What the tests of this folder ask of the outcomes of :func:`tests.support.fit.train`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tests.support.fit import SIZES, Outcome, Recipe, Run, differences, train_all
+from tests.support.fit import SIZES, Outcome, Recipe, Run, differences, train
 from tests.support.rank_pool import RankPool
 
 __all__ = ["assert_overlapped", "assert_same", "assert_same_as_ddp", "train_on"]
@@ -16,9 +16,10 @@ DDP = Run(strategy="ddp")
 
 
 def train_on(pool: RankPool, recipe: Recipe, *runs: Run) -> list[list[Outcome]]:
-    """Outcomes by run, then by rank."""
-    by_rank = pool.run(train_all, recipe=recipe, runs=list(runs))
-    return [[outcomes[index] for outcomes in by_rank] for index in range(len(runs))]
+    """Outcomes by run, then by rank; what the pool has trained before is not trained again."""
+    if recipe.resume is not None:  # from a file, which may have changed
+        return [pool.run(train, recipe=recipe, run=run) for run in runs]
+    return [pool.run_once(train, recipe=recipe, run=run) for run in runs]
 
 
 def assert_same(expected: Sequence[Outcome], actual: Sequence[Outcome]) -> None:

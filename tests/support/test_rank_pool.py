@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import time
 from collections.abc import Iterator
@@ -13,6 +14,10 @@ from tests.support.rank_pool import RankPool, RanksFailed, show_stacks
 
 def environment(rank: int, name: str) -> tuple[int, str | None, int]:
     return rank, os.environ.get(name), os.getpid()
+
+
+def listed(rank: int, value: object) -> tuple[int, list[object]]:
+    return os.getpid(), [value, random.random()]
 
 
 def raise_on(rank: int, bad: int) -> int:
@@ -57,6 +62,17 @@ def test_runs_on_all_ranks_in_processes_that_stay(pool: RankPool) -> None:
     assert [result[:2] for result in first] == [(0, "0"), (1, "1")]
     assert [result[1] for result in second] == ["2", "2"]
     assert [result[2] for result in first] == [result[2] for result in second]
+
+
+def test_what_was_run_before_is_answered_from_memory(pool: RankPool) -> None:
+    first = pool.run_once(listed, value={"size": 1})
+    expected = [list(numbers) for _, numbers in first]
+    first[0][1].clear()  # what a test does to its own copy
+    pool.stop()
+    again, other = pool.run_once(listed, value={"size": 1}), pool.run_once(listed, value={"size": 2})
+    assert [numbers for _, numbers in again] == expected
+    assert [process for process, _ in again] == [process for process, _ in first]
+    assert not {process for process, _ in other} & {process for process, _ in first}
 
 
 def test_a_raising_rank_is_reported_with_its_traceback(pool: RankPool) -> None:
