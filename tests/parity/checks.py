@@ -44,7 +44,7 @@ def assert_same_as_ddp(
     pool: RankPool,
     recipe: Recipe,
     *,
-    network: str = "held",
+    network: str | None = None,
     overlap: bool = True,
     broken: Any = None,
     options: dict[str, Any] | None = None,
@@ -54,7 +54,7 @@ def assert_same_as_ddp(
     Args:
         pool: Where.
         recipe: What.
-        network: See :class:`Run`.
+        network: See :class:`Run`; the one that shows who waits, where updates are to cross the step boundary.
         overlap: Whether the updates are expected to cross the step boundary.
         broken: A sabotage that must show, in weights, losses, notes or an error.
         options: Of the strategy, instead of the small sizes.
@@ -63,7 +63,7 @@ def assert_same_as_ddp(
         The outcomes of DDP and of the strategy under test.
     """
     options = dict(SIZES) if options is None else options
-    runs = [DDP, Run(network=network, options=options)]
+    runs = [DDP, Run(network=network or ("held" if overlap else "late"), options=options)]
     if broken is not None:
         runs.append(Run(options=options, sabotage=broken))
     outcomes = train_on(pool, recipe, *runs)

@@ -103,27 +103,36 @@ class WritesThroughAlias(KeepsAliases):
             kept.clamp_(-0.2, 0.2)
 
 
-@pytest.mark.parametrize("since", ["before", "backward", "batch end"])
-@pytest.mark.parametrize("take", [data, detached, state_dict, arrays, flat_views], ids=lambda take: take.__name__)
+@pytest.mark.parametrize(
+    ("take", "since"),
+    [
+        (data, "before"),
+        (detached, "backward"),
+        (state_dict, "batch end"),
+        (arrays, "before"),
+        (flat_views, "batch end"),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
 def test_alias_of_a_callback(two_ranks: RankPool, take: Any, since: str) -> None:
     recipe = Recipe(model=model, steps=STEPS, callbacks=(partial(KeepsAliases, take, since=since),))
-    assert_same_as_ddp(two_ranks, recipe, network="late", overlap=False, broken=blind_to_aliases)
+    assert_same_as_ddp(two_ranks, recipe, overlap=False, broken=blind_to_aliases)
 
 
 def test_alias_made_in_the_forward_pass(two_ranks: RankPool) -> None:
     recipe = Recipe(model=partial(KeepsInForward, optimizer=partial(AdamW, lr=0.005)), steps=STEPS)
-    assert_same_as_ddp(two_ranks, recipe, network="late", overlap=False, broken=blind_to_aliases)
+    assert_same_as_ddp(two_ranks, recipe, overlap=False, broken=blind_to_aliases)
 
 
 def test_write_through_an_alias(two_ranks: RankPool) -> None:
     recipe = Recipe(model=model, steps=STEPS, callbacks=(partial(WritesThroughAlias, data, since="before"),))
-    assert_same_as_ddp(two_ranks, recipe, network="late", overlap=False, broken=blind_to_aliases)
+    assert_same_as_ddp(two_ranks, recipe, overlap=False, broken=blind_to_aliases)
 
 
 def test_the_other_weights_keep_their_overlap(two_ranks: RankPool) -> None:
     keeps_one = partial(KeepsAliases, one_of_a_layer, since="before")
     recipe = Recipe(model=model, steps=STEPS, callbacks=(keeps_one,))
-    _, ours = assert_same_as_ddp(two_ranks, recipe, network="late", overlap=False, broken=blind_to_aliases)
+    _, ours = assert_same_as_ddp(two_ranks, recipe, overlap=False, broken=blind_to_aliases)
     assert ours[0].statistics is not None
     assert ours[0].statistics.deferred_share > 0.6
 
@@ -132,7 +141,7 @@ def test_overlap_comes_back_with_the_end_of_the_alias(two_ranks: RankPool) -> No
     """Of 60 steps, the first is synchronised and four are of a time when everything was held."""
     keeps = partial(KeepsForAWhile, data, since="batch end")
     recipe = Recipe(model=model, steps=60, callbacks=(keeps,))
-    _, ours = assert_same_as_ddp(two_ranks, recipe, network="late", overlap=False, broken=blind_to_aliases)
+    _, ours = assert_same_as_ddp(two_ranks, recipe, overlap=False, broken=blind_to_aliases)
     assert_overlapped(ours, share=0.9)
     assert ours[0].statistics is not None
     assert ours[0].statistics.deferred_share < 0.95

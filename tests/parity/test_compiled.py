@@ -192,12 +192,12 @@ class CountsGraphs(Callback):
 @pytest.mark.parametrize(
     ("model", "backend", "opened"),
     [
-        pytest.param(CompiledBlock, "eager", 0, id="block"),
+        pytest.param(CompiledBlock, "eager", 0, id="block", marks=pytest.mark.slow),
         pytest.param(CompiledBlock, "aot_eager", 0, id="block-with-compiled-backward"),
-        pytest.param(CompiledInPlace, "eager", 0, id="in-place"),
-        pytest.param(CompiledMethod, "eager", 0, id="method"),
+        pytest.param(CompiledInPlace, "eager", 0, id="in-place", marks=pytest.mark.slow),
+        pytest.param(CompiledMethod, "eager", 0, id="method", marks=pytest.mark.slow),
         pytest.param(whole, "eager", 0, id="whole"),
-        pytest.param(WeightsAsArguments, "aot_eager", 0, id="weights-as-arguments"),
+        pytest.param(WeightsAsArguments, "aot_eager", 0, id="weights-as-arguments", marks=pytest.mark.slow),
         pytest.param(HandedToCompiledFunction, "eager", 0, id="layers-as-arguments"),
         pytest.param(Closure, "aot_eager", STEPS - 6, id="closure-in-mid-fit"),
     ],

@@ -68,8 +68,9 @@ def test_the_same_bits_however_steps_are_taken(two_ranks: RankPool) -> None:
     assert exact[0].statistics.compression_ratio == 1.0
 
 
-@pytest.mark.parametrize("precision", ["bf16-true", "64-true"])
-@pytest.mark.parametrize("codec", ["int8", "topk:0.2", "powersgd:1"])
+@pytest.mark.parametrize(
+    ("codec", "precision"), [("int8", "bf16-true"), ("topk:0.2", "64-true"), ("powersgd:1", "bf16-true")]
+)
 def test_a_precision_that_changes_the_default_dtype(two_ranks: RankPool, codec: str, precision: str) -> None:
     """While a forward pass is under way: then gradients are decoded."""
     recipe = Recipe(model=partial(Tower, optimizer=adamw), steps=8, trainer={"precision": precision})
@@ -226,8 +227,9 @@ def residuals_of(trainer: Trainer, model: Any) -> None:
     model.notes.append(left)
 
 
-@pytest.mark.parametrize("plugins", [(), (scaled,)], ids=["", "scaled losses"])
-@pytest.mark.parametrize("codec", ["topk:0.05", "powersgd:1"])
+@pytest.mark.parametrize(
+    ("codec", "plugins"), [("topk:0.05", ()), ("powersgd:1", (scaled,))], ids=["topk", "powersgd, scaled losses"]
+)
 def test_what_is_left_waits_for_a_step_that_applies_it(two_ranks: RankPool, codec: str, plugins: Any) -> None:
     """In the others no rank steps the parameter, and whatever travelled would be gone."""
     plain = partial(torch.optim.SGD, lr=0.5)
@@ -385,17 +387,16 @@ class Drops(Callback):
 
 
 @pytest.mark.parametrize(
-    ("model", "callbacks"),
+    ("codec", "model", "callbacks"),
     [
-        (SkipsBeforeStep, ()),
-        (SkipsAfterBackward, ()),
-        (SkipsInsteadOfClipping, ()),
-        (SkipsInBackward, ()),
-        (SkipsInClosure, ()),
-        (Skips, (Drops,)),
+        ("topk:0.05", SkipsBeforeStep, ()),
+        ("powersgd:1", SkipsAfterBackward, ()),
+        ("topk:0.05", SkipsInsteadOfClipping, ()),
+        ("powersgd:1", SkipsInBackward, ()),
+        ("topk:0.05", SkipsInClosure, ()),
+        ("powersgd:1", Skips, (Drops,)),
     ],
 )
-@pytest.mark.parametrize("codec", ["topk:0.05", "powersgd:1"])
 def test_gradients_that_hooks_drop_leave_nothing_to_be_sent(
     two_ranks: RankPool, codec: str, model: Any, callbacks: Any
 ) -> None:
@@ -413,8 +414,18 @@ def what_is_left(trainer: Trainer, model: Any) -> None:
     model.notes.append(strategy._gradients.residuals.of("always", 2400).view(60, 40).clone())
 
 
-@pytest.mark.parametrize("model", [TwoLosses, Toggles, StepsByItself, Zeroes, Accumulates])
-@pytest.mark.parametrize("codec", ["topk:0.05", "int4", "powersgd:1"])
+@pytest.mark.parametrize(
+    ("codec", "model"),
+    [
+        ("topk:0.05", TwoLosses),
+        ("int4", TwoLosses),
+        ("powersgd:1", TwoLosses),
+        ("powersgd:1", Toggles),
+        ("int4", StepsByItself),
+        ("topk:0.05", Zeroes),
+        ("powersgd:1", Accumulates),
+    ],
+)
 def test_gradients_that_are_dropped_leave_nothing_to_be_sent(two_ranks: RankPool, codec: str, model: Any) -> None:
     eight = {"max_epochs": 1, "limit_train_batches": 8}
     recipe = Recipe(model=model, steps=-1, trainer=eight, ddp={"find_unused_parameters": True}, after=what_is_left)

@@ -80,7 +80,7 @@ def test_transforms_in_the_forward_pass(two_ranks: RankPool, model: Any) -> None
 def test_callbacks(two_ranks: RankPool, callback: Any) -> None:
     """In the forward pass, after the backward pass and between steps."""
     recipe = Recipe(model=partial(Tower, optimizer=adamw), steps=STEPS, callbacks=(callback,))
-    assert_same_as_ddp(two_ranks, recipe, options=SIZES, network="late", overlap=False)
+    assert_same_as_ddp(two_ranks, recipe, options=SIZES, overlap=False)
 
 
 class ScriptedInMidRun(Tower):
@@ -104,7 +104,7 @@ class ScriptedInMidRun(Tower):
 def test_scripted_in_mid_run(two_ranks: RankPool) -> None:
     """Nothing shows the reads of such a layer; that it holds the parameters does."""
     recipe = Recipe(model=partial(ScriptedInMidRun, optimizer=adamw), steps=STEPS, ddp=UNUSED)
-    _, ours = assert_same_as_ddp(two_ranks, recipe, options=SIZES, network="late", overlap=False)
+    _, ours = assert_same_as_ddp(two_ranks, recipe, options=SIZES, overlap=False)
     assert ours[0].statistics is not None
     assert 0.5 < ours[0].statistics.deferred_share < 0.95
 

@@ -129,7 +129,7 @@ KINDS = {
 @pytest.mark.parametrize("model", KINDS.values(), ids=list(KINDS))
 def test_kinds(two_ranks: RankPool, model: Any) -> None:
     recipe = Recipe(model=partial(model, optimizer=partial(SGD, lr=0.02, momentum=0.9)), steps=STEPS)
-    _, ours = assert_same_as_ddp(two_ranks, recipe, network="late", overlap=False)
+    _, ours = assert_same_as_ddp(two_ranks, recipe, overlap=False)
     assert ours[0].statistics is not None
     assert ours[0].statistics.overlapped_steps == STEPS - 1
 
@@ -182,4 +182,4 @@ def test_changes_in_mid_fit(two_ranks: RankPool, callback: Any) -> None:
     recipe = Recipe(
         model=partial(Tower, optimizer=partial(AdamW, lr=0.005)), steps=STEPS + 2, callbacks=(callback,), ddp=find
     )
-    assert_same_as_ddp(two_ranks, recipe, network="late", overlap=False)
+    assert_same_as_ddp(two_ranks, recipe, overlap=False)

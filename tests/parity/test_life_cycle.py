@@ -113,7 +113,7 @@ def fit_others_in_between(trainer: Trainer, module: Any) -> None:
 @pytest.mark.parametrize("after", [evaluate, fit_further, fit_with_another_trainer, fit_others_in_between])
 def test_after_a_fit(two_ranks: RankPool, after: Any) -> None:
     recipe = Recipe(model=model, steps=STEPS, after=after)
-    assert_same_as_ddp(two_ranks, recipe, network="late", overlap=False, broken=nothing_lands_at_the_end)
+    assert_same_as_ddp(two_ranks, recipe, overlap=False, broken=nothing_lands_at_the_end)
 
 
 def resume(trainer: Trainer, module: Any, *, path: Path) -> None:
@@ -132,9 +132,7 @@ def resume(trainer: Trainer, module: Any, *, path: Path) -> None:
 
 def test_fit_that_fails_and_is_resumed_with_the_same_strategy(two_ranks: RankPool, tmp_path: Path) -> None:
     recipe = Recipe(model=model, steps=STEPS, after=partial(resume, path=tmp_path))
-    ddp, ours = assert_same_as_ddp(
-        two_ranks, recipe, network="late", overlap=False, broken=nothing_lands_after_a_failure
-    )
+    ddp, ours = assert_same_as_ddp(two_ranks, recipe, overlap=False, broken=nothing_lands_after_a_failure)
     assert len(ddp[0].losses) == STEPS + 6 + 2 * STEPS
     assert_overlapped(ours)
 
@@ -151,7 +149,7 @@ def fit_again_as_it_is(trainer: Trainer, module: Any) -> None:
 
 def test_fit_that_fails_and_is_followed_by_another(two_ranks: RankPool) -> None:
     recipe = Recipe(model=model, steps=STEPS, after=fit_again_as_it_is)
-    assert_same_as_ddp(two_ranks, recipe, network="late", overlap=False, broken=nothing_lands_after_a_failure)
+    assert_same_as_ddp(two_ranks, recipe, overlap=False, broken=nothing_lands_after_a_failure)
 
 
 class FallsBehind(Evaluated):
@@ -195,9 +193,7 @@ def test_weights_after_an_interrupt_are_those_of_its_step(
         callbacks=(partial(FailsAt, 7, error), partial(NotesCheckpointOnException, tmp_path)),
         trainer={"enable_checkpointing": True},
     )
-    ddp, ours = assert_same_as_ddp(
-        two_ranks, recipe, network="late", overlap=False, broken=nothing_lands_after_a_failure
-    )
+    ddp, ours = assert_same_as_ddp(two_ranks, recipe, overlap=False, broken=nothing_lands_after_a_failure)
     assert len(ddp[0].losses) == 7
     assert ddp[0].notes[0][0] == 7
     assert ours[0].statistics is not None
@@ -222,14 +218,14 @@ class StopsEarly(EarlyStopping):
 
 def test_stop_in_mid_epoch(two_ranks: RankPool) -> None:
     recipe = Recipe(model=model, callbacks=(StopsAt,), after=evaluate)
-    ddp, _ = assert_same_as_ddp(two_ranks, recipe, overlap=False, network="late", broken=nothing_lands_at_the_end)
+    ddp, _ = assert_same_as_ddp(two_ranks, recipe, overlap=False, broken=nothing_lands_at_the_end)
     assert len(ddp[0].losses) == 7
 
 
 def test_early_stopping_in_mid_epoch(two_ranks: RankPool) -> None:
     stops = partial(StopsEarly, "norm", mode="min", stopping_threshold=0.8429)
     recipe = Recipe(model=model, steps=60, callbacks=(stops,))
-    ddp, _ = assert_same_as_ddp(two_ranks, recipe, overlap=False, network="late", broken=nothing_lands_at_the_end)
+    ddp, _ = assert_same_as_ddp(two_ranks, recipe, overlap=False, broken=nothing_lands_at_the_end)
     assert len(ddp[0].losses) == 24
 
 

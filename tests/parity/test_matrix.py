@@ -35,11 +35,20 @@ def _calm(rows: Iterable[Combination]) -> Iterator[Combination]:
             yield row
 
 
+def _marked(rows: Iterable[Combination]) -> Iterator[Any]:
+    """Rows with a value that no row before has had; the others, which have the other pairs, are slow."""
+    seen: set[tuple[str, str]] = set()
+    for row in rows:
+        new = set(row.items()) - seen
+        seen |= new
+        yield pytest.param(row, id=str(row), marks=() if new else pytest.mark.slow)
+
+
 MATRIX = list(_calm(matrix()))
 PLAIN = Combination(**{factor: next(iter(values)) for factor, values in FACTORS.items()})
 
 
-@pytest.mark.parametrize("combination", MATRIX, ids=str)
+@pytest.mark.parametrize("combination", list(_marked(MATRIX)))
 def test_is_ddps_training(two_ranks: RankPool, tmp_path: Path, combination: Combination) -> None:
     if combination.loop == "weight-averaging" and not hasattr(lightning_callbacks, "WeightAveraging"):
         pytest.skip("this version of Lightning has no WeightAveraging")
@@ -127,7 +136,7 @@ class NotesNorm(Callback):
         module.notes.append(nn.utils.get_total_norm(p.grad for p in module.parameters() if p.grad is not None).item())
 
 
-@pytest.mark.parametrize("model", ["plain", "tied", "several-outputs", "batch-norm"])
+@pytest.mark.parametrize("model", ["plain", "batch-norm"])
 def test_one_limit_clips_and_the_other_does_not(two_ranks: RankPool, model: str) -> None:
     clipped = recipe(replace(PLAIN, clipping="norm", model=model), Scale())
     (outcomes,) = checks.train_on(two_ranks, replace(clipped, callbacks=(NotesNorm,)), checks.DDP)
@@ -155,12 +164,11 @@ def test_other_bits_are_noticed(two_ranks: RankPool, tmp_path: Path) -> None:
         check(two_ranks, PLAIN, tmp_path, sabotage=scaled_gradients)
 
 
-@pytest.mark.parametrize("optimizer", ["SGD-momentum", "AdamW"])
 def test_a_step_that_is_not_within_rounding_is_noticed(
-    two_ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str
+    two_ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rule, "OTHER_ORDER", {("optimizer", optimizer)})
-    combination = replace(PLAIN, optimizer=optimizer)
+    monkeypatch.setattr(rule, "OTHER_ORDER", {("optimizer", "AdamW")})
+    combination = replace(PLAIN, optimizer="AdamW")
     assert rule.comparison(combination) is rule.Comparison.ONE_STEP
     check(two_ranks, combination, tmp_path)
     with pytest.raises(AssertionError, match="more than"):

@@ -94,11 +94,14 @@ class DiffersByRank(Conditional):
 def test_layer_used_by_one_rank_only(two_ranks: RankPool) -> None:
     recipe = Recipe(model=partial(DiffersByRank, optimizer=adamw), steps=STEPS, ddp=UNUSED)
     # What has a gradient in the first step and was not used there looks as if it had been read unseen.
-    assert_same_as_ddp(two_ranks, recipe, network="late", overlap=False)
+    assert_same_as_ddp(two_ranks, recipe, overlap=False)
 
 
-@pytest.mark.parametrize("precision", ["64-true", "bf16-true"])
-@pytest.mark.parametrize("optimizer", [adamw, partial(ASGD, lr=0.05, t0=5)], ids=["AdamW", "ASGD"])
+@pytest.mark.parametrize(
+    ("precision", "optimizer"),
+    [("64-true", adamw), ("bf16-true", partial(ASGD, lr=0.05, t0=5))],
+    ids=["64-true, AdamW", "bf16-true, ASGD"],
+)
 def test_state_made_in_the_forward_pass_is_of_the_steps_own_type(
     two_ranks: RankPool, precision: str, optimizer: Any
 ) -> None:
@@ -117,7 +120,7 @@ class Unreduced(Tower):
 
 def test_parameters_ddp_is_told_to_ignore(two_ranks: RankPool) -> None:
     recipe = Recipe(model=partial(Unreduced, optimizer=adamw), steps=STEPS)
-    ddp, _ = assert_same_as_ddp(two_ranks, recipe, network="late", overlap=False, broken=only_buckets_step)
+    ddp, _ = assert_same_as_ddp(two_ranks, recipe, overlap=False, broken=only_buckets_step)
     assert not torch.equal(ddp[0].weights["layers.1.weight"], ddp[1].weights["layers.1.weight"])
 
 

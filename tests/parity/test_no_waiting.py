@@ -82,7 +82,7 @@ def waits_for(rank: int, place: str) -> str | None:
 
 @contextmanager
 def held_up(
-    module: LightningModule, folder: Path, *, patience: float = 15.0, also: Callable[[int], None] | None = None
+    module: LightningModule, folder: Path, *, patience: float = 60.0, also: Callable[[int], None] | None = None
 ) -> Iterator[None]:
     """One rank stays where it is until the other has come further, each in its turn.
 
@@ -208,7 +208,7 @@ class FailsApart(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         if trainer.global_rank == 0 and trainer.global_step == STEPS + 6:
-            deadline = time.monotonic() + 15
+            deadline = time.monotonic() + 60
             while not self.failed.exists() and time.monotonic() < deadline:
                 time.sleep(0.002)
             raise ValueError("boom")

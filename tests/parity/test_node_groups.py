@@ -105,7 +105,7 @@ def losses_scaled() -> MixedPrecision:
     ],
 )
 def test_ranks_of_one_node_have_ddps_bits(two_ranks: RankPool, recipe: Recipe) -> None:
-    expected, ours = train_on(two_ranks, recipe, DDP, Run(options=GROUPED, network="held"))
+    expected, ours = train_on(two_ranks, recipe, DDP, Run(options=GROUPED))
     assert_same(expected, ours)
 
 

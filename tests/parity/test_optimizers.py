@@ -60,15 +60,13 @@ class KeepsStep(SGD):
 @pytest.mark.parametrize(
     "optimizer",
     [
-        pytest.param(partial(SGD, lr=0.05, momentum=0.9), id="SGD-momentum"),
         pytest.param(partial(SGD, lr=0.05, momentum=0.9, weight_decay=0.01), id="SGD-momentum-decay"),
         pytest.param(partial(Adam, lr=0.005), id="Adam"),
-        pytest.param(partial(AdamW, lr=0.005, weight_decay=0.1), id="AdamW"),
         pytest.param(partial(AdamW, lr=0.005, foreach=True), id="AdamW-foreach"),
     ],
 )
-def test_a_hundred_steps(two_ranks: RankPool, optimizer: Any) -> None:
-    recipe = Recipe(model=partial(Tower, optimizer=optimizer), steps=100)
+def test_several_epochs(two_ranks: RankPool, optimizer: Any) -> None:
+    recipe = Recipe(model=partial(Tower, optimizer=optimizer, samples=64), steps=30)
     assert_same_as_ddp(two_ranks, recipe)
 
 
@@ -129,7 +127,7 @@ def test_sizes_that_follow_the_link(two_ranks: RankPool) -> None:
 def test_nothing_but_the_name(two_ranks: RankPool) -> None:
     """With what comes by default: sizes by the link, and a trial of both ways to step."""
     recipe = Recipe(model=partial(Tower, width=96, optimizer=partial(AdamW, lr=0.001)), steps=60)
-    assert_same_as_ddp(two_ranks, recipe, options={}, network="late", overlap=False)
+    assert_same_as_ddp(two_ranks, recipe, options={}, overlap=False)
 
 
 def clamps(optimizer: Optimizer) -> Optimizer:

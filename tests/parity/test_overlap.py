@@ -52,6 +52,7 @@ def withheld_until_the_middle(
     second_half = 6  # position in the forward pass: first, layers 0 and 1 have two parameters each
     lock = threading.Lock()
     withheld: list[SubCommTask] = []
+    timers: list[threading.Timer] = []
     passes = 0
     released_step = 1  # the first is synchronised
 
@@ -86,9 +87,9 @@ def withheld_until_the_middle(
         if not hold:
             notify_finish(sub)
         elif sub.index == 0:
-            timer = threading.Timer(patience, give_up, [step])
-            timer.daemon = True
-            timer.start()
+            timers.append(threading.Timer(patience, give_up, [step]))
+            timers[-1].daemon = True
+            timers[-1].start()
 
     module.in_the_middle = in_the_middle  # type: ignore[method-assign]
     begin_forward = GradientEngine.begin_forward
@@ -102,6 +103,8 @@ def withheld_until_the_middle(
         patch.object(GradientEngine, "begin_forward", wait_for_all if barrier else begin_forward),
     ):
         yield
+    for timer in timers:
+        timer.cancel()
     assert passes == steps
 
 

@@ -68,7 +68,7 @@ def test_weights_after_the_forward_pass(two_ranks: RankPool) -> None:
 )
 def test_gradients_before_the_step(two_ranks: RankPool, callback: Any, deferred: tuple[float, float]) -> None:
     recipe = Recipe(model=model, steps=STEPS, callbacks=(callback,))
-    _, ours = assert_same_as_ddp(two_ranks, recipe, network="late", overlap=False, broken=blind_to_gradients)
+    _, ours = assert_same_as_ddp(two_ranks, recipe, overlap=False, broken=blind_to_gradients)
     assert ours[0].statistics is not None
     assert deferred[0] <= ours[0].statistics.deferred_share <= deferred[1]
 
@@ -91,13 +91,13 @@ def test_optimizer_state_between_steps(two_ranks: RankPool, callback: Any, overl
 
 def test_optimizer_state_that_somebody_keeps(two_ranks: RankPool) -> None:
     recipe = Recipe(model=model, steps=STEPS, callbacks=(observers.KeepsOptimizerState,))
-    assert_same_as_ddp(two_ranks, recipe, network="late", overlap=False, broken=blind_to_kept_state)
+    assert_same_as_ddp(two_ranks, recipe, overlap=False, broken=blind_to_kept_state)
 
 
 @pytest.mark.parametrize("callback", [observers.HooksSteps, observers.HooksAllSteps])
 def test_step_hooks_that_come_late_are_called_once_a_step(two_ranks: RankPool, callback: Any) -> None:
     recipe = Recipe(model=model, steps=STEPS, callbacks=(callback,))
-    ddp, _ = assert_same_as_ddp(two_ranks, recipe, network="late", overlap=False)
+    ddp, _ = assert_same_as_ddp(two_ranks, recipe, overlap=False)
     assert ddp[0].notes == ["stepped"] * STEPS
 
 

@@ -223,12 +223,12 @@ class Operates(Callback):
 @pytest.mark.parametrize("operation", SURGERY.values(), ids=list(SURGERY))
 def test_surgery(two_ranks: RankPool, operation: Any) -> None:
     recipe = Recipe(model=model, steps=STEPS, callbacks=(partial(Operates, operation),))
-    assert_same_as_ddp(two_ranks, recipe, network="late", overlap=False)
+    assert_same_as_ddp(two_ranks, recipe, overlap=False)
 
 
 def test_without_the_gate_on_the_optimizer_it_shows(two_ranks: RankPool) -> None:
     recipe = Recipe(model=model, steps=STEPS, callbacks=(partial(Operates, by_vars),))
-    assert_same_as_ddp(two_ranks, recipe, network="late", overlap=False, broken=no_gate_on_state)
+    assert_same_as_ddp(two_ranks, recipe, overlap=False, broken=no_gate_on_state)
 
 
 class KeepsPartOfTheState(Callback):
@@ -250,7 +250,7 @@ class KeepsPartOfTheState(Callback):
 @pytest.mark.parametrize("take", [torch.Tensor.positive, torch.Tensor.detach, torch.Tensor.numpy])
 def test_a_tensor_of_the_state_that_is_kept(two_ranks: RankPool, take: Any) -> None:
     recipe = Recipe(model=model, steps=14, callbacks=(partial(KeepsPartOfTheState, take),))
-    _, ours = assert_same_as_ddp(two_ranks, recipe, network="late", overlap=False, broken=blind_to_kept_state)
+    _, ours = assert_same_as_ddp(two_ranks, recipe, overlap=False, broken=blind_to_kept_state)
     plan, statistics = ours[0].plan, ours[0].statistics
     assert plan is not None
     assert statistics is not None

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, SparseAdam
+from torch.optim import SGD, Adam, AdamW, Optimizer, SparseAdam
 
 from tests.parity.checks import assert_same_as_ddp
 from tests.parity.sabotage import backward_waits_for_nothing, everything_is_deferred, sparse_gradients_stay_here
@@ -17,7 +17,6 @@ from tests.support.fit import Recipe
 from tests.support.models import Tokens, Tower
 from tests.support.rank_pool import RankPool
 
-adagrad = partial(Adagrad, lr=0.1)
 adamw = partial(AdamW, lr=0.01)
 sgd = partial(SGD, lr=0.1)
 STEPS = 24
@@ -152,9 +151,6 @@ class SparseByHand(SparseTable):
         pytest.param(partial(Tower, optimizer=LooksAhead), "LooksAhead", everything_is_deferred, id="own-step"),
         pytest.param(partial(Tower, optimizer=SharpnessAware), "Sharpness", everything_is_deferred, id="two-closures"),
         pytest.param(partial(SparseTable, optimizer=sgd), "'table'", sparse_gradients_stay_here, id="sparse-SGD"),
-        pytest.param(
-            partial(SparseTable, optimizer=adagrad), "'table'", sparse_gradients_stay_here, id="sparse-Adagrad"
-        ),
         pytest.param(partial(SparseBag, optimizer=sgd), "'table'", sparse_gradients_stay_here, id="sparse-bag"),
         pytest.param(partial(ByHand, optimizer=adamw), "manual", backward_waits_for_nothing, id="manual"),
         pytest.param(SparseByHand, "manual", sparse_gradients_stay_here, id="manual-sparse"),
@@ -162,7 +158,7 @@ class SparseByHand(SparseTable):
 )
 def test_synchronised(two_ranks: RankPool, model: Any, reason: str, broken: Any) -> None:
     recipe = Recipe(model=model, steps=STEPS)
-    _, ours = assert_same_as_ddp(two_ranks, recipe, network="late", overlap=False, broken=broken)
+    _, ours = assert_same_as_ddp(two_ranks, recipe, overlap=False, broken=broken)
     assert any(reason in given for given in ours[0].reasons), ours[0].reasons
     assert ours[0].statistics is not None
     assert ours[0].statistics.deferred_updates == 0

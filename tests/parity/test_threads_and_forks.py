@@ -8,7 +8,7 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -105,7 +105,7 @@ class Monitor(Callback):
 
 def test_a_monitor_thread(two_ranks: RankPool) -> None:
     recipe = Recipe(model=partial(Tower, optimizer=adamw), steps=STEPS, callbacks=(Monitor,))
-    assert_same_as_ddp(two_ranks, recipe, network="late", overlap=False)
+    assert_same_as_ddp(two_ranks, recipe, overlap=False)
 
 
 @contextmanager
@@ -143,8 +143,11 @@ def sums(parameters: Any) -> list[float]:
     return [p.detach().double().sum().item() for p in parameters]
 
 
-def in_a_fork(work: Callable[[], bytes], patience: float) -> bytes:
-    """What ``work`` returns in a forked child, or nothing if that took more than ``patience`` seconds."""
+_PATIENCE_S = 60.0
+
+
+def in_a_fork(work: Callable[[], bytes]) -> bytes:
+    """What ``work`` returns in a forked child, or nothing if it has to be killed."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -153,7 +156,7 @@ def in_a_fork(work: Callable[[], bytes], patience: float) -> bytes:
         finally:
             os._exit(0)
     os.close(writing)
-    hurry = threading.Timer(patience, os.kill, (child, 9))
+    hurry = threading.Timer(_PATIENCE_S, os.kill, (child, 9))
     hurry.start()
     with os.fdopen(reading, "rb") as pipe:
         found = pipe.read()
@@ -166,9 +169,8 @@ def in_a_fork(work: Callable[[], bytes], patience: float) -> bytes:
 class Forks(Callback):
     """Forks between two steps, or while gradients are on their way, and has the child read."""
 
-    def __init__(self, when: str, thread: bool = False, patience: float = 10.0) -> None:
+    def __init__(self, when: str, thread: bool = False) -> None:
         self.when = when
-        self.patience = patience
         self.thread = thread
 
     def note(self, module: Any) -> None:
@@ -177,10 +179,10 @@ class Forks(Callback):
             return repr((plain, sums(module.parameters()))).encode()
 
         if not self.thread:
-            module.notes.append(in_a_fork(work, self.patience))
+            module.notes.append(in_a_fork(work))
             return
         with ThreadPoolExecutor(1) as elsewhere:
-            module.notes.append(elsewhere.submit(in_a_fork, work, self.patience).result())
+            module.notes.append(elsewhere.submit(in_a_fork, work).result())
 
     def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
         if self.when == "between" and trainer.global_step % 5 == 4:
@@ -196,6 +198,7 @@ def nothing_before_forks(module: LightningModule) -> Any:
     with (
         patch.object(GradientEngine, "before_fork", lambda _: None),
         patch.object(GradientEngine, "after_fork", lambda _, in_child: None),
+        patch(f"{__name__}._PATIENCE_S", 2.0),
     ):
         yield
 
@@ -211,7 +214,7 @@ def nothing_before_forks(module: LightningModule) -> Any:
 )
 def test_a_forked_child_has_the_weights_of_its_moment(two_ranks: RankPool, forks: Any) -> None:
     recipe = Recipe(model=partial(Tower, optimizer=adamw), steps=10, callbacks=(forks,))
-    ddp, _ = assert_same_as_ddp(two_ranks, recipe, network="late", overlap=False)
+    ddp, _ = assert_same_as_ddp(two_ranks, recipe, overlap=False)
     assert len(ddp[0].notes) == 2
     assert all(note.startswith(b"(True, [") for note in ddp[0].notes)
 
@@ -219,9 +222,9 @@ def test_a_forked_child_has_the_weights_of_its_moment(two_ranks: RankPool, forks
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_without_the_hook_a_forked_child_waits_for_good(two_ranks: RankPool) -> None:
     """Proof that the tests above can fail."""
-    forks = partial(Forks, "between", patience=2.0)
+    forks = partial(Forks, "between")
     recipe = Recipe(model=partial(Tower, optimizer=adamw), steps=5, callbacks=(forks,))
-    assert_same_as_ddp(two_ranks, recipe, network="late", overlap=False, broken=nothing_before_forks)
+    assert_same_as_ddp(two_ranks, recipe, overlap=False, broken=nothing_before_forks)
 
 
 class ReadsAWeight(Dataset[Any]):
@@ -254,7 +257,11 @@ class Workers(Callback):
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_forked_loader_workers_read_a_weight(two_ranks: RankPool) -> None:
     recipe = Recipe(model=partial(Tower, optimizer=adamw), steps=10, callbacks=(partial(Workers, "fork"),))
-    assert_same_as_ddp(two_ranks, recipe, network="late", overlap=False)
+    assert_same_as_ddp(two_ranks, recipe, overlap=False)
+
+
+def collect() -> bytes:
+    return b"collected" if gc.collect() >= 0 else b""
 
 
 def collects_in_a_fork(rank: int, recipe: Recipe, run: Run, freezes: bool) -> bytes:
@@ -263,8 +270,10 @@ def collects_in_a_fork(rank: int, recipe: Recipe, run: Run, freezes: bool) -> by
     gc.disable()
     try:
         train(rank, recipe, run)
-        with nullcontext() if freezes else patch.object(gc, "freeze"):
-            return in_a_fork(lambda: b"collected" if gc.collect() >= 0 else b"", patience=10.0 if freezes else 2.0)
+        if freezes:
+            return in_a_fork(collect)
+        with patch.object(gc, "freeze"), patch(f"{__name__}._PATIENCE_S", 2.0):
+            return in_a_fork(collect)
     finally:
         gc.enable()
         gc.collect()

@@ -173,7 +173,7 @@ def test_uneven_last_batch(two_ranks: RankPool) -> None:
 
 
 def test_a_step_without_a_loss_is_lightnings_error(two_ranks: RankPool) -> None:
-    ddp, ours = assert_same_as_ddp(two_ranks, Recipe(model=LosesALoss), network="late", overlap=False)
+    ddp, ours = assert_same_as_ddp(two_ranks, Recipe(model=LosesALoss), overlap=False)
     assert ours[0].error is not None
     assert "by returning None in distributed training is not supported" in ours[0].error
     assert ours[1].error == ddp[0].error
@@ -221,13 +221,13 @@ def test_epochs_with_what_metrics_drive(two_ranks: RankPool, tmp_path: Path) -> 
             NotesBest,
         ),
     )
-    ddp, _ = assert_same_as_ddp(two_ranks, recipe, network="late", overlap=False)
+    ddp, _ = assert_same_as_ddp(two_ranks, recipe, overlap=False)
     assert ddp[0].notes[-1][0] == "best"
 
 
 def test_switched_off_barrier_crossing(two_ranks: RankPool) -> None:
     _, ours = assert_same_as_ddp(
-        two_ranks, Recipe(model=Tower), network="late", overlap=False, options={**SIZES, "cross_barrier": False}
+        two_ranks, Recipe(model=Tower), overlap=False, options={**SIZES, "cross_barrier": False}
     )
     assert "cross_barrier=False" in ours[0].reasons[0]
 
@@ -243,7 +243,7 @@ def test_switched_off_barrier_crossing(two_ranks: RankPool) -> None:
     ],
 )
 def test_what_cannot_be_deferred_is_synchronised(two_ranks: RankPool, recipe: Recipe, reason: str) -> None:
-    _, ours = assert_same_as_ddp(two_ranks, recipe, network="late", overlap=False)
+    _, ours = assert_same_as_ddp(two_ranks, recipe, overlap=False)
     assert any(reason in given for given in ours[0].reasons)
     assert ours[0].statistics is not None
     assert ours[0].statistics.deferred_updates == 0

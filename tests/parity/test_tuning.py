@@ -14,7 +14,6 @@ from torch.optim import AdamW
 from lightning_bytescheduler.ddp.engine import GradientEngine
 from lightning_bytescheduler.tuning import PLAIN_DDP, CreditTuning, TuningPoint, credit_tuner
 from tests.parity.checks import DDP, assert_same, train_on
-from tests.parity.test_training import MixedTypes
 from tests.support.fit import SIZES, Outcome, Recipe, Run, train
 from tests.support.models import Tower
 from tests.support.rank_pool import RankPool
@@ -78,11 +77,9 @@ def run_restlessly(rank: int, recipe: Recipe, options: dict[str, Any]) -> tuple[
     [
         (Recipe(model=partial(Tower, optimizer=adamw), steps=36), {}),
         (Recipe(model=partial(Tower, optimizer=adamw), steps=24), {"servers": 0}),
-        (Recipe(model=partial(MixedTypes, optimizer=adamw), steps=24), {}),
         (Recipe(model=Tower, trainer={"accumulate_grad_batches": 2}, steps=24), {}),
         # Reduce-scatter, and nothing is really clipped.
         (Recipe(model=Tower, trainer={"gradient_clip_val": 1e6}, steps=24), {}),
-        (Recipe(model=Tower, trainer={"limit_val_batches": 2, "val_check_interval": 3}, steps=24), {}),
     ],
 )
 def test_every_bit_is_ddps_while_everything_changes(

@@ -94,7 +94,7 @@ class Run:
     strategy: str | Callable[[], Strategy] = "bytescheduler"
     options: Mapping[str, Any] = field(default_factory=lambda: SIZES)
     network: str = "late"
-    patience: float = 5.0
+    patience: float = 20.0
     sabotage: Sabotage | None = None
     far: bool = False
     routed: bool = False

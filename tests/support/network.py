@@ -34,7 +34,7 @@ class LateNetwork:
         forced: How many steps had to be sent before the next training step began; after three, nothing is held.
     """
 
-    def __init__(self, rank: int, *, mean_delay: float = 2e-4, held: bool = False, patience: float = 5.0) -> None:
+    def __init__(self, rank: int, *, mean_delay: float = 2e-4, held: bool = False, patience: float = 20.0) -> None:
         self.forced = 0
         self._random = random.Random(rank)
         self._mean_delay = mean_delay
