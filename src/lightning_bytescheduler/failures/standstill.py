@@ -417,11 +417,13 @@ def wait_of(thread: int) -> Wait | None:
 def break_connections(group: dist.ProcessGroup) -> None:
     """Wake whoever waits for a message on ``group``, here and on other ranks; nothing can be sent on it afterwards.
 
-    Gloo has no way to call off a message, but closes all connections of a group when one did not come in time.
+    Gloo has no way to call off a message, but closes all connections of a group when one did not come in time; not
+    when its own connection has ended before, as that of a rank that is gone. So messages of all ranks are tried.
     """
-    peer = (group.rank() + 1) % group.size()
-    with suppress(RuntimeError):
-        group.recv([torch.empty(1, dtype=torch.float32)], peer, _UNUSED_NUMBER).wait(timedelta(milliseconds=1))
+    for distance in range(1, group.size()):
+        peer = (group.rank() + distance) % group.size()
+        with suppress(RuntimeError):
+            group.recv([torch.empty(1, dtype=torch.float32)], peer, _UNUSED_NUMBER).wait(timedelta(milliseconds=1))
 
 
 class VitalSigns:
