@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.support.rank_pool import RankPool
 
@@ -31,6 +32,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--slow", default="all", metavar="all|none|FILES", help="which files' slow tests are run; the others always are"
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """No property fails because the machine is busy; all examples are for when all slow tests are run."""
+    examples = 100 if config.getoption("--slow") == "all" else 25
+    settings.register_profile(
+        "tests", deadline=None, max_examples=examples, suppress_health_check=[HealthCheck.too_slow]
+    )
+    settings.load_profile("tests")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

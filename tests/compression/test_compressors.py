@@ -1,4 +1,4 @@
-"""Each compressor beside plain NumPy over 50 steps, and what all of them promise."""
+"""Each compressor beside plain NumPy over a dozen steps, and what all of them promise."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -16,10 +16,9 @@ from lightning_bytescheduler.compression import COMPRESSORS, dense, make_codec, 
 from lightning_bytescheduler.exceptions import OptionError
 from tests.compression import references
 
-unhurried = settings(deadline=None, max_examples=60)
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 SIZE = 611
-STEPS = 50
+STEPS = 12
 WORKERS = 2
 
 SPECS = {
@@ -86,7 +85,7 @@ def test_the_default_dtype_is_of_no_account(spec: str, dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_workers_and_their_sum_are_those_of_plain_numpy(spec: str) -> None:
-    """With error feedback, over 50 steps."""
+    """With error feedback."""
     compressor = make_compressor(spec)
     residuals = [torch.zeros(SIZE) for _ in range(WORKERS)]
     sums, expected = torch.zeros(SIZE), np.zeros(SIZE, np.float32)
@@ -110,17 +109,16 @@ def test_workers_and_their_sum_are_those_of_plain_numpy(spec: str) -> None:
 
 @pytest.mark.parametrize("spec", ALL)
 def test_error_feedback_keeps_within_bounds_what_is_left(spec: str) -> None:
-    """Over a hundred steps of normal numbers."""
-    compressor, size = make_compressor(spec), 40_000
+    """Over more steps of normal numbers than the sparsest needs to have sent each of them."""
+    compressor, size = make_compressor(spec), 4_000
     residual = torch.zeros(size)
-    for seed in range(100):
+    for seed in range(60):
         part = torch.randn(size, generator=torch.Generator().manual_seed(seed))
         compressor.compress_with(residual, part, seed=seed)
     grown = float(residual.norm() / part.norm())
     assert grown < 12, grown
 
 
-@unhurried
 @given(
     st.sampled_from(ALL),
     st.lists(st.tuples(st.integers(0, 1000), st.integers(-20, 20)), min_size=1, max_size=3),

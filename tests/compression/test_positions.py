@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_bytescheduler.compression.sparse import (
@@ -14,10 +14,7 @@ from lightning_bytescheduler.compression.sparse import (
     unpack_indices,
 )
 
-unhurried = settings(deadline=None)
 
-
-@unhurried
 @given(
     size=st.integers(0, 20_000),
     share=st.floats(0, 1),
@@ -49,7 +46,6 @@ def test_what_is_not_finite_comes_first(size: int) -> None:
     assert largest_indices(values, 4).tolist() == [3, 7, 11, size - 1]
 
 
-@unhurried
 @given(st.integers(1, 3000), st.floats(0, 1), st.integers(0, 1000))
 def test_there_and_back(size: int, share: float, seed: int) -> None:
     order = torch.randperm(size, generator=torch.Generator().manual_seed(seed))

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -13,7 +13,6 @@ from lightning_bytescheduler.compression.wire_format import WireFormat
 from lightning_bytescheduler.exceptions import OptionError
 from tests.support.plain_mean import PlainMean
 
-unhurried = settings(deadline=None)
 LEVELS = {"int8": 127, "int4": 7}
 BLOCKS = {"int8": 256, "int4": 128}
 
@@ -36,20 +35,17 @@ def largest_of_block(tensor: Tensor, size: int) -> Tensor:
     return torch.cat([part.abs().max().expand(len(part)) for part in tensor.split(size)])
 
 
-@unhurried
 @given(tensors)
 def test_fp32_is_exact(tensor: Tensor) -> None:
     assert torch.equal(there_and_back(WireFormat(), tensor), tensor)
 
 
-@unhurried
 @given(tensors)
 def test_bf16_is_within_its_bound(tensor: Tensor) -> None:
     error = (there_and_back(WireFormat(dtype="bf16"), tensor) - tensor).abs()
     assert (error <= tensor.abs() * 2.0**-8).all()
 
 
-@unhurried
 @given(tensor=tensors, dtype=st.sampled_from(["int8", "int4"]), rounding=st.sampled_from(["stochastic", "nearest"]))
 def test_integers_are_within_their_bounds(tensor: Tensor, dtype: str, rounding: str) -> None:
     found = there_and_back(WireFormat(dtype=dtype, rounding=rounding), tensor, seed=tensor.numel())

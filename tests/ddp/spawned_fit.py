@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-import lightning_bytescheduler  # noqa: F401  registers the names
+from lightning_bytescheduler import ByteSchedulerStrategy
 
 
 def main(strategy: str, path: str) -> None:
@@ -26,11 +26,16 @@ def main(strategy: str, path: str) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
+    assert isinstance(trainer.strategy, ByteSchedulerStrategy)
+    assert trainer.strategy.plan is None
     trainer.fit(model)
+    plan, statistics = trainer.strategy.plan, trainer.strategy.statistics
+    assert plan is not None
+    assert statistics is not None
     trainer.save_checkpoint(path)
     saved = torch.load(path, weights_only=True)
     assert torch.equal(saved["state_dict"]["layer.weight"], model.layer.weight)
-    print("saved")
+    print(f"plan: {plan.steps} steps: {statistics.steps}, saved")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from lightning_bytescheduler.ddp.agreed_sizes import AgreedSizes, agree_on_sizes
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
 from lightning_bytescheduler.tuning.default_sizes import LinkEstimate
 from tests.support.rank_pool import RankPool, join_default_group, let_go
+from tests.support.waiting import WAIT
 
 LINK = LinkEstimate(alpha=2e-3, beta=1e-8)
 
@@ -27,7 +28,7 @@ def _must_not_be_probed(*_: object) -> float:
 
 def agreed_over_long_ways(rank: int, world_size: int) -> list[AgreedSizes]:
     join_default_group(rank, world_size=world_size)
-    groups = SchedulerGroups.create(timeout=timedelta(seconds=20))
+    groups = SchedulerGroups.create(timeout=timedelta(seconds=WAIT))
     found = []
     parameters = [torch.nn.Parameter(torch.zeros(8_000_000))]
     try:
@@ -66,7 +67,7 @@ def test_gradients_go_straight_over_long_ways(three_plain_ranks: RankPool) -> No
 
 def agreed_on(rank: int) -> list[tuple[int, int, int]]:
     join_default_group(rank)
-    groups = SchedulerGroups.create(timeout=timedelta(seconds=20))
+    groups = SchedulerGroups.create(timeout=timedelta(seconds=WAIT))
     found = []
     try:
         with patch.object(agreed_sizes, "probe_link", lambda *_: LINK):

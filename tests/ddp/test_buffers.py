@@ -90,17 +90,14 @@ class Changes(Callback):
 @pytest.mark.parametrize(
     "recipe",
     [
-        Recipe(model=Buffered),
-        Recipe(model=Buffered, trainer={"accumulate_grad_batches": 2}),
-        Recipe(model=partial(Buffered, recomputed=True)),
-        Recipe(model=partial(Buffered, replaced=True)),
-        Recipe(model=ReplacedByOne),
-        Recipe(model=Buffered, trainer={"val_check_interval": 3}),
-        Recipe(model=Buffered, ddp={"broadcast_buffers": False}),
-        Recipe(model=Buffered, steps=20, callbacks=(partial(Changes, after=12, ranks=(0, 1)),)),
-        Recipe(model=Buffered, steps=20, callbacks=(partial(Changes, after=12, ranks=(0, 1), unseen=True),)),
-        Recipe(model=Buffered, callbacks=(partial(Changes, after=2, ranks=(0,)),)),
-        Recipe(model=Buffered, steps=20, callbacks=(partial(Changes, after=12, ranks=(1,)),)),
+        Recipe(model=partial(Buffered, recomputed=True), trainer={"accumulate_grad_batches": 2}),
+        Recipe(model=partial(Buffered, replaced=True), trainer={"val_check_interval": 3}),
+        Recipe(model=ReplacedByOne, steps=16),
+        Recipe(model=Buffered, steps=6, ddp={"broadcast_buffers": False}),
+        Recipe(model=Buffered, steps=16, callbacks=(partial(Changes, after=12, ranks=(0, 1)),)),
+        Recipe(model=Buffered, steps=16, callbacks=(partial(Changes, after=12, ranks=(0, 1), unseen=True),)),
+        Recipe(model=Buffered, steps=6, callbacks=(partial(Changes, after=2, ranks=(0,)),)),
+        Recipe(model=Buffered, steps=16, callbacks=(partial(Changes, after=12, ranks=(1,)),)),
     ],
 )
 def test_buffers_are_ddps(two_ranks: RankPool, recipe: Recipe) -> None:
@@ -109,7 +106,7 @@ def test_buffers_are_ddps(two_ranks: RankPool, recipe: Recipe) -> None:
 
 
 def test_buffers_of_steps_as_ddps_are_too(two_ranks: RankPool) -> None:
-    recipe = Recipe(model=Buffered, steps=20, callbacks=(partial(Changes, after=12, ranks=(0, 1)),))
+    recipe = Recipe(model=Buffered, steps=6, callbacks=(partial(Changes, after=2, ranks=(0, 1)),))
     ddp, ours = train_on(two_ranks, recipe, DDP, Run(options={**SIZES, "mode": "ddp"}))
     assert_same(ddp, ours)
 

@@ -35,6 +35,7 @@ from lightning_bytescheduler.ddp.residuals import Residuals
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
 from lightning_bytescheduler.scheduler.core import ByteCore
 from tests.support.rank_pool import RankPool, join_default_group, let_go
+from tests.support.waiting import WAIT
 
 Array = npt.NDArray[np.float32]
 
@@ -64,7 +65,7 @@ def reduce_all(rank: int, jobs: list[dict[str, Any]]) -> list[Result]:
     """One after the other, on a group of their own: torch's store tells apart no two default groups in a row."""
     torch.set_num_threads(1)
     join_default_group(rank)
-    group, control = (dist.new_group(backend="gloo", timeout=timedelta(seconds=20)) for _ in range(2))
+    group, control = (dist.new_group(backend="gloo", timeout=timedelta(seconds=WAIT)) for _ in range(2))
     try:
         return [reduce_steps(rank, group, control, **job) for job in jobs]
     finally:
@@ -116,8 +117,8 @@ class Served:
                 announced,
                 [announced.rail(0, rank)],
                 rank=rank,
-                wait=20.0,
-                timeout=timedelta(seconds=20),
+                wait=WAIT,
+                timeout=timedelta(seconds=WAIT),
                 failure=lambda: None,
             )
             return group
@@ -153,7 +154,7 @@ class Served:
     def leave(self) -> None:
         self.push_pull.close(idle=True)
         for thread in self._threads:
-            thread.join(10)
+            thread.join(WAIT)
             assert not thread.is_alive()
 
 
@@ -224,25 +225,25 @@ def reduce_steps(
             reduction = kind(StepTasks(core, transport, step, device, weight), known)
             task = reduction.reduce(bucket)
             reduction.close()
-            task.wait(20)
+            task.wait(WAIT)
             if isinstance(reduction, ShardedReduction) and reduction.norms is not None:
-                reduction.norms.wait(20)
+                reduction.norms.wait(WAIT)
                 result.norms.append([reduction.norm(parameter) for parameter in parameters.values()])
             result.means.append(buffer.numpy())
         if served is not None:
             result.at_servers = served.left(residuals.loss_scale)
     finally:
-        core.shutdown(timeout=10)
+        core.shutdown(timeout=WAIT)
         if isinstance(order, DecidingOrder):
             order.close()
-            order.wait_sent(10)
+            order.wait_sent(WAIT)
         else:
-            order.wait_closed(10)
-            order.stop(5)
-        transport.stop_encoding(5)
+            order.wait_closed(WAIT)
+            order.stop(WAIT)
+        transport.stop_encoding(WAIT)
         if served is not None:
             served.leave()
-        transport.stop(5)
+        transport.stop(WAIT)
     result.residuals = {name: residuals.of(name, _SIZES[name]).numpy() for name in ("a", "c")}
     return result
 
@@ -301,7 +302,8 @@ def by_numpy(steps: int) -> tuple[list[Array], list[Array]]:
     return means, residuals
 
 
-_STEPS = 12
+_STEPS = 5  # one more than what ranks count goes through
+_LONG = 8
 _MIXED: list[Any] = ["bf16", "onebit", "topk:0.05", {"a": "int8:stochastic", "c": "int4"}]
 _WHOLE = sum(_SIZES.values())
 _SPOILED = {2: float("inf"), 3: float("nan")}
@@ -311,7 +313,7 @@ _SPOILED = {2: float("inf"), 3: float("nan")}
 def results(two_plain_ranks: RankPool) -> dict[str, list[Result]]:
     """Of both ranks, by name of the job."""
     jobs = {
-        "numpy": {"steps": 50, "compression": "int8"},
+        "numpy": {"steps": _LONG, "compression": "int8"},
         **{str(mixed): {"steps": _STEPS, "compression": mixed} for mixed in _MIXED},
         "spoiled": {"steps": 3, "compression": "int8", "sharded": True, "spoil": _SPOILED},
         "sharded": {"steps": 1, "compression": "int8", "sharded": True},
@@ -321,7 +323,7 @@ def results(two_plain_ranks: RankPool) -> dict[str, list[Result]]:
         "three": {"steps": 2, "compression": "int4"},
         "shards": {"steps": _STEPS, "compression": "int8", "partition": _WHOLE},
         "colocated": {"steps": _STEPS, "compression": "int8", "servers": 0, "partition": -(-_WHOLE // 2)},
-        "served": {"steps": 50, "compression": "int8", "servers": 2},
+        "served": {"steps": _LONG, "compression": "int8", "servers": 2},
         **{f"served {mixed}": {"steps": _STEPS, "compression": mixed, "servers": 2} for mixed in _MIXED},
         "served, spoiled": {"steps": 3, "compression": "int8", "servers": 2, "spoil": _SPOILED},
         "served, left out": {"steps": 3, "compression": "int4", "servers": 2, "overflow": 2},
@@ -336,7 +338,7 @@ def results(two_plain_ranks: RankPool) -> dict[str, list[Result]]:
 
 def test_it_is_the_algorithm_as_numpy_has_it(results: dict[str, list[Result]]) -> None:
     first, second = results["numpy"]
-    means, residuals = by_numpy(50)
+    means, residuals = by_numpy(_LONG)
     for step, mean in enumerate(means):
         assert first.means[step].tobytes() == second.means[step].tobytes(), "not even the sign of a zero may differ"
         assert np.allclose(first.means[step], mean, rtol=1e-5, atol=1e-5)
@@ -374,7 +376,7 @@ def at_a_server(steps: int) -> list[Array]:
 
 def test_servers_encode_sums_with_what_they_had_left(results: dict[str, list[Result]]) -> None:
     first, second = results["served"]
-    for step, mean in enumerate(at_a_server(50)):
+    for step, mean in enumerate(at_a_server(_LONG)):
         assert np.array_equal(first.means[step], second.means[step])
         assert np.allclose(first.means[step], mean, rtol=1e-5, atol=1e-5)
 

@@ -25,10 +25,11 @@ from lightning_bytescheduler.ddp.residuals import Residuals
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
 from lightning_bytescheduler.scheduler.core import ByteCore
 from tests.support.rank_pool import RankPool, join_default_group, let_go
+from tests.support.waiting import WAIT
 
 _SHAPES = {"bias": (30,), "weight": (40, 24), "other": (24, 40), "last": (50, 20)}
 _RANK = 4
-_STEPS = 12
+_STEPS = 5  # one more than what ranks count goes through
 _CODECS = {"other": "int8", "*": "powersgd:4"}
 
 
@@ -64,15 +65,15 @@ def reduce_steps(
 ) -> Result:
     torch.set_num_threads(1)
     join_default_group(rank, world_size=ranks)
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=20))
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=WAIT))
     parameters = {name: nn.Parameter(torch.zeros(shape, dtype=dtype)) for name, shape in _SHAPES.items()}
     residuals = Residuals()
     rules = CompressionRules.resolve(_CODECS, 100)
     assert rules is not None
     known = GradientCompression(rules, parameters, residuals, statistics=SchedulerStatistics())
-    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=20))
+    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=WAIT))
     order = FollowingOrder(control, lambda error: core.abort(error)) if rank else DecidingOrder(control)
-    core = ByteCore(partition_size=64, credit=128, order=order)
+    core = ByteCore(partition_size=100, credit=200, order=order)
     if isinstance(order, FollowingOrder):
         order.start(core.update_order)
 
@@ -95,20 +96,20 @@ def reduce_steps(
                 buffer.fill_(torch.nan)  # the mean over no sample
             tasks = StepTasks(core, transport, step, torch.device("cpu"), weight)
             task = CompressedReduction(tasks, known).reduce(bucket)
-            task.wait(20)
+            task.wait(WAIT)
             assert len(task.sub_tasks) > 1, "factors are cut into parts as any other tensor is"
             whole = buffer.float().split([part.numel() for part in parts])
             result.means.append({n: part.view(_SHAPES[n]).numpy() for n, part in zip(_SHAPES, whole, strict=True)})
     finally:
-        core.shutdown(timeout=10)
+        core.shutdown(timeout=WAIT)
         if isinstance(order, DecidingOrder):
             order.close()
-            order.wait_sent(5)
+            order.wait_sent(WAIT)
         else:
-            order.wait_closed(5)
-            order.stop(5)
-        transport.stop_encoding(5)
-        transport.stop(5)
+            order.wait_closed(WAIT)
+            order.stop(WAIT)
+        transport.stop_encoding(WAIT)
+        transport.stop(WAIT)
         let_go()
         leave(group, idle=True)
         leave(control, idle=True)

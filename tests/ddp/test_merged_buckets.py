@@ -15,6 +15,7 @@ from lightning_bytescheduler.ddp.merged_buckets import MergedBuckets, merged_byt
 from lightning_bytescheduler.ddp.steps import BucketFutures
 from lightning_bytescheduler.exceptions import RankFailedError
 from lightning_bytescheduler.tuning.default_sizes import LinkEstimate
+from tests.support.waiting import WAIT, until
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 MIB = 1024 * 1024
@@ -123,14 +124,13 @@ def test_on_a_cpu_the_last_hook_waits_for_all() -> None:
     done: list[Any] = []
     last = threading.Thread(target=lambda: done.append(merged.reduce(torch.ones(4), index=1, last=True)))
     last.start()
-    assert group.sent[0][1].waited_for.wait(10)
+    assert group.sent[0][1].waited_for.wait(WAIT)
     group.sent[0][1].future.set_result(None)
-    while len(group.sent) < 2:
-        threading.Event().wait(0.001)
-    assert group.sent[1][1].waited_for.wait(10)
+    until(lambda: len(group.sent) == 2)
+    assert group.sent[1][1].waited_for.wait(WAIT)
     assert not done
     group.sent[1][1].future.set_result(None)
-    last.join(10)
+    last.join(WAIT)
     assert done
     assert not merged.under_way
     assert 0 <= merged.hideable_s < math.inf
@@ -165,11 +165,10 @@ def test_a_failure_elsewhere_wakes_the_last_hook() -> None:
 
     waiting = threading.Thread(target=hook)
     waiting.start()
-    while not group.sent:
-        threading.Event().wait(0.001)
-    assert group.sent[0][1].waited_for.wait(10)
+    until(lambda: bool(group.sent))
+    assert group.sent[0][1].waited_for.wait(WAIT)
     merged.fail(RankFailedError(1, "boom"))
-    waiting.join(10)
+    waiting.join(WAIT)
     assert len(raised) == 1
     with pytest.raises(RankFailedError, match="boom"):
         merged.reduce(torch.ones(4), index=1, last=True)

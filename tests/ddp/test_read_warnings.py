@@ -64,13 +64,13 @@ class Habit(Callback):
 @pytest.mark.parametrize(
     ("callback", "readers"),
     [
-        (Reads, {"Reads.on_train_batch_end": 23}),
-        (partial(Reads, 6), {"Reads.on_train_batch_end": 4}),
-        (ReadsGradients, {"ReadsGradients.on_before_optimizer_step": 23}),
+        (Reads, {"Reads.on_train_batch_end": 11}),
+        (partial(Reads, 6), {"Reads.on_train_batch_end": 2}),
+        (ReadsGradients, {"ReadsGradients.on_before_optimizer_step": 11}),
     ],
 )
 def test_readers_are_named(two_ranks: RankPool, callback: Any, readers: dict[str, int]) -> None:
-    (ours,) = train_on(two_ranks, Recipe(model=Tower, steps=24, callbacks=(callback,)), Run(network="late"))
+    (ours,) = train_on(two_ranks, Recipe(model=Tower, steps=12, callbacks=(callback,)), Run(network="late"))
     for outcome in ours:
         assert outcome.plan is not None
         assert dict(outcome.plan.early_readers) == readers

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch import Callback, Trainer
@@ -20,18 +18,23 @@ from tests.ddp.fits import trainer_with
 from tests.support.fit import SIZES
 from tests.support.models import Tower
 from tests.support.rank_pool import RankPool
+from tests.support.waiting import until
 
 
 class Signals(Callback):
-    """Has a rank signal itself in the middle of a step, twice."""
+    """Has a rank signal itself in the middle of a step, twice; all wait until they have agreed where to save."""
 
     def __init__(self, signalled: bool) -> None:
         self.signalled = signalled
 
     def on_before_backward(self, trainer: Trainer, *_: Any) -> None:
-        time.sleep(0.02)
         if self.signalled and trainer.fit_loop.batch_idx in (4, 6):
             os.kill(os.getpid(), signal.SIGUSR1)
+        if trainer.fit_loop.batch_idx == 6:
+            callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+            (stop,) = (one._stop for one in callbacks if isinstance(one, RequeueForAll))
+            assert stop is not None
+            until(lambda: stop._last is not None)
 
 
 def fit_signalled(rank: int, *, folder: str, signalled: int) -> tuple[int, torch.Tensor]:
@@ -48,30 +51,29 @@ def fit_signalled(rank: int, *, folder: str, signalled: int) -> tuple[int, torch
             plugins=[SLURMEnvironment()],
             default_root_dir=folder,
             accumulate_grad_batches=2,
-            max_steps=30,
+            max_steps=8,
             callbacks=[Signals(rank == signalled)],
         )
         model = Tower(dropout=0.0)
-        trainer.fit(model, DataLoader(TensorDataset(torch.randn(240, 12), torch.randn(240, 3)), batch_size=2))
+        trainer.fit(model, DataLoader(TensorDataset(torch.randn(64, 12), torch.randn(64, 3)), batch_size=2))
         return trainer.global_step, next(model.parameters()).detach().clone()
     finally:
         os.environ.clear()
         os.environ.update(before)
 
 
-@pytest.mark.parametrize("signalled", [0, 1])
-def test_all_save_at_the_end_of_the_same_step(two_ranks: RankPool, tmp_path: Path, signalled: int) -> None:
+def test_all_save_at_the_end_of_the_same_step(two_ranks: RankPool, tmp_path: Path) -> None:
     script = tmp_path / "scontrol"
     script.write_text(f'#!/bin/sh\necho "$@" >> "{tmp_path}/asked"\n')
     script.chmod(0o755)
-    ends = two_ranks.run(fit_signalled, folder=str(tmp_path), signalled=signalled)
-    assert [steps for steps, _ in ends] == [30, 30], "training goes on"
+    ends = two_ranks.run(fit_signalled, folder=str(tmp_path), signalled=1)
+    assert [steps for steps, _ in ends] == [8, 8], "training goes on"
     assert torch.equal(ends[0][1], ends[1][1])
     assert (tmp_path / "asked").read_text() == "requeue 7\n"
     (file,) = tmp_path.glob("*.ckpt")
     saved = torch.load(file, weights_only=False)
     progress = saved["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]
-    assert 3 <= saved["global_step"] < 30
+    assert 3 <= saved["global_step"] <= 4
     assert progress["processed"] == 2 * saved["global_step"], "nothing of a step is left out"
 
 

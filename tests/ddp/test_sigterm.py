@@ -8,6 +8,7 @@ import time
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,10 +16,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_bytescheduler.ddp import sigterm
 from lightning_bytescheduler.ddp.sigterm import sigterm_ends_at_once
+from tests.support import fit
 from tests.support.fit import Outcome, Recipe, Run, train
 from tests.support.models import Tower
 from tests.support.rank_pool import RankPool
+from tests.support.waiting import until
 
 
 class Signals(Callback):
@@ -37,7 +41,7 @@ class Signals(Callback):
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         if trainer.global_rank == self.slow and trainer.global_step > self.batch:
-            time.sleep(2.0)  # longer than a rank that ends waits for what is under way
+            time.sleep(0.5)  # longer than a rank that ends waits here for what is under way
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         if trainer.global_rank == self.rank and trainer.global_step == self.batch:
@@ -50,10 +54,10 @@ class Terminated(Tower):
     expected_error = True
 
 
-def end(two_ranks: RankPool, **arguments: Any) -> list[Outcome]:
+def end(rank: int, arguments: dict[str, Any]) -> Outcome:
     recipe = Recipe(model=Terminated, steps=6, callbacks=(partial(Signals, **arguments),))
-    outcomes: list[Outcome] = two_ranks.run(train, recipe=recipe, run=Run(network="plain"))
-    return outcomes
+    with patch.object(fit, "_LANDING_S", 0.1), patch.object(sigterm, "_BEGUN_S", 0.1):
+        return train(rank, recipe, Run(network="plain"))
 
 
 @pytest.mark.parametrize(
@@ -64,7 +68,7 @@ def end(two_ranks: RankPool, **arguments: Any) -> list[Outcome]:
     ],
 )
 def test_all_end_with_the_same_weights(two_ranks: RankPool, arguments: dict[str, Any]) -> None:
-    first, second = end(two_ranks, **arguments)
+    first, second = two_ranks.run(end, arguments=arguments)
     assert [one.error for one in (first, second)] == ["SIGTERMException: "] * 2
     for name, weight in first.weights.items():
         assert torch.equal(weight, second.weights[name]), name
@@ -79,14 +83,16 @@ def evaluate(rank: int) -> tuple[str, int]:
             seen.append(len(seen))
             if rank == 1 and len(seen) == 5:
                 os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(0.02)
+            if len(seen) == 8:
+                stop: Any = trainer.strategy._sigterm._stop  # type: ignore[attr-defined]
+                until(lambda: stop._last is not None)
 
     class Tested(Tower):
         def test_step(self, batch: Any, batch_idx: int) -> None:
             self.predict(batch[0])
 
         def test_dataloader(self) -> Any:
-            return DataLoader(TensorDataset(torch.zeros(800, 12), torch.zeros(800, 3)), batch_size=2)
+            return DataLoader(TensorDataset(torch.zeros(80, 12), torch.zeros(80, 3)), batch_size=2)
 
     torch.set_num_threads(1)
     trainer = Trainer(
@@ -108,7 +114,7 @@ def evaluate(rank: int) -> tuple[str, int]:
 def test_a_sigterm_in_a_test_ends_all_before_the_same_batch(two_ranks: RankPool) -> None:
     (first, batches), (second, others) = two_ranks.run(evaluate)
     assert first == second == "SIGTERMException"
-    assert 5 <= batches == others < 200
+    assert 5 <= batches == others <= 9
 
 
 def test_a_handler_that_is_not_of_python_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

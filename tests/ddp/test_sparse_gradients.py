@@ -24,9 +24,10 @@ from tests.parity.checks import DDP, assert_same, train_on
 from tests.support.fit import SIZES, Recipe, Run
 from tests.support.models import Tower
 from tests.support.rank_pool import RankPool
+from tests.support.waiting import WAIT, until
 
 ROWS = 7
-WAIT = timedelta(seconds=20)
+PATIENCE = timedelta(seconds=WAIT)
 
 
 class Tables(Tower):
@@ -66,7 +67,7 @@ def test_layers_are_found_as_ddp_finds_them() -> None:
 
 @pytest.mark.parametrize("mode", ["ddp", "overlapped"])
 def test_the_training_is_ddps(two_ranks: RankPool, mode: str) -> None:
-    ddp, ours = train_on(two_ranks, Recipe(model=Tables, steps=8), DDP, Run(options={**SIZES, "mode": mode}))
+    ddp, ours = train_on(two_ranks, Recipe(model=Tables, steps=5), DDP, Run(options={**SIZES, "mode": mode}))
     assert_same(ddp, ours)
 
 
@@ -85,7 +86,7 @@ def test_the_group_has_one_thread_less_than_gloo_has() -> None:
     counts = []
     for make in (_gloo_of_one_thread, dist.ProcessGroupGloo):
         before = _threads()
-        group = make(dist.HashStore(), 0, 1, WAIT)
+        group = make(dist.HashStore(), 0, 1, PATIENCE)
         counts.append(len(_threads() - before))  # whatever ends meanwhile
         del group
     assert counts[0] == counts[1] - 1
@@ -94,7 +95,7 @@ def test_the_group_has_one_thread_less_than_gloo_has() -> None:
 def _pair() -> list[Any]:
     store = dist.HashStore()
     with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(lambda rank: _gloo_of_one_thread(store, rank, 2, WAIT), range(2)))
+        return list(pool.map(lambda rank: _gloo_of_one_thread(store, rank, 2, PATIENCE), range(2)))
 
 
 def _bucket(value: float) -> Tensor:
@@ -108,17 +109,16 @@ def test_what_waits_for_a_bucket_can_be_called_off() -> None:
     other = SparseGradients(groups[1]).reduce(_bucket(4.0))
     assert torch.equal(first.wait().to_dense(), other.wait().to_dense())
     assert first.wait().to_dense()[1].item() == 3.0
-    while ours.under_way:  # torch completes the future first
-        time.sleep(0.001)
+    until(lambda: not ours.under_way)  # torch completes the future first
     ours.call_off()  # nothing is under way, and nothing breaks
     alone = ours.reduce(_bucket(1.0))
     assert ours.under_way
-    caller = threading.Timer(0.2, ours.call_off)
+    caller = threading.Timer(0.05, ours.call_off)
     caller.start()
     begin = time.monotonic()
     with pytest.raises(RuntimeError):
         alone.wait()
-    assert time.monotonic() - begin < WAIT.total_seconds() / 2
+    assert time.monotonic() - begin < WAIT / 2
     caller.join()
 
 
@@ -129,7 +129,6 @@ class Fails(Tables):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if batch_idx == 3 and self.global_rank == 1:
-            time.sleep(0.5)  # rank 0 waits by now
             raise RuntimeError("there is no more")
         return super().training_step(batch, batch_idx)
 

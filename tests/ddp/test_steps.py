@@ -16,6 +16,7 @@ from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
 from lightning_bytescheduler.ddp.steps import StepContext
 from lightning_bytescheduler.scheduler.task import CommTask, Passage
 from tests.support.late_copies import LateCopies
+from tests.support.waiting import WAIT
 
 CPU = torch.device("cpu")
 
@@ -29,12 +30,12 @@ def context() -> Iterator[StepContext]:
         transport=transport,
         parameters=[],
         device=CPU,
-        timeout=5.0,
+        timeout=WAIT,
         statistics=SchedulerStatistics(),
         timeline=None,
         clock=time.perf_counter,
     )
-    assert transport.host_copies.stop(5.0)
+    assert transport.host_copies.stop(WAIT)
 
 
 def copied(context: StepContext, buffer: torch.Tensor) -> GradientBucket:
@@ -47,7 +48,7 @@ def copied(context: StepContext, buffer: torch.Tensor) -> GradientBucket:
     assert copies is not None
     assert on_host.exists is not None
     copies.when_made(on_host.exists, there.set)
-    assert there.wait(10.0)
+    assert there.wait(WAIT)
     return on_host
 
 

@@ -14,8 +14,7 @@ from unittest.mock import patch
 from lightning_bytescheduler.exceptions import SchedulerTimeoutError
 from lightning_bytescheduler.scheduler import ByteCore, CommTask, SubCommTask, TaskState
 from lightning_bytescheduler.scheduler import core as core_module
-
-WAIT = 20.0  # longest wait for anything, in seconds: only a test that fails waits this long
+from tests.support.waiting import WAIT
 
 
 @contextmanager
@@ -40,15 +39,6 @@ def restless_threads(seed: int) -> Iterator[None]:
         yield
     finally:
         threading.settrace(before)  # type: ignore[arg-type]
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Wait for what another thread is about to do."""
-    deadline = time.monotonic() + WAIT
-    while not condition():
-        if time.monotonic() > deadline:
-            raise AssertionError("What was waited for did not happen.")
-        time.sleep(0.0005)
 
 
 class ManualTransport:

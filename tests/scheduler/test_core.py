@@ -13,7 +13,6 @@ from lightning_bytescheduler.exceptions import SchedulerTimeoutError, TaskStateE
 from lightning_bytescheduler.scheduler import CommTask, SubCommTask, TaskKey
 from tests.scheduler.harness import (
     LOST,
-    WAIT,
     ManualTransport,
     Stuck,
     enqueue,
@@ -21,8 +20,8 @@ from tests.scheduler.harness import (
     ready_at_once,
     running_core,
     settle,
-    until,
 )
+from tests.support.waiting import WAIT, until
 
 # ---------------------------------------------------------------------- sending
 

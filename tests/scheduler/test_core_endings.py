@@ -13,15 +13,14 @@ from lightning_bytescheduler.exceptions import SchedulerClosedError, SchedulerTi
 from lightning_bytescheduler.scheduler import ByteCore, CommTask, PriorityOrder, SubCommTask, TaskState
 from tests.scheduler.harness import (
     LOST,
-    WAIT,
     ManualTransport,
     Stuck,
     enqueue,
     in_thread,
     ready_at_once,
     running_core,
-    until,
 )
+from tests.support.waiting import WAIT, until
 
 # ---------------------------------------------------------------------- aborting
 

@@ -14,7 +14,8 @@ from lightning_bytescheduler.checks import require_size
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.scheduler import ByteCore
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
-from tests.scheduler.harness import WAIT, enqueue
+from tests.scheduler.harness import enqueue
+from tests.support.waiting import WAIT
 
 SIZES = ("partition_size", "credit")
 VARIABLES = {"partition_size": "BYTESCHEDULER_PARTITION", "credit": "BYTESCHEDULER_CREDIT"}

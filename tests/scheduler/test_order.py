@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_bytescheduler.exceptions import LaunchOrderError, TaskStateError
@@ -21,7 +21,8 @@ from lightning_bytescheduler.scheduler import (
     TaskKey,
     TaskState,
 )
-from tests.scheduler.harness import WAIT, ManualTransport, enqueue, running_core, settle
+from tests.scheduler.harness import ManualTransport, enqueue, running_core, settle
+from tests.support.waiting import WAIT
 
 FIRST, SECOND = TaskKey(0, bucket=0), TaskKey(0, bucket=1)
 
@@ -63,7 +64,6 @@ def popped(order: LaunchOrder) -> list[str]:
     tasks=st.lists(st.tuples(st.integers(-3, 3), st.integers(1, 40)), min_size=1, max_size=8),
     seed=st.randoms(use_true_random=False),
 )
-@settings(max_examples=150, deadline=None)
 def test_what_is_ready_is_popped_by_priority_then_arrival_then_offset(
     tasks: list[tuple[int, int]], seed: random.Random
 ) -> None:
@@ -292,7 +292,6 @@ def _identity(sub: SubCommTask) -> tuple[TaskKey, int, int, int]:
     credits_=st.tuples(st.integers(1, 60), st.integers(1, 60)),
     data=st.data(),
 )
-@settings(max_examples=60, deadline=None)
 def test_a_follower_launches_exactly_the_leaders_sequence(
     sizes: list[int], partitions: list[int], credits_: tuple[int, int], data: st.DataObject
 ) -> None:

@@ -7,13 +7,14 @@ import threading
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_bytescheduler.exceptions import SchedulerClosedError, TaskStateError
 from lightning_bytescheduler.scheduler import ByteCore, CommTask, SubCommTask, TaskKey, TaskState
 from lightning_bytescheduler.scheduler.task import part_size
-from tests.scheduler.harness import WAIT, LinkTransport, ManualTransport, restless_threads, running_core, settle
+from tests.scheduler.harness import LinkTransport, ManualTransport, restless_threads, running_core, settle
+from tests.support.waiting import WAIT
 
 LOST = ConnectionError("the network is gone")
 
@@ -118,7 +119,6 @@ class Model:
     credit=st.integers(1, 60),
     partition_size=st.integers(1, 30),
 )
-@settings(max_examples=120, deadline=None)
 def test_every_decision_is_the_published_algorithms(
     script: list[tuple[str, int, int]], credit: int, partition_size: int
 ) -> None:
@@ -189,7 +189,6 @@ class Accounts:
     threads=st.integers(1, 3),
     seed=st.integers(0, 2**32),
 )
-@settings(max_examples=80, deadline=None)
 def test_every_parameter_is_sent_once_within_the_credit(
     sizes: list[int], credits_: list[int], partitions: list[int], threads: int, seed: int
 ) -> None:
@@ -275,7 +274,7 @@ def _finish_off(ending: str, core: ByteCore, tasks: list[CommTask], chance: rand
 @pytest.mark.parametrize("ending", ["abort", "shutdown", "fail"])
 def test_whatever_ends_the_work_every_waiter_wakes_and_all_credit_returns(ending: str) -> None:
     """Ends come at random moments, against producers, dispatcher and completions at full speed."""
-    for seed in range(25):
+    for seed in range(10):
         chance = random.Random(seed)
         accounts = Accounts(chance.randrange(1, 60))
         outcomes: dict[str, BaseException | None] = {}

@@ -5,7 +5,6 @@ import platform
 import struct
 import sys
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +12,7 @@ import pytest
 from lightning_bytescheduler.scheduler import short_turns as module
 from lightning_bytescheduler.scheduler.short_turns import InterpreterTurns, prefer_short_turns, short_turns
 from tests.scheduler.harness import running_core
+from tests.support.waiting import WAIT, until
 
 _GET = {"x86_64": 315, "aarch64": 275, "riscv64": 275}
 SHORT = 100_000
@@ -43,7 +43,7 @@ def test_only_who_asks_has_short_turns(asked: bool) -> None:
     found: list[int] = []
     thread = threading.Thread(target=in_a_thread, args=(found,), kwargs={"before": asked})
     thread.start()
-    thread.join(10)
+    thread.join(WAIT)
     assert found == [SHORT if asked else usual]
     assert turn() == usual > SHORT
 
@@ -55,7 +55,7 @@ def test_threads_started_meanwhile_inherit_them() -> None:
     with short_turns():
         thread = threading.Thread(target=in_a_thread, args=(found,), kwargs={"before": False})
         thread.start()
-    thread.join(10)
+    thread.join(WAIT)
     assert found == [SHORT]
     assert turn() == usual
 
@@ -65,10 +65,8 @@ def test_the_dispatcher_has_them() -> None:
     with running_core(name="turns"):
         (dispatcher,) = (thread for thread in threading.enumerate() if thread.name == "turns-dispatcher")
         assert dispatcher.native_id is not None
-        give_up = time.monotonic() + 10
-        while turn(dispatcher.native_id) != SHORT and time.monotonic() < give_up:
-            time.sleep(0.001)
-        assert turn(dispatcher.native_id) == SHORT
+        thread = dispatcher.native_id
+        until(lambda: turn(thread) == SHORT)
 
 
 @pytest.mark.parametrize(

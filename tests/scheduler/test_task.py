@@ -7,12 +7,13 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_bytescheduler.exceptions import OptionError, SchedulerTimeoutError, TaskStateError
 from lightning_bytescheduler.scheduler import CommTask, SubCommTask, TaskKey, TaskState
-from tests.scheduler.harness import WAIT, restless_threads
+from tests.scheduler.harness import restless_threads
+from tests.support.waiting import WAIT
 
 NOT_SIZES = [0, -1, True, False, 1.0, 2.5, float("nan"), float("inf"), "7", None, [3]]
 
@@ -68,7 +69,6 @@ def attached(
 
 
 @given(size=st.integers(1, 5000), part=st.integers(1, 6000))
-@settings(max_examples=200, deadline=None)
 def test_parts_cover_the_buffer_once_and_are_as_few_and_as_equal_as_can_be(size: int, part: int) -> None:
     task = CommTask("t", size, launch=lambda sub: None)
     parts = task.partition(part)
@@ -150,7 +150,6 @@ def test_ready_parts_know_since_when(partitioned_first: bool) -> None:
 
 
 @given(order=st.integers(1, 8).flatmap(lambda n: st.permutations(range(n))))
-@settings(max_examples=100, deadline=None)
 def test_a_task_finishes_once_and_with_its_last_part(order: list[int]) -> None:
     ends: list[TaskState] = []
     task, listener = attached(len(order), ready=True, on_end=lambda t: ends.append(t.state))
@@ -468,7 +467,7 @@ def _end(how: str, sub: SubCommTask, barrier: threading.Barrier) -> None:
     ids=lambda enders: " against ".join(f"{how} {index}" for how, index in enders),
 )
 def test_concurrent_ends_call_back_once(enders: list[tuple[str, int]]) -> None:
-    for seed in range(150):
+    for seed in range(40):
         ends: list[BaseException | None] = []
         task, listener = attached(2, ready=True, on_end=lambda t, ends=ends: ends.append(t.error))
         listener.alone = False

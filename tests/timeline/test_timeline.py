@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_bytescheduler.exceptions import OptionError
@@ -28,6 +28,7 @@ from lightning_bytescheduler.timeline.timeline import (
     Timeline,
     timeline_path,
 )
+from tests.support.waiting import WAIT
 
 WALL = 1_700_000_000.25
 
@@ -124,7 +125,6 @@ def test_ranks_with_different_clocks_line_up(tmp_path: Path) -> None:
 
 
 @given(edges=st.lists(st.floats(0, 1e4, allow_nan=False), min_size=4, max_size=4).map(sorted))
-@settings(max_examples=50, deadline=None)
 def test_what_nests_in_seconds_nests_in_the_file(edges: list[float]) -> None:
     with tempfile.TemporaryDirectory() as directory:
         with closing(fixed(Path(directory) / "t.json", origin=0.1)) as timeline:
@@ -146,7 +146,6 @@ RECORDINGS = st.lists(
 
 
 @given(recordings=RECORDINGS)
-@settings(max_examples=40, deadline=None)
 def test_after_every_flush_the_file_holds_exactly_what_was_recorded(recordings: list[Any]) -> None:
     expected: list[tuple[str, str, int]] = []
     with tempfile.TemporaryDirectory() as directory:
@@ -229,7 +228,6 @@ def test_file_is_complete_however_the_process_ends(tmp_path: Path, ending: str, 
         [sys.executable, "-c", ENDINGS, spec.submodule_search_locations[0], str(path), ending],
         capture_output=True,
         text=True,
-        timeout=60,
     )
     assert process.returncode == {"kill": -9, "raise": 1, "fork": 0}[ending], process.stderr
     assert [event["name"] for event in recorded(path)] == expected
@@ -275,7 +273,7 @@ def test_recording_may_race_with_close(tmp_path: Path, monkeypatch: pytest.Monke
     thread = threading.Thread(target=record)
     thread.start()
     try:
-        assert going.wait(10)
+        assert going.wait(WAIT)
         timeline.close()
         content = timeline.path.read_bytes()
         timeline.span("late", COMPUTE, 101.0, 102.0, lane="x")
