@@ -19,7 +19,7 @@ from tests.support.models import Tower
 from tests.support.rank_pool import RankPool
 
 model = partial(Tower, optimizer=partial(AdamW, lr=0.005))
-STEPS = 24
+STEPS = 12
 
 
 def data(module: Any) -> list[Tensor]:

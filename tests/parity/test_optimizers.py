@@ -113,7 +113,7 @@ def wavy(step: int) -> float:
 )
 def test_schedule_that_steps_with_every_step(two_ranks: RankPool, optimizer: Any, schedule: Any) -> None:
     """The schedule has moved on when a deferred update happens: hyperparameters are those of the step."""
-    recipe = Recipe(model=partial(Tower, optimizer=optimizer, schedule=schedule), steps=60)
+    recipe = Recipe(model=partial(Tower, optimizer=optimizer, schedule=schedule), steps=20)
     _, ours = assert_same_as_ddp(two_ranks, recipe)
     assert not [w for outcome in ours for w in outcome.warnings if "lr_scheduler" in w]
 
@@ -126,7 +126,7 @@ def test_sizes_that_follow_the_link(two_ranks: RankPool) -> None:
 
 def test_nothing_but_the_name(two_ranks: RankPool) -> None:
     """With what comes by default: sizes by the link, and a trial of both ways to step."""
-    recipe = Recipe(model=partial(Tower, width=96, optimizer=partial(AdamW, lr=0.001)), steps=60)
+    recipe = Recipe(model=partial(Tower, width=96, optimizer=partial(AdamW, lr=0.001)), steps=30)
     assert_same_as_ddp(two_ranks, recipe, options={}, overlap=False)
 
 

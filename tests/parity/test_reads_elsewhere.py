@@ -20,7 +20,7 @@ from tests.support.models import Tower
 from tests.support.rank_pool import RankPool
 
 model = partial(Tower, optimizer=partial(AdamW, lr=0.005))
-STEPS = 24
+STEPS = 12
 
 
 @pytest.mark.parametrize(

@@ -45,8 +45,8 @@ def test_what_it_adds_to_is_the_mean(two_ranks: RankPool, model: Any) -> None:
 
 
 def test_it_is_said(two_ranks: RankPool) -> None:
-    recipe = Recipe(model=Tower, steps=24, callbacks=(AddsPenalty,))
+    recipe = Recipe(model=Tower, steps=12, callbacks=(AddsPenalty,))
     _, ours = assert_same_as_ddp(two_ranks, recipe, overlap=False, broken=passes_meet_nothing)
     assert ours[0].plan is not None
-    assert ours[0].plan.opened_for == {"another backward pass": 23}
-    assert ours[0].plan.early_readers == {"AddsPenalty.on_after_backward": 23}
+    assert ours[0].plan.opened_for == {"another backward pass": 11}
+    assert ours[0].plan.early_readers == {"AddsPenalty.on_after_backward": 11}

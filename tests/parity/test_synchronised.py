@@ -19,7 +19,7 @@ from tests.support.rank_pool import RankPool
 
 adamw = partial(AdamW, lr=0.01)
 sgd = partial(SGD, lr=0.1)
-STEPS = 24
+STEPS = 12
 
 
 class NormedByAll(Optimizer):

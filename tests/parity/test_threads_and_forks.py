@@ -29,7 +29,7 @@ from tests.support.models import Tower
 from tests.support.rank_pool import RankPool
 
 adamw = partial(AdamW, lr=0.005)
-STEPS = 24
+STEPS = 12
 EACH = {"bucket_cap_mb": 1e-6, "partition_size": 400, "credit": 800}
 ONE_BUCKET = {"bucket_cap_mb": 1.0, "partition_size": 400, "credit": 800}
 
@@ -126,7 +126,7 @@ class WaitsLong(Tower):
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
-        self.wide = nn.Linear(12, 4096)
+        self.wide = nn.Linear(12, 2048)
 
     def predict(self, inputs: Tensor) -> Tensor:
         return super().predict(inputs + self.wide(inputs)[:, :12])

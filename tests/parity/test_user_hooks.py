@@ -26,7 +26,7 @@ from tests.support.rank_pool import RankPool
 
 adamw = partial(AdamW, lr=0.005)
 model = partial(Tower, optimizer=adamw)
-STEPS = 24
+STEPS = 12
 
 
 class HooksOfTheModule(Tower):
@@ -160,7 +160,7 @@ class LogsLoss(Tower):
 
 
 def test_hooks_that_look_at_nothing_keep_the_overlap(two_ranks: RankPool) -> None:
-    recipe = Recipe(model=partial(LogsLoss, optimizer=adamw), steps=40, callbacks=(LooksAtNothing,))
+    recipe = Recipe(model=partial(LogsLoss, optimizer=adamw), steps=18, callbacks=(LooksAtNothing,))
     assert_same_as_ddp(two_ranks, recipe, network="held")
 
 
@@ -172,7 +172,7 @@ class LooksOnceInAWhile(Callback):
 
 def test_a_look_costs_its_own_step_only(two_ranks: RankPool) -> None:
     """Held back until the next training step begins, gradients of other steps are waited for by nobody."""
-    recipe = Recipe(model=model, steps=40, callbacks=(LooksOnceInAWhile,))
+    recipe = Recipe(model=model, steps=22, callbacks=(LooksOnceInAWhile,))
     assert_same_as_ddp(two_ranks, recipe, network="late", broken=blind_between_steps)
 
 

@@ -95,12 +95,12 @@ def test_norm_clipping_on_more_ranks(three_ranks: RankPool) -> None:
     recipe = Recipe(model=Tower, trainer=NORM)
     # Parts of one parameter too: most ranks have no shard of these.
     assert_one_step_is_ddps(three_ranks, recipe, options={"bucket_cap_mb": 0.002, "partition_size": 5, "credit": 100})
-    assert_overlaps(three_ranks, replace(recipe, steps=24))
+    assert_overlaps(three_ranks, replace(recipe, steps=12))
 
 
 def test_fp16_loss_scaling(two_ranks: RankPool) -> None:
     """To the last bit, with the steps that are left out."""
-    recipe = Recipe(model=partial(Tower, optimizer=adam), plugins=(overflowing,), callbacks=(NotesLastScale,), steps=60)
+    recipe = Recipe(model=partial(Tower, optimizer=adam), plugins=(overflowing,), callbacks=(NotesLastScale,), steps=30)
     ddp, _ = assert_same_as_ddp(two_ranks, recipe, broken=blind_to_overflow)
     assert len(ddp[0].notes) == 1
 
