@@ -79,7 +79,7 @@ def test_what_has_come_to_pass_is_told() -> None:
         deferred_share=0.75,
         whole_steps={"SGD has step hooks": 3},
     )
-    assert "'weight' updated in the step, as somebody else can read the memory" in plan.summary()
+    assert "'weight' updated in the step, as other code can read the memory" in plan.summary()
     assert "p.data = p.data.clone()" in plan.summary()
     assert "so far 75% of the updates crossed the step boundary" in repr(plan)
     assert "3 steps were taken whole, because SGD has step hooks" in repr(plan)

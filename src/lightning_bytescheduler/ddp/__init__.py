@@ -1,4 +1,4 @@
-"""Between DDP and the scheduler: buckets become tasks, touching a parameter becomes a gate, steps become deferred.
+"""Connects DDP to the scheduler: buckets become tasks, parameters get gates, optimizer steps are deferred.
 
-Imports neither Lightning nor torch.distributed's collectives; it is driven by a strategy and sends through a callable.
+Imports neither Lightning nor torch.distributed's collectives. A strategy drives it, and it sends through a callable.
 """

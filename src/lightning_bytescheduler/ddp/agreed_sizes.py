@@ -1,4 +1,4 @@
-"""The sizes that all ranks use in one fit: of partitions, of the credit and of buckets, and what they rest on."""
+"""The sizes of partitions, credit and buckets that all ranks use in one fit."""
 
 from __future__ import annotations
 
@@ -17,20 +17,19 @@ from lightning_bytescheduler.tuning.default_sizes import LinkEstimate, Scheduler
 
 __all__ = ["AgreedSizes", "agree_on_sizes"]
 
-_FAR_S = 0.01  # of an all-reduce of nothing
-_LEAST_BUCKET_BYTES = 128 * 1024  # where buckets are not cut
+_FAR_S = 0.01  # start-up time of an empty all-reduce above which a link counts as far
+_LEAST_BUCKET_BYTES = 128 * 1024  # for buckets that are not cut
 _DDPS_BUCKET_BYTES = 25 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class AgreedSizes:
-    """Sizes that hold on every rank, and the link they were made for, if it was measured.
+    """Sizes that hold on every rank, and the link they were chosen for.
 
     Attributes:
-        sizes: Of partitions, of the credit and of buckets.
-        link: ``None`` if it was not measured.
-        far: Whether messages are so long under way that gradients go straight to where they are wanted, not around a
-            ring.
+        sizes: Partition size, credit and bucket size.
+        link: The measured link; ``None`` if it was not measured.
+        far: Whether latency is so high that gradients go straight to their targets instead of around a ring.
     """
 
     sizes: SchedulerSizes
@@ -48,20 +47,20 @@ def agree_on_sizes(
     ratio: float = 1.0,
     architecture: str = "allreduce",
 ) -> AgreedSizes:
-    """Settle partition, credit and bucket size; rank 0's options count, as its environment may differ from others'.
+    """Agree on partition size, credit and bucket size. Rank 0's options count.
 
-    Probes the link, but for no more than its start-up time if rank 0 has both sizes fixed; not at all if the mode
-    is fixed, too.
+    Probes the link, unless rank 0 has fixed both sizes. With both sizes fixed and ``mode="auto"``, only the start-up
+    time is measured.
 
     Args:
-        groups: The scheduler's.
-        options: This rank's.
-        parameters: All of the model.
+        groups: The scheduler's groups.
+        options: This rank's options.
+        parameters: All parameters of the model.
         device: Where gradients live.
         in_shards: Whether this rank expects gradients to be reduced in shards; rank 0's expectation counts.
-        ratio: How many times fewer bytes travel, as gradients are compressed: so much larger are partitions that take
-            the link as long. The same on all ranks.
-        architecture: Who averages gradients; the same on all ranks.
+        ratio: How many times fewer bytes travel because of compression. Partitions become larger by this factor, so
+            that each takes the link as long. Must be the same on all ranks.
+        architecture: Who averages gradients; must be the same on all ranks.
     """
     busy_processor, device = device.type == "cpu", groups.wire_device(device)
     groups.warm_up(device)
@@ -85,7 +84,7 @@ def agree_on_sizes(
         sizes = SchedulerSizes(partition_size=min(partition, credit), credit=credit, bucket_bytes=bucket)
     else:
         link, far = _near_or_far(probe_link(groups.data, device), groups.world_size, goes_straight)
-        travels = max(round(width / ratio), 1)  # bytes of a parameter
+        travels = max(round(width / ratio), 1)  # bytes per parameter
         sizes = default_sizes(
             parameters=count,
             bytes_per_parameter=travels,
@@ -95,7 +94,7 @@ def agree_on_sizes(
             architecture=architecture,
             far=far,
         )
-        if ratio > 1:  # codecs, too, have work with each partition: twice as large ones were seen to be faster
+        if ratio > 1:  # each partition costs codecs time, so larger ones are faster
             larger, bucket = 2 * sizes.partition_size, sizes.bucket_bytes * width // travels
             sizes = replace(
                 sizes, partition_size=larger, credit=2 * sizes.credit, bucket_bytes=max(bucket, larger * width)
@@ -111,12 +110,12 @@ def agree_on_sizes(
 
 
 def _chooses(options: SchedulerOptions) -> bool:
-    """Whether how long a message is under way decides anything, where sizes are given."""
+    """Whether the start-up time still decides something when both sizes are given."""
     return options.mode == "auto"
 
 
 def _near_or_far(link: LinkEstimate, world_size: int, goes_straight: bool) -> tuple[LinkEstimate, bool]:
-    """The link as gradients find it, and whether they go straight over it: two messages instead of the ring's."""
+    """Return the link as gradients see it, and whether they go straight over it: two messages instead of a ring."""
     if not goes_straight or link.alpha <= _FAR_S:
         return link, False
     return LinkEstimate(alpha=link.alpha / (world_size - 1), beta=link.beta), True

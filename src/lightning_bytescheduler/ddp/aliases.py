@@ -1,22 +1,22 @@
-"""Finding out that somebody else holds the memory of a parameter, or an optimizer's state, and may read it unseen.
+"""Detects aliases of a parameter's memory or of an optimizer's state, through which code could read it unseen.
 
-A touch gate is on the Python object. Whoever made an alias of the memory earlier, with ``.data``, ``state_dict()`` or
-``.numpy()``, reads it without a touch and would see weights before their deferred update. Every tensor over a memory
-holds a reference to it, and PyTorch counts those: more than the parameter needs means that there is an alias, whoever
-made it and whenever. Memory that PyTorch has not allocated for itself (NumPy's, a file's, what other processes share)
-may be read by whoever it belongs to, so it counts as held. The storage itself, ``untyped_storage()``, is one object of
-Python's, whose references Python counts.
+A touch gate sits on the Python object of a parameter. An alias of its memory (``.data``, ``state_dict()``,
+``.numpy()``) can be read without a touch and would show weights before their deferred update. Every tensor over a
+storage holds a reference to it, and PyTorch counts these references. A count higher than the parameter itself needs
+means that there is an alias. Memory that PyTorch did not allocate (NumPy arrays, mapped files, shared memory) has other
+readers, so it counts as aliased. ``untyped_storage()`` returns one Python object per storage, whose references Python
+counts.
 
-Code in C++ may also hold the very tensor, as a traced function does with a weight that it closes over. PyTorch counts
-references to tensors, too. DDP holds a parameter four or five times, whichever it is, so only one that is held more
-often than most shows.
+C++ code may hold the tensor itself, as a traced function does with a weight that it closes over. PyTorch counts
+references to tensors, too. DDP holds each parameter several times, so only a parameter that is held more often than
+most is reported.
 
-``optimizer.state_dict()`` returns the very dictionaries and tensors the optimizer works with. Whoever keeps one of
-them, ``optimizer.state`` itself, or anything over the memory of such a tensor, sees each step's moments under DDP as
-soon as the step is taken; a deferred step would show late. The same counts tell.
+``optimizer.state_dict()`` returns the dictionaries and tensors that the optimizer works with. Code that keeps one of
+them, or an alias of such a tensor, sees new moments right after each step under DDP. A deferred step would show there
+late. The same counts reveal this.
 
-Not seen: memory of which only the address is known (``data_ptr()``), and that of a GPU that another process has opened.
-A graph that is kept beyond its backward pass holds references too; that costs the overlap and nothing else.
+Not detected: memory of which only the address is known (``data_ptr()``), and GPU memory that another process has
+opened. A graph that is kept after its backward pass also holds references; that costs overlap and nothing else.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ _tensor_use_count: Callable[[torch.Tensor], int] | None = getattr(torch.Tensor, 
 
 
 def _read_count(address: int) -> int:
-    """The count is what every reference-counted object of PyTorch begins with, after its table of methods."""
+    """Read the count with which every reference-counted PyTorch object begins, after its virtual method table."""
     return ctypes.c_uint32.from_address(address + ctypes.sizeof(ctypes.c_void_p)).value
 
 
-# Before 2.9 only builds for CUDA have the function. Whether either way works here is tried out before it is trusted.
+# Before 2.9 only builds for CUDA have the function. Both ways are tested below before they are trusted.
 _use_count: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", _read_count)
 
 
 def references_to_memory(tensor: torch.Tensor) -> int:
-    """How many references to the memory of ``tensor`` there are; alone, it has its own and the one that looks."""
-    storage = _storage_of(tensor)  # is there while it is counted, as wherever this is compared with another count
+    """Count the references to the memory of ``tensor``. Without an alias these are its own and this function's."""
+    storage = _storage_of(tensor)  # keeps the Python object alive while it is counted, as in every other count
     return _use_count(storage._cdata)
 
 
 def _words(storage: torch.UntypedStorage) -> list[int]:
-    """How the object that a storage is begins: somewhere in it are the address of the memory and that of its owner."""
+    """Return the first words of a storage object: among them are the address of the memory and that of its owner."""
     size = ctypes.sizeof(ctypes.c_void_p)
     return [ctypes.c_size_t.from_address(storage._cdata + size * n).value for n in range(1, 6)]
 
@@ -65,7 +65,7 @@ def _places_of(address: int, words: list[int]) -> list[int]:
 
 
 def _place_of_owner() -> int | None:
-    """Where the owner of memory is told, if that can be found out: PyTorch's own memory on the host owns itself."""
+    """Find which word holds the owner's address; ``None`` if unknown. PyTorch's own host memory owns itself."""
     own, foreign = (
         torch.zeros(3, dtype=torch.float32).untyped_storage(),
         torch.frombuffer(bytearray(12), dtype=torch.uint8),
@@ -79,15 +79,15 @@ _OWNER = _place_of_owner()
 
 
 def is_foreign(storage: torch.UntypedStorage) -> bool:
-    """Whether others may read the memory: a NumPy array, a file that is mapped, or another process."""
+    """Whether other code may read the memory: a NumPy array, a mapped file or another process."""
     if storage.resizable() and not (storage.device.type == "cpu" and storage.is_shared()):
         return False
-    # What torch.load() has read cannot be resized either, but is nobody else's.
+    # What torch.load() has read cannot be resized either, but belongs to this process alone.
     return _OWNER is None or storage.device.type != "cpu" or _words(storage)[_OWNER] != storage.data_ptr()
 
 
 def held_beside(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether anybody holds the memory of one of ``tensors``, of which none shares it with another; opens no gate."""
+    """Whether one of ``tensors`` has an alias. No two of them may share memory. Opens no gate."""
     alone, use_count, storage_of = _ALONE, _use_count, _storage_of
     if alone is None:
         return False
@@ -98,7 +98,7 @@ def held_beside(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def kept_elsewhere(of: Sequence[tuple[nn.Parameter, torch.Tensor]]) -> list[tuple[nn.Parameter, torch.Tensor]]:
-    """Of gradients by parameter, those whose memory somebody holds besides: more than they hold of it together."""
+    """Return the gradients whose memory is held by more than the given gradients."""
     if _ALONE is None or not of:
         return []
     dense = [(p, g) for p, g in of if g.layout is torch.strided]
@@ -107,13 +107,12 @@ def kept_elsewhere(of: Sequence[tuple[nn.Parameter, torch.Tensor]]) -> list[tupl
 
 
 class AliasDetector:
-    """Tells which parameters have an alias, whenever it is asked.
+    """Finds the parameters that have an alias.
 
-    Asking costs about 0.2 microseconds for each parameter.
+    Takes about 0.2 microseconds per parameter.
 
     Args:
-        parameters: What is asked about; what a gate cannot be put on is left out. Parameters may share a memory with
-            each other without being aliases in this sense.
+        parameters: Parameters to watch; those that cannot be gated are skipped. They may share memory with each other.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -122,11 +121,11 @@ class AliasDetector:
 
     @property
     def works(self) -> bool:
-        """Whether this version of PyTorch shows aliases at all; otherwise none is ever found."""
+        """Whether this version of PyTorch shows aliases at all. If not, none is ever found."""
         return self._alone is not None
 
     def find(self) -> set[int]:
-        """Ids of parameters whose memory somebody else holds. Opens no gate."""
+        """Return the ids of parameters that have an alias. Opens no gate."""
         alone, use_count, storage_of = self._alone, _use_count, _storage_of
         held: list[nn.Parameter] = []
         found = self._held_in_cpp()
@@ -146,7 +145,6 @@ class AliasDetector:
         return found
 
     def _held_in_cpp(self) -> set[int]:
-        """Ids of parameters that code in C++ holds more often than most."""
         if _tensor_use_count is None or not self._parameters:
             return set()
         with torch._C.DisableTorchFunctionSubclass():
@@ -158,7 +156,7 @@ class AliasDetector:
 
 
 def _references_of_one_tensor() -> int | None:
-    """``None`` unless each alias adds one, and takes it away when it goes."""
+    """Return ``None`` unless each alias adds one reference and removes it when it goes."""
     tensor = torch.zeros(1, dtype=torch.float32)
     alone = references_to_memory(tensor)
     aliases: list[torch.Tensor] = []
@@ -183,9 +181,9 @@ _STORAGE_ALONE = _references_of_one_storage()
 
 
 def state_is_kept(optimizer: Optimizer) -> bool:
-    """Whether anybody but ``optimizer`` holds its state, or a dictionary or tensor of it.
+    """Whether other code holds the state of ``optimizer``, or a dictionary or tensor of it.
 
-    Costs about 0.3 microseconds for each tensor.
+    Takes about 0.3 microseconds per tensor.
     """
     own = attributes_of(optimizer)
     if sys.getrefcount(own["state"]) > _ALONE_AS_ATTRIBUTE:
@@ -215,24 +213,24 @@ class _Holder:
         self.state: dict[int, dict[str, torch.Tensor]] = {0: {"": torch.zeros(1, dtype=torch.float32)}}
 
 
-# What Python itself holds while it counts differs between versions, so it is measured.
+# Python versions differ in the references that counting itself holds, so these are measured.
 _holder = vars(_Holder())
 _ALONE_AS_ATTRIBUTE = sys.getrefcount(_holder["state"])
 _ALONE_IN_MAPPING = _most_references(_holder["state"].values())
 _ALONE_IN_LIST = _most_references(_tensors(_holder["state"]))
 
 
-_scripts: list[tuple[weakref.ref[Any], list[int]]] = []  # made of modules, with the ids of their parameters
+_scripts: list[tuple[weakref.ref[Any], list[int]]] = []  # with the ids of the modules' parameters
 
 
 def note_script(script: object, module: nn.Module) -> None:
-    """``script`` was made of ``module``: for as long as it lives, it reads the memory of its parameters unseen."""
+    """Record that ``script`` was made of ``module``: while it lives, it reads the module's parameters unseen."""
     if ids := [id(parameter) for parameter in module.parameters()]:
         _scripts.append((weakref.ref(script), ids))
 
 
 def scripted_parameters() -> set[int]:
-    """Ids of parameters of modules that were scripted or traced while that was watched, while such scripts live."""
+    """Return the ids of parameters that living scripted or traced modules read."""
     if not _scripts:
         return set()
     _scripts[:] = [(script, ids) for script, ids in _scripts if script() is not None]

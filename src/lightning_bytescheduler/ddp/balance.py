@@ -1,20 +1,20 @@
-"""How many samples of each batch every rank takes, so that all are done at the same time. Has no clock.
+"""Decides how many samples of each batch every rank takes, so that all ranks finish together. Reads no clock.
 
-A rank's *pace* is what a sample takes it, in seconds of computing: the mean of the middle half of the last values, so
-that it is steady under blips. When several in a row lie well above it or well below, things have changed for good, and
-what was before is forgotten. A rank whose share changes is measured anew, as a step also takes what does not depend on
-the number of samples.
+A rank's *pace* is the computing time of one sample, in seconds: the mean of the middle half of recent values, so that
+short disturbances do not move it. When several values in a row lie well above or below it, the pace has changed, and
+older values are dropped. A rank whose share changes is measured anew, as part of a step's time does not depend on the
+number of samples.
 
-*When shares change*: when the slowest rank's step would become shorter by more than a few percent, and by more than
-what the paces are uncertain by. So noise moves nothing, and where machines are alike nothing is moved.
+*When shares change*: when the slowest rank's step would become shorter by more than a few percent and by more than the
+paces are uncertain. So noise changes nothing, and equal machines keep equal shares.
 
-*For which batch*: the decision that follows from what batch t took counts from batch t + ahead on. All ranks put the
-same numbers in, in the same order, into the same arithmetic; so they decide alike, for the same batch, and nobody tells
-anybody. With each batch a rank posts what the one before took it (``number_exchange.py``), so that a rank that asks for
-the shares of batch b needs what was posted with all batches up to b - ahead + 1.
+*For which batch*: a decision based on the times of batch t counts from batch t + ahead on. All ranks put the same
+numbers in the same order into the same arithmetic, so they decide alike without further messages. With each batch a
+rank posts the time of the previous one (``number_exchange.py``). A rank that asks for the shares of batch b needs what
+was posted with all batches up to b - ahead + 1.
 
-Source: performance-aware scheduling; DiLoCo's rounds go by the same paces (``diloco/round_roster.py``), and fit the
-number of steps where this fits their size.
+Source: performance-aware scheduling. DiLoCo's rounds use the same paces (``diloco/round_roster.py``) to choose the
+number of steps, where this module chooses their size.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from lightning_bytescheduler.collectives.number_exchange import PostedNumbers
 __all__ = ["Balance", "Pace", "part_of", "shares_by_pace"]
 
 _WINDOW = 64
-_CHANGED_AFTER = 5  # values in a row: a blip is shorter
-_SLOWER, _FASTER = 1.5, 0.5  # times the pace: well above, and as unlikely below
-_LEAST_VALUES = 5  # until a pace is gone by
-_LEAST_GAIN = 0.05  # of a step, that is worth a change
+_CHANGED_AFTER = 5  # values in a row; a disturbance is shorter
+_SLOWER, _FASTER = 1.5, 0.5  # times the pace; both equally unlikely by chance
+_LEAST_VALUES = 5  # before a pace is used
+_LEAST_GAIN = 0.05  # fraction of a step that justifies a change
 _CERTAIN = 3.0  # times the uncertainty of a pace
 
 
 class Pace:
-    """What a sample takes one rank."""
+    """Seconds that one sample takes on one rank."""
 
     def __init__(self) -> None:
         self._values: deque[float] = deque(maxlen=_WINDOW)
 
     def observe(self, seconds: float) -> None:
-        """Take note of what one sample took in a step."""
+        """Record the seconds of one sample in a step."""
         self._values.append(seconds)
         recent = list(self._values)[-_CHANGED_AFTER:]
         before = list(self._values)[:-_CHANGED_AFTER]
@@ -52,25 +52,25 @@ class Pace:
                 self._values = deque(recent, maxlen=_WINDOW)
 
     def forget(self) -> None:
-        """What was seen is of another share."""
+        """Drop all values, as they belong to another share."""
         self._values.clear()
 
     @property
     def known(self) -> bool:
-        """Whether it rests on enough steps."""
+        """Whether enough steps were observed."""
         return len(self._values) >= _LEAST_VALUES
 
     @property
     def seconds(self) -> float:
-        """Of a sample, typically."""
+        """Typical seconds per sample."""
         return _middle_mean(list(self._values))
 
     @property
     def uncertainty(self) -> float:
-        """How far :attr:`seconds` may typically be off, relative to it: its standard error, told from the quartiles."""
+        """Relative standard error of :attr:`seconds`, estimated from the quartiles."""
         ordered = sorted(self._values)
         quarter = len(ordered) // 4
-        spread = (ordered[-1 - quarter] - ordered[quarter]) / 1.35  # of a bell curve: its standard deviation
+        spread = (ordered[-1 - quarter] - ordered[quarter]) / 1.35  # standard deviation, for a normal distribution
         return spread / math.sqrt(len(ordered)) / self.seconds
 
 
@@ -82,15 +82,15 @@ def _middle_mean(values: list[float]) -> float:
 
 
 def shares_by_pace(total: int, paces: Sequence[float], limits: Sequence[int]) -> tuple[int, ...]:
-    """Share samples out, so that the slowest rank is done as early as possible.
+    """Share samples out so that the slowest rank finishes as early as possible.
 
     Args:
-        total: Samples of a batch, over all ranks: one for each at least, and no more than ``limits`` allow together.
-        paces: Seconds of a sample, by rank, each above 0.
-        limits: The most that each rank may take, 1 or more.
+        total: Samples of a batch over all ranks: at least one for each rank, at most the sum of ``limits``.
+        paces: Seconds per sample, by rank, each above 0.
+        limits: The most samples that each rank may take, 1 or more.
 
     Returns:
-        One or more for each rank; ``total`` together.
+        Samples by rank, each 1 or more; their sum is ``total``.
     """
     rate = sum(1.0 / pace for pace in paces)
     shares = [min(max(int(total / pace / rate), 1), limit) for pace, limit in zip(paces, limits, strict=True)]
@@ -104,9 +104,9 @@ def shares_by_pace(total: int, paces: Sequence[float], limits: Sequence[int]) ->
 
 
 def part_of(shares: Sequence[int], size: int) -> tuple[int, ...]:
-    """The same shares of a batch that has only ``size`` samples: in proportion, but one for each rank if there is.
+    """Scale shares to a batch of ``size`` samples, with at least one for each rank if there are enough.
 
-    A rank without one would compute on another's, and no sooner be done.
+    A rank without a sample would compute on a copy of another rank's and save no time.
     """
     total = sum(shares)
     parts = [share * size // total for share in shares]
@@ -120,20 +120,20 @@ def part_of(shares: Sequence[int], size: int) -> tuple[int, ...]:
 
 
 class Balance:
-    """The shares of each batch, from what batches before it took; for the training thread.
+    """The shares of each batch, derived from the times of earlier batches. Used by the training thread.
 
     Args:
-        total: Samples of a batch, over all ranks: one for each at least, and no more than ``limits`` allow together.
-        ranks: How many there are.
-        ahead: A decision counts for so many batches later, 2 or more, as what a batch took is told with the next one,
-            and no rank's loader draws farther ahead. With ``math.inf`` none ever does, and shares stay equal.
-        limits: The most that each rank may take.
-        failure: Asked while other ranks' numbers are waited for: why they will not come, if they will not.
+        total: Samples of a batch over all ranks: at least one for each rank, at most the sum of ``limits``.
+        ranks: Number of ranks.
+        ahead: A decision counts this many batches later, 2 or more: the time of a batch is posted with the next one,
+            and no rank's loader draws farther ahead. With ``math.inf`` shares stay equal.
+        limits: The most samples that each rank may take.
+        failure: Called while waiting for other ranks' numbers; returns the reason if they will not come.
 
     Attributes:
         total: As given.
         ahead: As given.
-        changes: How often shares have changed, or are about to.
+        changes: Number of changes of shares so far, including scheduled ones.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class Balance:
         self._posted: deque[PostedNumbers] = deque()
         self._taken = 0
         self._begun = 0
-        self._first = 0  # of this pass, among all batches
+        self._first = 0  # number of this pass's first batch, counted over all passes
 
     @property
     def follows_pace(self) -> bool:
@@ -165,19 +165,19 @@ class Balance:
         return math.isfinite(self.ahead)
 
     def add(self, posted: PostedNumbers) -> None:
-        """A batch begins: all ranks post, after their number of samples, samples and nanoseconds of the one before."""
+        """Record that a batch begins. Each row has samples, then the samples and nanoseconds of the previous one."""
         if self.follows_pace:
             self._posted.append(posted)
         self._begun += 1
 
     def of_pass(self, batch: int) -> tuple[int, ...]:
-        """Shares of the n-th batch that is drawn in a pass over the data, from 0.
+        """Return the shares of the n-th batch that is drawn in a pass over the data, from 0.
 
         Raises:
-            BaseException: Why other ranks' numbers do not come.
+            BaseException: The reason why other ranks' numbers do not come.
         """
         if batch == 0:
-            self._first = self._begun  # what was drawn in the last pass, and not trained on, does not count
+            self._first = self._begun  # batches drawn in the last pass but not trained on do not count
         number = self._first + batch
         needed = number + 1 - self.ahead
         while self._taken <= needed:
@@ -191,12 +191,12 @@ class Balance:
         return self.shares(number)
 
     def observe(self, batch: int, seconds: Sequence[float | None]) -> None:
-        """Take note of what one sample took each rank in batch ``batch``, where that is known.
+        """Record the seconds per sample of each rank in batch ``batch``; ``None`` where unknown.
 
-        Called for every batch, in order.
+        Call this for every batch, in order.
         """
         last_from, current = self._from[-1]
-        if batch < last_from:  # of shares that are about to change, or have been: their pace is known
+        if batch < last_from:  # these times belong to shares that are already being replaced
             return
         for pace, value in zip(self._paces, seconds, strict=True):
             if value is not None and value > 0:
@@ -218,23 +218,23 @@ class Balance:
         return [pace.seconds for pace in self._paces] if all(pace.known for pace in self._paces) else None
 
     def shares(self, batch: int) -> tuple[int, ...]:
-        """Of batch ``batch``. A rank may ask for later ones before, as its loader draws farther ahead."""
+        """Return the shares of batch ``batch``. A loader that draws ahead may ask for later batches earlier."""
         self._asked = batch
         return self.present
 
     @property
     def present(self) -> tuple[int, ...]:
-        """Of the batch that was asked for last."""
+        """Shares of the batch that was asked for last."""
         return next(shares for first, shares in reversed(self._from) if first <= self._asked)
 
     @property
     def saved_ms(self) -> float | None:
-        """How much longer a step would take with equal shares, by present paces; ``None`` while they are unknown."""
+        """Milliseconds that present shares save per step against equal ones; ``None`` while paces are unknown."""
         paces = self._known_paces()
         return None if paces is None else 1e3 * (_longest(self._equal, paces) - _longest(self.present, paces))
 
     def metrics(self) -> dict[str, float]:
-        """What is logged, where they may change."""
+        """Return the values to log; empty if shares cannot change."""
         if not self.follows_pace:
             return {}
         shares = {f"bytescheduler/share_of_rank_{rank}": float(share) for rank, share in enumerate(self.present)}

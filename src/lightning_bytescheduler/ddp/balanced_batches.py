@@ -1,25 +1,24 @@
 """Batches that all ranks share: equally with ``batch_size="global"``, by pace with ``batch_size="balanced"``.
 
-The batches of all ranks together are those of one process: an epoch's order is a permutation from a seed, batch b of it
-is what lies from b times the batch size on, and each rank takes its share of that, one behind the other. So every
-sample is used once an epoch whatever the shares are, and an epoch goes on from any batch under other shares, or on
-another number of ranks. Slices have a plan of their own that only has to be told the shares, as ranks read different
-ones (``slices/epoch_plan.py``). What all ranks agree on is the same.
+All ranks' batches together equal those of one process. The order of an epoch is a permutation from a seed, batch b
+begins at b times the batch size, and each rank takes its share of the batch, in rank order. So every sample is used
+once per epoch whatever the shares are, and an epoch can go on from any batch under other shares or on another number of
+ranks. Slices have their own plan (``slices/epoch_plan.py``) that only needs the shares.
 
-*Why ranks draw from the same shares.* With batch t each rank posts what the batch before took it
+*Why ranks draw from the same shares.* With batch t each rank posts the time of the previous batch
 (``number_exchange.py``). All put the same numbers into the same arithmetic (``balance.py``), whose decisions count from
-batch t + ahead on. A DataLoader with workers draws batches before they are trained on, so ``ahead`` is farther than
-any rank's loader draws: the most that any rank needs, agreed on before the first batch. A rank that draws batch b
-waits for what was posted with batch b - ahead + 1, if that has not come yet.
+batch t + ahead on. A DataLoader with workers draws batches early, so ``ahead`` is farther than any rank's loader draws;
+the ranks agree on it before the first batch. A rank that draws batch b waits until the numbers posted with batch b -
+ahead + 1 have come.
 
-*Why that wait ends.* A rank posts with batch t before it does anything else with it, and to get that batch it has
-waited for what was posted with batch t - ahead + 1 at most. So there is no circle. Ranks that step together are no more
-than a step apart, or as many batches as a step accumulates, which ``ahead`` has in it: what is waited for has come.
+*Why that wait ends.* A rank posts with batch t before it does anything else with it. To get that batch it waited for
+numbers of batch t - ahead + 1 at most, so the waits form no circle. Ranks that step together are at most one step
+apart, which may be several accumulated batches; ``ahead`` includes these, so the numbers have been sent.
 
-*Where an epoch stands, in a checkpoint.* The number of batches that were trained on says which samples have been used,
-if batch size, order and samples are still the same; how many ranks there are has no part in it. Lightning keeps that
-number; what has to be the same is kept beside it. In the middle of a step that accumulates several batches, a
-checkpoint lacks the gradients of those that came before. So a training goes on with the first batch of that step.
+*Where an epoch stands, in a checkpoint.* Given the same batch size, order and samples, the number of trained batches
+says which samples were used, on any number of ranks. Lightning saves that number; the rest is saved beside it. A
+checkpoint in the middle of an accumulated step lacks the gradients of its earlier batches, so training goes on with the
+first batch of that step.
 """
 
 from __future__ import annotations
@@ -51,19 +50,19 @@ from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 from lightning_bytescheduler.lightning_api import pl, rank_zero_info
 
 POSITION = "lightning_bytescheduler.position"
-"""Where a checkpoint has what an epoch's batches are drawn from."""
+"""Checkpoint key of the facts that an epoch's batches depend on."""
 
-_NOT_RESUMABLE = "You're resuming from a checkpoint that ended before the epoch ended"  # Lightning, of any DataLoader
+_NOT_RESUMABLE = "You're resuming from a checkpoint that ended before the epoch ended"  # Lightning's warning
 _WAY_OUT = "Give each rank's loader its batch size where you make it, by trainer.global_rank, and leave batch_size out."
 
 
 class EpochOrder(DistributedSampler[Any]):
-    """All samples of an epoch, in an order that is the same on all ranks: as the sampler of one rank has it.
+    """The order of all samples of an epoch, the same on all ranks.
 
     Args:
-        size: Of the data set.
-        shuffle: Whether the order is another one in each epoch.
-        seed: Of the orders.
+        size: Samples of the data set.
+        shuffle: Whether each epoch has another order.
+        seed: Seed of the orders.
     """
 
     def __init__(self, size: int, *, shuffle: bool = True, seed: int = 0) -> None:
@@ -71,36 +70,35 @@ class EpochOrder(DistributedSampler[Any]):
 
     @classmethod
     def of(cls, loader: DataLoader[Any]) -> EpochOrder:
-        """The order of the samples of a loader into which Lightning has put its sampler."""
+        """Return the order of a loader that Lightning has given its sampler."""
         size, sampler = len(cast(Any, loader.dataset)), loader.sampler
         if isinstance(sampler, DistributedSampler):
             return cls(size, shuffle=sampler.shuffle, seed=sampler.seed)
-        # One rank may be left without: the order is the one that several ranks would have.
+        # On one rank Lightning puts in no sampler. Use the order that several ranks would have.
         return cls(size, shuffle=isinstance(sampler, RandomSampler), seed=int(os.environ.get("PL_GLOBAL_SEED", "0")))
 
     @property
     def described(self) -> str:
-        """In words."""
+        """The order in words, for messages."""
         return f"shuffled from seed {self.seed}" if self.shuffle else "as it is"
 
 
 class BalancedBatchSampler(Sampler[list[int]]):
-    """This rank's part of each batch; see the module.
+    """Draws this rank's part of each batch; see the module.
 
-    Where the last batch of an epoch has fewer samples than there are ranks, a rank without one gets a sample that
-    another one has, so that it has something to compute on; :meth:`size_of` says 0, and with ``weighting="samples"`` it
-    counts nothing.
+    The last batch of an epoch may have fewer samples than there are ranks. A rank without a sample then gets a copy of
+    another rank's to compute on. :meth:`size_of` returns 0 for it, and with ``weighting="samples"`` it has no weight.
 
     Args:
-        order: Of an epoch's samples, the same on all ranks.
-        batch_size: Of all ranks together.
-        rank: This one.
-        shares: Of the n-th batch that is drawn in a pass over the data, by rank, for n = 0, 1, 2 ...
+        order: Order of an epoch's samples, the same on all ranks.
+        batch_size: Samples of all ranks together.
+        rank: This rank.
+        shares: Returns the shares by rank of the n-th batch drawn in a pass, n = 0, 1, 2, ...
         drop_last: Leave out a last batch that is not full.
-        trained: Batches of the epoch that have been trained on when a pass begins, as after a resume: it goes on there.
+        trained: Returns how many batches of the epoch are already trained on when a pass begins, as after a resume.
 
     Attributes:
-        sampler: The order; Lightning tells it the epoch.
+        sampler: The order; Lightning sets the epoch on it.
     """
 
     def __init__(
@@ -119,18 +117,18 @@ class BalancedBatchSampler(Sampler[list[int]]):
         self.drop_last = drop_last
         self._rank = rank
         self._shares = shares
-        self._sizes: dict[int, int] = {}  # of this rank's batches of the epoch, by number
+        self._sizes: dict[int, int] = {}  # this rank's samples by number of the batch in the epoch
 
     def size_of(self, batch: int) -> int | None:
-        """Samples of this rank in a batch of the epoch that was drawn; ``None`` if it was not."""
+        """Return this rank's samples in a batch of the epoch; ``None`` if it was not drawn."""
         return self._sizes.get(batch)
 
     def share_of_step(self, batch: int, accumulated: int) -> float:
-        """How much a batch counts among those of its step, by samples of all ranks: 1 if they are equally large.
+        """Return a batch's weight among the batches of its step, by samples of all ranks; 1 if they are equally large.
 
         Args:
-            batch: Its number in the epoch.
-            accumulated: Batches of a step; the last one of an epoch may have fewer.
+            batch: Number of the batch in the epoch.
+            accumulated: Batches per step; an epoch's last step may have fewer.
         """
         step = range(batch - batch % accumulated, len(self))[:accumulated]
         sizes = [min(self.batch_size, len(self.sampler) - n * self.batch_size) for n in step]
@@ -142,7 +140,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         first = self._trained()
-        first = first if first < len(self) else 0  # the epoch before this one is through
+        first = first if first < len(self) else 0  # the previous epoch was complete
         self._sizes.clear()
         order = list(self.sampler)
         for batch in range(first, len(self)):
@@ -154,16 +152,16 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
 
 def require_balanceable(loader: Any, how: str, device: torch.device, ranks: int) -> None:
-    """Require batches that can be shared out: by a plan of slices, or of numbered samples in Lightning's order.
+    """Check that a loader's batches can be shared out: a plan of slices, or numbered samples in Lightning's order.
 
     Args:
-        loader: Of training data, as Lightning has made it.
-        how: What the user asked for.
-        device: That is trained on.
-        ranks: How many there are; Lightning puts in a sampler of its own for several.
+        loader: Loader of training data, as Lightning made it.
+        how: Value of the option ``batch_size``.
+        device: The device that is trained on.
+        ranks: Number of ranks; with several, Lightning puts in its own sampler.
 
     Raises:
-        UnsupportedError: If they cannot; says why, and what to do instead.
+        UnsupportedError: If they cannot be shared out; says why, and what to do instead.
     """
     way_out = _WAY_OUT
     if device.type not in ("cpu", "cuda") and how != "global":
@@ -198,15 +196,15 @@ def _takes_each_once(loader: DataLoader[Any]) -> bool:
 
 
 def _plan_of(loader: object) -> Any:
-    """The plan of a loader of slices, whose batches ranks share; ``None`` of any other."""
+    """Return the plan of a loader of shared slices; ``None`` for any other loader."""
     plan = getattr(loader, "plan", None)
     return plan if getattr(plan, "is_shared", False) else None
 
 
 class LateLoader(DataLoader[Any]):
-    """Draws nothing before its first batch is asked for.
+    """A DataLoader that draws nothing until its first batch is asked for.
 
-    Lightning makes iterators before it knows where the epoch of a checkpoint stands, and the workers of a DataLoader
+    Lightning makes iterators before it restores an epoch's position from a checkpoint, and the workers of a DataLoader
     begin to draw at once.
     """
 
@@ -219,14 +217,14 @@ _OF_BATCHES = ("dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "
 
 
 def arguments_of(loader: DataLoader[Any]) -> dict[str, Any]:
-    """What a loader of other batches of the same samples takes over from one."""
+    """Return the arguments that a loader of other batches of the same samples takes over."""
     names = inspect.signature(DataLoader.__init__).parameters.keys() - {"self", *_OF_BATCHES}
     return {name: getattr(loader, name) for name in names}
 
 
 @contextmanager
 def loader_resumes() -> Iterator[None]:
-    """Lightning warns that a DataLoader begins anew in the middle of an epoch. Here it goes on."""
+    """Suppress Lightning's warning that a DataLoader begins anew in mid-epoch: here it goes on."""
     warnings.filterwarnings("ignore", message=_NOT_RESUMABLE)
     added = warnings.filters[0]
     try:
@@ -237,7 +235,6 @@ def loader_resumes() -> Iterator[None]:
 
 
 def _drawn_from(loader: DataLoader[Any], together: int | None, ranks: int) -> dict[str, Any]:
-    """What batches of a loader are drawn from, of which all ranks have ``together`` samples."""
     order = EpochOrder.of(loader)
     size = together or loader.batch_size
     return {"batch_size": size, "samples": len(order), "order": order.described, "ranks": ranks}
@@ -249,26 +246,26 @@ def _in_words(data: Mapping[str, Any]) -> str:
 
 
 class BatchSharing:
-    """Has each rank of one strategy take its share of what is trained on.
+    """Gives each rank of a strategy its share of the training batches.
 
     Args:
-        weighting: What the user said.
+        weighting: The user's options.
 
     Attributes:
-        balance: The shares of the current fit's batches, or of the last one's, once they are shared out.
+        balance: The shares of the current or last fit; ``None`` until its batches are shared out.
     """
 
     def __init__(self, weighting: Weighting) -> None:
         self._weighting = weighting
-        self._loaders = 0  # that were shared out
+        self._loaders = 0  # number of loaders shared out so far
         self.begin()
 
     def begin(self) -> None:
-        """A fit begins."""
+        """Begin a fit."""
         self.balance: Balance | None = None
         self._sizes: BatchSizes | None = None
-        self._data: dict[str, Any] = {}  # empty of slices, which know by themselves where they stand
-        self._resumed: Mapping[str, Any] = {}  # what the checkpoint has of its epoch
+        self._data: dict[str, Any] = {}  # empty for slices, which save their own position
+        self._resumed: Mapping[str, Any] = {}  # the checkpoint's facts about its epoch
 
     def share_out(
         self,
@@ -278,29 +275,29 @@ class BatchSharing:
         meet: Callable[[str, Mapping[str, str]], None],
         several: bool,
     ) -> object:
-        """Have each rank take its share of every batch, where that is asked for; all ranks at once.
+        """Give each rank its share of every batch, if the user asked for that. All ranks call this together.
 
         Args:
-            loader: Of the training data, as Lightning has made it.
-            trainer: Whose batches are trained on.
-            runtime: This rank's; ``None`` on one rank.
-            meet: Makes sure that facts are the same on all ranks, by the name of the meeting.
-            several: Whether another loader was loaded with this one.
+            loader: Loader of training data, as Lightning made it.
+            trainer: The trainer of the fit.
+            runtime: This rank's runtime; ``None`` on one rank.
+            meet: Checks that facts are the same on all ranks, under a name.
+            several: Whether there is another training loader.
 
         Returns:
             The loader to train on.
 
         Raises:
-            OptionError: If a batch is too small, or too large for the limits of ``batch_size``, or not what the
-                checkpoint's epoch was drawn in.
-            UnsupportedError: If the loader's batches cannot be shared out, or there is another loader.
+            OptionError: If a batch is too small, too large for the limits of ``batch_size``, or differs from that of
+                the checkpoint's epoch.
+            UnsupportedError: If the batches cannot be shared out, or there is another loader.
         """
         how, device = str(self._weighting.batch_size), trainer.strategy.root_device
         if runtime is None and how != "global" and self.balance is None and not self._is_amid(trainer):
             return loader
         plan = _plan_of(loader)
         if plan is not None and self._sizes is plan:
-            return loader  # of the next epoch
+            return loader  # already shared out in an earlier epoch
         rank, ranks = (0, 1) if runtime is None else (dist.get_rank(), dist.get_world_size())
         require_balanceable(loader, how, device, ranks)
         if plan is None:
@@ -348,21 +345,21 @@ class BatchSharing:
     def _balance_of(
         self, total: int, ranks: int, drawn: int, trainer: pl.Trainer, runtime: SchedulerRuntime | None
     ) -> Balance:
-        """Shares of batches of ``total`` samples, ``drawn`` of which this rank's loader draws before the first."""
+        """Make the shares of batches of ``total`` samples; this rank's loader draws ``drawn`` batches ahead."""
         if runtime is None or self._weighting.batch_size != "balanced":
             return Balance(total, ranks, ahead=math.inf)
-        # As many batches as a step accumulates ranks may be apart. What a batch took is told with the next one.
+        # Ranks may be apart by the batches of one accumulated step, and times are posted one batch later.
         later = max(drawn, 1) + trainer.accumulate_grad_batches + 2
         message = torch.tensor([later], device=trainer.strategy.root_device)
         dist.all_reduce(message, op=dist.ReduceOp.MAX)
         ahead, before = int(message), self.balance
         if before is not None and before.total == total and before.ahead >= ahead:
-            return before  # of a loader that Lightning has made anew: paces are known
+            return before  # Lightning made the loader anew; the paces are still valid
         limits = self._weighting.limits(ranks, total)
         return Balance(total, ranks, ahead=ahead, limits=limits, failure=runtime.own_failure)
 
     def weigh(self, loss: torch.Tensor, trainer: pl.Trainer) -> None:
-        """Have a loss count by its samples among the batches of its step, on a rank that has all of them."""
+        """Weight a loss by its batch's samples within the step, on a rank that takes whole batches."""
         if self._sizes is None or self._weighting.samples is not None:
             return
         share = self._sizes.share_of_step(trainer.fit_loop.batch_idx, trainer.accumulate_grad_batches)
@@ -370,12 +367,12 @@ class BatchSharing:
             loss.register_hook(lambda gradient: gradient * share)
 
     def note(self, checkpoint: dict[str, Any], module: pl.LightningModule) -> None:
-        """Add to a checkpoint of a fit what has to be known for its epoch to go on."""
+        """Save in a checkpoint what is needed to go on within its epoch."""
         if self.balance is not None and "loops" in checkpoint:
             checkpoint[POSITION] = {**self._data, "batches_of_unfinished_step": unfinished_batches(module.trainer)}
 
     def load(self, checkpoint: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint, where the unfinished step begins whose gradients it lacks."""
+        """Restore from a checkpoint. An unfinished step begins again, as its gradients are not saved."""
         if self._weighting.batch_size is None:
             return
         self._resumed = checkpoint.get(POSITION, {})
@@ -387,12 +384,12 @@ class BatchSharing:
                 counts.update(ready=done, started=done, processed=done, completed=done)
 
     def _is_amid(self, trainer: pl.Trainer) -> bool:
-        """Whether the training goes on in the middle of an epoch whose batches were shared out of a DataLoader."""
-        progress: Any = trainer.fit_loop.epoch_loop.batch_progress  # has been loaded
+        """Whether training resumes in the middle of an epoch whose batches came from a shared DataLoader."""
+        progress: Any = trainer.fit_loop.epoch_loop.batch_progress  # already restored
         return "samples" in self._resumed and progress.current.processed > 0 and not progress.is_last_batch
 
     def _require_same_epoch(self, data: Mapping[str, Any], trainer: pl.Trainer) -> None:
-        """Require the data, and the batches, of which a checkpoint has the middle of an epoch."""
+        """Check that data and batch size are those of the checkpoint's unfinished epoch."""
         differs = any(data[name] != self._resumed.get(name) for name in data.keys() - {"ranks"})
         if not differs or not self._is_amid(trainer):
             return
@@ -409,6 +406,6 @@ class BatchSharing:
 
 
 def unfinished_batches(trainer: pl.Trainer) -> int:
-    """How many batches a fit is into a step that accumulates several."""
+    """Return how many batches of an unfinished accumulated step have been trained on."""
     progress: Any = trainer.fit_loop.epoch_loop.batch_progress
     return 0 if progress.is_last_batch else int(progress.current.processed % trainer.accumulate_grad_batches)

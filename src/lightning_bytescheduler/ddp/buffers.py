@@ -1,22 +1,22 @@
-"""Buffers of the first rank travel under the backward pass, in place of DDP's broadcast before each forward pass.
+"""Sends rank 0's buffers during the backward pass, in place of DDP's broadcast before each forward pass.
 
-DDP fills all ranks' buffers (running statistics, counters, queues) with the first rank's when a forward pass begins,
-and its training thread waits for them: a round trip of each step, or more behind gradients. What they will be is known
-at the end of the forward pass before. So they are sent then, are there when the next one begins, and take the place of
-what a rank has at the very moment at which DDP would: all values are DDP's.
+DDP copies rank 0's buffers (running statistics, counters, queues) to all ranks when a forward pass begins, and the
+training thread waits for them: at least one round trip per step. Their values are known at the end of the previous
+forward pass. So they are sent then, and replace a rank's own values exactly where DDP would do it. All values equal
+DDP's.
 
-Unless they change in between: in a hook, a callback, the second forward pass of activation checkpointing. The first
-rank compares them to what it has sent, byte by byte (no version counter sees ``buffer.data``), says when the forward
-pass begins whether they did, and if so sends them again. Whoever saw its own buffers change waits for that word, as
-what changes on one rank changes on all where they run one program; and everyone does in the first forward passes, and
-in the first after a validation or the beginning of an epoch. A rank that had not waited, and hears that they did
-change, says so once and waits from then on: one forward pass of it had buffers that were one step old.
+Buffers may still change in between: in a hook, a callback, or the second forward pass of activation checkpointing. Rank
+0 therefore compares them byte by byte with what it sent (version counters miss ``buffer.data``). When the next forward
+pass begins it sends a flag, and the buffers again if they changed. A rank whose own buffers changed waits for the flag,
+as all ranks run the same program. All ranks wait for it in the first forward passes, and in the first one after a
+validation or the beginning of an epoch. A rank that did not wait and learns that rank 0's buffers changed has used
+buffers that were one step old for one forward pass. It warns once and waits for the flag from then on.
 
-Why the ranks agree: only the training thread sends here, on a group of its own, and in one order on all ranks: after a
-forward pass what it left (:meth:`BufferBroadcast.after_forward`); as the next one begins, the word; what is sent again
-if the word says so. A rank that does not wait for the word looks at it, and takes what follows, before it sends
-anything else. No rank waits for a later one of these than it has begun, and the first rank begins each without waiting
-for others further behind than its gradients keep them.
+Why ranks agree on the order: only the training thread sends here, on its own group, in one order on all ranks. First
+the buffers after a forward pass (:meth:`BufferBroadcast.after_forward`), then the flag when the next one begins, then
+the buffers again if the flag says so. A rank that did not wait for the flag reads it, and receives what follows, before
+it sends anything else. No rank waits for a later message than it has begun, and rank 0 begins each without waiting for
+the others.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ log = logging.getLogger(__name__)
 
 _LOOK_EVERY = timedelta(seconds=0.5)
 _STOP_S = 5.0
-_WATCHED_CLOSELY = 8  # forward passes at the start of a fit
-_ALIGNED = 16  # bytes: any type's
+_WATCHED_CLOSELY = 8  # forward passes at the start of a fit in which ranks wait for the flag
+_ALIGNED = 16  # bytes; enough for any type
 
 
 def _can_travel(buffers: Sequence[torch.Tensor]) -> bool:
-    """Whether all are plain memory of the host."""
+    """Whether all buffers are strided, unquantized host memory."""
     return all(b.device.type == "cpu" and b.layout == torch.strided and not b.is_quantized for b in buffers)
 
 
 class _Copies:
-    """Room for copies of some buffers, in one piece of memory."""
+    """Room for copies of buffers, in one piece of memory."""
 
     def __init__(self, buffers: Sequence[torch.Tensor]) -> None:
         self._kinds = _kinds(buffers)
@@ -70,15 +70,13 @@ class _Copies:
         ]
 
     def fit(self, buffers: Sequence[torch.Tensor]) -> bool:
-        """Whether ``buffers`` are as many, and of the same types and shapes."""
+        """Whether ``buffers`` have the same number, types and shapes."""
         return self._kinds == _kinds(buffers)
 
     def take(self, buffers: Sequence[torch.Tensor]) -> None:
-        """Copy what ``buffers`` hold."""
         torch._foreach_copy_(self._views, list(buffers))
 
     def give(self, buffers: Sequence[torch.Tensor]) -> None:
-        """Fill ``buffers``."""
         torch._foreach_copy_(list(buffers), self._views)
 
 
@@ -91,14 +89,14 @@ def _kinds(buffers: Sequence[torch.Tensor]) -> list[tuple[torch.dtype, torch.Siz
 
 
 class BufferBroadcast:
-    """See the module. For the training thread.
+    """Broadcasts buffers; see the module. Used by the training thread.
 
     Args:
-        model: DDP's, whose own broadcast this replaces.
-        group: Its own, gloo; left by :meth:`close`.
-        await_batch: Waits until the others have begun this batch. That a rank waits for a batch is told to all, that it
-            waits for what is sent in one is not.
-        failure: Why nothing will come any more, if another rank has failed.
+        model: DDP's model, whose own broadcast this replaces.
+        group: A gloo group of its own; :meth:`close` leaves it.
+        await_batch: Waits until the other ranks have begun this batch. Other ranks see that a rank waits for a batch,
+            but not that it waits for a message sent within one.
+        failure: Returns the reason if another rank has failed and nothing will come.
     """
 
     def __init__(
@@ -114,15 +112,15 @@ class BufferBroadcast:
         self._await_batch = await_batch
         self._failure = failure
         self._first = group.rank() == 0
-        self._sent: _Copies | None = None  # of this rank's buffers after the last forward pass
-        self._now: _Copies | None = None  # of this rank's, when the next one begins
-        self._received: _Copies | None = None  # of the first rank's
-        self._arriving: dist.Work | None = None  # what was sent after the last forward pass, if anything was
+        self._sent: _Copies | None = None  # this rank's buffers after the last forward pass
+        self._now: _Copies | None = None  # this rank's buffers when the next one begins
+        self._received: _Copies | None = None  # rank 0's buffers
+        self._arriving: dist.Work | None = None  # the transfer begun after the last forward pass
         self._under_way: list[tuple[dist.Work, torch.Tensor]] = []
-        self._word: tuple[dist.Work, torch.Tensor] | None = None  # not looked at yet
+        self._word: tuple[dist.Work, torch.Tensor] | None = None  # the flag, not read yet
         self._closely = _WATCHED_CLOSELY
         self._always_closely = False
-        self._buffers: list[torch.Tensor] = []  # those that were sent
+        self._buffers: list[torch.Tensor] = []  # the buffers that were sent
         self._places: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]] = []  # where modules keep them
         model._register_buffer_comm_hook(None, self._before_forward, _BufferCommHookLocation.PRE_FORWARD)
 
@@ -136,29 +134,29 @@ class BufferBroadcast:
         failure: Callable[[], BaseException | None],
         timeout: timedelta | None,
     ) -> BufferBroadcast | None:
-        """Take the place of DDP's broadcast, on all ranks or on none; ``None`` where it stays, or there is none.
+        """Replace DDP's broadcast on all ranks or on none; ``None`` if DDP's stays or there is none.
 
         Args:
-            model: DDP's.
-            agree: Says whether all ranks can.
-            await_batch: Waits until the first rank has begun the present batch.
-            failure: Why nothing will come any more, if another rank has failed.
+            model: DDP's model.
+            agree: Returns whether all ranks can.
+            await_batch: Waits until rank 0 has begun the present batch.
+            failure: Returns the reason if another rank has failed and nothing will come.
             timeout: Longest wait for one message; the backend's default if ``None``.
         """
         buffers = list(model.named_module_buffers.values())
         can = model.will_sync_module_buffers() and model.device.type == "cpu" and _can_travel(buffers)
         if not agree(can and not hasattr(model, "buffer_hook")):
             return None
-        with short_turns():  # for gloo's own threads
+        with short_turns():  # for gloo's threads
             group = dist.new_group(timeout=timeout, backend="gloo")
         return cls(model, group, await_batch=await_batch, failure=failure)
 
     def look_closely(self) -> None:
-        """What runs before the next forward pass is not what runs between two batches."""
+        """Wait for the flag in the next forward pass: other code than usual runs before it."""
         self._closely = max(self._closely, 1)
 
     def after_forward(self) -> None:
-        """Send what a forward pass has left, if DDP would broadcast it before the next one."""
+        """Send the buffers after a forward pass, if DDP would broadcast them before the next one."""
         if not self._model.will_sync_module_buffers():
             return
         self._take_word()
@@ -168,8 +166,8 @@ class BufferBroadcast:
             if self._sent is None or not self._sent.fit(buffers):
                 if not _can_travel(buffers):
                     raise UnsupportedError(
-                        "A buffer is not in the host's memory any more, or is sparse or quantized since the fit began: "
-                        "have it so from the start, or broadcast_buffers=False."
+                        "A buffer left host memory, or became sparse or quantized, after the fit began. Change it "
+                        "before the fit, or use broadcast_buffers=False."
                     )
                 self._sent, self._now, self._received = _Copies(buffers), _Copies(buffers), _Copies(buffers)
             self._sent.take(buffers)
@@ -177,7 +175,7 @@ class BufferBroadcast:
         self._arriving = self._begin(arriving.memory)
 
     def _find(self) -> list[torch.Tensor]:
-        """Those that a forward pass has left; it may have put others in their places, on this rank alone."""
+        """Return the present buffers; a forward pass may have replaced some on this rank alone."""
         if not self._places or any(kept.get(name) is not buffer for kept, name, buffer in self._places):
             self._model._assign_modules_buffers()
         buffers = list(self._model.named_module_buffers.values())
@@ -192,7 +190,7 @@ class BufferBroadcast:
         return buffers
 
     def _before_forward(self, _state: object, named: Mapping[str, torch.Tensor]) -> None:
-        """DDP's hook: have the first rank's values in all buffers from here on."""
+        """DDP's hook: put rank 0's values into all buffers."""
         buffers = list(named.values())
         arriving, self._arriving = self._arriving, None
         sent, now, received = self._sent, self._now, self._received
@@ -215,7 +213,7 @@ class BufferBroadcast:
         received.give(buffers)
 
     def _take_word(self, *, expected: bool = False, changed: bool = False) -> None:
-        """Hear whether the first rank's buffers had changed, and take them if so."""
+        """Read the flag, and receive the buffers if they changed."""
         if self._word is None or self._received is None:
             return
         (told, word), self._word = self._word, None
@@ -239,21 +237,21 @@ class BufferBroadcast:
         return work
 
     def _await(self, work: dist.Work) -> None:
-        """Wait for what the first rank sends as it begins this batch's forward pass."""
+        """Wait for what rank 0 sends when it begins this batch's forward pass."""
         if not work.is_completed():
             self._await_batch()
         wait_unless(work, self._failure, look_every=_LOOK_EVERY)
 
     def _await_sent(self, work: dist.Work) -> None:
-        """Wait for what the first rank sent after the forward pass before.
+        """Wait for what rank 0 sent after the previous forward pass.
 
-        That rank need not have begun this batch, and begins it without this one: the values may still be on their way.
+        Rank 0 may not have begun this batch, and begins it without this rank: the values may still be on their way.
         """
         with waiting_for_a_batch(outside=True):
             wait_unless(work, self._failure, look_every=_LOOK_EVERY)
 
     def _end_all(self) -> None:
-        """Memory that is still being sent is not to be written."""
+        """Wait for all transfers, as memory that is being sent must not be written."""
         for work, _ in self._under_way:
             self._await(work)
         self._under_way.clear()
@@ -262,7 +260,7 @@ class BufferBroadcast:
         """Leave the group; bounded, idempotent.
 
         Args:
-            failed: Whether nothing is to be waited for.
+            failed: Whether to leave without waiting for transfers.
         """
         model, deadline = self._model, time.monotonic() + (0.0 if failed else _STOP_S)
         if hasattr(model, "buffer_hook"):

@@ -1,14 +1,14 @@
-"""Calls of what ``torch.compile`` made: they meet plain parameters with their final weights.
+"""Opens gates before code made by ``torch.compile`` runs, so that it reads plain parameters with their final weights.
 
-Compiled code reads weights without a touch, and is compiled anew for parameters of another class. So gates open before
-it is entered, as few as possible: those of the module that was compiled and of the parameters and modules among the
-arguments. What else it reads (a closure, a global) shows when it is compiled, as Dynamo wraps every tensor that a graph
-reads; from then on everything is opened at the entry of that code, and before anything is compiled. Code that is
-broken into several graphs is treated likewise, as one of them may have been compiled for somebody else, and so is code
-of which no compilation was seen, as it was compiled before the fit.
+Compiled code reads weights without a touch, and is compiled anew for parameters of another class. So gates are opened
+before it is entered, as few as possible: those of the compiled module, and of parameters and modules among the
+arguments. Other reads (a closure, a global) are seen at compilation, as Dynamo wraps every tensor that a graph reads.
+From then on all gates are opened before that code is entered, and before anything is compiled. The same holds for code
+that is broken into several graphs, as one graph may have been compiled for another caller, and for code whose
+compilation was not seen.
 
-All of this happens at places of Dynamo's own Python code that every compiled call and every compilation passes through.
-With a version of PyTorch that lacks one of them, steps are synchronised (``plan.py``).
+This hooks into functions of Dynamo that every compiled call and every compilation passes through. If a version of
+PyTorch lacks one of them, steps are synchronised (``plan.py``).
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from lightning_bytescheduler.ddp.gates import Gate, any_closed, closed_gates, op
 
 __all__ = ["compiled_calls_are_seen", "entry_points", "open_everything", "resume"]
 
-_WRAPPERS = ("compile_wrapper", "_fn")  # Dynamo's name for what torch.compile returns, by version
+_WRAPPERS = ("compile_wrapper", "_fn")  # Dynamo's name for the wrapper that torch.compile returns, by version
 
 
 class _Region:
     """What is known of a compiled function, over all its calls.
 
     Attributes:
-        graphs: The functions that were compiled while it ran; more than one if it was broken up.
+        graphs: The functions compiled while it ran; more than one if it was broken up.
         read: Ids of parameters that it read.
         reads_elsewhere: Whether it read parameters that belong neither to its module nor to its arguments.
     """
@@ -48,16 +48,16 @@ class _Region:
 
     @property
     def needs_all(self) -> bool:
-        """Also where no compilation was seen."""
+        """Whether all gates have to be opened; also true if no compilation was seen."""
         return self.reads_elsewhere or len(self.graphs) != 1
 
 
 class _Local(threading.local):
     def __init__(self) -> None:
-        self.reads: list[dict[int, nn.Parameter]] = []  # of each compilation under way
-        self.outermost: FrameType | None = None  # the compiled call in which gates stand aside
+        self.reads: list[dict[int, nn.Parameter]] = []  # one entry for each compilation in progress
+        self.outermost: FrameType | None = None  # the compiled call during which gates stand aside
         self.stood_aside: list[Gate] = []
-        self.read: set[int] = set()  # meanwhile
+        self.read: set[int] = set()  # while gates stand aside
 
 
 _regions: weakref.WeakKeyDictionary[CodeType, dict[type, _Region]] = weakref.WeakKeyDictionary()
@@ -71,7 +71,7 @@ def open_everything(reason: str) -> list[Gate]:
         reason: What begins, in words.
 
     Returns:
-        Gates that only look on, and go on doing so when :func:`resume` is called.
+        Gates that only observe; :func:`resume` makes them observe again.
     """
     gates = closed_gates()
     for gate in gates:
@@ -80,18 +80,18 @@ def open_everything(reason: str) -> list[Gate]:
 
 
 def resume(stood_aside: Iterable[Gate], read: Iterable[int] = ()) -> None:
-    """Have gates look on again.
+    """Make gates observe again.
 
     Args:
         stood_aside: From :func:`open_everything`.
-        read: Ids of parameters that were read meanwhile.
+        read: Ids of parameters that were read in between.
     """
     for gate in stood_aside:
         gate.resume(read)  # type: ignore[attr-defined]
 
 
 def entry_points() -> list[tuple[Any, str, Callable[[Any], Any]]]:
-    """(owner, attribute, what makes its replacement) of the places compiled calls pass through; empty if unknown."""
+    """Return (owner, attribute, factory of its replacement) of Dynamo's functions to hook; empty if one is missing."""
     try:
         from torch._dynamo import convert_frame, eval_frame
         from torch._dynamo.variables.builder import GraphArg, VariableBuilder
@@ -111,7 +111,7 @@ def entry_points() -> list[tuple[Any, str, Callable[[Any], Any]]]:
 
 @functools.cache
 def _leave_out_this_file() -> None:
-    # Some versions come to the places above while Dynamo looks at every function that runs.
+    # Some versions of Dynamo examine every function that runs, also these hooks.
     torch._dynamo.trace_rules.add(__name__)
 
 
@@ -144,7 +144,7 @@ def _enter(frame: FrameType) -> None:
 
 
 class _uncompiled:  # a context manager
-    """What runs within is not compiled itself, where a compiled call is made in another that is under way."""
+    """Keeps Dynamo from compiling the code within, when a compiled call is made inside another one."""
 
     def __enter__(self) -> None:
         self._before = torch._C._dynamo.eval_frame.set_eval_frame(None)
@@ -164,7 +164,7 @@ def _stand_aside(reason: str, frame: FrameType) -> None:
 
 def _at_exit(original: Any) -> Any:
     def maybe_set_eval_frame(callback: Any) -> Any:
-        # Also called at the entry, with something to call, and by what runs within.
+        # This is also called at the entry, with a callable, and by calls inside.
         if _local.stood_aside and not callable(callback) and sys._getframe(1) is _local.outermost:
             with _uncompiled():
                 stood_aside, read = _local.stood_aside, _local.read
@@ -203,7 +203,7 @@ def _noting_reads(original: Any) -> Any:
 
 
 def _noting_inputs(original: Any) -> Any:
-    # Dynamo keeps a table of what wraps which type, and may have it from before.
+    # Dynamo may have stored the class in a table already, so its method is replaced and not the class.
     def post_init(argument: Any) -> None:
         _note_read(argument._example)
         original(argument)
@@ -217,7 +217,7 @@ def _note_read(value: Any) -> None:
 
 
 def _note(code: CodeType, reads: Mapping[int, nn.Parameter]) -> None:
-    """Tell every compiled call on this thread's stack what was compiled in it, and what that reads."""
+    """Add a compilation and its reads to every compiled call on this thread's stack."""
     for caller in _stack(sys._getframe(1)):
         function = _compiled_in(caller)
         if function is not None:
@@ -230,14 +230,13 @@ def _note(code: CodeType, reads: Mapping[int, nn.Parameter]) -> None:
 
 
 def _stack(frame: FrameType | None) -> Iterator[FrameType]:
-    """``frame`` and its callers."""
     while frame is not None:
         yield frame
         frame = frame.f_back
 
 
 def _compiled_in(frame: FrameType) -> Any:
-    """The function that ``frame`` runs compiled, or ``None`` if it is not Dynamo's frame of such a call."""
+    """Return the function that ``frame`` runs compiled; ``None`` if it is not Dynamo's frame of such a call."""
     code = frame.f_code
     if code.co_name not in _WRAPPERS or frame.f_globals.get("__name__") != "torch._dynamo.eval_frame":
         return None
@@ -264,7 +263,7 @@ def _parameters_in(values: Any) -> Iterator[nn.Parameter]:
 
 
 def _owner(function: Any) -> nn.Module | None:
-    """The module that was compiled, or whose method was, perhaps under decorators."""
+    """Return the module that was compiled, or whose method was, also under decorators."""
     while function is not None:
         owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
         if isinstance(owner, nn.Module):

@@ -1,4 +1,4 @@
-"""One bucket of one step that travels encoded, part by part: to the owners of its shards or to servers, and back.
+"""One bucket of one step that travels encoded, part by part, to the owners of its shards or to servers, and back.
 
 See ``compressed_reduction.py`` for what is sent, what is left out, and on which threads.
 """
@@ -41,36 +41,36 @@ _WIDTH = 4  # bytes of an element of a residual
 
 
 class WorkObserver(Protocol):
-    """Takes down what codecs do."""
+    """Records the codecs' work."""
 
     def working(self, what: str, sub_task: SubCommTask) -> AbstractContextManager[list[float]]:
-        """Around work for a part; collects squares of norms of residuals."""
+        """Wrap work for a part; the list collects squared norms of residuals."""
 
 
 class _Compression(WorkObserver, Protocol):
-    """What a bucket asks of the fit's compression."""
+    """What a bucket needs of the fit's compression."""
 
     ranks: int
     failure: Callable[[], BaseException | None]
 
     @property
     def loss_scale(self) -> float | None:
-        """What losses are multiplied with in this step; ``None`` if that never changes."""
+        """The factor of losses in this step; ``None`` if it never changes."""
 
     def with_residual(self, piece: Piece, *, make: bool = True) -> Piece:
-        """The piece of a whole parameter, with what was left to be sent of it."""
+        """Return the piece of a whole parameter together with its residual."""
 
 
 class CompressedBucket:
     """One bucket in one step; see the module.
 
     Args:
-        buffer: The flat gradient; is filled with the mean.
-        pieces: All of it, in order.
-        observer: Told of work and of residuals.
-        weight: What this rank counts; as much as any other when left out. Known before anything is sent.
-        copies: Where ``buffer`` is on a device, whose payloads travel from host memory: of these.
-        fold: How many times as large as others its parts are, see :class:`CommTask`.
+        buffer: The flat gradient; it is filled with the mean.
+        pieces: All pieces of the bucket, in order.
+        observer: Records work and residuals.
+        weight: This rank's weight, known before anything is sent; equal weights if ``None``.
+        copies: Copies payloads to and from host memory, if ``buffer`` is on a device.
+        fold: How many times larger its parts are than others', see :class:`CommTask`.
     """
 
     def __init__(
@@ -91,14 +91,14 @@ class CompressedBucket:
         self._sums: dict[int, Tensor] = {}  # by index of the part: this rank's encoded shard
 
     def _factor(self, ranks: int) -> float:
-        """What this rank's gradient is multiplied with: residuals are of what comes of that."""
+        """Return the factor of this rank's gradient; residuals hold gradients times this factor."""
         return 1.0 / ranks if self._weight is None else self._weight.factor
 
     def add_left(self) -> None:
-        """The bucket is about to travel as it is: add what was left to be sent of it.
+        """Add residuals to the gradient, as the bucket is about to travel unencoded.
 
-        Where nothing is left, the gradient keeps its bits; else it is waited for that it is known what this rank
-        counts. A rank that counts nothing in this step sends it in a later one.
+        Where the residual is zero, the gradient keeps its bits. Otherwise this waits until this rank's weight is known.
+        A rank with weight 0 keeps its residual for a later step.
         """
         for piece in self._pieces:
             residual = piece.residual
@@ -117,10 +117,10 @@ class CompressedBucket:
         if not factor or piece.idle or not is_finite(gradient):
             return
         before = gradient.float() if gradient.element_size() < _WIDTH else None
-        gradient.add_(residual, alpha=1.0 / factor)  # is multiplied like the gradient then
+        gradient.add_(residual, alpha=1.0 / factor)  # the gradient is multiplied by the factor later
         if before is None:
             residual.zero_()
-        elif is_finite(gradient):  # it has taken what its digits can hold
+        elif is_finite(gradient):  # subtract only what the gradient's precision could take
             residual.sub_(gradient.float().sub_(before), alpha=factor)
         else:
             gradient.copy_(before)
@@ -130,7 +130,7 @@ class CompressedBucket:
         return [piece for piece in found if piece is not None]
 
     def scatter(self, group: dist.ProcessGroup, sub_task: SubCommTask, number: int) -> StartedOperation:
-        """Send a part's shards to their owners, and add up this rank's; an ``EncodedStart``."""
+        """Send a part's shards to their owners, and sum this rank's shard; an ``EncodedStart``."""
         rank, seed = group.rank(), _seed(sub_task)
         with self._observer.working("encode", sub_task) as squares, self._on_device():
             self._keep_before(sub_task)
@@ -156,7 +156,7 @@ class CompressedBucket:
         return self._messages(group, sub_task, senders, sent, number, add_up)
 
     def gather(self, group: dist.ProcessGroup, sub_task: SubCommTask, number: int) -> StartedOperation:
-        """Send this rank's shard of a part to all, and take theirs; an ``EncodedStart``, after :meth:`scatter`."""
+        """Send this rank's summed shard of a part to all ranks and receive theirs; an ``EncodedStart``."""
         shards = self._shards(group, sub_task)
         payload = self._sums.pop(sub_task.index, None)
         sent = {} if payload is None else dict.fromkeys(others_of(group), payload)
@@ -170,7 +170,7 @@ class CompressedBucket:
         return self._messages(group, sub_task, senders, sent, number, place)
 
     def serve(self, servers: PushPull, server: int, sub_task: SubCommTask, number: int) -> StartedOperation:
-        """Push a part to a server, and pull the sum from there; a ``ServedStart``."""
+        """Push a part to a server, and pull the sum; a ``ServedStart``."""
         self._keep_before(sub_task)
         seed, first, end = _seed(sub_task), sub_task.offset, sub_task.offset + sub_task.size
         pieces, worker = self._within(first, end), servers.group.rank()
@@ -179,7 +179,7 @@ class CompressedBucket:
         passage = sub_task.passage = Passage(server, pushed=0, pulled=0)
 
         def combine(messages: list[Tensor]) -> Tensor:
-            """Add up here what this and other workers push; what travels back is put in its place."""
+            """Sum this and other workers' pushes on this server; the encoded sum replaces the gradient."""
             with self._observer.working("reduce", sub_task) as squares:
                 for message in messages:
                     theirs, payload = read(message)
@@ -227,7 +227,7 @@ class CompressedBucket:
         )
 
     def _keep_before(self, sub_task: SubCommTask) -> None:
-        """See that all pieces of a part have their residuals, and can have them back if the step is left out."""
+        """Give each piece of a part its residual, and save it in case the step is skipped."""
         edges = sub_task.offset, sub_task.offset + sub_task.size
         for at, piece in enumerate(self._pieces):
             if piece.within(*edges) is not None:
@@ -254,7 +254,7 @@ class CompressedBucket:
         return StartedOperation(_works(group, received, sent, number), partial(then, received), messages=True)
 
     def _shards(self, group: dist.ProcessGroup, sub_task: SubCommTask) -> dict[int, list[Piece]]:
-        """Pieces of a part by owner; ranks that own none of it are left out."""
+        """Return the pieces of a part by owner; ranks that own none are left out."""
         shards = {}
         for rank in range(group.size()):
             first, end = (sub_task.offset + edge for edge in shard_of(sub_task.size, rank, group.size()))
@@ -262,10 +262,10 @@ class CompressedBucket:
                 shards[rank] = self._within(first, end)
         return shards
 
-    # ------------------------------------------------------------------ where it is done
+    # ------------------------------------------------------------------ devices
 
     def _on_device(self) -> AbstractContextManager[None]:
-        """Around arithmetic: done when it is left."""
+        """Wrap arithmetic on the device; it is complete on exit."""
         return nullcontext() if self._copies is None else self._copies.working()
 
     def _to_host(self, payload: Tensor) -> Tensor:
@@ -280,7 +280,7 @@ class CompressedBucket:
     # ------------------------------------------------------------------ arithmetic
 
     def _values(self, shard: list[Piece]) -> list[Tensor]:
-        """This rank's numbers of a shard: where they are, or in fp32 where that is what a codec takes."""
+        """Return this rank's values of a shard: views of the buffer, or fp32 copies for a codec."""
         parts = [(piece, self._buffer[piece.first : piece.end]) for piece in shard]
         return [part if piece.codec is None else part.float() for piece, part in parts]
 
@@ -294,11 +294,11 @@ class CompressedBucket:
         *,
         place: bool = False,
     ) -> Tensor:
-        """Encode a shard, and keep what is left out; ``place`` puts into the buffer what travels."""
+        """Encode a shard and keep its residual; with ``place``, write the decoded values into the buffer."""
         bodies = []
         for piece, part in zip(shard, values, strict=True):
             bodies.append(encoded(piece, part, seed=seed, worker=worker, squares=squares))
-            if place:  # read from the bytes that travel, as everybody else does
+            if place:  # decode the bytes that travel, as all other ranks do
                 self._place_piece(piece, bodies[-1])
         return joined(shard, bodies, self._buffer.element_size())
 
@@ -310,7 +310,7 @@ class CompressedBucket:
                 piece.codec.add(body, total)
 
     def _place(self, shard: list[Piece], payload: Tensor) -> None:
-        """Put into the buffer what travelled."""
+        """Decode a payload into the buffer."""
         for piece, body in bodies_of(shard, payload, self._buffer.element_size()):
             self._place_piece(piece, body)
 
@@ -325,7 +325,7 @@ class CompressedBucket:
 
 
 def _seed(sub_task: SubCommTask) -> int:
-    """Of random numbers: the same on all ranks and in both directions, another one for each part and step."""
+    """Return a random seed: equal on all ranks and in both directions, different for each part and step."""
     key = sub_task.parent.key
     names = f"{key.step} {key.bucket} {sub_task.index}".encode()
     return int.from_bytes(hashlib.blake2b(names, digest_size=7).digest(), "little")

@@ -1,12 +1,12 @@
-"""``compression="auto"``: of how many layers gradients are compressed, so that training hardly waits for them.
+"""``compression="auto"``: decides how many layers' gradients are compressed, so that training hardly waits for them.
 
-They are the first layers of the forward pass: their gradients are there last in the backward pass and needed first,
-while those of the other layers fill the link as they are. How many, rank 0 finds (:class:`LayerSearch`) from what its
-steps take and wait for. It begins with none, so that where exact gradients hide the training is DDP's, bit for bit.
+These are the first layers of the forward pass: their gradients come last in the backward pass and are needed first. The
+other layers' gradients travel uncompressed. Rank 0 finds the number (:class:`LayerSearch`) from the times of its steps
+and waits. It begins with none: where exact gradients are hidden, the training equals DDP's bit for bit.
 
 The unit is DDP's bucket. All ranks change the number before the same step (``AgreedValues`` in
-``collectives/number_exchange.py``), and DDP has the same buckets on all of them, numbered as gradients come: so they
-compress the same. Steps as DDP's are exact, and so is the first one, after which DDP arranges its buckets anew.
+``collectives/number_exchange.py``), and DDP numbers the same buckets alike on all ranks, so they compress the same
+ones. Steps as DDP's are exact. So is the first step, after which DDP arranges its buckets anew.
 """
 
 from __future__ import annotations
@@ -21,73 +21,73 @@ from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
 
 __all__ = ["CompressedLayers", "LayerSearch"]
 
-_BEGIN = 0.05  # of the computation: exact steps that wait for less are left alone
+_BEGIN = 0.05  # of computing time: exact steps that wait for less stay exact
 _STAY = 0.03  # the same, once something is compressed
-_AIM = 0.01  # what a change is to leave of the waits
-_IDLE, _BUSY = 0.8, 0.9  # of a step: where less than the one is spent on the link, there is room up to the other
-_WORTH_IT = 0.25  # of what a change was to bring
-_TRIES = 2  # until it has to
-_STEPS = 3  # that are looked at together
-_LOOKS = 2  # in a row, before anything is compressed
-_SETTLE = 2  # first steps of their kind, which do not count
-_REST = 100  # steps, after a change that was taken back; twice as many after each further one
+_AIM = 0.01  # of computing time: the wait that a change aims at
+_IDLE, _BUSY = 0.8, 0.9  # of a step: below the first share of link use, there is room up to the second
+_WORTH_IT = 0.25  # of the expected gain: the least that justifies a change
+_TRIES = 2  # changes until the gain has to show
+_STEPS = 3  # steps that are evaluated together, by their median
+_LOOKS = 2  # evaluations in a row before anything is compressed
+_SETTLE = 2  # first steps after a change, which do not count
+_REST = 100  # steps without a change after one was taken back; doubled for each further one
 _MOST_REST = 3200
-_QUIET = 8  # looks in a row at which nothing was to be changed, until exchanges become rare
-_INTERVAL = 16  # steps between those
+_QUIET = 8  # evaluations in a row without a change, after which ranks exchange rarely
+_INTERVAL = 16  # steps between these exchanges
 
 
 class LayerSearch:
-    """Finds the number of buckets with which training waits for next to nothing.
+    """Finds the number of buckets to compress, so that training hardly waits.
 
-    A step that waits for the link is shorter by what the link is spared. So the number follows from the waits, and how
-    long the link takes for exact gradients. Where a change brings less than a quarter of that, as where codecs are what
-    takes long, or another rank is waited for, and so does a further one, both are taken back, and no other is tried for
-    100 steps: for 200 after the next one in a row, and so on.
+    A step that waits for the link becomes shorter by the time the link saves. So the number follows from the wait and
+    from the link's time for exact gradients. A change may bring less than a quarter of the expected gain, for example
+    when codecs are slow or when the wait is for another rank. If one further change does not help either, both are
+    taken back. Then nothing is tried for 100 steps, and twice as long after each further failure.
 
-    Pure: it has no clock, and says the same of the same steps.
+    It reads no clock: the same steps give the same result.
 
     Args:
         ratio: How many times smaller compressed gradients are.
 
     Attributes:
         sizes: Bytes of the buckets, from the first layer on; empty until they are known.
-        count: How many of them are to be compressed.
+        count: How many buckets to compress.
     """
 
     def __init__(self, ratio: float) -> None:
         self.sizes: Sequence[int] = ()
         self.count = 0
         self._saved = 1.0 - 1.0 / ratio
-        self._link = 0.0  # seconds, for exact gradients
+        self._link = 0.0  # seconds of link use per step with exact gradients
         self._settle = _SETTLE
         self._steps: list[tuple[float, float, float]] = []
         self._looks = 0
-        self._late = 0  # looks in a row
-        self._before: tuple[int, float] | None = None  # count and a step's seconds, before what is being tried
-        self._saves = 0.0  # what that was to save, of a step
-        self._tried = 0  # changes
+        self._late = 0  # evaluations in a row with too long a wait
+        self._before: tuple[int, float] | None = None  # (count, seconds of a step) before the current trial
+        self._saves = 0.0  # the seconds that the trial is expected to save
+        self._tried = 0  # changes within the current trial
         self._rest = 0
-        self._in_vain = 0  # tries in a row
-        self._quiet = 0  # looks in a row
+        self._in_vain = 0  # failed trials in a row
+        self._quiet = 0  # evaluations in a row without a change
 
     @property
     def is_settled(self) -> bool:
-        """Whether nothing is being tried."""
+        """Whether no change is being tried."""
         return self._looks >= _LOOKS and self._before is None and not self._late
 
     @property
     def is_quiet(self) -> bool:
-        """Whether nothing has been tried for long: a change to come may take some steps to be known."""
+        """Whether no change was tried for long, so that a new value may take some steps to reach all ranks."""
         return self._quiet >= _QUIET
 
     def step_took(self, seconds: float, waited: float, busy: float, *, counts: bool = True) -> None:
-        """Take down a step.
+        """Record a step.
 
         Args:
-            seconds: From its beginning to the next one's.
-            waited: How much of that training has waited for gradients.
-            busy: How much of that gradients were under way.
-            counts: Whether it was taken with :attr:`count`, and is like those to come.
+            seconds: From its beginning to the beginning of the next one.
+            waited: Seconds of it for which training waited for gradients.
+            busy: Seconds of it in which gradients were being sent.
+            counts: Whether it was taken with :attr:`count` and is typical.
         """
         if not counts:
             self._steps.clear()
@@ -123,13 +123,13 @@ class LayerSearch:
         self._quiet = self._quiet + 1 if self.is_settled else 0
 
     def _is_in_vain(self, seconds: float, *, is_late: bool) -> bool:
-        """Whether what was tried has not brought what it was for; then it is taken back."""
+        """Whether the trial failed; if so, it is taken back."""
         if self._before is None:
             return False
         count, took = self._before
         brings = took - seconds >= _WORTH_IT * self._saves if count < self.count else not is_late
         if not brings and is_late and count < self.count < len(self.sizes) and self._tried < _TRIES:
-            return False  # one more bucket may be what it takes
+            return False  # one more bucket may be enough
         self._before = None
         if brings:
             self._in_vain = 0
@@ -138,7 +138,7 @@ class LayerSearch:
         return not brings
 
     def _change(self, spared: float, seconds: float) -> None:
-        """Have the link spared so many seconds more than now, or less."""
+        """Change the count so that the link's time changes by ``spared`` seconds."""
         nbytes, whole = [0, *accumulate(self.sizes)], self._saved * self._link
         if not nbytes[-1] or not whole:
             return
@@ -155,14 +155,14 @@ class LayerSearch:
 
 
 class CompressedLayers:
-    """One rank's; every rank makes it at the same point.
+    """The number of compressed buckets on one rank; all ranks make it at the same point.
 
     Args:
         ratio: See :class:`LayerSearch`.
-        values: What ranks agree with; of one number.
-        decides: Whether this rank says how many.
-        statistics: Of this rank.
-        clock: Seconds.
+        values: Exchange with the other ranks, of one number.
+        decides: Whether this rank decides.
+        statistics: This rank's counters.
+        clock: Returns seconds.
 
     Attributes:
         count: How many buckets are compressed, on all ranks.
@@ -184,25 +184,25 @@ class CompressedLayers:
         self._clock = clock
         self._step = 0
         self._began = (0.0, 0.0, 0.0)
-        self._sizes: dict[int, int] = {}  # of the buckets of this step, so far
+        self._sizes: dict[int, int] = {}  # bytes by index of the bucket, in this step so far
         self._first: frozenset[int] = frozenset()
         self._disturbed = False
 
     @property
     def is_settled(self) -> bool:
-        """Whether rank 0 tries nothing; ``True`` on the others."""
+        """Whether rank 0 tries nothing; ``True`` on the other ranks."""
         return self._search is None or self._search.is_settled
 
     def disturb(self) -> None:
-        """The present step has something in it that others have not, such as a checkpoint: its time tells nothing."""
+        """Ignore the time of the present step, as something unusual such as a checkpoint is in it."""
         self._disturbed = True
 
     def before_step(self, step: int, *, counts: bool) -> None:
-        """A forward pass of ``step`` begins, on all ranks.
+        """Record that a forward pass of ``step`` begins, on all ranks.
 
         Args:
-            step: Its number; several passes may belong to one.
-            counts: Whether the step before is like those to come.
+            step: Its number; several passes may belong to one step.
+            counts: Whether the previous step is typical.
         """
         if step <= self._step:
             return
@@ -221,10 +221,10 @@ class CompressedLayers:
             (self.count,) = agreed
 
     def begin_backward(self, *, exact: bool) -> None:
-        """A backward pass has its first bucket: those of the last one say which are the first layers'.
+        """Begin a backward pass. The buckets of the last one tell which belong to the first layers.
 
         Args:
-            exact: Whether nothing is compressed in it; the same on all ranks.
+            exact: Whether nothing is compressed in this step; the same on all ranks.
         """
         sizes = sorted(self._sizes.items(), reverse=True)
         self._first = frozenset(index for index, _ in sizes[: 0 if exact else self.count])
@@ -233,10 +233,10 @@ class CompressedLayers:
         self._sizes = {}
 
     def include(self, bucket: int, nbytes: int) -> bool:
-        """Whether a bucket of this backward pass is compressed, which has so many bytes."""
+        """Whether a bucket of this backward pass is compressed; ``nbytes`` is its size."""
         self._sizes[bucket] = nbytes
         return bucket in self._first
 
     def close(self) -> None:
-        """Say goodbye to the other ranks; bounded, idempotent."""
+        """Leave the exchange with the other ranks; bounded, idempotent."""
         self._values.close()

@@ -1,37 +1,36 @@
-"""Gradients that travel in fewer bytes: encoded shards to their owners, and the encoded sum of each shard to all.
+"""Compressed gradients: ranks send encoded shards to their owners, and owners send encoded sums to all.
 
-Of each part of a bucket, every rank owns a shard, as in the sharded reduction (``reduction.py``)::
+Every rank owns a shard of each part of a bucket, as in the sharded reduction (``reduction.py``)::
 
-    scatter   each rank encodes what it has of the others' shards, sends it to their owners, and keeps what it has of
-              its own. The owner decodes what it gets, and adds up in fp32
-    gather    the owner encodes the sum, once, and sends it to all. Everybody takes the decoded bytes that travelled,
-              the owner too: the same bits on all ranks, and any norm is that of what the optimizer gets
+    scatter   each rank encodes its values of the others' shards, sends them to their owners, and keeps its values of
+              its own shard; the owner decodes what it receives and sums in fp32
+    gather    the owner encodes the sum once and sends it to all; every rank, the owner too, takes the decoded bytes
+
+So all ranks have the same bits, and any norm is that of the gradient that the optimizer gets.
 
 *Error feedback*: what encoding leaves out is added to the same elements in the next step. With g the gradient times
-what this rank counts (one over the number of ranks, if all count alike), C a codec and r the residual of this rank::
+this rank's weight (1 / ranks if weights are equal), C a codec and r this rank's residual::
 
-    x = g + r,  C(x) travels,  r = x - C(x)         of others' shards
-    s = g + r + sum of all C(x),  C(s) travels,  r = s - C(s)    of the own shard
+    x = g + r,  C(x) travels,  r = x - C(x)                      others' shards
+    s = g + r + sum of all C(x),  C(s) travels,  r = s - C(s)    the own shard
 
-One residual for each element is enough for both directions, as a rank is either the owner of an element or not. So
-ownership may change when buckets are rebuilt, or partitions cut in another way: the residual of a sum is added to the
-gradient on the rank that has it, and whether that is then sent or summed makes no difference to the mean. However
-things are cut, all ranks' residuals and what was applied add up to the gradients. A parameter that no rank has used in
-a step is not stepped, whatever its mean gradient is: so a rank that has not used it keeps its residual.
+One residual per element is enough for both directions, as a rank either owns an element or not. Ownership may change
+when buckets are rebuilt or partitions are cut differently. The residual of a sum is then added to the gradient on the
+rank that holds it, and the mean is the same whether that is sent or summed. At any time all ranks' residuals and the
+applied values add up to the gradients. A parameter that no rank used in a step is not updated, so a rank that did not
+use it keeps its residual.
 
-Source: error feedback in both directions is that of Tang et al., "DoubleSqueeze", ICML 2019; reduce-scatter and
-all-gather of compressed shards that of BytePS and of Zhong et al., "Compressed Communication for Distributed Training".
+Source: error feedback in both directions: Tang et al., "DoubleSqueeze", ICML 2019. Reduce-scatter and all-gather of
+compressed shards: BytePS, and Zhong et al., "Compressed Communication for Distributed Training".
 
-Threads: ``CompressedBucket.scatter``, ``CompressedBucket.gather`` and ``CompressedBucket.serve`` run on the codec
-thread, what follows on the completion thread, once all that was sent in the same part has been encoded, or on those
-that have a sum. Residuals are begun on the codec thread, or by the training before a bucket is sent: on a GPU before
-the mark that says when it exists. Parts do not overlap, so nothing is shared between them but counters, which have a
-lock that is held for nothing else.
+Threads: ``CompressedBucket.scatter``, ``.gather`` and ``.serve`` run on the codec thread. What follows them runs on the
+completion thread, once everything sent in the same part is encoded, or on the threads that hold a sum. Residuals are
+created on the codec thread, or by the training thread before a bucket is sent; on a GPU before the event that marks the
+gradient as complete. Parts do not overlap, so threads share only counters, which have their own lock.
 
-On a GPU all arithmetic is done where gradients are, and payloads alone are copied, see ``host_copies.py``. Not so
-what goes to parameter servers: there whole buckets are copied first, see ``host_copies.py``. Numbers are read from
-payloads by operations that have one right result, so that ranks with processors of different kinds get the same bits;
-but factors are multiplied.
+On a GPU all arithmetic runs where gradients are, and only payloads are copied (``host_copies.py``). Buckets for
+parameter servers are copied whole. Decoding uses only operations with one correct result, so that different processors
+get the same bits; matrix products of factors are the exception.
 """
 
 from __future__ import annotations
@@ -63,38 +62,38 @@ from lightning_bytescheduler.timeline.timeline import CODEC, Timeline
 __all__ = ["CompressedReduction", "GradientCompression", "has_no_gradient"]
 
 _SEEN_STEPS = 30
-_FOLD = 4  # of what is compressed in eight times fewer bytes; with each part codecs and threads have work besides
-_FIRST = 1024  # elements of a gradient, that mostly tell that it is not zero
+_FOLD = 4  # times as large parts where bytes shrink eightfold, as each part has a fixed cost of codecs and threads
+_FIRST = 1024  # elements of a gradient that are looked at first to see that it is not zero
 
 
 class GradientCompression:
-    """What of one fit's gradients travels encoded on this rank, and what was left out so far.
+    """The compression of one fit's gradients on this rank, with their residuals.
 
     Args:
         rules: What is encoded, and how.
-        parameters: All that DDP reduces, by name.
-        residuals: What was left out so far; kept by the caller.
-        statistics: Counters to keep.
-        timeline: Where spans go, if anywhere.
-        loss_scale: Says what losses are multiplied with at present: residuals are of such gradients. ``None`` if that
-            never changes.
-        ranks: How many there are.
-        layers: Says how many layers are compressed, where not all are.
-        failure: Why nothing is to be waited for any more, if so.
-        idle: Whether a parameter has got no gradient in this step, on this rank; asked when its bucket is handed over.
-        may_drop: Whether mean gradients may be dropped that nobody has stepped with, as in a training with two losses
-            and optimizers: what they were made of is as it was, then.
-        seen: Called once, when enough steps were counted to say what compression costs.
-        clock: Seconds; the core's clock.
+        parameters: All parameters that DDP reduces, by name.
+        residuals: The residuals so far; kept by the caller.
+        statistics: Counters to update.
+        timeline: Takes spans; ``None`` for none.
+        loss_scale: Returns the current factor of losses, which residuals also contain; ``None`` if it never changes.
+        ranks: Number of ranks.
+        layers: Decides how many layers are compressed; ``None`` for all.
+        failure: Returns the reason why nothing will come, if so.
+        idle: Whether a parameter has got no gradient in this step on this rank; asked when its bucket is ready.
+        may_drop: Whether mean gradients may be dropped without an optimizer step, as with two losses and optimizers.
+            The residuals are then restored.
+        seen: Called once, after enough steps to tell what compression costs.
+        clock: Returns seconds; the core's clock.
 
     Attributes:
-        layers: See above.
-        failure: See above.
-        compressed: Names of the parameters whose gradients travel encoded, and in what.
-        ratio: How many times fewer bytes that makes, of all gradients, as far as it does not depend on what they are.
-        loss_scale: Of the present step; ``None`` if that never changes.
-        copies: Where gradients are encoded on a device: of payloads.
-        left_out: Names of parameters of which a checkpoint had something left to be sent, and that are not compressed.
+        layers: As given.
+        failure: As given.
+        compressed: The codec's name, by name of the parameter.
+        ratio: How many times fewer bytes travel for all gradients together, as far as that does not depend on their
+            values.
+        loss_scale: The factor of losses in the present step; ``None`` if it never changes.
+        copies: Copies payloads, if gradients are encoded on a device.
+        left_out: Names of parameters with residuals in the checkpoint that are not compressed now.
     """
 
     def __init__(
@@ -126,7 +125,7 @@ class GradientCompression:
         self._loss_scale = loss_scale
         self.loss_scale: float | None = None
         self.copies: PayloadCopies | None = None
-        self._lock = threading.Lock()  # of the counters, which two threads keep
+        self._lock = threading.Lock()  # guards the counters, which two threads update
         codecs = {name: rules.codec_for(name, parameter) for name, parameter in parameters.items()}
         self._codecs = {id(parameters[name]): (name, codec) for name, codec in codecs.items() if codec is not None}
         self.compressed = {name: AUTO if rules.auto else codec.spec for name, codec in self._codecs.values()}
@@ -134,12 +133,12 @@ class GradientCompression:
         self._parameters = {name: parameters[name] for name in self.compressed}
         residuals.may_be_dropped = may_drop
         self.left_out = residuals.are_of({name: Layout.of(parameters[name]) for name in self.compressed})
-        self._stepped: set[int] = set()  # ids of parameters, since the last backward pass that was reduced
-        self._versions: dict[str, int] = {}  # of parameters, when that began
-        self._dropped: set[str] = set()  # since then
+        self._stepped: set[int] = set()  # ids of parameters stepped since the last reduced backward pass
+        self._versions: dict[str, int] = {}  # of parameters, when that pass began
+        self._dropped: set[str] = set()  # gradients dropped since then
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """An optimizer has stepped with the mean gradients that there are."""
+        """Record that an optimizer has stepped with the present mean gradients."""
         if self._residuals.may_be_dropped:
             with torch._C.DisableTorchFunctionSubclass():
                 self._stepped.update(
@@ -150,14 +149,14 @@ class GradientCompression:
                 )
 
     def before_backward(self) -> None:
-        """Nothing is under way: see which mean gradients are gone."""
+        """Record which mean gradients were dropped; nothing may be in flight."""
         with torch._C.DisableTorchFunctionSubclass():
             self._dropped.update(name for name in self.not_applied() if _is_dropped(self._parameters[name].grad))
 
     def not_applied(self) -> set[str]:
-        """Parameters whose last mean gradient nobody has stepped with, where it may be dropped; nothing is under way.
+        """Return the parameters whose last mean gradient may still be dropped unused; nothing may be in flight.
 
-        A step may go past the strategy, as that of an optimizer of one's own: it writes to the parameter.
+        A step that bypasses the strategy, such as that of a separate optimizer, shows as a write to the parameter.
         """
         if not self._residuals.may_be_dropped:
             return set()
@@ -170,24 +169,24 @@ class GradientCompression:
             }
 
     def work_on(self, device: torch.device) -> PayloadCopies:
-        """Encode where gradients are, on ``device``; nothing is under way.
+        """Encode on ``device``, where gradients are; nothing may be in flight.
 
         Returns:
-            What copies payloads.
+            Copies payloads to and from host memory.
         """
         self.copies = PayloadCopies(device)
         self._residuals.live_on(self.copies.device)
         return self.copies
 
     def leave_device(self) -> None:
-        """Keep in host memory what is left to be sent: the fit is over, and nothing is under way."""
+        """Move residuals to host memory at the end of a fit; nothing may be in flight."""
         self._residuals.live_on(torch.device("cpu"))
 
     def begin_step(self, *, as_ddp: bool = False) -> None:
-        """A backward pass has its first bucket, and nothing of the last one is under way.
+        """Begin the step at the first bucket of a backward pass; nothing of the last one may be in flight.
 
         Args:
-            as_ddp: Whether the step is taken as DDP's: exact, where only some of the layers are compressed.
+            as_ddp: Whether the step is taken as DDP's: exact, if only some layers are compressed.
         """
         if self.layers is not None:
             self.layers.begin_backward(exact=as_ddp)
@@ -219,17 +218,17 @@ class GradientCompression:
         return encoded
 
     def stays_on_device(self, bucket: GradientBucket) -> bool:
-        """Whether a bucket is encoded where it is, so that it has not to be copied to host memory."""
+        """Whether a bucket is encoded on its device, so that it need not be copied to host memory."""
         if self.copies is None or bucket.buffer.is_complex():
             return False
         return any(id(parameter) in self._codecs for parameter in bucket.parameters)
 
     def with_residual(self, piece: Piece, *, make: bool = True) -> Piece:
-        """The piece of a whole parameter, with what was left to be sent of it; on the thread that sends it.
+        """Return the piece of a whole parameter with its residual; called on the thread that sends it.
 
         Args:
-            piece: Of the parameter.
-            make: Begin a residual if there is none yet; else nothing was ever left.
+            piece: Piece of the parameter.
+            make: Create a residual if there is none.
         """
         size = piece.end - piece.first
         if piece.codec is None or not (make or self._residuals.knows(piece.name)):
@@ -238,15 +237,15 @@ class GradientCompression:
         return replace(piece, residual=residual, before=before)
 
     def sums_elsewhere(self, left: LeftElsewhere) -> None:
-        """Others than ranks encode sums of this fit, and say what they have left of them."""
+        """Take residuals of sums from servers that encode them."""
         self._residuals.elsewhere = left
 
     def forget_not_applied(self) -> None:
-        """The fit is over: whoever saves a checkpoint now has no gradient; nothing is under way."""
+        """Restore residuals of gradients that were never applied, as a fit ends; nothing may be in flight."""
         self._residuals.take_back(self.not_applied())
 
     def end(self, *, takes_over: bool) -> None:
-        """Whoever else encodes sums ends; nothing is under way where this rank takes over what they have left."""
+        """End the use of servers. To take over their residuals, nothing may be in flight."""
         if takes_over:
             self._residuals.take_over()
         self._residuals.elsewhere = None
@@ -254,7 +253,7 @@ class GradientCompression:
     def in_factors(
         self, bucket: GradientBucket, ranks: int, weight: StepWeight | None = None
     ) -> tuple[LowRankBucket, Rest] | None:
-        """The matrices of a bucket that travel as factors, for one step, and all else of it; ``None`` without any."""
+        """Split a bucket into matrices that travel as factors and the rest; ``None`` if it has no such matrix."""
         matrices, others = [], []
         at = 0
         for parameter in bucket.parameters:
@@ -285,15 +284,15 @@ class GradientCompression:
             with torch._C.DisableTorchFunctionSubclass():
                 size = parameter.numel()
             name, codec = self._codecs.get(id(parameter), ("", None))
-            codec = None if isinstance(codec, PowerSGD) else codec  # a part of a matrix travels as it is
+            codec = None if isinstance(codec, PowerSGD) else codec  # a part of a matrix travels uncompressed
             piece = Piece(at, at + size, codec, None, name=name, idle=codec is not None and self._idle(parameter))
-            # On a device its residual is begun on the stream of the thread that encodes.
+            # On a device the encoding thread creates the residual on its own stream.
             yield piece if self.copies is not None else self.with_residual(piece, make=make)
             at += size
 
     @contextmanager
     def working(self, what: str, sub_task: SubCommTask) -> Iterator[list[float]]:
-        """Around what a codec does for a part: takes down its time; collects squares of norms of residuals."""
+        """Time a codec's work for a part; the list collects squared norms of residuals."""
         name, statistics = f"{what} {sub_task.name}", self._statistics
         squares: list[float] = []
         with profiled(f"bytescheduler::{name}"):
@@ -311,7 +310,7 @@ class GradientCompression:
 
 
 def _is_dropped(gradient: Tensor | None) -> bool:
-    """Whether ``zero_grad`` was called, in either of its ways."""
+    """Whether ``zero_grad`` was called, with or without ``set_to_none``."""
     if gradient is None:
         return True
     flat = gradient.detach().reshape(-1)
@@ -319,16 +318,15 @@ def _is_dropped(gradient: Tensor | None) -> bool:
 
 
 class CompressedReduction:
-    """Reduce-scatter and all-gather by priority, encoded; an all-reduce of buckets that travel as they are.
+    """Encoded reduce-scatter and all-gather by priority; an all-reduce for buckets that travel uncompressed.
 
-    Where there are parameter servers, push and pull take the place of all of them.
-
-    See :class:`~lightning_bytescheduler.ddp.reduction.Reduction`.
+    With parameter servers, push and pull replace all of them. See
+    :class:`~lightning_bytescheduler.ddp.reduction.Reduction`.
 
     Args:
-        tasks: Of the step.
-        compression: Says what travels encoded.
-        on_host: Makes a bucket one that can travel as it is, of one that stays on a device.
+        tasks: Tasks of the step.
+        compression: Decides what travels encoded.
+        on_host: Copies a bucket on a device to the host, so that it can travel uncompressed.
     """
 
     def __init__(
@@ -361,6 +359,6 @@ class CompressedReduction:
 
 
 def has_no_gradient(parameter: nn.Parameter) -> bool:
-    """Whether a parameter was not used in the forward passes of this step, on this rank."""
+    """Whether a parameter was not used in the forward passes of this step on this rank."""
     with torch._C.DisableTorchFunctionSubclass():
         return parameter.grad is None

@@ -1,4 +1,4 @@
-"""What of a model's gradients travels encoded, and in what: from what a user says to a codec for each parameter."""
+"""Chooses a codec for each parameter from the user's options."""
 
 from __future__ import annotations
 
@@ -21,25 +21,24 @@ from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 __all__ = ["AUTO", "CompressionRules", "names_that_count"]
 
 MIN_SIZE = 1024
-"""Elements of the smallest gradient that is compressed by default: 4 kB, which take as long to send as fewer do."""
+"""Elements of the smallest gradient that is compressed by default: 4 kB, below which latency dominates."""
 
 AUTO = "auto"
-"""Of how many layers gradients are compressed is left to what is measured, see ``compressed_layers.py``."""
+"""Measurements decide how many layers are compressed, see ``compressed_layers.py``."""
 
 _TO_NEAREST: dict[str, DenseKind] = {"int8": "int8", "int4": "int4"}
-_AUTO = Dense("int4", "nearest")  # what these travel in
+_AUTO = Dense("int4", "nearest")  # the codec of ``auto``
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompressionRules:
-    """Which parameters' gradients travel encoded, and in what.
+    """Which parameters' gradients travel encoded, and in which codec.
 
     Attributes:
-        by_pattern: Pairs of a pattern of parameter names, as of :mod:`fnmatch`, and a codec; the first that fits
-            counts, but PowerSGD only for what it can take. ``None`` is for as they are, as is what
-            fits nothing.
-        min_size: Elements below which a parameter's gradient travels as it is.
-        auto: Whether only so many layers are compressed as it takes.
+        by_pattern: Pairs of a pattern of parameter names (:mod:`fnmatch`) and a codec. The first match counts, except
+            that PowerSGD is skipped where it does not apply. ``None``, or no match, means uncompressed.
+        min_size: Gradients with fewer elements travel uncompressed.
+        auto: Whether only as many layers are compressed as needed.
     """
 
     by_pattern: tuple[tuple[str, Codec | None], ...]
@@ -48,7 +47,7 @@ class CompressionRules:
 
     @classmethod
     def resolve(cls, compression: Any, min_size: int | None = None) -> CompressionRules | None:
-        """Make them of options.
+        """Make rules from options.
 
         Args:
             compression: The name of a codec, or codecs by pattern; ``None`` for none.
@@ -84,13 +83,13 @@ class CompressionRules:
         return cls(by_pattern=tuple(pairs), min_size=MIN_SIZE if min_size is None else min_size, auto=any(chosen))
 
     def check_device(self, device: torch.device) -> None:
-        """Make sure that gradients on ``device`` can be compressed.
+        """Check that gradients on ``device`` can be compressed.
 
         Args:
-            device: Where they live.
+            device: Where gradients live.
 
         Raises:
-            UnsupportedError: If they cannot.
+            UnsupportedError: If they cannot be compressed there.
         """
         if device.type == "cuda" and not self.auto:
             return  # see ``collectives/host_copies.py``
@@ -102,14 +101,15 @@ class CompressionRules:
             )
 
     def check_patterns(self, names: Mapping[str, str]) -> None:
-        """Make sure that each pattern says something of a model.
+        """Check that each pattern matters for a model.
 
         Args:
-            names: Of all its parameters, trained or not; and for each the one that counts: tied ones have several.
+            names: All names of parameters, trained or not, each with the name that counts; tied parameters have
+                several.
 
         Raises:
-            OptionError: If a pattern fits none, or an earlier one takes all that it fits; but one that is written last
-                for whatever there may be besides, such as ``"*"``, may find nothing.
+            OptionError: If a pattern matches no name, or an earlier one takes all its matches. A last pattern for the
+                rest, such as ``"*"``, may match nothing.
         """
         counting = set(names.values())
         fits = {
@@ -137,7 +137,7 @@ class CompressionRules:
                     )
 
     def codec_for(self, name: str, parameter: nn.Parameter) -> Codec | None:
-        """What the gradient of a parameter travels in; ``None`` for as it is."""
+        """Return the codec of a parameter's gradient; ``None`` for uncompressed."""
         with torch._C.DisableTorchFunctionSubclass():
             size, dtype = parameter.numel(), parameter.dtype
         if size < max(self.min_size, 1) or not dtype.is_floating_point:
@@ -147,16 +147,16 @@ class CompressionRules:
                 if isinstance(codec, PowerSGD):
                     if codec.shape_of(parameter):
                         return codec
-                    continue  # what is no matrix that shrinks is for the patterns that follow
+                    continue  # the next patterns decide where PowerSGD saves nothing
                 fewer = codec is not None and codec.payload_bytes(size) < size * dtype.itemsize
                 return codec if fewer else None
         return None
 
     def ratio(self, parameters: Mapping[str, nn.Parameter]) -> float:
-        """How many times fewer bytes travel of all gradients; with ``auto`` where all layers are compressed.
+        """Return how many times fewer bytes travel for all gradients; with ``auto``, if all layers are compressed.
 
         Args:
-            parameters: All that are reduced, by name.
+            parameters: All parameters that are reduced, by name.
         """
         plain = sent = 0
         for name, parameter in parameters.items():
@@ -172,14 +172,14 @@ class CompressionRules:
 
     @property
     def whole_matrices(self) -> bool:
-        """Whether anything travels as factors of a whole matrix, which no shard of a gradient is."""
+        """Whether some gradients travel as factors of a whole matrix, which excludes shards."""
         return any(isinstance(codec, PowerSGD) for _, codec in self.by_pattern)
 
     def facts(self, device: torch.device) -> dict[str, object]:
-        """What has to be the same on all ranks, by name.
+        """Return the facts that have to be the same on all ranks, by name.
 
-        Where each multiplies matrices itself, that is all that the last bits of a product depend on: else weights would
-        drift apart, and nobody would say so.
+        With PowerSGD each rank multiplies matrices itself, and the last bits of a product depend on these facts. Where
+        they differ, weights would drift apart silently.
 
         Args:
             device: Where gradients live.
@@ -187,7 +187,7 @@ class CompressionRules:
         facts: dict[str, object] = {"compression": self.spec}
         if self.whole_matrices:
             facts["torch"] = torch.__version__
-            with suppress(RuntimeError):  # set by torch's newer options
+            with suppress(RuntimeError):  # raised where torch's newer options are in use
                 facts["torch.get_float32_matmul_precision()"] = torch.get_float32_matmul_precision()
             if device.type == "cuda":
                 facts["the GPU"] = torch.cuda.get_device_name(device)
@@ -198,7 +198,7 @@ class CompressionRules:
 
     @property
     def spec(self) -> str:
-        """What travels encoded, in words."""
+        """The codecs in words, for messages."""
         if len(self.by_pattern) == 1 and self.by_pattern[0][0] == "*":
             said = _name(self.by_pattern[0][1])
         else:
@@ -207,13 +207,13 @@ class CompressionRules:
 
 
 def names_that_count(module: nn.Module) -> dict[str, str]:
-    """All names of parameters, and for each the first that its parameter has."""
+    """Map each name of a parameter to the first name of the same parameter."""
     first: dict[int, str] = {}
     return {name: first.setdefault(id(p), name) for name, p in module.named_parameters(remove_duplicate=False)}
 
 
 def _processor() -> str:
-    """Its kind, as the system says it."""
+    """Return the kind of processor, as the system names it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -223,7 +223,7 @@ def _processor() -> str:
 
 
 def _modules(names: Collection[str]) -> set[str]:
-    """All that has parameters of these names, by its own."""
+    """Return the names of all modules that contain these parameters."""
     parts = (name.split(".") for name in names)
     return {".".join(path[:depth]) for path in parts for depth in range(1, len(path))}
 
@@ -243,7 +243,7 @@ def _codec(option: str, value: Any) -> Codec | None:
 def _made(option: str, value: Any) -> Codec:
     if not isinstance(value, str):
         raise OptionError(option, value, f"None, {AUTO!r}, the name of a compressor such as 'int8', or a Compressor")
-    if value in _TO_NEAREST:  # what that leaves out is sent later, and is less than with random rounding
+    if value in _TO_NEAREST:  # with residuals, rounding to nearest leaves out less than random rounding
         return Dense(_TO_NEAREST[value], "nearest")
     if (kind := value.split(":")[0]) not in COMPRESSORS:
         names = ", ".join(map(repr, COMPRESSORS))

@@ -1,6 +1,6 @@
-"""What becomes of each option of DDPStrategy and DistributedDataParallel that touches gradients.
+"""Checks the options of DDPStrategy and DistributedDataParallel that concern gradients.
 
-Honoured options are passed on and not listed here; the documentation has the whole table (Options).
+Options that are passed on unchanged are not listed here; the documentation's page "Options" lists all.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ ELSEWHERE = {
 """What to say of options that neither strategy has, by name."""
 
 SAID_BY_THE_STRATEGY = ("module", "device_ids", "output_device", "process_group", "device_mesh")
-"""Options of DistributedDataParallel that nobody has to give."""
+"""Arguments of DistributedDataParallel that the strategy itself sets."""
 
-_HOOKS = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")  # of Lightning's DDPStrategy
+_HOOKS = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")  # Lightning's DDPStrategy
 
-_SWITCHES = ("broadcast_buffers", "forward_sync_buffers")  # whose default is None in some versions of torch
+_SWITCHES = ("broadcast_buffers", "forward_sync_buffers")  # their default is None in some versions of torch
 _START_METHODS = ("popen", "spawn", "fork", "forkserver")
 
 _REFUSED = {
@@ -62,15 +62,15 @@ _REFUSED = {
 
 
 def known_ddp_options() -> list[str]:
-    """Names of the options that Lightning's DDPStrategy passes on, of the DistributedDataParallel that is installed."""
+    """Return the names of the options that DDPStrategy passes on to the installed DistributedDataParallel."""
     return [name for name in [*_ddp_parameters(), *_HOOKS] if name not in SAID_BY_THE_STRATEGY]
 
 
 def check_ddp_options(options: Mapping[str, object], *, scheduled: bool = True) -> None:
-    """Refuse what cannot be honoured, and what DistributedDataParallel would take for others, or refuse on all ranks.
+    """Refuse options that cannot be honoured or have values that DistributedDataParallel would misread or reject.
 
     Args:
-        options: By name; others than DistributedDataParallel's and those of its comm hook are left alone.
+        options: Options by name; those that are neither DistributedDataParallel's nor its comm hook's are ignored.
         scheduled: Whether the scheduler takes the place of the comm hook.
 
     Raises:
@@ -117,12 +117,12 @@ _PLUGINS = {
 
 
 def check_launch_options(options: Mapping[str, object], *, strategy: str, example: str) -> None:
-    """Refuse what Lightning would fail with later, on all ranks: how processes start, and find each other.
+    """Refuse options on how processes start and find each other with which Lightning would fail later, on all ranks.
 
     Args:
-        options: Those of DDPStrategy that do not go to DistributedDataParallel, by name.
+        options: Options of DDPStrategy that do not go to DistributedDataParallel, by name.
         strategy: Name of the class that was called.
-        example: One of its own options with a value, as it is written.
+        example: One of the class's own options with a value, as it is written.
 
     Raises:
         OptionError: Names the option, its value and what is allowed.
@@ -154,7 +154,7 @@ def check_launch_options(options: Mapping[str, object], *, strategy: str, exampl
 
 
 def _check_backend(backend: object) -> None:
-    """Of the default process group: one, or one for each kind of device, as in ``cpu:gloo,cuda:nccl``."""
+    """Check the default group's backend: one name, or one for each kind of device, as in ``cpu:gloo,cuda:nccl``."""
     if backend is None:
         return
     there = [name for name in dist.Backend.backend_list if name != "undefined" and dist.is_backend_available(name)]
@@ -175,7 +175,7 @@ def _ddp_parameters() -> Mapping[str, inspect.Parameter]:
 
 
 def check_module(module: nn.Module) -> None:
-    """Refuse models that are sharded already.
+    """Refuse models that are already sharded.
 
     Raises:
         UnsupportedError: Names the module or parameter.
@@ -194,7 +194,7 @@ def check_module(module: nn.Module) -> None:
 
 
 def check_hooks(module: nn.Module) -> None:
-    """Refuse an optimizer that takes the place of DDP's comm hook, and warn of hooks that run before the average.
+    """Refuse optimizers that step in the backward pass, and warn of hooks that run before the average.
 
     Raises:
         UnsupportedError: Names the parameter.
@@ -210,7 +210,7 @@ def check_hooks(module: nn.Module) -> None:
 
 
 def refuse_steps_in_backward(module: nn.Module) -> None:
-    """In place of what DDP does at its first forward pass about optimizers that step in the backward pass.
+    """Refuse optimizers that step in the backward pass, as DDP checks for them only in its first forward pass.
 
     Raises:
         UnsupportedError: Names the parameter.
@@ -225,9 +225,7 @@ def refuse_steps_in_backward(module: nn.Module) -> None:
 
 
 def refuse_join(**_: object) -> NoReturn:
-    """In place of :meth:`DistributedDataParallel.join_hook`.
-
-    What a rank does there once its data is used up meets DDP's collectives, and the scheduler has others.
+    """Replace :meth:`DistributedDataParallel.join_hook`, whose collectives would not meet the scheduler's.
 
     Raises:
         UnsupportedError: Says what to do instead.

@@ -1,16 +1,15 @@
-"""Which steps are taken as DDP's: as DDP, until it is seen that something could be hidden and that hiding it pays.
+"""Decides which steps are taken as DDP's: all, until overlap is seen to pay.
 
-Deferring updates costs a little on the training thread: gates, one optimizer call per bucket. Where gradients arrive
-faster than that, DDP's own way is the faster one. So steps begin as DDP's, which cost nothing beside DDP, and show how
-long training waits for communication at the end of their backward passes. What all ranks wait for at the same time,
-while their processors have nothing to do, could be hidden. Where that is much of a step, overlapped steps are tried
-soon; where it is some, once the few steps of a trial do not matter beside those that were taken. A trial ends as soon
-as it is clear, and another one is the later the more have failed. On a link that is known to be slow from the start,
-steps begin overlapped, and it is DDP's way that is tried.
+Deferred updates cost some time on the training thread: gates, and one optimizer call per bucket. Where gradients arrive
+faster than that, DDP's way is faster. So steps begin as DDP's, at no cost, and measure how long training waits for
+communication at the end of the backward pass. A wait that all ranks share, with idle processors, could be hidden. If it
+is a large part of a step, overlapped steps are tried soon. If it is a smaller part, they are tried once a trial's few
+steps are negligible among the steps so far. A trial ends as soon as its result is clear; each failure delays the next
+one. On a link that is known to be slow, steps begin overlapped, and DDP's way is tried.
 
-Looks, at which ranks exchange what they have seen and rank 0 decides, are before the same steps on all ranks: the first
-one is known beforehand, and how far it is to the next one follows from the step and from what was decided at all looks
-before, which all ranks know (:func:`agree_on_mode`).
+At a *look* ranks exchange their observations and rank 0 decides. Looks are before the same steps on all ranks: the
+first is fixed, and the distance to the next follows from the step and from the decisions at all earlier looks, which
+all ranks know (:func:`agree_on_mode`).
 """
 
 from __future__ import annotations
@@ -28,21 +27,21 @@ import torch.distributed as dist
 
 
 class StepMode:
-    """Says which steps are taken as DDP's; here, all or none.
+    """Says which steps are taken as DDP's; this class says all or none.
 
     Args:
-        ddp_mode: Whether they are.
+        ddp_mode: Whether all steps are.
     """
 
     may_wait = False
-    """Whether :meth:`before_forward` waits for what rank 0 tells, past the default group."""
+    """Whether :meth:`before_forward` waits for a message of rank 0 on another group than the default one."""
 
     def __init__(self, ddp_mode: bool = False) -> None:
         self._ddp_mode = ddp_mode
 
     @property
     def ddp_mode(self) -> bool:
-        """Whether steps are taken as DDP's, at present."""
+        """Whether steps are taken as DDP's at present."""
         return self._ddp_mode
 
     @property
@@ -51,30 +50,30 @@ class StepMode:
         return False
 
     def before_forward(self, step: int) -> StepMode:
-        """A forward pass of ``step`` begins, on all ranks; returns what says so from here on."""
+        """Begin a forward pass of ``step``, on all ranks; returns the mode to use from here on."""
         return self
 
     def begin_step(self, step: int) -> bool:
-        """The backward pass of ``step`` has its first bucket; returns whether the step is one as DDP's."""
+        """Begin ``step`` at its first bucket; returns whether the step is taken as DDP's."""
         return self.ddp_mode
 
     def add_exposed(self, seconds: float) -> None:
-        """So long has training waited at the end of a step as DDP's with nothing to do; infinite if unknown."""
+        """Record the seconds that training waited idle at the end of a step as DDP's; infinite if unknown."""
 
 
 SeenStep = Callable[[int, float], None]
-"""Told the number of a step and how long it took, in seconds."""
+"""Called with the number of a step and its duration in seconds."""
 
 
 class StepTimer:
-    """Takes the time of one engine's steps, from one backward pass to the next one.
+    """Times one engine's steps, from one backward pass to the next.
 
-    On a GPU by what it has done, not by what it has been told: the host may be whole steps ahead. Events on the
-    training's stream take the moments, and are read once the GPU has passed them.
+    On a GPU it records events on the training's stream, as the host may be whole steps ahead, and reads them once the
+    GPU has passed them.
 
     Args:
-        device: Where they are computed.
-        clock: Seconds; for a CPU.
+        device: Where steps are computed.
+        clock: Returns seconds; for a CPU.
         cuda: Events and streams; replaced by tests.
     """
 
@@ -86,7 +85,7 @@ class StepTimer:
         self._unread: deque[tuple[int, Any, Any]] = deque()
 
     def begin(self, step: int, seen: SeenStep) -> None:
-        """``step`` begins where the caller is; ``seen`` is told what is known of steps before it."""
+        """Begin ``step``; ``seen`` gets the known times of earlier steps."""
         if self._device.type != "cuda":
             now = self._clock()
             seen(step - 1, now - self._began)
@@ -101,7 +100,7 @@ class StepTimer:
             self._read(seen)
 
     def read_all(self, seen: SeenStep) -> None:
-        """``seen`` is told what is not known yet of steps that have ended; waits for a GPU to pass their ends."""
+        """Pass the times of all ended steps to ``seen``; waits for the GPU to reach their ends."""
         while self._unread:
             self._unread[0][2].synchronize()
             self._read(seen)
@@ -112,23 +111,23 @@ class StepTimer:
 
 
 SHOWN = 32
-"""Last steps whose exposed communication is remembered."""
+"""Number of last steps whose exposed communication is remembered."""
 
-_FIRST_LOOK = 4  # before this step: the second and third are the first that a look can go by
-_FARTHEST_LOOK = 64  # steps between looks at what is exposed
-_MUCH = 0.2  # of a step: no link like this is met where nothing is to be gained
+_FIRST_LOOK = 4  # before this step: only the second and third step are typical so far
+_FARTHEST_LOOK = 64  # steps between looks at exposed communication
+_MUCH = 0.2  # of a step: so much exposed communication means that overlap is likely to pay
 _SOME = 0.05
-_LEAST_S = 0.003  # each partition takes a millisecond of processor time: less than a few cannot be hidden
-_TRIAL_STEPS = 5  # until a trial may end, the one in which the last way is still felt and the one under way among them
-_MORE_TRIAL_STEPS = 8  # until it has to
+_LEAST_S = 0.003  # each partition costs about a millisecond of processor time, so shorter waits cannot be hidden
+_TRIAL_STEPS = 5  # before a trial may end, including one step that still mixes both ways and the one in progress
+_MORE_TRIAL_STEPS = 8  # before it has to end
 _CLEAR = 0.05
-_WORTH_IT = 0.98  # of DDP's time; a tie goes to DDP, which has fewer moving parts
-# Steps until a trial where only some communication is exposed: it is five of them, and may make them 1.5 times as long.
+_WORTH_IT = 0.98  # of DDP's time; a tie goes to DDP, which is simpler
+# Steps before a trial if only some communication is exposed: the trial has five steps, up to 1.5 times as long.
 _AFFORDABLE_AFTER = 100
-_FAILED_FACTOR = 4  # so many times the steps taken so far pass until another trial
-_AGAIN_AFTER = 2000  # steps at most until something is tried again
-_CHECK_AFTER = 20  # overlapped steps that were not found by a trial, until DDP's way is tried
-_CHECK_FOUND_AFTER = 100  # those that were
+_FAILED_FACTOR = 4  # a failed trial is repeated after this many times the steps so far
+_AGAIN_AFTER = 2000  # longest number of steps until something is tried again
+_CHECK_AFTER = 20  # overlapped steps before DDP's way is tried, if no trial chose overlap
+_CHECK_FOUND_AFTER = 100  # the same, if a trial chose overlap
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +136,7 @@ class ModeChoice:
 
     Attributes:
         ddp_mode: As DDP's, or overlapped.
-        trying: Whether that is a trial.
+        trying: Whether this is a trial.
     """
 
     ddp_mode: bool
@@ -145,21 +144,21 @@ class ModeChoice:
 
     @property
     def kept(self) -> bool:
-        """Whether steps are DDP's when no trial is made."""
+        """Whether steps are DDP's outside trials."""
         return self.ddp_mode != self.trying
 
 
 @dataclass(frozen=True, slots=True)
 class ModeFound:
-    """What rank 0 has decided, and from what.
+    """Rank 0's decision and the observations behind it.
 
     Attributes:
         ddp_mode: Whether steps are taken as DDP's from here on.
-        ddp_mode_s: Typical step as DDP's, in seconds; not a number if unknown.
-        overlapped_s: Typical overlapped step, likewise.
-        exposed_s: What could be hidden in a step as DDP's, likewise.
-        to_be_tried: Whether so much is exposed that overlap is tried when the steps of a trial do not matter any more.
-        changed: Whether ``ddp_mode`` is another one than was found last; the same on all ranks.
+        ddp_mode_s: Seconds of a typical step as DDP's; NaN if unknown.
+        overlapped_s: Seconds of a typical overlapped step; NaN if unknown.
+        exposed_s: Seconds that could be hidden in a step as DDP's; NaN if unknown.
+        to_be_tried: Whether so much is exposed that overlap will be tried when a trial is affordable.
+        changed: Whether ``ddp_mode`` differs from the last result; the same on all ranks.
     """
 
     ddp_mode: bool
@@ -176,31 +175,31 @@ class ModeFound:
 
 
 class ModeTrial:
-    """Says for each step whether it is to be one as DDP's. Pure: no clock, no communication.
+    """Chooses for each step whether it is taken as DDP's. It reads no clock and sends nothing.
 
     Args:
         overlapped: Begin overlapped, as the link is known to be slow.
-        finds_layers: Whether the first overlapped steps are exact, and compressed ones come later, once it is known of
-            how many layers: DDP's way is compared with those.
+        finds_layers: Whether the first overlapped steps are exact and the number of compressed layers is found later.
+            DDP's way is compared with compressed steps.
     """
 
     def __init__(self, *, overlapped: bool = False, finds_layers: bool = False) -> None:
         self._check_after = _CHECK_FOUND_AFTER if finds_layers else _CHECK_AFTER
         self._in_force = ModeChoice(ddp_mode=not overlapped, trying=False)
         self._since = 1  # first step of the mode in force
-        self._failed = 0  # trials of overlap
+        self._failed = 0  # failed trials of overlap
         self._try_from = _AFFORDABLE_AFTER
         self._seconds: dict[bool, deque[float]] = {mode: deque(maxlen=SHOWN) for mode in (False, True)}
         self._exposed: deque[float] = deque(maxlen=SHOWN)
         self._told: bool | None = None
         self._exposed_by_all: float = math.nan
         self.next_look = _FIRST_LOOK if not overlapped else 1 + self._check_after
-        """Before which step the ranks agree next."""
+        """The step before which ranks agree next."""
 
-    # What this rank sees.
+    # Observations of this rank.
 
     def ddp_mode(self, step: int) -> bool:
-        """Whether ``step``, counted from 1, is to be one as DDP's."""
+        """Whether ``step``, counted from 1, is taken as DDP's."""
         return self._in_force.ddp_mode
 
     @property
@@ -213,31 +212,31 @@ class ModeTrial:
         return step >= self.next_look
 
     def add_step(self, step: int, seconds: float) -> None:
-        """Take down how long ``step`` took, from its backward pass to the next one.
+        """Record the duration of ``step``, from its backward pass to the next one.
 
-        Not the first of a stretch of steps of one kind: the end of a step of the other kind is in it.
+        The first step after a change of mode is ignored, as it contains the end of a step of the other mode.
         """
         if step > self._since:
             self._seconds[self._in_force.ddp_mode].append(seconds)
 
     def add_exposed(self, seconds: float) -> None:
-        """Take down what could have been hidden in a step as DDP's; infinite where that cannot be told."""
+        """Record the seconds that could have been hidden in a step as DDP's; infinite if unknown."""
         self._exposed.append(seconds)
 
     @property
     def exposed(self) -> list[float]:
-        """What was noted of the last steps, `SHOWN` numbers; infinite where nothing was."""
+        """The recorded values of the last `SHOWN` steps; infinite where there is none."""
         return [math.inf] * (SHOWN - len(self._exposed)) + list(self._exposed)
 
-    # What rank 0 decides, and every rank then does.
+    # Decisions of rank 0, which every rank follows.
 
     def choose(self, step: int, exposed: Sequence[float]) -> ModeChoice:
         """Decide before ``step``.
 
         Args:
-            step: The one that begins.
-            exposed: The least that any rank has noted of each step, as `exposed`: what one rank alone waits for is
-                another one that is late, which no order of communication changes.
+            step: The step that begins.
+            exposed: The least value that any rank recorded for each step, as `exposed`. A wait on one rank alone is for
+                a late rank, which no order of communication changes.
         """
         kept = self._in_force.kept
         if self._in_force.trying:
@@ -252,11 +251,11 @@ class ModeTrial:
         return ModeChoice(ddp_mode=False, trying=True) if share >= _SOME and affordable else self._in_force
 
     def follow(self, step: int, choice: ModeChoice, exposed: Sequence[float]) -> ModeFound | None:
-        """Do what rank 0 has chosen before ``step``; returns what was found, where a trial has ended or that is news.
+        """Follow rank 0's choice before ``step``. Returns a result if a trial has ended or the mode is new.
 
         Args:
-            step: The one that begins.
-            choice: Of `choose`, on rank 0.
+            step: The step that begins.
+            choice: Result of `choose` on rank 0.
             exposed: As for `choose`.
         """
         before, self._in_force = self._in_force, choice
@@ -274,7 +273,7 @@ class ModeTrial:
                 changed=changed,
             )
         if before.trying and not choice.trying:
-            if choice.ddp_mode:  # overlap has been tried, or has been found wanting
+            if choice.ddp_mode:  # overlap has failed, in a trial or against DDP's way
                 self._failed += 1
                 self._try_from = step + min(_FAILED_FACTOR * max(step, _AFFORDABLE_AFTER), _AGAIN_AFTER)
             else:
@@ -299,7 +298,7 @@ class ModeTrial:
         if step - self._since > _TRIAL_STEPS:
             return True
         here, other = self._typical(self._in_force.ddp_mode), self._typical(not self._in_force.ddp_mode)
-        return not abs(here - other) <= _CLEAR * other  # also if there are no figures
+        return not abs(here - other) <= _CLEAR * other  # also true if a time is missing
 
     def _share_exposed(self, exposed: Sequence[float]) -> float:
         typical, step_s = self._typical_exposed(exposed), self._typical(True)
@@ -317,14 +316,14 @@ class ModeTrial:
 
 
 class TriedMode(StepMode):
-    """Tries what is faster, see the module.
+    """Tries which mode is faster; see the module.
 
     Args:
-        trial: This rank's.
-        device: Where the default group wants its tensors, and where steps are computed.
-        on_found: Told what was found if it is new or a trial has ended, on all ranks before the same step; may return
-            what says so from there on.
-        clock: Seconds.
+        trial: This rank's trial.
+        device: Where the default group needs its tensors, and where steps are computed.
+        on_found: Called with a result if a trial has ended or the mode is new, on all ranks before the same step; may
+            return another mode to use from then on.
+        clock: Returns seconds.
     """
 
     def __init__(
@@ -346,7 +345,7 @@ class TriedMode(StepMode):
         return self._trial.in_force.ddp_mode
 
     def before_forward(self, step: int) -> StepMode:
-        """See :class:`StepMode`: agree with the other ranks if a look is due."""
+        """See :class:`StepMode`: agrees with the other ranks if a look is due."""
         if not self._trial.is_due(step):
             return self
         self._times.read_all(self._trial.add_step)
@@ -364,20 +363,20 @@ class TriedMode(StepMode):
 
 
 def agree_on_mode(trial: ModeTrial, step: int, device: torch.device) -> ModeFound | None:
-    """Let rank 0 decide, from what all ranks have seen and its own clock; every rank comes here before the same step.
+    """Let rank 0 decide, from all ranks' observations and its own clock; every rank calls this before the same step.
 
-    Why the same step: a look is due at a number of steps that only `ModeTrial.follow` changes, from the step of the
-    look, its own state and rank 0's choice. All ranks begin with the same state and go through the same looks with the
-    same choices, so they come to the same number; by induction, for good. What a rank has timed itself enters nothing
-    but `ModeTrial.choose`, whose result counts on rank 0 alone.
+    Why it is the same step: only `ModeTrial.follow` sets the step of the next look, from the step of this look, its own
+    state and rank 0's choice. All ranks begin with the same state and see the same choices at the same looks, so by
+    induction they reach the same number. A rank's own times enter only `ModeTrial.choose`, whose result counts on rank
+    0 alone.
 
     Args:
-        trial: This rank's; its steps have been noted.
-        step: The one that begins.
-        device: Where the default group wants its tensors.
+        trial: This rank's trial, with its steps recorded.
+        step: The step that begins.
+        device: Where the default group needs its tensors.
 
     Returns:
-        What was found if it is new, or a trial has ended.
+        The result, if a trial has ended or the mode is new.
     """
     exposed = torch.tensor(trial.exposed, dtype=torch.float64, device=device)
     dist.all_reduce(exposed, op=dist.ReduceOp.MIN)

@@ -1,10 +1,10 @@
-"""An optimizer whose step, with clipping, unscaling and the loss scale's update, is handed to the engine.
+"""Hands an optimizer's step to the engine, with clipping, unscaling and the update of the loss scale.
 
-*fp16 loss scaling* does not wait: the scaler learns what became of a step when the gradients are known to be finite.
-During a step a stand-in takes the scaler's place. It shares the scaler's state, and hands unscaling and the step to
-the engine; the update of the scale follows when the exchange of norms has told whether a gradient overflowed. Until
-then the scaler itself is gated like a parameter: whoever looks at it (``state_dict()``, ``get_scale()``) waits and sees
-the scale that a synchronous step would have left. Source: ``torch.amp.GradScaler``.
+*fp16 loss scaling*: the update of the scale is deferred, too. During a step a stand-in replaces the scaler. It shares
+the scaler's state, and hands unscaling and the step to the engine. The scale is updated when the exchange of norms has
+shown whether a gradient overflowed. Until then the scaler is gated like a parameter: code that reads it
+(``state_dict()``, ``get_scale()``) waits and sees the scale that a synchronous step would have left. Source:
+``torch.amp.GradScaler``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = [
 
 
 def followed_by(after: Callable[[], None], closure: Callable[[], Any]) -> Callable[[], Any]:
-    """A closure that runs ``closure``, then ``after``, and returns what ``closure`` returned."""
+    """Return a closure that runs ``closure``, then ``after``, and returns the result of ``closure``."""
 
     def run() -> Any:
         output = closure()
@@ -48,7 +48,7 @@ def followed_by(after: Callable[[], None], closure: Callable[[], Any]) -> Callab
 
 @contextmanager
 def deferred_step(optimizer: Optimizer, engine: GradientEngine) -> Iterator[None]:
-    """For the duration, ``optimizer.step(closure)`` runs the closure and hands the step to ``engine``."""
+    """Within the context, ``optimizer.step(closure)`` runs the closure and hands the step to ``engine``."""
     own_step = optimizer.step
 
     def step(closure: Callable[[], Any] | None = None) -> Any:
@@ -66,15 +66,15 @@ def deferred_step(optimizer: Optimizer, engine: GradientEngine) -> Iterator[None
 
 @contextmanager
 def deferring(optimizer: Optimizer, engine: GradientEngine, plugin: Precision) -> Iterator[None]:
-    """As :func:`deferred_step`; and the plugin's clipping and the scaler's unscaling are handed to ``engine``, too.
+    """Like :func:`deferred_step`; also hands the plugin's clipping and the scaler's unscaling to ``engine``.
 
-    Attributes of the instances are replaced, as learning-rate schedules do with ``optimizer.step``, so precision
+    It replaces attributes of the instances, as learning-rate schedules do with ``optimizer.step``. So precision
     plugins, hooks and user code see the optimizer itself.
     """
     with ExitStack() as stack:
         stack.enter_context(deferred_step(optimizer, engine))
         for name, defer in (("clip_grad_by_norm", "clip_norm"), ("clip_grad_by_value", "clip_value")):
-            if getattr(type(plugin), name) is getattr(Precision, name):  # else it is the user's own
+            if getattr(type(plugin), name) is getattr(Precision, name):  # otherwise the user has overridden it
                 stack.enter_context(replaced(plugin, name, _or_else(engine, defer, getattr(plugin, name))))
         scaler = plugin.scaler if isinstance(plugin, MixedPrecision) and scales_losses(plugin) else None
         if isinstance(plugin, MixedPrecision) and scaler is not None:
@@ -87,14 +87,14 @@ def _or_else(
     engine: GradientEngine, defer: str, clip: Callable[[Optimizer, float], None]
 ) -> Callable[[Optimizer, float], None]:
     def clip_later(optimizer: Optimizer, clip_val: float) -> None:
-        if not getattr(engine.context.step, defer)(optimizer, clip_val):  # of the step that the closure has begun
+        if not getattr(engine.context.step, defer)(optimizer, clip_val):  # the step that the closure has begun
             clip(optimizer, clip_val)
 
     return clip_later
 
 
 def steps_plainly(plugin: Precision) -> bool:
-    """Whether the plugin's optimizer step is the closure and ``optimizer.step``, with a known scaler or none."""
+    """Whether the plugin only runs the closure and ``optimizer.step``, with a supported scaler or none."""
     if isinstance(plugin, MixedPrecision):
         return type(plugin).optimizer_step is MixedPrecision.optimizer_step and (
             plugin.scaler is None or can_be_deferred(plugin.scaler)
@@ -103,22 +103,22 @@ def steps_plainly(plugin: Precision) -> bool:
 
 
 def scales_losses(plugin: Precision) -> bool:
-    """Whether the plugin scales losses, and leaves out steps with gradients that are not finite."""
+    """Whether the plugin scales losses and skips steps with non-finite gradients."""
     return isinstance(plugin, MixedPrecision) and plugin.scaler is not None and is_enabled(plugin.scaler)
 
 
 def can_be_deferred(scaler: object) -> bool:
-    """Whether ``scaler`` is one whose every step is known."""
+    """Whether ``scaler`` is of a supported class."""
     return type(scaler) in (GradScaler, torch.cuda.amp.GradScaler) or isinstance(scaler, _GatedScaler)
 
 
 def is_enabled(scaler: GradScaler) -> bool:
-    """Whether ``scaler`` does anything; told without opening its gate."""
+    """Whether ``scaler`` is enabled; opens no gate."""
     return bool(object.__getattribute__(scaler, "_enabled"))
 
 
 def loss_scale_of(strategy: DDPStrategy) -> float | None:
-    """What losses are multiplied with at present, if anything; in a backward pass, or when all has landed."""
+    """Return the current factor of losses, if any; call it in a backward pass or when no step is pending."""
     plugin = strategy.precision_plugin
     scaler = plugin.scaler if isinstance(plugin, MixedPrecision) else None
     return None if scaler is None else float(scaler.get_scale())
@@ -126,11 +126,11 @@ def loss_scale_of(strategy: DDPStrategy) -> float | None:
 
 @contextmanager
 def scaling_later(scaler: GradScaler, engine: GradientEngine) -> Iterator[GradScaler]:
-    """A stand-in for ``scaler`` during one step of an optimizer."""
+    """Yield a stand-in for ``scaler`` during one step of an optimizer."""
     stand_in = object.__new__(_DeferringScaler)
     stand_in.scaler, stand_in.engine = scaler, engine
     stand_in.unscale, stand_in.found_inf = None, None
-    # One state: what is asked of the stand-in is true of the scaler. Taken without opening the gate.
+    # Both share one state. It is taken without opening the gate.
     object.__setattr__(stand_in, "__dict__", object.__getattribute__(scaler, "__dict__"))
     yield stand_in
 
@@ -153,7 +153,7 @@ class _DeferringScaler(GradScaler):
         self.unscale = self.engine.context.step.unscale(optimizer, inv_scale)
         if self.unscale is None:
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        self.found_inf = found_inf  # filled in later
+        self.found_inf = found_inf  # the value is filled in later
         return {found_inf.device: found_inf}
 
     def _maybe_opt_step(
@@ -161,7 +161,7 @@ class _DeferringScaler(GradScaler):
     ) -> float | None:
         if self.unscale is None:
             return super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)
-        output: float | None = optimizer.step(*args, **kwargs)  # the engine leaves it out if need be
+        output: float | None = optimizer.step(*args, **kwargs)  # the engine skips it if necessary
         return output
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
@@ -194,7 +194,7 @@ class _PendingUpdate:
 
 
 class _GatedScaler:
-    """Mixed into the class of a scaler whose update is due."""
+    """Mixed into the class of a scaler whose update is pending."""
 
     def __getattribute__(self, name: str) -> Any:
         if name != "__class__":

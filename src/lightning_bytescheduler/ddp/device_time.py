@@ -1,14 +1,13 @@
-"""What a batch takes a GPU to compute, as the GPU itself tells, where batches follow each rank's pace.
+"""Measures the computing time of batches on a GPU with the GPU's own events, for shares by pace.
 
-The host is ahead of a GPU, so its clock tells nothing. Events are recorded on the training's stream: when the forward
-pass of a batch begins, around each wait for gradients, and when the last gradient of the batch exists. What lies
-between the first and the last of them, less the waits, is what this rank computed. It is known when the GPU has come
-there, a batch or more later; nobody waits for it.
+The host runs ahead of a GPU, so its clock is of no use here. Events are recorded on the training's stream: when the
+forward pass of a batch begins, around each wait for gradients, and when the last gradient of the batch is complete. The
+time from the first to the last, less the waits, is this rank's computing time. It is read when the GPU has passed these
+events, a batch or more later, without waiting.
 
-A wait counts from where the stream has done what was before it, so a host that has to wait is no time of the GPU's
-either. What other collectives wait for, such as those of a synchronised batch normalization, counts as computing.
-
-Source: "CUDA semantics" in PyTorch's documentation.
+A wait begins when the stream has done the work before it, so time that the host waits does not count. Waits within
+other collectives, such as those of synchronised batch normalization, count as computing. Source: "CUDA semantics" in
+PyTorch's documentation.
 """
 
 from __future__ import annotations
@@ -39,18 +38,18 @@ class _Batch:
 
     @property
     def over(self) -> bool:
-        """Whether the GPU has passed all of it."""
+        """Whether the GPU has passed all its events."""
         return bool(self.end.query()) and all(after.query() for _, after in self.waits)
 
     @property
     def milliseconds(self) -> float:
-        """That the GPU has computed."""
+        """Milliseconds that the GPU has computed."""
         waited = sum(before.elapsed_time(after) for before, after in self.waits)
         return float(self.begin.elapsed_time(self.end) - waited)
 
 
 class DeviceTime:
-    """Takes the time of batches on one device; for the training thread, and for hooks of its backward passes.
+    """Times batches on one device; for the training thread and the hooks of its backward passes.
 
     Args:
         device: A GPU.
@@ -63,18 +62,18 @@ class DeviceTime:
         self._thread = 0
         self._batch: _Batch | None = None
         self._waits: list[tuple[Any, Any]] = []
-        self._sends = False  # gradients, in the present backward pass
+        self._sends = False  # whether the present backward pass sends gradients
         self._past: deque[_Batch] = deque(maxlen=_UNDER_WAY)
 
     def begin(self) -> None:
-        """The forward pass of a batch begins."""
+        """Begin the forward pass of a batch."""
         self._thread = threading.get_ident()
         self._waits = []
         self._batch = _Batch(self._now())
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around what makes the training's stream, and maybe the host, wait for gradients."""
+        """Wrap a wait for gradients of the training's stream, and possibly of the host."""
         if self._batch is None or threading.get_ident() != self._thread:
             yield
             return
@@ -85,23 +84,23 @@ class DeviceTime:
             self._waits.append((before, self._now()))
 
     def gradient_exists(self) -> None:
-        """All that computes a gradient is on the current stream; the last one of a batch is its end."""
+        """Record that all work of a gradient is on the current stream; a batch ends with its last gradient."""
         batch = self._batch
         if batch is not None:
             self._sends = True
             batch.end = self._now()
-            batch.waits = list(self._waits)  # those after it are no part of the batch
+            batch.waits = list(self._waits)  # later waits are not part of the batch
 
     def end(self, samples: int) -> None:
-        """A backward pass is over, for the host; the last one of a batch is its end.
+        """Record that a backward pass has returned on the host; a batch ends with its last one.
 
         Args:
-            samples: Of the batch.
+            samples: Samples of the batch.
         """
         batch = self._batch
         if batch is None:
             return
-        if not self._sends:  # gradients are accumulated, and none was to be sent
+        if not self._sends:  # gradients are accumulated and none was sent
             self.gradient_exists()
         self._sends = False
         batch.samples = samples
@@ -109,7 +108,7 @@ class DeviceTime:
             self._past.append(batch)
 
     def latest(self) -> list[int]:
-        """Samples and nanoseconds of the last batch that the GPU is through with; both 0 if there is no new one."""
+        """Return samples and nanoseconds of the last batch that the GPU has finished; both 0 if there is no new one."""
         found = None
         while self._past and self._past[0].over:
             found = self._past.popleft()

@@ -1,9 +1,8 @@
-"""Buckets that travel encoded: of neighbouring elements each parameter's in its own codec, one behind the other.
+"""Pieces of a bucket, each encoded by its parameter's codec, and the messages that carry them.
 
-A *payload* is the bodies of pieces, each beginning at a multiple of eight bytes. Among ranks both sides know the
-pieces, so nothing else has to be said. A parameter server knows nothing of a model: so a push there says which
-parameters its pieces are of, where they are in these, and in what codec they travel, as options name it. See
-``encoded_sums.py`` for what becomes of it.
+A *payload* is the encoded bodies of pieces, each beginning at a multiple of eight bytes. Ranks all know the pieces, so
+nothing else is sent between them. A parameter server does not know the model, so a push to it also says which
+parameters its pieces belong to, at which positions, and in which codec. ``encoded_sums.py`` describes the sums.
 """
 
 from __future__ import annotations
@@ -20,23 +19,23 @@ from lightning_bytescheduler.compression import Codec, Compressor, make_codec, m
 from lightning_bytescheduler.compression.compressor import is_finite
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 
-_ALIGNED = 8  # bytes: so that a body can be read as numbers
-_LENGTH = 8  # bytes: of a description's length in front of it, and of a loss scale in front of an answer
+_ALIGNED = 8  # bytes, so that a body can be read as numbers
+_LENGTH = 8  # bytes of the length before a description, and of the loss scale before an answer
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Neighbouring elements of a bucket that travel alike: those of one parameter.
+    """Neighbouring elements of a bucket that belong to one parameter.
 
     Attributes:
         first: Position in the bucket.
-        end: Position after the last.
-        codec: What they travel in; ``None`` for as they are.
-        residual: Flat, in fp32, as long as the piece; ``None`` where nothing was ever left out.
-        before: Is filled with the residual as it was before the step, if that may have to be taken back.
-        name: The parameter's.
-        idle: Whether the parameter has got no gradient on this rank. If it has on none, no optimizer sees what travels,
-            so that nothing that was left may travel with it.
+        end: Position after the last element.
+        codec: Their codec; ``None`` for uncompressed.
+        residual: Flat, fp32, as long as the piece; ``None`` if nothing was left out so far.
+        before: Receives a copy of the residual at the beginning of the step, if it may have to be restored.
+        name: Name of the parameter.
+        idle: Whether the parameter has no gradient on this rank. If that holds on all ranks, no optimizer applies what
+            is sent, so no residual may be sent with it.
     """
 
     first: int
@@ -48,7 +47,7 @@ class Piece:
     idle: bool = False
 
     def within(self, first: int, end: int) -> Piece | None:
-        """The part of it between two positions in the bucket, or ``None``."""
+        """Return the part between two positions in the bucket, or ``None``."""
         start, stop = max(first, self.first), min(end, self.end)
         if start >= stop:
             return None
@@ -58,18 +57,18 @@ class Piece:
         return Piece(start, stop, self.codec, residual, before, self.name, self.idle)
 
     def nbytes(self, width: int) -> int:
-        """What it takes on the wire, where an element as it is takes ``width`` bytes."""
+        """Return the bytes on the wire; an uncompressed element takes ``width`` bytes."""
         size = self.end - self.first
         return size * width if self.codec is None else self.codec.payload_bytes(size)
 
 
 def payload_bytes(pieces: Sequence[Piece], width: int) -> int:
-    """Size of the payload of pieces, where an element as it is takes ``width`` bytes."""
+    """Return the size of a payload; an uncompressed element takes ``width`` bytes."""
     return sum(aligned(piece.nbytes(width)) for piece in pieces)
 
 
 def bodies_of(pieces: Sequence[Piece], payload: Tensor, width: int) -> Iterator[tuple[Piece, Tensor]]:
-    """Each piece with its part of a payload."""
+    """Yield each piece with its part of a payload."""
     at = 0
     for piece in pieces:
         size = piece.nbytes(width)
@@ -78,7 +77,7 @@ def bodies_of(pieces: Sequence[Piece], payload: Tensor, width: int) -> Iterator[
 
 
 def joined(pieces: Sequence[Piece], bodies: Sequence[Tensor], width: int) -> Tensor:
-    """The payload that has these bodies of pieces."""
+    """Return the payload that consists of these bodies."""
     size = payload_bytes(pieces, width)
     if len(bodies) == 1 and pieces[0].codec is not None and size == len(bodies[0]):
         return bodies[0]
@@ -90,19 +89,19 @@ def joined(pieces: Sequence[Piece], bodies: Sequence[Tensor], width: int) -> Ten
 
 
 def encoded(piece: Piece, part: Tensor, *, seed: int, worker: int, squares: list[float]) -> Tensor:
-    """Encode the numbers of a piece, and keep what is left out.
+    """Encode a piece and keep its residual.
 
     Args:
-        piece: Whose codec and residual count.
-        part: Its numbers; in fp32 where it has a residual.
-        seed: Of random numbers, the same on all who encode the same part of a step.
-        worker: Tells those apart.
-        squares: Is told the square of the norm of what is left.
+        piece: The piece, with codec and residual.
+        part: Its values; in fp32 if it has a residual.
+        seed: Random seed, the same for all that encode this part of a step.
+        worker: Number that gives each of them other random numbers.
+        squares: Receives the squared norm of the residual.
     """
     codec, residual = piece.codec, piece.residual
     if codec is None:
         return part.view(torch.uint8)
-    if residual is None or not is_finite(part):  # what overflows is lost, and the residual stays
+    if residual is None or not is_finite(part):  # an overflowed gradient is lost, and the residual stays
         return codec.compress(part, seed=seed + piece.first, worker=worker)
     left = torch.zeros_like(residual) if piece.idle else residual
     body = codec.compress_with(left, part, seed=seed + piece.first, worker=worker)
@@ -113,21 +112,21 @@ def encoded(piece: Piece, part: Tensor, *, seed: int, worker: int, squares: list
 
 
 def aligned(size: int) -> int:
-    """The next multiple of what a body begins at."""
+    """Round up to a multiple of the alignment of bodies."""
     return -(-size // _ALIGNED) * _ALIGNED
 
 
 class PushedPiece(msgspec.Struct, frozen=True, array_like=True):
-    """Neighbouring elements of one parameter.
+    """Neighbouring elements of one parameter, as described to a server.
 
     Attributes:
-        name: Of the parameter.
-        of: Its elements.
-        at: Position of the first of these among them.
-        size: How many these are.
-        first: Position in the bucket; tells random numbers apart.
-        codec: As options name it; ``None`` for as they are.
-        idle: Whether the parameter has got no gradient on the rank that pushes.
+        name: Name of the parameter.
+        of: Elements of the parameter.
+        at: Position of the first element in the parameter.
+        size: Number of elements.
+        first: Position in the bucket, which selects the random numbers.
+        codec: The codec's name; ``None`` for uncompressed.
+        idle: Whether the parameter has no gradient on the rank that pushes.
     """
 
     name: str
@@ -139,19 +138,19 @@ class PushedPiece(msgspec.Struct, frozen=True, array_like=True):
     idle: bool
 
     def piece(self) -> Piece:
-        """As the codecs want it, without what is left."""
+        """Return it with its codec and without a residual."""
         codec = None if self.codec is None else _codec(self.codec)
         return Piece(self.first, self.first + self.size, codec, None, name=self.name, idle=self.idle)
 
 
 class PushedPieces(msgspec.Struct, frozen=True, kw_only=True, tag="pieces"):
-    """What a push is of.
+    """The description of a push.
 
     Attributes:
-        step: The same on all ranks.
-        seed: Of random numbers.
-        kind: Index of the gradients' type, in ``summing_server.DTYPES``.
-        loss_scale: What losses are multiplied with; ``None`` if that never changes.
+        step: Number of the step, the same on all ranks.
+        seed: Random seed.
+        kind: Index of the gradients' type in ``summing_server.DTYPES``.
+        loss_scale: The factor of losses; ``None`` if it never changes.
         pieces: In the order of their bodies.
     """
 
@@ -166,10 +165,10 @@ class PushedPieces(msgspec.Struct, frozen=True, kw_only=True, tag="pieces"):
         return f"step {self.step} ({', '.join(pieces)})"
 
     def require_alike(self, other: PushedPieces) -> None:
-        """Make sure that the sum of both has a meaning.
+        """Check that two pushes can be added.
 
         Raises:
-            UnsupportedError: If it has none.
+            UnsupportedError: If they cannot.
         """
         if self._without_idle() != other._without_idle():
             raise UnsupportedError(
@@ -183,11 +182,11 @@ class PushedPieces(msgspec.Struct, frozen=True, kw_only=True, tag="pieces"):
 
 
 class LeftQuestion(msgspec.Struct, frozen=True, kw_only=True, tag="left"):
-    """Asks for what a server has left to send of a parameter.
+    """Asks a server for its residual of a parameter.
 
     Attributes:
-        name: Of the parameter.
-        size: Its elements.
+        name: Name of the parameter.
+        size: Elements of the parameter.
     """
 
     name: str
@@ -195,7 +194,7 @@ class LeftQuestion(msgspec.Struct, frozen=True, kw_only=True, tag="left"):
 
 
 def described(description: PushedPieces | LeftQuestion, payload: Tensor | None = None) -> Tensor:
-    """A message: a description, and what it is of."""
+    """Return a message: a description and its payload."""
     text = msgspec.json.encode(description)
     text += b" " * (aligned(len(text)) - len(text))
     parts = [torch.tensor([len(text)]).view(torch.uint8), torch.frombuffer(bytearray(text), dtype=torch.uint8)]
@@ -203,10 +202,10 @@ def described(description: PushedPieces | LeftQuestion, payload: Tensor | None =
 
 
 def read(message: Tensor) -> tuple[PushedPieces | LeftQuestion, Tensor]:
-    """A message's description, and the rest.
+    """Split a message into its description and payload.
 
     Raises:
-        ValueError: If it has none.
+        ValueError: If it has no description.
     """
     end = _LENGTH + int(message[:_LENGTH].view(torch.int64)[0])
     if not _LENGTH < end <= len(message) or end % _LENGTH:
@@ -216,7 +215,7 @@ def read(message: Tensor) -> tuple[PushedPieces | LeftQuestion, Tensor]:
 
 
 def answered(left: Tensor | None, loss_scale: float) -> Tensor:
-    """The answer to a question: what is left of each element, in fp32, of gradients of losses so much scaled."""
+    """Return the answer to a question: the residual in fp32, and the loss scale that it contains."""
     if left is None:
         return torch.zeros(_LENGTH, dtype=torch.uint8)
     return torch.cat([torch.tensor([loss_scale], dtype=torch.float64).view(torch.uint8), left.view(torch.uint8)])
@@ -225,13 +224,13 @@ def answered(left: Tensor | None, loss_scale: float) -> Tensor:
 def left_on_servers(
     ask: Callable[[Tensor, int], list[Tensor]], name: str, size: int, loss_scale: float
 ) -> Tensor | None:
-    """What spare servers have left to send of a parameter; see ``residuals.LeftElsewhere``.
+    """Return the sum of spare servers' residuals of a parameter; see ``residuals.LeftElsewhere``.
 
     Args:
-        ask: Of ``push_pull.PushPull``.
-        name: The parameter's.
-        size: Its elements.
-        loss_scale: Of the gradients that are wanted.
+        ask: ``push_pull.PushPull.ask``.
+        name: Name of the parameter.
+        size: Elements of the parameter.
+        loss_scale: The loss scale to convert to.
 
     Raises:
         RuntimeError: If a connection has ended.
@@ -250,14 +249,14 @@ def _codec(spec: str) -> Compressor:
 
 
 def require_known_to_servers(codecs: Iterable[tuple[str, Codec | None]], servers: int) -> None:
-    """Make sure that servers on machines of their own can make the codecs that a user has.
+    """Check that servers on separate machines can make the user's codecs.
 
     Args:
-        codecs: With a pattern of parameter names each.
-        servers: On machines of their own.
+        codecs: Pairs of a pattern of parameter names and a codec.
+        servers: Number of servers on separate machines.
 
     Raises:
-        OptionError: If one is not as its name says, or does not work with servers.
+        OptionError: If a codec's name does not make the same codec, or it does not work with servers.
     """
     for pattern, codec in codecs:
         if codec is None or not servers:

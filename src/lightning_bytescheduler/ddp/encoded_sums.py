@@ -1,20 +1,18 @@
-"""Compressed gradients with parameter servers: what is pushed, and how a server adds that up.
+"""Compressed gradients with parameter servers: what ranks push, and how a server sums it.
 
-Of each part of a bucket, which goes to one server::
+Each part of a bucket goes to one server::
 
-    push    each rank encodes what it has of the part, and what it had left to send of it
-    sum     the server decodes what comes, adds up in fp32, adds what it had left to send itself, and encodes the sum,
-            once
-    pull    everybody takes the decoded bytes that travelled: the same bits on all ranks
+    push    each rank encodes its values of the part, with its residual
+    sum     the server decodes them, sums in fp32, adds its own residual, and encodes the sum once
+    pull    every rank takes the decoded bytes: the same bits on all ranks
 
-That is the reduction in shards (``compressed_reduction.py``) with a part for a shard. Where a rank is the server of a
-part, its own share of the sum is not encoded, and what is left of the sum is in its own residual, as there. A server on
-a machine of its own has a residual for what it encodes: it is kept by the names of parameters, so that parts may be cut
-anew, and parts stay at one server for as long as they are cut alike (``push_pull.py``). Where they move all the
-same, what a server has left of them waits until they come back, or is in the next checkpoint.
+This is the reduction in shards (``compressed_reduction.py``) with a part for a shard. If a rank is the server, its own
+share is not encoded, and the residual of the sum joins its own. A server on a separate machine keeps its residuals by
+the names of parameters, so that parts may be cut anew. Parts stay at one server while they are cut alike
+(``push_pull.py``). If they move, the server's residual waits until they return or a checkpoint takes it.
 
-Source: compression at both sides of a server is that of BytePS and of Zhong et al., "Compressed Communication for
-Distributed Training"; error feedback in both directions that of Tang et al., "DoubleSqueeze", ICML 2019.
+Source: compression on both sides of a server: BytePS, and Zhong et al., "Compressed Communication for Distributed
+Training". Error feedback in both directions: Tang et al., "DoubleSqueeze", ICML 2019.
 """
 
 from __future__ import annotations
@@ -48,12 +46,12 @@ add_arguments = server_command.add_arguments
 
 
 def run(options: argparse.Namespace) -> int:
-    """``lightning-bytescheduler server``, for gradients compressed or not."""
+    """Run ``lightning-bytescheduler server``, for gradients compressed or not."""
     return server_command.run(options, sums=EncodedSums)
 
 
 class _Sum:
-    """What has been added up of a part."""
+    """The sum of a part so far."""
 
     def __init__(self, push: PushedPieces) -> None:
         self.push = push
@@ -67,7 +65,7 @@ class _Sum:
         dtype = DTYPES[push.kind]
         for at, (piece, body) in enumerate(bodies_of(self.pieces, payload, dtype.itemsize)):
             size = piece.end - piece.first
-            if len(self.values) <= at:  # a copy: what is added to must be nobody else's
+            if len(self.values) <= at:  # a clone, as sums are added in place
                 self.values.append(
                     body.view(dtype).clone() if piece.codec is None else piece.codec.decompress(body, size)
                 )
@@ -78,20 +76,20 @@ class _Sum:
 
 
 class EncodedSums:
-    """Adds up what is pushed to one server during one fit, and keeps what is left of the sums.
+    """Sums the pushes to one server during one fit, and keeps the residuals of the sums.
 
-    For several threads: sums of different parts are formed beside each other.
+    Thread-safe: different parts are summed concurrently.
 
     Args:
-        worker: The server's number among all that encode; tells random numbers apart.
+        worker: The server's number among all encoders, which gives it its own random numbers.
     """
 
     def __init__(self, worker: int) -> None:
         self._worker = worker
         self._residuals = Residuals()
         self._step = 0
-        self._kept: set[str] = set()  # of which in this step it is known what there was before
-        self._lock = threading.Lock()  # of the three above
+        self._kept: set[str] = set()  # parameters whose residual at the beginning of this step is saved
+        self._lock = threading.Lock()  # guards the three attributes above
 
     def added(self, total: Any, message: Tensor) -> Any:
         """See ``summing_server.SumsOfEncoded``."""
@@ -128,11 +126,11 @@ class EncodedSums:
             return answered(left, self._residuals.loss_scale)
 
     def _begin_step(self, push: PushedPieces) -> None:
-        """Steps follow each other: a sum of the next one is there when all ranks have pulled all of the last."""
+        """Begin a step with its first sum, which completes after all ranks have pulled the last step's sums."""
         if push.step == self._step:
             return
         if push.step != self._step + 1:
-            self._residuals.keep_step()  # nothing of the last step came here: what was before is not of that
+            self._residuals.keep_step()  # no part of the previous step came here, so saved residuals are not from it
         self._step = push.step
         self._kept.clear()
         self._residuals.begin_step(push.loss_scale)

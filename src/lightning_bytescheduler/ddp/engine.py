@@ -1,25 +1,25 @@
-"""The engine between DDP's reducer and the scheduler: it crosses the step boundary and keeps every read exact.
+"""The engine between DDP's reducer and the scheduler: carries updates across the step boundary, keeps reads exact.
 
 One step, on the training thread::
 
     forward     a touch of a parameter opens its bucket's gate: wait for the bucket, step its parameters
-    (end)       whatever the forward did not touch is waited for and stepped
+    (end)       buckets that the forward pass did not touch are waited for and stepped
     backward    DDP's comm hook hands each bucket to the core and returns a completed future: DDP never waits
     (end)       gates close on all parameters: reading ``.grad`` would wait, reading weights would not
-    (clipping)  noted, and done when the gradients have arrived; so is unscaling (``gradient_transforms.py``)
-    step        hyperparameters are snapshotted, membership is taken from ``p.grad``; now reading weights waits too
+    (clipping)  recorded, and done when the gradients have arrived; so is unscaling (``gradient_transforms.py``)
+    step        hyperparameters are copied, membership is taken from ``p.grad``; from here reading weights waits too
 
-On a GPU it is the training's stream that waits for a bucket, and the host only until the bucket's communication is
-launched (``device_streams.py``). What depends on norms, such as clipping, is decided on the host, which waits for them.
+On a GPU the training's stream waits for a bucket; the host waits only until its communication is launched
+(``device_streams.py``). What depends on norms, such as clipping, is decided on the host, which waits for them.
 
 All pending updates land before the next backward pass writes the buckets (:meth:`GradientEngine.before_backward`). The
-first backward pass is synchronised: DDP uses one giant bucket in it and rebuilds its buckets afterwards, copying
-gradients.
+first backward pass is synchronised: in it DDP uses one large bucket, and it rebuilds its buckets and copies gradients
+afterwards.
 
-What a step is, by its kind: ``steps.py``. What threads may meet, and the order of locks: ``overlapped_step.py``.
+``steps.py`` describes the kinds of steps. ``overlapped_step.py`` describes threads and the order of locks.
 """
 
-# No postponed evaluation of annotations: DDP compares those of its hook as objects.
+# Annotations must not be postponed: DDP compares those of its hook as objects.
 
 import sys
 import threading
@@ -52,13 +52,13 @@ class EngineOptions:
     """How the steps of a fit are taken; all but ``unseen`` and ``processors`` are the same on all ranks.
 
     Attributes:
-        overlapped: Updates cross the step boundary where ``mode`` does not say otherwise; else backward waits for the
+        overlapped: Updates cross the step boundary unless ``mode`` says otherwise; if false, backward waits for
             gradients.
-        mode: Says which steps are taken as DDP's.
-        sharded: Overlapped steps reduce in shards, which makes norms known early.
-        unseen: Ids of parameters whose touches cannot be seen.
-        merged_bytes: Bytes from which a message of a step as DDP's is sent; 0 to send buckets as they are.
-        processors: That this rank has for itself.
+        mode: Decides which steps are taken as DDP's.
+        sharded: Overlapped steps reduce in shards, so that norms are known early.
+        unseen: Ids of parameters that are read without a touch.
+        merged_bytes: Least bytes of a message in a step as DDP's; 0 to send buckets unmerged.
+        processors: Number of processors that this rank has.
     """
 
     overlapped: bool
@@ -74,15 +74,15 @@ class GradientEngine:
 
     Args:
         context: Shared with all steps.
-        by_first_use: Whether buckets have the priority of their first use in the forward pass, or that of their coming.
+        by_first_use: Whether a bucket's priority is its first use in the forward pass; if false, its index.
 
     Attributes:
         context: As given.
         options: How steps are taken, see :meth:`begin_fit`.
-        mode: Says which of them are taken as DDP's, at present.
-        phase: What the training does, in words; other ranks show it when they wait for this one in vain.
-        steps_offered: Backward passes whose last bucket was handed over, ended or not.
-        steps_handed_over: Those that have ended.
+        mode: Decides which steps are taken as DDP's, at present.
+        phase: What the training does, in words; shown by other ranks that wait for this one in vain.
+        steps_offered: Backward passes whose last bucket was handed over.
+        steps_handed_over: Backward passes that have ended.
     """
 
     def __init__(self, context: StepContext, *, by_first_use: bool = True) -> None:
@@ -95,16 +95,16 @@ class GradientEngine:
         self._by_first_use = by_first_use
         self._first_use = FirstUseObserver(context.parameters)
         self._bucket_order: dict[int, int] = {}
-        self._last_index = sys.maxsize  # of the buckets of this backward pass
+        self._last_index = sys.maxsize  # index of this backward pass's latest bucket
         self._backward_start = 0.0
-        self._in_backward = 0  # of the thread that is in the strategy's, its id
+        self._in_backward = 0  # id of the thread within the strategy's backward pass
 
     def begin_fit(self, options: EngineOptions, listener: StepListener | None = None) -> None:
-        """Say how steps are taken, once, before the first of them.
+        """Set how steps are taken, once, before the first step.
 
         Args:
-            options: What all ranks have agreed on.
-            listener: Told of steps as they are taken.
+            options: The options that all ranks have agreed on.
+            listener: Called as steps are taken.
         """
         self.options = options
         self.mode = options.mode
@@ -113,43 +113,43 @@ class GradientEngine:
             self.context.listener = listener
 
     def take_over(self, model: DistributedDataParallel) -> None:
-        """Take the place of the communication of ``model``."""
+        """Replace the communication of ``model``."""
         self.context.own_gradients.know(model)
         model.register_comm_hook(self, GradientEngine.hook)
         model.join_hook = refuse_join  # type: ignore[method-assign]
         model._setup_in_backward_optimizers = partial(refuse_steps_in_backward, model.module)  # type: ignore[method-assign]
-        # Dynamo cuts compiled graphs at DDP's bucket size, which it wants no smaller than DDP's first bucket.
+        # Dynamo cuts compiled graphs at DDP's bucket size, and requires at least the size of DDP's first bucket.
         model.bucket_bytes_cap = max(model.bucket_bytes_cap, dist._DEFAULT_FIRST_BUCKET_BYTES)
 
-    # ------------------------------------------------------------------ what others may ask, on any thread
+    # ------------------------------------------------------------------ queries from any thread
 
     @property
     def awaited_step(self) -> int:
-        """The step whose gradients the training thread waits for, 0 if it does not."""
+        """The step whose gradients the training thread waits for; 0 if it does not wait."""
         number = self.context.step.number
         # At the end of a backward pass DDP waits for its futures.
         at_its_end = self._in_backward != 0 and self.steps_offered == number > self.steps_handed_over
         return number if self.context.waiting or at_its_end else 0
 
     def flush(self) -> None:
-        """Wait for all gradients and apply all updates that are due; afterwards everything is final."""
-        if not self._in_backward:  # as of a signal's handler: weights are final, and what it would wait for is not sent
+        """Wait for all gradients and apply all pending updates; afterwards everything is final."""
+        if not self._in_backward:  # a signal handler may come here in a backward pass: weights are final
             self.context.step.flush()
 
     def fail_merged(self, error: BaseException) -> None:
-        """Have a backward pass that waits past the scheduler's core end with ``error``."""
+        """End with ``error`` a backward pass that waits for communication outside the scheduler's core."""
         self.context.step.fail(error)
         self.context.sparse.call_off()
 
     @property
     def merged_under_way(self) -> bool:
-        """Whether what has been sent past the scheduler's core has not arrived."""
+        """Whether communication outside the scheduler's core is in flight."""
         return self.context.step.under_way or self.context.sparse.under_way
 
     def before_fork(self) -> None:
         """See :class:`~lightning_bytescheduler.ddp.entry_points.Watching`."""
-        self.context.lock.acquire()  # who has it waits for a task at most, which ends with an abort or the timeout
-        with suppress(Exception):  # the training thread meets it at its next touch
+        self.context.lock.acquire()  # its holder waits for a task at most, which ends with an abort or the timeout
+        with suppress(Exception):  # the training thread meets the error at its next touch
             self.context.step.before_fork()
 
     def after_fork(self, *, in_child: bool) -> None:
@@ -160,7 +160,7 @@ class GradientEngine:
         else:
             self.context.lock.release()
 
-    # ------------------------------------------------------------------ DDP's side
+    # ------------------------------------------------------------------ called by DDP
 
     def hook(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """DDP's comm hook, called in order of bucket index on every rank; see ``register_comm_hook``."""
@@ -206,34 +206,34 @@ class GradientEngine:
         else:
             context.step = SynchronisedStep(context, number, self._position_of)
         if context.compression is not None:
-            # A plan that cannot overlap takes no other steps: there are none to be exact beside.
+            # If the plan cannot overlap, all steps are as DDP's and compressed.
             context.compression.begin_step(as_ddp=as_ddp and options.overlapped)
 
     def _position_of(self, index: int, parameters: list[nn.Parameter]) -> int:
         known = self._bucket_order.get(index) if self._by_first_use else index
         return self._first_use.position(parameters) if known is None else known
 
-    # ------------------------------------------------------------------ the strategy's side
+    # ------------------------------------------------------------------ called by the strategy
 
     def look(self) -> None:
-        """Agree with the other ranks how steps are taken, where that is due: all come here before the same step."""
+        """Agree with the other ranks how steps are taken, if that is due; all ranks call this before the same step."""
         context, step = self.context, self.context.step
         layers = None if context.compression is None else context.compression.layers
         context.waiting = self.mode.may_wait or layers is not None
         try:
             self.mode = self.mode.before_forward(step.number + 1)
-            if layers is not None:  # one thing is tried at a time
+            if layers is not None:  # only one setting is tried at a time
                 counts = step.kind == OverlappedStep.kind or not self.options.overlapped
                 layers.before_step(step.number + 1, counts=counts and not (layers.is_settled and self.mode.tries))
         finally:
             context.waiting = False
 
     def begin_forward(self, batch: Any = None, *, looks: bool = True) -> None:
-        """Before ``training_step`` with ``batch``: observe the first use of parameters.
+        """Begin a forward pass, before ``training_step``: observe the first use of parameters.
 
         Args:
-            batch: Of this rank; ``NOTHING`` if it has none.
-            looks: Whether all ranks come here; else they call :meth:`look`, and weigh batches, elsewhere.
+            batch: This rank's batch; ``NOTHING`` if it has none.
+            looks: Whether all ranks call this; if false, they call :meth:`look` and weigh batches elsewhere.
         """
         context, number = self.context, self.context.step.number + 1
         weights = context.weights if looks else None
@@ -248,13 +248,13 @@ class GradientEngine:
         context.forward = ForwardPass(context.clock())
         context.own_gradients.begin_forward()
         if batch is NOTHING:
-            self.context.step.finish()  # nobody will touch what is due
+            self.context.step.finish()  # no forward pass will touch the pending parameters
         elif self.options.overlapped:
             self._first_use.begin(context.unseen)
             context.reads.begin(number)
 
     def end_forward(self) -> None:
-        """After ``training_step``: apply what it did not touch."""
+        """End a forward pass, after ``training_step``: apply the updates that it did not touch."""
         context = self.context
         forward, number = context.forward, self.context.step.number + 1
         context.own_gradients.end_forward()
@@ -269,7 +269,7 @@ class GradientEngine:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Around the strategy's backward pass, or passes, which write the buckets: the last step lands before."""
+        """Wrap the strategy's backward pass or passes, which write the buckets: the last step lands first."""
         context = self.context
         try:
             context.stream.is_here()
@@ -287,18 +287,18 @@ class GradientEngine:
             step.count_exposed()
             if context.weights is not None:
                 context.weights.end_backward()
-            self._find_unseen()  # when all passes of it have ended, each of which may have gradients of other layers
+            self._find_unseen()  # after all passes, as each may have gradients of other layers
             self.phase = f"after the backward pass, step {step.number}"
             self.steps_handed_over = step.number
             context.record_backward(step, self._backward_start, communicated=self._last_index != sys.maxsize)
         finally:
-            self._in_backward = 0  # as user code may catch what has failed, and go on
+            self._in_backward = 0  # user code may catch a failure and go on
 
     @contextmanager
     def backward_pass(self) -> Iterator[None]:
-        """Around each pass that adds to gradients, the strategy's or the user's: see ``entry_points.Watching``."""
+        """Wrap each pass that adds to gradients, the strategy's or the user's: see ``entry_points.Watching``."""
         if self._in_backward not in (0, threading.get_ident()):
-            yield  # another thread's: what is under way is the training's pass
+            yield  # another thread's pass; the training's own pass is in progress
             return
         self.context.step.open_all("another backward pass")
         with self.context.own_gradients.backward_pass():
@@ -306,7 +306,7 @@ class GradientEngine:
         self.context.step.end_backward()
 
     def _find_unseen(self) -> None:
-        """Take updates in the step from here on. Ranks need not agree: it changes who waits, not what is sent."""
+        """Step newly found unseen parameters within the step. Ranks may differ in this, as it changes no message."""
         context = self.context
         context.unseen |= self._first_use.read_unseen()
         for certain, parameters in zip((True, False), context.reads.after_backward(), strict=True):
@@ -316,13 +316,13 @@ class GradientEngine:
                 context.listener.read_unseen(parameters, self.context.step.number, certain)
 
     def step(self, optimizer: Optimizer, own_step: Callable[[], Any]) -> Any:
-        """Step the optimizer, or defer that; see :meth:`TrainingStep.take`."""
+        """Step the optimizer now or defer the step; see :meth:`TrainingStep.take`."""
         self.context.stream.is_here()
         self._note_step(optimizer)
         return self.context.step.take(optimizer, own_step)
 
     def count_whole_step(self, optimizer: Optimizer) -> None:
-        """Account for a step that the optimizer took on its own."""
+        """Account for a step that the optimizer took by itself."""
         self._note_step(optimizer)
         self.context.count_whole_step(optimizer)
 
@@ -331,10 +331,10 @@ class GradientEngine:
             self.context.compression.stepped(optimizer)
 
     def land_what_arrived(self) -> tuple[int, int]:
-        """After a failure: apply what has arrived, forget the rest, and make every parameter plain again.
+        """Apply what has arrived after a failure, drop the rest, and make every parameter plain again.
 
         Returns:
-            How many parameters have the update of the last step, and how many should have it and never will.
+            How many parameters have the update of the last step, and how many lack it for good.
         """
         with self.context.lock:
             applied, lost = self.context.step.land_what_arrived()
@@ -343,7 +343,7 @@ class GradientEngine:
         return applied - torn, lost + torn
 
     def close(self) -> None:
-        """Drop what is still due and make every parameter plain again; after an error, or after a flush."""
+        """Drop pending updates and make every parameter plain again; call it after an error or a flush."""
         with self.context.lock:
             self._first_use.end()
             self.context.reads.close()

@@ -1,41 +1,40 @@
-"""Functions of PyTorch that reach parameters without a touch, and forks: gates open first while a fit is under way.
+"""Opens gates before PyTorch functions that read parameters without a touch, and before forks, during a fit.
 
-Most functions tell a parameter's class that they are handed it. These do not: they are bound to C++ directly, trace
-what runs into a graph of which a step must not become a part, or compute something else for classes they do not know.
-Each is replaced where PyTorch looks it up, by a function that opens gates and goes on with the original:
+Most functions report their arguments to a parameter's class. The functions here do not: they are bound to C++ directly,
+trace code into a graph that a step must not become part of, or compute differently for unknown classes. Each is
+replaced where PyTorch looks it up, by a function that opens gates and calls the original:
 
-- *transforms* (``torch.func``, ``torch.vmap``, ``torch.autograd.functional``) wrap tensors level by level; what is
-  wrapped is opened. What they close over is touched as ever (``plain_mode`` takes the step outside of the transform);
-- *fast paths* (attention, transformer layers) ask whether an argument is of a class of its own: it is not, once open;
+- *transforms* (``torch.func``, ``torch.vmap``, ``torch.autograd.functional``) wrap tensors level by level; wrapped
+  tensors are opened. Tensors that they close over are touched as usual (``plain_mode`` takes the step outside of the
+  transform);
+- *fast paths* (attention, transformer layers) check whether an argument is of a subclass: once open, it is not;
 - *tracers and exporters* (``torch.jit``, ``torch.export``, ``make_fx``, ``torch.onnx``, CUDA graphs) begin with all
-  open, and what is scripted or traced is known to be read unseen from then on;
-- *backward passes* add to gradients, which are under way as others left them: those land first. A pass inside of
-  another one, as of activation checkpointing, is a part of that;
-- *custom functions* are how kernels that take a weight's memory (Triton, CUDA extensions) become part of a model.
-  ``torch.autograd.Function.apply`` dispatches no ``__torch_function__``, but hands the arguments to
-  ``torch._functorch.utils.unwrap_dead_wrappers`` first, looked up at each call. ``apply`` itself stays what it is, so
-  this holds for ``apply`` methods that were kept as functions (``attention = Attention.apply``), for subclasses that
-  override it and call what they inherit, and for Dynamo, which recognises custom functions by their ``apply`` and
-  traces what is inside. PyTorch 2.14 has ``apply`` in C, where nothing is looked up: ``apply`` itself is replaced, and
-  one that was kept as a function before the fit is not seen.
+  gates open, and scripted or traced modules are known to be read unseen from then on;
+- *backward passes* add to gradients, so gradients in flight land first. A nested pass, as of activation checkpointing,
+  is part of the outer one;
+- *custom functions* wrap kernels that take a weight's memory (Triton, CUDA extensions).
+  ``torch.autograd.Function.apply`` dispatches no ``__torch_function__``, but passes its arguments to
+  ``torch._functorch.utils.unwrap_dead_wrappers``, looked up at each call. ``apply`` itself is unchanged, so this also
+  holds for ``apply`` methods stored as functions (``attention = Attention.apply``), for subclasses that override it,
+  and for Dynamo, which recognises custom functions by their ``apply``. PyTorch 2.14 has ``apply`` in C without such a
+  look-up: there ``apply`` itself is replaced, and one that was stored as a function before the fit is not seen.
 
-They are replaced for a whole fit, by functions that Dynamo may follow: they do nothing while it compiles, so what it
-compiles does not come to depend on gates. But where Dynamo has given up on a custom function and runs it as it is, it
-must not look into what is around it: what takes the place there is one object for good, and Dynamo is told to leave it
-alone.
+They are replaced for a whole fit, by functions that Dynamo may trace: these do nothing while it compiles, so compiled
+code does not depend on gates. Where Dynamo runs a custom function uncompiled, it must not trace the code around it: the
+replacement there is one permanent object that Dynamo is told to skip.
 
-Not seen: weights that the arguments only lead to, such as a module's, and kernels that are called without a custom
-function. The first iteration finds those, and later ones do (``gates.py``). What a version of PyTorch does
-not have is left out, and found that way too. Calls of ``torch.compile`` are in ``compiled_calls.py``.
+Not seen: weights that are only reachable from the arguments, such as a module's, and kernels called without a custom
+function. Observation of the first and later iterations finds those (``gates.py``), and also functions that a version of
+PyTorch does not have. ``compiled_calls.py`` handles calls of ``torch.compile``.
 
-A forked child has its parent's memory and none of its threads: a gate that is closed there would wait forever. So all
-gates open before a fork, whichever thread forks: the parent waits for what is due, and the child has plain parameters
-and needs nothing of ours. ``subprocess`` replaces the child's memory at once, runs no hooks, and costs nothing.
-Processes that get a weight over a pipe (``spawn``, ``forkserver``, queues) have it pickled, which opens its gate; torch
-hands parameters over in shared memory, by their exact class.
+A forked child has its parent's memory and none of its threads, so a closed gate would wait forever there. All gates
+open before a fork, on whichever thread it happens: the parent waits for pending updates, and the child has plain
+parameters. ``subprocess`` replaces the child's memory at once and runs no hooks, so it costs nothing. Processes that
+receive a weight through a pipe (``spawn``, ``forkserver``, queues) get it pickled, which opens its gate. Torch passes
+parameters in shared memory, by their exact class.
 
-Locks: whoever forks takes the lock of each :class:`Watching` and holds it across the fork, so that the child never
-finds it taken by a thread that it does not have. Two threads that fork take the locks in one order.
+Locks: the forking thread takes the lock of each :class:`Watching` and holds it across the fork, so that in the child no
+lock is held by a thread that does not exist there. All threads take these locks in one order.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ _original: Any = vars(_OWNER).get(_NAME)
 
 
 def unwrap_and_open(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Open the gates among ``args``, then do what PyTorch does with them."""
+    """Open the gates among ``args``, then call the original."""
     open_gates(args)
     return _original(args)  # type: ignore[no-any-return]
 
@@ -79,7 +78,7 @@ def apply_and_open(function: type[torch.autograd.Function], /, *args: Any, **kwa
     return _original.__get__(None, function)(*args, **kwargs)
 
 
-# Dynamo, where it gave up on a custom function and runs it as it is, must not look into what is around it.
+# Where Dynamo runs a custom function uncompiled, it must not trace the code around it.
 _replacement: Any = (
     torch.compiler.disable(unwrap_and_open)
     if _IN_PYTHON
@@ -88,21 +87,21 @@ _replacement: Any = (
 
 
 class Watching(Protocol):
-    """What has gates to open before a fork, and gradients under way to which a backward pass would add."""
+    """Has gates to open before a fork, and gradients in flight that a backward pass would add to."""
 
     def before_fork(self) -> None:
-        """Take the lock, and make all parameters plain; must not raise."""
+        """Take the lock and make all parameters plain; must not raise."""
 
     def after_fork(self, *, in_child: bool) -> None:
-        """Let go of the lock; in the child, forget what only the parent can end."""
+        """Release the lock; in the child, drop what only the parent can finish."""
 
     def backward_pass(self) -> AbstractContextManager[object]:
-        """Around a backward pass that adds to gradients."""
+        """Wrap a backward pass that adds to gradients."""
 
 
 _lock = threading.Lock()
 _watchers: list[Watching] = []
-_replaced: list[tuple[Any, str, Any, Any]] = []  # owner, name, what was there, what is in its place
+_replaced: list[tuple[Any, str, Any, Any]] = []  # (owner, name, original, replacement)
 _of_this_thread = threading.local()
 
 
@@ -128,7 +127,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _reduce_opened(parameter: nn.Parameter) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """As torch reduces a parameter, and of that class also where the gate stays closed (gradients on their way)."""
+    """Reduce a parameter as torch does, as a plain one even where the gate stays closed (gradients in flight)."""
     open_gates((parameter,))
     rebuild, arguments = reduce_tensor(parameter)
     return rebuild, tuple(nn.Parameter if value is GatedParameter else value for value in arguments)
@@ -164,11 +163,11 @@ _NEED_ALL_OPEN = {
     ("torch.cuda.graphs", "CUDAGraph.replay"): "the replay of a CUDA graph",
 }
 
-_RUN_BACKWARD = ("torch.autograd", "torch.autograd.graph")  # where its name is looked up
+_RUN_BACKWARD = ("torch.autograd", "torch.autograd.graph")  # modules that look the function up
 
 
 def watch_entry_points(engine: Watching) -> Callable[[], None]:
-    """Have gates opened at each entry point, until what is returned is called; calls may overlap, on any threads.
+    """Open gates at each entry point until the returned function is called; calls may overlap, on any threads.
 
     Args:
         engine: Told of backward passes and forks.
@@ -189,7 +188,7 @@ def watch_entry_points(engine: Watching) -> Callable[[], None]:
             if not _watchers:
                 while _replaced:
                     owner, name, original, ours = _replaced.pop()
-                    if vars(owner).get(name) is ours:  # else somebody has put something in its place since
+                    if vars(owner).get(name) is ours:  # otherwise other code has replaced it since
                         setattr(owner, name, original)
 
     return leave
@@ -199,7 +198,7 @@ def _replace_all() -> None:
     global _original
     found = vars(_OWNER).get(_NAME)
     if found is not None:
-        # Somebody may have put ours back since the last fit: it would call itself.
+        # Other code may have restored our replacement since the last fit; as original it would call itself.
         _original = _original if found is _replacement else found
         _put(_OWNER, _NAME, _original, _replacement)
     for module, name in _TAKE_THEIR_ARGUMENTS:
@@ -262,7 +261,7 @@ def _put(owner: Any, name: str, original: Any, ours: Any) -> None:
 def _opening_arguments(original: Any) -> Any:
     @functools.wraps(original)
     def opening(*args: Any, **kwargs: Any) -> Any:
-        # Dynamo follows calls into this function, and must not come to depend on whether gates are closed.
+        # Dynamo traces calls of this function; compiled code must not depend on closed gates.
         if not torch.compiler.is_dynamo_compiling() and any_closed():
             open_gates((args, kwargs))
         return original(*args, **kwargs)
@@ -275,7 +274,7 @@ def _leaving_gates_closed(zero_grad: Any) -> Any:
     def leaving(self: Any, set_to_none: bool = True) -> Any:
         if not set_to_none or torch.compiler.is_dynamo_compiling() or not any_closed():
             return zero_grad(self, set_to_none)
-        # A deferred step has its gradients, and what is only dropped need not have arrived.
+        # A deferred step keeps its own gradients, and a gradient that is dropped need not have arrived.
         with torch._C.DisableTorchFunctionSubclass():
             return zero_grad(self, set_to_none)
 

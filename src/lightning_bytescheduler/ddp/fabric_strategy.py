@@ -1,16 +1,16 @@
-"""``Fabric(strategy="bytescheduler")``: DDP's training in a loop of one's own, with ByteScheduler's communication.
+"""``Fabric(strategy="bytescheduler")``: DDP in a user's own training loop, with ByteScheduler's communication.
 
-A loop of the user's own has none of the Trainer's hooks. What takes their places:
+A loop in Fabric has none of the Trainer's hooks. These take their place:
 
-- *the forward pass*: that of the wrapped module, while gradients are enabled (:class:`ScheduledDataParallel`);
-- *the backward pass*: ``fabric.backward``, which the strategy sees;
-- *the optimizer's step*: ``optimizer.step()`` of what ``fabric.setup`` returned, which comes to the strategy;
-- *decisions*: at the end of the first optimizer step. It is synchronised in any case, and every rank comes there after
-  the same backward pass;
-- *the end*: there is none. Whoever reads a weight, a gradient or the optimizer's state meets a gate and waits, and what
-  nobody has read when the process ends is waited for then.
+- *forward pass*: that of the wrapped module, while gradients are enabled (:class:`ScheduledDataParallel`);
+- *backward pass*: ``fabric.backward``, which calls the strategy;
+- *optimizer step*: ``optimizer.step()`` of the optimizer returned by ``fabric.setup``, which calls the strategy;
+- *decisions*: at the end of the first optimizer step. It is always synchronised, and every rank reaches it after the
+  same backward pass;
+- *end*: there is none. Reads of weights, gradients or optimizer state wait at a gate, and the process waits for all
+  pending updates when it exits.
 
-One module at a time has its gradients scheduled, the first that is set up; DDP itself reduces those of others.
+Only the first module that is set up has its gradients scheduled; DDP reduces those of others.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ from lightning_bytescheduler.scheduler.options import SchedulerOptions
 
 __all__ = ["ByteSchedulerFabricStrategy", "ModuleGradients", "ScheduledDataParallel"]
 
-_END_S = 10.0  # for the other ranks to end, too
+_END_S = 10.0  # seconds to wait for the other ranks to end, too
 _OTHERS_TOO = "the optimizer has parameters of something else, too"
 
 _ELSEWHERE = dict.fromkeys(
@@ -90,10 +90,10 @@ _ELSEWHERE = dict.fromkeys(
 
 
 class ScheduledDataParallel(DistributedDataParallel):
-    """DDP's wrapper, whose forward passes the scheduler sees while gradients are enabled.
+    """DDP's wrapper; the scheduler observes its forward passes while gradients are enabled.
 
     Args:
-        gradients: Of this module.
+        gradients: The scheduler of this module.
         module: See DistributedDataParallel.
         **options: See DistributedDataParallel.
     """
@@ -118,11 +118,11 @@ class ScheduledDataParallel(DistributedDataParallel):
 
 
 class ModuleGradients(DecidedSteps):
-    """The scheduler of one module, from its wrap to the last step.
+    """The scheduler of one module, from its wrapping to the last step.
 
     Args:
-        module: What is trained, not wrapped.
-        strategy: That sets it up.
+        module: The module to train, not wrapped.
+        strategy: The strategy that sets it up.
         board: Where failures are published.
     """
 
@@ -135,7 +135,7 @@ class ModuleGradients(DecidedSteps):
         self._wrapper: weakref.ref[ScheduledDataParallel] | None = None
         self._parameters = set(map(id, module.parameters()))
         parameters = [p for p in module.parameters() if p.requires_grad]
-        self._has_run = False  # forward, since the last backward pass
+        self._has_run = False  # whether a forward pass ran since the last backward pass
         timeout, device = strategy._timeout, strategy.root_device
         groups = SchedulerGroups.create(timeout=timeout, sparse=bool(sparse_layers(module)), counts=batches is not None)
         agreed = agree_on_sizes(groups, self._options, parameters, device)
@@ -153,7 +153,7 @@ class ModuleGradients(DecidedSteps):
         announce(self._options, agreed)
 
     def wrap(self, module: nn.Module, device_ids: list[int] | None) -> ScheduledDataParallel:
-        """Wrap the module with DDP, whose gradients go to the scheduler."""
+        """Wrap the module with DDP whose gradients go to the scheduler."""
         runtime, ddp = self.runtime, dict(self._strategy._ddp_kwargs)
         if runtime is not None and not self._own_buckets:
             ddp["bucket_cap_mb"] = runtime.agreed.sizes.bucket_bytes / 2**20
@@ -165,7 +165,7 @@ class ModuleGradients(DecidedSteps):
 
     @property
     def is_gone(self) -> bool:
-        """Whether nobody has the wrapped module any more."""
+        """Whether the wrapped module was garbage-collected."""
         return self._wrapper is not None and self._wrapper() is None
 
     @property
@@ -182,22 +182,22 @@ class ModuleGradients(DecidedSteps):
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Around a forward pass that a backward pass may follow."""
+        """Wrap a forward pass that a backward pass may follow."""
         runtime, module = self.runtime, self._module()
         self._has_run = True
         if runtime is not None:
             if self._batches is not None and module is not None:
                 self._batches.begin_forward(module)
-            runtime.engine.begin_forward(looks=False)  # one rank alone may be here, to look at something
+            runtime.engine.begin_forward(looks=False)  # one rank may run a forward pass alone
         yield
         if runtime is not None:
             runtime.engine.end_forward()
 
     def backward(self, loss: Tensor, take: Callable[[], None]) -> None:
-        """Take a backward pass of this module or others, which all ranks begin, unless it counts nothing.
+        """Take a backward pass of this module or another; all ranks begin it, unless its weight is zero.
 
         Args:
-            loss: That it begins with.
+            loss: The loss that it begins with.
             take: The strategy's own backward pass.
         """
         runtime, wrapper = self.runtime, None if self._wrapper is None else self._wrapper()
@@ -218,12 +218,12 @@ class ModuleGradients(DecidedSteps):
         self._batches.end_backward()
 
     def step(self, take: Callable[..., Any], optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
-        """Defer the optimizer's step where its gradients are still on their way, else take it.
+        """Defer the optimizer's step if its gradients are in flight; otherwise take it.
 
         Args:
-            take: The strategy's own step, given a closure, or none.
-            optimizer: Whose step it is.
-            closure: Computes loss and gradients, if anything does.
+            take: The strategy's own step; called with a closure or ``None``.
+            optimizer: The optimizer.
+            closure: Computes loss and gradients; may be ``None``.
         """
         runtime = self.runtime
         if runtime is None:
@@ -241,12 +241,12 @@ class ModuleGradients(DecidedSteps):
         return output
 
     def flush(self) -> None:
-        """Wait for all gradients and apply every update that is due."""
+        """Wait for all gradients and apply every pending update."""
         if self.runtime is not None:
             self.runtime.engine.flush()
 
     def clip_value(self, optimizer: Optimizer, limit: float) -> bool:
-        """Clip gradients by value when they have arrived; ``False`` if the caller has to, now."""
+        """Clip gradients by value when they have arrived; ``False`` if the caller has to clip now."""
         return (
             self.runtime is not None
             and self._alone_in(optimizer)
@@ -254,7 +254,7 @@ class ModuleGradients(DecidedSteps):
         )
 
     def decide(self, optimizer: Optimizer) -> None:
-        """Decide with the other ranks what overlaps, once the first step has been taken."""
+        """Decide with the other ranks what overlaps, after the first step."""
         module, runtime, strategy = self._module(), self.runtime, self._strategy
         if module is None or runtime is None or self._plan is not None:
             return
@@ -270,7 +270,7 @@ class ModuleGradients(DecidedSteps):
         self._begin_steps(module, plan, runtime, unseen)
 
     def close(self, *, failed: bool) -> None:
-        """Stop every thread, and make every parameter plain again; bounded, idempotent."""
+        """Stop every thread and make every parameter plain again; bounded, idempotent."""
         self._plan = self.plan
         runtime, self.runtime = self.runtime, None
         if runtime is not None:
@@ -278,7 +278,7 @@ class ModuleGradients(DecidedSteps):
 
 
 def take_final(take: Callable[..., Any], closure: Callable[[], Any] | None, settle: Callable[[], None]) -> Any:
-    """Take a step whose gradients are all final: also those that a closure has computed."""
+    """Take a step with final gradients, including those that a closure computes."""
     if closure is None:
         settle()
         return take(None)
@@ -286,7 +286,7 @@ def take_final(take: Callable[..., Any], closure: Callable[[], Any] | None, sett
 
 
 def _precision_reasons(plugin: FabricPrecision) -> list[str]:
-    """Why steps cannot be deferred with this precision plugin."""
+    """Return why steps cannot be deferred with this precision plugin."""
     own = type(plugin).optimizer_step
     if own not in (FabricPrecision.optimizer_step, FabricMixedPrecision.optimizer_step):
         return [f"{type(plugin).__name__} has an optimizer step of its own (precision='bf16-mixed' keeps the overlap)"]
@@ -302,9 +302,9 @@ class _PublishingLauncher(PublishesFailures, _FabricLauncher):
 class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
     """DDP in Fabric, with partitioned, prioritised gradient communication; see :class:`ByteSchedulerStrategy`.
 
-    Each layer's update is applied when the next forward pass reaches it, or whoever else reads its weights. The weights
-    are DDP's, bit for bit at two ranks. One module at a time has its gradients scheduled, the first that
-    ``fabric.setup`` wraps; DDP itself reduces those of others.
+    Each layer's update is applied when the next forward pass reaches the layer, or when other code reads its weights.
+    The weights are DDP's, bit for bit at two ranks. Only the first module that ``fabric.setup`` wraps has its gradients
+    scheduled; DDP reduces those of others.
 
     Args:
         accelerator: As for Fabric's DDPStrategy, like all positional arguments.
@@ -315,9 +315,9 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
         process_group_backend: See DDPStrategy.
         timeout: Also bounds every wait for gradients.
         start_method: See DDPStrategy.
-        partition_size: Largest piece of gradient sent at once, in parameters. Follows model and link when left out;
+        partition_size: Largest piece of gradient sent at once, in parameters. Chosen from model and link when left out;
             ``BYTESCHEDULER_PARTITION`` is used if set.
-        credit: What may be in flight at once, in parameters. Follows model and link when left out;
+        credit: Most that may be in flight at once, in parameters. Chosen from model and link when left out;
             ``BYTESCHEDULER_CREDIT`` is used if set.
         cross_barrier: Carry communication into the next forward pass. ``False`` keeps partitions and priorities but
             waits for the gradients at the end of each backward pass.
@@ -326,10 +326,10 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
         timeline: Write a Chrome-trace timeline to this file (``<stem>.rank<k>`` beside it for rank k > 0);
             ``BYTESCHEDULER_TIMELINE`` is used if left out.
         debug: Log each scheduling decision; ``BYTESCHEDULER_DEBUG`` is used if left out.
-        policy: In which order and in what pieces gradients travel, see :class:`ByteSchedulerStrategy`.
-        weighting: Whether each rank's gradient counts alike, or by its samples, see :class:`ByteSchedulerStrategy`.
-            These are counted in what the loaders hand out that ``fabric.setup_dataloaders`` returns.
-        bucket_cap_mb: Size at which DDP closes a bucket, in MiB. Follows model and link when left out.
+        policy: The order and the pieces in which gradients travel, see :class:`ByteSchedulerStrategy`.
+        weighting: Whether ranks' gradients are weighted equally or by samples, see :class:`ByteSchedulerStrategy`.
+            Samples are counted in the loaders that ``fabric.setup_dataloaders`` returns.
+        bucket_cap_mb: Size at which DDP closes a bucket, in MiB. Chosen from model and link when left out.
         gradient_as_bucket_view: See DistributedDataParallel. ``False`` is honoured, but keeps steps from overlapping.
         **kwargs: For :class:`~torch.nn.parallel.DistributedDataParallel`.
 
@@ -402,7 +402,7 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
 
     @property
     def statistics(self) -> SchedulerStatistics | None:
-        """Counters of the module whose gradients are scheduled; ``None`` before one is set up, and on one process."""
+        """Counters of the scheduled module; ``None`` before one is set up, and on one process."""
         return None if self._gradients is None else self._gradients.statistics
 
     @property
@@ -412,7 +412,7 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
 
     @property
     def has_batch(self) -> bool:
-        """Whether the batch that was drawn last is a new one; with ``weighting="samples"`` it may be there again."""
+        """Whether the last drawn batch is new; with ``weighting="samples"`` a batch may be repeated."""
         return self._batches is None or self._batches.has_batch
 
     # ------------------------------------------------------------------ life cycle
@@ -428,7 +428,7 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
         if self.world_size == 1 or self._board is not None:
             return
         self._failed = False
-        atexit.register(self._exit_with_failure)  # so it comes after all that is registered later
+        atexit.register(self._exit_with_failure)  # runs after later registered handlers
         self._board = FaultBoard.open(rank=self.global_rank, world_size=self.world_size)
         facts = {**self._facts_of(self._options), **self._weighting.facts, "precision": type(self.precision).__name__}
         own = introduce(self.global_rank, "bytescheduler in Fabric", facts)
@@ -442,7 +442,7 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
         self._set_world_ranks()
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Have batches counted, and go on until all ranks' are used up, with ``weighting="samples"``."""
+        """Count batches with ``weighting="samples"``, and go on until all ranks have used theirs up."""
         dataloader = super().process_dataloader(dataloader)
         if self._batches is None:
             return dataloader
@@ -455,7 +455,7 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
         board = self._board
         if board is None or not any(p.requires_grad for p in module.parameters()):
             return super().setup_module(module)
-        self.barrier()  # notices a rank that died on the way here, which the store does not
+        self.barrier()  # the barrier detects a rank that has died; the store does not
         self._meet("a model", Introduction(rank=self.global_rank, facts=parameter_facts(module.parameters())))
         if self._gradients is not None:
             if not self.reduce_boolean_decision(self._gradients.is_gone):
@@ -485,7 +485,7 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
         """See DDPStrategy."""
         if self._board is not None and self._board.fault is not None:
             raise self._board.fault
-        if not self._trains:  # another rank may have a checkpoint that this one does not load
+        if not self._trains:  # another rank may load a checkpoint that this one does not
             self._trains = True
             self._meet("the first backward pass", Introduction(rank=self.global_rank, facts={}))
         own_backward = super().backward
@@ -496,7 +496,7 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
                 self._gradients.backward(tensor, lambda: own_backward(tensor, module, *args, **kwargs))
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Take the step, or defer it where its gradients are still on their way. See DDPStrategy."""
+        """Take the step, or defer it if its gradients are in flight. See DDPStrategy."""
         gradients, own_step = self._gradients, super().optimizer_step
         closure = kwargs.pop("closure", None)
 
@@ -512,13 +512,13 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
         return output
 
     def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float | int) -> None:
-        """Clip when the gradients have arrived, where they are still on their way. See DDPStrategy."""
+        """Clip gradients now, or when they have arrived. See DDPStrategy."""
         with self._explained():
             if self._gradients is None or not self._gradients.clip_value(optimizer, float(clip_val)):
                 super().clip_gradients_value(module, optimizer, clip_val)
 
     def clip_gradients_norm(self, *args: Any, **kwargs: Any) -> Tensor:
-        """See DDPStrategy. The norm is returned, and told only by all gradients: they are waited for."""
+        """See DDPStrategy. Waits for all gradients, as it returns their norm."""
         with self._explained():
             return super().clip_gradients_norm(*args, **kwargs)
 
@@ -528,7 +528,7 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
             if self._gradients is not None:
                 self._gradients.flush()
 
-    # ------------------------------------------------------------------ with the other ranks
+    # ------------------------------------------------------------------ other ranks
 
     def all_reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         """See DDPStrategy."""
@@ -536,14 +536,14 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
             return super().all_reduce(tensor, *args, **kwargs)
 
     def save_checkpoint(self, path: Any, state: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
-        """See DDPStrategy. However long it takes, another rank's failure does not end this process meanwhile."""
+        """See DDPStrategy. Another rank's failure does not end this process while it saves."""
         self.flush()
         self._check_weights()
         with nullcontext() if self._board is None else self._board.patient():
             super().save_checkpoint(path, dict(state), *args, **kwargs)
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """See DDPStrategy. All ranks load the same one with ``fabric.load``; ``load_raw`` is each rank's own."""
+        """See DDPStrategy. All ranks load the same one with ``fabric.load``; ``load_raw`` is for each rank alone."""
         if not isinstance(state, (nn.Module, Optimizer)):
             self._compare_checkpoints(path)
         return super().load_checkpoint(path, state, *args, **kwargs)
@@ -553,17 +553,17 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
             if runtime.lost_weights is not None:
                 raise runtime.lost_weights
 
-    # ------------------------------------------------------------------ the end, and failures
+    # ------------------------------------------------------------------ end and failures
 
     def _runtimes(self) -> Iterable[SchedulerRuntime]:
         runtime = None if self._gradients is None else self._gradients.runtime
         return () if runtime is None else (runtime,)
 
     def end(self, patience: float = _END_S) -> None:
-        """Land what is pending, and stop every thread; every rank does so. Modules go on as plain ones.
+        """Land pending updates and stop every thread; every rank does so. Modules go on as plain ones.
 
         Args:
-            patience: Longest wait for the others to come here too, in seconds.
+            patience: Longest wait for the other ranks, in seconds.
 
         Raises:
             RankFailedError: If another rank has failed, and with it the last step.
@@ -590,11 +590,11 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
             board.close()
 
     def end_of_worker(self) -> None:
-        """See JoinedRanks: its end is an orderly one."""
+        """See JoinedRanks; ends in order."""
         self.end()
 
     def _all_end(self, board: FaultBoard, patience: float) -> bool:
-        """Whether all ranks end now: then each can wait for the others while it stops."""
+        """Whether all ranks end now, so that each can wait for the others while it stops."""
         if self._gradients is None:
             return True
         place, own = board.meeting_place("end"), Introduction(rank=self.global_rank, facts={})
@@ -604,12 +604,12 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
         return False
 
     def teardown(self) -> None:
-        """See DDPStrategy. Fabric itself never calls this; a script may, else the process's exit does the same."""
+        """See DDPStrategy. Fabric never calls this; a script may, and otherwise the process does the same at exit."""
         self.end()
         super().teardown()
 
     def _end_before_exit(self) -> None:
-        """At exit, before anything that was registered until now: threads stop there with what is pending lost."""
+        """Register the end to run first at exit: later handlers stop threads, and pending updates would be lost."""
         atexit.unregister(self._end_at_exit)
         atexit.register(self._end_at_exit)
 
@@ -617,12 +617,12 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
         self._exiting = True
         try:
             self.end()
-        except Exception as error:  # the script has come to its end, and lacks its last step
+        except Exception as error:  # the script has ended without its last step
             self._lost_at_exit = True
             traceback.print_exception(error)
 
     def _exit_with_failure(self) -> None:
-        """Let whoever has started this process know, too: Python's exit status does not tell of what fails at exit."""
+        """Exit with status 1, as Python's exit status ignores failures at exit."""
         if self._lost_at_exit:
             logging.shutdown()
             sys.stdout.flush()
@@ -630,7 +630,7 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
             os._exit(1)
 
     def _publish_uncaught(self) -> None:
-        """Have the other ranks know of an exception that ends this process."""
+        """Publish to the other ranks an exception that ends this process."""
         strategy, before = weakref.ref(self), sys.excepthook
 
         def publish(kind: type[BaseException], error: BaseException, trace: Any) -> None:

@@ -1,7 +1,7 @@
-"""Where a rank is in a fit, counted by hooks and read by any thread; and what it says of itself before a training.
+"""Tracks where a rank is in a fit, and describes the rank to the others before a training.
 
-The other ranks are told which batch of which epoch it is in, and which hook; before, its versions, its strategy, and
-the options that all ranks must share.
+Hooks count; any thread may read. Other ranks learn the epoch, batch and hook. Before the training they learn versions,
+strategy, and the options that all ranks must share.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class FitPosition:
     """One rank's place in one run of the Trainer.
 
     Args:
-        trainer: Whose run it is.
+        trainer: The Trainer.
     """
 
     def __init__(self, trainer: pl.Trainer) -> None:
@@ -44,26 +44,26 @@ class FitPosition:
         self._last_epoch = 0
 
     def begin_epoch(self) -> None:
-        """An epoch has begun; the Trainer counts them up before the last hooks of the one before."""
+        """Record that an epoch begins; the Trainer increments its number before the previous epoch's last hooks."""
         self._epoch = self._trainer.current_epoch
         self._last_epoch, self._epoch_batches = self._epoch_batches, 0
 
     def begin_batch(self) -> None:
-        """A batch has begun."""
+        """Record that a batch begins."""
         self._batches += 1
         self._epoch_batches += 1
-        # Else nothing is known of the last one: a rank may be inside of it that gets through. On a CPU it is another
-        # group's (``sigterm.py``).
+        # Otherwise nothing is known of the last collective: a rank inside it may get through. On a CPU another group
+        # counts (``sigterm.py``).
         if self._trainer.strategy.root_device.type != "cpu":
             self._launched_at_batch = _launched()
 
     def end(self) -> None:
-        """The run is over; this rank takes no step any more."""
+        """Record that the run is over; this rank takes no further step."""
         self._last = self.standing(ended=True)
 
     @property
     def reached(self) -> dict[str, str]:
-        """What has to be the same on all ranks when a fit begins."""
+        """The facts that have to be the same on all ranks when a fit begins."""
         trainer = self._trainer
         if trainer.state.fn != TrainerFn.FITTING:
             return {}
@@ -71,7 +71,7 @@ class FitPosition:
         return {"progress": f"epoch {trainer.current_epoch}, batch {batch}, step {trainer.global_step}"}
 
     def standing(self, *, ended: bool = False) -> Standing:
-        """For the other ranks."""
+        """Return this rank's standing for the other ranks."""
         if self._last is not None:
             return self._last
         trainer, strategy = self._trainer, cast(Any, self._trainer.strategy)
@@ -97,7 +97,7 @@ class FitPosition:
 
 
 def place_of(trainer: pl.Trainer) -> str:
-    """The stage, the batch and the hook that a Trainer is in, in words."""
+    """Return the stage, the batch and the hook that a Trainer is in, in words."""
     module = trainer.lightning_module
     hook = getattr(module, "_current_fx_name", None)
     where = f" ({hook})" if hook else ""
@@ -115,7 +115,7 @@ def place_of(trainer: pl.Trainer) -> str:
 
 
 def _launched() -> int:
-    """Collectives begun on the default group; 0 where nobody counts them."""
+    """Return the number of collectives begun on the default group; 0 if the backend does not count."""
     group = dist.group.WORLD
     count = getattr(group, "_get_sequence_number_for_group", None)
     try:
@@ -125,8 +125,8 @@ def _launched() -> int:
 
 
 _GROUPS_COMPARED = 16
-_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # of an object, which differs from process to process
-# Of one rank by design; said otherwise; ignored.
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # of an object, which differs between processes
+# Set for one rank by design, compared under another name, or ignored.
 _LOCAL = tuple(f"BYTESCHEDULER_{name}" for name in ("BATCH_SIZE", "LIGHTNING", "ROOT_IP", "ROOT_PORT"))
 
 
@@ -136,10 +136,10 @@ def introduce(
     """Make this rank's introduction.
 
     Args:
-        rank: This one.
-        strategy: Its name.
-        options: By name, those that must be the same on all ranks.
-        trainer: Whose own options have to be the same too, if any.
+        rank: This rank.
+        strategy: Name of the strategy.
+        options: Options that must be the same on all ranks, by name.
+        trainer: The Trainer, whose own options must be the same too; may be ``None``.
     """
     facts: dict[str, object] = {"strategy": strategy, "version of lightning-bytescheduler": __version__}
     facts.update(options)
@@ -167,7 +167,7 @@ def introduce(
 
 
 def parameter_facts(parameters: Iterable[nn.Parameter]) -> dict[str, str]:
-    """How many parameters are trained, and of which shapes and types."""
+    """Return the number, shapes and types of trained parameters, as facts to compare."""
     shapes = [(tuple(p.shape), str(p.dtype)) for p in parameters if p.requires_grad]
     digest = hashlib.sha256(repr(shapes).encode()).hexdigest()[:8]
     values = sum(torch.Size(shape).numel() for shape, _ in shapes)
@@ -175,11 +175,11 @@ def parameter_facts(parameters: Iterable[nn.Parameter]) -> dict[str, str]:
 
 
 def optimizer_facts(optimizers: Sequence[Optimizer]) -> tuple[dict[str, str], dict[str, str]]:
-    """What of optimizers has to be the same on all ranks, and what had better be.
+    """Return the facts on optimizers that ranks compare.
 
     Returns:
-        Their classes and numbers of groups; and the numbers in their groups, which leave ranks with weights of their
-        own where they differ.
+        First the classes and numbers of groups, which have to be the same. Then the numbers in the groups; where they
+        differ, ranks end up with different weights.
     """
     kinds = [f"{type(one).__name__} with {len(one.param_groups)} groups" for one in optimizers]
     numbers = {}

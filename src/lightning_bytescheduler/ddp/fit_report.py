@@ -1,9 +1,8 @@
-"""What a fit has decided, from what, and what came of it: the plan as it stands, and what the user is told on rank 0.
+"""Reports a fit's decisions, their reasons and their results: the current plan, and messages to the user on rank 0.
 
-Told is one line for each decision, and one at the end. A line has the figures that a decision was made from, and can be
-read by somebody who does not know this package's words. Whoever has nothing to schedule gets one line that says so.
-
-Who reads weights or gradients between steps, or unseen, costs overlap or exactness, and is told once, by name.
+There is one line for each decision, and one at the end. A line has the figures behind the decision, and avoids this
+package's own terms. A fit without anything to schedule gets one line that says so. Code that reads weights or gradients
+between steps, or unseen, costs overlap or exactness; it is named once.
 """
 
 from __future__ import annotations
@@ -47,22 +46,22 @@ from lightning_bytescheduler.tuning.default_sizes import LinkEstimate, is_slow
 log = logging.getLogger(__name__)
 
 _FAR = (
-    "Messages are long under way, so each rank's share of a part goes straight to it, and its sum straight to all; "
-    "what is urgent overtakes on connections of its own. "
+    "The link's latency is high, so each rank's share of a part goes straight to it, and its sum straight to all; "
+    "urgent parts overtake on separate connections. "
 )
 _TUNED = " How much travels at once is tuned while training."
 _BYTESCHEDULER = policy_of(POLICIES[0])
 _TINY = 1024  # parameters
-_CODEC_THREADS = 2  # one encodes while another adds up and decodes
-_WORTH_A_LINE = 0.1  # of all steps: fewer overlapped ones were trials, of which was told already
+_CODEC_THREADS = 2  # one encodes while the other sums and decodes
+_WORTH_A_LINE = 0.1  # of all steps: fewer overlapped ones were trials, which have their own lines
 
 
 def announce(options: SchedulerOptions, agreed: AgreedSizes) -> None:
-    """Say what was ignored or clamped, and switch on the debug log.
+    """Report what was ignored or clamped, and switch on the debug log.
 
     Args:
         options: This rank's options.
-        agreed: What holds on all ranks.
+        agreed: The sizes on all ranks.
     """
     sizes = agreed.sizes
     if options.partition_size and options.credit and options.partition_size > options.credit:
@@ -92,16 +91,16 @@ def say_start(
     policy: SchedulingPolicy = _BYTESCHEDULER,
     compression: GradientCompression | None = None,
 ) -> None:
-    """Say how the steps of a fit begin.
+    """Report how the steps of a fit begin.
 
     Args:
-        plan: As decided.
-        agreed: What holds on all ranks.
-        world_size: Number of ranks that train together.
-        nbytes: Of all gradients.
+        plan: The plan, as decided.
+        agreed: The sizes on all ranks.
+        world_size: Number of ranks.
+        nbytes: Bytes of all gradients.
         tuned: Whether sizes are tuned from the start.
-        policy: In force.
-        compression: Of gradients, if there is any.
+        policy: The scheduling policy.
+        compression: Compression of gradients, if any.
     """
     if compression is not None and not compression.compressed:
         rank_zero_warn(
@@ -130,13 +129,13 @@ def say_start(
 
 
 def say_found(found: ModeFound, *, stays: bool, tuned: bool, compressed: bool = False) -> None:
-    """Say which way steps are taken from here on, and why.
+    """Report how steps are taken from here on, and why.
 
     Args:
-        found: What ranks have agreed on, and from what.
-        compressed: Whether gradients travel compressed, which DDP's do not.
-        stays: Whether they are taken like that already.
+        found: Result of the ranks' look.
+        stays: Whether steps are already taken like that.
         tuned: Whether sizes are tuned from here on.
+        compressed: Whether gradients are compressed, unlike DDP's.
     """
     as_ddp = "synchronised, with compressed gradients" if compressed else "as DDP takes them"
     way = as_ddp if found.ddp_mode else "overlapped"
@@ -145,10 +144,10 @@ def say_found(found: ModeFound, *, stays: bool, tuned: bool, compressed: bool = 
 
 
 def first_pace(mode: str, *, slow: bool, tuned: bool) -> str:
-    """Why steps begin as they do, in a few words.
+    """Return in a few words why steps begin as they do.
 
     Args:
-        mode: The option, as rank 0 has it.
+        mode: Rank 0's option ``mode``.
         slow: Whether the link is known to be slow for the model.
         tuned: Whether sizes are tuned from the start.
     """
@@ -162,10 +161,10 @@ def first_pace(mode: str, *, slow: bool, tuned: bool) -> str:
 
 
 def reason_for(found: ModeFound) -> str:
-    """Say in a few words why steps are taken as they are.
+    """Return in a few words why steps are taken as they are.
 
     Args:
-        found: What ranks have agreed on, and from what.
+        found: Result of the ranks' look.
     """
     if found.compared:
         overlapped, as_ddp = f"{_ms(found.overlapped_s)} ms", f"{_ms(found.ddp_mode_s)} ms"
@@ -181,11 +180,11 @@ def reason_for(found: ModeFound) -> str:
 
 
 def summary_of(statistics: SchedulerStatistics, finding: str) -> str | None:
-    """One line for the end of a fit; ``None`` where hardly a step overlapped.
+    """Return one line for the end of a fit; ``None`` if hardly any step overlapped.
 
     Args:
         statistics: Counters of the fit.
-        finding: What was found to be fastest, if that was measured.
+        finding: What was found to be fastest, if measured.
     """
     steps, overlapped = statistics.steps, statistics.overlapped_steps
     if not overlapped or overlapped < _WORTH_A_LINE * steps:
@@ -195,17 +194,17 @@ def summary_of(statistics: SchedulerStatistics, finding: str) -> str | None:
 
 
 def codec_cost(statistics: SchedulerStatistics, link: LinkEstimate | None, ranks: int) -> str:
-    """What to say where codecs take longer than the link would for the bytes that they save; empty elsewhere.
+    """Return a warning if codecs take longer than they save on the link; empty otherwise.
 
     Args:
         statistics: Counters of the fit so far.
-        link: As it was measured, if it was.
-        ranks: How many there are.
+        link: The measured link, if any.
+        ranks: Number of ranks.
     """
     if link is None or not statistics.steps:
         return ""
     codecs = statistics.codec_s / _CODEC_THREADS
-    sent_per_byte = 2 * (ranks - 1) / ranks  # of what is all-reduced, as the link was measured
+    sent_per_byte = 2 * (ranks - 1) / ranks  # per byte that is all-reduced, as in the measurement of the link
     saved = link.beta * (statistics.bytes_uncompressed - statistics.bytes_sent) / sent_per_byte
     if codecs <= saved:
         return ""
@@ -217,13 +216,13 @@ def codec_cost(statistics: SchedulerStatistics, link: LinkEstimate | None, ranks
 
 
 def _ms(seconds: float) -> str:
-    """Milliseconds, with the digits that matter."""
+    """Format milliseconds with significant digits."""
     milliseconds = 1e3 * seconds
     return f"{milliseconds:.0f}" if milliseconds >= 100 else f"{milliseconds:.1f}"
 
 
 def say_if_tiny(**sizes: int | None) -> None:
-    """Somebody may have meant megabytes."""
+    """Warn of tiny sizes, which may have been meant as megabytes."""
     for option, size in sizes.items():
         if size is not None and size < _TINY:
             rank_zero_info(
@@ -232,25 +231,25 @@ def say_if_tiny(**sizes: int | None) -> None:
             )
 
 
-ENOUGH = 20  # steps of which most were read early, before it is worth a line
+ENOUGH = 20  # steps of which most were read early, before a line is logged
 _OWNERS = (pl.Callback, pl.LightningModule, Logger)
 
 
 class SeenReads(StepListener):
-    """Counts the steps whose updates or gradients were waited for between steps, and what else costs.
+    """Counts steps whose updates or gradients were waited for between steps, and other costs.
 
     Such reads are exact, but each costs the overlap of its step. Nothing has to be declared: a callback that reads
-    nothing costs nothing, one that reads every hundred steps costs every hundredth step.
+    every hundred steps costs every hundredth step's overlap.
 
     Args:
-        names: Of the parameters, by their ids.
-        rank: Of this process.
-        trainer: Whose callbacks, module and loggers are named, while it trains.
+        names: Names of the parameters, by their ids.
+        rank: Rank of this process.
+        trainer: The Trainer whose callbacks, module and loggers are named, while it trains.
 
     Attributes:
-        steps: How many steps each reader waited in, by its name, for example ``MyCallback.on_train_batch_end``.
-        whole_steps: How many steps were taken whole, by why.
-        unseen: In which step each parameter was found to have been read past its gate, by its name.
+        steps: Number of steps each reader waited in, by its name, for example ``MyCallback.on_train_batch_end``.
+        whole_steps: Number of steps that were not deferred, by reason.
+        unseen: The step in which each parameter was found to be read past its gate, by its name.
     """
 
     def __init__(self, names: Mapping[int, str], rank: int = 0, trainer: pl.Trainer | None = None) -> None:
@@ -270,7 +269,7 @@ class SeenReads(StepListener):
             rank_zero_info(f"bytescheduler: {ENOUGH} steps were not deferred, because {why}.")
 
     def waited_early(self) -> None:
-        """See :class:`StepListener`. A reader is told of once it has waited in most steps."""
+        """See :class:`StepListener`. A reader is reported once it has waited in most steps."""
         if self._trainer is None or not self._trainer.training or (reader := _reader(sys._getframe(1))) is None:
             return
         step = self._trainer.global_step
@@ -285,7 +284,7 @@ class SeenReads(StepListener):
             )
 
     def read_unseen(self, parameters: list[nn.Parameter], step: int, certain: bool) -> None:
-        """See :class:`StepListener`. A warning on rank 0, an error in the log elsewhere."""
+        """See :class:`StepListener`. Warns on rank 0, logs an error on the others."""
         found = [self._names[id(p)] for p in parameters]
         self.unseen.update(dict.fromkeys(found, step))
         had = "had" if certain else "may have had"
@@ -303,7 +302,7 @@ class SeenReads(StepListener):
 
 
 def _reader(frame: FrameType | None) -> str | None:
-    """The innermost method of a callback, module or logger on the stack that is not Lightning's own plumbing."""
+    """Return the innermost public method of a callback, module or logger on the stack."""
     while frame is not None:
         owner = frame.f_locals.get("self")
         if isinstance(owner, _OWNERS) and not frame.f_code.co_name.startswith("_"):
@@ -313,19 +312,19 @@ def _reader(frame: FrameType | None) -> str | None:
 
 
 class DecidedSteps:
-    """Has the plan of a fit, and decides with the other ranks which of its steps are as DDP's.
+    """Holds the plan of a fit, and decides with the other ranks which steps are as DDP's.
 
-    Agreed on before the first step, and again by what is seen; the same for a Trainer's fit and for a module of Fabric.
-    What is tuned besides is the Trainer's.
+    They agree before the first step, and again on what they observe. A Trainer's fit and a Fabric module share this
+    class; only a Trainer's fit also tunes sizes.
 
     Args:
-        strategy: Its default process group has the ranks that train together.
-        options: This rank's.
+        strategy: The strategy; its default process group has all ranks.
+        options: This rank's options.
         own_buckets: Whether the user chose the sizes of DDP's buckets.
 
     Attributes:
-        runtime: During a fit.
-        statistics: Of the current fit, or of the last one.
+        runtime: The runtime, during a fit.
+        statistics: Counters of the current or last fit.
     """
 
     runtime: SchedulerRuntime | None = None
@@ -339,21 +338,20 @@ class DecidedSteps:
         self._own_buckets = own_buckets
         self._compression: GradientCompression | None = None
         self._plan: OverlapPlan | None = None
-        self._reads: SeenReads | None = None  # where steps overlap
-        self._finding = ""  # what was seen to be fastest
+        self._reads: SeenReads | None = None  # if steps overlap
+        self._finding = ""  # what was measured to be fastest
 
     def _so_far(self, module: nn.Module | None, **facts: Any) -> OverlapPlan | None:
-        """The plan of the current fit, or of the last one, with what came of it; ``None`` before the first.
+        """Return the plan of the current or last fit with its results so far; ``None`` before the first fit.
 
         Args:
-            module: What is trained.
-            **facts: What else is known.
+            module: The module that is trained.
+            **facts: More fields of the plan.
         """
         plan, reads, statistics = self._plan, self._reads, self.statistics
         if plan is not None and reads is not None:
             if self.runtime is not None and module is not None:
-                # Not only what was known at the start: reads that nobody sees are found in the first step, and who
-                # keeps an alias may have come later.
+                # The context also knows what was found later: unseen reads of the first step, and later aliases.
                 context = self.runtime.engine.context
                 facts["gated_at_start"] = names_of(module, context.unseen)
                 facts["held_elsewhere"] = names_of(module, context.held_elsewhere)
@@ -365,17 +363,17 @@ class DecidedSteps:
         return plan if plan is None or not facts else replace(plan, **facts)
 
     def _begin_steps(self, module: nn.Module, plan: OverlapPlan, runtime: SchedulerRuntime, unseen: set[int]) -> None:
-        """Decide with the other ranks what overlaps, have steps taken like that from here on, and say so.
+        """Decide with the other ranks what overlaps, set up the steps, and report it.
 
         Args:
-            module: What is trained.
-            plan: This rank's.
-            runtime: Of this fit.
+            module: The module that is trained.
+            plan: This rank's plan.
+            runtime: The fit's runtime.
             unseen: Ids of parameters that may be read without a touch.
         """
         strategy, compression = self._strategy, self._compression
         agree = strategy.reduce_boolean_decision
-        if not agree(plan.overlapped) and plan.overlapped:  # it decides what is sent, so all have to do the same
+        if not agree(plan.overlapped) and plan.overlapped:  # all ranks must send the same
             plan = OverlapPlan(steps="synchronised", reasons=("another rank cannot let its steps overlap",))
         self._sharded = agree(plan.gradients == "reduce-scatter", all=False)
         if runtime.weights is not None:
@@ -402,32 +400,32 @@ class DecidedSteps:
         say_start(plan, runtime.agreed, ranks, nbytes, tuned=tuned, policy=policy, compression=compression)
 
     def _seen_reads(self, names: Mapping[int, str]) -> SeenReads:
-        """What counts reads of these parameters, which cost overlap."""
+        """Return the counter of reads of these parameters."""
         return SeenReads(names, self._strategy.global_rank)
 
     def _tuned(self) -> str:
-        """What tuning has come to so far, in words; empty where nothing is tuned."""
+        """Return the result of tuning so far, in words; empty if nothing is tuned."""
         return ""
 
     def _tunes_at_once(self, *, slow: bool) -> bool:
-        """Whether this rank would have sizes tuned from the first step on, on a link that is slow for the model."""
+        """Whether this rank wants sizes tuned from the first step on."""
         return False
 
     def _begin_tuning(self) -> StepMode | None:
-        """Have sizes tuned from here on; every rank comes here before the same step. ``None`` where nothing is."""
+        """Begin to tune sizes; every rank calls this before the same step. ``None`` if nothing is tuned."""
         return None
 
     def _decide_mode(self, plan: OverlapPlan, link: LinkEstimate | None, nbytes: int) -> StepMode:
-        """Agree on how steps are taken, as far as that is known before the first; notes the plan.
+        """Agree on how steps are taken before the first one, and store the plan.
 
         Args:
-            plan: Which all ranks have agreed on.
-            link: As measured.
-            nbytes: Of all gradients.
+            plan: The plan that all ranks have agreed on.
+            link: The measured link, if any.
+            nbytes: Bytes of all gradients.
         """
         self._plan, mode, device = plan, self._options.mode, self._strategy.root_device  # rank 0's mode counts
         if not plan.overlapped:
-            # Parts by priority bring nothing to a step that waits for all of them; who asks for that step gets them.
+            # Partitions by priority bring nothing to a synchronised step; they are used only if the user asked for it.
             agree = self._strategy.reduce_boolean_decision
             found = StepMode(agree(mode == "ddp" or (mode == "auto" and self._options.cross_barrier)))
             self._plan = replace(plan, as_ddp=found.ddp_mode)
@@ -448,7 +446,7 @@ class DecidedSteps:
         return StepMode(mode == "ddp")
 
     def _mode_found(self, found: ModeFound) -> StepMode | None:
-        """Every rank comes here before the same step."""
+        """Store and report a result; every rank calls this before the same step."""
         reason, plan = reason_for(found), self._plan
         news = found.changed or (found.compared and not self._finding)
         self._finding = reason if found.compared else ""
@@ -463,6 +461,6 @@ class DecidedSteps:
 
 
 def own_processors(ranks_on_host: int) -> int:
-    """How many processors a rank has for itself: its share of what it may run on."""
+    """Return a rank's share of the processors that it may run on."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(allowed // max(ranks_on_host, 1), 1)

@@ -1,26 +1,24 @@
-"""Gates on parameters: the first touch of a parameter waits for what it still owes.
+"""Gates on parameters: the first touch of a parameter waits for its pending gradient and update.
 
-While a parameter's gradient is on its way its class is :class:`GatedParameter`, which sees every PyTorch function that
-is handed the parameter (``__torch_function__``) and lets its gate act first. Class assignment is what
-``torch.nn.UninitializedParameter`` uses to become a plain parameter; it costs some fifty nanoseconds and keeps
-identity, hooks and optimizer state.
+While a parameter's gradient is in flight, its class is :class:`GatedParameter`. That class sees every PyTorch function
+that receives the parameter (``__torch_function__``) and lets the gate act first. ``torch.nn.UninitializedParameter``
+uses the same class assignment to become a plain parameter. It costs some fifty nanoseconds and keeps identity, hooks
+and optimizer state.
 
-Why touches and not modules: a gate on a module's forward misses what is read elsewhere (tied weights,
-``F.linear(x, self.embedding.weight)``, a callback that reads weights, ``state_dict()``); a gate on the parameter itself
-is exact wherever it is read, in every iteration, and leaves no observer behind once it has opened. What it cannot see
-is code that holds the memory without the Python object: scripted modules, extensions, or an alias made earlier with
-``.data``. Those parameters are found beforehand (``plan.py``), in the first iteration (:class:`FirstUseObserver`), in
-later ones (:class:`UnseenReads`) or by who holds them (``aliases.py``), and their steps are not deferred. Functions of
-PyTorch that take parameters without a word open gates first (``entry_points.py``, ``compiled_calls.py``).
+Why parameters and not modules: a gate on a module's forward misses reads elsewhere (tied weights, ``F.linear(x,
+self.embedding.weight)``, a callback that reads weights, ``state_dict()``). A gate on the parameter is exact wherever it
+is read, in every iteration, and costs nothing once it is open. It cannot see code that holds the memory without the
+Python object: scripted modules, extensions, or an alias made earlier with ``.data``. Such parameters are found
+beforehand (``plan.py``), in the first iteration (:class:`FirstUseObserver`), in later ones (:class:`UnseenReads`) or by
+their references (``aliases.py``), and their steps are not deferred. PyTorch functions that read parameters without a
+touch open gates first (``entry_points.py``, ``compiled_calls.py``).
 
-In the first forward pass every parameter carries a gate that only notes its turn: the order of first use is
-ByteScheduler's priority, observed and not taken from registration order. A parameter that has a gradient after the
-backward pass, though nobody touched it, was read by code that a touch gate cannot see, such as an extension that takes
-its memory.
+In the first forward pass every parameter has a gate that only records its turn. ByteScheduler's priority is this
+observed order of first use, not the order of registration. A parameter that gets a gradient although nothing touched it
+was read by code that a gate cannot see, such as an extension that takes its memory.
 
-Nobody waits where others wait for the toucher. Threads of this package carry the communication that a gate waits for,
-and garbage is collected wherever a thread is just now, under whichever lock: a finalizer that looks at a weight there
-sees it as it is (:func:`must_not_wait`).
+Some threads must not wait at a gate. This package's threads carry the communication that a gate waits for. Garbage is
+collected on any thread and under any lock, so a finalizer that reads a weight sees it as it is (:func:`must_not_wait`).
 """
 
 from __future__ import annotations
@@ -38,22 +36,22 @@ from torch.optim import Optimizer
 
 
 class Gate(Protocol):
-    """What stands between a gated parameter and whoever touches it."""
+    """Acts before code uses a gated parameter."""
 
     def touched(self, parameter: nn.Parameter, gradient_only: bool) -> None:
-        """Act before ``parameter`` is used; ``gradient_only`` when just its ``.grad`` is asked for."""
+        """Act before ``parameter`` is used; ``gradient_only`` if only its ``.grad`` is accessed."""
 
     def open_all(self, reason: str) -> None:
-        """Act before any parameter may be used, and leave none gated; ``reason`` says what begins, in words."""
+        """Act before any parameter may be used and open all; ``reason`` says in words what begins."""
 
 
-_gates: dict[int, Gate] = {}  # by id of the parameter; the gate keeps the parameter alive
+_gates: dict[int, Gate] = {}  # by id of the parameter, which the gate keeps alive
 
-_TENSOR: Any = torch.Tensor  # its getters have no types
+_TENSOR: Any = torch.Tensor  # typed as Any, as its getters have no types
 _GRADIENT_ACCESS = frozenset({_TENSOR.grad.__get__, _TENSOR.grad.__set__, _TENSOR.grad.__delete__})
 _SET_GRADIENT = _TENSOR.grad.__set__
-# Answered without opening the gate: nothing here depends on the weights or leads to their memory. ``size`` and ``dim``
-# are missing on purpose: they are all that ``torch.vmap`` asks of a parameter before it takes its memory.
+# These do not open the gate, as their results do not depend on the weights or lead to their memory. ``size`` and
+# ``dim`` are not among them: ``torch.vmap`` calls nothing else on a parameter before it takes its memory.
 _METADATA = frozenset(
     {
         _TENSOR.shape.__get__,
@@ -68,15 +66,15 @@ _METADATA = frozenset(
 
 
 def _drops_gradient(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
-    """Whether that is ``parameter.grad = None``: a deferred step has its gradients, and nobody sees what they hold."""
+    """Whether this is ``parameter.grad = None``: a deferred step keeps its gradients, so it need not wait."""
     return func is _SET_GRADIENT and args[1] is None
 
 
 class GatedParameter(nn.Parameter):
-    """A parameter whose gate is closed. Never constructed: parameters become one and cease to be one."""
+    """A parameter whose gate is closed. It is never constructed; parameters change their class."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> nn.Parameter:  # type: ignore[misc]
-        """Make a plain parameter: what code that wants something "of the same class" gets without a gate."""
+        """Make a plain parameter, for code that constructs one of the same class."""
         return nn.Parameter(*args, **kwargs)
 
     @classmethod
@@ -96,14 +94,14 @@ class GatedParameter(nn.Parameter):
             still_gated = [parameter for parameter in gated if type(parameter) is GatedParameter]
             if not still_gated:
                 return func(*args, **kwargs)
-            if any(kind is not cls for kind in types):  # another class has its say about this function, too
+            if any(kind is not cls for kind in types):  # another class handles this function, too
                 with _plain(still_gated):
                     return func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
-    # These take the instance's __dict__ or class before they touch its data, so the gate has to open first. Where
-    # weights may be read and only the gradient is awaited it stays closed; neither of them copies a gradient.
+    # These read the instance's __dict__ or class before its data, so the gate has to open first. If only the gradient
+    # is pending the gate stays closed; neither of them copies a gradient.
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         _open(self, False)
         with _plain([self]):
@@ -115,14 +113,14 @@ class GatedParameter(nn.Parameter):
             return self.__reduce_ex__(protocol)
 
 
-# Who prints a parameter's class, or keys something by its name, sees what there would be without a gate.
+# Code that prints or stores the class's name must see the name of a plain parameter.
 GatedParameter.__name__, GatedParameter.__qualname__ = nn.Parameter.__name__, nn.Parameter.__qualname__
 GatedParameter.__module__ = nn.Parameter.__module__
 
 
 @contextmanager
 def _plain(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Let ``parameters`` be of their own class, though their gates stay closed; they have been touched already."""
+    """Give ``parameters`` their own class although their gates stay closed; they have been touched already."""
     gated = [parameter for parameter in parameters if type(parameter) is GatedParameter]
     for parameter in gated:
         parameter.__class__ = nn.Parameter  # type: ignore[assignment]
@@ -134,8 +132,8 @@ def _plain(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
                 parameter.__class__ = GatedParameter
 
 
-# torch's optimizers choose how to step by the exact class of a parameter, and a gate is closed until the step is taken:
-# on a GPU they would go parameter by parameter, with other rounding than DDP's.
+# Torch's optimizers choose their implementation by the exact class of parameters, and gates are closed until the step
+# is taken. On a GPU they would step one parameter at a time, with other rounding than DDP's.
 _STEPPED_TOGETHER = getattr(sys.modules[Optimizer.__module__], "_foreach_supported_types", None)
 if isinstance(_STEPPED_TOGETHER, list) and GatedParameter not in _STEPPED_TOGETHER:
     _STEPPED_TOGETHER.append(GatedParameter)
@@ -157,14 +155,14 @@ def _open_here(parameter: nn.Parameter, gradient_only: bool) -> None:
     if gate is not None and must_not_wait():
         return
     if gate is None:
-        parameter.__class__ = nn.Parameter  # lost its gate: a stale reference must not loop
+        parameter.__class__ = nn.Parameter  # it has lost its gate, and must not loop
         if id(parameter) in _gates:  # another thread has closed one since
             parameter.__class__ = GatedParameter
     else:
         gate.touched(parameter, gradient_only)
 
 
-# Dynamo that meets a gate runs it, rather than trace it and trip over what it changes.
+# Dynamo runs this instead of tracing it, as it would fail on the change of class.
 _open: Callable[[nn.Parameter, bool], None] = torch.compiler.disable(_open_here)
 
 
@@ -172,14 +170,14 @@ def open_gates(values: Any) -> None:
     """Touch every gated parameter in ``values``.
 
     Args:
-        values: What is about to be handed to code that tells nobody: a tensor, or lists, tuples and mappings of such.
+        values: Arguments for code that bypasses gates: a tensor, or lists, tuples and mappings of tensors.
     """
     if _gates:
         for parameter in _find_gated(values):
             _open(parameter, False)
 
 
-_collector = 0  # the thread that collects garbage at present; there is one at a time
+_collector = 0  # the thread that collects garbage at present; there is at most one
 
 
 def _note_collection(phase: str, info: Mapping[str, int]) -> None:
@@ -191,7 +189,7 @@ gc.callbacks.append(_note_collection)
 
 
 def must_not_wait() -> bool:
-    """Whether this thread cannot wait for a gate, see the module: it is this package's, or collects garbage."""
+    """Whether this thread must not wait for a gate: it is this package's, or collects garbage. See the module."""
     return _collector == get_ident() or current_thread().name.startswith("bytescheduler")
 
 
@@ -201,7 +199,7 @@ def any_closed() -> bool:
 
 
 def closed_gates() -> list[Gate]:
-    """The gates that are closed, each once."""
+    """Return the closed gates, each once."""
     return list(dict.fromkeys(list(_gates.values())))
 
 
@@ -211,7 +209,7 @@ def can_be_gated(parameter: nn.Parameter) -> bool:
 
 
 def arm(parameters: Iterable[nn.Parameter], gate: Gate) -> None:
-    """Close ``gate`` on ``parameters``; those of a class of their own are left alone."""
+    """Close ``gate`` on ``parameters``; skips those of other classes."""
     for parameter in parameters:
         if can_be_gated(parameter):
             _gates[id(parameter)] = gate
@@ -231,15 +229,15 @@ def is_armed(parameter: nn.Parameter) -> bool:
 
 
 def gate_of(parameter: nn.Parameter) -> Gate | None:
-    """The gate that is closed on ``parameter``, if any."""
+    """Return the gate that is closed on ``parameter``, if any."""
     return _gates.get(id(parameter))
 
 
 class FirstUseObserver:
-    """Notes the first touch of each parameter during one forward pass.
+    """Records the order of first touches of parameters during one forward pass.
 
     Args:
-        parameters: In registration order, which is used for parameters the pass did not touch.
+        parameters: All parameters, in registration order, which is used for those that were not touched.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -248,21 +246,21 @@ class FirstUseObserver:
         self._position: dict[int, int] = {}
         self._unseen: set[int] = set()
         self._compiled: set[int] = set()
-        self._untouched: list[nn.Parameter] = []  # of the observed pass, until its backward pass has been seen too
+        self._untouched: list[nn.Parameter] = []  # in the observed pass, until its backward pass has been observed too
         self._observing = False
         self._done = False
 
     def begin(self, unseen: Iterable[int] = ()) -> None:
-        """Observe from here on, unless a pass was observed before.
+        """Begin to observe, unless a pass was observed before.
 
         Args:
-            unseen: Ids of parameters whose touches are known not to be seen. They are left alone, as compiled code
-                specialises on the class of what it reads.
+            unseen: Ids of parameters that are read without a touch. They are skipped, as compiled code specialises on
+                the class of what it reads.
         """
         if not self._done:
             self._observing = True
             self._unseen.update(unseen)
-            # A pass that used nothing did not count, but there may be updates on their way all the same.
+            # A pass that touched nothing does not count, but updates may still be pending.
             arm((p for p in self._parameters if id(p) not in self._unseen and not is_armed(p)), self)
 
     def end(self) -> None:
@@ -285,11 +283,11 @@ class FirstUseObserver:
         self._position.setdefault(id(parameter), len(self._position))
 
     def open_all(self, reason: str) -> None:
-        """See :class:`~lightning_bytescheduler.ddp.gates.Gate`: look away until :meth:`resume`."""
+        """See :class:`~lightning_bytescheduler.ddp.gates.Gate`: stop observing until :meth:`resume`."""
         disarm([p for p in self._parameters if gate_of(p) is self])
 
     def resume(self, read: Iterable[int]) -> None:
-        """Look on; parameters with the ids ``read`` were used meanwhile."""
+        """Observe again; parameters with the ids ``read`` were used in between."""
         if not self._observing:
             return
         for parameter in read:
@@ -299,9 +297,9 @@ class FirstUseObserver:
         arm((p for p in self._parameters if id(p) not in known and not is_armed(p)), self)
 
     def read_unseen(self) -> set[int]:
-        """Ids of parameters that the observed pass read without a touch, or in compiled code; call after backward.
+        """Return the ids of parameters that the observed pass read without a touch or in compiled code.
 
-        Empty unless a pass was observed since the last call.
+        Call it after the backward pass. Empty unless a pass was observed since the last call.
         """
         found = {id(p) for p in self._untouched if p.grad is not None} | self._compiled
         self._untouched = []
@@ -310,13 +308,13 @@ class FirstUseObserver:
         return found
 
     def note_unseen(self, parameters: Iterable[nn.Parameter]) -> None:
-        """``parameters`` are read without a touch, as was found later."""
+        """Record that ``parameters`` are read without a touch."""
         self._unseen.update(map(id, parameters))
 
     def position(self, parameters: Iterable[nn.Parameter]) -> int:
-        """The earliest position among ``parameters``: the priority of a bucket that holds them.
+        """Return the earliest position among ``parameters``: the priority of a bucket that holds them.
 
-        Whatever is read unseen comes first, as its step does not wait for the forward pass; what was not used comes
+        Parameters that are read unseen come first, as their step does not wait for the forward pass. Unused ones come
         last, in the order of registration.
         """
         return min(map(self._position_of, parameters), default=0)
@@ -332,29 +330,28 @@ _TOLD_APART_EVERY = 16  # passes
 
 
 class UnseenReads:
-    """Finds reads that no gate sees, and that began after the first iteration: a kernel that is switched on later.
+    """Finds unseen reads that begin after the first iteration, such as a kernel that is switched on later.
 
-    A parameter that nobody touched in a forward pass, though its update was due, and that gets a gradient in the
-    backward pass all the same, was read unseen, and before its update. A gate opens for a whole bucket, so a parameter
-    is told apart from its neighbours only now and then: in such a pass, parameters whose bucket another one's touch has
-    opened keep a gate that only notes their own.
+    A parameter was read unseen, before its update, if the update was pending, nothing touched it in the forward pass,
+    and it gets a gradient in the backward pass. A gate opens for a whole bucket, which hides the bucket's other
+    parameters. So in one pass out of sixteen these keep a gate that only records their own touches.
 
-    What this costs: nothing for parameters that are touched, and one more touch of each in one pass out of sixteen.
+    Cost: one more touch of each parameter in one pass out of sixteen. Not found: reads without a gradient, and a
+    parameter that is read unseen and then touched in the same forward pass.
 
-    Not found: reads without a gradient, and a parameter that is read unseen and then touched in the same forward pass.
-    Watches one engine's forward and backward passes, under its lock or on the training thread.
+    It watches one engine's forward and backward passes, under its lock or on the training thread.
     """
 
     def __init__(self) -> None:
         self._apart = False
         self._watched: dict[int, nn.Parameter] = {}
-        self._stale: dict[int, nn.Parameter] = {}  # not touched, and not stepped when the forward pass ended
-        self._doubtful: dict[int, nn.Parameter] = {}  # not touched, but their bucket was open at some time
+        self._stale: dict[int, nn.Parameter] = {}  # not touched, and stepped only when the forward pass ended
+        self._doubtful: dict[int, nn.Parameter] = {}  # not touched, but in a bucket that was opened
         self._with_gradient: set[int] = set()
         self._handles: list[Any] = []
 
     def begin(self, step: int) -> None:
-        """A forward pass begins.
+        """Begin a forward pass.
 
         Args:
             step: Number of the backward pass that follows.
@@ -362,7 +359,7 @@ class UnseenReads:
         self._apart = step % _TOLD_APART_EVERY == 0
 
     def opened(self, parameters: Iterable[nn.Parameter], touched: nn.Parameter | None) -> None:
-        """In place of making ``parameters`` plain, in a forward pass: a touch of one of them has opened their gate."""
+        """Handle ``parameters`` whose gate a touch has opened in a forward pass, instead of making them plain."""
         if not self._apart:
             return
         others = [p for p in parameters if p is not touched]
@@ -378,26 +375,26 @@ class UnseenReads:
             disarm((parameter,))
 
     def open_all(self, reason: str) -> None:
-        """See :class:`~lightning_bytescheduler.ddp.gates.Gate`: what begins reads unseen, and that is known."""
+        """See :class:`~lightning_bytescheduler.ddp.gates.Gate`: known unseen reads begin."""
         watched, self._watched = self._watched, {}
         disarm(p for p in watched.values() if gate_of(p) is self)
 
     def end(self, late: Iterable[nn.Parameter] = (), untouched: Iterable[nn.Parameter] = ()) -> None:
-        """A forward pass has ended; nobody touched ``late``, which are stepped only now, and ``untouched``."""
+        """End a forward pass; it touched neither ``late``, which are stepped only now, nor ``untouched``."""
         watched, self._watched = self._watched, {}
         disarm(p for p in watched.values() if gate_of(p) is self)
         self._doubtful = watched | {id(p): p for p in untouched}
         self._stale = {id(p): p for p in late}
 
     def before_backward(self) -> None:
-        """See who gets a gradient: in this process, as DDP fills in those of other ranks."""
+        """Record which parameters get a gradient in this process; DDP also fills in those of other ranks."""
         self._forget_hooks()
         for parameter in (*self._stale.values(), *self._doubtful.values()):
             if parameter.requires_grad:
                 self._handles.append(parameter.register_hook(self._noting(id(parameter))))
 
     def after_backward(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """Who was read unseen: surely before the update, and perhaps."""
+        """Return the parameters that were read unseen: those certainly read before the update, and those possibly."""
         found = self._with_gradient
         stale = [p for key, p in self._stale.items() if key in found]
         doubtful = [p for key, p in self._doubtful.items() if key in found]
@@ -405,7 +402,7 @@ class UnseenReads:
         return stale, doubtful
 
     def close(self) -> None:
-        """Leave nothing behind."""
+        """Remove all hooks and gates."""
         self.end()
         self._doubtful = {}
         self._forget_hooks()

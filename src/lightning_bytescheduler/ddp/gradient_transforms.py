@@ -1,14 +1,13 @@
-"""What is done to gradients between their arrival and the optimizer: unscaling, clipping by value or by norm.
+"""Transforms gradients between their arrival and the optimizer: unscaling, clipping by value or by norm.
 
-Each transform does what torch does at that place, with the same operations, but when the gradients are there and not
-when it is asked for. Sources: ``torch.nn.utils.clip_grad``, ``torch.amp.GradScaler``.
+Each transform runs torch's operations, but when the gradients have arrived instead of when it is requested. Sources:
+``torch.nn.utils.clip_grad``, ``torch.amp.GradScaler``.
 
-Clipping by norm and loss scaling need a number that is known only when all gradients are reduced. It is waited for when
-the first update of the step is applied, under the next forward pass.
-
-That number comes from the reduction, so it is right only for gradients as they were reduced. If somebody has read
-gradients (a logger, on one rank perhaps) it still is, and has to be used, so that all ranks clip alike. If somebody has
-changed them, the transform is not taken over: whoever asked for it looks at the gradients themselves.
+Clipping by norm and loss scaling need a number that is known only when all gradients are reduced. The step's first
+update waits for it, during the next forward pass. The number comes from the reduction, so it is valid only for
+gradients as they were reduced. If other code only read gradients (a logger, perhaps on one rank), it is still used, so
+that all ranks clip alike. If other code changed them, the transform is not deferred, and the caller uses the gradients
+themselves.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from lightning_bytescheduler.scheduler.task import CommTask
 __all__ = ["ClipNorm", "ClipValue", "PendingScale", "StepTransforms", "Unscale"]
 
 NormOf = Callable[[nn.Parameter], float]
-"""Norm of a parameter's reduced gradient, as it travelled; waits until it is known."""
+"""Returns the norm of a parameter's reduced gradient; waits until it is known."""
 
 
 class ClipValue:
@@ -42,18 +41,18 @@ class ClipValue:
         self._limit = float(limit)
 
     def apply(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Transform ``gradients`` in place, on their way to what the optimizer sees."""
+        """Transform ``gradients`` in place."""
         for gradient in gradients:
             gradient.clamp_(min=-self._limit, max=self._limit)
 
 
 class Unscale:
-    """Divides by the loss scale, and tells whether any gradient is not finite; see :class:`torch.amp.GradScaler`.
+    """Divides by the loss scale and detects non-finite gradients; see :class:`torch.amp.GradScaler`.
 
     Args:
-        inverse_scale: One number, single precision.
-        parameters: Whose gradients are unscaled.
-        norm_of: Of the scaled gradients.
+        inverse_scale: One number, in fp32.
+        parameters: The parameters to unscale.
+        norm_of: Returns norms of the scaled gradients.
     """
 
     def __init__(self, inverse_scale: torch.Tensor, parameters: Sequence[nn.Parameter], norm_of: NormOf) -> None:
@@ -64,17 +63,17 @@ class Unscale:
 
     @cached_property
     def factor(self) -> float:
-        """What gradients are multiplied with; waits for a GPU that has not come that far."""
+        """The factor of gradients; waits for the GPU if necessary."""
         return self._inverse_scale.item()
 
     def found_inf(self) -> bool:
-        """Whether any gradient is not finite, and the step is to be left out; the same on every rank."""
+        """Whether any gradient is not finite, so that the step is skipped; the same on every rank."""
         if self._found_inf is None:
             self._found_inf = not all(math.isfinite(self._norm_of(p)) for p in self._parameters)
         return self._found_inf
 
     def apply(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Transform ``gradients`` in place, on their way to what the optimizer sees."""
+        """Transform ``gradients`` in place."""
         for gradient in gradients:
             torch._amp_foreach_non_finite_check_and_unscale_(
                 [gradient],
@@ -86,13 +85,13 @@ class Unscale:
 class ClipNorm:
     """Scales all gradients down to a total norm; see :func:`torch.nn.utils.clip_grad_norm_`.
 
-    Each parameter's norm is rounded to its gradient's type, as torch's is.
+    Each parameter's norm is rounded to its gradient's type, as in torch.
 
     Args:
         max_norm: Largest total norm.
-        parameters: Whose gradients the norm is of.
-        norm_of: Of the gradients as they travelled.
-        after: What is done to them after that, before they are clipped.
+        parameters: The parameters whose gradients count.
+        norm_of: Returns norms of the gradients as they were reduced.
+        after: The unscaling that comes before clipping, if any.
     """
 
     def __init__(
@@ -106,11 +105,11 @@ class ClipNorm:
         self._on_device: torch.Tensor | None = None
 
     def coefficient(self) -> torch.Tensor:
-        """What gradients are multiplied with; the same bits on every rank."""
+        """Return the factor of gradients; the same bits on every rank."""
         if self._coefficient is None:
             factor = 1.0 if self._after is None else self._after.factor
             with torch._C.DisableTorchFunctionSubclass():
-                # The norm of complex numbers is a real one.
+                # The norm of complex numbers is real.
                 kinds = {p.dtype.to_real() for p in self._parameters}
                 norms = [_rounded(self._norm_of(p) * factor, p.dtype.to_real()) for p in self._parameters]
             kind = torch.float32 if not kinds else kinds.pop()
@@ -121,13 +120,13 @@ class ClipNorm:
         return self._coefficient
 
     def apply(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Transform ``gradients`` in place, on their way to what the optimizer sees."""
+        """Transform ``gradients`` in place."""
         coefficient = self.coefficient()
         if coefficient.item() == 1.0:
             return
         for gradient in gradients:
             if self._on_device is None or self._on_device.device != gradient.device:
-                # So that the host does not wait: it is not pinned memory, so a GPU has its copy before this returns.
+                # The host does not wait; unpinned memory is copied before this returns.
                 self._on_device = coefficient.to(gradient.device, non_blocking=True)
             gradient.mul_(self._on_device)
 
@@ -137,21 +136,21 @@ def _rounded(value: float, kind: torch.dtype) -> float:
 
 
 class PendingScale(Protocol):
-    """A loss scale that is updated when it is known whether the gradients were finite."""
+    """An update of the loss scale that waits until it is known whether the gradients were finite."""
 
     def update(self) -> None:
-        """Update it; called once, when :meth:`Unscale.found_inf` does not wait any more."""
+        """Update the scale; called once, when :meth:`Unscale.found_inf` returns without waiting."""
 
     def discard(self) -> None:
-        """Leave it as it is: the step failed."""
+        """Leave the scale as it is, as the step has failed."""
 
 
 class StepTransforms:
-    """The transforms of one step's gradients, applied to each bucket when it has arrived; used under the step's lock.
+    """The transforms of one step's gradients, applied to each bucket on arrival; used under the step's lock.
 
     Args:
-        reduction: What reduces this step's gradients.
-        buckets: The step's; it may grow.
+        reduction: The reduction of this step's gradients.
+        buckets: The step's buckets; more may be added.
         wait: Waits for a task.
     """
 
@@ -162,16 +161,16 @@ class StepTransforms:
         self._buckets = buckets
         self._wait = wait
         self._transforms: list[Unscale | ClipNorm | ClipValue] = []
-        self._gradients: dict[int, list[torch.Tensor]] = {}  # by index of the bucket: what is transformed
-        self._applied: dict[int, int] = {}  # by index of the bucket: how many of the transforms
+        self._gradients: dict[int, list[torch.Tensor]] = {}  # by index of the bucket: the gradients to transform
+        self._applied: dict[int, int] = {}  # by index of the bucket: the number of transforms applied
         self._handed_out: dict[
             int, tuple[GradientBucket, torch.Tensor | None]
-        ] = {}  # with its norm, where norms are known
+        ] = {}  # with its norm, if norms are known
         self._unscale: Unscale | None = None
         self._pending_scale: PendingScale | None = None
 
     def unscale(self, optimizer: Optimizer, inverse_scale: torch.Tensor) -> Unscale | None:
-        """Take over dividing by the loss scale, or return ``None``."""
+        """Defer dividing by the loss scale; ``None`` if that is not possible."""
         parameters = self._take(optimizer, needs_norms=True)
         if parameters is None or any(p.dtype is torch.float16 or p.dtype.is_complex for p in parameters):
             return None
@@ -180,7 +179,7 @@ class StepTransforms:
         return self._unscale
 
     def clip_norm(self, optimizer: Optimizer, max_norm: float) -> bool:
-        """Take over clipping by norm; returns whether it was."""
+        """Defer clipping by norm; returns whether that is possible."""
         parameters = self._take(optimizer, needs_norms=True)
         if parameters is None:
             return False
@@ -188,15 +187,15 @@ class StepTransforms:
         return True
 
     def clip_value(self, optimizer: Optimizer, limit: float) -> bool:
-        """Take over clipping by value; returns whether it was."""
+        """Defer clipping by value; returns whether that is possible."""
         parameters = self._take(optimizer, needs_norms=False)
         if parameters is None or any(p.dtype.is_complex for p in parameters):
-            return False  # torch has an error for complex numbers
+            return False  # torch raises an error for complex numbers
         self._add(ClipValue(limit))
         return True
 
     def scale_later(self, pending: PendingScale) -> None:
-        """Update a loss scale as soon as it is known how."""
+        """Update a loss scale once the gradients are known to be finite or not."""
         self._pending_scale = pending
 
     def apply(self, bucket: GradientBucket) -> None:
@@ -208,13 +207,13 @@ class StepTransforms:
             self._applied[bucket.index] = len(self._transforms)
 
     def hand_out(self, bucket: GradientBucket) -> None:
-        """Transform the gradients of a bucket that has arrived, and that somebody may read or change from here on."""
+        """Transform the gradients of an arrived bucket that other code may read or change from here on."""
         self.apply(bucket)
         norm = _norm(bucket) if isinstance(self._reduction, ShardedReduction) else None
         self._handed_out[bucket.index] = bucket, norm
 
     def leaves_step_out(self) -> bool:
-        """Whether gradients are not finite, and the loss scale wants no step then; waits if need be."""
+        """Whether the step is skipped because of non-finite gradients; waits if necessary."""
         return self._unscale is not None and self._unscale.found_inf()
 
     @property
@@ -225,27 +224,27 @@ class StepTransforms:
 
     @property
     def norms(self) -> CommTask | None:
-        """What tells the ranks the norms of each other's shards, applied to anything or not."""
+        """The task that exchanges norms of shards, whether they are used or not."""
         return self._reduction.norms if isinstance(self._reduction, ShardedReduction) else None
 
     @property
     def task(self) -> CommTask | None:
-        """What is waited for before anything can be applied."""
+        """The task that has to end before anything can be applied."""
         return self.norms if self._transforms else None
 
     def update_scale(self) -> None:
-        """Update the loss scale, if that is due; waits if need be."""
+        """Update the loss scale if an update is pending; waits if necessary."""
         if self._pending_scale is not None:
             self.leaves_step_out()
             pending, self._pending_scale = self._pending_scale, None
             pending.update()
 
     def let_go(self) -> None:
-        """All is done: hold no gradient, of which one would be kept for whoever holds it."""
+        """Release all gradients; DDP must not find a reference to them."""
         self._gradients = {}
 
     def discard(self) -> None:
-        """Forget a loss scale that was to be updated."""
+        """Drop a pending update of the loss scale."""
         pending, self._pending_scale = self._pending_scale, None
         if pending is not None:
             pending.discard()
@@ -263,20 +262,20 @@ class StepTransforms:
             self.hand_out(bucket)
 
     def _take(self, optimizer: Optimizer, *, needs_norms: bool) -> list[nn.Parameter] | None:
-        """The optimizer's parameters that have a gradient, if all gradients are what the reduction made of them."""
+        """Return the optimizer's parameters with gradients; ``None`` unless all gradients are as they were reduced."""
         if not self._buckets:
             return None
         if needs_norms:
             if not isinstance(self._reduction, ShardedReduction):
                 return None
             if any(not isinstance(transform, Unscale) for transform in self._transforms):
-                return None  # the norm after a transform that is not linear
+                return None  # norms are unknown after a transform that is not linear
             if _any_changed(self._handed_out.values()):
                 return None
         bucket_of = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
         parameters: list[nn.Parameter] = []
         gradients: dict[int, list[torch.Tensor]] = {}
-        with torch._C.DisableTorchFunctionSubclass():  # look at p.grad without opening gates
+        with torch._C.DisableTorchFunctionSubclass():  # reads p.grad without opening gates
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     gradient = parameter.grad
@@ -298,10 +297,10 @@ def _norm(bucket: GradientBucket) -> torch.Tensor:
 
 
 def _any_changed(handed_out: Iterable[tuple[GradientBucket, torch.Tensor | None]]) -> bool:
-    """Whether the norm of what was handed out has changed; a change that leaves the norm as it was does no harm."""
+    """Whether the norm of a bucket that was handed out has changed; a change with equal norm is harmless."""
     norms = [each for bucket, norm in handed_out if norm is not None for each in (norm, _norm(bucket))]
     if not norms:
         return False
-    known = torch.stack(norms).tolist()  # from a GPU in one transfer
+    known = torch.stack(norms).tolist()  # one transfer from a GPU
     pairs = zip(known[::2], known[1::2], strict=True)
     return any(then != now and not (then != then and now != now) for then, now in pairs)

@@ -1,20 +1,20 @@
-"""Gradients that travel as products of two thin matrices (``compression/powersgd.py``), by priority and under credit.
+"""Reduces gradients as products of two thin matrices P and Q (``compression/powersgd.py``), by priority and credit.
 
-Both sums are tasks of the bucket's priority, which the scheduler cuts and orders as it does any other, so that the
-factors of the layers that are needed first pass those of others, and the second sum travels under the next forward
-pass. What of a bucket is no matrix that shrinks (biases, small or flat parameters, and what other rules say) is reduced
-beside that, as one buffer.
+Both sums are tasks with the bucket's priority. The scheduler cuts and orders them like others, so urgent layers'
+factors pass those of others, and the second sum travels during the next forward pass. The rest of a bucket (biases,
+small or flat parameters, parameters under other rules) is reduced as one more buffer.
 
-Why the ranks agree: as in ``reduction.py``. A right task waits on its rank for the left one and for the rest of the
-bucket; rank 0 decides on it after these have ended there, so they come first in the one order of all ranks.
+Why the ranks agree: as in ``reduction.py``. A rank's right task (Q) waits for its left task (P) and for the rest of the
+bucket. Rank 0 launches it after these have ended there, so they come first in the order of all ranks. Each rank
+orthonormalises and multiplies P itself. The bits are equal as long as processors are of one kind and torch uses them
+alike, which is checked at the start (``CompressionRules.facts``).
 
-P is made orthonormal and multiplied on each rank: the same bits on all, as long as their processors are of one kind and
-torch uses them in one way, which is compared at the start (``CompressionRules.facts``).
-On a GPU that is done where gradients are, and factors alone are copied to host memory and back, see
-``host_copies.py``; what is no matrix is reduced in whatever way it would be if it was all of the bucket.
+On a GPU the arithmetic runs where gradients are, and only factors are copied to host memory and back
+(``host_copies.py``). The rest is reduced as if it were a whole bucket.
 
-Threads: :meth:`LowRankBucket.left` and :meth:`LowRankBucket.right` run on the codec thread, :meth:`LowRankBucket.place`
-on the one that has seen the last part of the right task arrive, before that is told: what fails there fails the task.
+Threads: :meth:`LowRankBucket.left` and :meth:`LowRankBucket.right` run on the codec thread. :meth:`LowRankBucket.place`
+runs on the thread that sees the last part of the right task arrive, before the task ends, so an error in it fails the
+task.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask
 
 __all__ = ["LowRankBucket", "Rest", "reduce_in_factors"]
 
-_DIRECT = 1 << 15  # bytes more that a rank sends, at most, to save a round of messages: that takes a rank 1 to 2 ms
+_DIRECT = 1 << 15  # bytes that a rank may send in addition to save a round of messages of 1 to 2 ms
 
 
 class LowRankBucket:
     """The matrices of one bucket in one step.
 
     Args:
-        buffer: The flat gradient; their places are filled with the mean.
-        matrices: In order; one at least.
-        ranks: That are averaged over.
-        observer: Told of work and of residuals.
-        weight: What this rank counts; as much as any other when left out. Known before anything is sent.
-        copies: Where ``buffer`` is on a device, whose factors travel from host memory: of these.
+        buffer: The flat gradient; the matrices' places are filled with the mean.
+        matrices: The matrices in order, at least one.
+        ranks: Number of ranks to average over.
+        observer: Records work and residuals.
+        weight: This rank's weight, known before anything is sent; equal weights if ``None``.
+        copies: Copies factors to and from host memory, if ``buffer`` is on a device.
 
     Attributes:
         lefts: All P, flat, column by column.
@@ -95,11 +95,11 @@ class LowRankBucket:
 
     @property
     def elements(self) -> int:
-        """Of all matrices."""
+        """Number of elements of all matrices."""
         return sum(matrix.end - matrix.first for matrix in self._matrices)
 
     def left(self, group: dist.ProcessGroup, sub_task: SubCommTask, number: int) -> StartedOperation:
-        """Add up a part of all P; an ``EncodedStart``."""
+        """Sum a part of all P over the ranks; an ``EncodedStart``."""
         if not self._have_left:
             self._have_left = True
             factor = 1.0 / self._ranks if self._weight is None else self._weight.factor
@@ -111,7 +111,7 @@ class LowRankBucket:
         return _mean(group, self._sent_lefts, sub_task, number)
 
     def right(self, group: dist.ProcessGroup, sub_task: SubCommTask, number: int) -> StartedOperation:
-        """Add up a part of all Q; an ``EncodedStart``, after all of :meth:`left`."""
+        """Sum a part of all Q over the ranks; an ``EncodedStart``, after all of :meth:`left`."""
         if not self._have_right:
             self._have_right = True
             with self._observer.working("reduce", sub_task), self._on_device():
@@ -124,7 +124,7 @@ class LowRankBucket:
         return _mean(group, self._sent_rights, sub_task, number)
 
     def place(self, last: SubCommTask, rest: Rest) -> None:
-        """Put the mean into the buffer, and that of the rest; after all of :meth:`right`."""
+        """Write the means of matrices and rest into the buffer; after all of :meth:`right`."""
         with self._observer.working("decode", last) as squares, self._on_device():
             rest.put_back()
             if self._copies is not None:
@@ -133,7 +133,7 @@ class LowRankBucket:
                 squares.append(matrix.end_with(self._buffer, self._ranks, left, right))
 
     def _on_device(self) -> AbstractContextManager[None]:
-        """Around arithmetic: done when it is left."""
+        """Wrap arithmetic on the device; it is complete on exit."""
         return nullcontext() if self._copies is None else self._copies.working()
 
 
@@ -145,14 +145,14 @@ def reduce_in_factors(
     reduce_rest: Callable[[GradientBucket, Callable[[CommTask], None] | None], CommTask],
     on_end: Callable[[CommTask], None] | None,
 ) -> CommTask:
-    """Average the buffer of a bucket with matrices; see ``Reduction.reduce``.
+    """Average the buffer of a bucket that has matrices; see ``Reduction.reduce``.
 
     Args:
-        tasks: Of the step.
-        bucket: The next one.
-        matrices: Of it.
-        rest: All else of it.
-        reduce_rest: Reduces that, as a bucket of its own.
+        tasks: Tasks of the step.
+        bucket: The next bucket.
+        matrices: Its matrices.
+        rest: The rest of it.
+        reduce_rest: Reduces the rest like a bucket.
         on_end: See ``Reduction.reduce``.
     """
     ready, share = tasks.mark(bucket), (tasks.world_size - 1) / tasks.world_size
@@ -173,14 +173,14 @@ def reduce_in_factors(
             phase=phase,
             index=bucket.index,
             priority=bucket.priority,
-            # As they are, matrices would travel once to their owners and once to all.
+            # Unencoded matrices would travel once to their owners and once to all.
             wire_share=share * matrices.elements / factors.numel() * bucket.buffer.element_size() / 4,
             on_end=on_end,
             on_part=on_part,
         )
 
     def ended(task: CommTask) -> None:
-        # If it failed, the core stops, and with it whoever waits.
+        # If it failed, the core stops, and all waits end.
         if task.error is None and awaited.less(1):
             right.notify_ready()
 
@@ -197,10 +197,10 @@ def reduce_in_factors(
 
 
 class Rest:
-    """What of a bucket is reduced beside its matrices, in a buffer of its own.
+    """The part of a bucket that is reduced beside its matrices, in its own buffer.
 
     Args:
-        buffer: The bucket's.
+        buffer: The bucket's buffer.
         pieces: Parameters with their positions in it, as (parameter, first, end).
     """
 
@@ -210,31 +210,31 @@ class Rest:
         self.buffer = torch.cat(self._places) if pieces else buffer[:0]
 
     def put_back(self) -> None:
-        """Copy what it was reduced to into the bucket."""
+        """Copy the result into the bucket."""
         parts = self.buffer.split([len(place) for place in self._places])
         for place, part in zip(self._places, parts, strict=True):
             place.copy_(part)
 
 
 class _Countdown:
-    """Of what several threads end."""
+    """Counts down over several threads."""
 
     def __init__(self, count: int) -> None:
         self._count = count
         self._lock = threading.Lock()
 
     def less(self, count: int) -> bool:
-        """So many have ended; returns whether these were the last."""
+        """Subtract ``count``; returns whether nothing remains."""
         with self._lock:
             self._count -= count
             return not self._count
 
 
 def _mean(group: dist.ProcessGroup, factors: Tensor, sub_task: SubCommTask, number: int) -> StartedOperation:
-    """Average a part over all ranks by messages, which match by their number whenever they are begun.
+    """Average a part over all ranks by messages that are matched by their number.
 
-    Two rounds of them, or one where that sends hardly more: on two ranks it sends as much, and factors are small. All
-    ranks know the sizes that decide.
+    It takes two rounds, or one if that sends hardly more, as on two ranks. The sizes that decide are known to all
+    ranks.
     """
     part = factors[sub_task.offset : sub_task.offset + sub_task.size]
     width, others = factors.element_size(), group.size() - 1

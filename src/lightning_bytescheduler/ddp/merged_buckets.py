@@ -1,18 +1,18 @@
-"""Steps as DDP's: buckets merged to messages about as large as DDP's, and waited for at the end of backward.
+"""Steps as DDP's: buckets are merged into messages about as large as DDP's and awaited at the end of backward.
 
-The buckets are smaller than DDP's, as they are what gates a layer, and cannot be changed after DDP has made them. So a
-step without gates reduces them at once, merges them as they come, and waits at the end of the backward pass. On a CPU
-merging copies them there and back, so they are merged only up to the size from which a message's start-up is little
-beside its bytes (:func:`merged_bytes`).
+Buckets are smaller than DDP's, as each gates a layer, and cannot be changed once DDP has made them. A step without
+gates reduces them at once, merges them as they come, and waits at the end of the backward pass. On a CPU merging costs
+copies, so buckets are merged only up to the size at which a message's start-up time is small beside its transfer
+(:func:`merged_bytes`).
 
-Where nothing is to be hidden, whatever is done beside DDP's own work is lost. On a CPU, DDP is given futures that are
-completed already, and the hook of the last bucket waits for what is under way: a future that a thread of gloo completes
-takes the interpreter away from the backward pass, once for each bucket. On a GPU it is streams that wait.
+Such a step must cost no more than DDP's. On a CPU, DDP gets completed futures, and the hook of the last bucket waits: a
+future that a gloo thread completes would take the interpreter from the backward pass once per bucket. On a GPU streams
+wait.
 
 Why ranks agree: DDP calls its hook in the order of buckets on every rank, and only the training thread sends here. The
-data group is otherwise the scheduler core's; it is idle, as all of the last step has arrived on this rank, for which
-every rank has launched it. Where ranks count by their samples, messages that are formed before it is known what this
-rank's count wait for that, in the order in which they were formed: what they hold does not depend on it.
+data group belongs to the scheduler's core otherwise. It is idle here, as all of the last step has arrived on this rank,
+so every rank has launched it. With weights by samples, messages that are formed before this rank's weight is known wait
+for it, in the order in which they were formed; their contents do not depend on it.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ _LOOK_EVERY = timedelta(milliseconds=200)
 
 
 def merged_bytes(device: torch.device, link: LinkEstimate | None) -> int:
-    """Size from which buckets are not merged any more; the same on all ranks, which know the same link.
+    """Return the size of a message from which no bucket is added; the same on all ranks, which know the same link.
 
     Args:
         device: Where gradients live.
-        link: As measured, if it was.
+        link: The measured link, if any.
     """
     if device.type != "cpu":
-        return _BYTES  # several tensors travel as one without being copied
+        return _BYTES  # several tensors travel as one without a copy
     if link is None:
         return _FIRST_BYTES
     return min(max(int(link.alpha / link.beta / _START_UP_SHARE), _FIRST_BYTES), _BYTES)
@@ -65,12 +65,12 @@ class MergedBuckets:
     Args:
         group: The scheduler's data group.
         device: Where gradients live.
-        futures: Where completed ones are kept from step to step.
-        limit: Bytes from which a message is sent, see :func:`merged_bytes`; 0 to send buckets as they are.
-        processors: That this rank has for itself.
-        weight: What this rank counts; as much as any other when left out.
-        failure: Why nothing will come any more, if another rank failed before this pass began.
-        record: Told of each message before it is sent; what it returns is told of that message's future.
+        futures: Completed futures that are reused from step to step.
+        limit: Bytes from which a message is sent, see :func:`merged_bytes`; 0 to send buckets unmerged.
+        processors: Number of processors that this rank has.
+        weight: This rank's weight; equal weights if ``None``.
+        failure: Returns the reason if another rank has failed and nothing will come.
+        record: Called with each message before it is sent; the result is called with the message's future.
     """
 
     def __init__(
@@ -89,35 +89,35 @@ class MergedBuckets:
         self._failure = failure
         self._record = record
         self._weight = weight
-        self._formed: list[_Waiting] = []  # messages that are not sent, as it is not known what this rank counts
+        self._formed: list[_Waiting] = []  # messages that wait for this rank's weight
         self._processors = processors
         self._futures = futures
         self._waits_here = device.type == "cpu"
-        # Gloo sends several tensors as one on a CPU only.
+        # Gloo sends several tensors as one only on a CPU.
         self._merges = device.type == "cpu" or group._get_backend(device).name() != "gloo"
         self._waiting: _Waiting = []
         self._waiting_bytes = 0
-        self._works: list[dist.Work] = []  # what is waited for here
-        self._open: list[torch.futures.Future[torch.Tensor]] = []  # what DDP waits for, ended or not
+        self._works: list[dist.Work] = []  # awaited here
+        self._open: list[torch.futures.Future[torch.Tensor]] = []  # awaited by DDP, completed or not
         self._error: BaseException | None = None
         self._limit = min(limit, _FIRST_BYTES)
         self._next_limit = limit
         self.hideable_s = math.inf
-        """How long this rank has waited at the end with nothing to do; infinite where that is not known."""
+        """Seconds that this rank has waited idle at the end; infinite if unknown."""
 
     def reduce(self, buffer: torch.Tensor, *, index: int, last: bool) -> torch.futures.Future[torch.Tensor]:
-        """Average ``buffer`` over all ranks, in place, together with its neighbours.
+        """Average ``buffer`` over all ranks, in place, merged with its neighbours.
 
         Args:
-            buffer: A bucket.
-            index: Its own.
-            last: Whether it is the backward pass's last one. On a CPU all of them have arrived afterwards.
+            buffer: A flat bucket.
+            index: Its index.
+            last: Whether it is the backward pass's last one. On a CPU all buckets have arrived when this returns.
 
         Returns:
             A future of ``buffer``.
 
         Raises:
-            BaseException: What the reduction failed with, or was ended with by :meth:`fail`.
+            BaseException: The reduction's error, or that of :meth:`fail`.
         """
         if self._waits_here:
             if self._error is not None:
@@ -141,10 +141,10 @@ class MergedBuckets:
         return future
 
     def finish(self) -> None:
-        """Send what is left, and wait for everything where DDP does not; :meth:`reduce` does so with the last bucket.
+        """Send the remaining buckets, and wait for everything where DDP does not; the last bucket calls this.
 
         Raises:
-            BaseException: What the reduction failed with, or was ended with by :meth:`fail`.
+            BaseException: The reduction's error, or that of :meth:`fail`.
         """
         if self._waiting:
             self._send()
@@ -163,9 +163,9 @@ class MergedBuckets:
         return not (all(future.done() for future in self._open) and all(work.is_completed() for work in self._works))
 
     def fail(self, error: BaseException) -> None:
-        """End what has not arrived, and what is still to come, with ``error``; for any thread.
+        """End pending and future reductions with ``error``; for any thread.
 
-        DDP waits for futures inside of torch: nothing else would wake it.
+        DDP waits for its futures inside torch, where nothing else would wake it.
         """
         self._error = error
         for future in list(self._open):
@@ -189,7 +189,7 @@ class MergedBuckets:
     def _send_together(self, waiting: _Waiting, factor: float) -> None:
         if factor:
             torch._foreach_mul_([buffer for buffer, _ in waiting], factor)
-        else:  # also what is not finite counts nothing
+        else:  # the weight is zero also for non-finite gradients
             torch._foreach_zero_([buffer for buffer, _ in waiting])
         for together in [waiting] if self._merges else [[each] for each in waiting]:
             buffers = [buffer for buffer, _ in together]
@@ -200,7 +200,7 @@ class MergedBuckets:
             else:
                 work.get_future().add_done_callback(partial(_arrived, together))
             if arrived is not None:
-                with suppress(RuntimeError):  # a backend without futures trains all the same
+                with suppress(RuntimeError):  # a backend without futures still works
                     work.get_future().add_done_callback(arrived)
 
     def _await(self) -> None:
@@ -208,7 +208,7 @@ class MergedBuckets:
         for work in self._works:
             wait_unless(work, self._cause, look_every=_LOOK_EVERY)
         waited = time.perf_counter() - start
-        # Where communication needs the processors on which the model computes, it cannot be hidden behind that.
+        # Communication that needs the processors that compute the model cannot be hidden.
         if torch.get_num_threads() >= self._processors:
             waited -= (time.process_time() - busy) / self._processors
         self.hideable_s = max(waited, 0.0)
@@ -216,7 +216,7 @@ class MergedBuckets:
 
 def _arrived(waiting: _Waiting, reduced: torch.futures.Future[object]) -> None:
     for buffer, future in waiting:
-        with suppress(RuntimeError):  # it was ended by MergedBuckets.fail
+        with suppress(RuntimeError):  # MergedBuckets.fail has ended it
             try:
                 reduced.value()
             except Exception as error:
@@ -226,14 +226,14 @@ def _arrived(waiting: _Waiting, reduced: torch.futures.Future[object]) -> None:
 
 
 class SentMessages:
-    """Puts what a step as DDP's sends on the timeline: it goes past the scheduler's core, which records the rest.
+    """Records the messages of a step as DDP's on the timeline, as they bypass the scheduler's core.
 
-    On a GPU a message begins and ends when the device comes by.
+    On a GPU a message begins and ends when the device reaches it.
 
     Args:
         context: Shared with all steps of the fit; has a timeline.
-        step: Its number.
-        wire_share: What each rank sends of a byte.
+        step: Number of the step.
+        wire_share: Bytes that each rank sends per byte.
     """
 
     def __init__(self, context: StepContext, step: int, wire_share: float) -> None:
@@ -243,7 +243,7 @@ class SentMessages:
         self._count = 0
 
     def sending(self, buffers: Sequence[torch.Tensor]) -> Callable[[torch.futures.Future[object]], None]:
-        """One begins, of ``buffers``; returns what is to be told of its future, on any thread."""
+        """Begin a message of ``buffers``; the result is called with its future, on any thread."""
         clock, number = self._context.clock, self._count
         self._count += 1
         nbytes = self._wire_share * sum(buffer.numel() * buffer.element_size() for buffer in buffers)
@@ -259,14 +259,14 @@ class SentMessages:
                 )
 
         def arrived(future: torch.futures.Future[object]) -> None:
-            with suppress(Exception):  # whoever waits for it hears of that
+            with suppress(Exception):  # the waiting code gets the error
                 future.value()
                 self._when_reached(end)
 
         return arrived
 
     def _when_reached(self, then: Callable[[], None]) -> None:
-        """Call ``then`` when what was enqueued until now on the current stream is done; at once on a CPU."""
+        """Call ``then`` when the current stream has done what is enqueued so far; at once on a CPU."""
         streams = self._context.transport.streams
         if streams is None:
             then()
@@ -275,14 +275,14 @@ class SentMessages:
 
 
 class DdpModeStep(TrainingStep):
-    """As DDP takes it: past the scheduler, see ``merged_buckets.py`` and :class:`TrainingStep`.
+    """A step as DDP takes it, without the scheduler; see the module and :class:`TrainingStep`.
 
     Args:
         context: Shared with all steps of the fit.
         number: See :class:`TrainingStep`.
         merged_bytes: Bytes from which a message is sent, the same on all ranks.
-        processors: That this rank has for itself.
-        on_exposed: Told for how many seconds training has waited at the end with nothing to do.
+        processors: Number of processors that this rank has.
+        on_exposed: Called with the seconds that training has waited idle at the end.
     """
 
     kind = "as DDP's"
@@ -298,7 +298,7 @@ class DdpModeStep(TrainingStep):
     ) -> None:
         super().__init__(context, number)
         if context.transport.streams is not None:
-            context.core.drain(context.timeout)  # NCCL goes by the order of launches; this thread launches next
+            context.core.drain(context.timeout)  # NCCL runs in launch order, and this thread launches next
         group = context.transport.group
         self._on_exposed = on_exposed
         self._wire_share = 2.0 * (group.size() - 1) / group.size()

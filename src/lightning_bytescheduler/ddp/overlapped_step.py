@@ -1,29 +1,30 @@
-"""A step whose updates are under way between two backward passes: waiting for gradients, stepping, opening gates.
+"""A step whose updates are pending between two backward passes: waits for gradients, steps, and opens gates.
 
-A bucket's gate opens after the bucket's update, so that whoever touches a parameter of it meanwhile, on another thread,
-waits. If it opened before, that thread would read last step's weights, or save for its backward pass what the update
-then changes in place. Buckets that have arrived are stepped while a thread waits for another one; their gates stay
-closed until a touch, as touches tell the order of use, and what is read unseen.
+A bucket's gate opens after the bucket's update, so another thread that touches one of its parameters waits. Otherwise
+it would read last step's weights, or save for its backward pass a tensor that the update then changes in place. Buckets
+that have arrived are stepped while a thread waits for another one. Their gates stay closed until a touch, as touches
+show the order of use, and which reads are unseen.
 
-States of a bucket's update, all moved by the training thread (or whoever touches a parameter) under the lock::
+States of a bucket's update. The training thread, or another thread that touches a parameter, changes them under the
+lock::
 
-    REDUCING  after backward: only ``parameter.grad`` makes the toucher wait; the weights are still valid
-    REDUCED   the gradient was read before optimizer.step: it is final, parameters are plain, the step comes at once
+    REDUCING  after backward: only an access to ``parameter.grad`` waits; the weights are still valid
+    REDUCED   the gradient was read before optimizer.step: it is final, parameters are plain, the step is not deferred
     DUE       after optimizer.step: any touch waits and applies the update
-    STEPPED   its update was applied while a thread waited for another bucket; the gate is closed still, as it tells
+    STEPPED   the update was applied while a thread waited for another bucket; the gate is still closed, as it shows
               when and in which order parameters are used
-    OPENING   one thread applies it, or transforms the gradient; only that thread's own code can meet this state, as
-              whoever else touches a parameter waits for the lock
+    OPENING   one thread applies the update or transforms the gradient; only that thread's own code can see this
+              state, as other threads wait for the lock
     DONE      parameters are plain again
 
 Lock order: ``StepContext.lock``, then a task's or the core's. Threads of the scheduler never take it. A thread that
-touches a parameter while another one applies its bucket waits for the lock, with whatever locks it holds itself. Nobody
-waits for those while holding this one: under it there is only the wait for a task, which scheduler threads, an abort or
-the timeout end, and the optimizer's own arithmetic; a listener, which may log, is called without it. A failure anywhere
-aborts the core, so each of these waits ends with an error, one thread after the other.
+touches a parameter while another one applies its bucket waits for this lock, with any locks that it holds itself. No
+thread waits for such other locks while holding this one. Under it there is only the wait for a task, which scheduler
+threads, an abort or the timeout end, and the optimizer's arithmetic. A listener, which may log, is called without it. A
+failure anywhere aborts the core, so each of these waits ends with an error.
 
-A signal's handler runs on the training thread, wherever that is. Where it is under the lock, a touch or a flush of the
-handler finds things as they are and changes nothing, as in the middle of an optimizer's step.
+A signal handler runs on the training thread at any point. If that thread is under the lock, a touch or a flush in the
+handler changes nothing and sees things as they are, as in the middle of an optimizer's step.
 """
 
 from __future__ import annotations
@@ -60,11 +61,11 @@ from lightning_bytescheduler.timeline.timeline import STEP
 __all__ = ["BucketUpdate", "OverlappedStep", "UpdateState"]
 
 
-_KEPT = "somebody keeps gradients, or the memory they are in (clone what is kept, to keep the overlap)"
+_KEPT = "other code keeps gradients or their memory (keeping clones keeps the overlap)"
 
 
 class UpdateState(enum.Enum):
-    """Where a bucket's update stands; see the module."""
+    """State of a bucket's update; see the module."""
 
     REDUCING = "reducing"
     REDUCED = "reduced"
@@ -75,14 +76,12 @@ class UpdateState(enum.Enum):
 
 
 class BucketUpdate:
-    """One bucket's gradients on their way, the update that is due when they arrive, and the gate on its parameters.
-
-    Whoever touches a parameter of it waits and steps here: nothing else is asked on the way.
+    """One bucket's gradients in flight, the update that follows, and the gate on its parameters.
 
     Args:
-        step: That this is part of.
-        bucket: Of DDP.
-        task: The communication.
+        step: The step that it belongs to.
+        bucket: The bucket.
+        task: Its communication.
     """
 
     __slots__ = ("bucket", "chosen", "due", "state", "step", "task", "touched_by")
@@ -98,25 +97,25 @@ class BucketUpdate:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The bucket's."""
+        """Parameters of the bucket."""
         return self.bucket.parameters
 
     @property
     def has_arrived(self) -> bool:
-        """Whether the gradient is here, reduced."""
+        """Whether the reduced gradient has arrived."""
         return self.task.done() and self.task.error is None
 
     @property
     def is_closed(self) -> bool:
-        """Whether a touch may find something left to do."""
+        """Whether a touch may find something to do."""
         return self.state in (UpdateState.REDUCING, UpdateState.DUE, UpdateState.STEPPED)
 
     def is_gateable(self) -> bool:
-        """Whether every parameter's touches can be seen, as far as its class tells."""
+        """Whether all parameters are of a class that can be gated."""
         return all(can_be_gated(p) for p in self.bucket.parameters)
 
     def is_unseen(self) -> bool:
-        """Whether a touch of a parameter may not be seen."""
+        """Whether touches of a parameter may be missed."""
         unseen = self.step.context.unseen
         return not self.is_gateable() or any(id(p) in unseen for p in self.bucket.parameters)
 
@@ -128,7 +127,7 @@ class BucketUpdate:
         """Make the parameters plain again."""
         disarm(p for p in self.bucket.parameters if gate_of(p) is self)
 
-    # ------------------------------------------------------------------ a touch
+    # ------------------------------------------------------------------ touches
 
     def touched(self, parameter: nn.Parameter, gradient_only: bool) -> None:
         """See :class:`~lightning_bytescheduler.ddp.gates.Gate`; on any thread."""
@@ -136,27 +135,28 @@ class BucketUpdate:
         if context.entered:
             return
         if gradient_only and context.own_gradients.look(parameter):
-            return  # in the backward pass: not what is under way
+            return  # in the backward pass, and not in flight
         self.touched_by = parameter
         with context.lock:
             waits = self.state is UpdateState.DUE or (self.state is UpdateState.REDUCING and gradient_only)
             early = waits and context.waits_early()
         if early:
-            context.listener.waited_early()  # without the lock: a logging handler may be what touches elsewhere
+            # without the lock, as a logging handler may touch parameters on another thread
+            context.listener.waited_early()
         if self.state is UpdateState.DUE and context.transport.streams is None:
             step.step_while_waiting(self.task)
-            context.wait(self.task)  # without the lock, so that other threads get at buckets that have arrived
+            context.wait(self.task)  # without the lock, so that other threads can use buckets that have arrived
         with context.lock:
             if self.state in (UpdateState.DUE, UpdateState.STEPPED):
                 self.apply("touch")
             elif self.state is UpdateState.REDUCING and gradient_only:
                 self.await_gradient("gradient")
             elif self.state in (UpdateState.REDUCED, UpdateState.DONE):
-                with context.stream.entered():  # another thread has enqueued the step there
+                with context.stream.entered():  # another thread has enqueued the step on its own stream
                     self.open_gate()
         gate = gate_of(parameter)
         if gate is not None and gate is not self:
-            gate.touched(parameter, gradient_only)  # put there while this thread waited
+            gate.touched(parameter, gradient_only)  # closed while this thread waited
 
     def open_all(self, reason: str) -> None:
         """See :class:`~lightning_bytescheduler.ddp.gates.Gate`; on any thread."""
@@ -165,7 +165,7 @@ class BucketUpdate:
     # ------------------------------------------------------------------ under the lock
 
     def await_gradient(self, why: OpeningKind) -> None:
-        """Wait for the gradient, make it what the optimizer is to see, and open the gate."""
+        """Wait for the gradient, transform it for the optimizer, and open the gate."""
         context, transforms = self.step.context, self.step.transforms
         with context.stream.entered():
             context.wait(self.task)
@@ -173,7 +173,7 @@ class BucketUpdate:
                 transforms.hand_out(self.bucket)
 
     def apply(self, why: OpeningKind) -> None:
-        """Wait for the gradient, update the parameters unless that was done, and open the gate."""
+        """Wait for the gradient, update the parameters unless that is done, and open the gate."""
         context = self.step.context
         if context.forward.under_way:
             context.forward.touched_buckets.append(self.bucket.index)
@@ -185,7 +185,7 @@ class BucketUpdate:
                     self.update()
 
     def step_early(self) -> None:
-        """Update the parameters, now that the gradient has arrived; the gate stays closed."""
+        """Update the parameters once the gradient has arrived; the gate stays closed."""
         self.state = UpdateState.OPENING
         try:
             with self.step.context.stream.entered(), self.step.context.or_torn(len(self.chosen)):
@@ -212,9 +212,9 @@ class BucketUpdate:
 
     @contextmanager
     def _opening(self, then: UpdateState, why: OpeningKind) -> Iterator[None]:
-        """Around what the gate guards: other threads find it closed, and wait for the lock, until it is done.
+        """Wrap the work that the gate guards: other threads find it closed and wait for the lock.
 
-        Should it fail, the gate opens all the same: nothing is left to wait for.
+        The gate opens even if the work fails, as nothing is left to wait for.
         """
         context = self.step.context
         self.state = UpdateState.OPENING
@@ -228,13 +228,13 @@ class BucketUpdate:
 
 
 class OverlappedStep(TrainingStep):
-    """Its updates cross the step boundary; see the module.
+    """A step whose updates cross the step boundary; see the module.
 
     Args:
         context: Shared with all steps of the fit.
         number: See :class:`TrainingStep`.
-        position_of: A bucket's position in the forward pass, from its index and parameters.
-        sharded: Reduce in shards, which makes norms known early; the same on all ranks.
+        position_of: Returns a bucket's position in the forward pass, from its index and parameters.
+        sharded: Reduce in shards, so that norms are known early; the same on all ranks.
     """
 
     kind = "overlapped"
@@ -269,7 +269,7 @@ class OverlappedStep(TrainingStep):
             task = self._reduction.reduce(self.context.on_the_wire(known, self.number))
             self._buckets.append(known)
             self.updates.append(BucketUpdate(self, known, task))
-            self.updates[-1].close_gate()  # hooks of this very pass may read and write gradients
+            self.updates[-1].close_gate()  # hooks of this pass may read and write gradients
         if bucket.is_last():
             self._reduction.close()
             self._all_closed = True
@@ -288,9 +288,9 @@ class OverlappedStep(TrainingStep):
         with self.context.lock:
             for update in self.updates:
                 if update.state is UpdateState.REDUCING and not update.is_gateable():
-                    update.await_gradient("step")  # whoever reads its gradient would not be noticed
+                    update.await_gradient("step")  # reads of its gradient would be missed
 
-    # ------------------------------------------------------------------ the optimizer's step
+    # ------------------------------------------------------------------ optimizer step
 
     def unscale(self, optimizer: Optimizer, inverse_scale: torch.Tensor) -> Unscale | None:
         """See :class:`TrainingStep`."""
@@ -318,15 +318,15 @@ class OverlappedStep(TrainingStep):
             self.transforms.update_scale()
 
     def take(self, optimizer: Optimizer, own_step: Callable[[], Any]) -> Any:
-        """Defer the optimizer step of every bucket that nobody has looked at; take the others now.
+        """Defer the optimizer step of every bucket that was not read since the backward pass; take the others now.
 
-        ``own_step`` is used as it is when nothing is left to defer. See :class:`TrainingStep`.
+        If nothing can be deferred, ``own_step`` runs as it is. See :class:`TrainingStep`.
         """
         context = self.context
         with context.lock:
             self._await_unseen()
             deferrable = [u for u in self.updates if u.state is UpdateState.REDUCING]
-            # A backward pass that left a bucket out never closed the gates; DDP reports it at the next forward.
+            # If the backward pass left a bucket out, the gates never closed; DDP raises at the next forward pass.
             why_whole = _why_whole(optimizer, own_step) if self._all_closed else None
             if self._all_closed and deferrable and not why_whole:
                 self._defer(optimizer, deferrable)
@@ -343,7 +343,7 @@ class OverlappedStep(TrainingStep):
         for update in self.updates:
             unseen = update.is_unseen() or not held.isdisjoint(map(id, update.parameters))
             if unseen and update.state is UpdateState.REDUCING:
-                update.await_gradient("step")  # whoever reads its weights later would not be noticed
+                update.await_gradient("step")  # later reads of its weights would be missed
 
     def _defer(self, optimizer: Optimizer, deferrable: list[BucketUpdate]) -> None:
         statistics = self.context.statistics
@@ -351,12 +351,12 @@ class OverlappedStep(TrainingStep):
         update_of = {id(p): update for update in deferrable for p in update.parameters}
         due = self._due = DueStep(optimizer)
         now = []
-        with torch._C.DisableTorchFunctionSubclass():  # look at p.grad without opening gates
+        with torch._C.DisableTorchFunctionSubclass():  # reads p.grad without opening gates
             for index, group in enumerate(optimizer.param_groups):
                 for parameter in group["params"]:
                     gradient = parameter.grad
                     if gradient is None:
-                        continue  # globally unused: no weight decay, no momentum
+                        continue  # unused on all ranks: no weight decay, no momentum
                     update = update_of.get(id(parameter))
                     if update is not None and update.bucket.holds(gradient):
                         update.chosen.append((index, parameter, gradient))
@@ -384,7 +384,7 @@ class OverlappedStep(TrainingStep):
         return bool(self.updates)
 
     def step_while_waiting(self, task: CommTask) -> None:
-        """Take the steps of buckets that have arrived, in time that is lost anyway. Their gates stay closed."""
+        """Step buckets that have arrived while ``task`` is awaited. Their gates stay closed."""
         while not task.done():
             with self.context.lock:
                 update = next((u for u in self.updates if u.state is UpdateState.DUE and u.has_arrived), None)
@@ -418,12 +418,12 @@ class OverlappedStep(TrainingStep):
         """See :class:`TrainingStep`."""
         with self.context.lock:
             self._flush()
-            self.updates = []  # which lead here: what they hold is let go at once
+            self.updates = []  # they refer back to this step; clear them to free memory at once
             self.transforms.let_go()
 
     def before_fork(self) -> None:
         """See :class:`TrainingStep`."""
-        # Not where a signal's handler forks in the middle of an update, which goes on in the parent.
+        # A signal handler may fork in the middle of an update, which then goes on in the parent.
         if self._all_closed and not any(update.state is UpdateState.OPENING for update in self.updates):
             self._flush()
 
@@ -462,7 +462,7 @@ class OverlappedStep(TrainingStep):
                 if update.state is UpdateState.DUE:
                     update.apply("flush")
             if self.transforms.known:
-                self.transforms.update_scale()  # a loss scale goes with the step it was updated for
+                self.transforms.update_scale()  # a loss scale belongs to the step that updates it
         return applied, lost
 
     def close(self) -> None:
@@ -491,7 +491,7 @@ class OverlappedStep(TrainingStep):
             self._due.complete()
             self._due = None
             for update in self.updates:
-                update.due = None  # it leads to the optimizer's state, and who holds that is counted
+                update.due = None  # it refers to the optimizer's state, whose references are counted
         if self._optimizer is not None:
             open_state(self._optimizer)
             self.transforms.update_scale()
@@ -501,5 +501,5 @@ def _why_whole(optimizer: Optimizer, own_step: Callable[[], Any]) -> str | None:
     if why := wants_whole_steps(optimizer, own_step):
         return why
     if state_is_kept(optimizer):
-        return "somebody keeps the optimizer's state, or a tensor of it, and may read it at any time"
+        return "other code keeps the optimizer's state, or a tensor of it, and may read it at any time"
     return None

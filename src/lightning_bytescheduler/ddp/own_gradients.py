@@ -1,16 +1,16 @@
-"""Gradients are what they are with Lightning's ``"ddp"``, without ``gradient_as_bucket_view``: tensors on their own.
+"""Makes gradients behave as with Lightning's ``"ddp"`` without ``gradient_as_bucket_view``: independent tensors.
 
-The buckets are DDP's memory: it copies gradients there, and from then on they are under way. What user code has of it:
+The buckets are DDP's memory: it copies gradients there, and they are sent from there. User code sees this:
 
-- *after a backward pass* ``.grad`` is a tensor over the bucket's memory, but not DDP's own view of it: that one refuses
-  ``detach_()``, and whoever gives it other memory (``.grad.data = ...``, ``vector_to_parameters``) takes DDP's bucket
-  apart. What the optimizer finds there is what it steps with, whosever memory that is;
-- *what somebody has kept* from before the pass, such as views of one flat buffer, gets the mean at its end, and is
-  ``.grad`` again. A gradient that was kept and is not ``.grad`` any more has memory of its own from the next pass on.
-  A view of it (``detach()``, ``numpy()``) shares the bucket's memory, and is written over;
-- *in a backward pass*, a hook that looks at another layer's gradient finds a copy of what this rank has, and the mean
-  takes its place at the end. Whose gradients are looked at shows in the first two passes: from then on they are copied
-  before their bucket leaves. Who begins later is told.
+- *After a backward pass* ``.grad`` is a tensor over the bucket's memory, but not DDP's own view. DDP's view refuses
+  ``detach_()``, and new memory for it (``.grad.data = ...``, ``vector_to_parameters``) would break DDP's bucket. The
+  optimizer steps with whatever ``.grad`` is.
+- *A gradient kept from before the pass*, such as a view of one flat buffer, gets the mean at the end of the pass, and
+  is ``.grad`` again. A kept gradient that has been replaced as ``.grad`` gets its own memory in the next pass. A view
+  of it (``detach()``, ``numpy()``) shares the bucket's memory and is overwritten.
+- *In a backward pass* a hook that reads another layer's gradient gets a copy of this rank's gradient, and the mean
+  replaces it at the end. The first two passes show whose gradients are read; these are copied from then on before their
+  bucket is sent. Hooks that begin later cause a warning.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from lightning_bytescheduler.lightning_api import rank_zero_warn
 
 __all__ = ["OwnGradients"]
 
-_LOOK_FIRST = 2  # passes: DDP has other buckets in the first one
+_LOOK_FIRST = 2  # passes; DDP has other buckets in the first one
 _LOOK_EVERY = 16
 _LATE = (
     "bytescheduler: a hook of the backward pass looked at gradients of other layers, and did not do so in the first "
@@ -46,45 +46,45 @@ Gradients = dict[int, tuple[nn.Parameter, torch.Tensor]]
 
 
 class OwnGradients:
-    """See the module. Used by the thread of a backward pass, and by autograd's that runs hooks for it.
+    """Handles gradients; see the module. Used by a backward pass's thread, and by autograd's that run its hooks.
 
     Args:
-        parameters: All parameters DDP reduces.
-        await_means: Waits until the means of the gradients of parameters with these ids are there.
+        parameters: All parameters that DDP reduces.
+        await_means: Waits until the mean gradients of the parameters with the given ids have arrived.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], await_means: Callable[[set[int]], None]) -> None:
         self._parameters = list(parameters)
         self._await_means = await_means
-        self._beside: Gradients = {}  # over the buckets' memory, as DDP's own views are
-        self._kept: Gradients = {}  # by somebody, from before this pass
+        self._beside: Gradients = {}  # over the buckets' memory, like DDP's views
+        self._kept: Gradients = {}  # by user code, from before this pass
         self._had: list[tuple[nn.Parameter, torch.Tensor, int]] = []
         self._armed: list[nn.Parameter] = []
         self._copies: Gradients = {}  # for hooks of this pass
         self._looked_at: dict[int, nn.Parameter] = {}  # by hooks of any pass
         self._handed_over: set[int] = set()  # in this pass
-        self._passes = 0  # that have communicated
-        self._under_way = 0  # of the thread whose pass it is, its id
+        self._passes = 0  # number of passes that communicated
+        self._under_way = 0  # id of the thread of the current pass
         self._looked_late = self._needed = self._static = False
 
     def know(self, model: DistributedDataParallel) -> None:
-        """Know the options of what has the buckets."""
+        """Read the options of the DDP module."""
         self._needed = model.gradient_as_bucket_view
-        self._static = model.static_graph  # it reduces when the first pass has ended
+        self._static = model.static_graph  # it reduces after the first pass has ended
 
     def close(self) -> None:
-        """Have nothing to do with gradients any more."""
+        """Release all gradients and stop handling them."""
         self._look_at([])
         self._parameters, self._beside, self._looked_at, self._had = [], {}, {}, []
 
     def begin_forward(self) -> None:
-        """A forward pass begins, perhaps the one in which DDP makes its other buckets and has gradients there."""
+        """Begin a forward pass; DDP may rebuild its buckets and move gradients in it."""
         if self._passes == 1:
             with torch._C.DisableTorchFunctionSubclass():
                 self._had = [(p, g, g._version) for p, g in _there(self._parameters)]
 
     def end_forward(self) -> None:
-        """A forward pass has ended, or a backward pass begins in it: gradients are where they were again."""
+        """Restore moved gradients, when a forward pass ends or a backward pass begins in it."""
         had, self._had = self._had, []
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             for parameter, gradient, version in had:
@@ -96,7 +96,7 @@ class OwnGradients:
 
     @contextmanager
     def backward_pass(self) -> Iterator[None]:
-        """Around a backward pass that adds to gradients, when what was under way has landed."""
+        """Wrap a backward pass that adds to gradients, after pending updates have landed."""
         if not self._needed:
             yield
             return
@@ -105,7 +105,7 @@ class OwnGradients:
             with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
                 self._begin()
             yield
-            if self._under_way == own:  # else the training's has begun meanwhile
+            if self._under_way == own:  # otherwise the training's pass has begun in between
                 with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
                     self._end()
         finally:
@@ -118,19 +118,19 @@ class OwnGradients:
             rank_zero_warn(_LATE)
 
     def hand_over(self, bucket: dist.GradBucket) -> None:
-        """A bucket leaves: from here on hooks of this pass, and whoever comes after it, see gradients beside it."""
+        """Replace DDP's views by tensors over the same memory when a bucket is sent, for hooks and later code."""
         if not self._needed:
             return
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             if not bucket.buffer().is_sparse:
                 self._put(cast("list[nn.Parameter]", bucket.parameters()), bucket.buffer())
-            # DDP comes after that, wherever its last bucket is, and looks for its memory.
+            # DDP's callback comes after its last bucket and expects its own memory.
             if self._kept or self._copies:
                 Variable._execution_engine.queue_callback(self._give_back)
 
     def _put(self, parameters: list[nn.Parameter], buffer: torch.Tensor) -> None:
         self._handed_over.update(map(id, parameters))
-        if not (self._kept or self._copies or self._armed):  # as of almost all passes: as little as possible
+        if not (self._kept or self._copies or self._armed):  # the usual case, as fast as possible
             for parameter in parameters:
                 gradient = parameter.grad
                 if gradient is not None:
@@ -145,16 +145,16 @@ class OwnGradients:
             if first <= gradient.data_ptr() < end:
                 parameter.grad = self._put_beside(parameter, gradient)
             if self._static and not self._passes:
-                continue  # no hook comes any more
+                continue  # no hook follows
             if key in own:
                 parameter.grad = own[key][1]
             elif self._passes < _LOOK_FIRST or key in self._looked_at:
                 self._copy(parameter, gradient)
 
     def _put_beside(self, parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
-        """A tensor over the memory of ``gradient``, which is DDP's view."""
+        """Return a tensor over the memory of ``gradient``, which is DDP's view."""
         _, beside = self._beside.get(id(parameter), (None, None))
-        if beside is None or beside.data_ptr() != gradient.data_ptr():  # somebody has given it other memory, or DDP has
+        if beside is None or beside.data_ptr() != gradient.data_ptr():  # its memory was replaced, by user code or DDP
             beside = torch.empty(0, dtype=gradient.dtype, device=gradient.device)
             beside.set_(gradient.untyped_storage(), gradient.storage_offset(), gradient.size(), gradient.stride())
             self._beside[id(parameter)] = parameter, beside
@@ -188,7 +188,7 @@ class OwnGradients:
 
     def _end(self) -> None:
         if not self._handed_over:
-            return  # what hooks have written is added to what was there
+            return  # values that hooks wrote are added to the present ones
         self._passes += 1
         self._give_back()
         theirs = [(p, g) for p, g in self._kept.values() if id(p) in self._handed_over]
@@ -213,11 +213,11 @@ class OwnGradients:
             self.look(parameter)
 
     def open_all(self, reason: str) -> None:
-        """See :class:`~lightning_bytescheduler.ddp.gates.Gate`: what begins is no hook."""
+        """See :class:`~lightning_bytescheduler.ddp.gates.Gate`: the caller is not a hook."""
         self._look_at([])
 
     def look(self, parameter: nn.Parameter) -> bool:
-        """Somebody asks for a gradient in a backward pass; returns whether what is there is not under way."""
+        """Handle a read of a gradient in a backward pass; returns whether the gradient is not in flight."""
         if not self._under_way:
             return False
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
@@ -227,7 +227,7 @@ class OwnGradients:
             own = self._kept.get(key) or self._copies.get(key)
             if own is None:
                 if not gradient._is_view() and gradient is not self._beside.get(key, (None, None))[1]:
-                    return True  # autograd's: the bucket does not have it yet
+                    return True  # autograd's own, not yet copied to the bucket
                 if key in self._handed_over:
                     self._looked_late = True
                     self._looked_at[key] = parameter
@@ -235,7 +235,7 @@ class OwnGradients:
                 self._put_beside(parameter, gradient)
                 own = self._copy(parameter, gradient)
             elif gradient is not own[1] and gradient._is_view():
-                self._put_beside(parameter, gradient)  # DDP has put its own there meanwhile
+                self._put_beside(parameter, gradient)  # DDP has replaced it with its view
             self._looked_at[key] = parameter
             parameter.grad = own[1]
             return True
@@ -250,7 +250,7 @@ def _there(parameters: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, torch
     return [(p, g) for p in parameters if (g := p.grad) is not None]
 
 
-# What Python and PyTorch hold themselves differs between versions, so it is measured.
+# Versions of Python and PyTorch differ in the references that they hold themselves, so these are measured.
 _parameter = nn.Parameter(torch.zeros(1, dtype=torch.float32))
 _known = {0: (_parameter, torch.zeros(1, dtype=torch.float32))}
 _KNOWN = max(sys.getrefcount(g) for _, g in _known.values())

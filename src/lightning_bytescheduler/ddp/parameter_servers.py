@@ -1,8 +1,8 @@
-"""``servers``: gradients are averaged by parameter servers instead of among the workers.
+"""``servers``: parameter servers average gradients instead of the workers.
 
-Everything else of a step stays as it is: buckets, priorities, credit, gates and the launch order that rank 0 decides.
-What changes is what a part's start puts on the wire, see ``collectives/push_pull.py``. Workers are Lightning's world;
-servers are known to this group alone.
+The rest of a step is unchanged: buckets, priorities, credit, gates and the launch order that rank 0 decides. Only the
+messages of a part differ (``collectives/push_pull.py``). Workers are Lightning's world; servers are members of this
+group alone.
 """
 
 from __future__ import annotations
@@ -35,11 +35,10 @@ class ServerOptions:
     """Who averages gradients.
 
     Attributes:
-        spare: How many parameter servers run on machines of their own; ``None`` where there are none at all, and the
-            workers average among themselves.
-        placement: Which server has which part: one of ``scheduler.placement.PLACEMENTS``.
-        compressed: Whether gradients are, so that servers keep what is left of their sums.
-        group: Of which ranks one sum is pushed: ``None`` for of each, or ``"node"``.
+        spare: Number of parameter servers on separate machines; ``None`` without servers, where workers use all-reduce.
+        placement: Assigns parts to servers: one of ``scheduler.placement.PLACEMENTS``.
+        compressed: Whether gradients are compressed, so that servers keep residuals of their sums.
+        group: ``"node"`` if the ranks of a node push one sum; ``None`` if each rank pushes.
     """
 
     spare: int | None = None
@@ -51,11 +50,11 @@ class ServerOptions:
     def resolve(
         cls, servers: int | Mapping[str, int | str] | None, rules: CompressionRules | None = None
     ) -> ServerOptions:
-        """Check what was given; where no placement was, ``BYTEPS_ENABLE_MIXED_MODE`` counts.
+        """Check the option ``servers``. Without a placement, ``BYTEPS_ENABLE_MIXED_MODE`` decides.
 
         Args:
-            servers: The option: ``spare``, or a mapping with ``spare`` (0 if left out), ``placement`` and ``group``.
-            rules: What is compressed, if anything is.
+            servers: ``spare``, or a mapping with ``spare`` (0 if left out), ``placement`` and ``group``.
+            rules: The rules of compression, if any.
 
         Raises:
             OptionError: If a value is not allowed, or does not fit the others.
@@ -79,7 +78,7 @@ class ServerOptions:
 
     @property
     def facts(self) -> dict[str, object]:
-        """What has to be the same on all ranks."""
+        """The facts that have to be the same on all ranks."""
         return {
             "servers": self.spare,
             "placement": self.placement,
@@ -98,11 +97,11 @@ class ServerOptions:
         """Connect to the servers, if there are any; every worker calls this at the same point of a fit.
 
         Args:
-            groups: The scheduler's, among workers.
-            board: Asked whether waiting is in vain.
-            strategy: Knows where this rank is, and its gradients.
-            timeout: Of the wait for servers, and of each message; half an hour if ``None``.
-            say: Told what the user should know, on rank 0.
+            groups: The scheduler's groups of workers.
+            board: Says whether waiting is in vain.
+            strategy: Knows the place of this rank and the device of its gradients.
+            timeout: Longest wait for servers, and for each message; half an hour if ``None``.
+            say: Called on rank 0 with messages for the user.
 
         Raises:
             UnsupportedError: If gradients are neither on a CPU nor on a GPU, or ranks on nodes cannot be grouped.
@@ -134,7 +133,7 @@ class ServerOptions:
                 failure=failure,
                 say=say,
             )
-        except RuntimeError as error:  # a rank has died while all connected
+        except RuntimeError as error:  # a rank has died while all connect
             if not is_communication_error(error):
                 raise
             raise board.diagnose(error) from error

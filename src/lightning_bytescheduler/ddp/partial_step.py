@@ -1,17 +1,15 @@
-"""Stepping an unmodified optimizer for some of its parameters only, later than it was asked to.
+"""Steps an unmodified optimizer for some of its parameters only, later than requested.
 
-For optimizers whose update of a parameter depends on that parameter, its gradient, its state and its group's
-hyperparameters alone, stepping bucket by bucket gives the same bits as stepping all at once. The optimizer's own
-``step`` runs on a stand-in for it: an object of its class with its attributes, the state as of the moment the step was
-due, and groups that hold the chosen parameters and the hyperparameters of that moment. Learning-rate schedules move on
-before a deferred step happens, users replace state and groups, and nobody ever meets a temporary group: the optimizer
-itself stays as it is.
+If an optimizer's update of a parameter depends only on that parameter, its gradient, its state and its group's
+hyperparameters, stepping bucket by bucket gives the same bits as one step. The optimizer's own ``step`` runs on a
+stand-in: an object of its class with its attributes, the state at the time of the request, and groups with the chosen
+parameters and the hyperparameters of that time. The optimizer itself is unchanged, so learning-rate schedules may go on
+and users may replace state and groups before a deferred step happens.
 
-Whoever asks for the optimizer's state meanwhile has what is due applied first, by a gate on the optimizer. While it is
-closed, the optimizer is of a subclass of its class that opens when ``optimizer.state`` or ``vars(optimizer)`` is read
-or replaced, and when the optimizer is copied or pickled. What is then handed out is the state itself, so its type,
-length, order and equality are what they always are. Parameter groups may be read and changed freely: a deferred step
-has its own.
+A gate on the optimizer applies pending updates before its state is read. While the gate is closed, the optimizer's
+class is a subclass that opens it when ``optimizer.state`` or ``vars(optimizer)`` is read or replaced, and when the
+optimizer is copied or pickled. The reader gets the state itself, so type, length, order and equality are as usual.
+Parameter groups may be read and changed freely: a deferred step has its own copy.
 """
 
 from __future__ import annotations
@@ -36,11 +34,11 @@ from lightning_bytescheduler.ddp.gates import must_not_wait
 _OPENS = frozenset({"__dict__", "__getstate__", "__reduce__", "__reduce_ex__", "state"})
 _OPENS_WHEN_SET = frozenset({"__class__", "__dict__", "state"})
 
-_flushes: dict[int, Callable[[], None]] = {}  # by id of the optimizer; whoever closed the gate keeps it alive
+_flushes: dict[int, Callable[[], None]] = {}  # by id of the optimizer, which the owner of the gate keeps alive
 
 
 class _GatedOptimizer:
-    """Mixed into the class of an optimizer whose updates are due. Nothing goes by its class: threads may open it."""
+    """Mixed into the class of an optimizer with pending updates. Code must not test for it: any thread may open it."""
 
     def __getattribute__(self, name: str) -> Any:
         if name == "__class__":
@@ -62,7 +60,7 @@ class _GatedOptimizer:
         object.__delattr__(self, name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        _open(self)  # copy.copy() asks the class for this method
+        _open(self)  # copy.copy() gets this method from the class
         return kind_of(cast(Optimizer, self)).__reduce_ex__(cast(Optimizer, self), protocol)
 
 
@@ -76,32 +74,32 @@ _kinds: dict[type[Optimizer], type[Optimizer] | None] = {}
 
 
 def _gated(kind: type[Optimizer]) -> type[Optimizer] | None:
-    """The subclass of ``kind`` with a gate; ``None`` if there can be none."""
+    """Return the subclass of ``kind`` with a gate; ``None`` if it cannot be made."""
     if kind not in _kinds:
         attributes = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
         plain = kind.__getattribute__ is object.__getattribute__ and kind.__setattr__ is object.__setattr__
         try:
             made = types.new_class(kind.__name__, (_GatedOptimizer, kind), {}, lambda space: space.update(attributes))
             _kinds[kind] = made if plain else None
-        except Exception:  # whatever a class may want of its subclasses
+        except Exception:  # a class may raise anything for its subclasses
             _kinds[kind] = None
     return _kinds[kind]
 
 
 def kind_of(optimizer: Optimizer) -> type[Optimizer]:
-    """The class of ``optimizer``, whether its gate is closed or open."""
+    """Return the class of ``optimizer``, whether its gate is closed or open."""
     kind = type(optimizer)
     return kind.__mro__[2] if issubclass(kind, _GatedOptimizer) else kind
 
 
 def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
-    """``vars(optimizer)``, without opening its gate."""
+    """Return ``vars(optimizer)`` without opening its gate."""
     own: dict[str, Any] = object.__getattribute__(optimizer, "__dict__")
     return own
 
 
 def can_have_a_gate(optimizer: Optimizer) -> bool:
-    """Whether state and groups are plain attributes of ``optimizer``, and its class may be changed for a while."""
+    """Whether state and groups are plain attributes of ``optimizer``, and its class may be changed."""
     own = attributes_of(optimizer)
     return {"state", "param_groups"} <= own.keys() and _gated(kind_of(optimizer)) is not None
 
@@ -112,11 +110,11 @@ def is_closed(optimizer: Optimizer) -> bool:
 
 
 def close_state(optimizer: Optimizer, flush: Callable[[], None]) -> None:
-    """Call ``flush`` before anybody uses ``optimizer``'s state; ``flush`` has to call :func:`open_state`.
+    """Call ``flush`` before ``optimizer``'s state is used; ``flush`` has to call :func:`open_state`.
 
     Args:
-        optimizer: One that :func:`can_have_a_gate`, else nothing happens.
-        flush: Called on whichever thread asks.
+        optimizer: The optimizer; nothing happens unless :func:`can_have_a_gate`.
+        flush: Called on the thread that reads the state.
     """
     gated = _gated(kind_of(optimizer))
     if gated is not None and not is_closed(optimizer):
@@ -125,14 +123,14 @@ def close_state(optimizer: Optimizer, flush: Callable[[], None]) -> None:
 
 
 def open_state(optimizer: Optimizer) -> None:
-    """Make ``optimizer`` what it was."""
+    """Restore the class of ``optimizer``."""
     _flushes.pop(id(optimizer), None)
     if is_closed(optimizer):
         object.__setattr__(optimizer, "__class__", kind_of(optimizer))
 
 
-_C: Any = torch._C  # not all that it has is declared
-# Private, and only needed where a transform of torch.func or a tracer is under way; without them the step raises there.
+_C: Any = torch._C  # its stubs are incomplete
+# Private, and needed only within a transform of torch.func or a tracer; without them the step raises there.
 _inside_a_transform: Callable[[], Any] = getattr(torch._C._functorch, "peek_interpreter_stack", lambda: None)
 _outside_transforms: Callable[[], Any] = getattr(pyfunctorch, "temporarily_clear_interpreter_stack", nullcontext)
 _modes_before_dispatch: Callable[[], int] = getattr(torch._ops, "_len_torch_dispatch_stack_pre_dispatch", lambda: 0)
@@ -165,15 +163,15 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
 def is_per_parameter(optimizer: Optimizer) -> bool:
-    """Whether ``optimizer`` is known to update each parameter on its own.
+    """Whether ``optimizer`` is known to update each parameter independently.
 
-    True for ``torch.optim``'s per-parameter optimizers and for subclasses that change nothing of what steps, nor has
-    anybody else.
+    True for ``torch.optim``'s per-parameter optimizers, and for subclasses that leave every method of the step
+    unchanged.
     """
     kind = kind_of(optimizer)
     step = _torchs(kind.step)
     if not any(issubclass(kind, known) and step is inspect.unwrap(known.step) for known in _PER_PARAMETER):
-        return False  # also where somebody has put something around the class's step, or in its place
+        return False  # also if the class's step is wrapped or replaced
     methods = [name for name in step.__code__.co_names if hasattr(kind, name)]
     if not attributes_of(optimizer).keys().isdisjoint(methods):
         return False
@@ -183,38 +181,38 @@ def is_per_parameter(optimizer: Optimizer) -> bool:
 
 
 def _torchs(function: Any) -> Any:
-    """The function of torch that is called in the end, ``None`` where somebody else's is, or is around it."""
+    """Return torch's own function inside torch's wrappers; ``None`` if other code wraps or replaces it."""
     while getattr(function, "__code__", None) is not None and function.__code__.co_filename.startswith(_TORCH):
         if not hasattr(function, "__wrapped__"):
             return function
-        # By torch: the layer for hooks, which the first instance of a class makes if its parent has had none; no_grad.
+        # Torch's wrappers: no_grad, and the hooks' wrapper that the first instance of a class adds.
         function = function.__wrapped__
     return None
 
 
 def steps_as_its_class(optimizer: Optimizer, step: object = None) -> bool:
-    """Whether ``optimizer.step`` does what its class's does; learning-rate schedules, which count steps, aside.
+    """Whether ``optimizer.step`` is its class's, apart from the wrapper of learning-rate schedules.
 
     Args:
-        optimizer: Any.
-        step: The instance's step, where something else stands in for it at present.
+        optimizer: The optimizer.
+        step: The instance's own step, if a stand-in replaces it at present.
     """
     own = attributes_of(optimizer).get("step") if step is None else step
     if getattr(own, "_wrapped_by_lr_sched", False):
         own = getattr(own, "__wrapped__", own)
-    own = getattr(own, "__func__", own)  # of the method that an instance without a step of its own has
+    own = getattr(own, "__func__", own)  # unwrap a bound method
     return own is None or any(vars(kind).get("step") is own for kind in type(optimizer).__mro__)
 
 
 def whole_steps_for(optimizer: Optimizer, step: object = None) -> Iterator[tuple[str, str]]:
-    """Why an optimizer cannot be stepped bucket by bucket, as it is now: it may have changed since the fit began.
+    """Yield why an optimizer cannot be stepped bucket by bucket, as it is now.
 
     Args:
-        optimizer: Any.
-        step: The instance's own step, where something else stands in for it at present.
+        optimizer: The optimizer.
+        step: The instance's own step, if a stand-in replaces it at present.
 
     Yields:
-        A reason, and how it goes on for who can still do something about it.
+        A reason, and how to avoid it.
     """
     name = kind_of(optimizer).__name__
     if not is_per_parameter(optimizer):
@@ -236,12 +234,12 @@ def whole_steps_for(optimizer: Optimizer, step: object = None) -> Iterator[tuple
 
 
 def wants_whole_steps(optimizer: Optimizer, step: object = None) -> str | None:
-    """The first of the reasons of :func:`whole_steps_for`, if there is one."""
+    """Return the first reason of :func:`whole_steps_for`, if any."""
     return next((why for why, _ in whole_steps_for(optimizer, step)), None)
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:
-    """Whether somebody is called before or after each ``step``, and would be called for each part of one."""
+    """Whether the optimizer has step hooks, which would be called for each part of a step."""
     return any(
         (
             optimizer._optimizer_step_pre_hooks,
@@ -273,23 +271,23 @@ def _copied(value: Any) -> Any:
 
 
 class DueStep:
-    """A step that is due: all that it depends on besides parameters and gradients, as of this moment.
+    """A pending step: everything that it depends on besides parameters and gradients, at this moment.
 
     Args:
-        optimizer: Whose step it is, see :func:`wants_whole_steps`.
+        optimizer: The optimizer, see :func:`wants_whole_steps`.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self.kind = kind_of(optimizer)
-        self.state = attributes_of(optimizer)["state"]  # not opening the gate
+        self.state = attributes_of(optimizer)["state"]  # does not open the gate
         self.hyperparameters = snapshot_hyperparameters(optimizer)
         self.default_dtype = torch.get_default_dtype()
         self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._known = len(self.state)
 
     def complete(self) -> None:
-        """Say that all parts have been taken: what they have added to the state gets the order of a whole step."""
+        """Record that all parts are taken: new entries of the state get the order of a whole step."""
         if len(self.state) > self._known + 1:
             with torch._C.DisableTorchFunctionSubclass():
                 position = {id(parameter): index for index, parameter in enumerate(self._parameters)}
@@ -299,11 +297,11 @@ class DueStep:
 
 
 def step_partially(due: DueStep, chosen: Sequence[ParameterGradient]) -> None:
-    """Take ``due`` for ``chosen``; everything else of the optimizer stays as it is.
+    """Take ``due`` for ``chosen``; the rest of the optimizer stays as it is.
 
     Args:
         due: The step.
-        chosen: Parameters with the gradients to step with; ``parameter.grad`` is put back afterwards.
+        chosen: Parameters with the gradients to step with; ``parameter.grad`` is restored afterwards.
     """
     by_group: dict[int, list[nn.Parameter]] = {}
     replaced: list[tuple[nn.Parameter, torch.Tensor | None]] = []
@@ -315,8 +313,8 @@ def step_partially(due: DueStep, chosen: Sequence[ParameterGradient]) -> None:
     own = attributes_of(due.optimizer)
     groups = [{**due.hyperparameters[group], "params": params} for group, params in by_group.items()]
     before = {**own, "state": due.state, "param_groups": groups}
-    # The class's step: the instance's may be wrapped by a learning-rate schedule, which counts steps. Without the layer
-    # that calls hooks: there were none when the step was due.
+    # The class's step, as a learning-rate schedule may wrap the instance's to count steps. The wrapper for hooks is
+    # left out: there were none when the step was requested.
     step: Any = due.kind.step
     if getattr(step, "hooked", False):
         step = getattr(step, "__wrapped__", step)
@@ -326,7 +324,7 @@ def step_partially(due: DueStep, chosen: Sequence[ParameterGradient]) -> None:
     try:
         step(stand_in)
     finally:
-        # What the step notes on its optimizer, for example that it has checked the devices.
+        # Attributes that the step sets on its optimizer, such as the result of its device check.
         noted = {name: value for name, value in after.items() if name not in before or value is not before[name]}
         noted.pop("param_groups", None)
         own.update(noted)
@@ -336,18 +334,18 @@ def step_partially(due: DueStep, chosen: Sequence[ParameterGradient]) -> None:
 
 @contextmanager
 def plain_mode(device: torch.device, default_dtype: torch.dtype, *, for_all_threads: bool = True) -> Iterator[None]:
-    """The modes ``optimizer.step`` would have met at the step boundary, wherever the touch happened.
+    """Restore the modes that ``optimizer.step`` would have met at the step boundary.
 
-    Validation touches parameters under inference mode, a forward under autocast, a default-device context, or in double
-    or half precision under a default type that Lightning sets; optimizer state made there would be of the wrong kind.
-    Selective activation checkpointing replays what it sees of a forward, tracing turns it into a graph, and transforms
-    of ``torch.func`` let nobody change what they close over.
+    A touch may happen under inference mode (validation), autocast, a default-device context, or another default type
+    that Lightning sets for a forward pass; optimizer state created there would be of the wrong kind. Selective
+    activation checkpointing would replay the update, tracing would record it, and transforms of ``torch.func`` forbid
+    changes to tensors that they close over.
 
     Args:
         device: Where the parameters live.
-        default_dtype: What was the default at the step boundary.
-        for_all_threads: Whether that may become the default of all threads for the time being: not on another thread
-            than the training's, whose forward pass may have set it.
+        default_dtype: The default type at the step boundary.
+        for_all_threads: Whether the default type of all threads may be set: only on the training's thread, as its
+            forward pass may have set it.
     """
     with ExitStack() as stack:
         if for_all_threads and torch.get_default_dtype() is not default_dtype:
@@ -366,14 +364,14 @@ def plain_mode(device: torch.device, default_dtype: torch.dtype, *, for_all_thre
             stack.callback(_C._set_tracing_state, tracing)
             _C._set_tracing_state(None)
         stack.enter_context(torch._C.DisableTorchFunction())
-        stack.enter_context(torch.no_grad())  # for what is done to gradients; optimizers see to it themselves
+        stack.enter_context(torch.no_grad())  # for changes to gradients; optimizers disable gradients themselves
         yield
 
 
 @contextmanager
 def replaced(owner: object, name: str, value: object) -> Iterator[None]:
-    """For the duration, ``owner`` has ``value`` as an attribute of its own."""
-    attributes = object.__getattribute__(owner, "__dict__")  # not opening the gate of an optimizer
+    """Within the context, ``owner`` has ``value`` as an attribute of its own."""
+    attributes = object.__getattribute__(owner, "__dict__")  # does not open the gate of an optimizer
     absent = object()
     before = attributes.get(name, absent)
     setattr(owner, name, value)

@@ -1,4 +1,4 @@
-"""What is overlapped in a fit, what is not, and why: decided from what it is made of, shown by ``strategy.plan``."""
+"""Decides what is overlapped in a fit, what is not, and why; ``strategy.plan`` shows it."""
 
 from __future__ import annotations
 
@@ -26,59 +26,58 @@ from lightning_bytescheduler.lightning_api import GradClipAlgorithmType, Precisi
 from lightning_bytescheduler.scheduler.placement import Placement
 
 ONE_RANK = "1 rank: nothing to schedule"
-"""Why steps of a training on one process are as they are."""
+"""Reason for the steps of a training on one process."""
 
-_BEFORE_A_STEP = ("on_after_backward", "on_before_optimizer_step")  # of modules and callbacks
+_BEFORE_A_STEP = ("on_after_backward", "on_before_optimizer_step")  # hooks of modules and callbacks
 _NONE = "no optimizer"
-_STAND_IN = "_MockOptimizer"  # what Lightning makes of a configure_optimizers() that returns None
+_STAND_IN = "_MockOptimizer"  # Lightning's stand-in if configure_optimizers() returns None
 _BY_SAMPLES = "each rank's gradient counts by its samples of the step"
 _HELD = (
-    "updated in the step, as somebody else can read the memory: an alias, NumPy, another process, a mapped file "
+    "updated in the step, as other code can read the memory: an alias, NumPy, another process, a mapped file "
     "(p.data = p.data.clone() before the fit, and keeping no alias, keeps the overlap)"
 )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OverlapPlan:
-    """Made at the start of a fit from the model, its optimizers, precision and clipping; the same on every rank.
+    """The plan of a fit, made from the model, its optimizers, precision and clipping; the same on every rank.
 
-    The first step of a fit is synchronised in any case: DDP has not settled its buckets yet.
+    The first step of a fit is always synchronised, as DDP rebuilds its buckets after it.
 
     Attributes:
-        steps: ``"overlapped"`` when updates cross the step boundary, ``"synchronised"`` when each step waits for all
+        steps: ``"overlapped"`` if updates cross the step boundary, ``"synchronised"`` if each step waits for all
             gradients.
-        reasons: Why steps are synchronised, each with how to avoid it; empty when they overlap.
-        gradients: ``"all-reduce"`` (push and pull, where there are parameter servers), or ``"reduce-scatter"`` when
-            every update needs to know all gradients' norm: each rank reduces a shard, norms are exchanged, and
-            gradients are gathered under the next forward pass.
-        norm_needed_by: What needs it, in words.
-        gated_at_start: Names of parameters whose updates are applied before ``training_step`` begins or in the step
-            itself, as it cannot be seen when they are read.
-        as_ddp: Whether steps are taken as DDP takes them at present: because of ``mode="ddp"``, because they cannot
-            overlap, or because little could be hidden or a trial found that faster.
-        pace: Why they are taken as DDP's, or overlap, with what was measured so far; in a few words.
-        early_readers: Who looked at weights or gradients between two steps so far on this rank, for example
-            ``MyCallback.on_train_batch_end``, and in how many steps. They saw what DDP would show; these steps waited.
-            Empty in Fabric, whose loops have no such names.
-        read_unseen: Names of parameters that code which no gate sees began to read after the first step, as found on
-            this rank, and the step in which it was found. In that step they had, or may have had, the weights of the
-            step before; from the next one on they are waited for.
+        reasons: Why steps are synchronised, each with how to avoid it; empty if they overlap.
+        gradients: ``"all-reduce"`` (push and pull with parameter servers), or ``"reduce-scatter"`` if every update
+            needs the norm of all gradients: each rank reduces a shard, norms are exchanged, and gradients are gathered
+            during the next forward pass.
+        norm_needed_by: What needs this norm, in words.
+        gated_at_start: Names of parameters that are updated before ``training_step`` begins or in the step itself, as
+            their reads cannot be seen.
+        as_ddp: Whether steps are taken as DDP's at present: with ``mode="ddp"``, if they cannot overlap, if little
+            could be hidden, or if a trial found that faster.
+        pace: Why steps are as DDP's or overlap, with what was measured so far, in a few words.
+        early_readers: Code that read weights or gradients between two steps so far on this rank, for example
+            ``MyCallback.on_train_batch_end``, with the number of steps. The reads were exact; these steps waited. Empty
+            in Fabric, whose loops have no such names.
+        read_unseen: Names of parameters whose unseen reads began after the first step, on this rank, with the step in
+            which that was found. In that step the reader had, or may have had, the previous step's weights; later steps
+            wait.
         opened_for: What needed all updates at once so far on this rank, as it reads weights unseen or must not meet
-            gates, for example ``torch.jit.trace`` or ``compiled MyModule.attend``, and how often.
-        whole_steps: Why steps that were to overlap were not deferred, and how many, so far on this rank: what was not
-            there when the fit began, such as another optimizer, or somebody who keeps its state.
-        held_elsewhere: Names of parameters whose memory somebody else can read, now or at the last step: an alias that
-            is kept, a NumPy array, another process. They are updated in the step itself. Memory of their own
-            (``p.data = p.data.clone()`` before the fit) keeps the overlap.
-        batch_shares: Samples of a batch that each rank has at present, where batches are balanced.
-        waiting_saved_ms: How much longer a step would take with equal shares, by what was measured; ``None`` if that is
-            not known.
-        weighting: ``"samples"`` where each rank's gradient counts by its samples, ``"ranks"`` where all count alike.
-        compressed: Names of the parameters whose gradients travel compressed, and in what; empty where none do.
-        compression_ratio: How many times fewer bytes that makes, of all gradients.
-        placement: Where there are parameter servers: bytes that this rank has pushed to each so far, and what share of
-            all each should have.
-        deferred_share: Of the updates so far on this rank, how many crossed the step boundary (0 to 1); ``None``
+            gates, for example ``torch.jit.trace`` or ``compiled MyModule.attend``, with the number of times.
+        whole_steps: Why steps were not deferred although they overlap, with the number of steps so far on this rank.
+            The cause came after the start of the fit, such as another optimizer, or code that keeps its state.
+        held_elsewhere: Names of parameters whose memory other code can read, now or at the last step: a kept alias, a
+            NumPy array, another process. They are updated in the step itself. Memory of their own (``p.data =
+            p.data.clone()`` before the fit) keeps the overlap.
+        batch_shares: Samples of a batch on each rank at present, if batches are balanced.
+        waiting_saved_ms: Milliseconds that these shares save per step against equal ones; ``None`` if unknown.
+        weighting: ``"samples"`` if gradients are weighted by samples, ``"ranks"`` if weights are equal.
+        compressed: The codec by name of the parameter; empty without compression.
+        compression_ratio: How many times fewer bytes travel for all gradients.
+        placement: With parameter servers: bytes that this rank has pushed to each so far, and each one's intended
+            share.
+        deferred_share: Fraction of the updates so far on this rank that crossed the step boundary (0 to 1); ``None``
             before the first.
     """
 
@@ -108,7 +107,7 @@ class OverlapPlan:
         return self.steps == "overlapped"
 
     def summary(self) -> str:
-        """One line for the log."""
+        """Return one line for the log."""
         if self.reasons == (ONE_RANK,):
             return f"{ONE_RANK}."
         if not self.overlapped:
@@ -134,7 +133,7 @@ class OverlapPlan:
         return (f"; {_BY_SAMPLES}" if self.weighting == "samples" else "") + self._compressed("; ")
 
     def _compressed(self, before: str = "") -> str:
-        """What travels compressed, in words; empty where nothing does."""
+        """Return the compression in words; empty without compression."""
         if not self.compressed:
             return ""
         counts = Counter(self.compressed.values())
@@ -190,13 +189,13 @@ def _count(steps: int) -> str:
 
 
 def optimizer_name(optimizer: Optimizer) -> str:
-    """What ``optimizer`` is called in messages: its class, or that there is none."""
+    """Return the name of ``optimizer`` for messages: its class, or that there is none."""
     name = type(optimizer).__name__
     return _NONE if name == _STAND_IN else name
 
 
 def optimizer_reasons(optimizers: Sequence[Optimizer]) -> list[str]:
-    """Why steps of ``optimizers`` cannot be deferred; empty if they can. Each reason says how to avoid it."""
+    """Return why steps of ``optimizers`` cannot be deferred, each with how to avoid it; empty if they can."""
     if len(optimizers) != 1:
         return [
             f"there are {len(optimizers)} optimizers (one optimizer with several parameter groups keeps the overlap)"
@@ -208,7 +207,7 @@ def optimizer_reasons(optimizers: Sequence[Optimizer]) -> list[str]:
 
 
 def option_reasons(*, cross_barrier: bool, bucket_views: bool) -> list[str]:
-    """Why these options, the second of which is DDP's ``gradient_as_bucket_view``, keep steps from overlapping."""
+    """Return why these options keep steps from overlapping; ``bucket_views`` is ``gradient_as_bucket_view``."""
     reasons = [] if cross_barrier else ["cross_barrier=False (leave it out to keep the overlap)"]
     if not bucket_views:
         reasons.append(
@@ -219,7 +218,7 @@ def option_reasons(*, cross_barrier: bool, bucket_views: bool) -> list[str]:
 
 
 def model_reasons(model: nn.Module) -> list[str]:
-    """Why updates of ``model`` cannot be deferred; empty if they can. Each reason says how to avoid it."""
+    """Return why updates of ``model`` cannot be deferred, each with how to avoid it; empty if they can."""
     reasons = []
     shown = {
         "compiled calls": compiled_calls_are_seen(),
@@ -243,7 +242,7 @@ def model_reasons(model: nn.Module) -> list[str]:
 
 
 def _sharing_memory(model: nn.Module) -> tuple[str, str] | None:
-    """Two parameters that overlap; neighbours in one storage, as cuDNN wants those of an LSTM, do not."""
+    """Return two parameters that overlap in memory. Neighbours in one storage, as in cuDNN's LSTM, do not."""
     ranges = sorted(
         (parameter.data_ptr(), _end(parameter), name)
         for name, parameter in model.named_parameters()
@@ -261,11 +260,11 @@ def _end(parameter: nn.Parameter) -> int:
 
 
 def unseen_parameters(model: nn.Module) -> set[int]:
-    """Ids of parameters that may be read without a touch: their steps are not deferred.
+    """Return the ids of parameters that may be read without a touch; their steps are not deferred.
 
-    Those of scripted modules, whose code holds the memory itself, and those of a class of their own. What shows only
-    when it runs is found by :class:`~lightning_bytescheduler.ddp.gates.FirstUseObserver`, and who keeps an alias by
-    :class:`~lightning_bytescheduler.ddp.aliases.AliasDetector`.
+    These are parameters of scripted modules, whose code holds the memory itself, and parameters of other classes.
+    :class:`~lightning_bytescheduler.ddp.gates.FirstUseObserver` finds those that show only at run time, and
+    :class:`~lightning_bytescheduler.ddp.aliases.AliasDetector` finds aliases.
     """
     scripted = (m for m in model.modules() if isinstance(m, torch.jit.ScriptModule))
     unseen = {id(p) for script in scripted for p in script.parameters()}
@@ -286,18 +285,18 @@ def make_plan(
     whole_matrices: bool = False,
     has_servers: bool = False,
 ) -> OverlapPlan:
-    """Decide for this rank.
+    """Make this rank's plan for a Trainer's fit.
 
     Args:
-        module: What is trained.
-        optimizers: All of them.
+        module: The module that is trained.
+        optimizers: All optimizers.
         plugin: Precision plugin.
         cross_barrier: The option.
         bucket_views: DDP's ``gradient_as_bucket_view``.
         group: The scheduler's data group.
         device: Where gradients live.
         unseen: Ids of parameters that may be read without a touch.
-        held: Ids of parameters whose memory somebody else can read.
+        held: Ids of parameters whose memory other code can read.
         whole_matrices: Whether gradients travel as factors of matrices, which cannot be reduced in shards.
         has_servers: Whether parameter servers average gradients.
     """
@@ -333,14 +332,14 @@ def plan_of(
     held: Iterable[int],
     norm_needed_by: tuple[str, ...] = (),
 ) -> OverlapPlan:
-    """The plan for this rank.
+    """Make this rank's plan.
 
     Args:
-        module: What is trained.
-        reasons: Why steps cannot overlap; none where they can.
-        unseen: See :func:`make_plan`, also for ``held``.
-        held: See there.
-        norm_needed_by: What needs to know the norm of all gradients before an update.
+        module: The module that is trained.
+        reasons: Why steps cannot overlap; empty if they can.
+        unseen: See :func:`make_plan`.
+        held: See :func:`make_plan`.
+        norm_needed_by: What needs the norm of all gradients before an update.
     """
     if reasons:
         return OverlapPlan(steps="synchronised", reasons=tuple(reasons))
@@ -354,13 +353,13 @@ def plan_of(
 
 
 def names_of(module: nn.Module, parameters: Iterable[int]) -> tuple[str, ...]:
-    """Names of the parameters with these ids."""
+    """Return the names of the parameters with these ids."""
     ids = set(parameters)
     return tuple(name for name, parameter in module.named_parameters() if id(parameter) in ids)
 
 
 def precision_reasons(plugin: Precision, optimizers: Sequence[Optimizer]) -> list[str]:
-    """Why steps cannot be deferred with this precision plugin; empty if they can. Each reason says how to avoid it."""
+    """Return why this plugin keeps steps from being deferred, each with how to avoid it; empty if it does not."""
     if not steps_plainly(plugin):
         return [
             f"{type(plugin).__name__} has an optimizer step or a loss scaler of its own "
@@ -372,11 +371,11 @@ def precision_reasons(plugin: Precision, optimizers: Sequence[Optimizer]) -> lis
 
 
 def norm_needed_by(module: pl.LightningModule, plugin: Precision) -> tuple[str, ...]:
-    """What needs to know the norm of all gradients before an update, in words. The module has its trainer."""
+    """Return what needs the norm of all gradients before an update, in words. The module has its trainer."""
     trainer = module.trainer
     needed = []
     if is_overridden("configure_gradient_clipping", module):
-        needed.append("configure_gradient_clipping")  # which may clip by norm
+        needed.append("configure_gradient_clipping")  # it may clip by norm
     elif trainer.gradient_clip_val and trainer.gradient_clip_algorithm != GradClipAlgorithmType.VALUE:
         needed.append("gradient norm clipping")
     if scales_losses(plugin):
@@ -385,7 +384,7 @@ def norm_needed_by(module: pl.LightningModule, plugin: Precision) -> tuple[str, 
 
 
 def may_drop_gradients(module: pl.LightningModule) -> bool:
-    """Whether mean gradients may be dropped before a step, by hand or in a hook. The module has its trainer."""
+    """Whether user code may drop mean gradients before a step, by hand or in a hook. The module has its trainer."""
     own = ("backward", *_BEFORE_A_STEP, "configure_gradient_clipping", "optimizer_step")
     if not module.automatic_optimization or any(is_overridden(hook, module) for hook in own):
         return True

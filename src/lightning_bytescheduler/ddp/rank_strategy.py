@@ -1,16 +1,16 @@
-"""DDP's strategy on ranks that learn of each other's failures, and may leave their gradients to ByteScheduler.
+"""DDP's strategy on ranks that report failures to each other, with or without ByteScheduler's communication.
 
-A failure is published before anything else is done about it, and what others break off because of it names the rank.
-That is what Trainer's and Fabric's strategies have in common (:class:`JoinedRanks`).
+A rank publishes its failure first. Errors that follow on other ranks then name that rank. Trainer's and Fabric's
+strategies share this (:class:`JoinedRanks`).
 
-With Lightning's launchers for processes that the main process starts and joins (spawn, fork), Lightning calls
-``on_exception`` and tears down in the main process, when the workers are gone: the other ranks have to hear of a
-failure from the worker it happens in, before it dies.
+Some of Lightning's launchers start processes and join them in the main process (spawn, fork). With these, Lightning
+calls ``on_exception`` and tears down in the main process after the workers have ended. So a worker publishes its
+failure itself, before it ends.
 
-Checkpoints are whole or not there, whenever the process that writes them is killed. Lightning writes to the system's
-folder for temporary files and moves the file from there. Where that is on another disk than the checkpoints, as it is
-where several machines share those, moving is copying: a kill meanwhile leaves half a checkpoint in the place of the
-last one. So it is moved to a name of its own beside it, and renamed.
+Checkpoints are complete or absent, even if the writing process is killed. Lightning writes to the system's folder for
+temporary files and moves the file from there. If the checkpoints are on another disk, such as a shared one, moving
+means copying, and a kill would leave half a checkpoint in place of the last one. So the file is moved to a temporary
+name beside the checkpoint, and then renamed.
 """
 
 from __future__ import annotations
@@ -81,19 +81,19 @@ _ONE_CHECKPOINT = (
 )
 
 COMPRESSION = "lightning_bytescheduler.compression"
-"""Where a checkpoint has what error feedback has left to be sent."""
+"""Checkpoint key of the residuals of error feedback."""
 OUTER_STATE = "lightning_bytescheduler.diloco"
-"""Where a checkpoint of ``diloco`` has what ``bytescheduler`` has no use for."""
+"""Checkpoint key of ``diloco``'s state, which ``bytescheduler`` ignores."""
 
 _OUTCOME = "lightning_bytescheduler"
 
 
 class JoinedRanks:
-    """Mixed into a DDP strategy of Lightning, before it."""
+    """Mixed into a DDP strategy of Lightning, before it in the order of bases."""
 
     sigterm_patience_s: ClassVar[float] = 0.0
-    """How long other ranks may go on when this one ends by a SIGTERM, in seconds."""
-    # Of Lightning's strategy.
+    """Seconds for which other ranks may go on after this one ends by SIGTERM."""
+    # Attributes of Lightning's strategy.
     cluster_environment: ClusterEnvironment | None
     num_nodes: int
     num_processes: int
@@ -109,21 +109,21 @@ class JoinedRanks:
     _just_connected: bool = False
 
     def _runtimes(self) -> Iterable[SchedulerRuntime]:
-        """The schedulers that are at work."""
+        """Return the schedulers in use."""
         return ()
 
     def end_of_worker(self) -> None:
-        """What a process that a launcher has started was to do is done."""
+        """Called when a process that a launcher started has finished its function."""
 
-    # ------------------------------------------------------------------ who takes part
+    # ------------------------------------------------------------------ ranks
 
     def _know_ranks(self) -> None:
-        """Have the cluster environment know this rank, and how many there are."""
+        """Tell the cluster environment this rank and the number of ranks."""
         raise NotImplementedError
 
     @contextmanager
     def _watched_rendezvous(self, strategy: str, ranks: int) -> Iterator[RendezvousWatch | None]:
-        """Around the wait for the other ranks: who is missing is said, and that one of them failed."""
+        """Wrap the wait for the other ranks: names missing ranks, and a failure of one of them."""
         environment = self.cluster_environment
         self._just_connected = False
         if environment is None or ranks == 1 or dist.is_initialized():
@@ -137,7 +137,7 @@ class JoinedRanks:
                     f"bytescheduler: ranks connect through {interface}, which leads to {environment.main_address}, as "
                     f"this machine's name does not ({VARIABLE} chooses another one)."
                 )
-        # The processes that this one has launched would look for a store for half an hour that it could not open.
+        # Processes launched by this one would look for its store for half an hour if it could not open it.
         orphans = list(getattr(getattr(self, "_launcher", None), "procs", ()))
         for process in orphans:
             atexit.register(process.kill)
@@ -147,22 +147,22 @@ class JoinedRanks:
             yield watch
         for process in orphans:
             atexit.unregister(process.kill)
-        # Each rank of gloo has connected to each other one; others may connect at the first collective.
+        # With gloo all ranks are connected; other backends may connect at the first collective.
         self._just_connected |= dist.is_initialized() and dist.get_backend() == "gloo"
 
     def _connect(self, as_lightning: Callable[[], object]) -> None:
-        """Meet the other ranks: by a store of this start's own where there is one, else as Lightning does."""
+        """Meet the other ranks, in a store of this start's own if there is one, otherwise as Lightning does."""
         ranks = self.num_nodes * self.num_processes
         with self._watched_rendezvous("bytescheduler", ranks) as watch:
             store, environment = self._own_store(ranks, watch), self.cluster_environment
-            if store is not None and environment is not None:  # else Lightning's part, which then sees that it is done
+            if store is not None and environment is not None:  # otherwise Lightning connects
                 backend = self._get_process_group_backend()
                 device = self.root_device if self.root_device.type != "cpu" else None
                 _init_dist_connection(environment, backend, timeout=self._timeout, device_id=device, store=store)
             as_lightning()
 
     def _facts_of(self, options: SchedulerOptions) -> dict[str, object]:
-        """What has to be the same on all ranks."""
+        """Return the facts that have to be the same on all ranks."""
         return {
             "number of processes": dist.get_world_size(),
             "process_group_backend": self._process_group_backend,
@@ -175,11 +175,11 @@ class JoinedRanks:
         }
 
     def _own_store(self, ranks: int, watch: RendezvousWatch | None) -> dist.Store | None:
-        """A part of the store of torchrun's agent that no earlier start has written to; ``None`` without that agent.
+        """Return a part of torchrun's store that no earlier start has written to; ``None`` without torchrun's agent.
 
         Args:
-            ranks: How many there are.
-            watch: Is told what the part is called.
+            ranks: Number of ranks.
+            watch: Receives the name of the part.
         """
         environment = self.cluster_environment
         if environment is None or dist.is_initialized() or not agent_keeps_store():
@@ -201,12 +201,12 @@ class JoinedRanks:
         return dist.PrefixStore(name, store)
 
     def _meet(self, what: str, own: Introduction, *, connected: bool = False, **way_out: str) -> None:
-        """Make sure with all other ranks that they are in the same training.
+        """Check with all other ranks that they are in the same training.
 
         Args:
-            what: Is compared.
-            own: What this rank has to say of it.
-            connected: Whether they come from connecting to each other, and from nowhere else.
+            what: What is compared.
+            own: This rank's introduction.
+            connected: Whether all ranks have just connected to each other.
             **way_out: See :func:`require_alike`.
         """
         board = self._board
@@ -226,12 +226,12 @@ class JoinedRanks:
             require_alike(ranks, warn=rank_zero_warn, **way_out)
 
     def _compare_checkpoints(self, path: str | Path | None, written: str = "", **facts: str) -> None:
-        """Make sure with all other ranks that they go on from the same checkpoint.
+        """Check with all other ranks that they resume from the same checkpoint.
 
         Args:
-            path: This rank's; ``None`` if it has none.
-            written: When that was written.
-            **facts: What has to be the same besides.
+            path: This rank's checkpoint; ``None`` if it has none.
+            written: When it was written.
+            **facts: More facts that have to be the same.
         """
         if self._board is not None:
             host, found = socket.gethostname(), "none"
@@ -245,7 +245,7 @@ class JoinedRanks:
         return _TIMEOUT_S if self._timeout is None else self._timeout.total_seconds()
 
     def _no_hope(self) -> BaseException | None:
-        """Why nothing is to be expected of the other ranks any more, if so."""
+        """Return why the other ranks will not answer, if so."""
         board = self._board
         if board is None or not board.hopeless:
             return None
@@ -254,13 +254,13 @@ class JoinedRanks:
     # ------------------------------------------------------------------ failures
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """See DDPStrategy. After a failure nobody is waited for: a checkpoint on exception must not hang."""
+        """See DDPStrategy. After a failure it does not wait: saving a checkpoint on exception must not hang."""
         if not self._failed:
             with self._explained():
                 super().barrier(*args, **kwargs)  # type: ignore[misc]
 
     def broadcast(self, obj: _T, src: int = 0) -> _T:
-        """See DDPStrategy. After a failure this rank's own ``obj`` has to do."""
+        """See DDPStrategy. After a failure it returns this rank's own ``obj``."""
         if self._failed:
             return obj
         with self._explained():
@@ -280,7 +280,7 @@ class JoinedRanks:
         return agreed
 
     def publish_failure(self, exception: BaseException) -> None:
-        """Tell the other ranks why this one fails, or say here which other rank is at fault; once."""
+        """Tell the other ranks once why this rank fails, or report here which other rank has failed."""
         if self._failed:
             return
         self._failed = True
@@ -296,21 +296,21 @@ class JoinedRanks:
         for runtime in self._runtimes():
             runtime.fail(cause)
         self._end_with(cause)
-        board.close()  # here, as teardown is skipped when another callback's on_exception raises
+        board.close()  # here, as teardown is skipped if another callback's on_exception raises
 
     def _end_with(self, cause: BaseException) -> None:
-        """End what else this rank does with the others, because of ``cause``."""
+        """End this rank's other communication because of ``cause``."""
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Turn the consequence of another rank's failure into an error that names the rank."""
+        """Turn an error that follows from another rank's failure into one that names the rank."""
         try:
             yield
         except Exception as error:
             cause = self._explain(error)
             if cause is error:
                 raise
-            # DDP's reducer passes what its hook raised on as words of its own.
+            # DDP's reducer repeats its hook's error in its own message.
             raise cause from (None if str(cause) in str(error) else error)
 
     def _explain(self, error: BaseException) -> BaseException:
@@ -322,22 +322,22 @@ class JoinedRanks:
         return self._ending(error if runtimes or self._board is None else self._board.explain(error))
 
     def _ending(self, error: BaseException) -> BaseException:
-        """``error``; or this rank's own end, where it has got a SIGTERM like the rank that ``error`` names."""
+        """Return ``error``, or this rank's own SIGTERM if it has got one like the rank that ``error`` names."""
         elsewhere = isinstance(error, RankFailedError) and error.cause == phrase(SIGTERMException())
         return SIGTERMException() if elsewhere and self._got_sigterm() else error
 
     def _got_sigterm(self) -> bool:
-        """Whether Lightning is to end this rank, once it comes to it."""
+        """Whether Lightning is about to end this rank because of SIGTERM."""
         module = getattr(self, "lightning_module", None)
         trainer = None if module is None else module._trainer
         return trainer is not None and bool(trainer.received_sigterm)
 
 
 class _Outcome:
-    """Nothing that Lightning looks into for tensors to move: it would change what cannot be changed.
+    """Wraps a fit's outcome so that Lightning does not look for tensors to move in it.
 
     Args:
-        of_fit: What the strategy has to tell.
+        of_fit: The strategy's outcome.
     """
 
     def __init__(self, of_fit: Any) -> None:
@@ -345,7 +345,7 @@ class _Outcome:
 
 
 class PublishesFailures:
-    """Mixed into a launcher, before it: what a function fails with is told to the other ranks."""
+    """Mixed into a launcher, before it in the order of bases; publishes the errors of its function."""
 
     _strategy: Any
 
@@ -362,37 +362,37 @@ class PublishingLauncher(PublishesFailures, _MultiProcessingLauncher):
     """See Lightning's launcher.
 
     Args:
-        strategy: Told about failures in each worker; pickled into it with the Trainer.
+        strategy: Publishes failures in each worker; pickled into it with the Trainer.
         start_method: See Lightning's launcher.
     """
 
     def get_extra_results(self, trainer: pl.Trainer) -> dict[str, Any]:
-        """In rank 0: what the main process is told of the fit."""
+        """Return, in rank 0, the outcome for the main process."""
         return {**super().get_extra_results(trainer), _OUTCOME: _Outcome(self._strategy.outcome())}
 
     def update_main_process_results(self, trainer: pl.Trainer, extra: dict[str, Any]) -> None:
-        """In the main process, which took no step itself."""
+        """Take over rank 0's outcome in the main process."""
         super().update_main_process_results(trainer, extra)
         self._strategy.remember(extra[_OUTCOME].of_fit)
 
 
-_said: set[str] = set()  # of the environment, once in a process
+_said: set[str] = set()  # messages on environment variables, each shown once per process
 
 
 class RankStrategy(JoinedRanks, DDPStrategy):
-    """What both strategies of this package do in a step, and with a failure.
+    """Steps and failures of both of this package's strategies for Trainer.
 
     Args:
         **options: See DDPStrategy.
     """
 
     example_option: ClassVar[str] = ""
-    """An option of the strategy, with a value, as messages show it."""
+    """An option of the strategy with a value, for messages."""
 
     def __init__(self, **options: Any) -> None:
-        self._position: FitPosition | None = None  # where all ranks train together
-        self._gradients: ScheduledGradients | None = None  # where ByteScheduler carries them
-        self._checkpoint: tuple[Any, str] | None = None  # a checkpoint's path, and where it was written
+        self._position: FitPosition | None = None  # if all ranks train together
+        self._gradients: ScheduledGradients | None = None  # if ByteScheduler carries the gradients
+        self._checkpoint: tuple[Any, str] | None = None  # a checkpoint's path, and when it was written
         check_launch_options(options, strategy=type(self).__name__, example=self.example_option)
         for sentence in unknown_variables(os.environ):
             if sentence not in _said:
@@ -401,7 +401,7 @@ class RankStrategy(JoinedRanks, DDPStrategy):
         super().__init__(**options)
 
     def __repr__(self) -> str:
-        # The other package's Trainer takes it for a wrong name, and says no more than this.
+        # The other Lightning package's Trainer takes this class for a wrong name, and shows only this.
         return f"<{type(self).__name__} of {PACKAGE!r}>"
 
     def _configure_launcher(self) -> None:
@@ -410,11 +410,11 @@ class RankStrategy(JoinedRanks, DDPStrategy):
             self._launcher = PublishingLauncher(self, start_method=self._start_method)  # type: ignore[arg-type]
 
     def outcome(self) -> Any:
-        """What is known of a fit when it is over, for a main process that starts ranks and is none itself."""
+        """Return the outcome of a fit for the main process, if it is not a rank itself."""
         return None
 
     def remember(self, outcome: Any) -> None:
-        """Know in the main process what rank 0 found."""
+        """Store rank 0's outcome in the main process."""
 
     def _know_ranks(self) -> None:
         self.set_world_ranks()
@@ -445,16 +445,16 @@ class RankStrategy(JoinedRanks, DDPStrategy):
             return super().validation_step(*args, **kwargs)
 
     def count_epoch(self) -> None:
-        """An epoch begins."""
+        """Record that an epoch begins."""
         if self._position is not None:
             self._position.begin_epoch()
         if self._gradients is not None:
             self._gradients.begin_epoch()
 
     def count_batch(self) -> None:
-        """A batch begins, unless the ranks have been found to wait for each other."""
+        """Record that a batch begins; raises if ranks wait for each other in vain."""
         if self._board is not None and isinstance(self._board.fault, RanksDivergedError):
-            raise self._board.fault  # what came back from a collective that was called off is not to be trained on
+            raise self._board.fault  # results of a cancelled collective must not be trained on
         if self._position is not None:
             self._position.begin_batch()
 
@@ -472,7 +472,7 @@ class RankStrategy(JoinedRanks, DDPStrategy):
         model: pl.LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Run the closure; defer the step where its gradients are still on their way. See DDPStrategy."""
+        """Run the closure; defer the step if its gradients are in flight. See DDPStrategy."""
         step = super().optimizer_step
         if self._gradients is None:
             return step(optimizer, closure, model, **kwargs)
@@ -494,7 +494,7 @@ class RankStrategy(JoinedRanks, DDPStrategy):
         return checkpoint
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """See DDPStrategy. What was there before is replaced by a whole file."""
+        """See DDPStrategy. A complete file replaces an earlier one."""
         if not self.is_global_zero:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
@@ -502,8 +502,8 @@ class RankStrategy(JoinedRanks, DDPStrategy):
             super().save_checkpoint(checkpoint, path, storage_options)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """See DDPStrategy. Ranks that have restored compare checkpoints, before any of them validates or trains."""
-        # Lightning comes here whether it had a checkpoint or not.
+        """See DDPStrategy. After restoring, ranks compare checkpoints before any of them validates or trains."""
+        # Lightning calls this with or without a checkpoint.
         if args[:1] == ("_CheckpointConnector.resume_end",) and not self._failed:
             (path, written), self._checkpoint = self._checkpoint or (None, ""), None
             self._compare_checkpoints(path, written, **({} if self._position is None else self._position.reached))
@@ -521,7 +521,7 @@ class RankStrategy(JoinedRanks, DDPStrategy):
         self.publish_failure(exception)
 
     def publish_failure(self, exception: BaseException) -> None:
-        """See JoinedRanks; with Lightning's hint, which the other ranks show, too."""
+        """See JoinedRanks; adds Lightning's hint, which the other ranks show, too."""
         super(JoinedRanks, self).on_exception(exception)
         if isinstance(exception, SIGTERMException) and exception.code is None:
             ends_by_sigterm(exception, self.global_rank)
@@ -533,41 +533,41 @@ class RankStrategy(JoinedRanks, DDPStrategy):
 
 
 def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
-    """The Trainer's callbacks, to be looked at and changed."""
+    """Return the Trainer's list of callbacks."""
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
     return callbacks
 
 
 def digest_of(path: str | Path) -> str:
-    """The same for copies of a checkpoint, and another for any other.
+    """Return a digest that is equal for copies of a checkpoint and differs for others.
 
-    Torch writes an archive whose directory has a check sum of each part, so that little of a large file is read.
+    Torch writes an archive whose directory has a checksum of each part, so only the directory is read.
 
     Args:
-        path: Of the checkpoint, or its URL. Nothing is told of what another plugin wrote.
+        path: Path or URL of the checkpoint. Files of other plugins give ``"unknown"``.
     """
     try:
         with fsspec.open(str(path), "rb") as file, zipfile.ZipFile(file) as archive:
-            # The name of the file that torch wrote to stands before each part's.
+            # The parts' names begin with the name of the file that torch wrote to.
             parts = [(part.filename.partition("/")[2], part.CRC) for part in archive.infolist()]
-    except Exception:  # what only the plugin that wrote it can read
+    except Exception:  # only the plugin that wrote it can read it
         return "unknown"
     return f"{zlib.crc32(repr(parts).encode()):08x}"
 
 
 @contextmanager
 def written_whole(checkpoint_io: object, path: str | Path) -> Iterator[str | Path]:
-    """Where to write what is to be at ``path`` afterwards; one process at a time.
+    """Yield where to write a file that appears complete at ``path`` afterwards; one process at a time.
 
     Args:
-        checkpoint_io: That writes. Another one than Lightning's own is given ``path`` itself.
-        path: Of the checkpoint; a local file is replaced at once, and what is somewhere else is left to Lightning.
+        checkpoint_io: The plugin that writes. Plugins other than Lightning's own get ``path`` itself.
+        path: Path of the checkpoint. A local file is replaced atomically; a URL is left to Lightning.
     """
     if type(checkpoint_io) is not TorchCheckpointIO or "://" in str(path):
         yield path
         return
     whole = Path(path)
-    part = whole.with_name(f".{whole.name}.part")  # of a writer that was killed, it is written over
+    part = whole.with_name(f".{whole.name}.part")  # a killed writer may have left one, which is overwritten
     try:
         yield part
         with part.open("rb") as file:

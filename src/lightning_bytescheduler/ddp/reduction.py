@@ -1,20 +1,20 @@
-"""How the buckets of one backward pass become communication tasks, and when their data exists.
+"""Turns the buckets of one backward pass into communication tasks.
 
-Two ways. *All-reduce* (push and pull, where there are parameter servers): one task per bucket. *Sharded*, for steps
-that need the norm of all gradients, or have to know whether all are finite, before the first update (norm clipping,
-fp16 loss scaling)::
+There are two ways. *All-reduce* (push and pull with parameter servers) has one task per bucket. *Sharded* reduction is
+for steps that need the norm of all gradients, or whether all are finite, before the first update (norm clipping, fp16
+loss scaling)::
 
-    reduce-scatter   of every bucket, while the backward pass runs: each rank has its shard of the reduced gradient
-    norms            one exchange of a number per parameter: now every rank knows every parameter's norm
-    all-gather       by priority, as soon as the bucket's own reduce-scatter is done; under the next forward pass
+    reduce-scatter   of every bucket, during the backward pass: each rank has its shard of the reduced gradient
+    norms            one exchange of a number per parameter: then every rank knows every parameter's norm
+    all-gather       by priority, once the bucket's own reduce-scatter is done; during the next forward pass
 
-The bytes are those of the all-reduce (which is a reduce-scatter followed by an all-gather), but the norm is known when
-half of them have travelled. Reduce-scatters precede everything else, as every update waits for the last of them.
+It sends as many bytes as an all-reduce, which is a reduce-scatter and an all-gather, but the norm is known after half
+of them. Reduce-scatters have the highest priority, as every update waits for the last one.
 
 Why the ranks agree: tasks are named by step, phase and index of the bucket, and are launched in the order rank 0
-decides (``launch_order.py``). A gather waits for its bucket's reduce-scatter on this rank, and the exchange for all of
-them. Rank 0 decides on either only after these have ended there, so they precede it in the one order of all ranks: the
-oldest operation still never waits for a younger one.
+decides (``launch_order.py``). A gather waits for its bucket's reduce-scatter on its rank, and the exchange of norms
+waits for all of them. Rank 0 launches either only after these have ended there, so they come first in the order of all
+ranks. So the oldest operation never waits for a younger one.
 """
 
 from __future__ import annotations
@@ -49,44 +49,44 @@ from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask, TaskKe
 
 OnPart = Callable[[SubCommTask], None]
 Send = Callable[[SubCommTask, Callable[[], None] | None], None]
-"""Puts a part on the wire; what it is given besides is called when the part's result is there."""
+"""Sends a part; its second argument is called when the result has arrived."""
 
-_BEFORE_GATHERS = 1 << 40  # taken from a position in the forward pass: more urgent than any
+_BEFORE_GATHERS = 1 << 40  # subtracted from a position in the forward pass: more urgent than any position
 
 
 class Phase(enum.IntEnum):
-    """Of a step: what a task does. The same on all ranks."""
+    """What a task does within a step. The same on all ranks."""
 
     REDUCE = 0  # all-reduce or reduce-scatter of a bucket
     GATHER = 1
-    NORMS = 2  # of all buckets
+    NORMS = 2  # all buckets
     LEFT = 3  # factors of a bucket, see ``low_rank_reduction.py``
     RIGHT = 4
 
 
 def position_of(task: CommTask) -> int:
-    """Position in the forward pass of what a task of a reduction is about."""
+    """Return the position in the forward pass of a task's bucket."""
     return task.priority if task.priority > -_BEFORE_GATHERS // 2 else task.priority + _BEFORE_GATHERS
 
 
 def total_norm(norms: Iterable[float]) -> float:
-    """Norm of a vector from the norms of its parts; as in torch, not a number if any of them is not."""
+    """Return the norm of a vector from the norms of its parts; NaN if one of them is NaN, as in torch."""
     parts = list(norms)
-    return math.nan if any(map(math.isnan, parts)) else math.hypot(*parts)  # C's says infinity for (nan, inf)
+    return math.nan if any(map(math.isnan, parts)) else math.hypot(*parts)  # C's hypot returns infinity for (nan, inf)
 
 
 class GradientBucket:
-    """One of DDP's, in one step.
+    """One of DDP's buckets in one step.
 
     Args:
-        index: The same on all ranks.
-        parameters: Whose gradients ``buffer`` holds, one after the other.
+        index: Index of the bucket, the same on all ranks.
+        parameters: The parameters whose gradients ``buffer`` holds, in order.
         buffer: The flat gradient, reduced in place.
-        priority: Position in the forward pass, or among those that come, as the policy has it.
+        priority: Position in the forward pass or in the order of arrival, depending on the policy.
 
     Attributes:
-        exists: When the contents of ``buffer`` do, where they are not what the current stream writes.
-        on_part: Called with each part that ``buffer`` has the mean of, before anybody is told.
+        exists: Marks when ``buffer`` is complete; ``None`` if the current stream writes it.
+        on_part: Called with each part whose mean is in ``buffer``, before the task ends.
     """
 
     __slots__ = ("buffer", "exists", "index", "on_part", "parameters", "priority")
@@ -100,18 +100,18 @@ class GradientBucket:
         self.on_part: OnPart | None = None
 
     def holds(self, gradient: torch.Tensor) -> bool:
-        """Whether ``gradient`` is a view of this bucket, not a tensor somebody put in its place."""
-        if not gradient.numel():  # has no address to go by
+        """Whether ``gradient`` is a view of this bucket and not another tensor."""
+        if not gradient.numel():  # it has no address to compare
             return True
         first = self.buffer.data_ptr()
         return first <= gradient.data_ptr() < first + self.buffer.numel() * self.buffer.element_size()
 
 
 class Encoder(Protocol):
-    """Says what of the gradients travels encoded."""
+    """Decides which gradients travel encoded."""
 
     def encoded(self, bucket: GradientBucket, weight: StepWeight | None) -> CompressedBucket | None:
-        """For one step, in which this rank counts ``weight``; ``None`` if nothing of ``bucket`` is."""
+        """Return the encoded form of ``bucket`` for one step with this rank's ``weight``; ``None`` for none."""
 
 
 class Reduction(Protocol):
@@ -121,7 +121,7 @@ class Reduction(Protocol):
         """Average the buffer of ``bucket`` over all ranks, in place.
 
         Args:
-            bucket: The next one.
+            bucket: The next bucket.
             on_end: Called once when the task has ended; on a GPU earlier, when the current stream waits for that.
 
         Returns:
@@ -129,14 +129,14 @@ class Reduction(Protocol):
         """
 
     def close(self) -> None:
-        """Say that there are no more buckets."""
+        """Record that there are no more buckets."""
 
 
 class AllReduction:
     """One all-reduce per bucket; see :class:`Reduction`.
 
     Args:
-        tasks: Of the step.
+        tasks: Tasks of the step.
     """
 
     def __init__(self, tasks: StepTasks) -> None:
@@ -153,15 +153,16 @@ class AllReduction:
 
 
 class ShardedReduction:
-    """Reduce-scatter and all-gather per bucket, and every parameter's norm in between; see :class:`Reduction`.
+    """Reduce-scatter and all-gather per bucket, with every parameter's norm in between; see :class:`Reduction`.
 
-    Reduce-scatters end on the transport's thread, which adds up the norms of this rank's shards there: on a GPU aside
-    from what is queued for it, as the host knows by then that the shards exist.
-    A lock guards what both threads see; nothing is called with it held.
+    Reduce-scatters end on the transport's thread, which computes the norms of this rank's shards. On a GPU it uses a
+    side stream, as the host already knows that the shards are complete.
+
+    A lock guards what both threads use; nothing is called with it held.
 
     Args:
-        tasks: Of the step.
-        encoder: Says what travels encoded, if anything does.
+        tasks: Tasks of the step.
+        encoder: Decides what travels encoded, if anything.
 
     Attributes:
         norms: The exchange; it ends when every parameter's norm is known. ``None`` before :meth:`close`.
@@ -172,10 +173,10 @@ class ShardedReduction:
         self._tasks = tasks
         self._encoder = encoder
         self._rank = tasks.rank
-        self._position: dict[int, int] = {}  # of a parameter among all, by its id
+        self._position: dict[int, int] = {}  # index of each parameter, by its id
         self._lock = threading.Lock()
-        self._shard_norms: dict[int, float] = {}  # by position
-        self._under_way = 1  # reduce-scatters that have not ended, and one for close()
+        self._shard_norms: dict[int, float] = {}  # by index of the parameter
+        self._under_way = 1  # reduce-scatters that have not ended, plus one for close()
         self._rows: torch.Tensor | None = None
         self._norms: list[float] | None = None
 
@@ -187,7 +188,7 @@ class ShardedReduction:
             self._position[id(parameter)] = position
         with torch._C.DisableTorchFunctionSubclass():
             sizes = [2 * p.numel() if p.is_complex() else p.numel() for p in parameters]
-        if buffer.is_complex():  # whose norm is that of all its real and imaginary parts
+        if buffer.is_complex():  # its norm is that of all real and imaginary parts
             buffer = torch.view_as_real(buffer).view(-1)
         encoded = None if self._encoder is None else self._encoder.encoded(bucket, tasks.weight)
         with self._lock:
@@ -204,15 +205,16 @@ class ShardedReduction:
     def close(self) -> None:
         """See :class:`Reduction`."""
         count = len(self._position)
-        with self._tasks.aside():  # not behind the backward pass: the norms are put there before a GPU is through it
+        with self._tasks.aside():  # not behind the backward pass, as the GPU needs the norms before it ends
             self._rows = torch.zeros(self._tasks.world_size, count, dtype=torch.float64, device=self._tasks.device)
         self.norms = self._tasks.enqueue_exchange(self._rows, priority=-_BEFORE_GATHERS)
         self._one_less()
 
     def norm(self, parameter: nn.Parameter) -> float:
-        """Of a parameter's reduced gradient as it travelled; the same bits on every rank. Needs :attr:`norms` to end.
+        """Return the norm of a parameter's reduced gradient, after :attr:`norms` ended; the same bits on all ranks.
 
-        Not finite if and only if the gradient is not. Formed without torch, as ranks may have different processors.
+        It is finite if and only if the gradient is. It is computed without torch, as ranks may have different
+        processors.
         """
         if self._norms is None:
             if self._rows is None:
@@ -236,14 +238,14 @@ class ShardedReduction:
             row = self._rows[self._rank]
             norms = torch.tensor([self._shard_norms.get(n, 0.0) for n in range(row.numel())], dtype=torch.float64)
             with self._tasks.aside():
-                row.copy_(norms)  # a GPU has them when this returns
+                row.copy_(norms)  # the copy to a GPU is complete when this returns
             self.norms.notify_ready()
 
 
 def _shard_norms(
     buffer: torch.Tensor, sizes: Sequence[int], scatter: CommTask, rank: int, world_size: int
 ) -> dict[int, float]:
-    """Norms, by position of the parameter in the bucket, over what ``rank`` has reduced."""
+    """Return norms of what ``rank`` has reduced, by position of the parameter in the bucket."""
     pieces: list[torch.Tensor] = []
     owners: list[int] = []
     position, end_of_parameter = 0, sizes[0] if sizes else 0
@@ -260,7 +262,7 @@ def _shard_norms(
     found: dict[int, float] = {}
     norms = _norms(pieces, None if buffer.dtype in (torch.float32, torch.float64) else torch.float32)
     odd = [n for n, norm in enumerate(norms) if not math.isfinite(norm)]
-    # Squares of large but finite values overflow; in double precision they do not.
+    # Squares of large finite values overflow; in double precision they do not.
     for n, norm in zip(odd, _norms([pieces[n] for n in odd], torch.float64), strict=True):
         norms[n] = norm
     for owner, norm in zip(owners, norms, strict=True):
@@ -269,7 +271,7 @@ def _shard_norms(
 
 
 def _norms(pieces: Sequence[torch.Tensor], kind: torch.dtype | None) -> list[float]:
-    """Norms, computed in ``kind``; from a GPU they come in one transfer."""
+    """Return norms, computed in ``kind``; a GPU sends them in one transfer."""
     if not pieces:
         return []
     norms: list[float] = torch.stack([torch.linalg.vector_norm(piece, dtype=kind) for piece in pieces]).tolist()
@@ -280,11 +282,11 @@ class StepTasks:
     """Makes the tasks of one step.
 
     Args:
-        core: Sends what becomes ready.
-        transport: What a sub-task's start does.
-        step: Of the backward pass, the same on all ranks.
-        device: Where what travels lives.
-        weight: What this rank counts; as much as any other when left out.
+        core: Launches tasks that are ready.
+        transport: Sends sub-tasks.
+        step: Number of the step, the same on all ranks.
+        device: Where the data that travels lives.
+        weight: This rank's weight; equal weights if ``None``.
     """
 
     def __init__(
@@ -307,11 +309,11 @@ class StepTasks:
         self._transport = transport
 
     def mark(self, bucket: GradientBucket) -> ReadyMark:
-        """When the contents of a bucket exist."""
+        """Return the mark at which the contents of a bucket are complete."""
         return bucket.exists or self._transport.mark(bucket.buffer)
 
     def averaging(self, operation: Averaging) -> Operation:
-        """``operation``, with what this rank counts in the step: known when it is started, see :meth:`notify_ready`."""
+        """Bind this rank's weight to ``operation``; it is known when the task starts, see :meth:`notify_ready`."""
         weight = self.weight
 
         def weighted(group: dist.ProcessGroup, part: torch.Tensor, number: int) -> StartedOperation:
@@ -320,7 +322,7 @@ class StepTasks:
         return weighted
 
     def as_it_is(self, buffer: torch.Tensor, operation: Operation, ready: ReadyMark | None = None) -> Send:
-        """Have ``operation`` done to each part of ``buffer``, whose contents exist, or are going to at ``ready``."""
+        """Return a ``Send`` that runs ``operation`` on each part of ``buffer``, which is complete at ``ready``."""
 
         def send(sub_task: SubCommTask, last: Callable[[], None] | None) -> None:
             part = buffer[sub_task.offset : sub_task.offset + sub_task.size]
@@ -329,11 +331,11 @@ class StepTasks:
         return send
 
     def encoded(self, start: EncodedStart) -> Send:
-        """Have parts encoded and sent by ``start``."""
+        """Return a ``Send`` that encodes and sends parts with ``start``."""
         return lambda sub_task, last: self._transport.send_encoded(sub_task, start, last)
 
     def encoded_for_servers(self, start: ServedStart, width: int) -> Send:
-        """Have parts, of so many bytes an element as they are, encoded and pushed to servers by ``start``."""
+        """Return a ``Send`` that encodes parts of ``width`` bytes per element and pushes them with ``start``."""
         return lambda sub_task, last: self._transport.send_served(sub_task, sub_task.size * width, start, last)
 
     def enqueue(
@@ -352,22 +354,22 @@ class StepTasks:
         on_part: OnPart | None = None,
         joinable: bool = False,
     ) -> CommTask:
-        """Hand a task over.
+        """Enqueue a task.
 
         Args:
-            name: Of the task.
-            buffer: What is sent.
-            send: What is done to each part.
+            name: Name of the task.
+            buffer: The data to send.
+            send: Sends each part.
             fold: See :class:`CommTask`.
-            phase: Of the step.
-            index: The bucket's.
+            phase: Phase of the step.
+            index: Index of the bucket.
             priority: See :class:`CommTask`.
-            wire_share: What each rank sends per byte of ``buffer``, as it is.
+            wire_share: Bytes that each rank sends per byte of ``buffer``, unencoded.
             cut_like: See :meth:`ByteCore.enqueue`.
-            on_end: See :class:`CommTask`. Of a joinable task on a GPU: called when the current stream waits for the
+            on_end: See :class:`CommTask`. For a joinable task on a GPU: called when the current stream waits for the
                 result, or when the task has failed before.
             on_part: See :class:`GradientBucket`.
-            joinable: Whether the result may be used by streams that wait for it, see :meth:`GradientTransport.join`.
+            joinable: Whether streams that wait for the result may use it, see :meth:`GradientTransport.join`.
         """
         streams = self._transport.streams if joinable else None
         task = CommTask(
@@ -393,7 +395,7 @@ class StepTasks:
     def enqueue_whole(
         self, bucket: GradientBucket, send: Send, ready: ReadyMark, on_end: Callable[[CommTask], None] | None
     ) -> CommTask:
-        """Hand over a bucket whose data exists at ``ready``, to be averaged by one task."""
+        """Enqueue a bucket that is complete at ``ready``, to be averaged by one task."""
         task = self.enqueue(
             f"bucket {bucket.index}",
             bucket.buffer,
@@ -419,15 +421,15 @@ class StepTasks:
         on_scattered: Callable[[CommTask], None] | None = None,
         on_end: Callable[[CommTask], None] | None = None,
     ) -> CommTask:
-        """Hand over the reduce-scatter of a bucket, whose data exists for the current stream, and its all-gather.
+        """Enqueue the reduce-scatter and the all-gather of a bucket whose data is complete on the current stream.
 
         Args:
-            bucket: Whose index and priority count.
-            buffer: The bucket's, as real numbers.
-            encoded: Does both where parts travel encoded.
-            scatter_priority: Of the reduce-scatter.
+            bucket: The bucket.
+            buffer: Its buffer, as real numbers.
+            encoded: Does both if parts travel encoded.
+            scatter_priority: Priority of the reduce-scatter.
             on_scattered: Called when that has ended without error, before the all-gather may begin.
-            on_end: See :meth:`enqueue`; of the all-gather.
+            on_end: See :meth:`enqueue`; for the all-gather.
 
         Returns:
             The all-gather.
@@ -435,7 +437,7 @@ class StepTasks:
         index, ready, share = bucket.index, self.mark(bucket), (self.world_size - 1) / self.world_size
 
         def scattered(scatter: CommTask) -> None:
-            # If it failed, the core stops, and with it whoever waits; perhaps before there is a task to gather.
+            # If it failed, the core stops, and all waits end; the gather may not exist yet.
             if scatter.error is None:
                 if on_scattered is not None:
                     on_scattered(scatter)
@@ -459,7 +461,7 @@ class StepTasks:
             send=to_all,
             phase=Phase.GATHER,
             priority=bucket.priority,
-            cut_like=scatter,  # shards are those of parts, so both have to have the same ones
+            cut_like=scatter,  # shards belong to parts, so both tasks must have the same parts
             on_end=on_end,
             on_part=bucket.on_part,
             joinable=True,
@@ -468,7 +470,7 @@ class StepTasks:
         return gather
 
     def notify_ready(self, task: CommTask, ready: ReadyMark) -> None:
-        """Say that a gradient's data exists, as soon as it does and it is known what it counts."""
+        """Mark a task as ready once its data is complete and this rank's weight is known."""
         if self.weight is not None:
             self.weight.when_known(partial(self._notify_weighted, task, ready))
         else:
@@ -478,7 +480,7 @@ class StepTasks:
         self._transport.when_ready(ready, task.notify_ready)
 
     def enqueue_exchange(self, rows: torch.Tensor, *, priority: int) -> CommTask:
-        """Hand over the exchange of the rows of ``rows``, a single message, which exist when the task is ready."""
+        """Enqueue the exchange of the rows of ``rows`` as one message; they are complete when the task is ready."""
         task = CommTask(
             "gradient norms",
             1,

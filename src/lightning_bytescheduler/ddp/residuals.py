@@ -1,18 +1,17 @@
-"""What error feedback has left to be sent: one flat tensor in fp32 for each parameter, by the parameter's name.
+"""Residuals of error feedback: one flat fp32 tensor for each parameter, by the parameter's name.
 
-Beside it, where gradients travel as products of two factors, what the next step's power iteration begins with, which is
-the same on all ranks, and begins anew in each fit: what the first step's factors leave out is in the residual.
+With PowerSGD it also holds the factors with which the next step's power iteration begins. They are the same on all
+ranks and start anew in each fit, as the residual holds what the first step's factors leave out.
 
-In a checkpoint is the *sum* over all ranks, the size of the model's compressed parameters in fp32, and not one for each
-rank: what counts for the weights is the sum, as a residual is added to the rank's share of the mean. A fit that goes on
-from it, with any number of ranks, gives each of them an equal share of the sum. So nothing is lost, and nothing has to
-be known of the ranks there were. It would gain nothing to keep them apart: the first step of a fit has other buckets
-than those that follow, so that blocks are cut in another way and no fit goes on with the same bits.
+A checkpoint has the *sum* over all ranks, as large as the model's compressed parameters in fp32. The sum is what
+matters to the weights, as a residual is added to the rank's share of the mean. A resumed fit gives each of its ranks an
+equal share of the sum, so nothing is lost on any number of ranks. Separate residuals would bring nothing: the first
+step of a fit has other buckets than later ones, so blocks differ and no resumed fit has the same bits.
 
-A residual lies as its gradient does in the bucket, which is as the parameter does in memory. In a checkpoint it has the
-parameter's shape, so that a model in another memory format adds it to the right elements.
+A residual has the layout of its gradient in the bucket, which is the parameter's memory layout. A checkpoint has it in
+the parameter's shape, so that a model in another memory format adds it to the right elements.
 
-What is of gradients under a loss scale is kept with that scale, and goes along with it when it changes.
+Residuals of scaled gradients are kept with their loss scale, and are rescaled when it changes.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ __all__ = ["Layout", "LeftElsewhere", "Residuals", "add_up_on_first"]
 _FORMAT = 2
 
 LeftElsewhere = Callable[[str, int, float], Tensor | None]
-"""What is left of a parameter, by its name, its elements, and what losses are multiplied with; ``None`` for nothing."""
+"""Returns other holders' residual of a parameter, given name, elements and loss scale; ``None`` if there is none."""
 
 
 class Layout(NamedTuple):
     """How a parameter's gradient lies in its bucket.
 
     Attributes:
-        shape: The parameter's.
+        shape: Shape of the parameter.
         order: Its dimensions, from the outermost in memory to the innermost.
     """
 
@@ -47,42 +46,42 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, parameter: nn.Parameter) -> Layout:
-        """DDP keeps the order of a parameter without gaps; of any other it has the elements in logical order."""
+        """Return a parameter's layout. DDP keeps the order of a dense parameter, and uses logical order for others."""
         with torch._C.DisableTorchFunctionSubclass():
             order = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
             dense = parameter.permute(order).is_contiguous()
             return cls(tuple(parameter.shape), tuple(order if dense else range(parameter.dim())))
 
     def flat(self, tensor: Tensor) -> Tensor:
-        """Elements of a tensor of the parameter's shape, as they lie in the bucket."""
+        """Return the elements of a tensor of the parameter's shape in the bucket's order."""
         return tensor.permute(self.order).reshape(-1)
 
     def shaped(self, flat: Tensor) -> Tensor:
-        """The contrary of :meth:`flat`."""
+        """Reverse :meth:`flat`."""
         whole = flat.view([self.shape[dim] for dim in self.order])
         return whole.permute([self.order.index(dim) for dim in range(len(self.order))]).contiguous()
 
 
 class Residuals:
-    """One rank's. For one thread at a time: the training's, while nothing is under way.
+    """One rank's residuals. The training thread uses them while no gradient is in flight.
 
-    While something is, threads that send ask for a parameter's (:meth:`knows`, :meth:`to_change`), each for parts that
-    no other one has; one of them begins new ones.
+    Otherwise threads that send use :meth:`knows` and :meth:`to_change`, each for its own parts; only one of them
+    creates residuals.
 
     Attributes:
-        elsewhere: Says what those have left to send who are no ranks, while nothing is under way.
-        may_be_dropped: Whether mean gradients may be dropped that nobody has stepped with.
+        elsewhere: Returns the residuals of holders that are not ranks, while nothing is in flight.
+        may_be_dropped: Whether mean gradients may be dropped before an optimizer step.
     """
 
     def __init__(self) -> None:
         self._tensors: dict[str, Tensor] = {}
         self._rights: dict[str, Tensor] = {}
         self._scale = 1.0
-        self._before: dict[str, Tensor] = {}  # the step that may be left out
-        self._changed: set[str] = set()  # in it
-        self._pending: set[str] = set()  # changed before it, by gradients that are neither stepped with nor dropped
+        self._before: dict[str, Tensor] = {}  # residuals before a step that may be skipped
+        self._changed: set[str] = set()  # in that step
+        self._pending: set[str] = set()  # changed earlier, by gradients that are neither applied nor dropped
         self._may_be_left_out = False
-        self._layouts: dict[str, Layout] | None = None  # of what is compressed in this fit, by name
+        self._layouts: dict[str, Layout] | None = None  # by name of each parameter compressed in this fit
         self._loaded: dict[str, Tensor] = {}
         self._ranks = 1
         self.elsewhere: LeftElsewhere | None = None
@@ -90,14 +89,14 @@ class Residuals:
         self._device = torch.device("cpu")
 
     def live_on(self, device: torch.device) -> None:
-        """Have all of them on ``device``, where gradients are encoded; host memory until that is said."""
+        """Move all tensors to ``device``, where gradients are encoded; the default is host memory."""
         self._device = device
         for kept in (self._tensors, self._before, self._rights):
             for name, tensor in kept.items():
                 kept[name] = tensor.to(device)
 
     def of(self, name: str, size: int) -> Tensor:
-        """The residual of a parameter, zeros at first; written to in place."""
+        """Return the residual of a parameter, zeros at first; the caller changes it in place."""
         known = self._tensors.get(name)
         if known is None or known.numel() != size:
             known = self._tensors[name] = torch.zeros(size, dtype=torch.float32, device=self._device)
@@ -109,13 +108,13 @@ class Residuals:
         return known
 
     def knows(self, name: str) -> bool:
-        """Whether there is, or may be, something left of a parameter."""
+        """Whether a parameter has, or may have, a residual."""
         return name in self._tensors or name in self._loaded
 
     def to_change(self, name: str, size: int) -> tuple[Tensor, Tensor | None]:
-        """The residual of a parameter, and where what it was before the step goes, if that may have to come back.
+        """Return a parameter's residual, and the tensor for its value before the step if that may be restored.
 
-        It is kept already while what an earlier step has sent is pending.
+        There is no such tensor while an earlier step's gradient is pending, as its older value is kept.
         """
         residual = self.of(name, size)
         if not self._may_be_left_out or name in self._pending:
@@ -130,16 +129,16 @@ class Residuals:
     def begin_step(
         self, loss_scale: float | None, dropped: Collection[str] = (), not_applied: Collection[str] = ()
     ) -> None:
-        """A step begins, whose losses are multiplied with ``loss_scale``; ``None`` if steps are never left out.
+        """Begin a step with ``loss_scale``; ``None`` if steps are never skipped.
 
-        A scale that is smaller than before says that the last step had overflowed and was left out: what it sent came
-        to nothing, and what it found is to be sent is what there was before.
+        A smaller scale than before means that the last step overflowed and was skipped. Then the earlier residuals are
+        restored.
 
         Args:
-            loss_scale: See above.
-            dropped: Parameters whose last mean gradient is gone without a step, by name: it came to nothing, too.
-            not_applied: Those whose last mean gradient nobody has stepped with. If it was not dropped it is there, and
-                this step's is added.
+            loss_scale: The factor of losses.
+            dropped: Names of parameters whose last mean gradient was dropped without a step; also restored.
+            not_applied: Names of parameters whose last mean gradient was not applied. If not dropped, it is still
+                there, and this step's is added.
         """
         self._take_back_if_left_out(loss_scale)
         self.take_back(dropped)
@@ -150,9 +149,9 @@ class Residuals:
 
     @property
     def changed(self) -> set[str]:
-        """Names of the parameters of which something was sent in the last step, where that may have to be undone.
+        """Names of the parameters whose residuals changed in the last step, if that may be undone.
 
-        Those of steps before besides that are pending.
+        Includes pending ones of earlier steps.
         """
         return self._changed | self._pending
 
@@ -162,10 +161,10 @@ class Residuals:
             self.scale_to(loss_scale)
 
     def take_back(self, names: Collection[str]) -> None:
-        """What mean gradients came of that are gone: what there was before is to be sent; nothing is under way.
+        """Restore residuals whose mean gradients were dropped; nothing may be in flight.
 
         Args:
-            names: Of parameters; others than those that were changed have nothing to take back.
+            names: Names of parameters; those that were not changed are ignored.
         """
         for name in self.changed.intersection(names):
             self._tensors[name].copy_(self._before[name])
@@ -173,24 +172,24 @@ class Residuals:
         self._pending.difference_update(names)
 
     def keep_step(self) -> None:
-        """What was changed in the last step stays, whatever comes of that."""
+        """Make the changes of the last step final."""
         self._changed.clear()
         self._pending.clear()
 
     @property
     def loss_scale(self) -> float:
-        """What losses are multiplied with, of whose gradients these are."""
+        """The loss scale that the residuals contain."""
         return self._scale
 
     def right_of(self, name: str, columns: int, codec: PowerSGD) -> Tensor:
-        """The right factor of a parameter's last mean gradient, ``(columns, rank)``; written to in place."""
+        """Return the right factor of a parameter's last mean gradient, ``(columns, rank)``; changed in place."""
         known = self._rights.get(name)
         if known is None or known.shape != (columns, codec.rank):
             known = self._rights[name] = codec.first_right(name, columns).to(self._device)
         return known
 
     def scale_to(self, loss_scale: float) -> None:
-        """Losses are multiplied with ``loss_scale`` from here on."""
+        """Rescale to ``loss_scale``."""
         if loss_scale != self._scale and loss_scale > 0:
             for tensor in self._tensors.values():
                 tensor.mul_(loss_scale / self._scale)
@@ -208,24 +207,24 @@ class Residuals:
         loss_scale: float | None = None,
         not_applied: Collection[str] = (),
     ) -> dict[str, Any] | None:
-        """All ranks' residuals, for a checkpoint; on all ranks at once, which have the same tensors and keep theirs.
+        """Return the sum of all ranks' residuals for a checkpoint; all ranks call it together and keep theirs.
 
         Args:
-            add_up: Makes a tensor the sum over all ranks, in place, on those that save.
+            add_up: Replaces a tensor by the sum over all ranks, in place, on ranks that save.
             keep: Whether this rank saves.
-            loss_scale: What losses are multiplied with at present; ``None`` if that never changes.
-            not_applied: Parameters whose mean gradient was not stepped with: no checkpoint has it, so that of these is
-                saved what there was before.
+            loss_scale: The present loss scale; ``None`` if it never changes.
+            not_applied: Names of parameters whose mean gradient was not applied. No checkpoint has this gradient, so
+                their earlier residuals are saved.
 
         Returns:
-            What :meth:`load` takes, if it does, and there is anything.
+            The state for :meth:`load`; ``None`` if this rank does not save or there is none.
         """
         self._take_back_if_left_out(loss_scale)
         saved: dict[str, Tensor] = {}
         layouts = self._layouts or {}
-        for name, tensor in list(self._loaded.items()):  # that nothing was sent of since
+        for name, tensor in list(self._loaded.items()):  # parameters that were not sent since loading
             self.of(name, tensor.numel())
-        given = self.changed.intersection(not_applied)  # none of what was just taken back
+        given = self.changed.intersection(not_applied)  # without those just restored
         for name in sorted(self._tensors):
             kept = self._before if name in given else self._tensors
             tensor = kept[name].to("cpu", copy=True)
@@ -237,7 +236,7 @@ class Residuals:
         return {"format": _FORMAT, "loss_scale": self._scale, "residuals": saved} if saved else None
 
     def take_over(self) -> None:
-        """Have what others have left, as they end; on one rank, and while nothing is under way."""
+        """Add the residuals of holders that end; on one rank, while nothing is in flight."""
         elsewhere, self.elsewhere = self.elsewhere, None
         if elsewhere is not None:
             for name, tensor in self._tensors.items():
@@ -248,10 +247,10 @@ class Residuals:
                         self._before[name].add_(left)
 
     def load(self, state: Mapping[str, Any] | None, ranks: int) -> None:
-        """Go on from what :meth:`total` returned, on one of ``ranks`` ranks; from nothing, if that was ``None``.
+        """Restore what :meth:`total` returned, on one of ``ranks`` ranks; ``None`` clears everything.
 
         Raises:
-            ValueError: If it is of another format.
+            ValueError: If it has another format.
         """
         state = {"format": _FORMAT, "loss_scale": self._scale, "residuals": {}} if state is None else state
         if state.get("format") != _FORMAT:
@@ -269,10 +268,10 @@ class Residuals:
         self._leave_out_others()
 
     def are_of(self, layouts: Mapping[str, Layout]) -> list[str]:
-        """In this fit these parameters are compressed: what was loaded of others, or in another shape, is left out.
+        """Set the parameters that are compressed in this fit, and drop loaded residuals of others or of other shapes.
 
         Returns:
-            Their names.
+            Names of the dropped ones.
         """
         self._layouts = dict(layouts)
         return self._leave_out_others()
@@ -292,11 +291,11 @@ class Residuals:
 
 
 def add_up_on_first(tensor: Tensor, device: torch.device) -> None:
-    """Make ``tensor`` the sum of all ranks', in place, on the first one of the default group.
+    """Replace ``tensor`` by the sum over all ranks, in place, on the first rank of the default group.
 
     Args:
-        tensor: On a CPU.
-        device: Where the group takes tensors from: NCCL's has none for those of a CPU.
+        tensor: A CPU tensor.
+        device: Where the group takes tensors: NCCL takes none from a CPU.
     """
     there = tensor.to(device)
     dist.reduce(there, dst=0)

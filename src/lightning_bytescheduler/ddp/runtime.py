@@ -1,8 +1,8 @@
-"""Everything one ``fit`` needs on one rank, put together and taken apart in one place.
+"""Builds and stops everything that one ``fit`` needs on one rank.
 
-Threads, all named ``bytescheduler-*`` and stopped by :meth:`SchedulerRuntime.stop` within a bound: the core's
-dispatcher, the transport's thread, the one that encodes where gradients are compressed and, on ranks above 0, the
-follower of rank 0's launch order. The fault board, with its watcher, is there before a runtime and after it.
+All threads are named ``bytescheduler-*``, and :meth:`SchedulerRuntime.stop` stops them within a bound: the core's
+dispatcher, the transport's thread, the codec thread if gradients are compressed and, on ranks above 0, the follower of
+rank 0's launch order. The fault board, with its watcher, exists before and after a runtime.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ log = logging.getLogger(__name__)
 
 _STOP_S = 5.0
 _LANDING_S = 1.5
-_LOOK_S = 0.005  # between two looks at how far this rank is
+_LOOK_S = 0.005  # seconds between two looks at this rank's progress
 _MOMENT_S = 0.5
-_SERVER_TOLD_S = 12.0  # until another rank has looked for a server that has ended or is silent, and has told all
+_SERVER_TOLD_S = 12.0  # seconds until another rank has found a dead or silent server and has told all
 _DEFAULT_TIMEOUT_S = 1800.0
 
 
@@ -71,24 +71,24 @@ class SchedulerRuntime:
         board: Where failures are published; not closed with the runtime.
         agreed: From :func:`agree_on_sizes`.
         options: This rank's options.
-        parameters: What DDP reduces.
+        parameters: The parameters that DDP reduces.
         device: Where gradients live.
         timeout: Longest wait for one bucket; ``None`` for half an hour.
-        compression: Makes what compresses gradients, if anything does, with the counters and timeline that it keeps.
-        counter: Says how many samples a batch has, where ranks count by them; the groups have one for counts then.
-        servers: That average gradients, if any do; left when the runtime stops.
+        compression: Makes the compression from counters and timeline; ``None`` for none.
+        counter: Counts a batch's samples, if ranks are weighted by them; the groups then include one for counts.
+        servers: Parameter servers, if any; left when the runtime stops.
 
     Attributes:
         agreed: As given.
         architecture: Who averages gradients: ``"allreduce"`` or ``"ps"``.
         core: Its credit and partition size may be changed on rank 0 at any time.
-        engine: Between DDP and the core.
-        group: What gradients travel on.
-        layers: Says how many layers are compressed, where not all are.
+        engine: Connects DDP to the core.
+        group: The group that carries gradients.
+        layers: Decides how many layers are compressed; ``None`` unless that varies.
         lost_weights: Why the weights are not those of a whole number of steps, after a failure.
-        statistics: Of this fit.
-        weights: Says what this rank's gradients count, where not as much as any other's.
-        wire_device: Where what travels of gradients lives.
+        statistics: Counters of this fit.
+        weights: This rank's weights; ``None`` if all ranks have equal weights.
+        wire_device: Where the data that travels lives.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class SchedulerRuntime:
         self._timeout = _DEFAULT_TIMEOUT_S if timeout is None else timeout.total_seconds()
         self._stopped = False
         self._process = os.getpid()
-        self._closed_in_order = False  # the control group: nobody waits for a decision any more
+        self._closed_in_order = False  # of the control group: no rank waits for another decision
         self._collectives_failed = False
         self.lost_weights: SchedulerClosedError | None = None
         self._busy_until = 0.0
@@ -191,12 +191,12 @@ class SchedulerRuntime:
         self._turns = InterpreterTurns()
         self._leave_entry_points = watch_entry_points(self.engine)
         board.watch(self)
-        # Teardown is skipped when somebody's on_exception raises. A thread inside torch while the interpreter ends
-        # would abort the process.
+        # Teardown is skipped if another callback's on_exception raises, and a thread inside torch would abort the
+        # process when the interpreter ends.
         atexit.register(self.stop, failed=True)
 
     def _route(self, device: torch.device) -> RoutingGroup | None:
-        """Have the default group's collectives in the order from here on, where there are groups for that."""
+        """Route the default group's collectives through the launch order, if groups for that exist."""
         default, groups = dist.group.WORLD, self._groups
         if groups.reports is None or default is None:
             return None
@@ -214,36 +214,36 @@ class SchedulerRuntime:
         routing.install()
         return routing
 
-    # What the fault board asks and tells (Watched), on its own thread.
+    # Called by the fault board (Watched), on its own thread.
 
     def rank_failed(self, fault: RankFailedError, step: int | None) -> None:
-        """Stop, once what ``step`` steps have sent has arrived, so that all ranks end with the same weights."""
+        """Stop after the gradients of ``step`` steps have arrived, so that all ranks end with the same weights."""
         self._await_arrival(step)
         self.core.abort(fault)
         self.engine.fail_merged(fault)
 
     def own_failure(self) -> BaseException | None:
-        """What has stopped the scheduler, on whichever thread."""
+        """Return what has stopped the scheduler, from any thread."""
         return self.core.abort_cause
 
     def failure(self) -> BaseException | None:
-        """Why nothing is to be waited for any more, if so."""
+        """Return why waiting is in vain, if so."""
         return self.core.abort_cause or self._board.fault
 
     def phase(self) -> str:
-        """What this rank is doing, in words."""
+        """Return what this rank is doing, in words."""
         return self.engine.phase
 
     def steps_handed_over(self) -> int:
-        """How many backward passes have ended."""
+        """Return how many backward passes have ended."""
         return self.engine.steps_handed_over
 
-    # What the strategy calls.
+    # Called by the strategy.
 
     def explain(self, error: BaseException) -> BaseException:
-        """Return the failure of another rank that ``error`` is a consequence of, or ``error`` itself."""
+        """Return the failure of another rank that has caused ``error``, or ``error`` itself."""
         cause = self.core.abort_cause
-        # What the core was stopped with comes back as it is, or wrapped by torch; other errors are this rank's own.
+        # The core's error comes back unchanged or wrapped by torch; other errors are this rank's own.
         wrapped = isinstance(error, RuntimeError) and str(cause) in str(error)
         if cause is not None and (wrapped or isinstance(error, ByteSchedulerError)):
             error = cause
@@ -257,7 +257,7 @@ class SchedulerRuntime:
         Updates whose gradients have arrived are applied first.
 
         Args:
-            error: What this rank fails with, as explained by :meth:`explain`.
+            error: This rank's error, as returned by :meth:`explain`.
         """
         self._await_landing()
         self.core.abort(error)
@@ -278,9 +278,9 @@ class SchedulerRuntime:
         """Stop every thread and leave the groups; bounded, never raises, idempotent.
 
         Args:
-            failed: Whether training ended with an error: then nothing is waited for.
+            failed: Whether training ended with an error; then it does not wait.
         """
-        if self._stopped or os.getpid() != self._process:  # threads and connections are the parent's, not a fork's
+        if self._stopped or os.getpid() != self._process:  # a forked child must not stop its parent's threads
             return
         self._stopped = True
         self._board.unwatch(self)
@@ -290,7 +290,7 @@ class SchedulerRuntime:
             lambda: self._close_order(failed),
             lambda: self._transport.stop_encoding(_STOP_S),  # it sends on the group
             lambda: None if self._exchange is None else self._exchange.close(_STOP_S),
-            # Before the completion thread is stopped: leaving a NCCL group ends what is still under way on it.
+            # Before the completion thread stops: leaving a NCCL group ends its operations in flight.
             self._leave_groups,
             lambda: self._transport.stop(_STOP_S),
             lambda: None if failed or self._compression is None else self._compression.leave_device(),
@@ -319,8 +319,8 @@ class SchedulerRuntime:
             order.close()
             self._closed_in_order = order.wait_sent(_MOMENT_S if failed else _STOP_S)
             return
-        # Rank 0 may come here much later. Its closing message is waited for as long as there is hope, as the receive
-        # that is under way on the control group cannot be called off.
+        # Rank 0 may come here much later. Its closing message is awaited while there is hope, as the receive in
+        # progress on the control group cannot be cancelled.
         deadline = time.monotonic() + (_MOMENT_S if failed else self._timeout)
         while not order.wait_closed(_MOMENT_S / 2) and time.monotonic() < deadline:
             if self._board.hopeless and not failed:
@@ -332,7 +332,7 @@ class SchedulerRuntime:
         idle = not (self._collectives_failed or self.core.in_flight or self.engine.merged_under_way)
         if self._servers is not None:
             if self._compression is not None:
-                with suppress(RuntimeError):  # a server has gone in this moment
+                with suppress(RuntimeError):  # a server may have just ended
                     self._compression.end(takes_over=idle and self._groups.rank == 0 and self.failure() is None)
             self._servers.leave(idle=idle)
         said = self._routing is None or self._routing.idle
@@ -350,9 +350,9 @@ class SchedulerRuntime:
                 task.wait(max(0.0, deadline - time.monotonic()))
 
     def _await_arrival(self, step: int | None) -> None:
-        """Give gradients of the first ``step`` steps, which others have sent, a moment to get sent here and arrive.
+        """Give gradients of the first ``step`` steps a moment to be sent here and arrive.
 
-        This rank may be behind: the one that failed has sent all that this rank needs to come as far.
+        This rank may be behind: the failed rank has sent all that this rank needs to reach that step.
         """
         if step is None:
             return
@@ -368,7 +368,7 @@ class SchedulerRuntime:
         self.engine.fail_merged(self._on_error(error))
 
     def _on_error(self, error: BaseException) -> BaseException:
-        """A collective failed, on one of the scheduler's threads: find out why, and let everybody here know."""
+        """Find and report the cause when a collective fails on one of the scheduler's threads."""
         self._collectives_failed = True
         if self._servers is not None and not self.core.abort_cause:
             found = self._servers.find_gone() or self._servers.explain_timeout(error)
@@ -388,11 +388,11 @@ class SchedulerRuntime:
     def _explained_by_board(self, error: BaseException) -> BaseException:
         if self._servers is None:
             return self._board.explain(error)
-        # A rank whose time was up has broken its connections, and looks for a silent server before it says why.
+        # A rank that timed out has closed its connections, and looks for a silent server before it reports.
         return self._board.explain(error, timeout=_SERVER_TOLD_S)
 
     def _observe(self, sub: SubCommTask) -> None:
-        """Called by the core with each sub-task that ended."""
+        """Record a sub-task that ended; called by the core."""
         plain_bytes = sub.size * sub.parent.wire_bytes
         wire_bytes = plain_bytes if sub.encoded_bytes is None else sub.encoded_bytes
         statistics = self.statistics
@@ -423,7 +423,7 @@ class SchedulerRuntime:
                     self._timeline.overlapping(sub.parent.name, stage, start, end, lane=stage.upper(), args=told)
 
     def _observe_reply(self, worker: int, number: int, nbytes: int, start: float, end: float) -> None:
-        """Called with each sum that has left, on the thread that sends it."""
+        """Record a sum that was sent; called on the thread that sends it."""
         if self._timeline is not None:
             args = {"bytes": nbytes, "operation": number}
             self._timeline.span(f"to rank {worker}", REPLY, start, end, lane="REPLY", args=args)

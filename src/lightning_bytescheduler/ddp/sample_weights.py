@@ -1,26 +1,26 @@
-"""``weighting="samples"``: each rank's gradient counts by its samples, as one process's on all of them would.
+"""``weighting="samples"``: each rank's gradient is weighted by its samples, as if one process had all samples.
 
-With n_ij samples in the j-th batch of rank i, of the batches that one step accumulates, and g_ij the gradient of that
-batch's mean loss, a step's gradient is ::
+With n_ij samples in the j-th accumulated batch of rank i, and g_ij the gradient of that batch's mean loss, a step's
+gradient is ::
 
     sum over i and j of n_ij g_ij / N,    N = sum of all n_ij
 
-times whatever the accumulation makes of it besides: Lightning divides each loss by ``accumulate_grad_batches``, also
-where the end of an epoch leaves a step fewer batches, and the k batches of a step are as many as they were. So a batch
-counts n_ij over the *mean* number of samples of the step's batches, and where all are equal nothing differs from DDP.
+times the factor of accumulation: Lightning divides each loss by ``accumulate_grad_batches``, also if the last step of
+an epoch has fewer batches. So a batch's weight is n_ij over the *mean* number of samples of the step's batches, and
+with equal batches nothing differs from DDP.
 
-It is formed in two places. Among the batches of one rank, the gradient that enters a backward pass is multiplied with
-n_ij / c_i, where c_i is the number of the first batch that has samples: known at once, and 1 where they are equal.
-Among ranks, the reduction multiplies with c_i k / N in place of 1 / ranks, before it sums. Both are quotients of whole
-numbers, rounded once: where counts are equal that is 1 / ranks exactly as DDP has it, and the bits are DDP's.
+The weight is applied in two places. Within a rank, the gradient that enters a backward pass is multiplied by n_ij /
+c_i, where c_i is the number of samples of the first batch that has any; this is known at once, and is 1 if batches are
+equal. Among ranks, the reduction multiplies by c_i k / N instead of 1 / ranks before it sums, with k batches in the
+step. Both are quotients of integers, rounded once: if numbers are equal this is exactly DDP's 1 / ranks, and the bits
+are DDP's.
 
-*When N is known.* A rank posts its number when a batch begins, before the forward pass (``number_exchange.py``). Tasks
-of a step become ready when their gradient exists and N is known, the last of the two on whichever thread it happens:
-the training thread goes on. It waits for N only where it would wait for gradients next, at the end of a synchronised
-backward pass past the scheduler.
+*When N is known.* A rank posts its number when a batch begins, before the forward pass (``number_exchange.py``). A task
+of a step becomes ready when both its gradient and N are known, on whichever thread that happens. The training thread
+waits for N only where it would wait for gradients next, at the end of a step as DDP's.
 
-*Why ranks agree on the step.* A step's batches are those since the last backward pass that communicated, which DDP
-wants to be the same on all ranks. The factors of all ranks come from the same numbers, so they add up to k.
+*Why ranks agree on the step.* A step's batches are those since the last backward pass that communicated, which is the
+same on all ranks in DDP. All ranks' factors come from the same numbers, so they add up to k.
 """
 
 from __future__ import annotations
@@ -42,29 +42,29 @@ from lightning_bytescheduler.ddp.device_time import DeviceTime
 from lightning_bytescheduler.exceptions import OptionError
 
 NUMBERS = 3
-"""What a rank posts with a batch: its samples, and samples and nanoseconds of the batch before where that is known."""
+"""What a rank posts with a batch: its samples, then samples and nanoseconds of the previous batch, if known."""
 
 NOTHING = object()
-"""In place of a batch of a rank that has none."""
+"""Stands for the batch of a rank that has none."""
 
 _WEIGHTINGS = ("ranks", "samples")
 _LENGTHS_SHOWN = 4
-_MOST = 1 << 40  # samples of a batch: sums stay far below what 64 bits hold
+_MOST = 1 << 40  # samples of a batch, so that sums fit in 64 bits
 _WAY_OUT = "Give weighting= a function of the batch that returns how many samples it has: a whole number, 0 or more."
 
 
 class BatchSizes(Protocol):
-    """Who draws this rank's part of batches that are shared."""
+    """Knows this rank's part of batches that are shared."""
 
     def size_of(self, batch: int) -> int | None:
-        """Samples of this rank in a batch of the epoch, 0 if it computes on another's; ``None`` if it is not known."""
+        """Return this rank's samples in a batch of the epoch, 0 if it computes on a copy; ``None`` if unknown."""
 
     def share_of_step(self, batch: int, accumulated: int) -> float:
-        """How much a batch counts among the ``accumulated`` ones of its step: 1 if all are equally large."""
+        """Return a batch's weight among the ``accumulated`` ones of its step; 1 if all are equally large."""
 
 
 def tensors_in(batch: Any) -> Iterator[torch.Tensor | int]:
-    """The tensors of a batch, in order, however they are nested; of a batch of graphs, how many those are."""
+    """Yield the tensors of a nested batch, in order; for a batch of graphs, the number of graphs."""
     graphs: Any = getattr(batch, "num_graphs", None)  # torch_geometric: its tensors have a row for each node or edge
     if isinstance(batch, torch.Tensor) or is_whole(graphs):
         yield batch if isinstance(batch, torch.Tensor) else graphs
@@ -80,9 +80,9 @@ def tensors_in(batch: Any) -> Iterator[torch.Tensor | int]:
 
 
 def samples_in(batch: Any) -> int:
-    """How many samples a batch has: the length that all of its tensors have in common.
+    """Return the samples of a batch: the common length of its tensors.
 
-    Tensors without a dimension do not count, unless there are no others.
+    Tensors without a dimension count only if there are no others.
 
     Raises:
         ValueError: If there is no tensor, or their lengths differ; says so.
@@ -100,11 +100,11 @@ def samples_in(batch: Any) -> int:
 
 
 class SampleCounter:
-    """Says how many samples a batch of this rank has.
+    """Counts the samples of this rank's batches.
 
     Args:
-        samples: The user's function of the batch; :func:`samples_in` if there is none.
-        rank: For messages.
+        samples: The user's function of the batch; :func:`samples_in` if ``None``.
+        rank: This rank, for messages.
     """
 
     def __init__(self, samples: Callable[[Any], Any] | None, rank: int) -> None:
@@ -113,13 +113,13 @@ class SampleCounter:
         self._batches = 0
 
     def count(self, batch: Any) -> int:
-        """Of the next batch.
+        """Return the samples of the next batch.
 
         Raises:
-            OptionError: If that cannot be told; names option, rank and value, and the way out.
+            OptionError: If they cannot be counted; names option, rank and value, and the way out.
         """
         self._batches += 1
-        if isinstance(batch, Iterator):  # to look into it would use it up
+        if isinstance(batch, Iterator):  # reading it would use it up
             raise self._error("samples", "training_step(dataloader_iter) has no batch to count samples of")
         if self._samples is None:
             try:
@@ -147,11 +147,11 @@ class SampleCounter:
 
 
 class Weighting:
-    """What a rank's gradient counts by, as the user said.
+    """The user's options for the weights of ranks.
 
     Args:
-        weighting: ``"ranks"`` or ``"samples"``, counted by :func:`samples_in`; or a function that says how many samples
-            a batch has.
+        weighting: ``"ranks"`` or ``"samples"``, counted by :func:`samples_in`; or a function that returns the samples
+            of a batch.
         batch_size: ``"balanced"`` for batches that follow each rank's pace, ``"global"`` for a DataLoader whose batch
             size is that of all ranks; or ``{"balanced": most}``, with the most samples that a rank may have in a batch:
             one number, or one for each rank.
@@ -186,16 +186,16 @@ class Weighting:
             raise OptionError("batch_size", self._given, "left out, unless weighting='samples'", hint)
 
     def batch_of_all(self, size: int, ranks: int) -> int | None:
-        """Samples of a batch of all ranks, where they share batches out of data of which a batch has ``size``."""
+        """Return the samples of a batch of all ranks if they share batches; ``size`` is the loader's batch size."""
         if self.batch_size == "global":
             return size
         return size * ranks if self.batch_size == "balanced" and ranks > 1 else None
 
     def limits(self, ranks: int, total: int) -> list[int]:
-        """The most samples that each rank may have in a balanced batch of ``total``.
+        """Return the most samples that each rank may have in a balanced batch of ``total``.
 
         Raises:
-            OptionError: If they were given for another number of ranks, or allow fewer together.
+            OptionError: If there are limits for another number of ranks, or their sum is too small.
         """
         most = list(self._most) if isinstance(self._most, Sequence) else [self._most or total] * ranks
         if len(most) != ranks:
@@ -206,10 +206,10 @@ class Weighting:
 
 
 class StepWeight:
-    """What this rank's gradient of one step is multiplied with, once all ranks' numbers are here.
+    """The factor of this rank's gradient in one step, once all ranks' numbers are known.
 
     Args:
-        batches: Of the step, each as this rank's number of samples and what all ranks posted.
+        batches: Batches of the step, each as this rank's number of samples and the numbers that all ranks posted.
     """
 
     def __init__(self, batches: Sequence[tuple[int, PostedNumbers]]) -> None:
@@ -217,18 +217,18 @@ class StepWeight:
 
     @property
     def known(self) -> bool:
-        """Whether :attr:`factor` can be asked for."""
+        """Whether :attr:`factor` is available."""
         return all(posted.known for _, posted in self._batches)
 
     @cached_property
     def factor(self) -> float:
-        """In place of 1 / ranks; 0 if this rank has no sample. If no rank has one, the step's gradient is 0."""
+        """Replaces 1 / ranks; 0 if this rank has no sample. If no rank has one, the step's gradient is 0."""
         total = sum(row[0] for _, posted in self._batches for row in posted.rows)
         return _first(self._batches) * len(self._batches) / total if total else 0.0
 
     def when_known(self, then: Callable[[], None]) -> None:
         """See :meth:`PostedNumbers.when_known`."""
-        self._batches[-1][1].when_known(then)  # the last that was posted, and they arrive in order
+        self._batches[-1][1].when_known(then)  # numbers arrive in order, so the last one is enough
 
     def wait(self, failure: Callable[[], BaseException | None]) -> None:
         """See :meth:`PostedNumbers.wait`."""
@@ -236,15 +236,15 @@ class StepWeight:
 
 
 class SampleWeights:
-    """Keeps the numbers of one rank's batches, and weighs its backward passes; for the training thread.
+    """Keeps the numbers of one rank's batches, and weights its backward passes; for the training thread.
 
     Args:
-        counter: Says how many samples a batch has.
-        exchange: To all ranks.
-        parameters: That are trained.
-        exposed: For how many seconds the training thread has waited for gradients so far.
-        clock: Seconds.
-        device_time: Takes the time of batches on a GPU, which the clock does not tell.
+        counter: Counts the samples of a batch.
+        exchange: Exchange with all ranks.
+        parameters: The trained parameters.
+        exposed: Returns the seconds that the training thread has waited for gradients so far.
+        clock: Returns seconds.
+        device_time: Times batches on a GPU, where the clock is of no use.
     """
 
     def __init__(
@@ -258,14 +258,14 @@ class SampleWeights:
         device_time: DeviceTime | None = None,
     ) -> None:
         self._device_time = device_time
-        self._own = 0  # samples of the present batch that are this rank's
+        self._own = 0  # this rank's own samples of the present batch
         self._parameters = list(parameters)
         self._counter = counter
         self._exchange = exchange
         self._exposed = exposed
         self._clock = clock
-        self._began = 0.0  # this batch, by a clock that stands still while the training thread waits
-        self._took = [0, 0]  # the last batch: samples and nanoseconds
+        self._began = 0.0  # start of this batch, less the time that the training thread has waited
+        self._took = [0, 0]  # samples and nanoseconds of the last batch
         self._sizes: BatchSizes | None = None
         self._shares: Balance | None = None
         self._position: Callable[[], int] = lambda: 0
@@ -276,14 +276,14 @@ class SampleWeights:
         self._is_empty = False
 
     def has_batch(self, has: bool) -> PostedNumbers:
-        """Tell all ranks whether this one has drawn a batch, and hear whether they have."""
+        """Post whether this rank has drawn a batch; the result has all ranks' answers."""
         return self._exchange.post([int(has), *[0] * (NUMBERS - 1)])
 
     def begin_batch(self, batch: Any) -> None:
-        """A forward pass of ``batch`` begins: tell its number of samples to all ranks, and do not wait for theirs.
+        """Begin the forward pass of ``batch``: post its number of samples, without waiting for the others'.
 
         Raises:
-            OptionError: If the number cannot be told. Nothing was sent then.
+            OptionError: If the number cannot be counted. Nothing is posted then.
         """
         size = None if self._sizes is None else self._sizes.size_of(self._position())
         number = 0 if size == 0 or batch is NOTHING else self._counter.count(batch)
@@ -300,42 +300,42 @@ class SampleWeights:
         self.begin_computing()
 
     def begin_computing(self) -> None:
-        """What this rank has waited for since the batch began is no pace of its own."""
+        """Restart the clock: waits since the batch began are not this rank's computing."""
         self._began = self._clock() - self._exposed()
         if self._device_time is not None:
             self._device_time.begin()
 
     def gradient_exists(self) -> None:
-        """A gradient is computed, and is to be sent; it may still be under way on a GPU."""
+        """Record that a gradient to be sent is computed; a GPU may still be working on it."""
         if self._device_time is not None:
             self._device_time.gradient_exists()
 
     def end_backward(self) -> None:
-        """A backward pass has ended, and what it waited for is accounted for."""
+        """Record that a backward pass has ended, with its waits already counted."""
         self._took[1] = max(int(1e9 * (self._clock() - self._exposed() - self._began)), 0)
         if self._device_time is not None:
             self._device_time.end(self._own)
 
     def begin_epoch(self) -> None:
-        """An epoch begins: what the last one has left of a step, Lightning drops too."""
+        """Begin an epoch: drop an unfinished step, as Lightning does."""
         self._step.clear()
         self._added = -1
 
     def share_out(self, shares: Balance, sizes: BatchSizes, position: Callable[[], int]) -> None:
-        """Batches are shared out from here on.
+        """Share batches out from here on.
 
         Args:
-            shares: Told what all ranks post.
-            sizes: Knows how many samples of a batch are this rank's own.
-            position: Number of the present batch in its epoch.
+            shares: Receives the numbers that all ranks post.
+            sizes: Knows this rank's own samples of a batch.
+            position: Returns the number of the present batch in its epoch.
         """
         self._shares, self._sizes, self._position, self._added = shares, sizes, position, -1
 
     def leaves_out(self, *, communicates: bool) -> bool:
-        """Whether a backward pass of this batch, which has no sample, is better not begun.
+        """Whether to skip the backward pass of this batch, as it has no sample.
 
-        What is accumulated from it counts nothing, and the mean over no sample is not a number. A pass that
-        communicates has to be begun, as the other ranks wait for it.
+        An accumulated pass has weight 0, and a mean over no sample is NaN. A pass that communicates is never skipped,
+        as the other ranks wait for it.
         """
         if self._batch is None or self._batch[0] or communicates:
             return False
@@ -344,7 +344,7 @@ class SampleWeights:
 
     @contextmanager
     def backward(self, loss: torch.Tensor) -> Iterator[None]:
-        """Around a backward pass of this batch: its gradient counts by its samples among those of this rank's step."""
+        """Wrap a backward pass of this batch: weight its gradient by samples within this rank's step."""
         if self._batch is None:
             yield
             return
@@ -354,8 +354,8 @@ class SampleWeights:
         hooks = []
         if share != 1.0 and loss.requires_grad:
             hooks.append(loss.register_hook(lambda gradient: gradient * share))
-        if first and not number and not self._is_empty:  # zero times a mean over no sample is not zero
-            with torch._C.DisableTorchFunctionSubclass():  # not opening gates
+        if first and not number and not self._is_empty:  # zero times a mean over no sample is NaN
+            with torch._C.DisableTorchFunctionSubclass():  # opens no gate
                 hooks += [p.register_hook(torch.zeros_like) for p in self._parameters if p.requires_grad]
         self._in_backward = True
         try:
@@ -366,18 +366,18 @@ class SampleWeights:
                 hook.remove()
 
     def begin_step(self) -> StepWeight | None:
-        """A backward pass communicates; returns what its gradients count. ``None`` for as much as any other rank's."""
+        """Return the weight of a step whose backward pass communicates; ``None`` for equal weights."""
         batches, self._step = self._step, []
-        if not self._in_backward and self._batch is not None:  # loss.backward() that Lightning does not know of
+        if not self._in_backward and self._batch is not None:  # a loss.backward() outside of Lightning
             batches.append(self._batch)
         return StepWeight(batches) if batches else None
 
 
 def _first(batches: Sequence[tuple[int, PostedNumbers]]) -> int:
-    """Samples of the first batch that has any; 0 if none has."""
+    """Return the samples of the first batch that has any; 0 if none has."""
     return next((number for number, _ in batches if number), 0)
 
 
 def name_of(function: Any) -> str:
-    """What a function is called in messages."""
+    """Return a function's name for messages."""
     return str(getattr(function, "__qualname__", type(function).__name__))

@@ -1,7 +1,7 @@
-"""ByteScheduler's communication in a strategy whose ranks train together with DDP: from the wrap of the model on.
+"""ByteScheduler's communication in a strategy whose ranks train together with DDP.
 
-The strategy calls it at the places of a step that Lightning hands to strategies, and whenever weights have to be final.
-What the user is told of a fit: ``fit_report.py``.
+The strategy calls it at each point of a step, and whenever weights have to be final. ``fit_report.py`` has the messages
+to the user.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ __all__ = ["ScheduledGradients"]
 
 
 def warn_unaveraged(names: Sequence[str]) -> None:
-    """Say that ranks train parameters alone: DDP averages what required gradients when it wrapped the model.
+    """Warn that DDP does not average some parameters, as they did not require gradients when it wrapped the model.
 
     Args:
-        names: Of the parameters.
+        names: Names of the parameters.
     """
     rank_zero_warn(
         f"bytescheduler: the gradients of {some_of(names, 2)} are not averaged over ranks: they require gradients now, "
@@ -80,21 +80,21 @@ def warn_unaveraged(names: Sequence[str]) -> None:
 
 
 class ScheduledGradients(DecidedSteps):
-    """One strategy's scheduler, fit after fit.
+    """One strategy's scheduler, for all its fits.
 
     Args:
-        strategy: Its default process group has the ranks that train together.
-        options: This rank's.
+        strategy: The strategy; its default process group has all ranks.
+        options: This rank's options.
         timeout: Longest wait for one bucket.
         own_buckets: Whether the user chose the sizes of DDP's buckets.
-        tuning: What finds sizes while training, if anything does.
-        rules: Which gradients travel compressed, if any do.
-        counter: Makes what says how many samples a rank's batch has, where its gradients count by them.
-        servers: Whether parameter servers average gradients.
+        tuning: Finds sizes during training, if anything does.
+        rules: Which gradients travel compressed, if any.
+        counter: Makes the counter of a rank's samples, if gradients are weighted by them.
+        servers: Options of parameter servers.
         await_batch: Waits until the other ranks have begun the present batch, too.
 
     Attributes:
-        residuals: What error feedback has left to be sent, on this rank.
+        residuals: This rank's residuals of error feedback.
     """
 
     def __init__(
@@ -121,19 +121,19 @@ class ScheduledGradients(DecidedSteps):
         self._timeout = timeout
         self._tuning = tuning
         self._lost_weights: SchedulerClosedError | None = None
-        self._known: set[int] = set()  # ids of parameters that DDP averages, and of those said not to be
+        self._known: set[int] = set()  # ids of parameters that DDP averages, and of those warned of
         self._epoch_begins = False
 
     @property
     def plan(self) -> OverlapPlan | None:
-        """What overlaps in the current fit, or did in the last one, and why not; ``None`` before the first."""
+        """What overlaps in the current or last fit, and why not; ``None`` before the first."""
         facts: dict[str, Any] = {} if self._placed is None else {"placement": self._placed.so_far}
         if self._reads is not None and (tuned := self._tuned()):
             facts["pace"] = tuned
         return self._so_far(self._strategy.lightning_module, **facts)
 
     def remember(self, plan: OverlapPlan | None, statistics: SchedulerStatistics | None) -> None:
-        """Have what another process found as the outcome of the last fit."""
+        """Take over another process's outcome as that of the last fit."""
         self._plan, self.statistics, self._reads, self._placed = plan, statistics, None, None
 
     # ------------------------------------------------------------------ life cycle
@@ -161,7 +161,8 @@ class ScheduledGradients(DecidedSteps):
         groups = SchedulerGroups.create(
             timeout=self._timeout, counts=counts, routed_on=device, sparse=sparse, by_host=by_host
         )
-        rules = None if self._rules is None or self._rules.auto else self._rules  # of what is certain to be compressed
+        # with "auto" it is not certain that anything is compressed
+        rules = None if self._rules is None or self._rules.auto else self._rules
         in_shards = bool(norm_needed_by(module, self._strategy.precision_plugin)) or rules is not None
         ratio = 1.0 if rules is None else rules.ratio(_trained(module))
         agreed = agree_on_sizes(
@@ -238,7 +239,7 @@ class ScheduledGradients(DecidedSteps):
                 rank_zero_info(f"bytescheduler: {line}")
 
     def take_over(self, model: object) -> None:
-        """Take the place of the communication of ``model``, once it is wrapped."""
+        """Replace the communication of ``model``, once it is wrapped."""
         if self.runtime is not None and isinstance(model, DistributedDataParallel):
             self.runtime.engine.take_over(model)
             agree = partial(self._strategy.reduce_boolean_decision, all=True)
@@ -278,12 +279,12 @@ class ScheduledGradients(DecidedSteps):
         return SeenReads(names, self._strategy.global_rank, self._strategy.lightning_module.trainer)
 
     def train_alone(self, plan: OverlapPlan) -> None:
-        """Gradients stay where they are in this fit, as ``plan`` says."""
+        """Begin a fit on one rank, with ``plan``; nothing is sent."""
         self._plan = plan
         rank_zero_info(f"bytescheduler: {plan.summary()}")
 
     def say_end(self) -> None:
-        """Say what came of a fit, where something was scheduled."""
+        """Report the end of a fit, if anything was scheduled."""
         if self.statistics is not None and self.runtime is not None:
             line = summary_of(self.statistics, self._tuned() or self._finding)
             if line is not None:
@@ -307,14 +308,14 @@ class ScheduledGradients(DecidedSteps):
         return self.residuals.total(add_up, keep=keep, loss_scale=loss_scale_of(self._strategy), not_applied=given)
 
     def begin_anew(self) -> None:
-        """Another fit begins: what the last one had left to send was there for checkpoints until now."""
+        """Begin another fit; until now residuals were kept for checkpoints of the last one."""
         self.residuals = Residuals()
 
     def release(self, *, failed: bool) -> None:
-        """Stop every thread, and make every parameter plain again; bounded, idempotent."""
-        self._plan = self.plan  # with the names that the engine knows
+        """Stop every thread and make every parameter plain again; bounded, idempotent."""
+        self._plan = self.plan  # while the engine still knows the names
         compression, self._compression = self._compression, None
-        if failed:  # what one rank has left to send may be of another step than what others have
+        if failed:  # ranks may have residuals of different steps
             self.residuals = Residuals()
         buffers, self._buffers = self._buffers, None
         if buffers is not None:
@@ -327,7 +328,7 @@ class ScheduledGradients(DecidedSteps):
             compression.forget_not_applied()
 
     def check_weights(self) -> None:
-        """Make sure that the weights are those of a whole number of steps; they may not be after a failed fit.
+        """Check that the weights are those of a whole number of steps; after a failed fit they may not be.
 
         Raises:
             SchedulerClosedError: If they are not.
@@ -337,13 +338,13 @@ class ScheduledGradients(DecidedSteps):
             raise lost
 
     def weights_replaced(self) -> None:
-        """Whatever a failed fit has left behind is gone."""
+        """Record that other weights were loaded, so that a failed fit has no effect left."""
         self._lost_weights = None
 
     # ------------------------------------------------------------------ one step
 
     def begin_epoch(self) -> None:
-        """An epoch begins: callbacks may let more layers learn, until its first step."""
+        """Begin an epoch: callbacks may unfreeze more layers until its first step."""
         self._epoch_begins = True
         self.validate()
         weights, module = (
@@ -354,13 +355,13 @@ class ScheduledGradients(DecidedSteps):
             weights.begin_epoch()
 
     def validate(self) -> None:
-        """Something else than batches of a training comes before the next one."""
+        """Record that a validation or similar code runs before the next training batch."""
         self.disturb()
         if self._buffers is not None:
             self._buffers.look_closely()
 
     def disturb(self) -> None:
-        """The present step is to have something in it that others have not: its time tells nothing of others'."""
+        """Ignore the time of the present step, as something unusual is in it."""
         layers = None if self._compression is None else self._compression.layers
         if layers is not None:
             layers.disturb()
@@ -369,7 +370,7 @@ class ScheduledGradients(DecidedSteps):
         module = self._strategy.lightning_module
         if module is None:
             return
-        with torch._C.DisableTorchFunctionSubclass():  # not opening gates
+        with torch._C.DisableTorchFunctionSubclass():  # opens no gate
             found = {n: id(p) for n, p in module.named_parameters() if p.requires_grad and id(p) not in self._known}
         if found:
             self._known.update(found.values())
@@ -377,7 +378,7 @@ class ScheduledGradients(DecidedSteps):
 
     @contextmanager
     def forward(self, batch: Any = None) -> Iterator[None]:
-        """Around a forward pass that trains on ``batch``."""
+        """Wrap a forward pass that trains on ``batch``."""
         model = self._strategy.model
         if self._buffers is None and isinstance(model, DistributedDataParallel) and model.will_sync_module_buffers():
             self._await_batch()  # DDP waits for the first rank here
@@ -390,7 +391,7 @@ class ScheduledGradients(DecidedSteps):
             self._buffers.after_forward()
 
     def step_without_batch(self) -> torch.Tensor:
-        """In place of ``training_step``, on a rank that has no batch."""
+        """Replace ``training_step`` on a rank that has no batch."""
         model, module = self._strategy.model, self._strategy.lightning_module
         if not isinstance(model, DistributedDataParallel) or module is None:
             raise RuntimeError("The model is not wrapped.")
@@ -400,15 +401,15 @@ class ScheduledGradients(DecidedSteps):
         return loss
 
     def leaves_out(self) -> bool:
-        """Whether a backward pass is better not begun, as the batch has no sample."""
+        """Whether to skip a backward pass, as the batch has no sample."""
         weights = None if self.runtime is None else self.runtime.weights
         sends = getattr(self._strategy.model, "require_backward_grad_sync", True)
         return weights is not None and weights.leaves_out(communicates=sends)
 
     @contextmanager
     def backward(self, loss: torch.Tensor | None = None) -> Iterator[None]:
-        """Around a backward pass of ``loss``."""
-        self._await_batch()  # gradients are handed over of batches that the others have
+        """Wrap a backward pass of ``loss``."""
+        self._await_batch()  # hand over gradients only of batches that all ranks have begun
         engine = None if self.runtime is None else self.runtime.engine
         weights = None if self.runtime is None else self.runtime.weights
         with (
@@ -420,13 +421,13 @@ class ScheduledGradients(DecidedSteps):
     def step(
         self, take: Callable[..., Any], optimizer: Optimizer, closure: Callable[[], Any], *, deferrable: bool
     ) -> Any:
-        """Run the closure; defer the step where its gradients are still on their way.
+        """Run the closure; defer the step if its gradients are in flight.
 
         Args:
-            take: The strategy's own step, given the closure to run.
-            optimizer: Whose step it is.
+            take: The strategy's own step, called with the closure.
+            optimizer: The optimizer.
             closure: Computes loss and gradients.
-            deferrable: Whether nothing asks for the step to be taken at once.
+            deferrable: Whether the caller allows the step to be deferred.
         """
         runtime = self.runtime
         if runtime is None:
@@ -436,7 +437,8 @@ class ScheduledGradients(DecidedSteps):
             self._find_unaveraged()
         engine = runtime.engine
         overlapped = engine.options.overlapped
-        why_whole = wants_whole_steps(optimizer) if overlapped else None  # as of now: it may be another one
+        # checked each time, as the optimizer may have been replaced
+        why_whole = wants_whole_steps(optimizer) if overlapped else None
         if not overlapped or not deferrable or why_whole:
             if why_whole and self._reads is not None:
                 self._reads.stepped_whole(why_whole)
@@ -460,5 +462,6 @@ class ScheduledGradients(DecidedSteps):
 
 
 def _trained(module: pl.LightningModule) -> dict[str, nn.Parameter]:
-    sparse = {id(module.get_submodule(name).weight) for name in sparse_layers(module)}  # are not reduced in buckets
+    # these are not reduced in buckets
+    sparse = {id(module.get_submodule(name).weight) for name in sparse_layers(module)}
     return {name: p for name, p in module.named_parameters() if p.requires_grad and id(p) not in sparse}

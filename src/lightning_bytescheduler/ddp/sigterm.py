@@ -1,22 +1,20 @@
-"""What a SIGTERM does in a fit, in place of Lightning's answer to it, which is a collective of the training thread.
+"""Handles SIGTERM in a fit, in place of Lightning's handling, which is a collective on the training thread.
 
-Lightning broadcasts from the first rank, as each batch begins, whether that has got a SIGTERM; and a rank that gets one
-broadcasts at once, which no other rank joins: one that is not the first waits for good, and all others for it.
+As each batch begins, Lightning broadcasts from rank 0 whether it has got a SIGTERM. A rank that gets one broadcasts at
+once, and no other rank joins. So a rank other than rank 0 waits forever, and all others wait for it.
 
-The broadcast of each batch stays where ranks train together, as it keeps a rank from handing over gradients of a batch
-that another one does not have: so who is behind is named. But it travels while the batch is loaded and goes forward,
-and is waited for before the backward pass. It has a group of its own: after a failure a rank may have begun more
-batches than another, and what it still expects must not meet what is broadcast next. Between GPUs it is Lightning's.
+Where ranks train together the broadcast of each batch remains. It keeps a rank from handing over gradients of a batch
+that another rank has not begun, so that a late rank can be named. But it is asynchronous: it runs while the batch is
+loaded and goes forward, and is awaited before the backward pass. It has its own group: after a failure a rank may have
+begun more batches than another, and its receives must not match other broadcasts. On GPUs it is Lightning's broadcast.
 
-SLURM's signal before a job's time is up: all ranks save after the same step, and the job is queued again.
+SLURM's signal before a job's time limit: all ranks save after the same step, and the job is requeued. Lightning saves
+in the signal handler, at any instruction of a step or a collective, and at another one on each rank. Saving needs the
+same collectives on all ranks, so they could wait for each other forever or save half a step. Here the handler only sets
+a flag. The ranks agree on a batch (``failures/agreed_stop.py``), and at the end of its step all do what Lightning does:
+save the checkpoint for the requeued job, and run ``scontrol requeue``. Training goes on until SLURM ends it.
 
-Lightning saves in the signal's handler: at whatever instruction the rank is, in the middle of a step or of a
-collective, and each rank somewhere else. Saving asks all ranks for the same collectives, so that they may wait for
-each other for good, or save half a step. Here the handler only takes note. The ranks agree on a batch
-(``failures/agreed_stop.py``), and at the end of the step that it belongs to all do what Lightning does: save the
-checkpoint for the requeued job, and have ``scontrol`` requeue it. Training goes on until SLURM ends it.
-
-Why all save after the same step: they agree on the batch, and which batch ends a step is the same on all ranks.
+Why all save after the same step: they agree on the batch, and the same batch ends the step on all ranks.
 """
 
 from __future__ import annotations
@@ -44,24 +42,24 @@ from lightning_bytescheduler.scheduler.short_turns import short_turns
 
 log = logging.getLogger(__name__)
 
-_HANDLER = "_slurm_sigusr_handler_fn"  # of Lightning's signal connector
-_OBSERVER = "child-process-observer"  # of Lightning's launcher
-_ALL_STOP_S = 20.0  # schedulers kill after 30 s
-_BEGUN_S = 1.0  # for what is on its way
+_HANDLER = "_slurm_sigusr_handler_fn"  # attribute of Lightning's signal connector
+_OBSERVER = "child-process-observer"  # thread of Lightning's launcher
+_ALL_STOP_S = 20.0  # seconds; schedulers kill after 30
+_BEGUN_S = 1.0  # seconds for messages in flight
 _LOOK_EVERY = timedelta(seconds=0.5)
 
 
 def requeues(environment: object) -> bool:
-    """Whether a signal of SLURM is to save and requeue the job."""
+    """Whether a signal of SLURM saves and requeues the job."""
     return isinstance(environment, SLURMEnvironment) and bool(environment.auto_requeue)
 
 
 class RequeueForAll(pl.Callback):
-    """Saves and requeues at the end of a step, once a signal has asked any rank to.
+    """Saves and requeues at the end of a step, once a signal has reached any rank.
 
     Args:
-        stop: The ranks' agreement on a batch; of its own, as training goes on after it. ``None`` on a rank alone.
-        failure: Why the others will not answer, if they will not.
+        stop: The ranks' agreement on a batch, used for this only, as training goes on after it. ``None`` on one rank.
+        failure: Returns the reason if the other ranks will not answer.
         timeout: Longest wait for them, in seconds.
     """
 
@@ -78,7 +76,7 @@ class RequeueForAll(pl.Callback):
 
     @contextmanager
     def handled(self, trainer: pl.Trainer) -> Iterator[None]:
-        """While a run lasts; entered before Lightning registers its handlers, which finds this one in their place."""
+        """Install the handler during a run; enter this before Lightning registers its own handlers."""
         connector: Any = trainer._signal_connector
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
         requeue = getattr(connector, _HANDLER)
@@ -90,7 +88,7 @@ class RequeueForAll(pl.Callback):
         environment: Any = trainer._accelerator_connector.cluster_environment
         self._requeue = lambda: requeue(environment.requeue_signal, None)
         setattr(connector, _HANDLER, handle)
-        callbacks.append(self)  # behind those whose state is saved
+        callbacks.append(self)  # after callbacks whose state is saved
         try:
             yield
         finally:
@@ -99,32 +97,32 @@ class RequeueForAll(pl.Callback):
                 callbacks.remove(self)
 
     def ask(self) -> None:
-        """Save and requeue, soon; for a signal's handler."""
+        """Request saving and requeueing; safe in a signal handler."""
         self._asked = True
         if self._stop is not None:
             self._stop.ask()
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, idx: int) -> None:
-        """Find out whether this is the batch that the ranks have agreed on, or lies behind it."""
+        """Check whether the ranks have agreed on this batch or an earlier one."""
         if not self._due:
             self._due = self._asked if self._stop is None else self._stop.begin_batch(self._failure, self._timeout)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Save and requeue, once, if it is time and a step has ended."""
+        """Save and requeue once, if it is due and a step has ended."""
         if self._due and not self._done and not trainer.fit_loop._should_accumulate():
             self._done = True
             self._requeue()
 
 
 def worker_signals(trainer: pl.Trainer, environment: object, *, together: bool) -> AbstractContextManager[None]:
-    """Signals for a worker that is a training of its own.
+    """Return a context that handles signals for a worker that trains by itself.
 
     Args:
-        trainer: Whose fit it is.
-        environment: The cluster's.
-        together: Whether several ranks are that worker.
+        trainer: The Trainer of the fit.
+        environment: The cluster environment.
+        together: Whether the worker consists of several ranks.
     """
     if together:
         return own_sigterm(trainer)
@@ -140,14 +138,14 @@ def own_sigterm(
     received: Callable[[], None] | None = None,
     begins_batch: Callable[[], object] = lambda: None,
 ) -> Iterator[None]:
-    """Have this rank take a SIGTERM without a collective.
+    """Handle SIGTERM on this rank without a collective.
 
-    Entered before Lightning registers its handlers. They and the loop find these functions in place of their own.
+    Enter this before Lightning registers its handlers; they and the loop then use these functions.
 
     Args:
-        trainer: Whose fit it is.
-        received: Called by the handler; Lightning is told to end this rank where it is left out.
-        begins_batch: Called where Lightning would find out with a collective whether to end.
+        trainer: The Trainer of the fit.
+        received: Called by the handler; if left out, Lightning ends this rank.
+        begins_batch: Called where Lightning would use a collective.
     """
     connector: Any = trainer._signal_connector
     loop: Any = trainer.fit_loop.epoch_loop
@@ -171,16 +169,16 @@ def own_sigterm(
 
 @contextmanager
 def sigterm_ends_at_once(environment: ClusterEnvironment | None) -> Iterator[None]:
-    """While ranks connect to each other, a SIGTERM ends this one as it would end a process without a handler.
+    """Let a SIGTERM end this process at once while ranks connect to each other.
 
-    Nothing is lost yet. A handler would not be run while the thread stands in gloo's code, waiting for a rank that has
-    got the signal, too: torchrun's agents, which end all ranks when a machine joins, wait 30 s before they kill.
+    Nothing can be lost yet. Python would not run a handler while the thread is in gloo's code, waiting for a rank that
+    has got the signal, too. Torchrun's agents, which end all ranks when a machine joins, wait 30 s before they kill.
 
     Args:
-        environment: Of the cluster; processes that Lightning has started are its affair.
+        environment: The cluster environment; Lightning handles signals for processes that it has started.
     """
     main = threading.current_thread() is threading.main_thread()
-    before = signal.getsignal(signal.SIGTERM)  # None: not of Python, which could not put it back
+    before = signal.getsignal(signal.SIGTERM)  # None: not set from Python, and cannot be restored
     if environment is None or not environment.creates_processes_externally or not main or before is None:
         yield
         return
@@ -192,25 +190,26 @@ def sigterm_ends_at_once(environment: ClusterEnvironment | None) -> Iterator[Non
 
 
 def ends_by_sigterm(exception: SIGTERMException, rank: int) -> None:
-    """Have this process end as one without a handler would, and say so: Lightning's exception means success.
+    """End this process with the exit code of an unhandled SIGTERM, and log it; Lightning would report success.
 
     Args:
-        exception: That ends it.
-        rank: This one.
+        exception: The exception that ends the process.
+        rank: This rank.
     """
     exception.code = 128 + signal.SIGTERM
     log.warning("[rank %d] A SIGTERM, to this rank or another one, ends training: exit code %d", rank, exception.code)
     for thread in threading.enumerate():
-        if thread.name == _OBSERVER:  # would kill this process, which may be saving, when another one has ended so
+        # it would kill this process, which may be saving, after another one has ended like this
+        if thread.name == _OBSERVER:
             vars(thread)["_child_processes"] = []
 
 
 class SigtermForAll:
-    """A SIGTERM for any rank ends all, before the same batch of a training, or of a validation within it or without.
+    """A SIGTERM for any rank ends all ranks before the same batch, of training or validation.
 
     Args:
-        trainer: Whose run it is.
-        board: Of its ranks.
+        trainer: The Trainer of the run.
+        board: The fault board of its ranks.
     """
 
     def __init__(self, trainer: pl.Trainer, board: FaultBoard) -> None:
@@ -218,17 +217,17 @@ class SigtermForAll:
         self._strategy: Any = trainer.strategy
         self._board = board
         self._stop = board.agree_on_stop()
-        self._group: dist.ProcessGroup | None = None  # for that alone
-        self._begun: dist.Work | None = None  # the first rank has begun this batch, too
+        self._group: dist.ProcessGroup | None = None  # for these broadcasts only
+        self._begun: dist.Work | None = None  # completes when rank 0 has begun this batch, too
 
     @contextmanager
     def handled(self) -> Iterator[None]:
-        """While a run lasts. What came too late to end it is left where Lightning leaves it, for who asks.
+        """Handle SIGTERM during a run; all ranks enter this.
 
-        Entered by all ranks.
+        A signal that came too late to end the run is passed to Lightning.
         """
         if self._trainer.state.fn == TrainerFn.FITTING and self._strategy.root_device.type == "cpu":
-            with short_turns():  # for gloo's own threads
+            with short_turns():  # for gloo's threads
                 self._group = dist.new_group(timeout=timedelta(seconds=self._strategy._longest_wait_s), backend="gloo")
         together = self._trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor
 
@@ -238,7 +237,7 @@ class SigtermForAll:
                 with waiting_for_a_batch(outside=False):
                     together()
                 return
-            self.await_batch_begun()  # of a batch without a backward pass
+            self.await_batch_begun()  # the last batch may have had no backward pass
             self._begun = broadcast_from_first(self._group, torch.zeros(1, dtype=torch.float32, device="cpu"))
 
         try:
@@ -254,10 +253,10 @@ class SigtermForAll:
         connector.received_sigterm = True
 
     def await_batch_begun(self) -> None:
-        """Wait until the first rank has begun this batch, too.
+        """Wait until rank 0 has begun this batch, too.
 
         Raises:
-            BaseException: Why, if it never will.
+            BaseException: The reason if it never will.
         """
         if self._begun is not None:
             with self._strategy._explained(), waiting_for_a_batch(outside=True):
@@ -265,23 +264,23 @@ class SigtermForAll:
             self._begun = None
 
     def call_off(self) -> None:
-        """The run is over: nobody goes on waiting for a batch that the first rank lacks. Idempotent."""
+        """Cancel at the end of a run any wait for a batch that rank 0 does not have. Idempotent."""
         begun, self._begun = self._begun, None
         group, self._group = self._group, None
         if group is None:
             return
         idle = ends_within(begun, _BEGUN_S)
         if not idle:
-            break_connections(group)  # gloo has no other way, and would wait at the interpreter's end
+            break_connections(group)  # gloo cannot cancel, and would wait when the interpreter ends
         leave(group, idle=idle)
 
     def end_training(self) -> None:
-        """All ranks have taken the last step: end here if any has got a SIGTERM.
+        """End here after the last step if any rank has got a SIGTERM; all ranks call this.
 
         Raises:
             SIGTERMException: If so.
         """
-        self.await_batch_begun()  # of a last batch without a backward pass
+        self.await_batch_begun()  # the last batch may have had no backward pass
         if self._strategy.reduce_boolean_decision(self._stop.asked, all=False):
             self._received()
             raise SIGTERMException
@@ -290,7 +289,7 @@ class SigtermForAll:
         """End here if all ranks do.
 
         Args:
-            trains: Whether what follows is a batch to train on.
+            trains: Whether a training batch follows.
 
         Raises:
             SIGTERMException: If so.
@@ -298,8 +297,7 @@ class SigtermForAll:
         failure, timeout = self._strategy._no_hope, self._strategy._longest_wait_s
         if not self._stop.begin_batch(failure, timeout, trains=trains):
             return
-        # A rank that is slower may still be in its last batch: who ends now would take its gradients away, and its own
-        # last step would lack those of that rank.
+        # A slower rank may still be in its last batch. If this rank ended now, that rank would lack its gradients.
         self._strategy.flush()
         if not self._stop.await_stopped(failure, min(timeout, _ALL_STOP_S)):
             log.warning("[rank %d] ends by a SIGTERM, and not all others have come as far", self._trainer.global_rank)

@@ -1,11 +1,11 @@
-"""Sparse gradients, which cannot be cut into partitions: averaged whole, while the backward pass goes on.
+"""Averages sparse gradients, which cannot be cut into partitions, during the backward pass.
 
-One after the other, on a group of their own with one thread (``collectives/groups.py``): gloo's two threads both note
-the name of what has ended, without a lock. Names of up to 15 letters are only muddled by that, but
-``_ALLREDUCE_SPARSE`` lies on the heap, which is then freed while it is written to. Sparse and dense all-reduces on one
-group of torch 2.13 ended a process after minutes (``malloc(): unaligned tcache chunk detected``).
+They are reduced one by one, on their own group with one thread (``collectives/groups.py``). With two threads gloo
+stores the name of the last operation without a lock. Names of up to 15 letters survive this, but ``_ALLREDUCE_SPARSE``
+is on the heap and may be freed during a write. Sparse and dense all-reduces on one group of torch 2.13 can so end a
+process (``malloc(): unaligned tcache chunk detected``).
 
-Ranks agree on the order, as DDP's hooks run on the training thread, by index of the bucket.
+Ranks agree on the order, as DDP's hooks run on the training thread by index of the bucket.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["SparseGradients", "sparse_layers"]
 
 
 def sparse_layers(model: nn.Module) -> list[str]:
-    """Names of the layers of ``model`` whose gradients are sparse, as DDP finds them."""
+    """Return the names of layers whose gradients are sparse, by DDP's rule."""
     return [
         name
         for name, module in model.named_modules()
@@ -35,7 +35,7 @@ class SparseGradients:
     """Averages sparse buckets.
 
     Args:
-        group: Theirs; the default group where there is none.
+        group: Their group; the default group if ``None``.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -46,8 +46,8 @@ class SparseGradients:
         """Average a sparse bucket over all ranks; returns a future of it.
 
         Args:
-            buffer: The bucket's.
-            factor: What this rank's counts; as much as any other's when left out.
+            buffer: The bucket's buffer.
+            factor: This rank's weight; equal weights if ``None``.
 
         Raises:
             RuntimeError: If the default process group is gone.
@@ -69,7 +69,7 @@ class SparseGradients:
         return self._last is not None and not self._last.is_completed()
 
     def call_off(self) -> None:
-        """Have whoever waits for what is under way wait no longer; for any thread."""
+        """End all waits for operations in flight; for any thread."""
         if self._group is not None and self.under_way:
             break_connections(self._group)
 

@@ -1,4 +1,4 @@
-"""What the scheduler did, in counters anyone may read while it runs, and what it does, under names for a profiler."""
+"""Counters of the scheduler, readable at any time, and names for a profiler."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["SchedulerStatistics", "profiled"]
 
 @contextmanager
 def profiled(name: str) -> Iterator[None]:
-    """Show what happens inside under ``name`` if ``torch.profiler`` is running; it costs nothing otherwise."""
+    """Show the work inside under ``name`` if ``torch.profiler`` is running; costs nothing otherwise."""
     if torch.autograd.profiler._is_profiler_enabled:
         with torch.autograd.profiler.record_function(name):
             yield
@@ -28,23 +28,22 @@ class SchedulerStatistics:
 
     Attributes:
         steps: Optimizer steps.
-        overlapped_steps: Steps of which at least one update was deferred past the step's end.
+        overlapped_steps: Steps with at least one update deferred past the step's end.
         updates: Parameter updates, deferred or not.
         deferred_updates: Parameter updates applied after ``optimizer.step`` had returned.
-        bytes_sent: Bytes this rank put on the wire for gradients, ``2(n-1)/n`` per byte reduced; where gradients are
-            compressed, those of what is sent instead.
-        bytes_uncompressed: What ``bytes_sent`` would be if nothing were compressed.
+        bytes_sent: Bytes this rank sent for gradients, ``2(n-1)/n`` per byte reduced; compressed bytes for compressed
+            gradients.
+        bytes_uncompressed: What ``bytes_sent`` would be without compression.
         bytes_compressed: The part of ``bytes_uncompressed`` that travelled compressed.
         sub_tasks: Partitions sent.
         communication_s: Seconds during which at least one partition was in flight.
-        exposed_s: Seconds the training waited for gradients, at gates and at the end of backward passes: what the log,
-            the metrics and a timeline say.
+        exposed_s: Seconds the training waited for gradients, at gates and at the end of backward passes; log, metrics
+            and timeline use this figure.
         gate_wait_s: The part of ``exposed_s`` spent at gates in the forward pass.
         deferred_step_s: Seconds spent in deferred optimizer steps.
-        codec_s: Seconds spent on compressing gradients, adding them up and reading them, on threads that are not the
-            training's.
-        residual_squares: What compression left out in each step, as the square of its norm, summed over steps: of what
-            this rank has sent, in the units of gradients divided by the number of ranks.
+        codec_s: Seconds spent encoding, summing and decoding gradients, on other threads than the training's.
+        residual_squares: Squared norm of what compression left out on this rank, summed over steps, in units of
+            gradients divided by the number of ranks.
     """
 
     steps: int = 0
@@ -64,33 +63,33 @@ class SchedulerStatistics:
 
     @property
     def compression_ratio(self) -> float:
-        """How many times fewer bytes travel than uncompressed; 1 before the first."""
+        """How many times fewer bytes travel than uncompressed; 1 before the first step."""
         return self.bytes_uncompressed / self.bytes_sent if self.bytes_sent else 1.0
 
     @property
     def compressed_share(self) -> float:
-        """Share of the gradients' bytes that travelled compressed; 0 before the first."""
+        """Fraction of the gradients' bytes that travelled compressed; 0 before the first step."""
         return self.bytes_compressed / self.bytes_uncompressed if self.bytes_uncompressed else 0.0
 
     @property
     def residual_norm(self) -> float:
-        """Norm of what compression left out of a step: root of the mean square over steps; 0 before the first."""
+        """Norm of what compression left out, as the root mean square over steps; 0 before the first step."""
         return math.sqrt(max(self.residual_squares, 0.0) / self.steps) if self.steps else 0.0
 
     @property
     def deferred_share(self) -> float:
-        """Share of all updates that were deferred; 0 before the first."""
+        """Fraction of all updates that were deferred; 0 before the first step."""
         return self.deferred_updates / self.updates if self.updates else 0.0
 
     @property
     def exposed_ms(self) -> float:
-        """Milliseconds that the training waited for gradients in a step, on average; 0 before the first."""
+        """Mean milliseconds per step that the training waited for gradients; 0 before the first step."""
         return 1e3 * self.exposed_s / self.steps if self.steps else 0.0
 
     def copy(self) -> SchedulerStatistics:
-        """A snapshot."""
+        """Return a snapshot."""
         return SchedulerStatistics(**{f.name: getattr(self, f.name) for f in fields(self)})
 
     def since(self, earlier: SchedulerStatistics) -> SchedulerStatistics:
-        """What has come to pass since ``earlier``."""
+        """Return the difference to an earlier snapshot."""
         return SchedulerStatistics(**{f.name: getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)})

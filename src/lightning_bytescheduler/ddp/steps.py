@@ -1,13 +1,13 @@
-"""The kinds of a step, and what all steps of a fit share.
+"""The kinds of steps, and what all steps of a fit share.
 
-A step begins with the first bucket of its backward pass and ends before the next backward pass. It is made by the
-engine, is of one kind from then on, and has all that is known of it alone:
+A step begins with the first bucket of its backward pass and ends before the next backward pass. The engine makes it, of
+one kind, and it holds everything that belongs to it alone:
 
 - *synchronised* (:class:`SynchronisedStep`): DDP waits for its gradients at the end of the backward pass;
-- *as DDP's* (:class:`~lightning_bytescheduler.ddp.merged_buckets.DdpModeStep`): the same, past the scheduler, with
+- *as DDP's* (:class:`~lightning_bytescheduler.ddp.merged_buckets.DdpModeStep`): the same, without the scheduler, with
   messages about as large as DDP's;
 - *overlapped* (:class:`~lightning_bytescheduler.ddp.overlapped_step.OverlappedStep`): its updates are applied as
-  parameters are used, under the next forward pass.
+  parameters are used, during the next forward pass.
 """
 
 from __future__ import annotations
@@ -44,28 +44,28 @@ _HERE: AbstractContextManager[None] = nullcontext()
 
 
 class StepListener:
-    """What is told of steps as they are taken; here, nobody."""
+    """Called as steps are taken; this class ignores all calls."""
 
     def waited_early(self) -> None:
-        """Somebody further up this thread's stack waits between two forward passes; once between two, no lock held."""
+        """Code on this thread's stack waits between two forward passes; called once between two, without a lock."""
 
     def stepped_whole(self, why: str) -> None:
-        """A step that could overlap does not; ``why`` in words."""
+        """A step is not deferred although it could overlap; ``why`` in words."""
 
     def read_unseen(self, parameters: list[nn.Parameter], step: int, certain: bool) -> None:
-        """``parameters`` were read past their gates in ``step``; with last step's weights, ``certain`` or perhaps."""
+        """``parameters`` were read past their gates in ``step``, certainly or possibly with last step's weights."""
 
 
 class TrainingStream:
-    """The stream that a training's optimizer steps belong to; on a CPU nothing happens.
+    """The stream of a training's optimizer steps; does nothing on a CPU.
 
-    A gate may be opened on any stream and thread: by a forward pass, by a callback that copies weights on a stream of
-    its own. The step is then enqueued where ``optimizer.step()`` was called, behind all else of the training, and the
-    stream that opened the gate waits for it.
+    A gate may be opened on any stream and thread: by a forward pass, or by a callback that copies weights on its own
+    stream. The step is then enqueued on the stream on which ``optimizer.step()`` was called, after all other work of
+    the training, and the stream that opened the gate waits for it.
 
-    Its limit: a gate opens for all parameters of a bucket. Who reads another one of them on a stream that is neither
-    the training's nor the one that opened the gate has to make it wait for the training's, and after the gate was
-    opened; a wait at the start of the forward pass is too early.
+    Limit: a gate opens for all parameters of a bucket. Code that reads another one of them on a third stream has to
+    make that stream wait for the training's after the gate was opened. A wait at the start of the forward pass is too
+    early.
 
     Args:
         device: Where the parameters live.
@@ -78,7 +78,7 @@ class TrainingStream:
         self._stream: Any = None
 
     def is_here(self) -> None:
-        """The training goes on where the caller is; called by whoever trains."""
+        """Make the caller's stream the training's."""
         if self._device.type == "cuda":
             self._stream = self._cuda.current_stream(self._device)
 
@@ -100,10 +100,10 @@ class TrainingStream:
 
 
 class BucketFutures:
-    """What DDP is given for each bucket: a future of the bucket's own buffer.
+    """The futures of buckets that DDP gets.
 
-    On a GPU a future goes with the streams that are current when it gets its result: whoever waits for it waits for
-    what is queued on them then, by stream and not on the host (``torch.futures.Future``).
+    On a GPU a future records the streams that are current when it gets its result. Its waiters wait for the work queued
+    on them then, by stream and not on the host (``torch.futures.Future``).
 
     Args:
         device: Where gradients live.
@@ -114,11 +114,11 @@ class BucketFutures:
         self._completed: dict[int, tuple[Any, torch.futures.Future[torch.Tensor]]] = {}  # by index of the bucket
 
     def new(self) -> torch.futures.Future[torch.Tensor]:
-        """One without a result."""
+        """Return a future without a result."""
         return torch.futures.Future(devices=self._devices)
 
     def completed(self, index: int, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-        """What lets DDP go on; kept for later steps, as setting a result gives away the GIL, which others want now."""
+        """Return a completed future. It is reused, as setting a result releases the GIL to other threads."""
         made_for = (buffer.data_ptr(), buffer.numel(), buffer.dtype)
         known, future = self._completed.get(index, (None, None))
         if future is None or known != made_for:
@@ -129,7 +129,7 @@ class BucketFutures:
 
 
 def complete(future: torch.futures.Future[torch.Tensor], buffer: torch.Tensor, task: CommTask) -> None:
-    """Give ``future`` the buffer that ``task`` has reduced, or what it failed with."""
+    """Complete ``future`` with the buffer that ``task`` has reduced, or with its error."""
     if task.error is None:
         future.set_result(buffer)
     else:
@@ -140,12 +140,12 @@ class ForwardPass:
     """One forward pass that trains, until the next one begins.
 
     Args:
-        start: When it began, by the engine's clock.
-        under_way: Whether it has begun, and not ended.
+        start: Its beginning, by the engine's clock.
+        under_way: Whether it has begun and not ended.
 
     Attributes:
-        touched_buckets: Indices of buckets, in the order in which it opened their gates.
-        read_early: Whether somebody has waited between its end and the next one's start.
+        touched_buckets: Indices of buckets in the order in which it opened their gates.
+        read_early: Whether code has waited between its end and the next one's start.
     """
 
     __slots__ = ("read_early", "start", "touched_buckets", "under_way")
@@ -158,32 +158,32 @@ class ForwardPass:
 
 
 class StepContext:
-    """What all steps of a fit share: how they wait, and whom they tell.
+    """Shared state of all steps of a fit.
 
     Args:
-        core: Sends what becomes ready.
-        transport: What a sub-task's start does.
-        parameters: All parameters DDP reduces.
+        core: Launches tasks that are ready.
+        transport: Sends sub-tasks.
+        parameters: All parameters that DDP reduces.
         device: Where gradients live.
         timeout: Longest wait for one bucket, in seconds.
-        statistics: Counters to keep.
-        timeline: Where spans go, if anywhere.
-        compression: Says what of the gradients travels encoded, if anything does.
-        weights: Says what this rank's gradients count, where not as much as any other's.
-        sparse: Carries sparse gradients; the default group does when left out.
-        clock: Seconds; the core's clock.
+        statistics: Counters to update.
+        timeline: Takes spans; ``None`` for none.
+        compression: Decides which gradients travel encoded; ``None`` for none.
+        weights: This rank's weights; ``None`` for equal weights.
+        sparse: Group of sparse gradients; the default group if ``None``.
+        clock: Returns seconds; the core's clock.
 
     Attributes:
-        step: That is under way; where a backward pass has begun, and no bucket of it has come, one with nothing to do.
-        weight: Of the step that has begun last: what this rank's gradients count in it.
+        step: The current step. Between the beginning of a backward pass and its first bucket it is one without work.
+        weight: This rank's weight in the step that began last.
         own_gradients: What user code sees of gradients.
         lock: Held while updates are applied, see ``overlapped_step.py``.
-        forward: The pass that is under way, or the last one.
-        unseen: Ids of parameters whose touches cannot be seen: their updates are taken in the step.
-        held_elsewhere: Ids of parameters whose memory somebody else held when that was last asked.
-        opened_for: What needed all gates open at once, and in how many steps.
+        forward: The current or last forward pass.
+        unseen: Ids of parameters that are read without a touch; their updates are taken in the step.
+        held_elsewhere: Ids of parameters whose memory other code held at the last check.
+        opened_for: What needed all gates open at once, with the number of steps.
         waiting: Whether the training thread may be waiting for other ranks' gradients.
-        torn: Parameters whose step broke off.
+        torn: Number of parameters whose step was interrupted by an error.
     """
 
     def __init__(
@@ -231,15 +231,15 @@ class StepContext:
 
     @property
     def entered(self) -> bool:
-        """Whether this thread is at what the lock guards: who asks has interrupted that, as a signal's handler does."""
+        """Whether this thread holds the lock; the caller has then interrupted it, as a signal handler does."""
         return bool(cast(Any, self.lock)._is_owned())
 
     def reduction(self, number: int, *, sharded: bool = False) -> Reduction:
-        """What reduces the gradients of step ``number``.
+        """Return the reduction of step ``number``.
 
         Args:
-            number: Of the step.
-            sharded: So that norms are known early.
+            number: Number of the step.
+            sharded: Reduce in shards, so that norms are known early.
         """
         tasks = StepTasks(self.core, self.transport, number, self.transport.wire_device, self.weight)
         if sharded:
@@ -249,7 +249,7 @@ class StepContext:
         return AllReduction(tasks)
 
     def on_the_wire(self, bucket: GradientBucket, step: int) -> GradientBucket:
-        """What is reduced of ``bucket``: itself, or its copy in host memory, where that travels."""
+        """Return the bucket to reduce: ``bucket``, or its copy in host memory if that travels."""
         if self.compression is not None and self.compression.stays_on_device(bucket):
             return bucket
         return self._on_host(bucket, step)
@@ -272,7 +272,7 @@ class StepContext:
             if part.passage is not None:
                 part.passage.came = part.passage.came or start
             whole = copy, buffer
-            if part.parent.size != copy.numel():  # complex numbers travel as pairs of real ones where norms are told
+            if part.parent.size != copy.numel():  # sharded reduction sends complex numbers as pairs of real ones
                 whole = torch.view_as_real(copy).view(-1), torch.view_as_real(buffer).view(-1)
             copies.put_back(whole[0][place], whole[1][place])
             self._record_copy(COPY_TO_DEVICE, bucket.index, step, start)
@@ -287,30 +287,30 @@ class StepContext:
 
     @property
     def merges(self) -> bool:
-        """Whether a step as DDP's can merge buckets; its messages go past compression and parameter servers."""
+        """Whether a step as DDP's can merge buckets; its messages bypass compression and parameter servers."""
         return self.compression is None and self.transport.push_pull is None
 
     def find_held(self) -> set[int]:
-        """Ids of parameters whose memory somebody else can read."""
+        """Return the ids of parameters whose memory other code can read."""
         self.held_elsewhere = self._aliases.find() | scripted_parameters()
         return self.held_elsewhere
 
     def waits_early(self) -> bool:
-        """Somebody has to wait; returns whether that is the first time since the last forward pass, outside of one."""
+        """Record a wait; returns whether it is the first one since the last forward pass, outside of one."""
         forward = self.forward
         early = not forward.under_way and not forward.read_early
         forward.read_early = forward.read_early or early
         return early
 
     def wait(self, task: CommTask) -> None:
-        """Wait for ``task``, and account for the time.
+        """Wait for ``task``, and count the time.
 
         Raises:
             SchedulerTimeoutError: If it takes too long.
-            BaseException: Whatever the task failed with.
+            BaseException: The task's error.
         """
         if task.done():
-            task.wait(0)  # raises what the task failed with
+            task.wait(0)  # raises the task's error
             return
         start = self.clock()
         self.waiting = True
@@ -325,30 +325,30 @@ class StepContext:
 
     @contextmanager
     def or_torn(self, count: int) -> Iterator[None]:
-        """Should a step of ``count`` parameters break off, their weights are no step's: nothing goes on from them."""
+        """Abort if a step of ``count`` parameters is interrupted, as their weights are then inconsistent."""
         try:
             yield
         except BaseException as error:
             self.torn += count
-            self.core.abort(error)  # also where the caller's code goes on, on this rank alone
+            self.core.abort(error)  # also if the caller catches the error on this rank alone
             raise
 
     def count_whole_step(self, optimizer: Optimizer) -> None:
-        """Account for a step that the optimizer took on its own."""
+        """Count a step that the optimizer took by itself."""
         self.statistics.steps += 1
         self.statistics.updates += sum(p.grad is not None for group in optimizer.param_groups for p in group["params"])
 
     def waited(self, name: str, category: str, start: float, *, step: int) -> float:
-        """Account for seconds from ``start`` until now in which training waited for gradients; returns them.
+        """Count the seconds from ``start`` until now as waiting for gradients; returns them.
 
-        The counters, from which log and metrics are made, and the timeline get the same figure here.
+        Counters, log, metrics and timeline all use this figure.
         """
         seconds = self.record(name, category, start, step=step) - start
         self.statistics.exposed_s += seconds
         return seconds
 
     def record(self, name: str, category: str, start: float, *, step: int) -> float:
-        """Put what began at ``start`` and ends now on the timeline, if there is one; returns when that is."""
+        """Record a span from ``start`` until now on the timeline, if there is one; returns its end."""
         end = self.clock()
         if self.timeline is not None:
             here = threading.current_thread()
@@ -357,11 +357,11 @@ class StepContext:
         return end
 
     def record_backward(self, step: TrainingStep, start: float, *, communicated: bool) -> None:
-        """Put the backward pass that ends now on the timeline, if there is one.
+        """Record the backward pass that ends now on the timeline, if there is one.
 
         Args:
-            step: It belongs to it, or to the next one, where gradients are accumulated.
-            start: When it began.
+            step: Its step; with accumulated gradients it belongs to the next one.
+            start: Its beginning.
             communicated: Whether its gradients were handed over.
         """
         if self.timeline is None:
@@ -374,39 +374,39 @@ class StepContext:
 
 
 class TrainingStep:
-    """A step: what is done with its buckets, with the optimizer's step, and when all of it has to be final.
+    """A step: handles its buckets, the optimizer's step, and the moment at which everything has to be final.
 
-    What is said here is true of steps for whose gradients DDP waits.
+    The methods here are for steps whose gradients DDP waits for.
 
     Args:
         context: Shared with all steps of the fit.
-        number: Of the backward pass among those that communicate, from 1: equal on all ranks, so it keys tasks.
+        number: Number of the backward pass among those that communicate, from 1; equal on all ranks, so it keys tasks.
     """
 
     kind: ClassVar[str] = "synchronised"
-    """For the timeline."""
+    """Name for the timeline."""
 
     def __init__(self, context: StepContext, number: int) -> None:
         self.context = context
         self.number = number
-        self.waits_from = 0.0  # when DDP got the future that it waits for last; 0 before, and where it does not wait
+        self.waits_from = 0.0  # when DDP got the last future that it waits for; 0 before, or if it does not wait
 
-    # ------------------------------------------------------------------ the backward pass
+    # ------------------------------------------------------------------ backward pass
 
     def reduce(self, bucket: dist.GradBucket, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
         """Average a bucket over all ranks.
 
         Args:
-            bucket: Of DDP.
-            buffer: The bucket's.
+            bucket: DDP's bucket.
+            buffer: Its buffer.
 
         Returns:
-            What DDP waits for.
+            The future that DDP waits for.
         """
         raise NotImplementedError
 
     def reduce_sparse(self, bucket: dist.GradBucket, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-        """The same, of sparse gradients, which cannot be cut into partitions."""
+        """Average a bucket of sparse gradients, which cannot be cut into partitions."""
         weight = self.context.weight
         if weight is None:
             return self.context.sparse.reduce(buffer)
@@ -414,54 +414,54 @@ class TrainingStep:
         return self.context.sparse.reduce(buffer, weight.factor)
 
     def count_exposed(self) -> None:
-        """The backward pass has ended just now: DDP has waited for what it was given."""
+        """Count the time that DDP has waited for its futures, when the backward pass has just ended."""
         if self.waits_from:
             self.context.waited("gradients", WAIT, self.waits_from, step=self.number)
 
     def await_means(self, parameters: set[int]) -> None:
-        """Wait for the gradients of parameters with these ids, somebody else's tensors: the pass is about to end."""
+        """Wait, at the end of the pass, for the mean gradients of these parameters, which other code holds."""
 
     def end_backward(self) -> None:
-        """The backward pass has ended: see to gradients that could be read without a touch."""
+        """End the backward pass: handle gradients that could be read without a touch."""
 
     def fail(self, error: BaseException) -> None:
-        """Have a backward pass that waits past the scheduler's core end with ``error``; for any thread."""
+        """End with ``error`` a backward pass that waits outside the scheduler's core; for any thread."""
 
     @property
     def under_way(self) -> bool:
-        """Whether something that went past the scheduler's core has not arrived."""
+        """Whether a message outside the scheduler's core has not arrived."""
         return False
 
-    # ------------------------------------------------------------------ the optimizer's step
+    # ------------------------------------------------------------------ optimizer step
 
     def unscale(self, optimizer: Optimizer, inverse_scale: torch.Tensor) -> Unscale | None:
-        """Divide gradients by the loss scale when they have arrived; ``None`` if the caller has to, now."""
+        """Divide gradients by the loss scale when they have arrived; ``None`` if the caller has to do it now."""
         return None
 
     def clip_norm(self, optimizer: Optimizer, max_norm: float) -> bool:
-        """Clip gradients by their norm when they have arrived; ``False`` if the caller has to, now."""
+        """Clip gradients by norm when they have arrived; ``False`` if the caller has to do it now."""
         return False
 
     def clip_value(self, optimizer: Optimizer, limit: float) -> bool:
-        """Clip gradients by value when they have arrived; ``False`` if the caller has to, now."""
+        """Clip gradients by value when they have arrived; ``False`` if the caller has to do it now."""
         return False
 
     def scale_later(self, pending: PendingScale) -> None:
-        """Update a loss scale when it is known whether this step's gradients are finite."""
+        """Update a loss scale when this step's gradients are known to be finite or not."""
         raise RuntimeError(f"Step {self.number} has not taken over unscaling.")
 
     def update_scale(self) -> None:
-        """Wait until it is known whether this step's gradients are finite, and update the loss scale."""
+        """Wait until this step's gradients are known to be finite or not, and update the loss scale."""
 
     def take(self, optimizer: Optimizer, own_step: Callable[[], Any]) -> Any:
-        """Step the optimizer, or defer that.
+        """Step the optimizer now, or defer the step.
 
         Args:
             optimizer: A per-parameter optimizer.
             own_step: The optimizer's own step.
 
         Returns:
-            What ``own_step`` returned, if it was called.
+            The result of ``own_step``, if it was called.
         """
         self.context.count_whole_step(optimizer)
         return own_step()
@@ -470,61 +470,61 @@ class TrainingStep:
 
     @property
     def is_pending(self) -> bool:
-        """Whether it has updates of which not all may have been applied."""
+        """Whether some of its updates may not have been applied."""
         return False
 
     def open_all(self, reason: str) -> None:
-        """Something begins that must find all weights and gradients final and no gate closed, on any thread.
+        """Make all weights and gradients final and open all gates; on any thread.
 
         Args:
             reason: What begins, in words.
         """
 
     def flush(self) -> None:
-        """Wait for all gradients and apply all updates that are due; afterwards everything is final."""
+        """Wait for all gradients and apply all pending updates; afterwards everything is final."""
 
     def finish(self) -> None:
-        """Flush, as the next backward pass begins: it has no updates any more."""
+        """Flush and drop the updates, as the next backward pass begins."""
 
     def before_fork(self) -> None:
-        """Leave nothing that the child would wait for; under the lock."""
+        """Leave nothing that a forked child would wait for; under the lock."""
 
     def end_forward(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """A forward pass has ended: apply what it did not touch.
+        """End a forward pass: apply updates that it did not touch.
 
         Returns:
-            Parameters that nobody touched: those whose update was due until now, and those that had theirs before.
+            Untouched parameters: those whose update was pending until now, and those updated earlier.
         """
         return [], []
 
     def due_tasks(self) -> list[CommTask]:
-        """Communication of updates whose step has been taken; for any thread."""
+        """Return the tasks of updates whose step has been taken; for any thread."""
         return []
 
     def arriving_tasks(self) -> list[CommTask]:
-        """Communication that was handed over, of a step that was taken or will be; for any thread."""
+        """Return the tasks in flight, whether their step has been taken or not; for any thread."""
         return []
 
     def land_what_arrived(self) -> tuple[int, int]:
-        """After a failure: apply what has arrived, and forget the rest.
+        """Apply what has arrived after a failure, and drop the rest.
 
         Returns:
-            How many parameters have got their update, and how many should have one and never will.
+            How many parameters got their update, and how many lack it for good.
         """
         return 0, 0
 
     def close(self) -> None:
-        """Drop what is still due and make parameters plain again; after an error, or after a flush."""
+        """Drop pending updates and make parameters plain again; call it after an error or a flush."""
 
 
 class SynchronisedStep(TrainingStep):
-    """DDP waits for the gradients, which travel by the scheduler; see :class:`TrainingStep`.
+    """A step whose gradients the scheduler sends and DDP waits for; see :class:`TrainingStep`.
 
     Args:
         context: Shared with all steps of the fit.
         number: See :class:`TrainingStep`.
-        position_of: A bucket's position in the forward pass, from its index and parameters.
-        on_exposed: Told for how many seconds training has waited at the end, if anybody wants to know.
+        position_of: Returns a bucket's position in the forward pass, from its index and parameters.
+        on_exposed: Called with the seconds that training has waited at the end; may be ``None``.
     """
 
     def __init__(
@@ -554,6 +554,6 @@ class SynchronisedStep(TrainingStep):
             known = GradientBucket(index, parameters, buffer, self._position_of(index, parameters))
             self._reduction.reduce(context.on_the_wire(known, self.number), partial(complete, future, buffer))
         else:
-            future = context.futures.completed(index, buffer)  # nothing to send, and nothing to wait for
+            future = context.futures.completed(index, buffer)  # an empty bucket is not sent
         self.waits_from = context.clock()
         return future

@@ -73,9 +73,9 @@ _ELSEWHERE = {
 class ByteSchedulerStrategy(RankStrategy):
     """Distributed data parallel training with partitioned, prioritised gradient communication.
 
-    Gradients are cut into partitions, sent in the order in which the forward pass needs them, under a credit window,
-    and carried across the step boundary: each layer's update is applied when the next forward pass reaches it.
-    The weights are DDP's: bit for bit at two ranks; with more ranks and with clipping, equal to rounding.
+    Gradients are cut into partitions and sent in the order in which the forward pass needs them, under a credit window.
+    Communication crosses the step boundary: each layer's update is applied when the next forward pass reaches it. The
+    weights are DDP's: bit for bit at two ranks; with more ranks and with clipping, equal to rounding.
 
     Args:
         accelerator: As for :class:`~lightning.pytorch.strategies.DDPStrategy`, like all positional arguments.
@@ -86,50 +86,50 @@ class ByteSchedulerStrategy(RankStrategy):
         ddp_comm_state: Must be left out: the scheduler is the comm hook.
         ddp_comm_hook: Must be left out: the scheduler is the comm hook.
         ddp_comm_wrapper: Must be left out: the scheduler is the comm hook.
-        model_averaging_period: Must be left out: post-local SGD needs a comm hook of its own.
+        model_averaging_period: Must be left out: post-local SGD needs its own comm hook.
         process_group_backend: See DDPStrategy.
         timeout: Also bounds every wait for gradients.
         start_method: See DDPStrategy.
-        partition_size: Largest piece of gradient sent at once, in parameters. Follows model and link when left out;
+        partition_size: Largest piece of gradient sent at once, in parameters. Chosen from model and link when left out;
             ``BYTESCHEDULER_PARTITION`` is used if set.
-        credit: What may be in flight at once, in parameters. Follows model and link when left out;
+        credit: Most that may be in flight at once, in parameters. Chosen from model and link when left out;
             ``BYTESCHEDULER_CREDIT`` is used if set, as the start of tuning unless that is off.
         cross_barrier: Carry communication into the next forward pass. ``False`` keeps partitions and priorities but
             waits for the gradients at the end of each backward pass.
         mode: ``"overlapped"``; ``"ddp"`` takes steps as DDP does, with buckets merged to its sizes; ``"auto"`` begins
             as DDP, unless the link is slow, and overlaps where that is seen to pay. The weights are the same.
-        tuning: What to find while training, see :class:`~lightning_bytescheduler.CreditTuner`: ``"credit"``,
+        tuning: What to find during training, see :class:`~lightning_bytescheduler.CreditTuner`: ``"credit"``,
             ``"partition"``, ``"both"``, or ``False``. ``BYTESCHEDULER_CREDIT_TUNING`` and
-            ``BYTESCHEDULER_PARTITION_TUNING`` are used if left out, and without them a credit is tuned that was not
-            given, where the mode is ``"auto"`` and steps overlap.
+            ``BYTESCHEDULER_PARTITION_TUNING`` are used if left out. Without them, the credit is tuned if it was left
+            out, the mode is ``"auto"`` and steps overlap.
         timeline: Write a Chrome-trace timeline to this file (``<stem>.rank<k>`` beside it for rank k > 0);
             ``BYTESCHEDULER_TIMELINE`` is used if left out.
         log_metrics: Log the scheduler's metrics through ``self.log``.
         debug: Log each scheduling decision; ``BYTESCHEDULER_DEBUG`` is used if left out.
-        policy: In which order and in what pieces gradients travel: ``"bytescheduler"``; to compare with, ``"fifo"``
-            (whole buckets as they come) and ``"p3"`` (slices of 50,000 parameters by first use, one at a time).
-        compression: What gradients travel in, with error feedback: ``"int8"``, ``"int4"``, ``"bf16"`` or
-            ``"powersgd"``; or a dict of patterns of parameter names and such; the first that fits counts:
-            ``{"head.*": None, "*": "int8"}``. The weights are not DDP's then. ``"auto"`` compresses the
-            first layers' in ``"int4"``, as many as it takes until training hardly waits. Nothing is compressed when
-            left out.
-        compression_min_size: Elements below which a parameter's gradient travels as it is; 1024 when left out.
-        weighting: ``"ranks"``: the gradient is the mean of the ranks', as DDP's. ``"samples"``: each rank's counts by
-            its samples of the step, as one process's on all of them would, and one without a batch any more counts 0.
-            A batch has as many samples as its tensors are long, or as a function of it says, in place of the word.
-        batch_size: ``"balanced"``: the loader's batch size times the ranks is that of all together, and each rank's
-            share follows its pace; ``{"balanced": most}`` says how many samples a rank may have at most, as one number
-            or a list with one for each rank. ``"global"``: the loader's is that of all together, however many there
-            are, and shares are equal. Needs ``weighting="samples"``. Of a :class:`SliceDataModule`, too.
+        policy: The order and the pieces in which gradients travel: ``"bytescheduler"``; for comparison, ``"fifo"``
+            (whole buckets in order of arrival) and ``"p3"`` (slices of 50,000 parameters by first use, one at a time).
+        compression: Codec of gradients, with error feedback: ``"int8"``, ``"int4"``, ``"bf16"`` or ``"powersgd"``; or a
+            dict of patterns of parameter names and codecs, of which the first match counts: ``{"head.*": None, "*":
+            "int8"}``. The weights then differ from DDP's. ``"auto"`` compresses the first layers in ``"int4"``, as many
+            as needed until training hardly waits. Nothing is compressed when left out.
+        compression_min_size: Gradients with fewer elements travel uncompressed; 1024 when left out.
+        weighting: ``"ranks"``: the gradient is the mean of the ranks', as in DDP. ``"samples"``: each rank's gradient
+            is weighted by its samples of the step, as if one process had all samples, and a rank that has run out of
+            batches has weight 0. The samples of a batch are the length of its tensors, or the result of a function of
+            the batch that is given instead of the word.
+        batch_size: ``"balanced"``: a batch of all ranks together has the loader's batch size times the ranks, and each
+            rank's share follows its pace. ``{"balanced": most}`` limits the samples of a rank, with one number or a
+            list with one for each rank. ``"global"``: the loader's batch size is that of all ranks together, and shares
+            are equal. Needs ``weighting="samples"``. Also for a :class:`SliceDataModule`.
         servers: Parameter servers average gradients, see the documentation's page on them; the weights are as with
-            all-reduce. How many of them run on machines of their own, each started by
-            ``lightning-bytescheduler server``: with 0, each rank is a server besides; with fewer than ranks, both. Or
-            a mapping with that number as ``"spare"``; with ``"placement"``, which server has which part of a gradient:
-            ``"balanced"`` (by bytes, to the shares that keep all links equally busy) or ``"mixed"`` (as BytePS, also
-            asked for by ``BYTEPS_ENABLE_MIXED_MODE=1``); and with ``"group": "node"``, which has the ranks of a node
-            add up gradients before one pushes the sum. All-reduce when left out.
-        bucket_cap_mb: Size at which DDP closes a bucket, in MiB: the unit whose arrival opens a layer's gate. Follows
-            model and link when left out.
+            all-reduce. The value is the number of servers on separate machines, each started by
+            ``lightning-bytescheduler server``. With 0, each rank is also a server; with fewer than ranks, both kinds
+            exist. A mapping has this number as ``"spare"``; ``"placement"``, which assigns parts of gradients to
+            servers: ``"balanced"`` (by bytes, so that all links are equally busy) or ``"mixed"`` (as BytePS, also set
+            by ``BYTEPS_ENABLE_MIXED_MODE=1``); and ``"group": "node"`` if the ranks of a node sum gradients before one
+            pushes the sum. All-reduce when left out.
+        bucket_cap_mb: Size at which DDP closes a bucket, in MiB. A bucket's arrival opens its layers' gates. Chosen
+            from model and link when left out.
         gradient_as_bucket_view: See DistributedDataParallel. ``False`` is honoured, but keeps steps from overlapping.
         **kwargs: For :class:`~torch.nn.parallel.DistributedDataParallel`, see the documentation's page on options.
 
@@ -138,7 +138,7 @@ class ByteSchedulerStrategy(RankStrategy):
         UnsupportedError: If a DDP option cannot be honoured.
     """
 
-    # Lightning stops all ranks at a SIGTERM that rank 0 or every rank has got: that is no failure.
+    # Lightning stops all ranks after a SIGTERM to rank 0 or to every rank, which is not a failure.
     sigterm_patience_s = 10.0
     example_option = "partition_size=131_072"
     _gradients: ScheduledGradients
@@ -178,7 +178,8 @@ class ByteSchedulerStrategy(RankStrategy):
     ) -> None:
         require_bool("log_metrics", log_metrics)
         own = [name for name in inspect.signature(ByteSchedulerStrategy).parameters if name != "kwargs"]
-        named = {name: value for name, value in kwargs.items() if name not in SAID_BY_THE_STRATEGY}  # LightningCLI's
+        # LightningCLI passes these
+        named = {name: value for name, value in kwargs.items() if name not in SAID_BY_THE_STRATEGY}
         require_known(named, [*own, *known_ddp_options()], of="ByteSchedulerStrategy", elsewhere=_ELSEWHERE)
         check_ddp_options(
             {
@@ -208,13 +209,13 @@ class ByteSchedulerStrategy(RankStrategy):
             raise OptionError("compression", compression, "for steps that may overlap, not with mode='ddp'", way_out)
         self._weighting = Weighting(weighting, batch_size)
         self._sharing = BatchSharing(self._weighting)
-        self._loaders: list[object] = []  # loaders of the training data, at once
-        self._uneven: UnevenLoader | None = None  # of the training data, where ranks may have unequally many batches
+        self._loaders: list[object] = []  # loaders of training data that are used together
+        self._uneven: UnevenLoader | None = None  # training data, if ranks may have different numbers of batches
         self._servers = ServerOptions.resolve(servers, self._rules)
         self._log_metrics = log_metrics
         self._hooks: SchedulerHooks | None = None
         self._sigterm: SigtermForAll | None = None
-        self._fit = ExitStack()  # what lasts as long as one
+        self._fit = ExitStack()  # contexts that last as long as a fit
         self._tuning = FitTuning(self._options, timeout=timeout)
         super().__init__(
             accelerator=accelerator,
@@ -243,12 +244,12 @@ class ByteSchedulerStrategy(RankStrategy):
 
     @property
     def statistics(self) -> SchedulerStatistics | None:
-        """Counters of the current fit, or of the last one; ``None`` before the first and on one process."""
+        """Counters of the current or last fit; ``None`` before the first and on one process."""
         return self._gradients.statistics
 
     @property
     def plan(self) -> OverlapPlan | None:
-        """What overlaps in the current fit, or did in the last one, and why not; ``None`` before the first."""
+        """What overlaps in the current or last fit, and why not; ``None`` before the first."""
         plan, shares = self._gradients.plan, self._sharing.balance
         if plan is None or shares is None:
             return plan
@@ -263,10 +264,10 @@ class ByteSchedulerStrategy(RankStrategy):
         self._gradients.remember(*outcome)
 
     def metrics(self, new: SchedulerStatistics) -> dict[str, float]:
-        """What is logged.
+        """Return the values to log.
 
         Args:
-            new: What has come to pass since the last time.
+            new: Counters since the last time.
         """
         found = {
             "bytescheduler/exposed_communication_ms": new.exposed_ms,
@@ -282,9 +283,12 @@ class ByteSchedulerStrategy(RankStrategy):
         return found if self._sharing.balance is None else {**found, **self._sharing.balance.metrics()}
 
     def batch_of_all(self, size: int) -> int | None:
-        """Samples of a batch of all ranks, where they share batches of data of which one has ``size``, else ``None``.
+        """Return the samples of a batch of all ranks if they share batches, otherwise ``None``.
 
-        A :class:`SliceDataModule` asks.
+        :class:`SliceDataModule` calls this.
+
+        Args:
+            size: The loader's batch size.
         """
         return self._weighting.batch_of_all(size, self.world_size)
 
@@ -296,7 +300,7 @@ class ByteSchedulerStrategy(RankStrategy):
     # ------------------------------------------------------------------ life cycle
 
     def setup_environment(self) -> None:
-        """Join the other ranks, and know of their failures from here on; see DDPStrategy."""
+        """Join the other ranks, and learn of their failures from here on; see DDPStrategy."""
         super().setup_environment()
         self._release()  # a failed fit whose teardown was skipped
         self._failed = False
@@ -325,7 +329,7 @@ class ByteSchedulerStrategy(RankStrategy):
         self._connect(super().setup_distributed)
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Share training data out, where that is asked for; see DDPStrategy."""
+        """Share training data out, if the user asked for that; see DDPStrategy."""
         module = self.lightning_module
         if module is None or module.trainer.state.stage != RunningStage.TRAINING:
             return dataloader
@@ -333,7 +337,8 @@ class ByteSchedulerStrategy(RankStrategy):
         several = self._board is not None
         with self._explained():
             if self._weighting.batch_size is None:
-                goes_on = self._weighting.by_samples and several and not hasattr(dataloader, "plan")  # of slices
+                # slices handle this themselves
+                goes_on = self._weighting.by_samples and several and not hasattr(dataloader, "plan")
                 return self._go_on(dataloader, module) if goes_on else dataloader
             runtime = self._runtime_of_data() if several else None
             made = self._sharing.share_out(
@@ -344,7 +349,7 @@ class ByteSchedulerStrategy(RankStrategy):
         return made
 
     def _runtime_of_data(self) -> SchedulerRuntime:
-        """By which ranks tell each other of their batches.
+        """Return the runtime through which ranks report their batches.
 
         Raises:
             UnsupportedError: If there is none yet.
@@ -357,8 +362,8 @@ class ByteSchedulerStrategy(RankStrategy):
         return self.runtime
 
     def _go_on(self, dataloader: object, module: pl.LightningModule) -> object:
-        """Have the training data last until all ranks' is used up."""
-        self._uneven = None  # of the epoch before, where loaders are made anew
+        """Make the training data last until all ranks' is used up."""
+        self._uneven = None  # of the previous epoch, if loaders are made anew
         least, most, certain = gather_lengths(dataloader, self.root_device)
         if certain and least == most:
             return dataloader
@@ -381,13 +386,13 @@ class ByteSchedulerStrategy(RankStrategy):
         return self._uneven
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """See DDPStrategy. A batch begins here, which may be an empty one."""
+        """See DDPStrategy. A batch begins here, possibly an empty one."""
         if self._uneven is not None and self.lightning_module is not None and self.lightning_module.trainer.training:
             self._uneven.begin_batch()
         return super().batch_to_device(batch, device, dataloader_idx)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """See DDPStrategy. Without a batch, this rank takes part all the same."""
+        """See DDPStrategy. A rank without a batch also takes part."""
         if self._uneven is None or not self._uneven.is_empty:
             return super().training_step(*args, **kwargs)
         with self._explained():
@@ -403,7 +408,7 @@ class ByteSchedulerStrategy(RankStrategy):
         return super().backward(closure_loss, *args, **kwargs)
 
     def _common_options(self) -> dict[str, object]:
-        """What has to be the same on all ranks."""
+        """Return the facts that have to be the same on all ranks."""
         options = self._options
         return {
             **self._facts_of(options),
@@ -426,7 +431,7 @@ class ByteSchedulerStrategy(RankStrategy):
         module = self.lightning_module
         if self._board is not None:
             if module is not None:
-                self.barrier("model")  # notices a rank that died on the way here, which the store does not
+                self.barrier("model")  # the barrier detects a rank that has died; the store does not
                 self._meet_with("the model", parameter_facts(module.parameters()))
             self._gradients.prepare(self._board)
         super().configure_ddp()
@@ -436,14 +441,14 @@ class ByteSchedulerStrategy(RankStrategy):
             self._sigterm.await_batch_begun()
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        """Make them, and see that they are the same on all ranks; see DDPStrategy."""
+        """Make optimizers, and check that they are the same on all ranks; see DDPStrategy."""
         super().setup_optimizers(trainer)
         if self._board is not None and trainer.state.fn == TrainerFn.FITTING:
             facts, noted = optimizer_facts(self.optimizers)
             self._meet("optimizers", Introduction(rank=self.global_rank, facts=facts, noted=noted))
 
     def teardown(self) -> None:
-        """Land what is pending, stop every thread, unwrap the model; see DDPStrategy."""
+        """Land pending updates, stop every thread, unwrap the model; see DDPStrategy."""
         try:
             if not self._failed:
                 self.flush()
@@ -454,9 +459,9 @@ class ByteSchedulerStrategy(RankStrategy):
             board, had_failed = self._board, self._failed
             self._release()
             super().teardown()
-            self._failed = False  # what is asked of the ranks from here on is the user's affair, as with DDP
+            self._failed = False  # later collectives are the user's own, as with DDP
         if board is not None and not had_failed and isinstance(board.fault, RanksDivergedError):
-            raise board.fault  # this rank is done, but others will never be
+            raise board.fault  # this rank has finished, but others never will
 
     def _release(self) -> None:
         self._fit.close()
@@ -481,7 +486,7 @@ class ByteSchedulerStrategy(RankStrategy):
             self._gradients.flush()
 
     def compression_state(self) -> dict[str, Any] | None:
-        """For a checkpoint: what error feedback has left to be sent; on all ranks at once."""
+        """Return the residuals of error feedback for a checkpoint; all ranks call this together."""
         if self._rules is None or self._failed or not dist.is_initialized():
             return None
         self.flush()
@@ -489,7 +494,7 @@ class ByteSchedulerStrategy(RankStrategy):
             return self._gradients.all_left(partial(add_up_on_first, device=self.root_device), keep=self.is_global_zero)
 
     def load_compression_state(self, state: Mapping[str, Any] | None) -> None:
-        """Go on from what :meth:`compression_state` returned, perhaps on another number of ranks."""
+        """Restore the result of :meth:`compression_state`, on any number of ranks."""
         if self._rules is not None:
             self.flush()
             self._gradients.residuals.load(state, self.world_size)
@@ -502,7 +507,7 @@ class ByteSchedulerStrategy(RankStrategy):
             self._sigterm.call_off()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """See DDPStrategy. No checkpoint on exception is better than one that lacks updates."""
+        """See DDPStrategy. Raises rather than save a checkpoint that lacks updates."""
         self._gradients.check_weights()
         return super().lightning_module_state_dict()
 
@@ -512,10 +517,10 @@ class ByteSchedulerStrategy(RankStrategy):
         self._gradients.weights_replaced()
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """See DDPStrategy. Says what of the checkpoint is left out."""
+        """See DDPStrategy. Reports which parts of the checkpoint are left out."""
         checkpoint = super().load_checkpoint(*args, **kwargs)
         self._sharing.load(checkpoint)
-        if self.world_size > 1:  # one rank sends nothing that could make up for it
+        if self.world_size > 1:  # one rank sends nothing, so it cannot use residuals
             self.load_compression_state(checkpoint.get(COMPRESSION))
         if OUTER_STATE in checkpoint:
             rank_zero_info(
@@ -525,12 +530,12 @@ class ByteSchedulerStrategy(RankStrategy):
         return checkpoint
 
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """See DDPStrategy. However long it takes, another rank's failure does not end this process meanwhile."""
+        """See DDPStrategy. Another rank's failure does not end this process while it saves."""
         state = self.compression_state() if "optimizer_states" in checkpoint else None
         if state is not None:
             checkpoint[COMPRESSION] = state
         if self.lightning_module is not None:
-            self._sharing.note(checkpoint, self.lightning_module)  # which has no trainer after a fit elsewhere
+            self._sharing.note(checkpoint, self.lightning_module)  # it has no trainer after a fit elsewhere
         with nullcontext() if self._board is None else self._board.patient():
             super().save_checkpoint(checkpoint, *args, **kwargs)
 
@@ -538,23 +543,23 @@ class ByteSchedulerStrategy(RankStrategy):
 class SchedulerHooks(pl.Callback):
     """Publishes failures, flushes at the end of training, logs the scheduler's metrics.
 
-    ``on_exception`` and ``on_train_end`` of callbacks run before the strategy's; being the first callback, this one
-    publishes a failure before anyone else may block on it, and lands what is pending before anyone else looks.
+    ``on_exception`` and ``on_train_end`` of callbacks run before the strategy's. As the first callback, this one
+    publishes a failure before another callback may block on it, and lands pending updates before other callbacks read
+    weights.
 
-    Logged at Lightning's ``log_every_n_steps``, as means per step since the last time:
-    ``bytescheduler/exposed_communication_ms`` (how long the training waited for gradients),
-    ``bytescheduler/gate_wait_ms`` (the part of it spent at gates in the forward pass),
-    ``bytescheduler/megabytes_sent`` and ``bytescheduler/deferred_share`` (the mode: 1 when every update crossed the
-    step boundary, 0 when the steps were synchronised). Where gradients are compressed, also
-    ``bytescheduler/compression_ratio`` (how many times fewer bytes were sent), ``bytescheduler/codec_ms``,
-    ``bytescheduler/residual_norm`` (of what was left out of a step, to be sent in the next) and
-    ``bytescheduler/compressed_share`` (of the gradients' bytes, those that travelled compressed). Where batches are
-    balanced, also ``bytescheduler/share_of_rank_<k>`` (samples) and ``bytescheduler/waiting_saved_ms`` (how much longer
-    a step would take with equal shares).
+    Metrics are logged at Lightning's ``log_every_n_steps``, as means per step since the last time:
+    ``bytescheduler/exposed_communication_ms`` (time the training waited for gradients), ``bytescheduler/gate_wait_ms``
+    (the part of it spent at gates in the forward pass), ``bytescheduler/megabytes_sent`` and
+    ``bytescheduler/deferred_share`` (1 if every update crossed the step boundary, 0 if the steps were synchronised).
+    With compression also ``bytescheduler/compression_ratio`` (how many times fewer bytes were sent),
+    ``bytescheduler/codec_ms``, ``bytescheduler/residual_norm`` (of what a step left out) and
+    ``bytescheduler/compressed_share`` (fraction of the gradients' bytes that travelled compressed). With balanced
+    batches also ``bytescheduler/share_of_rank_<k>`` (samples) and ``bytescheduler/waiting_saved_ms`` (time that a step
+    would be longer with equal shares).
 
     Args:
-        strategy: Whose hooks these are.
-        sigterm: Asked before batches that are not trained on, and at the end.
+        strategy: The strategy.
+        sigterm: Checked before batches that are not trained on, and at the end.
         log_metrics: Whether to log.
     """
 
@@ -565,13 +570,13 @@ class SchedulerHooks(pl.Callback):
         self._logged = SchedulerStatistics()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Training data that is loaded from here on takes the place of what was."""
+        """Forget loaders: training data loaded from here on replaces them."""
         self._strategy._loaders = []
 
     on_train_epoch_end = on_train_start
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Count batches anew."""
+        """Count the epoch."""
         self._strategy.count_epoch()
 
     def on_train_batch_start(
@@ -583,7 +588,7 @@ class SchedulerHooks(pl.Callback):
     def on_validation_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """End here if a SIGTERM ends all."""
+        """End here if a SIGTERM ends all ranks."""
         self._sigterm.begin_batch(trains=False)
 
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
@@ -591,7 +596,7 @@ class SchedulerHooks(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log what happened since the last time, when Lightning logs too."""
+        """Log metrics since the last time, when Lightning logs too."""
         statistics = self._strategy.statistics
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector
         if (
@@ -609,7 +614,7 @@ class SchedulerHooks(pl.Callback):
         pl_module.log_dict(self._strategy.metrics(new), on_step=True, on_epoch=False)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Land everything before other callbacks look at the trained weights."""
+        """Land pending updates before other callbacks read the trained weights."""
         self._strategy.flush()
         self._sigterm.end_training()
         self._strategy._gradients.say_end()
@@ -618,5 +623,5 @@ class SchedulerHooks(pl.Callback):
         """Publish the failure before other callbacks or the teardown can block."""
         try:
             self._strategy.publish_failure(exception)
-        except Exception:  # Lightning would skip the teardown, and hide what training failed with
+        except Exception:  # Lightning would skip the teardown and hide the training's error
             log.exception("The failure could not be published.")

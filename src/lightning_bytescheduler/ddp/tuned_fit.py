@@ -1,15 +1,15 @@
-"""Tuning of a fit: whether and from where, what is in force in each step, and when it comes to an end.
+"""Tuning of a fit: whether and from where, which sizes are in force in each step, and when it ends.
 
-Whether a fit is tuned is settled by rank 0, and known to all ranks, before the first step. Credit, partition size and
-mode are the same on all ranks in every step. Rank 0 times steps and lets its tuner decide; ``AgreedValues`` makes the
-decision known, and says before which step it comes into force. All ranks change all three at that step, between the
-last step's backward pass and the next one's, so no bucket of one step is cut, or merged, in two ways. The credit would
-not have to change on all ranks, but a rank with a smaller window than rank 0's would hold back what rank 0 has let go.
+Rank 0 decides whether a fit is tuned, and all ranks know before the first step. Credit, partition size and mode are the
+same on all ranks in every step. Rank 0 times steps and lets its tuner decide. ``AgreedValues`` sends the decision to
+all ranks, with the step before which it takes effect. All ranks change all three at that step, between two backward
+passes, so all buckets of a step are cut or merged alike. The credit must change on all ranks, too: a rank with a
+smaller window than rank 0's would hold back what rank 0 has launched.
 
-Where tuning looks first is what the simulator says for a model of which only the sizes are known. How long each layer
-computes is not known before the first step. It is taken to be in proportion to its gradients, and all of it to be as
-long as the communication, where order matters most. What counts on most links is the link, which was measured: how much
-must be in flight to fill it, and how small a message may be. A guess costs a trial, no more.
+Tuning first tries points that the simulator suggests for a model of which only sizes are known. The computing time of
+each layer is not known before the first step. It is assumed to be proportional to the layer's gradients, and their
+total to equal the communication, where order matters most. On most links the measured link decides: how much must be in
+flight to fill it, and how small a message may be. A wrong guess costs one trial.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from lightning_bytescheduler.tuning.search_space import ALIGNMENT, PLAIN_DDP, Se
 
 __all__ = ["SHORTEST_FIT", "FitTuning", "PointInForce", "likely_points", "space_for"]
 
-_MOST_LAYERS = 24  # neighbours are joined beyond; it takes milliseconds to play a step of so many
+_MOST_LAYERS = 24  # more layers are joined with neighbours; simulating a step then takes milliseconds
 _NEAR = 0.5  # octaves
 _BACKWARD = 2.0  # times the forward pass
-_MESSAGES_IN_FLIGHT = {"gloo": 2, "nccl": 1}  # threads of one, streams of the other
+_MESSAGES_IN_FLIGHT = {"gloo": 2, "nccl": 1}  # gloo's threads, NCCL's streams
 
 
 def likely_points(
@@ -57,23 +57,23 @@ def likely_points(
     backend: str,
     start: TuningPoint,
 ) -> tuple[TuningPoint, ...]:
-    """The points that a simulation of a typical model of this size likes best, and the one that a closed form does.
+    """Return the best points of a simulation of a typical model of this size, and that of a closed form.
 
     Args:
-        space: Where to look.
-        layer_bytes: Sizes of the layers' gradients, in the order of the forward pass.
+        space: The search space.
+        layer_bytes: Bytes of the layers' gradients, in the order of the forward pass.
         bucket_bytes: Size at which DDP closes a bucket.
-        link: As measured.
-        workers: How many train together.
-        backend: What reduces gradients.
-        start: What is measured anyway; what is near it is left out.
+        link: The measured link.
+        workers: Number of ranks.
+        backend: Backend that reduces gradients.
+        start: The point that is measured anyway; points near it are left out.
     """
     profile = _typical(layer_bytes, seconds=link.beta * sum(layer_bytes))
     network = replace(
         LinkModel.measured(workers=workers, alpha=link.alpha, beta=link.beta),
         messages_in_flight=_MESSAGES_IN_FLIGHT.get(backend),
     )
-    width = 4  # of a parameter on the wire; only ratios matter
+    width = 4  # bytes per parameter on the wire; only ratios matter
 
     def seconds(point: TuningPoint) -> float:
         credit, partition = point.sizes
@@ -89,10 +89,10 @@ def likely_points(
 
 
 def _closed_form(space: SearchSpace, parameters: int, link: LinkEstimate, *, width: int) -> tuple[TuningPoint, ...]:
-    """The partition size at which start-ups and waiting cost the least together, two of them in flight.
+    """Return the partition size with the least cost of start-ups and waiting, two partitions in flight.
 
-    Parts of ``p`` cost ``alpha * parameters / p`` for being started, and what is most urgent waits for one that is on
-    the link, ``beta * width * p``. The sum is least where both are equal.
+    Parts of ``p`` parameters cost ``alpha * parameters / p`` to start, and the most urgent part waits ``beta * width *
+    p`` for the one on the link. The sum is least where both are equal.
     """
     best = math.sqrt(link.alpha * max(parameters, 1) / (link.beta * width))
     low, high = space.partitions
@@ -102,7 +102,7 @@ def _closed_form(space: SearchSpace, parameters: int, link: LinkEstimate, *, wid
 
 
 def _typical(layer_bytes: Sequence[int], *, seconds: float) -> ModelProfile:
-    """A model that computes for ``seconds``, each layer in proportion to its size."""
+    """Return a model that computes for ``seconds``, each layer in proportion to its size."""
     joined: list[int] = []
     least = sum(layer_bytes) / _MOST_LAYERS
     for size in layer_bytes:
@@ -123,16 +123,16 @@ _SETTLED_INTERVAL = 16  # steps between exchanges while nothing is tried
 
 
 class PointInForce(StepMode):
-    """Sizes and mode of one rank, as rank 0 tries and finds them; says which steps are taken as DDP's.
+    """Sizes and mode in force on one rank; also says which steps are taken as DDP's.
 
     Args:
-        core: Whose sizes are changed.
-        values: What ranks agree with; of two numbers.
-        point: What all ranks begin with.
-        tuner: Decides; on rank 0 only.
-        others_try: Whether something else is being tried, so that times of steps say nothing of the point.
-        on_change: Told what has come into force.
-        clock: Seconds.
+        core: The core whose sizes are changed.
+        values: Exchange with the other ranks, of two numbers.
+        point: The point with which all ranks begin.
+        tuner: Decides; only on rank 0.
+        others_try: Returns whether something else is being tried, so that times of steps do not belong to the point.
+        on_change: Called with each point that takes effect.
+        clock: Returns seconds.
     """
 
     may_wait = True
@@ -179,8 +179,8 @@ class PointInForce(StepMode):
         if self._tuner is None:
             agreed = self._values.before_step(step)
         else:
-            if self._step and (self._ddp_mode or not self._others_try()):  # what overlaps alone lets others try
-                # A decision that not all ranks know yet is none: these steps are still at the old point.
+            if self._step and (self._ddp_mode or not self._others_try()):  # others try only in overlapped steps
+                # Until all ranks know a decision, steps are still at the old point.
                 self._tuner.step_took(self._step, now - self._began, as_decided=self._tuner.current == self._point)
             wanted = self._tuner.current
             agreed = self._values.before_step(
@@ -195,7 +195,7 @@ class PointInForce(StepMode):
                 self._put(point)
 
     def close(self) -> None:
-        """Say goodbye to the other ranks; bounded, idempotent."""
+        """Leave the exchange with the other ranks; bounded, idempotent."""
         self._values.close()
 
     def _put(self, point: TuningPoint) -> None:
@@ -207,22 +207,22 @@ class PointInForce(StepMode):
 
 
 SHORTEST_FIT = 100
-"""Steps: a fit that is known to be shorter would end before a search has found anything."""
+"""Steps: a fit known to be shorter would end before a search has found anything."""
 
 
 class FitTuning:
-    """The strategy's part in tuning: brings a tuner along, and lets it begin and end with each fit.
+    """The strategy's part in tuning: provides a tuner, and lets it begin and end with each fit.
 
     Args:
-        options: This rank's; rank 0's count.
+        options: This rank's options; rank 0's count.
         timeout: Longest wait for another rank.
     """
 
     def __init__(self, options: SchedulerOptions, *, timeout: timedelta | None) -> None:
         self._options = options
         self._timeout = timeout
-        self._own: CreditTuner | None = None  # what it knows outlives a fit
-        self._tuner: CreditTuner | None = None  # the user's, or this one, while there is a fit
+        self._own: CreditTuner | None = None  # its knowledge outlives a fit
+        self._tuner: CreditTuner | None = None  # the user's or this one, during a fit
         self._in_force: PointInForce | None = None
 
     @property
@@ -230,17 +230,17 @@ class FitTuning:
         return self._options.tunes_credit or self._options.tunes_partition
 
     def bring_tuner(self, callbacks: list[pl.Callback]) -> None:
-        """Find the user's tuner among the callbacks, or add one to them where something is tuned."""
+        """Find the user's tuner among the callbacks, or add one if something is tuned."""
         self._tuner = next((callback for callback in callbacks if isinstance(callback, CreditTuner)), None)
         if self._tuner is None and self._tunes:
             self._tuner = self._own = self._own or CreditTuner()
-            callbacks.insert(1, self._own)  # behind the strategy's hooks
+            callbacks.insert(1, self._own)  # after the strategy's hooks
 
     @property
     def begins_at_once(self) -> bool:
-        """Whether this rank's user has asked for tuning, or it is known already what is best.
+        """Whether to tune from the start: the user asked for tuning, or the best point is already known.
 
-        Otherwise a fit is tuned from when on it is known that overlapped steps pay.
+        Otherwise tuning begins once overlapped steps are known to pay.
         """
         tuner = self._tuner
         return tuner is not None and (tuner is not self._own or self._options.tunes_partition or tuner.knows_something)
@@ -254,17 +254,17 @@ class FitTuning:
         *,
         in_shards: bool,
     ) -> PointInForce | None:
-        """Have this fit tuned from here on, if rank 0's options say so. Every rank calls this at the same point.
+        """Tune this fit from here on, if rank 0's options say so. Every rank calls this at the same point.
 
         Args:
-            module: What is trained.
-            runtime: What is tuned.
-            device: Where the default group wants its tensors.
-            on_change: Told what comes into force.
+            module: The module that is trained.
+            runtime: The runtime to tune.
+            device: Where the default group needs its tensors.
+            on_change: Called with each point that takes effect.
             in_shards: Whether gradients are reduced in shards.
 
         Returns:
-            Says which steps are taken as DDP's, if the fit is tuned; ``None`` if it is not, on all ranks.
+            The mode of a tuned fit; ``None`` on all ranks if it is not tuned.
         """
         if not self._tunes:
             self.say_untuned("there is no size to find (mode='auto' without credit=, tuning='credit' or 'both')")
@@ -291,7 +291,7 @@ class FitTuning:
 
     @property
     def standing(self) -> str:
-        """What tuning of this fit has come to so far, in words; empty where nothing is tuned."""
+        """Result of tuning in this fit so far, in words; empty if nothing is tuned."""
         if self._in_force is None:
             return ""
         if dist.get_rank() != 0:
@@ -299,12 +299,12 @@ class FitTuning:
         return "" if self._tuner is None else self._tuner.standing
 
     def say_untuned(self, reason: str) -> None:
-        """Say why a tuner that the user has asked for has nothing to do."""
+        """Report why the user's tuner has nothing to do."""
         if self._tuner is not None and self._tuner is not self._own:
             rank_zero_info(f"bytescheduler: CreditTuner tunes nothing, as {reason}.")
 
     def end(self, callbacks: list[pl.Callback]) -> None:
-        """Stop the tuner, and take back the one that was brought along; bounded, idempotent."""
+        """Stop the tuner, and remove one that was added; bounded, idempotent."""
         tuner, self._tuner = self._tuner, None
         if tuner is not None:
             tuner.stop()
@@ -329,7 +329,7 @@ class FitTuning:
         count = sum(p.numel() for p in trained)
         workers, backend = dist.get_world_size(), dist.get_backend(runtime.group)
         start = TuningPoint(credit=sizes.credit, partition_size=sizes.partition_size)
-        # A parameter that is larger than DDP's limit has a bucket of its own.
+        # DDP gives a parameter above its limit a bucket of its own.
         largest_bucket = max(sizes.bucket_bytes // width, *(p.numel() for p in trained), 1)
         space = space_for(count, start, self._options, largest_bucket=largest_bucket, architecture=runtime.architecture)
         guesses: tuple[TuningPoint, ...] = ()
@@ -364,7 +364,7 @@ class FitTuning:
 
 
 def _record_folder(trainer: pl.Trainer) -> str | None:
-    """Where a run's files go; every rank has to ask, as the answer travels on the default group."""
+    """Return where a run's files go; every rank has to call it, as the answer is broadcast on the default group."""
     if trainer.loggers:
         return trainer.log_dir
     given = os.path.abspath(trainer.default_root_dir) != os.getcwd()
@@ -379,18 +379,18 @@ def space_for(
     largest_bucket: int,
     architecture: str = "allreduce",
 ) -> SearchSpace:
-    """Where to look, with what is not tuned kept as it is.
+    """Return the search space, in which a size that is not tuned keeps its value.
 
     Args:
-        parameters: How many are trained.
+        parameters: Number of trained parameters.
         start: Sizes without tuning.
-        options: What is tuned.
+        options: Says what is tuned.
         largest_bucket: In parameters.
         architecture: See :meth:`SearchSpace.for_model`.
     """
     credit, partition_size = start.sizes
     space = SearchSpace.for_model(parameters, architecture=architecture, largest_bucket=largest_bucket)
-    if not (options.tunes_partition and space.tunes_partitions):  # a small model has but one partition size
+    if not (options.tunes_partition and space.tunes_partitions):  # a small model has only one partition size
         space = SearchSpace.for_model(parameters, architecture=architecture, partition_size=partition_size)
     space = space.including(start)
     if options.tunes_credit:

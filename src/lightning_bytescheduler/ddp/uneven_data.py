@@ -1,28 +1,28 @@
-"""``weighting="samples"``: a rank whose training data is used up takes part with empty batches until all ranks' is.
+"""``weighting="samples"``: a rank whose training data is used up continues with empty batches until all ranks' is.
 
-*Until when.* Where every rank's loader has a length that is to be trusted, the longest counts, and nothing is said.
-Else each rank says with every batch that it draws whether it has one (``number_exchange.py``). One that has goes on at
-once. One that has none waits for the word of the others: if any has one, this is a batch of all, an empty one here;
-else the epoch is over. Why that wait ends: a rank draws its next batch, and says so, before it trains on the one that
-it has, and gets to draw it as ranks step together.
+*How long.* If every rank's loader has a reliable length, the longest counts, without messages. Otherwise each rank
+posts with every batch that it draws whether it has one (``number_exchange.py``). A rank that has one goes on at once. A
+rank that has none waits for the others' numbers: if any rank has a batch, this one gets an empty one; otherwise the
+epoch is over. The wait ends, as a rank draws and posts its next batch before it trains on the present one, and ranks
+step together.
 
-*What an empty batch is.* ``training_step`` is not called: nothing is computed twice, no metric counts a sample twice,
-no buffer changes, and no random number is drawn. A function of all trained parameters takes its place, in DDP's own
-forward pass, whose gradients are 0. Hooks around the step run as ever, and are given the rank's last batch. What a
-step logs for all ranks at once (``sync_dist=True``) the others wait for, so it is logged here, too, so that it changes
-as little as can be (:func:`log_nothing`). Which values these are is known from the rank's own batches: so it has to
-have had one, and each of them has to log the same values, in one order on all ranks.
+*What an empty batch is.* ``training_step`` is not called, so nothing is computed twice, no metric counts a sample
+twice, no buffer changes, and no random number is drawn. A function of all trained parameters with gradients of 0 runs
+instead, in DDP's own forward pass. Hooks around the step run as usual, with the rank's last batch. Values that a step
+logs for all ranks (``sync_dist=True``) are awaited by the other ranks, so they are also logged here, with as little
+effect as possible (:func:`log_nothing`). They are known from the rank's own batches: it must have had one, and all
+batches must log the same values in one order on all ranks.
 
-*Who is without a batch.* Lightning may draw a batch ahead. So the loader notes of each that it hands out whether it is
-empty, and the strategy asks when Lightning moves a batch to its device, which is the same order.
+*Which batch is empty.* Lightning may draw a batch ahead. So the loader records for each batch whether it is empty, and
+the strategy reads this when Lightning moves the batch to its device, in the same order.
 
-*A resume after an epoch's last batch.* Lightning has the loader go on where it stood. There it has no batch, on any
-rank: where Lightning goes on with the next epoch, the data begins anew. Where it has to end the epoch first, as after
-a validation, it is given none.
+*A resume after an epoch's last batch.* Lightning makes the loader go on where it stood, where no rank has a batch. If
+Lightning goes on with the next epoch, the data begins anew. If it has to end the epoch first, as after a validation, it
+gets no batch.
 
-*Fabric.* A loop of the user's own computes on whatever it is given. So a loader that is used up hands out its last
-batch again (:class:`DrawnBatches`), which counts 0 samples, and leaves buffers as they are. It does so where it has
-trained, and as long as the longest of all ranks.
+*Fabric.* A user's own loop computes on whatever it is given. So a loader that is used up repeats its last batch
+(:class:`DrawnBatches`), which counts 0 samples and leaves buffers unchanged. It does so only if it has trained, up to
+the length of the longest loader of all ranks.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ _UNKNOWN = -1
 
 
 class UnevenLoader:
-    """A rank's loader of training data that goes on until all ranks' are used up.
+    """A rank's loader of training data that lasts until all ranks' are used up.
 
-    Whatever else is asked of it, or set, is the loader's.
+    All other attributes are those of the wrapped loader.
 
     Args:
-        loader: This rank's own.
-        length: Of the longest of all ranks; ``None`` if a rank does not know its own.
-        trusted: Whether all know theirs for certain.
-        runtime: Returns this rank's, which says to all ranks whether this one has a batch, and what they say.
-        loaded: Training data that is loaded at once; several loaders are left as they are.
-        progress: Lightning's, in the epoch.
+        loader: This rank's own loader.
+        length: Length of the longest loader of all ranks; ``None`` if a rank does not know its own.
+        trusted: Whether all lengths are reliable.
+        runtime: Returns this rank's runtime, which exchanges whether ranks have a batch.
+        loaded: Training loaders that are used together; several loaders are left unchanged.
+        progress: Lightning's progress in the epoch.
     """
 
     handed_out: deque[bool]
@@ -74,7 +74,7 @@ class UnevenLoader:
         progress: Any,
     ) -> None:
         self.__dict__.update(loader=loader, length=length, trusted=trusted, runtime=runtime, loaded=loaded)
-        # Of the batches that were handed out, and have not begun, whether each is empty; and of the one that has.
+        # Whether each batch that was handed out and has not begun is empty, and whether the present one is.
         self.__dict__.update(handed_out=deque(), is_empty=False)
         self.__dict__.update(progress=progress, is_used_up=False, at_end=False)
 
@@ -99,14 +99,14 @@ class UnevenLoader:
         if len(self.loaded) > 1:
             return iter(self.loader)
         if self.at_end:
-            next(iter(self.loader), None)  # a generator begins, and so forgets its state, when it is first asked
+            next(iter(self.loader), None)  # a generator drops its state only when its first item is requested
             self.at_end, batches = False, self.progress.current
             if batches.completed == batches.processed:
                 return iter(())
         return self._until_all_end(iter(self.loader), self.handed_out)
 
     def _until_all_end(self, batches: Iterator[Any] | None, handed_out: deque[bool]) -> Iterator[Any]:
-        """This rank's batches, and empty ones as long as another rank has one."""
+        """Yield this rank's batches, then empty ones as long as another rank has one."""
         drawn, last = 0, ()
         while not (self.trusted and drawn == self.length):
             if batches is not None:
@@ -127,13 +127,13 @@ class UnevenLoader:
         self.is_used_up = False
 
     def begin_batch(self) -> None:
-        """The next of the batches that were handed out is trained on."""
+        """Begin the next of the batches that were handed out."""
         self.is_empty = bool(self.handed_out) and self.handed_out.popleft()
 
 
 class _StatefulUnevenLoader(UnevenLoader):
     def state_dict(self) -> dict[str, Any]:
-        """See Lightning's loops. Rank 0's is saved, and counts for all."""
+        """See Lightning's loops. Rank 0's state is saved for all ranks."""
         state: dict[str, Any] = {_USED_UP: True} if self.is_used_up else self.loader.state_dict()
         return state
 
@@ -155,15 +155,15 @@ class _StatefulUnevenLoader(UnevenLoader):
 
 
 def stateful_or_not(loader: Any) -> type[UnevenLoader]:
-    """The class for ``loader``: Lightning asks loaders for their states that have both methods."""
+    """Return the class for ``loader``: Lightning calls both state methods of loaders that have them."""
     stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
     return _StatefulUnevenLoader if stateful else UnevenLoader
 
 
 def gather_lengths(loader: object, device: torch.device) -> tuple[int | None, int | None, bool]:
-    """The least and the most batches that ranks have, and whether that is certain; all ranks at once.
+    """Return the least and the most batches of a rank, and whether they are reliable; all ranks call it together.
 
-    ``None`` for a number that a rank does not know. What a data set without numbered samples says is a guess.
+    They are ``None`` if a rank does not know its number. The length of an iterable data set is not reliable.
     """
     try:
         own = len(loader)  # type: ignore[arg-type]
@@ -177,7 +177,7 @@ def gather_lengths(loader: object, device: torch.device) -> tuple[int | None, in
 
 
 class _Nothing(torch.autograd.Function):
-    """A loss of all parameters whose gradients are 0, and which reads none of them."""
+    """A loss of all parameters with gradients of 0 that reads none of them."""
 
     @staticmethod
     def forward(ctx: Any, makers: list[Callable[[], torch.Tensor | None]], *parameters: torch.Tensor) -> torch.Tensor:
@@ -191,13 +191,13 @@ class _Nothing(torch.autograd.Function):
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def loss_of_nothing(model: nn.Module, module: nn.Module, *, may_be_unused: bool) -> torch.Tensor:
-    """A forward pass of DDP's that computes nothing, for a backward pass that brings all parameters gradients of 0.
+    """Run a forward pass of DDP that computes nothing; its backward pass gives all parameters gradients of 0.
 
     Args:
-        model: DDP's.
-        module: Inside of it.
-        may_be_unused: Whether DDP looks for parameters that no rank uses. They are to have no gradient: then this
-            brings none, as a rank that does not use them, but where the user's hooks expect one.
+        model: DDP's model.
+        module: The module inside it.
+        may_be_unused: Whether DDP looks for parameters that no rank uses, which get no gradient. Then this rank uses
+            none, except where the user's hooks expect a gradient.
     """
     sparse = {id(module.get_submodule(name).weight) for name in sparse_layers(module)}
     parameters = [p for p in module.parameters() if p.requires_grad]
@@ -222,10 +222,10 @@ def loss_of_nothing(model: nn.Module, module: nn.Module, *, may_be_unused: bool)
 
 
 def log_nothing(trainer: pl.Trainer) -> None:
-    """Take part in what ``training_step`` logs for all ranks at once, with nothing to say.
+    """Take part in what ``training_step`` logs for all ranks, without a value of its own.
 
-    In a sum, a minimum or a maximum this rank changes nothing. A mean of ranks has its last value again; the mean of an
-    epoch goes by numbers of samples, of which it adds none.
+    Sums, minima and maxima do not change. A mean of ranks gets this rank's last value again. The mean of an epoch is
+    weighted by samples, and this adds none.
     """
     for result in trainer.fit_loop.epoch_loop._results.values():
         meta = result.meta
@@ -241,37 +241,37 @@ def log_nothing(trainer: pl.Trainer) -> None:
 
 
 class DrawnBatches(SampleCounter):
-    """Counts the samples of what a loop of Fabric trains on: of the batch that was drawn before the forward pass.
+    """Counts the samples of the batch that a loop in Fabric drew before the forward pass.
 
-    What is drawn without gradients, as in a validation under ``torch.no_grad()``, does not count.
+    Batches drawn without gradients, as in a validation under ``torch.no_grad()``, do not count.
 
     Args:
         samples: See :class:`SampleCounter`.
-        rank: For messages.
+        rank: This rank, for messages.
     """
 
     def __init__(self, samples: Callable[[Any], Any] | None, rank: int) -> None:
         super().__init__(samples, rank)
-        # Samples of each batch; None for one that is there again.
+        # Samples of each batch; None for a repeated one.
         self._drawn: list[int | None] = []  # since the last forward pass
         self._present: list[int | None] = []
         self._passes = 0
-        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []  # buffers, and what they held
+        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []  # buffers with their earlier values
 
     @property
     def has_batch(self) -> bool:
-        """Whether what was drawn last is a batch of this rank's own."""
+        """Whether the last batch drawn is not a repeated one."""
         return None not in (self._drawn or self._present)[-1:]
 
     def hand_out(self, loader: Any, length: int | None) -> Iterator[Any]:
-        """The batches of ``loader``; then, where they have been trained on, the last one again.
+        """Yield the batches of ``loader``; if they have been trained on, then repeat the last one.
 
         Args:
-            loader: This rank's.
-            length: Of the longest of all ranks; ``None`` if that is not known.
+            loader: This rank's loader.
+            length: Length of the longest loader of all ranks; ``None`` if unknown.
 
         Raises:
-            UnsupportedError: If there is none to hand out, and another rank has one.
+            UnsupportedError: If this rank has no batch, and another rank has one.
         """
         began, number, batch = self._passes, 0, None
         for batch in loader:
@@ -289,10 +289,10 @@ class DrawnBatches(SampleCounter):
             yield batch
 
     def begin_forward(self, module: nn.Module) -> None:
-        """A forward pass begins that a backward pass may follow.
+        """Begin a forward pass that a backward pass may follow.
 
         Raises:
-            UnsupportedError: If it cannot be told which batch it is of.
+            UnsupportedError: If several batches were drawn for it.
         """
         drawn, self._drawn = self._drawn, []
         if len(drawn) > 1:
@@ -308,7 +308,7 @@ class DrawnBatches(SampleCounter):
             self._kept = [(buffer, buffer.clone()) for buffer in module.buffers()]
 
     def count(self, batch: Any = None) -> int:
-        """Of the batch that is trained on.
+        """Return the samples of the batch that is trained on.
 
         Raises:
             UnsupportedError: If there is none.
@@ -322,7 +322,7 @@ class DrawnBatches(SampleCounter):
         return self._present[0] or 0
 
     def end_backward(self) -> None:
-        """A batch that is there again leaves buffers as they were."""
+        """Restore buffers after a repeated batch."""
         kept, self._kept = self._kept, []
         with torch.no_grad():
             for buffer, value in kept:
@@ -330,18 +330,18 @@ class DrawnBatches(SampleCounter):
 
 
 class DrawnLoader:
-    """A loader of Fabric whose batches count by their samples.
+    """A loader of Fabric whose batches are counted by samples.
 
-    Whatever else is asked of it is the loader's.
+    All other attributes are those of the wrapped loader.
 
     Args:
-        loader: This rank's own.
-        batches: Those of all loaders.
+        loader: This rank's own loader.
+        batches: The batches of all loaders.
         length: See :meth:`DrawnBatches.hand_out`.
     """
 
     def __init__(self, loader: Any, batches: DrawnBatches, length: int | None) -> None:
-        self.__dict__.update(loader.__dict__)  # as Fabric's own wrapper, which takes these
+        self.__dict__.update(loader.__dict__)  # Fabric's own wrapper does the same
         self._loader, self._batches, self._length = loader, batches, length
 
     def __getattr__(self, name: str) -> Any:
