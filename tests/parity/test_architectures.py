@@ -19,7 +19,7 @@ adamw = partial(AdamW, lr=0.003)
 momentum = partial(SGD, lr=0.05, momentum=0.9, weight_decay=1e-4)
 # A bucket for every parameter, so that no gate opens another's.
 SIZES = {"bucket_cap_mb": 1e-6, "partition_size": 400, "credit": 800}
-STEPS = 30
+STEPS = 12
 STATIC, UNUSED = {"static_graph": True}, {"find_unused_parameters": True}
 
 

@@ -196,7 +196,7 @@ class CountsGraphs(Callback):
         pytest.param(CompiledBlock, "aot_eager", 0, id="block-with-compiled-backward"),
         pytest.param(CompiledInPlace, "eager", 0, id="in-place", marks=pytest.mark.slow),
         pytest.param(CompiledMethod, "eager", 0, id="method", marks=pytest.mark.slow),
-        pytest.param(whole, "eager", 0, id="whole"),
+        pytest.param(whole, "eager", 0, id="whole", marks=pytest.mark.slow),
         pytest.param(WeightsAsArguments, "aot_eager", 0, id="weights-as-arguments", marks=pytest.mark.slow),
         pytest.param(HandedToCompiledFunction, "eager", 0, id="layers-as-arguments"),
         pytest.param(Closure, "aot_eager", STEPS - 6, id="closure-in-mid-fit"),

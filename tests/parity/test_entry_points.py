@@ -20,7 +20,7 @@ from tests.support.models import Tokens, Tower
 from tests.support.rank_pool import RankPool
 
 adamw = partial(AdamW, lr=0.005)
-STEPS = 24
+STEPS = 12
 # A bucket for every parameter, so that no gate opens another's.
 SIZES = {"bucket_cap_mb": 1e-6, "partition_size": 400, "credit": 800}
 UNUSED = {"find_unused_parameters": True}

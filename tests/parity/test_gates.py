@@ -16,7 +16,7 @@ from tests.support.rank_pool import RankPool
 
 # A bucket for every parameter, so that no gate opens another's.
 SIZES = {"bucket_cap_mb": 1e-6, "partition_size": 400, "credit": 800}
-STEPS = 24
+STEPS = 12
 UNUSED = {"find_unused_parameters": True}
 
 

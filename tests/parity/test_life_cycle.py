@@ -26,7 +26,7 @@ from tests.support.models import Tower
 from tests.support.rank_pool import RankPool
 
 adamw = partial(AdamW, lr=0.005)
-STEPS = 21  # 16 batches an epoch: it ends in mid-epoch
+STEPS = 11  # 8 batches an epoch: it ends in mid-epoch
 
 
 class Evaluated(Tower):
@@ -53,7 +53,7 @@ class FailsAt(Callback):
             raise self.error
 
 
-model = partial(Evaluated, optimizer=adamw)
+model = partial(Evaluated, optimizer=adamw, samples=64)
 
 
 def another_trainer(trainer: Trainer, steps: int, **options: Any) -> Trainer:
@@ -163,7 +163,7 @@ class FallsBehind(Evaluated):
 
 @pytest.mark.parametrize("mode", ["overlapped", "ddp"])
 def test_a_rank_that_is_behind_fails_where_the_others_have(two_ranks: RankPool, mode: str) -> None:
-    recipe = Recipe(model=partial(FallsBehind, optimizer=adamw), steps=STEPS, after=fit_again_as_it_is)
+    recipe = Recipe(model=partial(FallsBehind, optimizer=adamw, samples=64), steps=STEPS, after=fit_again_as_it_is)
     ours = Run(options={**SIZES, "mode": mode})
     ddp, overlapped = train_on(two_ranks, recipe, DDP, ours)
     assert_same(ddp, overlapped)
@@ -224,7 +224,7 @@ def test_stop_in_mid_epoch(two_ranks: RankPool) -> None:
 
 def test_early_stopping_in_mid_epoch(two_ranks: RankPool) -> None:
     stops = partial(StopsEarly, "norm", mode="min", stopping_threshold=0.8429)
-    recipe = Recipe(model=model, steps=60, callbacks=(stops,))
+    recipe = Recipe(model=partial(model, samples=128), steps=60, callbacks=(stops,))
     ddp, _ = assert_same_as_ddp(two_ranks, recipe, overlap=False, broken=nothing_lands_at_the_end)
     assert len(ddp[0].losses) == 24
 
@@ -243,7 +243,7 @@ def test_a_fit_without_batches_and_one_with(two_ranks: RankPool) -> None:
 
 def test_epochs_of_one_batch(two_ranks: RankPool) -> None:
     """Each update is due in another epoch than its gradient."""
-    trainer = {"limit_train_batches": 1, "max_epochs": 30, "reload_dataloaders_every_n_epochs": 2}
+    trainer = {"limit_train_batches": 1, "max_epochs": 14, "reload_dataloaders_every_n_epochs": 2}
     assert_same_as_ddp(two_ranks, Recipe(model=model, steps=-1, trainer=trainer), broken=nothing_lands_at_the_end)
 
 

@@ -22,7 +22,7 @@ from tests.support.rank_pool import RankPool
 
 adamw = partial(AdamW, lr=0.005, weight_decay=0.1)  # decays whatever takes part, with or without a gradient
 UNUSED = {"find_unused_parameters": True}
-STEPS = 24
+STEPS = 12
 
 
 class Unfreezes(Callback):

@@ -83,7 +83,7 @@ class OverForeignMemory(Tower):
 )
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable")
 def test_memory_that_others_read(two_ranks: RankPool, lay: Any, later: bool) -> None:
-    recipe = Recipe(model=partial(OverForeignMemory, lay, later=later, optimizer=partial(AdamW, lr=0.005)), steps=12)
+    recipe = Recipe(model=partial(OverForeignMemory, lay, later=later, optimizer=partial(AdamW, lr=0.005)), steps=10)
     _, ours = assert_same_as_ddp(two_ranks, recipe, overlap=False, broken=blind_to_aliases)
     plan = ours[0].plan
     assert plan is not None
@@ -126,7 +126,7 @@ class SpectrallyNormed(Tower):
     ids=["spectral", "weight-parametrization", "orthogonal"],
 )
 def test_normed_weights_overlap(two_ranks: RankPool, norm: Any) -> None:
-    recipe = Recipe(model=partial(SpectrallyNormed, norm, depth=2, optimizer=partial(AdamW, lr=0.005)), steps=24)
+    recipe = Recipe(model=partial(SpectrallyNormed, norm, depth=2, optimizer=partial(AdamW, lr=0.005)), steps=12)
     _, ours = assert_same_as_ddp(two_ranks, recipe)
     assert ours[0].plan is not None
     assert ours[0].plan.gated_at_start == ()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import pytest
 from torch.optim import SGD, Adam
@@ -24,15 +23,8 @@ def ranks(request: pytest.FixtureRequest) -> RankPool:
     return pool
 
 
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        pytest.param(partial(SGD, lr=0.05, momentum=0.9, weight_decay=0.01), id="SGD"),
-        pytest.param(partial(Adam, lr=0.005), id="Adam"),
-    ],
-)
-def test_same_partitions_give_the_same_bits(ranks: RankPool, optimizer: Any) -> None:
-    recipe = Recipe(model=partial(Tower, optimizer=optimizer, samples=192), steps=50)
+def test_same_partitions_give_the_same_bits(ranks: RankPool) -> None:
+    recipe = Recipe(model=partial(Tower, optimizer=partial(Adam, lr=0.005), samples=192), steps=16)
     expected, ours = train_on(ranks, recipe, Run(strategy=same_sizes(SIZES)), Run(network="held"))
     assert_same(expected, ours)
     assert_overlapped(ours)

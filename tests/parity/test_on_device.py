@@ -59,56 +59,54 @@ def both(ranks: RankPool, recipe: Recipe, run: Run) -> tuple[list[Outcome], list
     answers = ranks.run(train_there, recipe=recipe, run=replace(run, on_device=True))
     for _, kinds, stayed in answers:
         assert kinds == {"LatePayloads"}
-        assert stayed > 4
+        assert stayed > 2
     return straight, [outcome for outcome, *_ in answers]
 
 
 @pytest.mark.parametrize("codec", SETTLED)
 def test_the_bits_of_codecs_in_host_memory(two_ranks: RankPool, codec: str) -> None:
-    recipe = Recipe(model=model, steps=8, trainer={"accumulate_grad_batches": 2})
     run = Run(options={**INT8, "compression": codec}, network="held")
-    straight, there = both(two_ranks, recipe, run)
-    assert_overlapped(there, share=0.8)
+    straight, there = both(two_ranks, Recipe(model=model, steps=4), run)
+    assert_overlapped(there, share=0.75)  # all but the first
     assert_same(straight, there)
 
 
-@pytest.mark.parametrize("codec", ["int4", "powersgd:1"])
-def test_three_ranks(three_ranks: RankPool, codec: str) -> None:
-    straight, there = both(three_ranks, Recipe(model=model, steps=6), Run(options={**INT8, "compression": codec}))
+def test_three_ranks(three_ranks: RankPool) -> None:
+    straight, there = both(three_ranks, Recipe(model=model, steps=4), Run(options={**INT8, "compression": "int4"}))
     assert_same(straight, there)
 
 
 @pytest.mark.parametrize(
     ("trainer", "options"),
     [
+        pytest.param({"accumulate_grad_batches": 2}, INT8, id="accumulated"),
         pytest.param({"gradient_clip_val": 0.05}, INT8, id="clipped by norm, in shards"),
         pytest.param({"precision": "bf16-true"}, INT8, id="bf16"),
         pytest.param({}, {**INT8, "mode": "ddp"}, id="as DDP"),
-        pytest.param({}, {**INT8, "cross_barrier": False}, id="waiting"),
         pytest.param({}, {**INT8, "compression": {"*0.weight": "int8"}}, id="some buckets as they are"),
         pytest.param({}, {**INT8, "compression": {"*bias": "topk:0.5", "*": "powersgd:1"}}, id="factors and a rest"),
     ],
 )
 def test_kinds_of_steps(two_ranks: RankPool, trainer: dict[str, Any], options: dict[str, Any]) -> None:
-    straight, there = both(two_ranks, Recipe(model=model, steps=8, trainer=trainer), Run(options=options))
+    straight, there = both(two_ranks, Recipe(model=model, steps=4, trainer=trainer), Run(options=options))
     assert_same(straight, there)
 
 
 def test_a_long_round_trip(two_ranks: RankPool) -> None:
     """Two lanes, whose second halves another thread waits for."""
-    straight, there = both(two_ranks, Recipe(model=model, steps=8), Run(options=INT8, far=True))
+    straight, there = both(two_ranks, Recipe(model=model, steps=4), Run(options=INT8, far=True))
     assert_same(straight, there)
 
 
 def test_complex_numbers_travel_as_they_are(two_ranks: RankPool) -> None:
     straight, there = train_on(
-        two_ranks, Recipe(model=Complex, steps=8), Run(options=INT8), Run(options=INT8, on_device=True)
+        two_ranks, Recipe(model=Complex, steps=4), Run(options=INT8), Run(options=INT8, on_device=True)
     )
     assert_same(straight, there)
 
 
 def test_what_is_drawn_there_trains_as_well(two_ranks: RankPool) -> None:
-    recipe = Recipe(model=model, steps=8)
+    recipe = Recipe(model=model, steps=4)
     drawn = Run(options={**INT8, "compression": "int8:stochastic"})
     (ddp,) = train_on(two_ranks, recipe, DDP)
     straight, there = both(two_ranks, recipe, drawn)
@@ -118,19 +116,19 @@ def test_what_is_drawn_there_trains_as_well(two_ranks: RankPool) -> None:
 
 
 def test_an_overflow_is_seen_and_what_was_left_is_taken_back(two_ranks: RankPool) -> None:
-    straight, there = both(two_ranks, Recipe(model=Overflows, steps=12, plugins=(scaled,)), Run(options=INT8))
+    straight, there = both(two_ranks, Recipe(model=Overflows, steps=9, plugins=(scaled,)), Run(options=INT8))
     assert_same(straight, there)
 
 
 @pytest.mark.parametrize("codec", ["int8", "powersgd:1"])
 def test_a_training_goes_on_from_its_checkpoint_here_or_there(two_ranks: RankPool, tmp_path: Path, codec: str) -> None:
     run = Run(options={**INT8, "compression": codec})
-    saving = Recipe(model=model, steps=20, callbacks=(partial(SaveAt, 15, tmp_path),))
+    saving = Recipe(model=model, steps=4, callbacks=(partial(SaveAt, 4, tmp_path),))
     both(two_ranks, saving, run)
     path = tmp_path / "ByteSchedulerStrategy.ckpt"
     state = torch.load(path, weights_only=True)["lightning_bytescheduler.compression"]
     assert all(tensor.device.type == "cpu" and tensor.abs().max() > 0 for tensor in state["residuals"].values())
-    straight, there = both(two_ranks, Recipe(model=model, steps=20, resume=str(path)), run)
+    straight, there = both(two_ranks, Recipe(model=model, steps=7, resume=str(path)), run)
     assert_same(straight, there)
 
 
@@ -183,10 +181,9 @@ def fail_there(rank: int, recipe: Recipe, run: Run, method: str) -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize("cross_barrier", [True, False])
 @pytest.mark.parametrize(
-    ("codec", "method"),
-    [("int8", "to_device"), ("int8", "to_host"), ("powersgd:1", "to_device"), ("powersgd:1", "place")],
+    ("codec", "method", "cross_barrier"),
+    [("int8", "to_device", True), ("int8", "to_host", False), ("powersgd:1", "place", True)],
 )
 def test_a_device_that_fails_ends_the_fit_on_all_ranks(codec: str, method: str, cross_barrier: bool) -> None:
     options = {**INT8, "compression": codec, "cross_barrier": cross_barrier}

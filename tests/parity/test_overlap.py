@@ -22,7 +22,7 @@ from tests.support.fit import Recipe, Run
 from tests.support.models import Tower
 from tests.support.rank_pool import RankPool
 
-STEPS = 30
+STEPS = 12
 # Every parameter is a bucket of its own, and the window is wide enough for all that is withheld.
 SIZES = {"bucket_cap_mb": 1e-6, "partition_size": 400, "credit": 100_000}
 
@@ -40,7 +40,7 @@ class ReportsTheMiddle(Tower):
 
 @contextmanager
 def withheld_until_the_middle(
-    module: LightningModule, *, steps: int = STEPS, patience: float = 5.0, barrier: bool = False
+    module: LightningModule, *, steps: int = STEPS, patience: float = 30.0, barrier: bool = False
 ) -> Iterator[None]:
     """Gradients of the second half of the layers arrive when the next forward pass has passed the first half.
 

@@ -51,7 +51,7 @@ def test_they_are_as_with_ddp(two_ranks: RankPool, model: Any) -> None:
         Run(options={**SIZES, "mode": "ddp"}),
         Run(options={**SIZES, "cross_barrier": False}),
     ]
-    ddp, ours, without, *others = train_on(two_ranks, Recipe(model=model, steps=24), *runs)
+    ddp, ours, without, *others = train_on(two_ranks, Recipe(model=model, steps=12), *runs)
     for other in (ours, *others):
         assert_same(ddp, other)
     assert any(differences(one, other) for one, other in zip(ddp, without, strict=True))
