@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -334,7 +335,7 @@ def _places(rank: int) -> list[Wait | None]:
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     alone = dist.new_group([0, 1])
-    main, seen = threading.get_ident(), []
+    main, seen, store = threading.get_ident(), [], dist.distributed_c10d._get_default_store()
     calls: list[Callable[[], object]] = [
         dist.barrier,
         lambda: dist.all_reduce(torch.zeros(1)),
@@ -344,22 +345,33 @@ def _places(rank: int) -> list[Wait | None]:
         begins_batch,
         partial(begins_batch, outside=True),
     ]
-    for call in calls:
-        dist.barrier()
+
+    def look(number: int) -> None:
+        """At rank 0, once it is in a collective, which it does not leave before rank 1 comes."""
+        while not any(frame.name in ("barrier", "all_reduce", "broadcast") for frame in stack_of(main)):
+            time.sleep(0.001)
+        seen.append(wait_of(main))
+        store.set(f"looked {number}", "")
+
+    for number, call in enumerate(calls):
         if rank == 0:
-            look = threading.Timer(0.2, lambda: seen.append(wait_of(main)))
-            look.start()
+            looking = threading.Thread(target=look, args=(number,), daemon=True)
+            looking.start()
             call()
-            look.join()
+            looking.join()
         else:
-            time.sleep(0.5)
+            store.wait([f"looked {number}"])
             call()
-    look = threading.Timer(0.1, lambda: seen.append(wait_of(main)))
-    look.start()
-    time.sleep(0.3)  # not in a collective
-    look.join()
+    looking = threading.Thread(target=lambda: seen.append(wait_of(main)))
+    looking.start()
+    looking.join()  # not in a collective
     dist.destroy_process_group(alone)
     return seen
+
+
+def stack_of(thread: int) -> list[traceback.FrameSummary]:
+    frame = standstill.frame_of(thread)
+    return traceback.extract_stack(frame) if frame is not None else []
 
 
 def test_only_collectives_of_the_default_group_count(two_plain_ranks: RankPool) -> None:
