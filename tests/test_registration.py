@@ -124,6 +124,7 @@ def two_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         folder = tmp_path / package
         folder.mkdir(parents=True)
         (folder / "__init__.py").write_text(PACKAGE)
+    (tmp_path / "lightning" / "__init__.py").touch()  # or the real one would come before it
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
 
 

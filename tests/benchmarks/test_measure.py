@@ -10,18 +10,26 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from benchmarks.measure import MeasurementFailed, _on_own_processors, measure
+from benchmarks.measure import Measured, MeasurementFailed, _on_own_processors, measure
 from benchmarks.report import Cell, draw, prediction_errors, save, show
 
 CONTENDERS = ["alone", "ddp", "bytescheduler, as ddp"]
 
 
-def test_contenders_are_measured_in_turn(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_contenders_are_measured_in_turn() -> None:
     turns: list[str] = []
     small = {"emulated": {"network": "uniform", "ratio": 1.0, "workers": 2, "mbit": 8000.0, "megabytes": 0.5}}
     found = measure(small, CONTENDERS, workers=2, mbit=None, steps=2, rounds=2, on_contender=turns.append)
     assert turns == CONTENDERS * 2
     assert all(len(found[name].seconds) == 4 and len(found[name].round_medians) == 2 for name in CONTENDERS)
+
+
+def test_what_was_measured_is_shown_kept_and_drawn(tmp_path: Path) -> None:
+    found = {
+        name: Measured(seconds=[0.1 * n, 0.2 * n], round_medians=[0.1 * n, 0.2 * n])
+        for n, name in enumerate(CONTENDERS, 1)
+    }
     cell = Cell(
         name="uniform",
         ratio=1.0,
@@ -55,6 +63,7 @@ def test_hosts_have_processors_of_their_own_where_there_are_enough(monkeypatch: 
     assert _on_own_processors(["run"], 0, 6) == ["run"]
 
 
+@pytest.mark.slow
 def test_ranks_that_fail_are_an_error() -> None:
     with pytest.raises(MeasurementFailed, match="ended with codes"):
         measure({"model": "none"}, ["ddp"], workers=2, mbit=None, steps=1, rounds=1, on_contender=lambda _: None)

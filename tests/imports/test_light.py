@@ -6,8 +6,6 @@ import json
 import subprocess
 import sys
 
-import pytest
-
 COUNT = """
 import json, sys
 before = set(sys.modules)
@@ -15,11 +13,6 @@ before = set(sys.modules)
 brought = set(sys.modules) - before
 print(json.dumps(sorted(brought)))
 """
-# Searches, data, pictures and servers come when they are used.
-LATER = {
-    "aiohttp", "bayes_opt", "filelock", "fsspec", "jsonargparse", "matplotlib", "pandas", "platformdirs", "rich",
-    "scipy", "sklearn", "tenacity", "xxhash", "zstandard",
-}  # fmt: skip
 
 
 def brought_by(code: str, after: str = "") -> list[str]:
@@ -49,24 +42,3 @@ def test_strategies_and_callbacks_bring_one_small_package() -> None:
     assert packages(brought) == {"lightning_bytescheduler", "msgspec"}
     assert not [module for module in brought if module.startswith("lightning_bytescheduler.slices")]
     assert len(brought) < 207
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--version"],
-        ["--help"],
-        ["predict", "--help"],
-        ["predict", "--network", "transformer", "--bandwidth", "1Gbps", "--workers", "4"],
-        ["timeline", "--help"],
-        ["tuning", "--help"],
-    ],
-)
-def test_a_command_brings_what_it_needs(arguments: list[str]) -> None:
-    code = (
-        "import contextlib, io\nfrom lightning_bytescheduler.cli import main\n"
-        f"with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):\n    main({arguments})"
-    )
-    brought = packages(brought_by(code))
-    assert not brought & {"torch", "lightning", "pytorch_lightning", "numpy"}
-    assert not brought & LATER - {"rich"}

@@ -13,7 +13,7 @@ from lightning_bytescheduler.timeline.timeline import COMMUNICATION
 from lightning_bytescheduler.timeline.trace import Trace, read_timeline
 from tests.links.emulated_fit import FIRST_STEP, LAST_STEP, LAYERS, PARAMETERS
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.slow]
 
 _MBIT = 500.0
 _SCRIPT = Path(__file__).with_name("emulated_fit.py")

@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks.shaped_link import ShapedLink
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "getting-started.md").read_text()
