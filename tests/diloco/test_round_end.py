@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_bytescheduler.diloco.projection import Pace, project
-from lightning_bytescheduler.diloco.round_end import FastestSteps, FixedSteps, RoundOptions, SampleTarget
+from lightning_bytescheduler.diloco.round_end import FastestSteps, FixedSteps, Pace, RoundOptions, SampleTarget, project
 from lightning_bytescheduler.exceptions import OptionError
 
 INFINITY = 1e12

@@ -1,7 +1,10 @@
 """When a round ends: its target, and each worker's steps until then.
 
 A target is a number of samples of all workers together, or of steps of the fastest worker, or of every worker. For
-samples, the workers' steps are played forward until enough are processed, see ``projection.py``.
+samples, :func:`project` plays the workers' steps forward until enough are processed. A worker's next finish counts from
+its last report, not from the moment of the projection; steps that end at the same instant are counted together; limits
+are relative to now, so that an old round can still be projected; and the step that a worker is in the middle of counts,
+because it will be finished whatever is decided. What it costs does not depend on how many steps that is.
 
 Who is waited for, and how long: ``RoundOptions``.
 
@@ -26,8 +29,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
 
-from lightning_bytescheduler.checks import require_one_of, require_seconds, require_share, require_whole
-from lightning_bytescheduler.diloco.projection import Pace, project
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_bytescheduler.checks import (
+    require_one_of,
+    require_positive,
+    require_seconds,
+    require_share,
+    require_whole,
+)
 from lightning_bytescheduler.exceptions import OptionError
 
 LateRule = Literal["drop", "discount"]
@@ -149,6 +160,144 @@ class RoundOptions:
     def ends_with(self, round: int) -> bool:
         """Whether nothing follows a round."""
         return self.outer_steps is not None and round >= self.outer_steps + self.closing_rounds
+
+
+_TIE = 1e-9  # of a step's time: finishes closer than this are one instant
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pace:
+    """How a worker gets on in this round.
+
+    Attributes:
+        batch_size: Samples of a step.
+        step_seconds: Time of a step.
+        began: When the step began that it is taking, in seconds of the clock that ``now`` is read from: the moment of
+            its last report.
+        steps: Steps that it has reported in this round.
+        most: Steps that it may take in this round at most; any number by default.
+        committed: Steps that it will take in any case: the one in progress, and those it takes before a decision
+            reaches it.
+
+    Raises:
+        OptionError: Names the value that is not allowed.
+    """
+
+    batch_size: int
+    step_seconds: float
+    began: float = 0.0
+    steps: int = 0
+    most: int | None = None
+    committed: int = 0
+
+    def __post_init__(self) -> None:
+        require_whole("batch_size", self.batch_size, 1)
+        require_positive("step_seconds", self.step_seconds)
+        require_whole("steps", self.steps, 0)
+        require_whole("committed", self.committed, 0)
+        if self.most is not None:
+            require_whole("most", self.most, 0)
+
+    @property
+    def sure(self) -> int:
+        """Steps from now on that it will take in any case."""
+        return self.committed if self.left is None else min(self.committed, self.left)
+
+    @property
+    def left(self) -> int | None:
+        """Steps from now on that it may take; ``None`` for any number."""
+        return None if self.most is None else max(self.most - self.steps, 0)
+
+    def finish(self, steps: int, now: float) -> float:
+        """When it will have taken ``steps`` more steps. A step that is overdue ends now at the earliest."""
+        return max(self.began + self.step_seconds, now) + (steps - 1) * self.step_seconds if steps else now
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Projection:
+    """What will happen.
+
+    Attributes:
+        seconds: From now until the last step that was projected ends.
+        samples: Processed from now on, with the steps that workers are committed to.
+        left: Samples to go; 0 or less if the target is reached.
+        steps: Each worker's steps from now on.
+        stopped: ``"target"`` when enough samples are processed, ``"steps"`` or ``"time"`` when that limit was reached
+            before, ``"idle"`` when nobody may take another step.
+    """
+
+    seconds: float
+    samples: int
+    left: int
+    steps: tuple[int, ...]
+    stopped: Literal["target", "steps", "time", "idle"]
+
+
+def project(
+    to_go: int,
+    paces: Sequence[Pace],
+    *,
+    now: float = 0.0,
+    step_limit: int | None = None,
+    time_limit: float | None = None,
+) -> Projection:
+    """Play the workers' steps until enough samples are processed.
+
+    Args:
+        to_go: Samples to go.
+        paces: The workers.
+        now: In seconds, from the clock that ``Pace.began`` is read from.
+        step_limit: Stop when a worker has taken this many steps from now on.
+        time_limit: Stop with the first step that ends this many seconds from now or later.
+
+    Raises:
+        OptionError: Names the limit that is not allowed.
+    """
+    if step_limit is not None:
+        require_whole("step_limit", step_limit, 0)
+    if time_limit is not None:
+        require_seconds("time_limit", time_limit)
+    batch, seconds, sure = (
+        np.array([getattr(pace, name) for pace in paces], dtype=np.float64)
+        for name in ("batch_size", "step_seconds", "sure")
+    )
+    first = np.array([pace.finish(1, now) - now for pace in paces], dtype=np.float64)
+    left = np.array([math.inf if pace.left is None else pace.left for pace in paces], dtype=np.float64)
+
+    def taken(moment: float) -> NDArray[np.float64]:
+        """Each worker's steps that have ended by then."""
+        steps: NDArray[np.float64] = np.clip(np.floor((moment - first) / seconds + _TIE) + 1, 0, left)
+        return steps
+
+    def last_end(steps: NDArray[np.float64]) -> float:
+        return float(np.max(np.where(steps > 0, first + (steps - 1) * seconds, 0.0), initial=0.0))
+
+    def why_stop(steps: NDArray[np.float64]) -> Literal["target", "steps", "time", "idle"] | None:
+        # What workers are committed to is counted from the start, and not again when it ends.
+        if float(np.maximum(steps, sure) @ batch) >= to_go:
+            return "target"
+        if step_limit is not None and np.max(steps, initial=0) >= step_limit:
+            return "steps"
+        if time_limit is not None and last_end(steps) >= time_limit:
+            return "time"
+        return "idle" if bool(np.all(steps >= left)) else None
+
+    # Each reason to stop holds on once it holds, so that the first moment at which one does can be halved in on.
+    steps = np.zeros(len(paces))
+    if why_stop(steps) is None:
+        low, high, ahead = 0.0, 0.0, float(np.min(seconds))
+        while why_stop(taken(high)) is None:
+            low, high = high, 2 * high + ahead
+        while high - low > _TIE * ahead and low < (middle := (low + high) / 2) < high:
+            low, high = (middle, high) if why_stop(taken(middle)) is None else (low, middle)
+        steps = taken(high)
+        steps = np.maximum(steps, taken(last_end(steps)))
+    counts = tuple(max(int(count), pace.sure) for count, pace in zip(steps, paces, strict=True))
+    samples = sum(count * pace.batch_size for count, pace in zip(counts, paces, strict=True))
+    end = max((pace.finish(count, now) - now for count, pace in zip(counts, paces, strict=True)), default=0.0)
+    return Projection(
+        seconds=end, samples=samples, left=to_go - samples, steps=counts, stopped=why_stop(steps) or "idle"
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

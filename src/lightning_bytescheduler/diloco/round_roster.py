@@ -21,8 +21,7 @@ from typing import Annotated, TypedDict, get_args
 import msgspec
 
 from lightning_bytescheduler.diloco.messages import JoinRounds, StepReport
-from lightning_bytescheduler.diloco.projection import Pace
-from lightning_bytescheduler.diloco.round_end import RoundOptions
+from lightning_bytescheduler.diloco.round_end import Pace, RoundOptions
 from lightning_bytescheduler.diloco.round_record import Activity, WorkerRound
 
 _WINDOW = 16
