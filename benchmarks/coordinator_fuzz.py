@@ -33,8 +33,8 @@ import torch
 
 from benchmarks.coordinator_attacks import Attacker, Failure
 from lightning_bytescheduler.__about__ import __version__
-from lightning_bytescheduler.coordinator.options import CoordinatorOptions
-from lightning_bytescheduler.coordinator.server import CoordinatorServer
+from lightning_bytescheduler.coordinator.run import CoordinatorOptions
+from lightning_bytescheduler.coordinator.service import CoordinatorServer
 from lightning_bytescheduler.coordinator.slice_routes import SliceRoutes
 from lightning_bytescheduler.coordinator.state_store import StateStore, pack
 from lightning_bytescheduler.coordinator.update_sum import view_of

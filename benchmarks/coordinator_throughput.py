@@ -35,9 +35,8 @@ from aiohttp import web
 from benchmarks.report_workers import ReportWorker, report
 from lightning_bytescheduler.__about__ import __version__
 from lightning_bytescheduler.compression.wire_format import WIRE_DTYPES, WireDtype, WireFormat
-from lightning_bytescheduler.coordinator.options import CoordinatorOptions
-from lightning_bytescheduler.coordinator.server import CoordinatorServer
-from lightning_bytescheduler.coordinator.service import collected_rarely
+from lightning_bytescheduler.coordinator.run import CoordinatorOptions
+from lightning_bytescheduler.coordinator.service import CoordinatorServer, collected_rarely
 from lightning_bytescheduler.coordinator.update_sum import view_of
 from lightning_bytescheduler.diloco import coordinator_protocol as protocol
 from lightning_bytescheduler.diloco import messages

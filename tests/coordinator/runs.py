@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_bytescheduler.coordinator.options import CoordinatorOptions
-from lightning_bytescheduler.coordinator.server import CoordinatorServer
+from lightning_bytescheduler.coordinator.run import CoordinatorOptions
+from lightning_bytescheduler.coordinator.service import CoordinatorServer
 from lightning_bytescheduler.diloco.coordinator_protocol import run_options
 from lightning_bytescheduler.diloco.round_end import RoundOptions
 from tests.coordinator.small_worker import SmallWorker

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_bytescheduler.coordinator.global_weights import GlobalWeights, digest_of
+from lightning_bytescheduler.coordinator.run import Merge
 from lightning_bytescheduler.coordinator.update_sum import Update
 from lightning_bytescheduler.diloco.coordinator_protocol import ModelParameter, run_options
 from lightning_bytescheduler.exceptions import OptionError
@@ -38,9 +39,11 @@ async def means(weights: GlobalWeights, rounds: range, sent: list[Tensor]) -> li
             sums.begin(given, weight=seed + 1)
             await sums.add(given)
         await sums.settled()
-        mean = await weights.mean(round, 0, sums)
-        decoded.append(pieced.of_means.wire.decode(mean.payload, ELEMENTS).clone())
-        await weights.step(mean, sums)
+        merge = Merge(round=round, fragment=0, counts=True)
+        await weights.mean(merge, sums)
+        assert merge.payload is not None
+        decoded.append(pieced.of_means.wire.decode(merge.payload, ELEMENTS).clone())
+        await weights.step(merge, sums)
     return decoded
 
 

@@ -18,7 +18,7 @@ from aiohttp import WSMsgType
 
 from lightning_bytescheduler.coordinator import routes, service
 from lightning_bytescheduler.coordinator.connection import Stalls
-from lightning_bytescheduler.coordinator.server import CoordinatorServer
+from lightning_bytescheduler.coordinator.service import CoordinatorServer
 from lightning_bytescheduler.coordinator.update_sum import UploadRoom
 from lightning_bytescheduler.diloco import coordinator_protocol as protocol
 from lightning_bytescheduler.diloco import messages

@@ -8,7 +8,7 @@ import logging
 
 import aiohttp
 
-from lightning_bytescheduler.coordinator.server import CoordinatorServer
+from lightning_bytescheduler.coordinator.service import CoordinatorServer
 from lightning_bytescheduler.diloco.coordinator_protocol import WORKER_PATH
 from tests.coordinator.runs import in_a_run, options_of
 from tests.coordinator.small_worker import SmallWorker

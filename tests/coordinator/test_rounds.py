@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_bytescheduler.coordinator.global_weights import GlobalWeights
-from lightning_bytescheduler.coordinator.server import CoordinatorServer
+from lightning_bytescheduler.coordinator.service import CoordinatorServer
 from lightning_bytescheduler.coordinator.state_store import StateStore
 from lightning_bytescheduler.diloco import coordinator_protocol as protocol
 from lightning_bytescheduler.diloco import messages

@@ -80,7 +80,8 @@ class Played:
         booked = self.run.contributions._by_sum.get(merge.round, ())
         total = sum(one.samples for one in booked) if merge.counts else 0
         digest = DIGEST if total else ""
-        self.run.merged(merge, self.now, digest=digest, total=total, oldest_mean=1)
+        merge.digest, merge.total = digest, total
+        self.run.merged(merge, oldest_mean=1)
 
     def one_round(self, *members: Member, round: int, steps: int) -> None:
         for member in members:

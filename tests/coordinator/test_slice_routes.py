@@ -13,8 +13,8 @@ import torch
 
 from lightning_bytescheduler.coordinator import connection
 from lightning_bytescheduler.coordinator.membership import Member
-from lightning_bytescheduler.coordinator.options import CoordinatorOptions
-from lightning_bytescheduler.coordinator.server import CoordinatorServer
+from lightning_bytescheduler.coordinator.run import CoordinatorOptions
+from lightning_bytescheduler.coordinator.service import CoordinatorServer
 from lightning_bytescheduler.coordinator.slice_routes import SliceRoutes
 from lightning_bytescheduler.diloco.coordinator_protocol import SLICES_PATH, run_options
 from lightning_bytescheduler.diloco.messages import TrainingOver

@@ -242,7 +242,7 @@ def test_what_is_no_http_is_said(capsys):
 
 def test_a_coordinator_that_is_busy_is_not_over(monkeypatch):
     """The command asks twice a second; a loop that does not answer in time is no reason to end."""
-    server_module = pytest.importorskip("lightning_bytescheduler.coordinator.server")
+    server_module = pytest.importorskip("lightning_bytescheduler.coordinator.service")
     monkeypatch.setattr(server_module, "_ASK_SECONDS", 0.05)
     with server_module.CoordinatorServer(options_of()) as server:
         held = threading.Event()

@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 from torch.utils.data import DataLoader
 
-from lightning_bytescheduler.coordinator.options import CoordinatorOptions
+from lightning_bytescheduler.coordinator.run import CoordinatorOptions
 from lightning_bytescheduler.diloco.coordinator_protocol import run_options
 from lightning_bytescheduler.diloco.round_end import RoundOptions
 from tests.diloco.fits import Result, fit_diloco, plain_sgd

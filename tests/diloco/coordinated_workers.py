@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_bytescheduler.diloco.coordinator_address import resolve_coordinator
+from lightning_bytescheduler.diloco.coordinator_client import resolve_coordinator
 from lightning_bytescheduler.diloco.process_groups import WorkerGroup
 from lightning_bytescheduler.diloco.runtime import CoordinatedRuntime
 

@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_bytescheduler import DiLoCoStrategy
-from lightning_bytescheduler.coordinator.server import CoordinatorServer
+from lightning_bytescheduler.coordinator.service import CoordinatorServer
 from tests.diloco.coordinated_fits import OwnData, alone, coordinator_options, fit_coordinated, fit_together
 from tests.diloco.fits import Result, diloco_trainer, fit_diloco, plain_sgd
 from tests.support.rank_pool import RankPool, RanksFailed

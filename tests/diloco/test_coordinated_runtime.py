@@ -14,10 +14,9 @@ from unittest.mock import Mock, patch
 import pytest
 from torch import nn
 
-from lightning_bytescheduler.coordinator.server import CoordinatorServer
+from lightning_bytescheduler.coordinator.service import CoordinatorServer
 from lightning_bytescheduler.diloco import runtime as runtimes
-from lightning_bytescheduler.diloco.coordinator_address import CoordinatorAddress
-from lightning_bytescheduler.diloco.coordinator_client import CoordinatorClient
+from lightning_bytescheduler.diloco.coordinator_client import CoordinatorAddress, CoordinatorClient
 from lightning_bytescheduler.diloco.process_groups import WorkerGroup
 from lightning_bytescheduler.diloco.runtime import CoordinatedRuntime
 from lightning_bytescheduler.exceptions import RankFailedError

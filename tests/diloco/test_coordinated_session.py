@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from lightning_bytescheduler.coordinator.certificates import make_certificates
-from lightning_bytescheduler.coordinator.server import CoordinatorServer
+from lightning_bytescheduler.coordinator.service import CoordinatorServer
 from lightning_bytescheduler.coordinator.state_store import StateStore
 from lightning_bytescheduler.diloco import coordinator_client
 from lightning_bytescheduler.diloco.coordinator_protocol import LeaderAppointed

@@ -14,7 +14,7 @@ from unittest.mock import Mock, patch
 import pytest
 
 from lightning_bytescheduler import DiLoCoStrategy, SliceDataModule
-from lightning_bytescheduler.coordinator.server import CoordinatorServer
+from lightning_bytescheduler.coordinator.service import CoordinatorServer
 from lightning_bytescheduler.coordinator.slice_routes import SliceRoutes
 from lightning_bytescheduler.diloco.coordinator_client import Answer
 from lightning_bytescheduler.diloco.training_loop import CoordinatedBoundaries

@@ -16,8 +16,7 @@ import pytest
 
 from lightning_bytescheduler import CoordinatorError
 from lightning_bytescheduler.diloco import coordinator_client
-from lightning_bytescheduler.diloco.coordinator_address import CoordinatorAddress
-from lightning_bytescheduler.diloco.coordinator_client import CoordinatorClient
+from lightning_bytescheduler.diloco.coordinator_client import CoordinatorAddress, CoordinatorClient
 from lightning_bytescheduler.diloco.coordinator_protocol import (
     Batch,
     Hello,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_bytescheduler.coordinator.server import CoordinatorServer
+from lightning_bytescheduler.coordinator.service import CoordinatorServer
 from lightning_bytescheduler.timeline.timeline import CODEC, COMMUNICATION, INNER, QUEUE, STEP, STILL, WAIT
 from lightning_bytescheduler.timeline.trace import Trace, read_timeline
 from tests.diloco.coordinated_fits import coordinator_options, fit_coordinated

@@ -31,7 +31,7 @@ def modules_imported_at_once(file: Path) -> set[str | None]:
     return {node.module for node in ast.parse(file.read_text()).body if isinstance(node, ast.ImportFrom)}
 
 
-# What serves is aiohttp's: a function imports slices/serve.py and coordinator/server.py, and what only these import.
+# What serves is aiohttp's: a function imports slices/serve.py and coordinator/service.py, and what only these import.
 SERVES = {
     file
     for file in (PACKAGE / "slices" / "serve.py", *(PACKAGE / "coordinator").glob("*.py"))
@@ -43,7 +43,7 @@ SERVES = {
 def test_nothing_heavy_is_imported_at_once(file: Path) -> None:
     allowed = {"aiohttp"} if file in SERVES else set()
     assert HEAVY.intersection(imported_at_once(file)) <= allowed
-    if file not in SERVES and file != PACKAGE / "coordinator" / "server.py":
+    if file not in SERVES:
         serving = {f"lightning_bytescheduler.{one.parent.name}.{one.stem}" for one in SERVES}
         assert not serving.intersection(modules_imported_at_once(file))
 

@@ -13,6 +13,7 @@ import ipaddress
 import os
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -86,41 +87,41 @@ def make_certificates(
         if not _NAME.fullmatch(name) or clients.count(name) > 1:
             raise OptionError("client", name, "a name of letters, digits, dots, '-' and '_', 60 at most, given once")
     reached = tuple(dict.fromkeys((*_HOSTS, *hosts)))
-    names = [_general_name(host) for host in reached]
-    start = now or datetime.datetime.now(datetime.timezone.utc)
-    place = Path(folder)
-    own = {f"client-{name}": [x509.DNSName(name)] for name in clients}
-    if hosts or not (place / "server.pem").exists():
-        own["server"] = names
-    has_authority = (place / "ca.pem").exists() or (place / "ca.key").exists()
-    there = [stem for stem in own if (place / f"{stem}.pem").exists() or (place / f"{stem}.key").exists()]
-    if there or not own:
+    place, names = Path(folder), {"server": [_general_name(host) for host in reached]}
+    if not hosts and (place / "server.pem").exists():
+        del names["server"]
+    names |= {f"client-{name}": [x509.DNSName(name)] for name in clients}
+    there = [stem for stem in names if _is_there(place, stem)]
+    if there or not names:
         what = f"without {there[0]}.pem and .key" if there else "in which something is missing, or with --client NAME"
         raise OptionError("folder", os.fspath(folder), f"one {what}: nothing is overwritten")
     place.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if has_authority:
+    start, day = now or datetime.datetime.now(datetime.timezone.utc), datetime.timedelta(days=1)
+    if _is_there(place, "ca"):
         authority = _read_authority(place, start)
     else:
-        authority = _make(place, "ca", None, start, start + datetime.timedelta(days=max(days, _AUTHORITY_DAYS)), [])
-    until = min(start + datetime.timedelta(days=days), authority[0].not_valid_after_utc)
-    for stem, reached_as in own.items():
-        _make(place, stem, authority, start, until, reached_as)
-    made = {stem: (place / f"{stem}.pem", place / f"{stem}.key") for stem in own}
+        authority = _make(place, "ca", None, start, start + max(days, _AUTHORITY_DAYS) * day, [])
+    until = min(start + days * day, authority[0].not_valid_after_utc)
+    for stem, own in names.items():
+        _make(place, stem, authority, start, until, own)
+    made = {stem: (place / f"{stem}.pem", place / f"{stem}.key") for stem in names}
     server = made.pop("server", None)
     files = {stem.removeprefix("client-"): both for stem, both in made.items()}
     return MadeCertificates(place / "ca.pem", server, files, reached, until)
 
 
+def _is_there(place: Path, stem: str) -> bool:
+    return (place / f"{stem}.pem").exists() or (place / f"{stem}.key").exists()
+
+
 def _general_name(host: str) -> Any:
     from cryptography import x509
 
-    try:
+    with suppress(ValueError):
         return x509.IPAddress(ipaddress.ip_address(host.strip("[]")))
-    except ValueError:
-        if not _HOST.fullmatch(host) or len(host) > 253:
-            allowed = "a name such as coordinator.example.org, or an address, without a port"
-            raise OptionError("host", host, allowed) from None
-        return x509.DNSName(host)
+    if not _HOST.fullmatch(host) or len(host) > 253:
+        raise OptionError("host", host, "a name such as coordinator.example.org, or an address, without a port")
+    return x509.DNSName(host)
 
 
 def _read_authority(place: Path, now: datetime.datetime) -> _Signer:
@@ -150,27 +151,25 @@ def _make(
     from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
     key = ec.generate_private_key(ec.SECP256R1())
-    is_authority = signer is None
-    common = "lightning-bytescheduler development authority" if is_authority else stem.removeprefix("client-")
+    signs = signer is None
+    common = "lightning-bytescheduler development authority" if signs else stem.removeprefix("client-")
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common)])
-    issuer, signing_key = (subject, key) if signer is None else (signer[0].subject, signer[1])
-    builder = x509.CertificateBuilder(
-        issuer, subject, key.public_key(), x509.random_serial_number(), start - _SKEW, end
-    )
-    signs = (is_authority, is_authority)  # certificates, and lists of revoked ones
-    extensions: list[tuple[Any, bool]] = [
-        (x509.BasicConstraints(ca=is_authority, path_length=0 if is_authority else None), True),
-        (x509.SubjectKeyIdentifier.from_public_key(key.public_key()), False),
-        (x509.AuthorityKeyIdentifier.from_issuer_public_key(signing_key.public_key()), False),
-        (x509.KeyUsage(True, *(False,) * 4, *signs, False, False), True),
+    issuer, signing = (subject, key) if signer is None else (signer[0].subject, signer[1])
+    extensions: list[Any] = [
+        x509.BasicConstraints(ca=signs, path_length=0 if signs else None),
+        x509.KeyUsage(True, *(False,) * 4, signs, signs, False, False),
+        x509.SubjectKeyIdentifier.from_public_key(key.public_key()),
+        x509.AuthorityKeyIdentifier.from_issuer_public_key(signing.public_key()),
     ]
-    if not is_authority:
+    if not signs:
         purpose = ExtendedKeyUsageOID.SERVER_AUTH if stem == "server" else ExtendedKeyUsageOID.CLIENT_AUTH
-        extensions += [(x509.ExtendedKeyUsage([purpose]), False), (x509.SubjectAlternativeName(names), False)]
-    for extension, critical in extensions:
-        builder = builder.add_extension(extension, critical)
-    certificate = builder.sign(signing_key, hashes.SHA256())
-    pem = serialization.Encoding.PEM
+        extensions += [x509.ExtendedKeyUsage([purpose]), x509.SubjectAlternativeName(names)]
+    number = x509.random_serial_number()
+    builder = x509.CertificateBuilder(issuer, subject, key.public_key(), number, start - _SKEW, end)
+    for extension in extensions:
+        critical = isinstance(extension, x509.BasicConstraints | x509.KeyUsage)
+        builder = builder.add_extension(extension, critical=critical)
+    certificate, pem = builder.sign(signing, hashes.SHA256()), serialization.Encoding.PEM
     plain = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     for end_of, content, mode in ((".key", plain, 0o600), (".pem", certificate.public_bytes(pem), 0o644)):
         # Nobody may read it in the moment before its mode is set.

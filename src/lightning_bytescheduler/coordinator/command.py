@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_bytescheduler.checks import importing, named
 from lightning_bytescheduler.compression.wire_format import WIRE_DTYPES
-from lightning_bytescheduler.coordinator.options import CoordinatorOptions
-from lightning_bytescheduler.diloco.coordinator_address import TOKEN_VARIABLE
+from lightning_bytescheduler.coordinator.run import CoordinatorOptions
+from lightning_bytescheduler.diloco.coordinator_client import TOKEN_VARIABLE
 from lightning_bytescheduler.diloco.coordinator_protocol import RunOptions, run_options
 from lightning_bytescheduler.diloco.round_end import RoundOptions
 from lightning_bytescheduler.diloco.round_record import RECORD_NAME, RoundFile
@@ -25,7 +25,7 @@ from lightning_bytescheduler.slices.options import TrackerOptions
 from lightning_bytescheduler.slices.urls import local_path
 
 if TYPE_CHECKING:
-    from lightning_bytescheduler.coordinator.server import CoordinatorServer
+    from lightning_bytescheduler.coordinator.service import CoordinatorServer
 
 
 log = logging.getLogger(__name__)
@@ -137,7 +137,7 @@ def _options(options: argparse.Namespace) -> CoordinatorOptions:
 def _server(
     options: argparse.Namespace, run_and_rounds: CoordinatorOptions, access: ServerAccess, port: int
 ) -> CoordinatorServer:
-    from lightning_bytescheduler.coordinator.server import CoordinatorServer
+    from lightning_bytescheduler.coordinator.service import CoordinatorServer
     from lightning_bytescheduler.coordinator.slice_routes import SliceRoutes
     from lightning_bytescheduler.coordinator.state_store import StateStore
 

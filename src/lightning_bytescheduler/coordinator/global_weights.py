@@ -9,16 +9,15 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from lightning_bytescheduler.coordinator.run import Merge
 from lightning_bytescheduler.coordinator.update_sum import PiecedFormat, UpdateSum, buffer_of, view_of
 from lightning_bytescheduler.diloco.coordinator_protocol import ModelParameter, RunOptions
 from lightning_bytescheduler.diloco.fragments import split_fragments
-from lightning_bytescheduler.diloco.outer_optimizer import OuterOptimizer, named_tensors
-from lightning_bytescheduler.exceptions import OptionError
+from lightning_bytescheduler.diloco.outer_optimizer import OuterOptimizer, named_tensors, state_in, tensor_in
 
 RESIDUALS = "residuals."
 """Before the number of a fragment, in a state that is kept: what its means so far have lost. Workers need none."""
@@ -30,25 +29,6 @@ def digest_of(payload: Tensor) -> str:
     import xxhash
 
     return xxhash.xxh3_128_hexdigest(view_of(payload))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeptMean:
-    """The mean of a round, as workers get it.
-
-    Attributes:
-        round: Of the round.
-        fragment: That it is of.
-        payload: In the wire format; empty if nothing was merged.
-        digest: Of the payload; empty if nothing was merged.
-        total: The sum of the weights.
-    """
-
-    round: int
-    fragment: int
-    payload: Tensor
-    digest: str
-    total: int
 
 
 class GlobalWeights:
@@ -77,13 +57,9 @@ class GlobalWeights:
         self.still = asyncio.Lock()  # held while weights change, or are read
         self._executor = executor
         self._shapes = {one.name: torch.Size(one.shape) for one in model}
-        weights = {name: _checked(f"weights.{name}", tensors, shape) for name, shape in self._shapes.items()}
+        weights = {name: tensor_in(tensors, f"weights.{name}", shape) for name, shape in self._shapes.items()}
         self._optimizer = OuterOptimizer(weights, lr=options.outer_lr, momentum=options.outer_momentum)
-        state = self._optimizer.state_dict()
-        for index, (name, shape) in enumerate(self._shapes.items()):
-            if (key := f"momentum.{name}") in tensors:
-                state["optimizer"]["state"][index] = {"momentum_buffer": _checked(key, tensors, shape).float()}
-        self._optimizer.load_state_dict(state)
+        self._optimizer.load_state_dict(state_in(tensors, self._optimizer.state_dict()))
         sizes = {name: shape.numel() for name, shape in self._shapes.items()}
         self._fragments = split_fragments(sizes, options.fragments)
         wire = options.wire
@@ -92,68 +68,62 @@ class GlobalWeights:
         self._spare: dict[int, UpdateSum] = {}  # by fragment
         # What the means so far have lost, by fragment, where the wire keeps that; replaced, never changed.
         self._residuals = {
-            fragment: _checked(key, tensors, torch.Size((pieced.elements,)))
+            fragment: tensor_in(tensors, key, torch.Size((pieced.elements,)))
             for fragment, pieced in enumerate(self.formats)
             if (key := f"{RESIDUALS}{fragment}") in tensors
         }
         self._lost: Tensor | None = None  # the same after the mean that is to be stepped along
-        self._kept: OrderedDict[int, KeptMean] = OrderedDict()
+        self._kept: OrderedDict[int, Merge] = OrderedDict()
         self._keep_rounds = keep_rounds
 
     def sum_of(self, fragment: int) -> UpdateSum:
         """A sum of nothing, for updates of a fragment."""
         return self._spare.pop(fragment, None) or UpdateSum(self.formats[fragment], self._executor)
 
-    async def mean(self, round: int, fragment: int, sums: UpdateSum | None) -> KeptMean:
-        """The mean of a round, encoded and kept.
+    async def mean(self, merge: Merge, sums: UpdateSum | None) -> None:
+        """Form the mean of a round, encode it for workers, and keep it.
 
         Args:
-            round: Of the round.
-            fragment: That it synchronises.
+            merge: The round; gets the mean.
             sums: Settled; ``None`` if nothing is to be merged.
         """
-        pieced = self.formats[fragment]
-        payload, digest, total = torch.empty(0, dtype=torch.uint8), "", 0
+        pieced = self.formats[merge.fragment]
         self._lost = None
         if sums is not None and sums.weight:
-            total, only = sums.weight, sums.only
+            merge.total, only = sums.weight, sums.only
             if only is not None:
-                payload, digest = only.payload, only.digest  # it loses nothing: what was lost before stays so
+                merge.payload, merge.digest = only.payload, only.digest  # it loses nothing: what was lost stays so
             else:
-                payload = buffer_of(pieced.of_means.payload_bytes)
-                known = self._residuals.get(fragment)
+                merge.payload = payload = buffer_of(pieced.of_means.payload_bytes)
+                known = self._residuals.get(merge.fragment)
                 if pieced.wire.keeps_residuals:
                     self._lost = torch.empty(pieced.elements, dtype=torch.float32)
-                await sums.encode_mean(payload, round=round, known=known, lost=self._lost)
-                digest = await asyncio.get_running_loop().run_in_executor(self._executor, digest_of, payload)
-        mean = KeptMean(round=round, fragment=fragment, payload=payload, digest=digest, total=total)
-        self._keep(mean)
-        return mean
-
-    async def step(self, mean: KeptMean, sums: UpdateSum | None) -> None:
-        """Take the outer step along what :meth:`mean` has returned, whose sum is not needed any more."""
-        if sums is not None:
-            await sums.reopen()
-            self._spare[mean.fragment] = sums
-        if self._lost is not None:
-            self._residuals[mean.fragment], self._lost = self._lost, None
-        if mean.total:
-            await asyncio.get_running_loop().run_in_executor(self._executor, self._step, mean)
-
-    def _step(self, mean: KeptMean) -> None:
-        names, pieced = self._fragments[mean.fragment], self.formats[mean.fragment]
-        decoded = pieced.of_means.wire.decode(mean.payload, pieced.elements)
-        parts = decoded.split([self._shapes[name].numel() for name in names])
-        self._optimizer.step({name: part.view(self._shapes[name]) for name, part in zip(names, parts, strict=True)})
-
-    def _keep(self, mean: KeptMean) -> None:
-        self._kept[mean.round] = mean
-        size = sum(kept.payload.numel() for kept in self._kept.values())
+                await sums.encode_mean(payload, round=merge.round, known=known, lost=self._lost)
+                merge.digest = await asyncio.get_running_loop().run_in_executor(self._executor, digest_of, payload)
+        self._kept[merge.round] = merge
+        size = sum(_bytes_of(kept) for kept in self._kept.values())
         while len(self._kept) > 1 and (size > _KEPT_BYTES or len(self._kept) > self._keep_rounds):
             _, dropped = self._kept.popitem(last=False)
-            size -= dropped.payload.numel()
+            size -= _bytes_of(dropped)
 
-    def kept(self, round: int) -> KeptMean | None:
+    async def step(self, merge: Merge, sums: UpdateSum | None) -> None:
+        """Take the outer step along what :meth:`mean` has formed, whose sum is not needed any more."""
+        if sums is not None:
+            await sums.reopen()
+            self._spare[merge.fragment] = sums
+        if self._lost is not None:
+            self._residuals[merge.fragment], self._lost = self._lost, None
+        if merge.payload is not None:
+            await asyncio.get_running_loop().run_in_executor(self._executor, self._step, merge.fragment, merge.payload)
+
+    def _step(self, fragment: int, payload: Tensor) -> None:
+        names, pieced = self._fragments[fragment], self.formats[fragment]
+        parts = pieced.of_means.wire.decode(payload, pieced.elements).split(
+            [self._shapes[name].numel() for name in names]
+        )
+        self._optimizer.step({name: part.view(self._shapes[name]) for name, part in zip(names, parts, strict=True)})
+
+    def kept(self, round: int) -> Merge | None:
         """The mean of a round, if it is still kept."""
         return self._kept.get(round)
 
@@ -171,11 +141,5 @@ class GlobalWeights:
         return named_tensors(self._optimizer.state_dict()) | residuals
 
 
-def _checked(key: str, tensors: Mapping[str, Tensor], shape: torch.Size) -> Tensor:
-    tensor = tensors.get(key)
-    if tensor is None or tensor.shape != shape or not tensor.is_floating_point():
-        has = "nothing" if tensor is None else f"{tensor.dtype} of shape {tuple(tensor.shape)}"
-        raise OptionError(key, has, f"floating-point numbers of shape {tuple(shape)}")
-    if not bool(torch.isfinite(tensor).all()):
-        raise OptionError(key, "infinities or NaN", "finite")
-    return tensor
+def _bytes_of(merge: Merge) -> int:
+    return 0 if merge.payload is None else merge.payload.numel()

@@ -55,6 +55,7 @@ class Member:
         heard: When there was a sign of life.
         connections: That are open.
         silent: Whether it has no connection, and was not heard of for a while.
+        given_up: Whether its lease is over: it is no member, and its name is kept for it.
         ready: How it has joined the rounds, also before there are any.
         begins_anew: Whether it gets other weights as it joins, so that its steps so far do not count.
         bytes_in: Of its updates, which came in.
@@ -71,6 +72,7 @@ class Member:
     heard: float = 0.0
     connections: int = 0
     silent: bool = False
+    given_up: bool = False
     ready: JoinRounds | None = None
     begins_anew: bool = False
     bytes_in: int = 0
@@ -120,31 +122,31 @@ class Membership:
         self._expiry = expiry
         self._most = most
         self._make_session = make_session
-        self._members: dict[str, Member] = {}  # by name
-        self._given_up: dict[str, Member] = {}  # by name, the first that was given up first
-        self._by_digest: dict[str, Member] = {}  # both
+        self._known: dict[str, Member] = {}  # by name, also those who were given up; who came to be so last is last
+        self._by_digest: dict[str, Member] = {}
         self._incarnations = 0
         self._appointed: str | None = None
 
     def __iter__(self) -> Iterator[Member]:
-        return iter(list(self._members.values()))
+        return iter([member for member in self._known.values() if not member.given_up])
 
     def __len__(self) -> int:
-        return len(self._members)
+        return sum(not member.given_up for member in self._known.values())
 
     @property
     def leader(self) -> str | None:
         """Who validates, logs and saves for all; ``None`` while nobody is connected."""
-        return self._appointed if any(member.connected for member in self._members.values()) else None
+        return self._appointed if any(member.connected for member in self) else None
 
     def by_session(self, session: str) -> Member | None:
         """Whose session it is, or ``None``; it is no sign of life."""
-        member = self._known(session)
-        return member if member is not None and member.name in self._members else None
+        member = self._by_digest.get(_digest(session)) if session else None
+        return None if member is None or member.given_up else member
 
     def by_name(self, name: str) -> Member | None:
         """Who has that name, or ``None``."""
-        return self._members.get(name)
+        member = self._known.get(name)
+        return None if member is None or member.given_up else member
 
     def join(self, hello: Hello, now: float) -> Member:
         """A worker has connected: make it a member, or know it again by its session.
@@ -157,9 +159,10 @@ class Membership:
             OptionError: If there are as many members as there can be.
         """
         self._forget_given_up(now)
-        member = self._known(hello.session)
-        if member is None:
+        member = self._by_digest.get(_digest(hello.session)) if hello.session else None
+        if member is None or member.given_up:
             self._require_room()
+        if member is None:
             session = self._make_session()
             self._incarnations += 1
             member = Member(
@@ -170,12 +173,11 @@ class Membership:
                 ranks=hello.ranks,
                 heard=now,
             )
-            self._by_digest[member.digest] = self._members[member.name] = member
+            self._by_digest[member.digest] = self._known[member.name] = member
         else:
-            if member.name not in self._members:  # it had been given up, and only was away
-                self._require_room()
-                self._members[member.name] = self._given_up.pop(member.name)
             member.session = hello.session  # not known since a restart
+            if member.given_up:  # and only was away
+                self._put_last(member, given_up=False)
         member.ranks, member.heard, member.silent = hello.ranks, now, False
         member.connections += 1
         self._appoint()
@@ -191,8 +193,8 @@ class Membership:
 
     def leave(self, member: Member) -> None:
         """A member has left: forget it, and free its name."""
-        if self._members.get(member.name) is member:
-            del self._members[member.name]
+        if self.by_name(member.name) is member:
+            del self._known[member.name]
             del self._by_digest[member.digest]
             member.connections = 0
             self._appoint()
@@ -204,7 +206,7 @@ class Membership:
             Who has become so, each once for each silence.
         """
         since = now - self._silence
-        silent = [one for one in self._members.values() if not one.connections and one.heard <= since]
+        silent = [one for one in self if not one.connections and one.heard <= since]
         new = tuple(one for one in silent if not one.silent)
         for member in new:
             member.silent = True
@@ -227,11 +229,10 @@ class Membership:
         Returns:
             Who was given up, whoever was silent for longest first.
         """
-        over = [member for member in self._members.values() if now >= member.heard + self._lease]
-        over.sort(key=lambda member: member.heard)
+        over = sorted((one for one in self if now >= one.heard + self._lease), key=lambda member: member.heard)
         for member in over:
             # Its connections are counted until they are closed, each by its own end: it may be back before that.
-            self._given_up[member.name] = self._members.pop(member.name)
+            self._put_last(member, given_up=True)
         self._forget_given_up(now)
         self._appoint()
         return tuple(over)
@@ -241,7 +242,7 @@ class Membership:
         return {
             "members": [
                 {"name": one.name, "digest": one.digest, "incarnation": one.incarnation, "ranks": one.ranks}
-                for one in [*self._members.values(), *self._given_up.values()]
+                for one in sorted(self._known.values(), key=lambda member: member.given_up)
             ],
             "leader": self._appointed,
             "incarnations": self._incarnations,
@@ -263,36 +264,35 @@ class Membership:
         names, digests = {one.name for one in members}, {one.digest for one in members}
         if len(names) < len(members) or len(digests) < len(members):
             raise OptionError("state of the members", state, "one in which each name and session is there once")
-        self._members = {one.name: one for one in members}
+        self._known = {one.name: one for one in members}
         self._by_digest = {one.digest: one for one in members}
-        self._given_up = {}
         self._incarnations = max([known["incarnations"], *(one.incarnation for one in members)])
-        self._appointed = known["leader"] if known["leader"] in self._members else None
+        self._appointed = known["leader"] if known["leader"] in self._known else None
 
     def _forget_given_up(self, now: float) -> None:
-        while self._given_up:
-            first = next(iter(self._given_up.values()))
-            if len(self._given_up) <= self._most and now < first.heard + self._lease + self._expiry:
-                break
-            del self._given_up[first.name], self._by_digest[first.digest]
+        gone = [member for member in self._known.values() if member.given_up]  # the first that was given up first
+        for index, member in enumerate(gone):
+            if len(gone) - index > self._most or now >= member.heard + self._lease + self._expiry:
+                del self._known[member.name], self._by_digest[member.digest]
 
-    def _known(self, session: str) -> Member | None:
-        return self._by_digest.get(_digest(session)) if session else None
+    def _put_last(self, member: Member, *, given_up: bool) -> None:
+        member.given_up = given_up
+        self._known[member.name] = self._known.pop(member.name)
 
     def _free_name(self, wish: str) -> str:
-        ends = ("", *(f"-{number}" for number in range(2, len(self._members) + len(self._given_up) + 2)))
+        ends = ("", *(f"-{number}" for number in range(2, len(self._known) + 2)))
         names = (wish[: _LONGEST_NAME - len(end)] + end for end in ends)
-        return next(name for name in names if name not in self._members and name not in self._given_up)
+        return next(name for name in names if name not in self._known)
 
     def _require_room(self) -> None:
-        if len(self._members) >= self._most:
+        if len(self) >= self._most:
             allowed = f"{self._most} at most; one can join when another one has left"
-            raise OptionError("members", len(self._members) + 1, allowed)
+            raise OptionError("members", len(self) + 1, allowed)
 
     def _appoint(self) -> None:
-        leader = None if self._appointed is None else self._members.get(self._appointed)
+        leader = None if self._appointed is None else self.by_name(self._appointed)
         if leader is None or leader.silent:
-            connected = next((member.name for member in self._members.values() if member.connected), None)
+            connected = next((member.name for member in self if member.connected), None)
             if leader is None or connected is not None:
                 self._appointed = connected
 

@@ -22,7 +22,7 @@ from aiohttp import web
 from torch import Tensor
 
 from lightning_bytescheduler.coordinator.connection import Stalls
-from lightning_bytescheduler.coordinator.global_weights import RESIDUALS, GlobalWeights, KeptMean
+from lightning_bytescheduler.coordinator.global_weights import RESIDUALS, GlobalWeights
 from lightning_bytescheduler.coordinator.membership import Member
 from lightning_bytescheduler.coordinator.run import Merge, Offer, Place, Run
 from lightning_bytescheduler.coordinator.update_sum import UpdateSum, Upload, UploadRoom, view_of
@@ -243,7 +243,8 @@ class BulkRoutes:
         said = {TOTAL_HEADER: str(mean.total), DIGEST_HEADER: mean.digest, CHAIN_HEADER: lineage.chains.get(round, "")}
         self._downloads += 1
         try:
-            return await self._send(request, member, view_of(mean.payload), said, on_disk=False)
+            view = memoryview(b"") if mean.payload is None else view_of(mean.payload)
+            return await self._send(request, member, view, said, on_disk=False)
         finally:
             self._downloads -= 1
 
@@ -266,9 +267,9 @@ class BulkRoutes:
         member.bytes_out += len(view)
         return response
 
-    async def give_way(self, mean: KeptMean) -> None:
+    async def give_way(self, merge: Merge) -> None:
         """Let a large mean go out first, for a second at most: workers wait for it, and for the outer step nobody."""
-        if mean.payload.numel() < _LARGE:
+        if merge.payload is None or merge.payload.numel() < _LARGE:
             return
         began = time.monotonic()
         await asyncio.sleep(_ASKED_S)  # workers hear of the round's end
@@ -302,20 +303,24 @@ class BulkRoutes:
         limit, length = state_bytes(run.model), request.content_length
         if length is None or not 8 <= length <= limit:
             return problem(413, f"Content-Length={length} is not allowed: these weights take {limit} bytes at most.")
-        upload = await self._room.take(length, timeout=_ROOM_SECONDS)
         try:
-            await self._receive(request, upload)
-            with upload:
-                update = await upload.finish()
-                if request.headers.get(DIGEST_HEADER, update.digest) != update.digest:
-                    return problem(400, "The weights came in damaged: their digest is another one.")
-                tensors = await asyncio.get_running_loop().run_in_executor(None, _tensors_in, update.payload)
+            tensors = await self._weights_in(request, length)
             if not run.provides(member):
                 return problem(409, "Another worker has sent the first weights meanwhile.")
             await self._begin(tensors)
         except OptionError as error:
             return problem(422, str(error))
         return web.json_response({"parameters": 0 if self.weights is None else self.weights.parameters})
+
+    async def _weights_in(self, request: web.Request, length: int) -> dict[str, Tensor]:
+        """The weights in a body, which is not held any more then."""
+        upload = await self._room.take(length, timeout=_ROOM_SECONDS)
+        await self._receive(request, upload)
+        with upload:
+            update = await upload.finish()
+            if request.headers.get(DIGEST_HEADER, update.digest) != update.digest:
+                raise web.HTTPBadRequest(text="The weights came in damaged: their digest is another one.")
+            return await asyncio.get_running_loop().run_in_executor(None, _tensors_in, update.payload)
 
 
 def _receipt(verdict: str, weight: int) -> web.Response:

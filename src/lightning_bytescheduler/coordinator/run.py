@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
+from lightning_bytescheduler.checks import require_positive, require_whole
 from lightning_bytescheduler.coordinator.membership import Member, Membership, difference
-from lightning_bytescheduler.coordinator.options import CoordinatorOptions
 from lightning_bytescheduler.diloco.batch_scheduler import BatchScheduler
 from lightning_bytescheduler.diloco.coordinator_protocol import (
     FromCoordinator,
@@ -33,6 +34,7 @@ from lightning_bytescheduler.diloco.coordinator_protocol import (
     PauseRounds,
     Refusal,
     ResumeRounds,
+    RunOptions,
     Welcome,
     chain_after,
 )
@@ -51,11 +53,59 @@ from lightning_bytescheduler.diloco.messages import (
     StepReport,
     WaitForRound,
 )
-from lightning_bytescheduler.diloco.round_end import late_weight, round_of_late, staleness
+from lightning_bytescheduler.diloco.round_end import (
+    RoundOptions,
+    late_weight,
+    require_late,
+    round_of_late,
+    staleness,
+)
 from lightning_bytescheduler.diloco.round_record import LateUpdate, RoundRecord, WorkerRound
 from lightning_bytescheduler.diloco.rounds import Rounds
 from lightning_bytescheduler.diloco.weighted_mean import pseudo_gradient_weight
 from lightning_bytescheduler.exceptions import OptionError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CoordinatorOptions:
+    """How a coordinator runs; validated when made.
+
+    Attributes:
+        run: What all workers have in common.
+        rounds: When rounds end, and who is waited for; ``outer_steps`` is that of ``run``, and
+            ``closing_rounds`` follows from its ``fragments``.
+        lease: Seconds without a sign of life after which a worker is given up.
+        keep_rounds: Means of that many rounds are kept for workers that are behind, if they do not take more than 1 GiB
+            together; later they fetch the state. The last one is always kept.
+        save_every: Rounds from one saved state to the next.
+
+    Raises:
+        OptionError: Names the value that is not allowed.
+    """
+
+    run: RunOptions = field(default_factory=RunOptions)
+    rounds: RoundOptions = field(default_factory=RoundOptions)
+    lease: float = 60.0
+    keep_rounds: int = 8
+    save_every: int = 1
+
+    def __post_init__(self) -> None:
+        require_late("late", self.rounds.late, weighting=self.run.weighting)
+        require_positive("lease", self.lease, of="seconds")
+        for option in ("keep_rounds", "save_every"):
+            require_whole(option, getattr(self, option), 1)
+        own = replace(self.rounds, outer_steps=self.run.outer_steps, closing_rounds=self.run.fragments - 1)
+        object.__setattr__(self, "rounds", own)
+
+
+def target_in_words(options: RunOptions) -> str:
+    """What ends a round, for people."""
+    if options.samples_per_round is not None:
+        return f"{options.samples_per_round} samples of all workers"
+    return f"{options.inner_steps} steps of {'every worker' if options.equal_steps else 'the fastest worker'}"
 
 
 class Place(NamedTuple):
@@ -146,18 +196,25 @@ _FOR_SCHEDULER = (StepReport, SendingPseudoGradient, RoundStarted, PauseRounds, 
 _FROM_WORKERS = (JoinRounds, LeaveRounds, StepMetrics, EndRound, PassedRoundEnd, *_FOR_SCHEDULER)
 
 
-class Merge(msgspec.Struct, frozen=True, kw_only=True):
-    """A round that is to be merged.
+@dataclass(slots=True, kw_only=True, eq=False)
+class Merge:
+    """A round that is to be merged, and what it has come to.
 
     Attributes:
         round: Its number.
         fragment: That it synchronises.
         counts: Whether its sum is to become part of the weights; not without a quorum.
+        payload: Its mean in the wire format, as workers get it; ``None`` if nothing was merged, or not yet.
+        digest: Of the payload; empty without one.
+        total: The sum of the weights.
     """
 
     round: int
     fragment: int
     counts: bool
+    payload: Tensor | None = None
+    digest: str = ""
+    total: int = 0
 
 
 class Lineage:
@@ -173,11 +230,13 @@ class Lineage:
         self.chain = chain
         self.chains = {version: chain}  # from where weights can follow by the means that are kept
 
-    def merged(self, merge: Merge, *, digest: str, total: int, oldest_mean: int) -> None:
+    def merged(self, merge: Merge, *, oldest_mean: int) -> None:
         """A round has become part of the weights; see ``Run.merged``."""
         if merge.round != self.version + 1:
             raise ValueError(f"Round {merge.round} cannot follow version {self.version} of the weights.")
-        self.chain = chain_after(self.chain, round=merge.round, fragment=merge.fragment, digest=digest, total=total)
+        self.chain = chain_after(
+            self.chain, round=merge.round, fragment=merge.fragment, digest=merge.digest, total=merge.total
+        )
         self.version = merge.round
         self.chains[merge.round] = self.chain
         self.chains = {version: chain for version, chain in self.chains.items() if version >= oldest_mean - 1}
@@ -479,20 +538,16 @@ class Run:
         )
         self.scheduler.note_late(update, into=place.round)
 
-    def merged(self, merge: Merge, now: float, *, digest: str, total: int, oldest_mean: int) -> None:
+    def merged(self, merge: Merge, *, oldest_mean: int) -> None:
         """A round has become part of the weights: tell everybody, and go on.
 
         Args:
-            merge: As ``merge`` was called with.
-            now: In seconds.
-            digest: Of the mean; empty if nothing was merged.
-            total: The sum of the weights.
+            merge: As ``merge`` was called with, and with its mean.
             oldest_mean: The earliest round whose mean is kept.
         """
-        self.lineage.merged(merge, digest=digest, total=total, oldest_mean=oldest_mean)
-        booked = self.contributions.take(merge.round)
-        if not total:  # without a quorum
-            booked = ()
+        self.lineage.merged(merge, oldest_mean=oldest_mean)
+        taken = self.contributions.take(merge.round)
+        booked = taken if merge.total else ()  # without a quorum
         own = {one.member.name: one for one in booked if one.round == merge.round}
         record = corrected(self._record.pop(merge.round), own)
         metrics = self._rounds.metrics.take()
@@ -500,7 +555,7 @@ class Run:
         self.samples += samples
         for one in booked:
             one.member.merged += 1
-        self.count("rounds" if total else "empty_rounds")
+        self.count("rounds" if merge.total else "empty_rounds")
         ended = RoundEnded(
             round=merge.round,
             samples=samples,

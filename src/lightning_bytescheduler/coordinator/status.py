@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from lightning_bytescheduler.checks import importing, named, require_positive
-from lightning_bytescheduler.diloco.coordinator_address import (
+from lightning_bytescheduler.diloco.coordinator_client import (
     TOKEN_VARIABLE,
     CoordinatorAddress,
     resolve_coordinator,

@@ -378,7 +378,7 @@ class UpdateSum:
             sums = self._sums[index]
             if sums is None:
                 sums = self._sums[index] = WeightedMean(self.pieced.length_of(index))
-            sums.add(part, self.pieced.wire, weight=update.weight)
+            sums.add(part, self.pieced.wire, weight=update.weight, largest=update.largest)
 
     def _encode(self, payload: Tensor, round: int, known: Tensor | None, lost: Tensor | None, index: int) -> None:
         means, sums = self.pieced.of_means, self._sums[index]

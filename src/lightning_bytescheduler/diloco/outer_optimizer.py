@@ -388,6 +388,37 @@ def named_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
     return tensors
 
 
+def state_in(tensors: Mapping[str, Tensor], like: Mapping[str, Any]) -> dict[str, Any]:
+    """The state that tensors are of, which an optimizer like that loads.
+
+    Args:
+        tensors: As :func:`named_tensors` names them, and maybe others.
+        like: A ``state_dict`` of the optimizer.
+
+    Raises:
+        OptionError: If a tensor is missing, has another shape, or is not finite; names it.
+    """
+    weights: dict[str, Tensor] = {}
+    buffers: dict[int, dict[str, Tensor | None]] = {}
+    for index, (name, ours) in enumerate(like["weights"].items()):
+        weights[name] = tensor_in(tensors, f"{_WEIGHTS}{name}", ours.shape).float()
+        if (key := f"{_MOMENTUM}{name}") in tensors:
+            buffers[index] = {_BUFFER: tensor_in(tensors, key, ours.shape).float()}
+    optimizer = {"state": buffers, "param_groups": like["optimizer"]["param_groups"]}
+    return {"weights": weights, "optimizer": optimizer, "kind": like["kind"]}
+
+
+def tensor_in(tensors: Mapping[str, Tensor], key: str, shape: torch.Size) -> Tensor:
+    """One of them; see :func:`state_in`."""
+    tensor = tensors.get(key)
+    if tensor is None or tensor.shape != shape or not tensor.is_floating_point():
+        has = "nothing" if tensor is None else f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+        raise OptionError(key, has, f"floating-point numbers of shape {tuple(shape)}")
+    if not bool(torch.isfinite(tensor).all()):
+        raise OptionError(key, "infinities or NaN", "finite")
+    return tensor
+
+
 def unpack_state(payload: bytes, like: Mapping[str, Any]) -> dict[str, Any]:
     """Read a state.
 
@@ -405,20 +436,8 @@ def unpack_state(payload: bytes, like: Mapping[str, Any]) -> dict[str, Any]:
         from safetensors import SafetensorError
         from safetensors.torch import load
     try:
-        tensors: dict[str, Tensor] = load(payload)
-    except SafetensorError as error:
-        raise CoordinatorError(f"The coordinator's state cannot be read: {error}") from error
-    weights: dict[str, Tensor] = {}
-    buffers: dict[int, dict[str, Tensor | None]] = {}
-    for index, (name, ours) in enumerate(like["weights"].items()):
-        theirs = tensors.get(f"{_WEIGHTS}{name}")
-        if theirs is None or theirs.shape != ours.shape:
-            raise CoordinatorError(
-                f"The coordinator's state does not fit this model: it has no {name!r} of {ours.shape}."
-            )
-        weights[name] = theirs.to(torch.float32)
-        buffer = tensors.get(f"{_MOMENTUM}{name}")
-        if buffer is not None:
-            buffers[index] = {_BUFFER: buffer.to(torch.float32).view_as(ours)}
-    optimizer = {"state": buffers, "param_groups": like["optimizer"]["param_groups"]}
-    return {"weights": weights, "optimizer": optimizer, "kind": like["kind"]}
+        return state_in(load(payload), like)
+    except (SafetensorError, OptionError) as error:
+        raise CoordinatorError(
+            f"The coordinator's state cannot be read, or does not fit this model: {error}"
+        ) from error

@@ -22,8 +22,7 @@ import msgspec
 from torch import nn
 
 from lightning_bytescheduler.__about__ import __version__
-from lightning_bytescheduler.diloco.coordinator_address import CoordinatorAddress
-from lightning_bytescheduler.diloco.coordinator_client import CoordinatorClient
+from lightning_bytescheduler.diloco.coordinator_client import CoordinatorAddress, CoordinatorClient
 from lightning_bytescheduler.diloco.coordinator_protocol import (
     PROTOCOL,
     Hello,

@@ -32,7 +32,7 @@ from lightning_bytescheduler.ddp.rank_strategy import OUTER_STATE, RankStrategy,
 from lightning_bytescheduler.ddp.scheduled_gradients import ScheduledGradients
 from lightning_bytescheduler.ddp.sigterm import worker_signals
 from lightning_bytescheduler.diloco.batch_size import resolve_batch_size, sized_loader
-from lightning_bytescheduler.diloco.coordinator_address import resolve_coordinator
+from lightning_bytescheduler.diloco.coordinator_client import resolve_coordinator
 from lightning_bytescheduler.diloco.coordinator_protocol import wire_named
 from lightning_bytescheduler.diloco.epoch_shares import share_of, shared_loader
 from lightning_bytescheduler.diloco.fragments import TrainedWeights

@@ -73,13 +73,14 @@ class WeightedMean:
         self.weight = self.added = 0
         self._shifted = 0  # of those that were added, by the bits of doubles
 
-    def add(self, payload: Tensor, wire: WireFormat, *, weight: int) -> None:
+    def add(self, payload: Tensor, wire: WireFormat, *, weight: int, largest: float | None = None) -> None:
         """Add a pseudo-gradient, decoded chunk by chunk. If it is refused, nothing of it was added.
 
         Args:
             payload: Of all tensors, flat, one after the other.
             wire: What it was encoded with.
             weight: Relative to the others', 1 or more.
+            largest: A bound of the magnitudes in it, where that is known; else the payload is looked at.
 
         Raises:
             OptionError: If the weight is not allowed.
@@ -91,9 +92,9 @@ class WeightedMean:
             raise OptionError(
                 "weight", weight, f"{MOST_WEIGHT} at most, and that of {_MOST_ADDED} pseudo-gradients at most"
             )
-        extent = wire.largest(payload, self._elements)
-        largest = self._largest + extent * weight
-        if not largest < LARGEST:  # NaN is not less, either
+        extent = wire.largest(payload, self._elements) if largest is None else largest
+        bound = self._largest + extent * weight
+        if not bound < LARGEST:  # NaN is not less, either
             raise ValueError(f"The pseudo-gradient was not added: its largest value is {extent:g}.")
         entries = wire.entries(payload, self._elements)
         # With conversions where some alone are added: the constants of the other way would be missing elsewhere.
@@ -110,7 +111,7 @@ class WeightedMean:
             coarse, fine = self._coarse[indices], self._fine[indices]
             _Splitter(values.numel(), weight, shifted=shifted).add(values, coarse, fine)
             self._coarse[indices], self._fine[indices] = coarse, fine
-        self._largest = largest
+        self._largest = bound
         self.weight += weight
         self.added += 1
         self._shifted += shifted
