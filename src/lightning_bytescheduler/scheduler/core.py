@@ -1,18 +1,19 @@
 """The core: a queue of ready sub-tasks and a window of credit in front of the network.
 
 The algorithm is ByteScheduler's (Peng et al., "A Generic Communication Scheduler for Distributed DNN Training
-Acceleration", SOSP 2019): a sub-task starts while credit remains, taking its size from the credit; finishing returns
-it. As in the published loop, the check is "credit left > 0", so what is in flight may exceed the credit by less than
-one sub-task, and a sub-task larger than the whole credit can still be sent.
+Acceleration", SOSP 2019): a sub-task starts while credit remains and takes its size from the credit; its end returns
+it. As in the paper, the check is "credit left > 0". So at most one sub-task may exceed the credit, and a sub-task
+larger than the whole credit can be sent.
 
-Threads: one dispatcher, named ``<name>-dispatcher``, owned by the core; ``shutdown`` ends it within a bound.
-It starts what has become ready. Whoever returns credit or brings decisions starts what that allows itself, as waking
-another thread first would cost more than the launch, with every part. Only one thread launches at a time: it holds the
-*launching* lock, and what others allow meanwhile it starts as well, so one order of launches is kept.
+Threads: one dispatcher, named ``<name>-dispatcher``, owned by the core; ``shutdown`` ends it within a bound. It starts
+sub-tasks that have become ready. A thread that returns credit or brings decisions starts what these allow itself, as
+waking another thread would cost more than the launch. Only one thread launches at a time. It holds the *launching* lock
+and also starts what other threads allow in the meantime, so there is one order of launches.
 
 Lock order: the launching lock, then the core's, then a task's (see ``task.py``). ``launch`` and ``decided`` are called
-with the launching lock held and no other; ``on_end`` and observers on the thread that ended the sub-task, which holds
-the launching lock only if ``launch`` itself ended it. If one of them raises, the core aborts: nobody is left waiting.
+with only the launching lock held. ``on_end`` and observers are called on the thread that ended the sub-task, which
+holds the launching lock only if ``launch`` itself ended it. If one of them raises, the core aborts, which ends all
+waits.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ __all__ = ["ByteCore"]
 
 log = logging.getLogger(__name__)
 
-_IDLE_WAIT_S = 1.0  # only bounds how long a lost wake-up could stay unnoticed; work arrives by notification
+_IDLE_WAIT_S = 1.0  # bounds the delay of a lost wake-up; normally a notification wakes the thread
 
 
 class ByteCore:
@@ -41,14 +42,14 @@ class ByteCore:
 
     Args:
         partition_size: Largest sub-task, in parameters. Clamped to ``credit``.
-        credit: How much may be in flight, in parameters.
+        credit: Most that may be in flight, in parameters.
         one_at_a_time: Start a sub-task only when nothing is in flight, whatever the credit.
-        overtaking: Let what is more urgent than all that is in flight take as much credit again, see ``LaneChoice``.
-        order: Which ready sub-task is next; by priority unless given.
-        observer: Called with each sub-task that has finished, its times (``ready_at``, ``started_at``,
-            ``finished_at``, seconds of ``clock``) filled in.
+        overtaking: Give sub-tasks more urgent than all in flight a second credit, see ``LaneChoice``.
+        order: Order of ready sub-tasks; by priority if ``None``.
+        observer: Called with each finished sub-task, with its times (``ready_at``, ``started_at``, ``finished_at``,
+            seconds of ``clock``).
         name: Prefix of the thread's name.
-        clock: Seconds; injected by tests.
+        clock: Returns seconds; replaced by tests.
         debug: Log each decision at level DEBUG.
 
     Raises:
@@ -78,13 +79,13 @@ class ByteCore:
         self._debug = debug
         self._lock = threading.RLock()
         self._work = threading.Condition(self._lock)  # for the dispatcher
-        self._ended = threading.Condition(self._lock)  # for whoever drains
+        self._ended = threading.Condition(self._lock)  # for drain()
         self._launching = threading.Lock()
-        self._launcher: int | None = None  # thread that holds it
+        self._launcher: int | None = None  # id of the thread that holds the launching lock
         self._woken = False  # there may be work for the dispatcher
-        self._look_again = False  # somebody has found the launching lock taken
-        self._open_tasks: dict[int, CommTask] = {}  # enqueued, not concluded; in order of arrival
-        self._in_flight: set[SubCommTask] = set()  # immediate ones too, which take no credit
+        self._look_again = False  # a thread has found the launching lock taken
+        self._open_tasks: dict[int, CommTask] = {}  # enqueued and not concluded, in order of arrival
+        self._in_flight: set[SubCommTask] = set()  # includes immediate ones, which take no credit
         self._in_flight_size = 0
         self._closed = False
         self._abort_cause: BaseException | None = None
@@ -102,7 +103,7 @@ class ByteCore:
 
     @property
     def credit(self) -> int:
-        """How much may be in flight, in parameters. What is in flight when it changes stays accounted for."""
+        """Most that may be in flight, in parameters. A change keeps what is in flight accounted for."""
         return self._credit
 
     @credit.setter
@@ -122,21 +123,20 @@ class ByteCore:
         return self._abort_cause
 
     def enqueue(self, task: CommTask, *, cut_like: CommTask | None = None) -> None:
-        """Hand a task to the core; it is sent once ready.
+        """Enqueue a task; it is sent once ready.
 
-        An *immediate* task is partitioned, declared ready and started on this thread, past queue and credit.
+        An *immediate* task is partitioned, marked ready and started on this thread, without queue and credit.
 
         Args:
-            task: New to every core.
-            cut_like: A task of the same size, enqueued before, whose parts ``task`` is to have too, whatever the
-                partition size is now. Where another rank decides, that rank sees to it.
+            task: A task that was never enqueued.
+            cut_like: An earlier task of the same size whose parts ``task`` has to match, whatever the partition size is
+                now. If another rank decides, that rank ensures this.
 
         Raises:
             SchedulerClosedError: If the core was shut down.
             TaskStateError: If the task was enqueued or partitioned before, or has ended.
             LaunchOrderError: If the order cannot take it.
-            BaseException: The cause of an abort, if the core was aborted; what an immediate task's ``launch``
-                raised.
+            BaseException: The cause of an abort, if the core was aborted; the error of an immediate task's ``launch``.
         """
         with self._lock:
             if self._abort_cause is not None:
@@ -162,7 +162,7 @@ class ByteCore:
         for sub in task.sub_tasks:
             with self._lock:
                 if self._stopped or not sub.claim():
-                    return  # failed or aborted meanwhile: the owner learns it from wait()
+                    return  # failed or aborted: wait() raises the error
                 self._in_flight.add(sub)
             sub.started_at = self._clock()
             sub.start()
@@ -174,19 +174,19 @@ class ByteCore:
         self._launch_allowed()
 
     def launch_allowed(self) -> None:
-        """Start on this thread what is ready and has its turn, in place of the dispatcher; not from a callback."""
+        """Start on this thread what is ready and allowed; must not be called from a callback."""
         self._launch_allowed()
 
     def drain(self, timeout: float) -> None:
-        """Wait until everything that was made ready has ended, with its callbacks.
+        """Wait until everything that became ready has ended, with its callbacks.
 
-        What never became ready is not waited for. A callback must not call this: it would wait for itself.
+        Tasks that never became ready are not awaited. A callback must not call this, as it would wait for itself.
 
         Args:
             timeout: Longest wait in seconds.
 
         Raises:
-            SchedulerTimeoutError: Names what is still outstanding.
+            SchedulerTimeoutError: Names what has not ended.
             BaseException: The cause of an abort.
         """
         deadline = time.monotonic() + timeout
@@ -215,7 +215,7 @@ class ByteCore:
             task.fail(cause)
 
     def shutdown(self, *, timeout: float, drain: bool = True) -> None:
-        """Stop the dispatcher; afterwards nothing is launched any more. Idempotent.
+        """Stop the dispatcher; afterwards nothing is launched. Idempotent.
 
         Args:
             timeout: Bound on the whole call, in seconds.
@@ -224,7 +224,7 @@ class ByteCore:
 
         Raises:
             SchedulerTimeoutError: If draining, or the dispatcher, did not end in time.
-            BaseException: The cause of an abort while it drained. The core is closed in each case.
+            BaseException: The cause of an abort during draining. The core is closed in each case.
         """
         deadline = time.monotonic() + timeout
         late: BaseException | None = None
@@ -242,7 +242,7 @@ class ByteCore:
             self._dispatcher.join(max(0.1, deadline - time.monotonic()))
             if self._dispatcher.is_alive() and late is None:
                 late = SchedulerTimeoutError(f"{self._dispatcher.name!r} did not stop within {timeout:g} s.")
-        if self._launcher != threading.get_ident():  # wait for what another thread is launching
+        if self._launcher != threading.get_ident():  # wait for a launch on another thread
             if self._launching.acquire(timeout=max(0.1, deadline - time.monotonic())):
                 self._launching.release()
             elif late is None:
@@ -258,21 +258,21 @@ class ByteCore:
     ) -> None:
         self.shutdown(timeout=10.0, drain=error is None)
 
-    # What tasks call (TaskListener); not for users.
+    # Called by tasks (TaskListener), not by users.
 
     def now(self) -> float:
         """Seconds of the core's clock."""
         return self._clock()
 
     def sub_tasks_ready(self, task: CommTask, sub_tasks: list[SubCommTask]) -> None:
-        """Queue what has become ready."""
+        """Queue sub-tasks that have become ready."""
         with self._lock:
             if not task.immediate and not self._stopped:
                 self._order.ready(sub_tasks)
                 self._wake()
 
     def sub_task_ended(self, sub_task: SubCommTask) -> None:
-        """Return the credit of what has finished or failed."""
+        """Return the credit of a sub-task that has finished or failed."""
         sub_task.finished_at = self._clock()
         with self._lock:
             if sub_task in self._in_flight:
@@ -287,7 +287,7 @@ class ByteCore:
             self._callback_failed(f"observer of {sub_task.name}", error)
 
     def task_ended(self, task: CommTask, callback_error: BaseException | None) -> None:
-        """Let go of a task whose callback and waiters have been told."""
+        """Drop a task whose callback and waiters have been told."""
         with self._lock:
             self._open_tasks.pop(id(task), None)
             self._ended.notify_all()
@@ -303,7 +303,6 @@ class ByteCore:
         self.abort(error)
 
     def _wake(self) -> None:
-        """Let the dispatcher look for work; called with the lock held."""
         self._woken = True
         self._work.notify()
 
@@ -312,7 +311,7 @@ class ByteCore:
         return self._closed or self._abort_cause is not None
 
     def _take_open_tasks(self) -> list[CommTask]:
-        """Forget everything queued and return whom to tell; called with the lock held."""
+        """Clear the queue and return the open tasks; called with the lock held."""
         self._order.clear()
         open_tasks = list(self._open_tasks.values())
         self._open_tasks.clear()
@@ -332,10 +331,10 @@ class ByteCore:
             self._launch_allowed()
 
     def _launch_allowed(self) -> None:
-        """Start what credit allows, unless another thread is at it, which then starts this too.
+        """Start what credit allows, unless another thread is launching, which then starts this too.
 
-        That thread sees what changed before :attr:`_look_again` was set, as it looks once more after it has let go of
-        the launching lock.
+        That thread looks once more after it has released the launching lock, so it sees every change made before
+        :attr:`_look_again` was set.
         """
         self._look_again = True
         while self._look_again and self._launching.acquire(blocking=False):
@@ -368,7 +367,7 @@ class ByteCore:
         return []
 
     def _overtaken(self, credit: int) -> int | None:
-        """The priority of the most urgent in flight, as long as what overtakes has credit of its own."""
+        """Return the most urgent priority in flight while the second credit lasts, otherwise ``None``."""
         if not self._overtaking or not credit <= self._in_flight_size < 2 * credit:
             return None
         return min((sub.priority for sub in self._in_flight if sub.parent.takes_credit), default=None)
@@ -383,7 +382,7 @@ class ByteCore:
                 self._withdraw(batch)
 
     def _cannot_launch(self, batch: list[SubCommTask], error: BaseException) -> None:
-        """Whatever went wrong while launching, nobody may be left waiting for it."""
+        """Abort after an error during a launch, so that all waits end."""
         log.debug("launching failed", exc_info=error)
         self.abort(error)
         self._withdraw(batch)
@@ -399,7 +398,7 @@ class ByteCore:
             sub.start()
 
     def _withdraw(self, batch: list[SubCommTask]) -> None:
-        """Return the credit of what was chosen and will not be launched any more."""
+        """Return the credit of claimed sub-tasks that will not be launched."""
         for sub in batch:
             sub.parent._withdraw(sub, self._abort_cause or _unfinished(sub.parent))
 

@@ -1,14 +1,14 @@
 """The scheduler's options: arguments first, then the environment variables of the published ByteScheduler.
 
-Sizes are in parameters, as in the published ByteScheduler, and the variables keep their published meaning.
+Sizes are in parameters and variables have their meaning, as in the published ByteScheduler.
 
-Policies say in which order gradients travel, and in what pieces; ByteScheduler's and its rivals':
+A policy sets the order and the pieces in which gradients travel:
 
 - ``"bytescheduler"``: equal parts by first use, under a credit window (Peng et al., SOSP 2019).
-- ``"fifo"``: whole buckets, as they come, all at once: what frameworks do by themselves, but across the step boundary.
-- ``"p3"``: fixed slices by first use, one at a time: the sender takes the most urgent slice, and the next when that has
-  arrived (Jayarajan et al., "Priority-based Parameter Propagation for Distributed DNN Training", MLSys 2019, sections
-  4.1 and 4.2).
+- ``"fifo"``: whole buckets in order of arrival, all at once, as frameworks do, but across the step boundary.
+- ``"p3"``: fixed slices by first use, one at a time: the most urgent slice is sent when the last one has arrived
+  (Jayarajan et al., "Priority-based Parameter Propagation for Distributed DNN Training", MLSys 2019, sections 4.1 and
+  4.2).
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from lightning_bytescheduler.exceptions import OptionError
 __all__ = ["MODES", "POLICIES", "TUNED", "SchedulerOptions", "SchedulingPolicy", "policy_of"]
 
 MODES = ("auto", "overlapped", "ddp")
-"""How steps can be taken."""
+"""Allowed values of ``mode``."""
 TUNED = (False, "credit", "partition", "both")
-"""Which sizes can be tuned."""
+"""Allowed values of ``tuning``."""
 
 P3_SLICE = 50_000
-"""Parameters of a slice: what P3's authors found best (section 5.7 and figure 12 there)."""
+"""Parameters of a slice: the best value according to P3's authors (section 5.7 and figure 12)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,11 +36,11 @@ class SchedulingPolicy:
     """How buckets are ordered and cut.
 
     Attributes:
-        name: What the option calls it.
-        takes: Options for sizes that mean something with it.
-        in_words: A sentence about how gradients travel, with places for the sizes in force.
-        by_first_use: Whether what the forward pass uses first goes first, or what exists first.
-        one_at_a_time: Whether the next piece is sent when the last one has arrived, whatever the credit.
+        name: Value of the option.
+        takes: Options for sizes that apply to it.
+        in_words: A sentence on how gradients travel, with places for the sizes in force.
+        by_first_use: Whether the order is that of first use in the forward pass; if false, the order of arrival.
+        one_at_a_time: Whether a piece is sent only when the last one has arrived, whatever the credit.
     """
 
     name: str
@@ -55,10 +55,10 @@ class SchedulingPolicy:
         return "credit" in self.takes
 
     def own_partition_size(self, parameters: int) -> int | None:
-        """The partition size where the user gave none, and then the credit, too; ``None`` leaves both to the link.
+        """Return the policy's own partition size and credit; ``None`` if they are chosen from model and link.
 
         Args:
-            parameters: Of the model.
+            parameters: Number of the model's parameters.
         """
         if self.is_tuned:
             return None
@@ -88,7 +88,7 @@ POLICIES = tuple(policy.name for policy in _ALL)
 
 
 def policy_of(name: str) -> SchedulingPolicy:
-    """The policy of that name.
+    """Return the policy of that name.
 
     Raises:
         OptionError: If there is none.
@@ -105,15 +105,15 @@ class SchedulerOptions:
     """How gradients are scheduled; validated when made.
 
     Attributes:
-        partition_size: Largest piece sent at once, in parameters; ``None`` follows model and link.
-        credit: What may be in flight, in parameters; ``None`` follows model and link.
+        partition_size: Largest piece sent at once, in parameters; ``None``: chosen from model and link.
+        credit: Most that may be in flight, in parameters; ``None``: chosen from model and link.
         cross_barrier: Carry communication across the step boundary into the next forward pass.
         mode: ``"overlapped"``, ``"ddp"`` for steps as DDP takes them, or ``"auto"`` to time both and keep the faster.
         timeline: File for the Chrome-trace timeline, or ``None`` for none.
         debug: Log each scheduling decision.
-        policy: In which order and in what pieces gradients travel.
-        tunes_credit: Find the credit while training.
-        tunes_partition: Find the partition size while training.
+        policy: The order and the pieces in which gradients travel.
+        tunes_credit: Find the credit during training.
+        tunes_partition: Find the partition size during training.
         ignored_variables: Environment variables that were set and have no effect here.
     """
 
@@ -169,26 +169,28 @@ class SchedulerOptions:
         tuning: bool | str | None = None,
         environ: Mapping[str, str] | None = None,
     ) -> SchedulerOptions:
-        """Fill what was not given as an argument from the environment.
+        """Fill missing arguments from the environment.
 
         Args:
-            partition_size: Beats ``BYTESCHEDULER_PARTITION``.
-            credit: Beats ``BYTESCHEDULER_CREDIT``.
+            partition_size: Overrides ``BYTESCHEDULER_PARTITION``.
+            credit: Overrides ``BYTESCHEDULER_CREDIT``.
             cross_barrier: Has no variable.
             mode: Has no variable.
-            timeline: Beats ``BYTESCHEDULER_TIMELINE``.
-            debug: Beats ``BYTESCHEDULER_DEBUG``.
+            timeline: Overrides ``BYTESCHEDULER_TIMELINE``.
+            debug: Overrides ``BYTESCHEDULER_DEBUG``.
             policy: Has no variable.
-            tuning: ``"credit"``, ``"partition"``, ``"both"`` or ``False``; beats ``BYTESCHEDULER_CREDIT_TUNING`` and
-                ``BYTESCHEDULER_PARTITION_TUNING``. If none is given, the credit is tuned where the mode is ``"auto"``,
-                unless it was given as an argument; ``BYTESCHEDULER_CREDIT`` alone says where to start, as published.
-            environ: Where variables are looked up; the process's environment unless given.
+            tuning: ``"credit"``, ``"partition"``, ``"both"`` or ``False``; overrides ``BYTESCHEDULER_CREDIT_TUNING``
+                and ``BYTESCHEDULER_PARTITION_TUNING``. Without any of them, the credit is tuned if the mode is
+                ``"auto"`` and the argument ``credit`` was left out; ``BYTESCHEDULER_CREDIT`` alone is the start, as
+                published.
+            environ: Environment variables; the process's own if ``None``.
 
         Raises:
             OptionError: Names the argument or variable, its value and what is allowed.
         """
         given = os.environ if environ is None else environ
-        env = {name: value.strip() for name, value in given.items() if value.strip()}  # an empty one is none
+        # an empty variable counts as unset
+        env = {name: value.strip() for name, value in given.items() if value.strip()}
         chosen = policy_of(policy)
         if tuning is not None and require_one_of("tuning", tuning, TUNED) and mode == "ddp":
             raise OptionError("tuning", tuning, "False, or left out, where mode='ddp' leaves no sizes to tune")
@@ -222,18 +224,11 @@ class SchedulerOptions:
 
 
 def _tuned_by_variable(name: str, given: object, *, mode: str, env: Mapping[str, str]) -> bool | None:
-    """Whether a size is tuned; ``None`` if no variable says so.
-
-    Args:
-        name: Of the size.
-        given: The size, if it was given as an argument.
-        mode: How steps are taken.
-        env: Variables.
-    """
+    """Whether a size is tuned; ``None`` if no variable decides. ``given`` is the size as an argument."""
     variable = f"BYTESCHEDULER_{name.upper()}_TUNING"
     switched = _switch(variable, env[variable]) if variable in env else None
     if given is not None or mode == "ddp":
-        return False  # an argument says what is used, whatever a variable says
+        return False  # an argument overrides variables
     return switched
 
 

@@ -1,10 +1,9 @@
-"""Which sub-task is sent next: by priority, by priority with somebody else's among them, or as another rank decided.
+"""The order of launches: by priority, by priority with other collectives among them, or as another rank decided.
 
-Over long ways also on which lane, so that what is urgent overtakes what is under way (``LaneChoice``).
+On links with high latency ``LaneChoice`` also selects a lane, so that urgent sub-tasks overtake those in flight.
 
-Both orders are plain data structures that ``ByteCore`` calls under its own lock; they have no lock of their
-own. What an order pops is *claimed*: it will be launched even if its task fails meanwhile, as other ranks may
-have been told.
+The orders are plain data structures without locks; ``ByteCore`` calls them under its own lock. A popped sub-task is
+*claimed*: it will be launched even if its task fails, as other ranks may have been told.
 """
 
 from __future__ import annotations
@@ -22,19 +21,19 @@ from lightning_bytescheduler.scheduler.task import ENDED, CommTask, SubCommTask,
 __all__ = ["LANES", "AnnouncedOrder", "Decision", "LaneChoice", "LaunchOrder", "MixedOrder", "PriorityOrder"]
 
 LANES = 2
-_MANY = 64  # under way on a lane, of which most have ended
+_MANY = 64  # sub-tasks on a lane before ended ones are removed
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """One launch decision, as it travels from the deciding rank to the others.
+    """One launch decision, as sent from the deciding rank to the others.
 
     Attributes:
         key: The task's key, the same on every rank.
-        partition_size: The size the deciding rank partitioned the task with, in parameters.
-        index: Which sub-task is next.
+        partition_size: Partition size of the task on the deciding rank, in parameters.
+        index: Index of the next sub-task.
         task_size: The task's size on the deciding rank, in parameters; ``None`` leaves it unchecked.
-        lane: On which the sub-task travels, see ``LaneChoice``.
+        lane: Lane of the sub-task, see ``LaneChoice``.
     """
 
     key: TaskKey
@@ -48,28 +47,28 @@ class LaunchOrder(Protocol):
     """The order in which a core starts ready sub-tasks."""
 
     def admit(self, task: CommTask, partition_size: int) -> None:
-        """Take in a task that was just enqueued."""
+        """Add a task that was just enqueued."""
 
     def ready(self, sub_tasks: Iterable[SubCommTask]) -> None:
-        """Take in sub-tasks whose data exists now."""
+        """Add sub-tasks whose data is complete."""
 
     def pop(self, *, credit_left: bool = True, overtaking: int | None = None) -> SubCommTask | None:
-        """Claim and return the ready sub-task to start next, or return ``None`` when there is none.
+        """Claim and return the ready sub-task to start next, or return ``None`` if there is none.
 
         Args:
             credit_left: Whether it may be one that takes credit.
-            overtaking: Where no credit is left: it may be one that is more urgent than this priority.
+            overtaking: Without credit left: it may be one that is more urgent than this priority.
         """
 
     def decided(self, batch: Sequence[SubCommTask]) -> None:
         """Called without the core's lock, before ``batch`` is started in this order."""
 
     def clear(self) -> None:
-        """Forget everything that was not popped."""
+        """Drop everything that was not popped."""
 
 
 class PriorityOrder:
-    """Lowest priority number first; among equals, the task enqueued first, its parts in order of offset.
+    """Lowest priority number first; among equals the task enqueued first, its parts in order of offset.
 
     Source: the scheduling algorithm of ByteScheduler (Peng et al., SOSP 2019).
     """
@@ -90,7 +89,7 @@ class PriorityOrder:
             heapq.heappush(self._heap, (sub.priority, sub.parent._sequence, sub.index, sub))
 
     def pop(self, *, credit_left: bool = True, overtaking: int | None = None) -> SubCommTask | None:
-        """Claim and return the most urgent ready sub-task, skipping those that failed while they waited."""
+        """Claim and return the most urgent ready sub-task, skipping those that have failed."""
         while self._heap and (credit_left or (overtaking is not None and self._heap[0][0] < overtaking)):
             sub = heapq.heappop(self._heap)[-1]
             if sub.claim():
@@ -98,36 +97,36 @@ class PriorityOrder:
         return None
 
     def decided(self, batch: Sequence[SubCommTask]) -> None:
-        """Nobody has to be told."""
+        """No other rank has to be told."""
 
     def clear(self) -> None:
-        """Forget everything queued."""
+        """Drop everything queued."""
         self._heap.clear()
 
 
 class MixedOrder(PriorityOrder):
-    """By priority, with *foreign* tasks among them: collectives of others, which take no credit and have no priority.
+    """By priority, with *foreign* tasks among them: other code's collectives, without credit and priority.
 
-    A foreign task is popped, before all else, as soon as every rank has submitted it (:meth:`submitted_everywhere`).
-    Until then no task that was admitted after it is popped, but those of later phases: they follow from what has ended.
-    Why nobody waits forever then is said in ``collectives/launch_order.py``.
+    A foreign task is popped before all others once every rank has submitted it (:meth:`submitted_everywhere`). Until
+    then no task admitted after it is popped, except those of later phases, which follow from tasks that have ended.
+    ``collectives/launch_order.py`` explains why this cannot deadlock.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._foreign: deque[CommTask] = deque()  # that were not popped, in the order in which they were admitted
+        self._foreign: deque[CommTask] = deque()  # not popped yet, in order of admission
         self._foreign_popped = 0
-        self._on_all = 0  # how many all ranks have submitted
-        self._later: list[SubCommTask] = []  # ready, and admitted after the first of the foreign ones
+        self._on_all = 0  # number of foreign tasks that all ranks have submitted
+        self._later: list[SubCommTask] = []  # ready, and admitted after the first foreign task
 
     def admit(self, task: CommTask, partition_size: int) -> None:
-        """See :class:`PriorityOrder`; a foreign task is of one part."""
+        """See :class:`PriorityOrder`; a foreign task has one part."""
         super().admit(task, partition_size if task.takes_credit else task.size)
         if not task.takes_credit:
             self._foreign.append(task)
 
     def ready(self, sub_tasks: Iterable[SubCommTask]) -> None:
-        """Queue sub-tasks by priority, or behind the first of the foreign ones."""
+        """Queue sub-tasks by priority, or behind the first foreign task."""
         ours = [sub for sub in sub_tasks if sub.parent.takes_credit]
         if self._foreign:
             self._later += [sub for sub in ours if self._has_to_follow(sub.parent)]
@@ -138,11 +137,11 @@ class MixedOrder(PriorityOrder):
         return task.key.phase == 0 and task._sequence > self._foreign[0]._sequence
 
     def submitted_everywhere(self, count: int) -> None:
-        """All ranks have submitted the first ``count`` foreign tasks."""
+        """Record that all ranks have submitted the first ``count`` foreign tasks."""
         self._on_all = max(self._on_all, count)
 
     def pop(self, *, credit_left: bool = True, overtaking: int | None = None) -> SubCommTask | None:
-        """Claim and return a foreign sub-task that may go, or else the most urgent other one."""
+        """Claim and return an allowed foreign sub-task, otherwise the most urgent other one."""
         while self._foreign and self._may_go(self._foreign[0]):
             task = self._foreign.popleft()
             self._foreign_popped += 1
@@ -156,17 +155,17 @@ class MixedOrder(PriorityOrder):
         return task.ready and self._on_all > self._foreign_popped
 
     def clear(self) -> None:
-        """Forget everything queued."""
+        """Drop everything queued."""
         super().clear()
         self._foreign.clear()
         self._later.clear()
 
 
 class AnnouncedOrder:
-    """Exactly the order another rank decided on; each sub-task waits only for its own data here.
+    """The order that another rank decided; each sub-task waits only for its own data here.
 
-    A task is partitioned when the first decision about it arrives, with the size that decision carries, so
-    the deciding rank may change its partition size at any time without an agreement.
+    A task is partitioned when the first decision about it arrives, with the partition size in that decision. So the
+    deciding rank may change its partition size at any time without an agreement.
     """
 
     def __init__(self) -> None:
@@ -175,33 +174,33 @@ class AnnouncedOrder:
         self._decisions: deque[Decision] = deque()
 
     def admit(self, task: CommTask, partition_size: int) -> None:
-        """Hold ``task`` until it is named by a decision; ``partition_size`` is the deciding rank's affair.
+        """Hold ``task`` until a decision names it; ``partition_size`` is ignored.
 
         Raises:
-            LaunchOrderError: If a task with the same key is held already.
+            LaunchOrderError: If a task with the same key is already held.
         """
         if task.key in self._tasks:
             raise LaunchOrderError(f"A task of {task.key} is held already: {self._tasks[task.key].name!r}.")
         self._tasks[task.key] = task
 
     def ready(self, sub_tasks: Iterable[SubCommTask]) -> None:
-        """Readiness is read from the task when its turn comes."""
+        """Do nothing: readiness is read from the task when its turn comes."""
 
     def announce(self, decisions: Iterable[Decision]) -> None:
         """Append decisions of the deciding rank, in its order."""
         self._decisions.extend(decisions)
 
     def pop(self, *, credit_left: bool = True, overtaking: int | None = None) -> SubCommTask | None:
-        """Claim and return the next announced sub-task if its data exists here.
+        """Claim and return the next announced sub-task if its data is complete here.
 
         Args:
             credit_left: Whether it may be one that takes credit.
-            overtaking: Given where what overtakes may go without; whether it does, the deciding rank has seen to.
+            overtaking: Not ``None`` if an overtaking sub-task may go without credit; the deciding rank has chosen it.
 
         Raises:
-            LaunchOrderError: If the decision does not fit the task that carries its key on this rank.
-            BaseException: What that task has failed with here: it can no longer be sent, and sending what
-                comes after it instead would pair it with another tensor on the other ranks.
+            LaunchOrderError: If the decision does not fit the task with its key on this rank.
+            BaseException: The error of that task. It cannot be sent, and sending a later one instead would pair it with
+                another tensor on the other ranks.
         """
         if not self._decisions:
             return None
@@ -237,7 +236,7 @@ class AnnouncedOrder:
 
     @staticmethod
     def _part(task: CommTask, decision: Decision) -> SubCommTask | None:
-        """What ``decision`` names here, or ``None`` if ``task`` is not what the deciding rank has."""
+        """Return the sub-task that ``decision`` names, or ``None`` if ``task`` differs from the deciding rank's."""
         size = decision.partition_size
         if size < 1 or decision.task_size not in (None, task.size):
             return None
@@ -247,26 +246,24 @@ class AnnouncedOrder:
         return sub_tasks[decision.index]
 
     def decided(self, batch: Sequence[SubCommTask]) -> None:
-        """The decision came from elsewhere; nobody has to be told."""
+        """Another rank decided, so no rank has to be told."""
 
     def clear(self) -> None:
-        """Forget all tasks and decisions."""
+        """Drop all tasks and decisions."""
         self._tasks.clear()
         self._popped.clear()
         self._decisions.clear()
 
 
 class LaneChoice:
-    """Chooses lanes, for one sub-task after the other as they are launched; under the core's launching lock.
+    """Chooses lanes for sub-tasks one by one, as they are launched; under the core's launching lock.
 
-    A *lane* is a set of connections between all ranks. What is sent on one lane leaves in that order. Over a long way
-    much has to be under way, lest the link stands idle: an urgent sub-task would wait a tenth of a second behind it. On
-    another lane it shares the link with it, as connections do. So what is more urgent than the one launched before it
-    goes to the lane on which less is under way, and what follows stays there. It may also take a second credit, as it
-    would wait for the first. Four workers, 500 Mbit/s, 20 ms there and back: steps took 1.09 times their bound with one
-    lane, 1.08 with two, and 1.05 with the second credit, too.
+    A *lane* is a set of connections between all ranks, on which sub-tasks are sent in order. With high latency much has
+    to be in flight to fill the link, and an urgent sub-task would wait behind all of it. On another lane it shares the
+    link. So a sub-task that is more urgent than the one launched before it goes to the lane with less in flight, and
+    later ones stay there. It may also take a second credit instead of waiting for the first.
 
-    Only the deciding rank chooses. Its choice travels with the decision: each lane has one order of launches on all
+    Only the deciding rank chooses. Its choice travels with the decision, so each lane has one order of launches on all
     ranks.
     """
 
@@ -276,7 +273,7 @@ class LaneChoice:
         self._last_priority: float = -math.inf
 
     def choose(self, sub_task: SubCommTask) -> int:
-        """The lane of what is launched next."""
+        """Return the lane of the next launch."""
         if sub_task.priority < self._last_priority:
             loads = [self._load(lane) for lane in range(LANES)]
             least = min(range(LANES), key=loads.__getitem__)
@@ -289,6 +286,6 @@ class LaneChoice:
         return self._lane
 
     def _load(self, lane: int) -> int:
-        """What is under way on a lane, in parameters; forgets what has ended."""
+        """Return what is in flight on a lane, in parameters; removes ended sub-tasks."""
         self._under_way[lane] = [sub for sub in self._under_way[lane] if sub.state not in ENDED]
         return sum(sub.charge for sub in self._under_way[lane])

@@ -1,11 +1,11 @@
-"""Which server sums which part of a gradient: by bytes, or as BytePS's mixed mode does.
+"""Assigns parts of gradients to servers: by bytes, or as BytePS's mixed mode does.
 
-With ``n`` workers, ``k`` servers can run on machines of their own (*spare*), and one beside each worker (*colocated*).
-A byte that is placed on a spare server crosses the links of the workers only; one on a colocated server crosses that
-worker's link in both of its roles. All links are busy for equally long if the spare servers together take the share
-``2k(n-1) / (n^2 + kn - 2k)`` of the bytes and the colocated ones the rest, as evenly each (BytePS: Jiang et al.,
-"A Unified Architecture for Accelerating Distributed DNN Training in Heterogeneous GPU/CPU Clusters", OSDI 2020,
-section 4.1). With ``k = n`` the spare servers take everything; with ``k = 0`` there are colocated ones only.
+With ``n`` workers, ``k`` *spare* servers can run on separate machines, and one *colocated* server with each worker. A
+byte on a spare server crosses only links of workers. A byte on a colocated server crosses that worker's link in both
+roles. All links are busy equally long if the spare servers together take the share ``2k(n-1) / (n^2 + kn - 2k)`` of the
+bytes and the colocated ones the rest, each equally much (BytePS: Jiang et al., "A Unified Architecture for Accelerating
+Distributed DNN Training in Heterogeneous GPU/CPU Clusters", OSDI 2020, section 4.1). With ``k = n`` the spare servers
+take everything; with ``k = 0`` there are only colocated ones.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lightning_bytescheduler.checks import require_one_of, require_whole
 from lightning_bytescheduler.exceptions import OptionError
 
 PLACEMENTS = ("balanced", "mixed")
-"""How parts can be placed; the first is the default."""
+"""Allowed placements; the first is the default."""
 
 MIXED_MODE_VARIABLE = "BYTEPS_ENABLE_MIXED_MODE"
 
@@ -27,22 +27,22 @@ Nodes = tuple[tuple[int, ...], ...]
 _NODES_SHOWN = 4
 
 _WORD = (1 << 64) - 1
-_MIXED_BOUND = 101  # BytePS's: a key's hash is taken modulo this, and the smaller results go to spare servers
+_MIXED_BOUND = 101  # BytePS's: a key's hash is taken modulo this, and smaller results go to spare servers
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """How many bytes each server has had.
+    """The bytes that each server has received.
 
-    Servers are numbered: 0 to k-1 are the spare ones, k to k+n-1 those beside workers 0 to n-1.
+    Servers 0 to k-1 are the spare ones; k to k+n-1 are colocated with workers 0 to n-1.
 
     Attributes:
         how: One of ``PLACEMENTS``.
         workers: n.
-        spare_servers: k, no more than n.
-        bytes_per_server: By number of the server.
-        nodes: The ranks of each node, where one of them pushes the sum of all of a node's; the nodes are the workers
-            then, and the bytes those of this rank's share.
+        spare_servers: k, at most n.
+        bytes_per_server: Bytes by number of the server.
+        nodes: The ranks of each node, if one of them pushes the node's sum; then nodes are the workers, and the bytes
+            are those of this rank's share.
     """
 
     how: str
@@ -53,26 +53,26 @@ class Placement:
 
     @property
     def spare_share(self) -> float:
-        """Of all bytes, those on spare servers; 0 if there are no bytes."""
+        """Fraction of all bytes on spare servers; 0 without bytes."""
         return sum(self.bytes_per_server[: self.spare_servers]) / (sum(self.bytes_per_server) or 1)
 
     @property
     def ideal_bytes(self) -> tuple[float, ...]:
-        """By number of the server: what it would have if bytes could be divided at will."""
+        """Bytes by number of the server, if they could be divided exactly."""
         total = sum(self.bytes_per_server)
         return tuple(total * weight for weight in server_weights(self.workers, self.spare_servers))
 
     @property
     def fullest(self) -> float:
-        """How many times its ideal the fullest server has; infinite where something is on one that should have nothing.
+        """The fullest server's bytes over its ideal; infinite if a server without a share has bytes.
 
-        Communication takes so many times the time of the formula.
+        Communication takes this many times the time of the formula.
         """
         pairs = zip(self.bytes_per_server, self.ideal_bytes, strict=True)
         return max((has / ideal if ideal else float("inf") for has, ideal in pairs if has), default=1.0)
 
     def table(self) -> list[tuple[str, int, float, float]]:
-        """A row for each server that has bytes or should: its name, bytes, share of all bytes, and ideal share."""
+        """Return a row for each server with bytes or a share: name, bytes, share of all bytes, ideal share."""
         total = sum(self.bytes_per_server) or 1
         weights = server_weights(self.workers, self.spare_servers)
         names = [f"spare server {k}" for k in range(self.spare_servers)]
@@ -89,7 +89,7 @@ class Placement:
 
     @property
     def grouping(self) -> str:
-        """What is added up before it is pushed, in words; empty if nothing is."""
+        """The grouping of ranks by node in words; empty without one."""
         if not self.nodes:
             return ""
         shown = [f"{', '.join(map(str, ranks))}" for ranks in self.nodes[:_NODES_SHOWN]]
@@ -99,13 +99,12 @@ class Placement:
 
 
 def spare_share(workers: int, servers: int) -> float:
-    """Of all bytes, what ``servers`` spare servers together should have beside ``workers`` workers.
+    """Return the share of all bytes for ``servers`` spare servers together, with ``workers`` workers.
 
-    ``2k(n-1) / (n^2 + kn - 2k)``: 0.6 for n = 4, k = 2, and 1 for k = n. More spare servers than workers count as many
-    as there are workers.
+    ``2k(n-1) / (n^2 + kn - 2k)``: 0.6 for n = 4, k = 2, and 1 for k = n. More spare servers than workers count as n.
 
     Raises:
-        OptionError: If there is no worker, or less than no server.
+        OptionError: If ``workers`` is below 1 or ``servers`` below 0.
     """
     n, k = require_whole("workers", workers, 1), require_whole("servers", servers, 0)
     if k >= n:
@@ -114,17 +113,17 @@ def spare_share(workers: int, servers: int) -> float:
 
 
 def server_weights(workers: int, servers: int) -> tuple[float, ...]:
-    """Each server's share of all bytes, the spare ones first; they sum to 1. See :func:`spare_share`."""
+    """Return each server's share of all bytes, spare ones first; they sum to 1. See :func:`spare_share`."""
     share, spare = spare_share(workers, servers), min(servers, workers)
     return (*(share / spare for _ in range(spare)), *((1 - share) / workers for _ in range(workers)))
 
 
 def mixed_server(tensor: int, part: int, workers: int, servers: int) -> int:
-    """The server of a part by BytePS's mixed mode, whose hashes come to about the shares of :func:`server_weights`.
+    """Return the server of a part by BytePS's mixed mode, whose hashes approximate :func:`server_weights`.
 
     Args:
-        tensor: Its number.
-        part: Its number among those of the tensor.
+        tensor: Number of the tensor.
+        part: Number of the part within the tensor.
         workers: n.
         servers: k.
     """
@@ -137,11 +136,11 @@ def mixed_server(tensor: int, part: int, workers: int, servers: int) -> int:
 
 
 def chosen_placement(how: str | None, environ: Mapping[str, str]) -> str:
-    """The placement that was asked for: by the option, else by BytePS's variable, else the default.
+    """Return the chosen placement: the option, otherwise BytePS's variable, otherwise the default.
 
     Args:
-        how: The option ``placement``, if it was given.
-        environ: Where ``BYTEPS_ENABLE_MIXED_MODE`` is looked up: 1 asks for ``"mixed"``, as it does in BytePS.
+        how: The option ``placement``; ``None`` if left out.
+        environ: Environment variables; ``BYTEPS_ENABLE_MIXED_MODE=1`` means ``"mixed"``, as in BytePS.
 
     Raises:
         OptionError: If the option or the variable has a value that is not allowed.
@@ -155,7 +154,7 @@ def chosen_placement(how: str | None, environ: Mapping[str, str]) -> str:
 
 
 def _djb2(key: int) -> int:
-    """Bernstein's: 33 times what came before, plus the next character of the key in decimal."""
+    """Return Bernstein's hash of the key in decimal: 33 times the last value plus the next character."""
     value = 5381
     for character in str(key).encode():
         value = value * 33 + character & _WORD

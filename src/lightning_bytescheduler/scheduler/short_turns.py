@@ -1,13 +1,14 @@
-"""Threads that carry communication need the processor, and the interpreter, soon but briefly.
+"""Gives communication threads the processor and the interpreter quickly, for short turns.
 
-Where every core computes, a thread that a message wakes waits for a computing thread's turn to end, 1.4 to 3 ms, and a
-partition needs several such wakings on each rank: sub-tasks of 1.5 ms on the wire took 25.
-Linux 6.12 and later let a thread of the ordinary policy ask for shorter turns, without privileges: it runs as soon as
-it wakes, and its share of the processor stays what it was (``sched_setattr(2)``, ``sched_runtime``). Elsewhere nothing
+If every core computes, a thread that a message wakes waits for a computing thread's turn to end, some milliseconds. A
+partition needs several such wake-ups on each rank, which can cost far more than its transfer.
+
+From Linux 6.12 a thread of the ordinary policy may ask for shorter turns without privileges: it runs as soon as it
+wakes, and its share of the processor is unchanged (``sched_setattr(2)``, ``sched_runtime``). On other systems nothing
 happens.
 
-A thread of Python that wakes while another runs Python code waits for the interpreter besides, up to its *switch
-interval*: 5 ms, unless whoever holds it lets go and does not take it back before the woken thread runs.
+A Python thread that wakes while another one runs Python code also waits for the interpreter, up to its *switch
+interval* of 5 ms.
 """
 
 from __future__ import annotations
@@ -25,23 +26,23 @@ __all__ = ["InterpreterTurns", "prefer_short_turns", "short_turns"]
 _SWITCH_INTERVAL_S = 0.0005
 _SHORT = 100_000  # nanoseconds, the least that the kernel grants
 _ATTRIBUTES = struct.Struct("IIQiIQQQ")  # size, policy, flags, nice, priority, runtime, deadline, period
-_RUNTIME = 5  # its place in the above
-_ORDINARY_POLICIES = (0, 3)  # SCHED_OTHER and SCHED_BATCH; for a real-time policy the field means something else
+_RUNTIME = 5  # index in the above
+_ORDINARY_POLICIES = (0, 3)  # SCHED_OTHER and SCHED_BATCH; real-time policies use the field differently
 _CALLS = {"x86_64": (314, 315), "aarch64": (274, 275), "riscv64": (274, 275)}  # sched_setattr, sched_getattr
 
 
 def prefer_short_turns() -> bool:
-    """Ask for short turns for the calling thread, and for those it will start.
+    """Ask for short turns for the calling thread and the threads that it will start.
 
     Returns:
-        Whether the kernel took note; ``False`` on other systems, older kernels and under real-time policies.
+        Whether the kernel accepted; ``False`` on other systems, older kernels and under real-time policies.
     """
     return _ask_for(_SHORT) is not None
 
 
 @contextmanager
 def short_turns() -> Iterator[None]:
-    """Give threads that are started meanwhile short turns, such as those of a process group, but not the caller."""
+    """Give short turns to threads started within, such as those of a process group, but not to the caller."""
     before = _ask_for(_SHORT)
     try:
         yield
@@ -51,10 +52,10 @@ def short_turns() -> Iterator[None]:
 
 
 class InterpreterTurns:
-    """Shortens the interpreter's switch interval to half a millisecond for as long as somebody needs that.
+    """Shortens the interpreter's switch interval to half a millisecond while it is in use.
 
-    It is the process's own. Each user of it makes one of these and ends it; the last to end restores what was there
-    before the first, unless somebody else has changed it meanwhile.
+    The interval belongs to the process. Each user makes an instance and ends it. The last one restores the earlier
+    value, unless other code has changed it.
     """
 
     _lock = threading.Lock()
@@ -71,7 +72,7 @@ class InterpreterTurns:
             kind._users += 1
 
     def end(self) -> None:
-        """Restore it, if nobody else needs it; again: nothing happens."""
+        """Restore the interval if this is the last user; idempotent."""
         kind = InterpreterTurns
         with kind._lock:
             if self._ended:
@@ -84,7 +85,7 @@ class InterpreterTurns:
 
 
 def _ask_for(nanoseconds: int) -> int | None:
-    """Ask for turns of this length; returns what they were, or ``None`` if that cannot be asked for."""
+    """Ask for turns of this length; returns the earlier length, or ``None`` if that is not possible."""
     calls = _CALLS.get(platform.machine()) if sys.platform == "linux" else None
     if calls is None:
         return None
@@ -95,7 +96,7 @@ def _ask_for(nanoseconds: int) -> int | None:
         return None
     fields = list(_ATTRIBUTES.unpack(attributes.raw))
     before: int = fields[_RUNTIME]
-    if fields[1] not in _ORDINARY_POLICIES or before == 0:  # kernels before 6.12 say 0
+    if fields[1] not in _ORDINARY_POLICIES or before == 0:  # kernels before 6.12 return 0
         return None
     fields[_RUNTIME] = nanoseconds
     return None if kernel.syscall(set_attributes, 0, _ATTRIBUTES.pack(*fields), 0) else before

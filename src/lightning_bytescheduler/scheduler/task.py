@@ -1,15 +1,15 @@
-r"""Communication tasks: one operation on one tensor, cut into sub-tasks that are sent on their own.
+r"""Communication tasks: one operation on one tensor, cut into sub-tasks that are sent separately.
 
-The vocabulary is that of ByteScheduler's unified abstraction (Peng et al., SOSP 2019): a task is *partitioned* into
-sub-tasks, which are queued, sent and acknowledged one by one; becomes *ready* when its data exists; is *started* by the
-core; and has *finished* when its last sub-task has arrived. Tasks know neither the transport nor the framework:
-``launch`` is called with a sub-task that names an offset and a size (in parameters) of the task's flat buffer; nothing
-is copied.
+The terms are those of ByteScheduler's unified abstraction (Peng et al., SOSP 2019). A task is *partitioned* into
+sub-tasks, which are queued, sent and acknowledged one by one. It becomes *ready* when its data is complete, is
+*started* by the core, and has *finished* when its last sub-task has arrived. Tasks know neither the transport nor the
+framework: ``launch`` gets a sub-task with an offset and a size (in parameters) in the task's flat buffer. Nothing is
+copied.
 
-Lock order: ``ByteCore``'s lock may be held when a task's lock is taken, never the other way round; nothing
-outside this module is called with a task's lock held.
+Lock order: a task's lock may be taken while ``ByteCore``'s lock is held, never the other way round. No code outside
+this module is called with a task's lock held.
 
-Life of a sub-task (a task follows its sub-tasks)::
+States of a sub-task (a task follows its sub-tasks)::
 
     CREATED --notify_ready--> READY --start--> STARTED --notify_finish--> FINISHED
        \_________________________\________________\________fail__________> FAILED
@@ -41,7 +41,7 @@ __all__ = [
 
 
 class TaskState(enum.Enum):
-    """Where a task or sub-task stands."""
+    """State of a task or sub-task."""
 
     CREATED = "created"
     READY = "ready"
@@ -51,20 +51,20 @@ class TaskState(enum.Enum):
 
 
 class Passage:
-    """Of a part by way of a parameter server, for timelines: its stages, and when; in seconds of the core's clock.
+    """Stages of a part's way through a parameter server, for timelines; in seconds of the core's clock.
 
     Args:
-        server: Who adds it up.
-        pushed: Bytes that go there; 0 where the server is in this process.
-        pulled: Bytes that come back, at most.
+        server: Number of the server.
+        pushed: Bytes that are pushed; 0 if the server is in this process.
+        pulled: Most bytes that are pulled.
 
     Attributes:
         server: As given.
         pushed: As given.
-        pulled: Bytes that have come back.
-        push: From when to when the part was on its way; nothing if it was not.
-        began: When a sum that is formed in this process was begun.
-        came: When the sum was there; 0 where nothing was done after that.
+        pulled: Bytes that were pulled.
+        push: Begin and end of the push; ``None`` if there was none.
+        began: When a sum in this process was begun.
+        came: When the sum had arrived; 0 if nothing followed.
     """
 
     __slots__ = ("began", "came", "pulled", "push", "pushed", "server")
@@ -79,41 +79,41 @@ class Passage:
 
     @property
     def where(self) -> dict[str, int]:
-        """Who has it elsewhere, for timelines."""
+        """Where the part is summed, for timelines."""
         return {"server": self.server}
 
     def sent(self, start: float, end: float) -> None:
-        """The push has left, from ``start`` to ``end``."""
+        """Record the push, from ``start`` to ``end``."""
         self.push = start, end
 
     def stages(self, finished: float) -> Iterator[tuple[str, float, float, int]]:
-        """(name, start, end, bytes) of each; for a part that was there at ``finished``.
+        """Yield (name, start, end, bytes) of each stage of a part that had arrived at ``finished``.
 
-        A pull begins when the push has left, and so has in it what the server waits for other workers.
+        A pull begins when the push has left, so it includes the server's wait for other workers.
         """
         came = self.came or finished
         if not self.pushed:
             yield "sum", self.began, came, 0
             return
         start, end = self.push or (self.began, came)
-        end = min(end, came)  # who sends may be told later than who receives
+        end = min(end, came)  # the sender may be notified later than the receiver
         yield "push", min(start, end), end, self.pushed
         yield "pull", end, came, self.pulled
 
 
 class NodePassage(Passage):
-    """Of a part that the ranks of a node add up before one of them, the pusher, pushes the sum.
+    """The way of a part that the ranks of a node sum before one of them, the pusher, pushes the sum.
 
     Args:
-        moved: Bytes that travel within the node before the push; and after the pull, if nothing else is said.
-        server: See :class:`Passage`; of the pusher.
-        pushed: See :class:`Passage`; of the pusher.
-        pulled: See :class:`Passage`; of the pusher.
-        pusher: Who that is, on the other ranks.
+        moved: Bytes sent within the node before the push, and by default also after the pull.
+        server: See :class:`Passage`; only on the pusher.
+        pushed: See :class:`Passage`; only on the pusher.
+        pulled: See :class:`Passage`; only on the pusher.
+        pusher: Rank of the pusher, on the other ranks.
 
     Attributes:
-        reduced: When the node's sum was there; on a rank that does not push, when its own part had left.
-        returned: Bytes that travel within the node after the pull.
+        reduced: When the node's sum was complete; on other ranks, when their own part had left.
+        returned: Bytes sent within the node after the pull.
     """
 
     __slots__ = ("_moved", "_pusher", "reduced", "returned")
@@ -132,7 +132,7 @@ class NodePassage(Passage):
         return super().where if self._pusher is None else {"pusher": self._pusher}
 
     def stages(self, finished: float) -> Iterator[tuple[str, float, float, int]]:
-        """See :class:`Passage`. A broadcast begins, where nothing is pushed, when the own part has left."""
+        """See :class:`Passage`. On a rank that does not push, the broadcast begins when its own part has left."""
         reduced = min(self.reduced or self.began, finished)
         yield "local reduce", self.began, reduced, self._moved
         if self._pusher is None:
@@ -145,19 +145,18 @@ class SubCommTask:
     """A contiguous part of a task's flat buffer; made by :meth:`CommTask.partition`, never by hand.
 
     Attributes:
-        parent: The task this is a part of.
+        parent: The task.
         index: Position among the parent's sub-tasks, from 0.
-        offset: First parameter of the part within the parent's flat buffer.
+        offset: First parameter of the part in the parent's flat buffer.
         size: Length in parameters.
-        state: Where it stands; written under the parent's lock.
-        ready_at: When its data existed, in seconds of the core's clock; 0 until then.
+        state: State; written under the parent's lock.
+        ready_at: When its data was complete, in seconds of the core's clock; 0 until then.
         started_at: When it was sent; 0 until then.
         finished_at: When it finished or failed; 0 until then.
-        encoded_bytes: What was sent, where that is another number than the task's ``wire_bytes`` makes it; for
-            accounting, set by whoever sends.
-        lane: On which it travels, see ``LaneChoice``; set by the deciding rank, and told to the others with it.
-        charge: What it takes of the credit: its size, or less where its task has larger parts.
-        passage: By way of a parameter server, if that is what it goes; set by whoever sends.
+        encoded_bytes: Bytes sent, if they differ from the task's ``wire_bytes``; for accounting, set by the sender.
+        lane: Its lane, see ``LaneChoice``; chosen by the deciding rank and sent to the others.
+        charge: What it takes of the credit: its size, or less if its task has larger parts.
+        passage: Its way through a parameter server, if any; set by the sender.
     """
 
     __slots__ = (
@@ -189,7 +188,7 @@ class SubCommTask:
         self.lane = 0
         self.passage: Passage | None = None
         self.charge = -(-size // parent.fold) if parent.takes_credit else 0
-        self._claimed = False  # chosen to be sent next, but not launched yet
+        self._claimed = False  # chosen to be sent next, not launched yet
 
     @property
     def name(self) -> str:
@@ -202,7 +201,7 @@ class SubCommTask:
         return self.parent.priority
 
     def notify_ready(self) -> None:
-        """Say that this part's data exists. Does nothing if the task has ended: its owner learns that.
+        """Record that this part's data is complete. Does nothing if the task has ended.
 
         Raises:
             TaskStateError: If it is not in state CREATED, or the task was never enqueued.
@@ -213,7 +212,7 @@ class SubCommTask:
         """Choose this part to be sent next; called by orders. Once claimed, it is sent even if its task fails.
 
         Returns:
-            Whether it still can be sent: it was ready, and nobody has claimed it.
+            Whether it was ready and not claimed.
         """
         return self.parent._claim(self)
 
@@ -222,12 +221,12 @@ class SubCommTask:
 
         Raises:
             TaskStateError: If the sub-task is not ready, or was started before.
-            BaseException: Whatever the task's ``launch`` raised; the task has failed with it.
+            BaseException: The error of the task's ``launch``, with which the task has failed.
         """
         self.parent._start(self)
 
     def notify_finish(self) -> None:
-        """Say that this part has arrived.
+        """Record that this part has arrived.
 
         Raises:
             TaskStateError: If it was not started, or has finished or failed before.
@@ -235,7 +234,7 @@ class SubCommTask:
         self.parent._end(self, None)
 
     def fail(self, error: BaseException) -> None:
-        """Say that this part will never arrive, so the task fails with ``error``; nothing if it has ended."""
+        """Fail the task with ``error``, as this part will never arrive; does nothing if it has ended."""
         self.parent._end(self, error)
 
     def __repr__(self) -> str:
@@ -249,27 +248,27 @@ class TaskListener(Protocol):
         """Seconds of the core's clock."""
 
     def sub_tasks_ready(self, task: CommTask, sub_tasks: list[SubCommTask]) -> None:
-        """The data of these parts, or of a task that is not partitioned yet, exists."""
+        """The data of these parts, or of a task that is not partitioned yet, is complete."""
 
     def sub_task_ended(self, sub_task: SubCommTask) -> None:
         """A part has finished or failed; called before its task's callback."""
 
     def credit_returned(self) -> None:
-        """All who had to know of a part's end have been told; called last."""
+        """All others have been told of a part's end; called last."""
 
     def task_ended(self, task: CommTask, callback_error: BaseException | None) -> None:
         """The outcome is known, the callback has run (or raised ``callback_error``), waiters are awake."""
 
 
 class TaskKey(NamedTuple):
-    """What names a task on every rank alike, and travels with each decision to send a part of it.
+    """Names a task alike on every rank, and travels with each decision to send a part of it.
 
-    Keys are in the order of their steps, of a step's phases, and of a phase's buckets.
+    Keys are ordered by step, then phase, then bucket.
 
     Attributes:
-        step: That the task is part of, the same on all ranks.
-        phase: Of the step: which of its operations this is, where several are done to the same data.
-        bucket: What the operation is done to.
+        step: Number of the step, the same on all ranks.
+        phase: Operation within the step, if there are several on the same data.
+        bucket: Index of the bucket.
     """
 
     step: int
@@ -285,12 +284,11 @@ ENDED = (TaskState.FINISHED, TaskState.FAILED)
 
 
 def part_size(size: int, largest: int) -> int:
-    """Size of the equal parts of a tensor of ``size``; none exceeds ``largest``, the last may be a little smaller."""
+    """Return the size of the equal parts of a tensor: at most ``largest``; the last part may be a little smaller."""
     return -(-size // -(-size // largest))
 
 
 def _equal_parts(size: int, largest: int) -> Iterator[int]:
-    """Sizes of the equal parts of a tensor of ``size``, see :func:`part_size`."""
     part = part_size(size, largest)
     return (min(part, size - offset) for offset in range(0, size, part))
 
@@ -304,15 +302,15 @@ class CommTask:
         launch: Called with each sub-task when it may be sent; must not block on the network, and must lead to
             ``notify_finish()`` or ``fail()`` of that sub-task, on any thread.
         priority: A lower number starts first; ByteScheduler uses the position in the forward pass.
-        key: What names this task on every rank alike; needed when ranks must agree on one order.
+        key: Names this task alike on every rank; needed if ranks must agree on one order.
         immediate: Bypass queue and credit.
-        wire_bytes: What each rank sends for one parameter of the tensor, in bytes; for accounting.
-        on_end: Called once, on the thread that ended the task, after it has finished or failed
-            (``task.error``). What it raises fails the task and aborts the core.
-        fold: How many times as large as others its parts are. Each takes as much credit as one of those: for what
-            travels in fewer bytes.
-        takes_credit: Whether it waits for credit, and takes some. What does not is of one part, and somebody else's: it
-            has its place in the order all the same, see ``MixedOrder`` in ``order.py``.
+        wire_bytes: Bytes that each rank sends per parameter of the tensor; for accounting.
+        on_end: Called once, on the thread that ended the task, after it has finished or failed (``task.error``). An
+            error in it fails the task and aborts the core.
+        fold: How many times larger its parts are than others', at the same credit each: for tasks that travel in fewer
+            bytes.
+        takes_credit: Whether it waits for credit and takes some. A task without credit has one part and belongs to
+            other code; it still has a place in the order, see ``MixedOrder`` in ``order.py``.
 
     Raises:
         OptionError: If ``size`` is not a positive whole number.
@@ -360,12 +358,12 @@ class CommTask:
 
     @property
     def ready(self) -> bool:
-        """Whether the whole task's data exists."""
+        """Whether the whole task's data is complete."""
         return self._ready
 
     @property
     def state(self) -> TaskState:
-        """FINISHED or FAILED once it has ended, else how far its foremost sub-task has come."""
+        """FINISHED or FAILED once it has ended, otherwise the state of its most advanced sub-task."""
         with self._lock:
             if self._ended:
                 return TaskState.FAILED if self._error is not None else TaskState.FINISHED
@@ -380,10 +378,10 @@ class CommTask:
         return self._error
 
     def partition(self, size: int) -> tuple[SubCommTask, ...]:
-        """Cut the task into sub-tasks no larger than ``size`` parameters, without copying.
+        """Cut the task into sub-tasks of at most ``size`` parameters, without copying.
 
-        As few parts as that takes, and all of about the same size: a small rest would cost a message's start-up time
-        for next to nothing. Every rank that uses the same size makes the same parts.
+        It makes as few parts as possible, of about equal size: a small rest would cost a message's start-up time. Every
+        rank that uses the same size makes the same parts.
 
         Args:
             size: Largest part, in parameters.
@@ -393,7 +391,7 @@ class CommTask:
 
         Raises:
             OptionError: If ``size`` is not a positive whole number.
-            TaskStateError: If the task is partitioned already, or has ended.
+            TaskStateError: If the task is already partitioned, or has ended.
         """
         require_size("partition_size", size)
         with self._lock:
@@ -415,7 +413,7 @@ class CommTask:
             return self._sub_tasks
 
     def notify_ready(self) -> None:
-        """Say that the whole task's data exists. Does nothing if it has ended: its owner learns that.
+        """Record that the whole task's data is complete. Does nothing if the task has ended.
 
         Raises:
             TaskStateError: If the task was never enqueued, or any of it was ready before.
@@ -430,7 +428,7 @@ class CommTask:
 
         Raises:
             SchedulerTimeoutError: If it did not finish in time.
-            BaseException: Whatever the task failed with.
+            BaseException: The task's error.
         """
         if not self._done.wait(timeout):
             outstanding = self.describe_outstanding()
@@ -445,13 +443,13 @@ class CommTask:
         return self._done.is_set()
 
     def any_ready(self) -> bool:
-        """Whether any of the task's data exists that has not arrived, or its end is not known to all yet."""
+        """Whether some complete data has not arrived, or waiters have not been told of the end."""
         if self._ended or self._ready:
             return not self.done()
         return any(sub.state in (TaskState.READY, TaskState.STARTED) for sub in self._sub_tasks)
 
     def describe_outstanding(self) -> str:
-        """What has not finished, in words, for error messages."""
+        """Return what has not finished, in words, for error messages."""
         with self._lock:
             if not self._sub_tasks:
                 return f"{self.name} (not partitioned, {'ready' if self._ready else 'not ready'})"
@@ -461,9 +459,9 @@ class CommTask:
             return shown or f"the callback of {self.name}"
 
     def fail(self, error: BaseException) -> None:
-        """End the task with ``error``; sub-tasks that were not sent fail with it. Nothing if it has ended.
+        """End the task with ``error``; unsent sub-tasks fail with it. Does nothing if it has ended.
 
-        What the core has chosen already is sent all the same: other ranks may have been told to expect it.
+        Claimed sub-tasks are still sent, as other ranks may have been told to expect them.
         """
         with self._lock:
             decided = self._decide(error)
@@ -485,7 +483,7 @@ class CommTask:
         now = listener.now()
         with self._lock:
             if self._ended:
-                return  # aborted meanwhile: the owner learns it from wait()
+                return  # aborted: wait() raises the error
             became = list(self._sub_tasks) if sub is None else [sub]
             wrong = next((s for s in became if s.state is not TaskState.CREATED), None)
             if wrong is not None or (sub is None and self._ready):
@@ -506,7 +504,7 @@ class CommTask:
             return True
 
     def _withdraw(self, sub: SubCommTask, error: BaseException) -> None:
-        """Give up on ``sub`` if it was chosen but never launched."""
+        """Fail ``sub`` if it was chosen but never launched."""
         with self._lock:
             if not sub._claimed:
                 return
@@ -525,7 +523,7 @@ class CommTask:
             raise
 
     def _end(self, sub: SubCommTask, error: BaseException | None) -> None:
-        listener = self._listener  # read once: an enqueueing that does not succeed takes it away again
+        listener = self._listener  # read once, as a failed enqueue() resets it
         with self._lock:
             launched = not sub._claimed
             if error is None and (sub.state is not TaskState.STARTED or not launched):
@@ -533,11 +531,11 @@ class CommTask:
                 raise TaskStateError(f"Cannot finish {sub.name}: it is {state}, not started.")
             if sub.state in ENDED:
                 return
-            if launched:  # else it is launched all the same, see fail(), and ends then
+            if launched:  # otherwise it is still launched, see fail(), and ends then
                 sub.state = TaskState.FINISHED if error is None else TaskState.FAILED
             decided = error is not None and self._decide(error)
-        # Parts may end on several threads at once; the task finishes when the listener knows of all of them, so
-        # that whoever waited finds all credit returned.
+        # Parts may end on several threads at once. The task finishes when the listener knows of all of them, so that
+        # all credit is returned when a waiter wakes.
         try:
             if launched and listener is not None:
                 listener.sub_task_ended(sub)
@@ -553,7 +551,7 @@ class CommTask:
                     listener.credit_returned()
 
     def _decide(self, error: BaseException | None) -> bool:
-        """Settle the outcome; called with the lock held. Returns whether it was open."""
+        """Set the outcome; called with the lock held. Returns whether it was open."""
         if self._ended:
             return False
         self._error = error
@@ -575,7 +573,7 @@ class CommTask:
         self._done.set()
         if listener is not None:
             listener.task_ended(self, failure)
-        # The core has dealt with an ordinary exception; the thread that ended the task is not at fault.
+        # The core has handled an ordinary exception; the thread that ended the task goes on.
         if failure is not None and (listener is None or not isinstance(failure, Exception)):
             raise failure
 
