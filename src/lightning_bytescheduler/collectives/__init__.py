@@ -1,1 +1,1 @@
-"""What a task's start does on torch.distributed, and how ranks agree on one order and on each other's failures."""
+"""Collectives of torch.distributed that tasks start, and how ranks agree on one order and on failures."""

@@ -1,13 +1,14 @@
-"""Waits for collectives in the order they were launched, and says so to their sub-tasks; on a CPU.
+"""Waits for collectives in launch order and notifies their sub-tasks; on a CPU.
 
 One thread, named ``bytescheduler-completion``, owned by the transport. It blocks inside ``Work.wait`` without the GIL,
-in slices of half a second so that it can be stopped; a collective that nobody else joins does not keep it alive. Gloo's
-messages cannot be waited for in slices: whoever stops the thread while it waits for one breaks the group's connections.
+in slices of half a second so that it can be stopped; a collective that no other rank joins does not keep it alive.
+Gloo's point-to-point messages cannot be awaited in slices: to stop the thread while it waits for one, the group's
+connections are broken.
 
 Why no rank waits forever, also where an operation has a second half that this thread begins: take the oldest operation
-whose first half has not been dealt with everywhere. Second halves of all older ones have been sent, as they are begun
-when the first is dealt with, so older ones end on every rank, and give it credit to launch this one. On each rank only
-those are before it in the queue: so its turn comes, and it waits for nothing but launches and codec threads.
+whose first half has not been handled on all ranks. Second halves of all older ones have been sent, as they begin when
+the first half is handled. So older ones end on every rank and return credit to launch this one. On each rank only those
+are before it in the queue. So its turn comes, and it waits only for launches and codec threads.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ _WAIT_SLICE = timedelta(seconds=0.5)
 
 
 class Place:
-    """A place in the order of what is waited for, taken when something is launched that has to be encoded first.
+    """A place in the order of waiting, reserved at launch for an operation that must be encoded first.
 
-    So results are dealt with in the order of launches, which is the same on all ranks. Otherwise a rank could wait for
-    a younger collective, which others have no credit for yet, while they wait for what follows from an older message.
+    Results are so handled in launch order, which is the same on all ranks. Otherwise a rank could wait for a younger
+    collective for which others have no credit yet, while they wait for the second half of an older one.
     """
 
     def __init__(self) -> None:
@@ -48,12 +49,12 @@ class Place:
         self._started: StartedOperation | None = None
 
     def fill(self, started: StartedOperation | None) -> None:
-        """It has been started; ``None`` if it never will."""
+        """Set the started operation; ``None`` if it will never start."""
         self._started = started
         self._filled.set()
 
     def take(self, stopping: threading.Event) -> StartedOperation | None:
-        """What has been started, or ``None`` if there will be nothing, or ``stopping`` was set meanwhile."""
+        """Wait for the started operation; ``None`` if there will be none, or ``stopping`` is set."""
         while not self._filled.wait(_WAIT_SLICE.total_seconds()):
             if stopping.is_set():
                 return None
@@ -67,14 +68,14 @@ def wait_in_slices(work: dist.Work, stopping: threading.Event) -> bool:
     """Wait for one collective; ``False`` if ``stopping`` was set before it ended.
 
     Raises:
-        RuntimeError: What the collective failed with.
+        RuntimeError: The collective's error.
     """
     while not work.is_completed():
         try:
             work.wait(_WAIT_SLICE)
         except RuntimeError:
-            # The slice ran out or the collective failed. It may even have ended between the two, so it is asked, and
-            # what it failed with is what it says below.
+            # The slice ran out or the collective failed. It may have ended since, so ask it; the wait below raises its
+            # error.
             if not work.is_completed() and stopping.is_set():
                 return False
     work.wait(_WAIT_SLICE)
@@ -82,15 +83,15 @@ def wait_in_slices(work: dist.Work, stopping: threading.Event) -> bool:
 
 
 class CompletionThread:
-    """Turns finished collectives into ``notify_finish``.
+    """Calls ``notify_finish`` for finished collectives.
 
     Args:
-        on_error: Called once with the first error of a collective, on the completion thread, before the sub-task
-            fails; returns the error to fail with (for example one that names the rank at fault).
-        group: The data group, broken when the thread is stopped while it waits for a message.
-        name: Of the thread, after ``bytescheduler-``.
-        telling: Held while a sub-task is told, where several of these threads share one: callbacks run one by one.
-        closing: Waits for second halves in this one's place, which goes on to the next first half at once.
+        on_error: Called once with the first error of a collective, on this thread, before the sub-task fails; returns
+            the error to fail with (for example one that names the failed rank).
+        group: The data group; its connections are broken if the thread is stopped while it waits for a message.
+        name: Name of the thread, after ``bytescheduler-``.
+        telling: Held while a sub-task is notified, if several of these threads share it: callbacks run one by one.
+        closing: Waits for second halves in place of this thread, which goes on to the next first half at once.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class CompletionThread:
         self._awaits_message = False
         self._elsewhere = closing
         self._closing: deque[tuple[StartedOperation, SubCommTask]] = deque()
-        self._behind: Pending | None = None  # taken from those that wait, and to follow what closes
+        self._behind: Pending | None = None  # taken from the queue, to follow the second halves
         self._pending: queue.SimpleQueue[Pending | None] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"bytescheduler-{name}", daemon=True)
@@ -118,13 +119,13 @@ class CompletionThread:
         self._pending.put((started, sub_task))
 
     def reserve(self, sub_task: SubCommTask) -> Place:
-        """Take the place in the order of launches of what will be started later; see :class:`Place`."""
+        """Reserve a place in launch order for an operation that starts later; see :class:`Place`."""
         place = Place()
         self._pending.put((place, sub_task))
         return place
 
     def stop(self, timeout: float) -> bool:
-        """End the thread; what it still watched is left alone. Returns whether it ended within ``timeout`` seconds."""
+        """End the thread without finishing its work; returns whether it ended within ``timeout`` seconds."""
         self._stopping.set()
         self._pending.put(None)
         deadline = time.monotonic() + timeout
@@ -151,7 +152,7 @@ class CompletionThread:
                 try:
                     outcome = self._await(started, sub_task)
                     if outcome is None:
-                        continue  # its second half is under way
+                        continue  # its second half is in flight
                     if not outcome:
                         return
                 except BaseException as error:
@@ -163,13 +164,13 @@ class CompletionThread:
                     sub_task.fail(failed)
 
     def _next(self) -> Pending | None:
-        """What is to be waited for next: second halves, but one encoded part's first half goes before the last of them.
+        """Return what to wait for next: second halves, but one encoded first half goes before the last of them.
 
-        Else a part that was sent in fewer bytes as it is urgent would wait here for long ones that were sent later.
+        Otherwise an urgent part that was sent in fewer bytes would wait here for long ones that were sent later.
         """
         if not self._closing:
             behind, self._behind = self._behind, None
-            return self._pending.get() if behind is None else behind  # woken by stop(), which puts None
+            return self._pending.get() if behind is None else behind  # stop() puts None to wake it
         if len(self._closing) == 1 and self._behind is None:
             with suppress(queue.Empty):
                 item = self._pending.get_nowait()
@@ -179,7 +180,7 @@ class CompletionThread:
         return self._closing.popleft()
 
     def _await(self, started: StartedOperation, sub_task: SubCommTask) -> bool | None:
-        """Wait for one operation; ``False`` if stopped meanwhile, ``None`` if its end is waited for later."""
+        """Wait for one operation; ``False`` if stopped, ``None`` if its end is awaited later."""
         following: StartedOperation | None = started
         while following is not None:
             if following is not started and following.closing:
@@ -198,7 +199,7 @@ class CompletionThread:
         return True
 
     def _await_messages(self, works: Sequence[Any]) -> bool:
-        """Wait for messages, for as long as the group allows; ``False`` if stopped meanwhile."""
+        """Wait for messages, as long as the group allows; ``False`` if stopped."""
         self._awaits_message = True
         try:
             for work in works:
@@ -215,7 +216,7 @@ class CompletionThread:
 
 
 def naming(sub_task: SubCommTask, error: BaseException) -> BaseException:
-    """Say what is missing when a collective's time is up: torch does not know."""
+    """Name the sub-task when a collective times out, as torch does not know it."""
     if not is_communication_error(error) or not is_timeout(error):
         return error
     missing = SchedulerTimeoutError(

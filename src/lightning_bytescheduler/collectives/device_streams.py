@@ -1,35 +1,35 @@
 """Collectives on a GPU: which stream waits for what, and what the host waits for.
 
-The host only ever tells a GPU what to do. Four kinds of streams are told::
+The host only enqueues work, on four kinds of streams::
 
-    training    backward writes a bucket, and an event is recorded behind it (ReadyMark, in DDP's hook)
+    training    backward writes a bucket, and an event is recorded after it (ReadyMark, in DDP's hook)
     launching   waits for that event; the operation starts here: scaling, then the backend's own stream after it
-    arriving    waits for the operation (``Work.wait``) and what finishes it; an event is recorded behind it
+    arriving    waits for the operation (``Work.wait``) and what finishes it; an event is recorded after it
     training    waits for that event (``join``, in the gate), then the optimizer step, then the forward pass
-    side        for what the host wants to know, such as norms: nothing is queued there that it would wait behind
+    side        for values that the host needs, such as norms; nothing else is queued on it
 
-Why every read sees the right values: each arrow above is an event that is recorded after the writer and waited for
-before the reader, so bucket, sum, step and forward pass follow each other although no thread waits for the GPU. The
-next backward pass writes the bucket again; it is on the training stream behind the optimizer step, which is behind the
-operation. Every wait is for something that was enqueued before it, so no cycle can arise, whichever streams torch hands
-out. A stream of its own for arrivals lets the next operation start while earlier ones are under way.
+Why every read sees the right values: each transition above is an event that is recorded after the writer and awaited
+before the reader. So bucket, sum, step and forward pass follow each other although no thread waits for the GPU. The
+next backward pass writes the bucket again; it is on the training stream after the optimizer step, which follows the
+operation. Every wait is for something enqueued before it, so no cycle is possible, whichever streams torch hands out.
+With a separate stream for arrivals the next operation can start while earlier ones are in flight.
 
 What the host waits for:
 
-* An operation is launched when its data exists on the GPU (``when_ready``), not when the hook has run: the host is far
-  ahead by then, would launch by the order of the hooks, and then have the first layer's gradient, which comes last,
-  hold up all others on the one communicator.
-* Credit returns when the GPU is done with an operation.
-* A gate waits until all parts of its bucket are launched, no longer; the rest is the stream's to wait for.
+* An operation is launched when its data is complete on the GPU (``when_ready``), not when the hook has run. The host is
+  far ahead by then. It would launch in the order of the hooks, and the first layer's gradient, which comes last, would
+  block all others on the one communicator.
+* Credit returns when the GPU has finished an operation.
+* A gate waits until all parts of its bucket are launched; the stream waits for the rest.
 
-NCCL's ``Work.wait`` makes the current stream wait, not the host. Gloo works on copies in host memory: its operation is
-over for the host when the copy back is enqueued on a stream of gloo's, and its ``Work.wait``, which until then blocks
-the host, makes the current stream wait for that copy. So for gloo, and whatever else is not NCCL, the polling thread
-asks (``is_completed``) before it waits, and a gate waits on the host for what travels through the host.
+NCCL's ``Work.wait`` makes the current stream wait, not the host. Gloo works on copies in host memory. Its operation is
+over for the host when the copy back is enqueued on one of gloo's streams; its ``Work.wait`` blocks the host until then,
+and makes the current stream wait for that copy. So with gloo, and any backend but NCCL, the polling thread asks
+``is_completed`` before it waits, and a gate waits on the host for data that travels through the host.
 
-Memory: torch may hand out a tensor's memory again, in the order of the stream it was allocated on, once nobody holds
-it. The gradients and everything an operation uses are held until the host knows that the GPU is done with them; if a
-failure cuts that short, ``record_stream`` keeps the gradients.
+Memory: torch may reuse a tensor's memory, in the order of the stream it was allocated on, once it is released.
+Gradients and everything an operation uses are held until the host knows that the GPU has finished with them. If a
+failure ends that early, ``record_stream`` keeps the gradients.
 
 Sources: "CUDA semantics" in PyTorch's documentation; ``ProcessGroupNCCL`` and ``ProcessGroupGloo`` of torch 2.6 to
 2.13.
@@ -58,23 +58,22 @@ from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask
 __all__ = ["DeviceStreams", "ReadyMark"]
 
 _LOOK_AGAIN_S = 2e-4
-_HAS_ENDED = timedelta(seconds=1)  # how long to wait for what has ended: any time makes NCCL say what went wrong
+_HAS_ENDED = timedelta(seconds=1)  # the wait for an ended operation; any time makes NCCL raise its error
 
 Look = Callable[[], bool]
-"""Returns whether it has happened, after telling whom it concerns; must not raise or block."""
+"""Returns whether it has happened, after notification; must not raise or block."""
 
 
 class DevicePoller:
-    """Finds out on the host how far a GPU has got, while neither of them waits for the other.
+    """Polls the progress of a GPU from the host.
 
-    One thread, ``bytescheduler-device``, looks at two lines in turn: data that is to exist, and operations that are to
-    end. What is in a line happens in its order, so only the first of each is looked at. An event can be asked
-    (``query``), or waited for without a limit; so this thread asks, about five thousand times a second while there is
-    something to ask for, and sleeps without a limit while there is not. An answer is thus up to 0.2 ms late, which is
-    covered by what else credit keeps in flight.
+    One thread, ``bytescheduler-device``, polls two queues: data to be completed, and operations to end. Each queue is
+    in order, so only its head is polled. An event can be queried, or awaited without a limit; so this thread queries,
+    about five thousand times a second while a queue is not empty, and sleeps otherwise. An answer is up to 0.2 ms late;
+    other parts in flight cover that.
 
     Args:
-        surroundings: Entered once, on the thread: what is told is told in there.
+        surroundings: Context of the thread, in which callbacks run.
     """
 
     def __init__(self, surroundings: Callable[[], AbstractContextManager[object]]) -> None:
@@ -89,12 +88,12 @@ class DevicePoller:
     def await_mark(
         self, mark: ReadyMark, then: Callable[[], None], on_error: Callable[[BaseException], object]
     ) -> None:
-        """Look until the device has passed ``mark``, and call ``then``; for any thread.
+        """Call ``then`` when the device has passed ``mark``; for any thread.
 
         Args:
-            mark: Behind what data comes from.
+            mark: The mark to wait for.
             then: Called on the polling thread.
-            on_error: Called with what looking or ``then`` raises.
+            on_error: Called with errors of polling or of ``then``.
         """
 
         def look() -> bool:
@@ -109,11 +108,11 @@ class DevicePoller:
         self._new.put((self._data, look))
 
     def await_result(self, look: Look) -> None:
-        """Look until an operation has ended; for any thread."""
+        """Poll until an operation has ended; for any thread."""
         self._new.put((self._results, look))
 
     def stop(self, timeout: float) -> bool:
-        """End the thread; what it still watched is left alone. Returns whether it ended within ``timeout`` seconds."""
+        """End the thread without finishing its work; returns whether it ended within ``timeout`` seconds."""
         self._stopping.set()
         self._new.put(None)
         self._thread.join(timeout)
@@ -128,10 +127,10 @@ class DevicePoller:
                 happened = self._happened(self._data) | self._happened(self._results)
 
     def _take_in(self, *, patiently: bool) -> None:
-        """Put what is new into its line; while nothing happens, give it a moment to come."""
+        """Move new items into their queues; waits a moment while nothing happens."""
         try:
             if not self._data and not self._results:
-                new = self._new.get()  # woken by stop(), which puts None
+                new = self._new.get()  # stop() puts None to wake it
             else:
                 new = self._new.get(timeout=_LOOK_AGAIN_S) if patiently else self._new.get_nowait()
             while new is not None:
@@ -150,7 +149,7 @@ class DevicePoller:
 
 
 class ReadyMark:
-    """The moment a buffer's contents exist: at once on a CPU, when the current stream gets there on a GPU."""
+    """The moment a buffer is complete: at once on a CPU, when the current stream gets there on a GPU."""
 
     __slots__ = ("event",)
 
@@ -162,33 +161,33 @@ class ReadyMark:
 
     @classmethod
     def of(cls, event: Any) -> ReadyMark:
-        """The moment at which a device has passed ``event``."""
+        """Return the moment at which a device has passed ``event``."""
         mark = cls(torch.device("cpu"))
         mark.event = event
         return mark
 
 
 class _Enqueued:
-    """How much of a task's result the arriving stream has been told to wait for."""
+    """How much of a task's result is enqueued on the arriving stream."""
 
     __slots__ = ("_once", "_then", "event", "known", "missing")
 
     def __init__(self, size: int, then: Callable[[], None] | None) -> None:
         self.missing = size
         self.event: torch.cuda.Event | None = None
-        self.known = threading.Event()  # all of it, or the task has ended
+        self.known = threading.Event()  # set when all is enqueued or the task has ended
         self._then = then
         self._once = threading.Lock()
 
     def add(self, size: int, event: torch.cuda.Event) -> None:
-        """Another part arrives before ``event``. They are told of one after the other, so the last one's covers all."""
+        """Add a part that arrives before ``event``. Parts are added in order, so the last event covers all."""
         self.missing -= size
         self.event = event
         if not self.missing:
             self.tell()
 
     def tell(self) -> None:
-        """Let those know who wait for this; once, whoever comes first."""
+        """Notify the waiters, once."""
         if self._once.acquire(blocking=False):
             try:
                 if self._then is not None:
@@ -198,21 +197,21 @@ class _Enqueued:
 
 
 class _SentPart:
-    """An operation under way, and all that its memory depends on."""
+    """An operation in flight, with everything its memory depends on."""
 
     __slots__ = ("finished", "kept", "part", "started", "sub_task")
 
     def __init__(self, part: torch.Tensor, sub_task: SubCommTask, started: StartedOperation) -> None:
         self.part = part
         self.sub_task = sub_task
-        self.started = started  # the last of the operations that follow each other
+        self.started = started  # the last one of a chain of operations
         self.kept = [started]
         self.finished: torch.cuda.Event | None = None
 
     def take_in(self) -> bool:
-        """Make the current stream wait for what was started, and enqueue what follows; whether that was all."""
+        """Make the current stream wait, and enqueue the next operation of the chain; returns whether it has ended."""
         for work in self.started.works:
-            work.wait()  # returns at once: on NCCL the stream waits, and elsewhere it was asked whether it has ended
+            work.wait()  # does not block: on NCCL the stream waits, otherwise the work has ended
         following = None if self.started.finish is None else self.started.finish()
         if following is None:
             return True
@@ -221,16 +220,16 @@ class _SentPart:
         return False
 
     def raise_failure(self) -> None:
-        """Raise what any of it failed with; all of it has ended."""
+        """Raise the error of an ended operation, if any."""
         for operation in self.kept:
             for work in operation.works:
                 work.wait(_HAS_ENDED)
 
 
 class DeviceStreams:
-    """Starts operations on one device and tells their sub-tasks; see the module.
+    """Starts operations on one device and notifies their sub-tasks; see the module.
 
-    One thread sends at a time (the core's launching lock). The polling thread is the only one that looks.
+    One thread sends at a time (the core's launching lock). Only the polling thread polls.
 
     Args:
         group: The scheduler's data group.
@@ -252,9 +251,9 @@ class DeviceStreams:
         self._on_error = on_error
         self._cuda = cuda
         self._works_wait_on_stream = group._get_backend(device).name() == "nccl"
-        # Little is done on these streams, and others wait for it: it goes first.
+        # These streams do little, and others wait for them, so they have high priority.
         self._launching = cuda.Stream(device, priority=-1)
-        # Gloo's operations are taken in when they have ended: they hold up nothing on the stream they started on.
+        # Gloo's operations are taken in when they have ended, so they cannot block the stream on which they started.
         self._arriving = cuda.Stream(device, priority=-1) if self._works_wait_on_stream else self._launching
         self._side = cuda.Stream(device, priority=-1)
         self._enqueued: dict[CommTask, _Enqueued] = {}
@@ -266,17 +265,17 @@ class DeviceStreams:
         self._poller.await_mark(mark, then, self._on_error)
 
     def expect(self, task: CommTask, then: Callable[[], None] | None = None) -> None:
-        """Keep account of a task for :meth:`join`, before any of it is sent; :meth:`forget` has to follow.
+        """Register a task for :meth:`join`, before any of it is sent; :meth:`forget` has to follow.
 
         Args:
-            task: Whose sub-tasks are going to be sent.
-            then: Called once: when all of them are launched, where the current stream waits for their results, or when
+            task: The task.
+            then: Called once, when all sub-tasks are launched and the current stream waits for their results, or when
                 the task has failed before.
         """
         self._enqueued[task] = _Enqueued(task.size, then)
 
     def forget(self, task: CommTask) -> None:
-        """Let go of a task that has ended, and of whoever waits for it."""
+        """Drop a task that has ended, and wake its waiters."""
         enqueued = self._enqueued.pop(task, None)
         if enqueued is not None:
             enqueued.tell()
@@ -299,17 +298,17 @@ class DeviceStreams:
         self._poller.await_result(partial(self._look_at, sent))
 
     def join(self, task: CommTask, timeout: float) -> None:
-        """Make the current stream wait for a task's result; of one that was not expected, the host waits for the end.
+        """Make the current stream wait for a task's result; without :meth:`expect` the host waits for its end.
 
-        The host waits until all of the task is launched, or with gloo until its result is on the way to the device.
+        The host waits until all of the task is launched, or with gloo until its result is being copied to the device.
 
         Args:
-            task: What is waited for.
+            task: The task.
             timeout: Longest wait of the host, in seconds.
 
         Raises:
             SchedulerTimeoutError: If the task was not launched in time.
-            BaseException: Whatever the task failed with.
+            BaseException: The task's error.
         """
         enqueued = self._enqueued.get(task)
         if enqueued is None:
@@ -325,7 +324,7 @@ class DeviceStreams:
             self._cuda.current_stream(self._device).wait_event(enqueued.event)
 
     def side_stream(self) -> AbstractContextManager[object]:
-        """Make current the stream that nothing is queued on; only for data that the host knows to exist."""
+        """Make the side stream current; only for data that the host knows to be complete."""
         context: AbstractContextManager[object] = self._cuda.stream(self._side)
         return context
 
@@ -334,14 +333,14 @@ class DeviceStreams:
         return self._poller.stop(timeout)
 
     def _mark_finished(self, sent: _SentPart) -> None:
-        """All of ``sent`` is enqueued; the arriving stream is current."""
+        """Record that all of ``sent`` is enqueued; the arriving stream is current."""
         sent.finished = self._cuda.Event()
         sent.finished.record(self._arriving)
         enqueued = self._enqueued.get(sent.sub_task.parent)
         if enqueued is not None:
             enqueued.add(sent.sub_task.size, sent.finished)
 
-    # On the polling thread.
+    # Called on the polling thread.
 
     def _look_at(self, sent: _SentPart) -> bool:
         if self._failed is None:

@@ -1,35 +1,25 @@
-"""Gradients of a GPU that travel by way of host memory: the first and the last stage of their way.
+"""Copies between a GPU and host memory, for gradients that travel from host memory.
 
-Parameter servers work on a CPU, and gloo's messages between two ranks leave from host memory. So
-a bucket is copied there when it exists (``copy_to_host``), all else is done to the copy as to a bucket of a CPU, and
-what comes of it is copied back (``copy_to_device``) before anybody is told that it is there. These are BytePS's COPYD2H
-and COPYH2D.
+*Whole buckets* (:class:`HostCopies`). Parameter servers work on a CPU, and gloo sends messages from host memory. So a
+bucket is copied there when it is complete (``copy_to_host``), the copy is treated like a CPU's bucket, and the result
+is copied back (``copy_to_device``) before the task ends. These are BytePS's stages COPYD2H and COPYH2D. A bucket is
+copied whole, in the order of completion, and needs no credit: the copy is far faster than the link, so priorities would
+gain nothing. The two directions use separate streams, as they do not slow each other down.
 
-A bucket is copied whole, in the order in which buckets exist: that takes a hundredth of the time that it takes a link
-of 1 Gbit/s, so what is urgent would win nothing by going first, and needs no credit. Copies out and back go on streams
-of their own, as the directions do not slow each other down.
+Why every read sees the right values: the copy out waits, on its stream, for an event recorded after the writer of the
+bucket. The task becomes ready once the host has seen the event after the copy. A part is copied back when its operation
+has ended, so no other code uses this part of the bucket or the copy. The thread that ends the part waits for the copy
+back, so a reader on any stream finds the result once the task has ended. The next step's copy follows the next backward
+pass, which begins when all tasks have ended.
 
-Why every read sees the right values: the copy out waits, on its stream, for an event that was recorded behind what
-wrote the bucket; the task is ready, and so read by the host, once the host has seen the event behind the copy. A part
-is copied back when its operation has ended, and so when nobody else reads or writes this part of the bucket or of the
-copy. Who ends the part waits until that is seen to have been done, so whoever reads the bucket when its task has ended,
-on any stream, finds it there. The next step's copy is made behind the next backward pass, which begins when all tasks
-have ended.
+*Payloads* (:class:`PayloadCopies`). Codecs are fastest where gradients are. So a gradient is encoded on its GPU, and
+only the payload is copied. These are BytePS's COPYD2H after COMPRESS, and COPYH2D before DECOMPRESS.
 
-The source of the stages: BytePS (Jiang et al., OSDI 2020, section 5), and "CUDA semantics" in PyTorch's documentation.
-
-Payloads that are made and read on a GPU, and travel from host memory.
-
-Gloo's messages between two ranks leave from host memory, and codecs are at their fastest where gradients are. So a
-gradient is encoded on its GPU, and only what travels of it is copied: as much as the link carries, and not as much as
-the bus does. These are BytePS's COPYD2H and COPYH2D, behind its COMPRESS and before its DECOMPRESS.
-
-Each thread that encodes or decodes has a stream of its own for that. Why every read sees the right values: whoever
-encodes begins when the host has seen the event behind what writes the bucket (:meth:`PayloadCopies.mark`). All that is
-done for a part on a thread, copies included, is on that thread's stream, in order; and the thread goes on, to send what
-was encoded or to say that a part has been decoded, when the host has seen all of it to be done
-(:meth:`PayloadCopies.working`). So a part is worked on by one stream at a time, one after the other, and whoever reads
-the bucket afterwards, on any stream, finds it there. Residuals and sums are worked on nowhere else.
+Each thread that encodes or decodes has its own stream. Why every read sees the right values: encoding begins when the
+host has seen the event after the writer of the bucket (:meth:`PayloadCopies.mark`). All work for a part on a thread,
+copies included, is on that thread's stream, in order. The thread sends what was encoded, or ends the part, when the
+host has seen all of it done (:meth:`PayloadCopies.working`). So one stream at a time works on a part, and later readers
+on any stream find the result. Residuals and sums are used nowhere else.
 
 Sources: BytePS (Jiang et al., OSDI 2020, section 5); "CUDA semantics" in PyTorch's documentation.
 """
@@ -56,25 +46,19 @@ _LOOK_AGAIN_S = 5e-5
 
 
 def travel_by_host(device: torch.device, *, compressed: bool, served: bool) -> bool:
-    """Whether gradients on ``device`` travel from host memory.
-
-    Args:
-        device: Where they live.
-        compressed: Whether they travel compressed.
-        served: Whether parameter servers average them.
-    """
+    """Whether gradients on ``device`` travel from host memory: on a GPU, if compressed or served."""
     return device.type == "cuda" and (compressed or served)
 
 
 class HostCopies:
     """Copies of one device's buckets in host memory.
 
-    A thread, ``bytescheduler-device``, looks whether copies out have been made. Copies back are waited for by the
-    thread that has seen a part's operation end.
+    A thread, ``bytescheduler-device``, polls copies out. A copy back is awaited by the thread that has seen a part's
+    operation end.
 
     Args:
         device: Where gradients live.
-        on_error: Called with what goes wrong while copies are looked for, on the thread that looks.
+        on_error: Called with errors of polling, on the polling thread.
         cuda: Streams and events; replaced by tests.
     """
 
@@ -86,26 +70,27 @@ class HostCopies:
         self._cuda = cuda
         self._out = cuda.Stream(device, priority=-1)
         self._back = cuda.Stream(device, priority=-1)
-        self._copies: dict[int, torch.Tensor] = {}  # by index of the bucket: pinned memory is slow to come by
+        # by index of the bucket; reused, as pinned memory is slow to allocate
+        self._copies: dict[int, torch.Tensor] = {}
         self._stopping = threading.Event()
-        # On the device: a thread's first one is 0, where it would begin a context.
+        # Select the device: a new thread uses device 0 and would create a context there.
         around = partial(torch.cuda.device, device) if device.type == "cuda" else nullcontext
         self._poller = DevicePoller(around)
 
     def take_out(self, index: int, buffer: torch.Tensor) -> tuple[torch.Tensor, ReadyMark, ReadyMark]:
-        """Begin to copy a bucket, whose data exists for the current stream.
+        """Begin to copy a bucket whose data is complete on the current stream.
 
         Args:
-            index: Of the bucket.
-            buffer: Its, on the device.
+            index: Index of the bucket.
+            buffer: Its buffer on the device.
 
         Returns:
-            The copy, when what it is of exists, and when it has been made.
+            The copy, when its source is complete, and when the copy is.
         """
         copy = self._copies.get(index)
         if copy is None or (copy.numel(), copy.dtype) != (buffer.numel(), buffer.dtype):
             if copy is not None:
-                self._copies.clear()  # buckets were arranged anew, and some may be no more
+                self._copies.clear()  # buckets were rearranged, and some may be gone
             copy = self._copies[index] = self._memory(buffer)
         exists = self._cuda.Event()
         exists.record(self._cuda.current_stream(self._device))
@@ -113,17 +98,17 @@ class HostCopies:
         return copy, ReadyMark.of(exists), ReadyMark.of(self._copied(copy, buffer, self._out))
 
     def when_made(self, mark: ReadyMark, then: Callable[[], None]) -> None:
-        """Call ``then`` on the thread that looks, when the device has passed ``mark``; for any thread."""
+        """Call ``then`` on the polling thread when the device has passed ``mark``; for any thread."""
         self._poller.await_mark(mark, then, self._on_error)
 
     def put_back(self, copy: torch.Tensor, buffer: torch.Tensor) -> None:
-        """Copy what has become of a bucket back to it, and wait until that is done.
+        """Copy a result back to its bucket, and wait for the copy.
 
         Raises:
-            SchedulerClosedError: If the fit ends meanwhile.
+            SchedulerClosedError: If the fit ends before.
         """
         if buffer.device.type == "cuda":
-            torch.cuda.set_device(buffer.device)  # a thread's first device is 0, where it would begin a context
+            torch.cuda.set_device(buffer.device)  # a new thread uses device 0 and would create a context there
         made = self._copied(buffer, copy, self._back)
         while not made.query():
             if self._stopping.wait(_LOOK_AGAIN_S):
@@ -138,26 +123,26 @@ class HostCopies:
         return torch.empty(like.numel(), dtype=like.dtype, device="cpu", pin_memory=like.device.type == "cuda")
 
     def _copied(self, to: torch.Tensor, source: torch.Tensor, stream: Any) -> Any:
-        """Enqueue a copy; returns the event behind it."""
+        """Enqueue a copy; returns the event after it."""
         with self._cuda.stream(stream):
             self._copy(to, source)
             made = self._cuda.Event()
             made.record(stream)
         for tensor in (to, source):
             if tensor.device.type == "cuda":
-                tensor.record_stream(stream)  # if a failure lets go of it
+                tensor.record_stream(stream)  # in case a failure releases it
         return made
 
     def _copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        """On the current stream."""
+        """Copy on the current stream."""
         to.copy_(source, non_blocking=True)
 
 
-_GRACE_S = 1.0  # for what is on its way when something fails: it reads and writes memory that may be let go of then
+_GRACE_S = 1.0  # for copies in flight when something fails, as their memory may be released then
 
 
 class PayloadCopies:
-    """Copies of payloads between a device and host memory, and the streams on which payloads are made and read.
+    """Copies of payloads between a device and host memory, and the streams of codecs.
 
     Args:
         device: Where gradients live.
@@ -171,56 +156,56 @@ class PayloadCopies:
         self._stopping = threading.Event()
 
     def mark(self) -> ReadyMark:
-        """The moment at which the current stream has done all that it was given."""
+        """Return the moment at which the current stream has done all its work so far."""
         exists = self._cuda.Event()
         exists.record(self._cuda.current_stream(self.device))
         return ReadyMark.of(exists)
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Around what a thread does to a part on the device: when it is left, all of that has been done.
+        """Wrap a thread's work on a part on the device; it is complete on exit.
 
         Raises:
-            SchedulerClosedError: If the fit ends meanwhile.
+            SchedulerClosedError: If the fit ends before.
         """
         stream = self._stream()
         with self._cuda.stream(stream):
             try:
                 yield
             except BaseException:
-                with suppress(Exception):  # a device that has failed says so again
+                with suppress(Exception):  # a failed device raises again
                     self._done(stream, within=_GRACE_S)
                 raise
             if not self._done(stream):
                 raise SchedulerClosedError("The fit has ended while gradients were encoded or decoded on the device.")
 
     def aside(self) -> AbstractContextManager[Any]:
-        """Around what the host wants to know of a part that it knows to exist: not behind what training does."""
+        """Wrap computations for the host on complete data, without waiting for the training's work."""
         context: AbstractContextManager[Any] = self._cuda.stream(self._stream())
         return context
 
     def to_host(self, payload: Tensor) -> Tensor:
-        """A copy in host memory, which is there when :meth:`working` is left."""
+        """Return a copy in host memory, complete when :meth:`working` is left."""
         return self._copied(payload, self.memory(payload.numel(), payload.dtype))
 
     def to_device(self, payload: Tensor) -> Tensor:
-        """A copy on the device, for what is done next while :meth:`working`."""
+        """Return a copy on the device, for the next work within :meth:`working`."""
         return self._copied(payload, torch.empty_like(payload, device=self.device))
 
     def memory(self, elements: int, dtype: torch.dtype = torch.uint8) -> Tensor:
-        """Host memory from and to which copies are fast."""
+        """Return host memory with fast copies."""
         return torch.empty(elements, dtype=dtype, device="cpu", pin_memory=self.device.type == "cuda")
 
     def stop(self) -> None:
-        """Have whoever still waits for the device give up."""
+        """End all waits for the device."""
         self._stopping.set()
 
     def _done(self, stream: Any, within: float = math.inf) -> bool:
-        """Wait for all that ``stream`` was given; returns whether it was done in time.
+        """Wait for all work of ``stream``; returns whether it was done in time.
 
         Args:
-            stream: This thread's.
-            within: Longest wait, in seconds; no more than a moment once the fit has ended.
+            stream: This thread's stream.
+            within: Longest wait, in seconds; one second at most once the fit has ended.
         """
         done = self._cuda.Event()
         done.record(stream)
@@ -234,14 +219,14 @@ class PayloadCopies:
         return True
 
     def _stream(self) -> Any:
-        """This thread's."""
+        """Return this thread's stream."""
         stream = getattr(self._own, "stream", None)
         if stream is None:
             if self.device.type == "cuda":
-                torch.cuda.set_device(self.device)  # a thread's first device is 0, where it would begin a context
+                torch.cuda.set_device(self.device)  # a new thread uses device 0 and would create a context there
             stream = self._own.stream = self._cuda.Stream(self.device, priority=-1)
         return stream
 
     def _copied(self, payload: Tensor, there: Tensor) -> Tensor:
-        """On the current stream."""
+        """Copy on the current stream."""
         return there.copy_(payload, non_blocking=True)

@@ -1,49 +1,47 @@
 """One launch order on every rank: rank 0 decides, the others follow.
 
-Why the ranks agree, and why nobody waits forever:
+Why the ranks agree, and why no rank waits forever:
 
-* Collectives match by the order in which each rank launches them on a group. Whichever thread launches
-  on the data group holds the core's launching lock from popping a batch until the last of it is launched, so what is
-  launched is exactly the sequence that the order pops.
-* Rank 0 pops by priority and credit. Before it starts a batch it broadcasts the batch's decisions on the control group;
-  broadcasts on one group arrive in order, so every follower holds the same sequence and pops nothing else.
-* A decision is made only for a task whose data exists on rank 0. A follower launches it when its own data exists,
-  which needs nothing but its own backward pass: backward never waits for gradients of the same step.
-* Take the oldest collective that has not completed. Rank 0 has launched it (decisions precede everything younger). Each
-  follower will: everything older has completed there, so its credit is free for at least one sub-task, its data will
-  exist, and no younger one can be popped before it. So it completes, and by induction all do.
-* Collectives of others (``routing_group.py``) are in the same sequence, where they are routed. A rank may wait
-  for what is above before it comes to submit one: so the induction takes more, see below.
-* The lane that a part travels on (``LaneChoice``, over long ways) rank 0 says with the decision. Each lane is a
-  group of its own. What is launched on it is a part of the one sequence, so it is one sequence on all ranks too. What
-  overtakes may take a second credit, on followers whatever rank 0 says; for the induction a credit of any size is
-  enough.
-* Several decisions travel in one message (whatever credit allowed at once), and nobody answers: no round trip per
-  partition. The message for what comes next travels while the credit's worth of data is in flight.
-* Over long ways, and with parameter servers, messages go from rank 0 to each follower, which expects several ahead:
-  gloo sends what it knows to be expected, and a broadcast on its way keeps the next one from being expected, a round
-  trip for each. Where links have queues, as to and from servers, that is 0.1 s also over a short way, by which all
-  others launch a part later than rank 0, and its sum waits. What one sends to one other on a group under one number
-  arrives in order, so all of the above holds.
+* Collectives are matched by the order in which each rank launches them on a group. A thread that launches on the data
+  group holds the core's launching lock from popping a batch until its last launch. So the launches are exactly the
+  sequence that the order pops.
+* Rank 0 pops by priority and credit. Before it starts a batch it broadcasts the batch's decisions on the control group.
+  Broadcasts on one group arrive in order, so every follower has the same sequence and pops nothing else.
+* A task is decided only when its data is complete on rank 0. A follower launches it when its own data is complete,
+  which needs only its own backward pass: backward never waits for gradients of the same step.
+* Take the oldest collective that has not completed. Rank 0 has launched it, as decisions come before all younger
+  launches. Each follower will: everything older has completed there, so its credit is free for at least one sub-task,
+  its data will be complete, and no younger one can be popped before it. So it completes, and by induction all do.
+* Other code's collectives (``routing_group.py``) are in the same sequence, where they are routed. A rank may wait for
+  gradients before it submits one, so the induction needs more; see below.
+* Rank 0 sends a part's lane (``LaneChoice``, for high latency) with the decision. Each lane is a separate group. Its
+  launches are a subsequence of the one sequence, so they are one sequence on all ranks too. An overtaking part may take
+  a second credit, on followers whatever rank 0 says; the induction holds for a credit of any size.
+* Several decisions travel in one message (all that credit allowed at once), without an answer: no round trip per
+  partition. The next message travels while the data in flight uses up the credit.
+* With high latency and with parameter servers, rank 0 sends messages to each follower separately, and followers post
+  several receives ahead. Gloo sends a message only when it knows of its receive, and a broadcast in flight delays the
+  next receive by a round trip. With queues on links, as with servers, that would delay every follower's launches.
+  Messages between two ranks on one group under one number arrive in order, so all of the above holds.
 
-With collectives of others. What is assumed is what DDP asks for, whose own are on one communicator: every rank submits
-the same in the same order, gradients (in DDP's hook) and foreign collectives alike; the *program*. Each may wait where
-it likes, for what it has submitted before. Rank 0 announces a foreign one when all ranks have submitted it, and no
-gradient before a foreign one that it has submitted earlier. Let L be the sequence that rank 0 announces.
+With other code's collectives. DDP's own requirement on one communicator is assumed: every rank submits the same in the
+same order, both gradients (in DDP's hook) and foreign collectives; call this the *program*. A rank may wait anywhere
+for something that it has submitted before. Rank 0 announces a foreign collective when all ranks have submitted it, and
+no gradient before a foreign collective that it has submitted earlier. Let L be the sequence that rank 0 announces.
 
-1. What is in L completes. Take the oldest that has not. All older ones have, on every rank, so credit is free, and its
-   turn has come. It is launched where it has been submitted: if it is foreign, that is so on all ranks. If it is a
-   gradient, suppose a rank never submits it, and let y be what that rank waits for instead. If y is foreign, rank 0
-   has submitted it first too, so it is older in L, and has completed. If y is a gradient: a backward pass waits for
-   none of its own step, and begins on rank 0 when all of the step before has arrived there, so again y is older in L.
-   What is of a later phase (gathers, norms) follows from what has ended, and needs no training thread.
-2. What is waited for comes into L. Of all threads that wait for good take the one that is least far in the program. It
-   waits for y, which every rank has thus submitted, and all that is before y. So rank 0 announces the foreign ones up
-   to y, nothing holds up a gradient y, or what follows from it, and by 1 there is credit for it. A contradiction.
+1. Everything in L completes. Take the oldest that has not. All older ones have completed on every rank, so credit is
+  free and its turn has come. It is launched where it has been submitted. If it is foreign, all ranks have submitted it.
+  If it is a gradient, suppose a rank never submits it, and let y be what that rank waits for instead. If y is foreign,
+  rank 0 has also submitted it first, so it is older in L and has completed. If y is a gradient: a backward pass waits
+  for none of its own step, and begins on rank 0 when all of the previous step has arrived there, so again y is older in
+  L. Operations of a later phase (gathers, norms) follow from ended ones and need no training thread.
+2. Everything awaited comes into L. Of all threads that wait forever take the one that is least far in the program. It
+  waits for y, so every rank has submitted y and all before it. So rank 0 announces the foreign ones up to y, nothing
+  holds up a gradient y or what follows from it, and by 1 there is credit for it. A contradiction.
 
-On a GPU the host's order is the device's, as all are on one communicator, whose kernels are on one stream; and a kernel
-waits there for what was enqueued before its launch. So no kernel that waits for other ranks holds what an older one
-needs, however few kernels run at once. ``python -m tests.launch_order.explore`` plays all this, and what goes wrong
+On a GPU the host's order is the device's, as everything is on one communicator, whose kernels are on one stream. A
+kernel waits there only for work enqueued before its launch. So no kernel that waits for other ranks holds what an older
+one needs, however few kernels run at once. ``python -m tests.launch_order.explore`` simulates all this, and what fails
 without each rule.
 """
 
@@ -71,24 +69,24 @@ from lightning_bytescheduler.scheduler.task import SubCommTask, TaskKey
 __all__ = ["DecidingOrder", "FollowingOrder"]
 
 _CAPACITY = 24  # decisions per message: 25 records of 7 int64 fit one Ethernet frame
-_FIELDS = 7  # of the key, then partition size, index, task size and lane
+_FIELDS = 7  # the key's, then partition size, index, task size and lane
 _CLOSE = -1
-_EXPECTED = 16  # messages, where they are direct
-_NUMBER = 1  # of all these messages
-_UNTOLD = 2048  # messages that are kept until it is certain that they have left
+_EXPECTED = 16  # direct messages that are expected ahead
+_NUMBER = 1  # of all direct messages
+_UNTOLD = 2048  # messages kept until they have certainly left
 _MOMENT_S = 0.5
 _REST = (0,) * (_FIELDS - 1)
 _EMPTY = array("q", bytes(8 * _FIELDS * (_CAPACITY + 1)))
 
 
 class DecidingOrder(MixedOrder):
-    """Rank 0's order: by priority, with foreign collectives; each batch told to the other ranks before it is started.
+    """Rank 0's order: by priority, with foreign collectives; it sends each batch's decisions before the batch starts.
 
     Args:
         control: The scheduler's control group.
-        on_error: Called with what the control group failed with; returns the error to raise instead.
-        direct: Whether messages go to each follower, instead of being broadcast; the same on all ranks.
-        lanes: Whether what is urgent may overtake on a lane of its own; needs lanes on all ranks.
+        on_error: Called with errors of the control group; returns the error to raise instead.
+        direct: Whether messages go to each follower instead of being broadcast; the same on all ranks.
+        lanes: Whether urgent parts may overtake on a second lane; needs lanes on all ranks.
     """
 
     def __init__(
@@ -107,7 +105,7 @@ class DecidingOrder(MixedOrder):
         self._sent: deque[tuple[dist.Work, torch.Tensor]] = deque()  # kept alive until gloo has sent them
 
     def decided(self, batch: Sequence[SubCommTask]) -> None:
-        """Broadcast the batch's decisions; returns without waiting for anyone."""
+        """Send the batch's decisions without waiting."""
         if self._lanes is not None:
             for sub in batch:
                 sub.lane = self._lanes.choose(sub)
@@ -121,7 +119,7 @@ class DecidingOrder(MixedOrder):
 
     def close(self) -> None:
         """Tell the followers that no more decisions come."""
-        for _ in range(_EXPECTED if self._direct else 1):  # whatever is expected comes
+        for _ in range(_EXPECTED if self._direct else 1):  # one for each expected message
             self._send([_CLOSE])
 
     def wait_sent(self, timeout: float) -> bool:
@@ -136,7 +134,7 @@ class DecidingOrder(MixedOrder):
         return True
 
     def _send(self, numbers: Iterable[int]) -> None:
-        fields = array("q", numbers)  # sent with every part: a tensor of lists takes ten times as long
+        fields = array("q", numbers)  # this runs for every part, and torch.tensor() of lists is ten times slower
         fields.extend(_EMPTY[len(fields) :])
         message = torch.frombuffer(fields, dtype=torch.int64)
         try:
@@ -155,19 +153,19 @@ class DecidingOrder(MixedOrder):
             (self._control.send([message], rank, _NUMBER), message) for rank in range(1, self._control.size())
         )
         while len(self._sent) > _UNTOLD * self._control.size():
-            self._sent.popleft()[0].wait()  # gloo does not say otherwise that a message has left; this one has
+            self._sent.popleft()[0].wait()  # gloo does not report that a message has left, but this one certainly has
 
 
 class FollowingOrder(AnnouncedOrder):
-    """Every other rank's order: what rank 0 announces, received by a thread of its own.
+    """The order of all other ranks: what rank 0 announces, received on a separate thread.
 
-    The thread, ``bytescheduler-launch-order``, ends on rank 0's closing message, on an error of the control group,
-    or within half a second of :meth:`stop`.
+    The thread, ``bytescheduler-launch-order``, ends on rank 0's closing message, on an error of the control group, or
+    within half a second of :meth:`stop`.
 
     Args:
         control: The scheduler's control group.
         on_error: Called on the thread when the control group fails.
-        direct: Whether messages come from rank 0 to each, instead of being broadcast; the same on all ranks.
+        direct: Whether rank 0 sends messages to each rank instead of broadcasting; the same on all ranks.
     """
 
     def __init__(
@@ -184,7 +182,7 @@ class FollowingOrder(AnnouncedOrder):
         self._thread = threading.Thread(target=self._receive, name="bytescheduler-launch-order", daemon=True)
 
     def start(self, update_order: Callable[[Callable[[], None]], None]) -> None:
-        """Begin to receive; ``update_order`` is :meth:`ByteCore.update_order` of the core this order serves."""
+        """Begin to receive; ``update_order`` is :meth:`ByteCore.update_order` of this order's core."""
         self._update_order = update_order
         self._thread.start()
 
@@ -194,7 +192,7 @@ class FollowingOrder(AnnouncedOrder):
         if self._thread.ident is not None:
             self._thread.join(min(timeout, _MOMENT_S))
             if self._direct and self._thread.is_alive():
-                break_connections(self._control)  # a single message is not waited for in slices
+                break_connections(self._control)  # a single message cannot be awaited in slices
             self._thread.join(timeout)
         return not self._thread.is_alive()
 
@@ -209,7 +207,7 @@ class FollowingOrder(AnnouncedOrder):
         return not self._thread.is_alive()
 
     def take(self, records: list[list[int]], update_order: Callable[[Callable[[], None]], None]) -> bool:
-        """Do what one message of rank 0 says; returns whether more are to come.
+        """Handle one message of rank 0; returns whether more will come.
 
         Args:
             records: The message, as it was sent.
@@ -245,7 +243,7 @@ class FollowingOrder(AnnouncedOrder):
                 self._on_error(error)
 
     def _next_message(self) -> torch.Tensor | None:
-        """Wait for it; ``None`` if the thread was stopped meanwhile."""
+        """Wait for the next message; ``None`` if the thread is stopped."""
         if not self._direct:
             message = _room()
             return message if wait_in_slices(broadcast_from_first(self._control, message), self._stopping) else None

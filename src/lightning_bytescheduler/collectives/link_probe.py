@@ -1,4 +1,4 @@
-"""Measures the link with a handful of all-reduces, the same ones on every rank."""
+"""Measures the link with a few all-reduces, the same on every rank."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _SMALL_BYTES = 4 * 1024
 _FIRST_BYTES = 128 * 1024
 _LAST_BYTES = 8 * 1024 * 1024
 _ENOUGH_S = 0.03
-_ALIKE = 1.25  # times the least: takes of a quiet machine
+_ALIKE = 1.25  # times the least: measurements without load
 _ALIKE_TAKES = 3
 _MOST_TAKES = 24
-_LONG_ENOUGH_S = 0.02  # for one figure: a processor's hiccup is as long as several quick messages
+_LONG_ENOUGH_S = 0.02  # for one figure: a scheduling delay is as long as several quick messages
 
 
 def _settled(group: dist.ProcessGroup, device: torch.device, size: int, *earlier: float) -> float:
-    """Least time of all-reduces of ``size`` bytes, taken again until the three shortest are alike.
+    """Return the least time of all-reduces of ``size`` bytes, repeated until the three shortest are similar.
 
-    Load makes messages late, each by another time: takes that differ were made under it.
+    Load delays each message by a different time, so measurements that differ were made under load.
     """
     takes = list(earlier)
     while True:
@@ -34,7 +34,7 @@ def _settled(group: dist.ProcessGroup, device: torch.device, size: int, *earlier
 
 
 def _takes(number: int, group: dist.ProcessGroup, device: torch.device, size: int) -> list[float]:
-    """Seconds of each of so many all-reduces, the slowest rank's figures, known to all ranks."""
+    """Return the seconds of ``number`` all-reduces on the slowest rank, equal on all ranks."""
     buffer, takes = torch.zeros(size // 4, dtype=torch.float32, device=device), []
     for _ in range(number):
         start = time.perf_counter()
@@ -48,7 +48,7 @@ def _takes(number: int, group: dist.ProcessGroup, device: torch.device, size: in
 
 
 def probe_start_up(group: dist.ProcessGroup, device: torch.device) -> float:
-    """Seconds that an all-reduce of next to nothing takes; every rank must call this at the same point.
+    """Return the seconds of a minimal all-reduce; every rank must call this at the same point.
 
     Args:
         group: The scheduler's data group, before the core launches anything.
@@ -60,9 +60,8 @@ def probe_start_up(group: dist.ProcessGroup, device: torch.device) -> float:
 def probe_link(group: dist.ProcessGroup, device: torch.device) -> LinkEstimate:
     """Estimate the cost of an all-reduce on ``group``; every rank must call this at the same point.
 
-    Sizes grow until one takes 30 ms more than next to nothing, so a slow link is probed for a fraction of a second, and
-    a fast one with enough bytes. Each figure is agreed on before the next size is chosen: all ranks run the same
-    sequence.
+    Sizes grow until one takes 30 ms more than a minimal one, so a slow link is probed for a fraction of a second, and a
+    fast one with enough bytes. Ranks agree on each figure before the next size is chosen, so all run the same sequence.
 
     Args:
         group: The scheduler's data group, before the core launches anything.

@@ -1,29 +1,30 @@
-"""Push and pull of sums that the ranks of a node have formed before: the group ``"node"``, as in BytePS.
+"""Push and pull of sums that the ranks of a node form first: the group ``"node"``, as in BytePS.
 
-Of each part one rank of a node is the *pusher*. The others send it what they have, it adds that up in the order of the
-node's ranks, pushes the sum, and sends them what it pulls. So a part leaves a machine once, however many ranks are on
-it. Pushers of a part have the same number on each node, and take turns by bytes: each rank pushes its share. Ranks of
-one number, one on each node, are a *rail*: among them and the servers things are as in ``push_pull.py``, with nodes in
-place of workers. On all ranks the same parts are launched in the same order, so they come to the same pusher.
+For each part one rank of a node is the *pusher*. The others send it their values. It sums them in the order of the
+node's ranks, pushes the sum, and sends them the pulled result. So a part leaves a machine once, however many ranks are
+on it. Pushers of a part have the same number on each node and alternate by bytes, so that each rank pushes its share.
+The ranks with one number, one on each node, are a *rail*: among them and the servers everything is as in
+``push_pull.py``, with nodes in place of workers. All ranks launch the same parts in the same order, so they choose the
+same pusher.
 
-The stages of a part, each with a queue and a thread of its own, so that one part is added up here while another is
-pushed and a third one pulled; what does not apply is left out:
+Each stage of a part has its own queue and thread, so that one part is summed while another is pushed and a third one
+pulled:
 
-* *local reduce*: on ``bytescheduler-local-reduce``, in the order in which parts come there;
+* *local reduce*: on ``bytescheduler-local-reduce``, in order of launch;
 * *push*, *pull* and *sum*, see ``push_pull.py``;
-* *local broadcast*: begun where the pull is waited for, and waited for on ``bytescheduler-local-broadcast``, with the
-  next pull under way; on the other ranks by one thread for each pusher, ``bytescheduler-pulls-from-N``.
+* *local broadcast*: begun by the thread that waits for the pull, and awaited on ``bytescheduler-local-broadcast``,
+  during the next pull; on the other ranks by one thread for each pusher, ``bytescheduler-pulls-from-N``.
 
 Values are scaled by 1/n before the first sum, as in ``operations.py``. So two ranks of one node, or two nodes of one
-rank, get DDP's bits; more get the sum of nodes' sums, ``(a + b) + (c + d)``, the same in each run and with any number
-of servers, where :class:`PushPull` has ``((a + b) + c) + d``.
+rank, get DDP's bits. More ranks get the sum of nodes' sums, ``(a + b) + (c + d)``, the same in each run and with any
+number of servers, where :class:`PushPull` has ``((a + b) + c) + d``.
 
-Why nobody waits forever: take the oldest part that has not ended on all ranks. Each rank has credit to launch it, and
-does: all older ones have ended. A launch posts all sends and receives that this rank has to post for a part at once. So
-what ranks of a node send for it arrives, whatever younger parts are under way. Where it is added up, what comes before
-it has been launched there, with credit that all ranks have or will have: what has ended on one rank waits for no stage
-on any. So it is added up, too, and pushed. What ``push_pull.py`` says of pushes holds for it from there. What is pulled
-is sent to ranks that have posted a receive for it, at their launch.
+Why no rank waits forever: take the oldest part that has not ended on all ranks. Each rank has credit to launch it and
+does, as all older ones have ended. A launch posts all of this rank's sends and receives for a part at once, so what
+ranks of a node send for it arrives, whatever younger parts are in flight. Everything before it on the summing thread
+has been launched, with credit that all ranks have or will have: a part that has ended on one rank waits for no stage on
+any. So it is summed, too, and pushed, and ``push_pull.py`` holds from there. The result is sent to ranks that have
+posted a receive at launch.
 """
 
 from __future__ import annotations
@@ -54,10 +55,10 @@ _WAY_OUT = "Leave group out: then each rank pushes for itself."
 
 
 class _LocalReduce:
-    """The stage of that name, on a thread of its own, one part after the other.
+    """The stage *local reduce*, on a separate thread, one part after the other.
 
-    When something fails, nothing is begun after that. Whoever waits for a part finds out and stops the scheduler, which
-    breaks the connections: broken here, they would fail on other threads first, with less of a cause.
+    After an error it begins nothing more. A waiter for a part finds the cause and stops the scheduler, which breaks the
+    connections. Broken here, they would first fail on other threads, with less of a cause.
     """
 
     def __init__(self) -> None:
@@ -68,11 +69,11 @@ class _LocalReduce:
         self._thread.start()
 
     def put(self, work: Callable[[], None], fail: Callable[[BaseException], None] = lambda _: None) -> None:
-        """Have ``work`` done in its turn, or ``fail`` told why it is not."""
+        """Run ``work`` in its turn, or call ``fail`` with the reason why not."""
         self._parts.put((work, fail))
 
     def stop(self, timeout: float) -> None:
-        """Do what waits, and end the thread; what it waits for ends when the group's connections do."""
+        """Finish the queue and end the thread; waits in it end when the group's connections do."""
         self._parts.put(None)
         self._thread.join(timeout)
 
@@ -94,10 +95,10 @@ class NodePushPull(PushPull):
     """One rank's side; see the module.
 
     Args:
-        group: Of this rank's rail: its rank on each node, then the spare servers; gloo.
-        local: The ranks of this node, more than one; gloo. Both are used by nothing else.
-        ranks: Those of the rail, as errors name them.
-        shares: Says which server has a part of this rail next.
+        group: Group of this rank's rail: its rank on each node, then the spare servers; gloo.
+        local: The ranks of this node, more than one; gloo. Both groups have no other use.
+        ranks: Ranks of the rail, as errors name them.
+        shares: Assigns parts of this rail to servers.
         timeout: Longest wait for a sum.
     """
 
@@ -125,9 +126,9 @@ class NodePushPull(PushPull):
         return self._push_for_all(part, number) if pusher == self._own else self._give(part, number, pusher)
 
     def _give(self, part: torch.Tensor, number: int, pusher: int) -> StartedOperation:
-        """Send what this rank has of a part to who pushes it; ends when what has come of it is in its place."""
+        """Send this rank's part to its pusher; ends when the result is in place."""
         passage = NodePassage(pusher=pusher, moved=part.nbytes)
-        # The receive goes first: the pusher answers when it has all of what this rank sends.
+        # The receive is posted first, as the pusher answers once it has this rank's values.
         back = Pull(self.local.recv([part], pusher, number), self._timeout)
         sent = self.local.send([part], pusher, number)
 
@@ -139,7 +140,7 @@ class NodePushPull(PushPull):
         return StartedOperation([back], messages=True, lane=f"from-{pusher}", passage=passage)
 
     def _push_for_all(self, part: torch.Tensor, number: int) -> StartedOperation:
-        """Add up what the node's ranks have of a part, push that, and send them what is pulled."""
+        """Sum the node's values of a part, push the sum, and send the result to the node's ranks."""
         server = self.next_server(part.nbytes)
         travels = 0 if self.adds_up(server) else part.nbytes
         moved = part.nbytes * len(self._others)
@@ -170,7 +171,7 @@ class NodePushPull(PushPull):
         return StartedOperation([pushed], hand_on, messages=True, lane=server, passage=passage)
 
     def close(self, *, idle: bool) -> None:
-        """See :class:`PushPull`. Where all is idle, nobody on this node waits for anything from here."""
+        """See :class:`PushPull`. If all is idle, no rank of this node waits for this one."""
         if not idle:
             abandon(self.local)
         super().close(idle=idle)
@@ -179,11 +180,11 @@ class NodePushPull(PushPull):
 
 @dataclass(frozen=True, slots=True)
 class NodeLayout:
-    """Who is where, the same on all ranks but for ``rank``.
+    """The ranks of each node, the same on all ranks but for ``rank``.
 
     Attributes:
-        nodes: The ranks of each node, as many on each, by their number there; in the order of the first ones.
-        rank: This process's.
+        nodes: The ranks of each node, equally many on each, by their number there; ordered by their first ranks.
+        rank: This process's rank.
     """
 
     nodes: tuple[tuple[int, ...], ...]
@@ -196,7 +197,7 @@ class NodeLayout:
 
     @property
     def local_rank(self) -> int:
-        """This rank's number on its node, which is that of its rail."""
+        """This rank's number on its node, which is also its rail."""
         return self.nodes[self.node].index(self.rank)
 
     @property
@@ -211,14 +212,15 @@ class NodeLayout:
 
 
 def lay_out(rank: int, places: Sequence[tuple[int, int, int]]) -> NodeLayout:
-    """What follows from where each rank says that it is.
+    """Return the layout of ranks from each rank's own statement.
 
     Args:
-        rank: This process's.
-        places: By rank: number of its node, its number there, and how many were started there.
+        rank: This process's rank.
+        places: By rank: its node, its number there, and the number of ranks started there.
 
     Raises:
-        UnsupportedError: On all ranks alike, if that is not true, or nodes have unequally many ranks.
+        UnsupportedError: On all ranks alike, if the statements contradict each other, or nodes have different numbers
+            of ranks.
     """
     there = [(node, local, one) for one, (node, local, _) in enumerate(places)]
     nodes = {node: sorted(one[1:] for one in there if one[0] == node) for node, _, _ in sorted(there)}
@@ -239,16 +241,16 @@ def lay_out(rank: int, places: Sequence[tuple[int, int, int]]) -> NodeLayout:
 
 
 def each_alone(groups: SchedulerGroups) -> NodeLayout:
-    """The layout in which each rank pushes for itself."""
+    """Return the layout in which each rank pushes for itself."""
     return lay_out(groups.rank, [(one, 0, 1) for one in range(groups.world_size)])
 
 
 def agree_on_nodes(groups: SchedulerGroups, place: Sequence[int]) -> NodeLayout:
-    """Learn where all ranks are; every rank calls this at the same point.
+    """Exchange the places of all ranks; every rank calls this at the same point.
 
     Args:
-        groups: The scheduler's, before anything is scheduled.
-        place: Where this rank is, as in :func:`lay_out`.
+        groups: The scheduler's groups, before anything is scheduled.
+        place: This rank's place, as in :func:`lay_out`.
 
     Raises:
         UnsupportedError: See :func:`lay_out`.

@@ -1,30 +1,29 @@
-"""A few numbers of each rank, told to all ranks beside the training: nobody waits who does not need them.
+"""Exchanges a few numbers of each rank during training, without making ranks wait that do not need them.
 
-One thread, named ``bytescheduler-counts``, owned by the exchange. It waits for what was posted, in the order in which
-it was, and tells whoever asked. It blocks inside ``Work.wait`` without Python's lock, in slices, so that it ends when
-it is stopped, or when a rank has failed.
+*Numbers of all ranks* (:class:`NumberExchange`). One thread, named ``bytescheduler-counts``, owned by the exchange,
+waits for posted numbers in order and notifies callers. It blocks inside ``Work.wait`` without the GIL, in slices, so
+that it ends when it is stopped or a rank has failed.
 
-Why what is posted matches: only the training thread posts, on a group on which nothing else is launched, once at the
-same place of every batch. The n-th message of a rank meets the n-th of every other.
+Why messages match: only the training thread posts, on a group without other use, once at the same point of every batch.
+So the n-th message of a rank meets the n-th of every other.
 
-Lock order: what was posted has a lock of its own, held to look and to note only; whoever is told is called without it.
+Lock order: posted numbers have their own lock, held only to read and to record; callbacks are called without it.
 
-Numbers that rank 0 changes while a training runs, and that every rank uses from the same step on.
-
+*Numbers that rank 0 changes during training* (:class:`AgreedValues`), and that every rank uses from the same step on.
 Every rank calls `before_step` for each step, in order, on one thread. At some of these calls, the exchanges, rank 0
-posts what it wants next and the others post the matching receive; nobody waits. At the next exchange every rank takes
-up what was posted at the last one. By then the message has long arrived, so the wait there is for nothing but a rank
-that is a whole interval behind.
+posts its next values and the others post the receive, without waiting. At the next exchange every rank applies the
+values posted at the last one. The message has usually arrived by then, so a wait is only for a rank that is a whole
+interval behind.
 
 Why ranks agree:
 
-* Exchanges are at the same steps on every rank. The first two are known beforehand: the first step of all, and the next
-  one. Each message also says how many steps after the exchange at which it is read the next one is, so by induction all
-  ranks know the step of the next exchange from a message that all of them have read.
-* What was posted at one exchange comes into force at the next one, in the same call on every rank, rank 0 included: it
-  reads the message that it has sent, not what it would like by now.
-* The messages travel on a group of their own, on which nothing but this is launched, so they match by their number.
-  It is gloo's: on a GPU, reading numbers that came through its memory would wait for all work that is queued there.
+* Exchanges are at the same steps on every rank. The first two are fixed: the first step and the next one. Each message
+  also has the number of steps from the exchange at which it is read to the next one. So by induction all ranks know the
+  step of the next exchange from a message that all of them have read.
+* Values posted at one exchange take effect at the next one, in the same call on every rank. Rank 0 also reads the
+  message that it has sent, not its newest wish.
+* The messages travel on a group without other use, so they match by their number. It is gloo's, as reading numbers from
+  a GPU's memory would wait for all work queued there.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ _ARRIVAL_S = 1.0
 
 
 class PostedNumbers:
-    """What every rank has posted at one place, once it is known."""
+    """What every rank has posted at one point, once it is known."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -58,7 +57,7 @@ class PostedNumbers:
 
     @property
     def known(self) -> bool:
-        """Whether all ranks' numbers are here."""
+        """Whether all ranks' numbers have arrived."""
         return self._rows is not None
 
     @property
@@ -66,14 +65,14 @@ class PostedNumbers:
         """Each rank's numbers.
 
         Raises:
-            RuntimeError: If they are not known yet.
+            RuntimeError: If they have not arrived.
         """
         if self._rows is None:
             raise RuntimeError("Numbers of all ranks were asked for before they were here.")
         return self._rows
 
     def when_known(self, then: Callable[[], None]) -> None:
-        """Call ``then`` as soon as the numbers are known: here and now, or later on the exchange's thread."""
+        """Call ``then`` when the numbers are known: now, or later on the exchange's thread."""
         with self._lock:
             if self._rows is None:
                 self._told.append(then)
@@ -84,10 +83,10 @@ class PostedNumbers:
         """Wait until the numbers are known.
 
         Args:
-            failure: Asked now and then: why they will not come, if they will not.
+            failure: Called regularly; returns the reason if they will not come.
 
         Raises:
-            BaseException: What ``failure`` says.
+            BaseException: The result of ``failure``.
         """
         while not self._known.wait(_WAIT_SLICE.total_seconds()):
             cause = failure()
@@ -95,7 +94,7 @@ class PostedNumbers:
                 raise cause
 
     def arrive(self, rows: list[list[int]]) -> None:
-        """They are here; tell whoever asked."""
+        """Set the numbers and notify callers."""
         with self._lock:
             self._rows = rows
             told, self._told = self._told, []
@@ -108,10 +107,10 @@ class NumberExchange:
     """One rank's end of the exchange.
 
     Args:
-        group: Of gloo, for nothing else; left by :meth:`close`.
-        width: How many numbers each rank posts.
-        on_error: Told once, on the exchange's thread, what it failed with.
-        failure: Asked while another rank is waited for: why it will not come, if it will not.
+        group: A gloo group without other use; :meth:`close` leaves it.
+        width: Number of numbers that each rank posts.
+        on_error: Called once with an error, on the exchange's thread.
+        failure: Called while waiting for another rank; returns the reason if it will not come.
     """
 
     def __init__(
@@ -136,10 +135,11 @@ class NumberExchange:
         self._thread.start()
 
     def post(self, numbers: Sequence[int]) -> PostedNumbers:
-        """Tell all ranks ``numbers``, and hear theirs; returns at once. Called in one order on all ranks.
+        """Post ``numbers`` to all ranks and return theirs, without waiting. Called in one order on all ranks.
 
         Raises:
             RuntimeError: If the exchange is closed, or a connection broke.
+            ValueError: If there are not ``width`` numbers.
         """
         if self._group is None:
             raise RuntimeError("Numbers were posted to an exchange that is closed.")
@@ -183,16 +183,16 @@ class NumberExchange:
 
 
 class _Stopped(Exception):
-    """Nobody wants the numbers any more."""
+    """The exchange was closed."""
 
 
 class AgreedValues:
-    """One rank's end of the exchange; every rank must make it at the same point.
+    """One rank's end of rank 0's values; every rank must make it at the same point.
 
     Args:
-        count: How many numbers are exchanged.
+        count: Number of values.
         timeout: Longest wait for another rank; the backend's default if ``None``.
-        failure: Asked while another rank is waited for: why it will not come, if it will not.
+        failure: Called while waiting for another rank; returns the reason if it will not come.
     """
 
     def __init__(
@@ -213,16 +213,16 @@ class AgreedValues:
         """Take part in an exchange, if there is one before this step.
 
         Args:
-            step: Number of the step that begins. Calls for a step that was begun before do nothing.
-            wanted: Rank 0's numbers; other ranks' are not looked at.
-            interval: Rank 0's wish how many steps exchanges are apart, 1 or more, once this message was read.
+            step: Number of the step that begins. Repeated calls for a step do nothing.
+            wanted: Rank 0's values; ignored on other ranks.
+            interval: Rank 0's wish: steps between exchanges, 1 or more, once this message is read.
 
         Returns:
-            The numbers to put in force now, on all ranks; ``None`` if there is no exchange, or this is the first one.
+            The values to apply now, on all ranks; ``None`` if there is no exchange, or this is the first one.
 
         Raises:
             RuntimeError: If another rank is gone.
-            BaseException: What ``failure`` says.
+            BaseException: The result of ``failure``.
         """
         if step <= self._step or self._group is None:
             return None
@@ -241,7 +241,7 @@ class AgreedValues:
         return agreed
 
     def close(self) -> None:
-        """Leave the group, within a second; idempotent. What was posted last may never come, after a failure."""
+        """Leave the group, within a second; idempotent. After a failure the last message may never come."""
         group, self._group = self._group, None
         if group is None:
             return

@@ -1,16 +1,16 @@
-"""What a sub-task's start puts on the wire: all-reduce, reduce-scatter, all-gather, exchange.
+"""The messages of a sub-task: all-reduce, reduce-scatter, all-gather, exchange.
 
-The mean is formed as DDP's reducer forms it: scaled by 1/n before the sum, by multiplication, so that two ranks get
-DDP's bits. Where ranks count unequally, each multiplies with a factor of its own instead, see ``sample_weights.py``.
+The mean is formed as in DDP's reducer: each rank multiplies by 1/n before the sum, so that two ranks get DDP's bits.
+With unequal weights each rank multiplies by its own factor, see ``sample_weights.py``.
 
-On gloo, reduce-scatter and all-gather are made of point-to-point messages: its own reduce-scatter is a full all-reduce
-and its all-to-all is half again as slow as the link (measured with torch 2.13, four ranks on shaped links). On NCCL the
-native ones are used. Each part of a buffer is cut into one *shard* per rank, see :func:`shard_of`.
+On gloo, reduce-scatter and all-gather are made of point-to-point messages: its own reduce-scatter is a full all-reduce,
+and its all-to-all is slower than the link. On NCCL the native ones are used. Each part of a buffer is cut into one
+*shard* per rank, see :func:`shard_of`.
 
-Every operation is started under the core's launching lock, in one order on all ranks, so a running number matches the
-messages of one operation on all of them.
+Every operation is started under the core's launching lock, in one order on all ranks. So a running number matches an
+operation's messages on all of them.
 
-Besides: two calls on groups that torch does not know by name, and a wait that a training thread can afford.
+The module also has two calls on groups that torch does not know by name, and waits for a training thread.
 """
 
 from __future__ import annotations
@@ -39,42 +39,42 @@ def broadcast_from_first(group: dist.ProcessGroup, tensor: torch.Tensor) -> dist
 
 
 def reduce_with(group: dist.ProcessGroup, tensor: torch.Tensor, operation: dist.ReduceOp.RedOpType) -> dist.Work:
-    """Begin to fill ``tensor`` with all ranks', reduced."""
+    """Begin to replace ``tensor`` by the reduction over all ranks."""
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(operation)
     return group.allreduce([tensor], options)
 
 
 def wait_unless(work: dist.Work, failure: Callable[[], BaseException | None], *, look_every: timedelta) -> None:
-    """Wait for a collective in slices, so that a training thread comes back when another rank has failed.
+    """Wait for a collective in slices, so that a training thread returns when another rank has failed.
 
     Args:
-        work: What is waited for.
-        failure: Asked before each slice: why it will not come, if it will not.
+        work: The collective.
+        failure: Called before each slice; returns the reason if the collective will not end.
         look_every: Length of a slice.
 
     Raises:
-        RuntimeError: What the collective failed with.
-        BaseException: What ``failure`` says.
+        RuntimeError: The collective's error.
+        BaseException: The result of ``failure``.
     """
     while not work.is_completed():
         cause = failure()
         if cause is not None:
             raise cause
-        with suppress(RuntimeError):  # the slice ran out; or the collective failed, and says so below
+        with suppress(RuntimeError):  # the slice ran out, or the collective failed and raises below
             work.wait(look_every)
-    work.wait()  # it has ended: this raises what it failed with
+    work.wait()  # raises the error of an ended collective
 
 
 def ends_within(work: dist.Work | None, seconds: float, failure: Callable[[], object] = lambda: None) -> bool:
-    """Whether a collective that nobody waits for any more ends soon, so that its group can be left.
+    """Whether a collective that no caller waits for ends soon, so that its group can be left.
 
-    Not by waiting for it: a wait that times out breaks connections that other ranks may still need.
+    It polls, as a wait that times out breaks connections that other ranks may still need.
 
     Args:
-        work: The last of the group; ``None`` if there was none.
-        seconds: Longest look.
-        failure: Why it will not end, if it will not.
+        work: The last collective of the group; ``None`` if there was none.
+        seconds: Longest time to poll.
+        failure: Returns the reason if it will not end.
     """
     deadline = time.monotonic() + seconds
     while work is not None and not work.is_completed():
@@ -86,17 +86,17 @@ def ends_within(work: dist.Work | None, seconds: float, failure: Callable[[], ob
 
 @dataclass(frozen=True, slots=True)
 class StartedOperation:
-    """Something under way on the data group.
+    """An operation in flight on the data group.
 
     Attributes:
-        works: What has to end, in this order; of each only ``wait`` is called where these are messages.
-        finish: Run once all of them have ended; may start what has to end after them.
-        messages: Whether ``works`` are point-to-point messages. Gloo cannot wait for one in slices: it breaks all
-            connections of a group on which a message did not come in time.
-        closing: What is started by a ``finish`` and begins nothing itself. All that others wait for has been sent with
-            it, so whoever waits may see first to what was launched meanwhile.
-        lane: What is started on one lane ends in that order, but may end before what was started earlier on another.
-        passage: By way of a parameter server.
+        works: What has to end, in this order; for messages, only ``wait`` of each is called.
+        finish: Called once all of them have ended; may return an operation that has to end after them.
+        messages: Whether ``works`` are point-to-point messages. Gloo cannot wait for one in slices: a timeout breaks
+            all connections of the group.
+        closing: Whether it was returned by a ``finish`` and starts nothing itself. All messages that others wait for
+            have been sent, so the waiting thread may handle later launches first.
+        lane: Operations of one lane end in launch order, but may end before earlier ones of another lane.
+        passage: Its way through a parameter server.
     """
 
     works: Sequence[Any]
@@ -108,7 +108,7 @@ class StartedOperation:
 
 
 def ending_with(started: StartedOperation, last: Callable[[], None]) -> StartedOperation:
-    """``started``, with ``last`` called when it and all that follows from it has ended, before anybody is told."""
+    """Return ``started`` with ``last`` called after it and all that follows, before the sub-task is notified."""
 
     def finish() -> StartedOperation | None:
         following = None if started.finish is None else started.finish()
@@ -121,14 +121,14 @@ def ending_with(started: StartedOperation, last: Callable[[], None]) -> StartedO
 
 
 class Pull:
-    """A message that is waited for no longer than ``timeout``: the group's own is shorter, for who connects."""
+    """A message with its own timeout for waits, as the group's shorter one is for connecting."""
 
     def __init__(self, work: dist.Work, timeout: timedelta) -> None:
         self._work = work
         self._timeout = timeout
 
     def wait(self) -> bool:
-        """As of ``torch.distributed.Work``."""
+        """See ``torch.distributed.Work``."""
         return self._work.wait(self._timeout)
 
 
@@ -136,22 +136,22 @@ Operation = Callable[[dist.ProcessGroup, torch.Tensor, int], StartedOperation]
 """Starts on (group, part of a buffer, number of the operation)."""
 
 Averaging = Callable[[dist.ProcessGroup, torch.Tensor, int, float | None], StartedOperation]
-"""An operation that is also told what this rank counts in the mean; ``None`` for as much as any other."""
+"""An operation that also gets this rank's weight in the mean; ``None`` for equal weights."""
 
 
 def shard_of(size: int, rank: int, world_size: int) -> tuple[int, int]:
-    """What ``rank`` reduces of ``size`` elements, as (first, end); nothing for the last ranks of a small part."""
+    """Return the shard of ``rank`` in ``size`` elements as (first, end); empty for the last ranks of a small part."""
     length = -(-size // world_size)
     return min(rank * length, size), min((rank + 1) * length, size)
 
 
 def shards_over(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether reduce-scatter and all-gather of tensors on ``device`` can be had on ``group``."""
+    """Whether ``group`` has reduce-scatter and all-gather of tensors on ``device``."""
     return dist.get_backend(group) in (("nccl",) if device.type == "cuda" else ("gloo",))
 
 
 def scale(part: torch.Tensor, factor: float) -> None:
-    """Multiply ``part`` in place. What counts nothing becomes nothing, also where it is not finite."""
+    """Multiply ``part`` in place. A factor of 0 also clears non-finite values."""
     if factor:
         part.mul_(factor)
     else:
@@ -161,7 +161,7 @@ def scale(part: torch.Tensor, factor: float) -> None:
 def all_reduce(
     group: dist.ProcessGroup, part: torch.Tensor, number: int, factor: float | None = None
 ) -> StartedOperation:
-    """Average ``part`` over all ranks, in place, this one's counting ``factor``."""
+    """Average ``part`` over all ranks, in place, with this rank's weight ``factor``."""
     scale(part, 1.0 / group.size() if factor is None else factor)
     return StartedOperation([group.allreduce([part])])
 
@@ -169,13 +169,13 @@ def all_reduce(
 def reduce_scatter(
     group: dist.ProcessGroup, part: torch.Tensor, number: int, factor: float | None = None
 ) -> StartedOperation:
-    """Average this rank's shard of ``part`` over all ranks, in place; the rest is left with local values.
+    """Average this rank's shard of ``part`` over all ranks, in place; the rest keeps local values.
 
     Args:
         group: The data group.
-        part: Of a buffer.
-        number: Of the operation.
-        factor: What this rank's counts; as much as any other's when left out.
+        part: Part of a buffer.
+        number: Number of the operation.
+        factor: This rank's weight; equal weights if ``None``.
     """
     scale(part, 1.0 / group.size() if factor is None else factor)
     if part.device.type == "cuda":
@@ -206,21 +206,21 @@ def all_gather(group: dist.ProcessGroup, part: torch.Tensor, number: int) -> Sta
 def all_reduce_in_shards(
     group: dist.ProcessGroup, part: torch.Tensor, number: int, factor: float | None = None
 ) -> StartedOperation:
-    """Average ``part`` over all ranks, in place, in two halves that each go straight to where they are wanted.
+    """Average ``part`` over all ranks, in place, in two halves that go straight to their targets.
 
-    For links of long round trips: gloo's own goes around a ring, ``2(n-1)`` messages one after the other, and a group
-    carries two of them at once. Gloo sends a message when it knows that it is expected. So means are expected from the
-    start, which saves half a round trip. Where they come to, this rank's own values are read no more by then: another
-    rank sends the mean of its shard when it has received all of them.
+    For links with high latency: gloo's own all-reduce sends ``2(n-1)`` messages one after the other around a ring, and
+    a group carries only two of them at once. Gloo sends a message when it knows of its receive, so receives of means
+    are posted at the start, which saves half a round trip. They overwrite values that this rank has already sent:
+    another rank sends the mean of its shard once it has received all of them.
 
     Args:
         group: The data group; gloo.
-        part: Of a buffer.
-        number: Of the operation.
-        factor: What this rank's counts; as much as any other's when left out.
+        part: Part of a buffer.
+        number: Number of the operation.
+        factor: This rank's weight; equal weights if ``None``.
     """
     scattered = reduce_scatter(group, part, number, factor)
-    means = _expect_shards(group, part, number)  # after the shards that they are made of, in the order of one number
+    means = _expect_shards(group, part, number)  # after the shards, as messages of one number are in order
 
     def gather() -> StartedOperation:
         if scattered.finish is not None:
@@ -233,16 +233,16 @@ def all_reduce_in_shards(
 def all_reduce_direct(
     group: dist.ProcessGroup, part: torch.Tensor, number: int, factor: float | None = None
 ) -> StartedOperation:
-    """Average a small ``part`` over all ranks, in place: each sends all of it to all others, and adds up by itself.
+    """Average a small ``part`` over all ranks, in place: each rank sends all of it to all others and sums by itself.
 
-    One round of messages in place of two, for ``n/2`` times the bytes. All add up in the order of ranks, so that they
-    get the same bits.
+    One round of messages instead of two, for ``n/2`` times the bytes. All sum in the order of ranks, so that they get
+    the same bits.
 
     Args:
         group: The data group; gloo.
-        part: Of a buffer.
-        number: Of the operation.
-        factor: What this rank's counts; as much as any other's when left out.
+        part: Part of a buffer.
+        number: Number of the operation.
+        factor: This rank's weight; equal weights if ``None``.
     """
     scale(part, 1.0 / group.size() if factor is None else factor)
     received = {rank: torch.empty_like(part) for rank in others_of(group)}
@@ -251,7 +251,7 @@ def all_reduce_direct(
 
     def add_up() -> None:
         first, *rest = (received.get(rank, part) for rank in range(group.size()))
-        total = first.clone() if first is part else first  # what is sent is added once, and then written
+        total = first.clone() if first is part else first  # ``part`` is still being read, so it is not summed into
         for values in rest:
             total.add_(values)
         part.copy_(total)
@@ -260,13 +260,13 @@ def all_reduce_direct(
 
 
 def exchange(group: dist.ProcessGroup, part: torch.Tensor, number: int) -> StartedOperation:
-    """Fill row r of ``part``, a matrix of as many rows as ranks, with rank r's row r, in place."""
-    # Not gloo's own, which passes rows on from rank to rank: each time they would wait behind all that is under way.
+    """Fill row r of ``part``, a matrix with one row per rank, with rank r's row r, in place."""
+    # Gloo's own all-gather passes rows around a ring, and each message would wait behind all that is in flight.
     return all_gather(group, part.view(-1), number)
 
 
 def _expect_shards(group: dist.ProcessGroup, part: torch.Tensor, number: int) -> list[dist.Work]:
-    """Receive the other ranks' shards of ``part``."""
+    """Post receives of the other ranks' shards of ``part``."""
     return [
         group.recv([_shard(group, part, rank)], rank, number)
         for rank in others_of(group)
@@ -277,14 +277,14 @@ def _expect_shards(group: dist.ProcessGroup, part: torch.Tensor, number: int) ->
 def _gather(
     group: dist.ProcessGroup, part: torch.Tensor, number: int, expected: Sequence[dist.Work]
 ) -> StartedOperation:
-    """Send this rank's shard, which the others expect as it does theirs."""
+    """Send this rank's shard, for which the others have posted receives."""
     own = _shard(group, part, group.rank())
     sent = [group.send([own], rank, number) for rank in others_of(group)] if own.numel() else []
     return StartedOperation([*expected, *sent], messages=True)
 
 
 def others_of(group: dist.ProcessGroup) -> list[int]:
-    """The other ranks, beginning with the next: no two ranks send to the same one first."""
+    """Return the other ranks, beginning with the next: no two ranks send to the same one first."""
     size, rank = group.size(), group.rank()
     return [(rank + distance) % size for distance in range(1, size)]
 
@@ -320,6 +320,6 @@ def _native_all_gather(group: dist.ProcessGroup, part: torch.Tensor) -> StartedO
 
 
 def _padded(group: dist.ProcessGroup, part: torch.Tensor) -> torch.Tensor:
-    """``part`` itself if it cuts into equal shards, else a longer copy that does."""
+    """Return ``part`` if it cuts into equal shards, otherwise a padded copy."""
     missing = -part.numel() % group.size()
     return torch.nn.functional.pad(part, (0, missing)) if missing else part

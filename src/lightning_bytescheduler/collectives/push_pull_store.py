@@ -1,8 +1,8 @@
 """``PushPullStore``: init, push and pull of named tensors, through parameter servers and the scheduler.
 
-What ScheduledKVStore of ByteScheduler (Peng et al., SOSP 2019) did for MXNet: a push is only noted, and the pull of the
-same key makes one task of both, which is cut into parts, sent by priority under the credit, and added up by the servers
-of ``push_pull.py``. Rank 0 decides what is sent next, as in a training, so ranks may pull in different orders.
+This is what ByteScheduler's ScheduledKVStore (Peng et al., SOSP 2019) did for MXNet. A push is only recorded. The pull
+of the same key makes one task of both, which is cut into parts, sent by priority under the credit, and summed by the
+servers of ``push_pull.py``. Rank 0 decides what is sent next, as in a training, so ranks may pull in different orders.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ _STOP_S = 5.0
 
 @dataclass(slots=True)
 class _Key:
-    """What is known of a key."""
+    """State of a key."""
 
     number: int  # in the order of initialisation
-    value: torch.Tensor  # what a pull without a push brings
+    value: torch.Tensor  # result of a pull without a push
     pushed: tuple[torch.Tensor, int] | None = None  # and its priority
-    round: int = 0  # how often it was pushed and pulled
-    kept: int = 0  # the round that ``value`` is of: rounds that are under way together may end in any order
+    round: int = 0  # number of pushes that were pulled
+    kept: int = 0  # the round of ``value``: concurrent rounds may end in any order
     last: CommTask | None = None
 
 
 class PulledTensor:
-    """What a pull brings, once it is there."""
+    """The result of a pull, once it has arrived."""
 
     def __init__(self, out: torch.Tensor, task: CommTask | None, timeout: float) -> None:
         self._out = out
@@ -66,7 +66,7 @@ class PulledTensor:
         self._timeout = timeout
 
     def wait(self) -> torch.Tensor:
-        """Wait for it, no longer than the store's timeout.
+        """Wait for the result, at most for the store's timeout.
 
         Returns:
             The tensor that was given as ``out``, or a new one.
@@ -74,7 +74,7 @@ class PulledTensor:
         Raises:
             SchedulerTimeoutError: If it did not come in time.
             ServerFailedError: If a server has died.
-            RankFailedError: If another rank has.
+            RankFailedError: If another rank has died.
         """
         if self._task is not None:
             self._task.wait(self._timeout)
@@ -85,18 +85,18 @@ class PulledTensor:
 class PushPullStore:
     """Named tensors that all ranks of the default process group push to, and pull sums from.
 
-    A collective in the sense of torch.distributed: all ranks make it at the same point, initialise the same keys in the
-    same order, and push each key as often as the others do. Between that, each goes at its own pace. Tensors are in CPU
-    memory. One thread at a time calls it.
+    It is a collective in the sense of torch.distributed: all ranks make it at the same point, initialise the same keys
+    in the same order, and push each key equally often. Between these points each rank goes at its own pace. Tensors are
+    in CPU memory. One thread at a time calls it.
 
     Args:
-        servers: How many servers run on machines of their own, each started by ``lightning-bytescheduler server``; with
-            0 each rank is a server besides.
-        placement: Which server has which part: one of ``scheduler.placement.PLACEMENTS``; by bytes when left out.
+        servers: Number of servers on separate machines, each started by ``lightning-bytescheduler server``; with 0 each
+            rank is also a server.
+        placement: Assigns parts to servers: one of ``scheduler.placement.PLACEMENTS``; by bytes when left out.
         partition_size: Largest part, in elements; rank 0's counts.
-        credit: What may be under way at once, in elements; rank 0's counts.
+        credit: Most that may be in flight, in elements; rank 0's counts.
         timeout: Longest wait for servers and for one tensor.
-        say: Told on rank 0 that servers are waited for.
+        say: Called on rank 0 with a message when servers are missing.
 
     Raises:
         OptionError: If an option has a value that is not allowed.
@@ -126,7 +126,7 @@ class PushPullStore:
         self._timeout = timeout.total_seconds()
         self._keys: dict[str, _Key] = {}
         self._closed = self._failed = self._order_is_closed = False
-        # The servers' group carries what is pushed, so that of gradients is for what all ranks do at one point.
+        # Pushes travel on the servers' group; the data group is for collectives of all ranks.
         self._groups = groups = SchedulerGroups.create(timeout=timeout, by_host=True)
         self._servers = join_servers(groups, servers, each_alone(groups), placement=how, timeout=timeout, say=say)
         self._push_pull = self._servers.push_pull
@@ -136,7 +136,7 @@ class PushPullStore:
         self._transport = GradientTransport(groups.data, self._on_error, None, self._push_pull)
         if isinstance(self._order, FollowingOrder):
             self._order.start(self._core.update_order)
-        # A thread inside torch while the interpreter ends would abort the process.
+        # A thread inside torch would abort the process when the interpreter ends.
         atexit.register(self._stop, failed=True)
 
     @property
@@ -145,15 +145,15 @@ class PushPullStore:
         return self._push_pull.shares.so_far
 
     def init(self, key: str, value: torch.Tensor) -> None:
-        """Give a key its value on all ranks: rank 0's. At once, whatever else is queued or under way.
+        """Set a key's value on all ranks to rank 0's, at once, whatever is queued or in flight.
 
         Args:
-            key: New.
-            value: On a CPU; filled with rank 0's, in place, on the others.
+            key: A new key.
+            value: CPU tensor; on other ranks it is filled with rank 0's, in place.
 
         Raises:
-            OptionError: If there is such a key.
-            UnsupportedError: If servers cannot add up such tensors.
+            OptionError: If the key exists.
+            UnsupportedError: If servers cannot sum such tensors.
             RanksDifferError: If another rank gives another key, shape or dtype; nothing has changed then.
         """
         self._check_open()
@@ -188,15 +188,15 @@ class PushPullStore:
         self._keys[key] = _Key(len(self._keys), kept)
 
     def push(self, key: str, value: torch.Tensor, priority: int = 0) -> None:
-        """Note what this rank adds to a key; it is sent with the next pull of that key, as one task.
+        """Record what this rank adds to a key; it is sent with the next pull of that key, as one task.
 
         Args:
-            key: Initialised.
-            value: Of the key's shape and dtype. Leave it as it is until the pull.
+            key: An initialised key.
+            value: Tensor of the key's shape and dtype. Do not change it until the pull.
             priority: A lower number travels first.
 
         Raises:
-            OptionError: If there is no such key, or it has another shape or dtype.
+            OptionError: If the key does not exist, or has another shape or dtype.
             TaskStateError: If it was pushed, and not pulled since.
         """
         known = self._known(key, value)
@@ -205,19 +205,19 @@ class PushPullStore:
         known.pushed = value, _whole(priority)
 
     def pull(self, key: str, out: torch.Tensor | None = None, priority: int | None = None) -> PulledTensor:
-        """Begin to take the sum of all ranks' pushes; without a push here, the key's last value.
+        """Begin to pull the sum of all ranks' pushes; without a push here, the key's last value.
 
-        Without a push it waits for what was pulled of the key before; else it returns at once.
+        Without a push this waits for earlier pulls of the key; otherwise it returns at once.
 
         Args:
-            key: Initialised.
-            out: Where it goes: contiguous, of the key's shape and dtype. A new tensor when left out. It must not be
-                used before ``wait`` of what is returned has ended.
-            priority: In place of the push's.
+            key: An initialised key.
+            out: Receives the result: contiguous, of the key's shape and dtype; a new tensor when left out. Do not use
+                it before ``wait`` of the result has returned.
+            priority: Replaces the push's priority.
 
         Raises:
-            OptionError: If there is no such key, or ``out`` does not fit it.
-            BaseException: What the store has failed with.
+            OptionError: If the key does not exist, or ``out`` does not fit it.
+            BaseException: The store's error, if it has failed.
         """
         known = self._known(key, *(() if out is None else (out,)))
         if out is None:
@@ -240,13 +240,13 @@ class PushPullStore:
     def push_pull(
         self, key: str, value: torch.Tensor, out: torch.Tensor | None = None, priority: int = 0
     ) -> PulledTensor:
-        """:meth:`push`, and :meth:`pull`."""
+        """:meth:`push`, then :meth:`pull`."""
         self._known(key, *(() if out is None else (out,)))
         self.push(key, value, priority)
         return self.pull(key, out)
 
     def close(self) -> None:
-        """Wait for what is under way on any rank, then leave the servers and end all threads.
+        """Wait for what is in flight on any rank, then leave the servers and end all threads.
 
         All ranks call it; bounded, idempotent.
         """
@@ -302,7 +302,7 @@ class PushPullStore:
         return task
 
     def _known(self, key: str, *tensors: torch.Tensor) -> _Key:
-        """What is known of ``key``, whose shape and dtype ``tensors`` have."""
+        """Return the state of ``key``; checks that ``tensors`` have its shape and dtype."""
         self._check_open()
         known = self._keys.get(key)
         if known is None:
@@ -323,7 +323,7 @@ class PushPullStore:
             raise SchedulerClosedError("The PushPullStore has been closed.")
 
     def _on_error(self, error: BaseException) -> BaseException:
-        """Something failed, on one of the store's threads: find out why, and fail all that waits."""
+        """Find the cause of an error on one of the store's threads, and fail all that waits."""
         self._failed = True
         cause = self._core.abort_cause or self._servers.find_gone() or self._servers.explain_timeout(error)
         if is_communication_error(cause):
@@ -353,7 +353,7 @@ class PushPullStore:
                     raise
 
     def _meet(self) -> None:
-        """Wait for the other ranks: those that are servers besides serve until all are done."""
+        """Wait for the other ranks: those that are servers serve until all are done."""
         try:
             work = reduce_with(self._groups.data, torch.zeros(1, dtype=torch.float32, device="cpu"), dist.ReduceOp.SUM)
             work.wait()

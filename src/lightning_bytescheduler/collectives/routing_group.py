@@ -1,33 +1,31 @@
-"""A process group that stands in for DDP's, and gives its collectives their place in the one launch order.
+"""A process group that replaces DDP's, and gives its collectives their place in the one launch order.
 
-NCCL wants the same order of launches over all communicators of a device, on every rank. Gradients travel in an order
-that rank 0 decides; what DDP, Lightning and the model send (buffers, barriers, metrics, the statistics of a
-SyncBatchNorm) comes as the program goes. So where gradients travel on NCCL, all of it goes out on their communicator,
-in one order. While a fit lasts this group is the default group: DDP takes it when it wraps the model, and
-``torch.distributed`` for whatever names no group. Precedent for a group in Python that DDP is given: torchft.
+NCCL needs the same order of launches over all communicators of a device, on every rank. Gradients travel in rank 0's
+order; collectives of DDP, Lightning and the model (buffers, barriers, metrics, statistics of a SyncBatchNorm) come in
+program order. So if gradients travel on NCCL, all of them use the gradients' communicator, in one order. During a fit
+this group is the default group: DDP takes it when it wraps the model, and ``torch.distributed`` uses it where no group
+is named. Precedent for giving DDP a group written in Python: torchft.
 
-Two states, which all ranks change at the same place in their programs:
+There are two states, which all ranks change at the same point of their programs:
 
-* *direct*: nothing but the program launches (steps as DDP's, and before the first step). All goes out at once.
+* *direct*: only the program launches (steps as DDP's, and before the first step). Everything is launched at once.
 * *in order*: see :class:`~lightning_bytescheduler.collectives.routing_group.ForeignCollectives`.
 
-A rank goes from in order to direct when all that it has submitted has been launched here. What it launches directly is
-so behind all of that on each rank. The way back needs no wait: what is decided from there on is launched where it has
-been submitted, which is behind the direct ones.
+A rank goes from in order to direct when all that it has submitted is launched here. So its direct launches come after
+all of that on each rank. The way back needs no wait: later decisions are launched where they have been submitted, which
+is after the direct ones.
 
-What the training thread waits for: until what it waits for has been launched here, on the host, and then as the backend
-has it, on NCCL on its stream. What it must never wait for is said in ``launch_order.py``: a gradient of the step whose
-backward pass it is in.
+The training thread waits on the host until its collective is launched here, and then as the backend does, on NCCL on
+its stream. It must never wait for a gradient of the step whose backward pass it is in (``launch_order.py``).
 
-Not in the order, and passed on to the group that this one stands in for: messages between two ranks (``send``,
-``recv``), which not all ranks know of. Neither are collectives on other groups of the user's own.
+Messages between two ranks (``send``, ``recv``) are not ordered, as not all ranks know of them; they go to the replaced
+group. Collectives on other groups of the user are not ordered either.
 
-Collectives of others (DDP's, Lightning's, a model's) take their place in the one launch order, among gradients.
-
-Each is a task of no credit that is named by its number alone: how many its process group has launched in this order.
-Rank 0 puts it into the sequence that it decides on, and tells the others like any decision; they launch the k-th when
-their own thread has submitted it. When rank 0 may, is said in :class:`~lightning_bytescheduler.scheduler.MixedOrder`,
-and why nobody waits forever in ``launch_order.py``. Nothing here knows of devices, groups or threads.
+*The order of foreign collectives* (DDP's, Lightning's, a model's). Each is a task without credit, named by its number
+alone: the number of collectives that its process group has launched in order. Rank 0 puts it into its sequence and
+sends it like any decision; the others launch the k-th when their own thread has submitted it.
+:class:`~lightning_bytescheduler.scheduler.MixedOrder` says when rank 0 may, and ``launch_order.py`` why no rank waits
+forever.
 """
 
 from __future__ import annotations
@@ -85,15 +83,15 @@ KINDS = (
     "barrier",
     "coalesced",
 )
-"""Names of what is ordered; a decision carries the place of its own in here, so that ranks that differ are found."""
+"""Ordered collectives; a decision carries the index in this tuple, so that differences between ranks are found."""
 
 
 class ForeignCollectives:
-    """One rank's, in the order in which they are submitted.
+    """One rank's foreign collectives, in the order in which they are submitted.
 
     Args:
-        core: Whose order they are part of: one of ``launch_order.py``.
-        report: Called with how many have been submitted here, after each; rank 0 has to learn how many all ranks have.
+        core: The core with one of the orders of ``launch_order.py``.
+        report: Called with the number submitted here, after each; rank 0 has to learn what all ranks have submitted.
     """
 
     def __init__(self, core: ByteCore, report: Callable[[int], None]) -> None:
@@ -104,18 +102,18 @@ class ForeignCollectives:
 
     @property
     def submitted(self) -> int:
-        """How many there were."""
+        """Number of submitted collectives."""
         return self._submitted
 
     def submit(self, kind: str, launch: Callable[[], None]) -> CommTask:
-        """Have ``launch`` called when its turn comes, on whichever thread launches.
+        """Call ``launch`` when its turn comes, on the launching thread.
 
         Args:
             kind: One of :data:`KINDS`.
-            launch: Starts it; must not raise, and must not wait for the network.
+            launch: Starts the collective; must not raise or wait for the network.
 
         Returns:
-            Ends when it has been launched.
+            The task, which ends when the collective is launched.
 
         Raises:
             BaseException: Why the core was stopped.
@@ -127,7 +125,7 @@ class ForeignCollectives:
 
         with self._lock:  # numbers are in the order of admission
             number = self._submitted + 1
-            # Its size is the place of its kind: orders compare sizes.
+            # The size is the index of its kind, as orders compare sizes.
             task = CommTask(
                 f"{kind} {number}",
                 1 + KINDS.index(kind),
@@ -144,11 +142,11 @@ class ForeignCollectives:
 
 
 ROUTED_BACKENDS = {"nccl"}
-"""Where one order is needed; tests add gloo."""
+"""Backends that need one order; tests add gloo."""
 
 _SLICE_S = 0.5
 _LOOK_S = 0.01
-_NO_LIMIT = timedelta(0)  # as torch says it
+_NO_LIMIT = timedelta(0)  # torch's value
 _IMPLICIT = "NCCL_LAUNCH_ORDER_IMPLICIT"
 
 Start = Callable[[dist.ProcessGroup], dist.Work]
@@ -173,7 +171,7 @@ class _RoutedWork(dist.Work):
         self._future: torch.futures.Future[Any] | None = None
 
     def launch(self, start: Start, carrier: dist.ProcessGroup) -> None:
-        """Start it; whoever waits for it learns of an error."""
+        """Start the collective; its waiters get an error."""
         try:
             self._work = start(carrier)
         except BaseException as error:
@@ -185,7 +183,7 @@ class _RoutedWork(dist.Work):
             self._follow(future)
 
     def fail(self, error: BaseException) -> None:
-        """It will never be launched."""
+        """Fail the collective, as it will never be launched."""
         with self._lock:
             if self._launched.is_set():
                 return
@@ -196,11 +194,11 @@ class _RoutedWork(dist.Work):
             self._follow(future)
 
     def await_launch(self, timeout: float) -> dist.Work:
-        """Wait on the host until it has been launched.
+        """Wait on the host until the collective is launched.
 
         Raises:
             SchedulerTimeoutError: If that took too long.
-            BaseException: Why it could not be, or never will be.
+            BaseException: Why it was not launched.
         """
         deadline = time.monotonic() + timeout
         while not self._launched.wait(min(_SLICE_S, max(0.0, deadline - time.monotonic()))):
@@ -255,7 +253,7 @@ class _RoutedWork(dist.Work):
         return self.await_launch(self._group.timeout).result()
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future of the result, also where it has not been launched."""
+        """Return a future of the result, also before the launch."""
         with self._lock:
             if self._future is None:
                 self._future = self._group.new_future()
@@ -274,7 +272,7 @@ class _RoutedWork(dist.Work):
 
 
 def _hand_on(future: torch.futures.Future[Any], done: torch.futures.Future[Any]) -> None:
-    """On a GPU this runs where the result is, and the future's own event is recorded there."""
+    """Complete ``future``; on a GPU this runs on the result's stream, where the future records its own event."""
     if future.done():
         return
     try:
@@ -286,17 +284,17 @@ def _hand_on(future: torch.futures.Future[Any], done: torch.futures.Future[Any])
 
 
 class RoutingGroup(dist.ProcessGroup):
-    """See the module.
+    """Replaces the default group; see the module.
 
     Args:
-        default: The group that this one stands in for.
-        carrier: The data group: over the same ranks, in the same order.
-        reports: On which ranks say what they have submitted; gloo.
-        core: Whose order all is part of; rank 0's is a :class:`DecidingOrder`.
-        order: The core's.
+        default: The replaced group.
+        carrier: The data group: the same ranks, in the same order.
+        reports: Group on which ranks report what they have submitted; gloo.
+        core: The core that orders everything.
+        order: The core's order; rank 0's is a :class:`DecidingOrder`.
         device: Where gradients live.
-        failure: Why nothing will be launched any more, if so.
-        on_error: Called with what the reports failed with.
+        failure: Returns the reason if nothing more will be launched.
+        on_error: Called with errors of the reports.
         timeout: Longest wait for a turn, in seconds.
         cuda: Streams and events; replaced by tests.
     """
@@ -340,7 +338,7 @@ class RoutingGroup(dist.ProcessGroup):
         if isinstance(order, DecidingOrder):
             self._thread = threading.Thread(target=self._listen, name="bytescheduler-reports", daemon=True)
             self._thread.start()
-        # What is not overridden here finds the backends of the group that this one stands in for.
+        # Methods that are not overridden find the backends of the replaced group.
         for kind in default._device_types:
             backend = default._get_backend(kind)
             self._register_backend(kind, _type_of(backend), backend)
@@ -348,10 +346,10 @@ class RoutingGroup(dist.ProcessGroup):
         if default.bound_device_id is not None:
             self.bound_device_id = default.bound_device_id
 
-    # ------------------------------------------------------------------ where it stands
+    # ------------------------------------------------------------------ state
 
     def install(self) -> None:
-        """Be the default group from here on, on all ranks at the same place."""
+        """Become the default group, on all ranks at the same point."""
         world, default = distributed_c10d._world, self.default
         for facts in _facts(world):
             if default in facts:
@@ -363,10 +361,10 @@ class RoutingGroup(dist.ProcessGroup):
         self._mention_other_groups()
 
     def uninstall(self, *, failed: bool, timeout: float) -> None:
-        """Give the default group back its place, once all that was submitted has ended; bounded, idempotent.
+        """Restore the default group once all that was submitted has ended; bounded, idempotent.
 
         Args:
-            failed: Whether nothing is to be waited for.
+            failed: Whether to skip all waits.
             timeout: Longest wait, in seconds.
         """
         if dist.group.WORLD is self:
@@ -386,20 +384,20 @@ class RoutingGroup(dist.ProcessGroup):
         self._reported.put(None)
         if self._thread is not None:
             self._thread.join(max(0.1, deadline - time.monotonic()))
-        self.carrier = self.default  # for whoever kept this group
+        self.carrier = self.default  # for code that has kept this group
 
     def _nothing_under_way(self) -> bool:
         heard = self._thread is None or self._heard == self._foreign.submitted
         return heard and all(work.is_completed() for work in [*self._open, *self._said_sent])
 
     idle = True
-    """Whether nothing was under way when it was uninstalled."""
+    """Whether nothing was in flight when it was uninstalled."""
 
     def go_direct(self) -> None:
-        """Nothing but the program launches from here on: a step as DDP's begins. On all ranks at the same place.
+        """Launch directly from here on, as a step as DDP's begins. On all ranks at the same point.
 
         Raises:
-            BaseException: Why what was submitted before was not launched.
+            BaseException: Why an earlier collective was not launched.
         """
         if self._in_order:
             for work in list(self._open):
@@ -407,12 +405,12 @@ class RoutingGroup(dist.ProcessGroup):
             self._in_order = False
 
     def go_in_order(self) -> None:
-        """Gradients travel in rank 0's order from here on. On all ranks at the same place."""
+        """Use rank 0's order from here on. On all ranks at the same point."""
         self._in_order = True
 
     @property
     def waits_on_host(self) -> bool:
-        """Whether it is the host that waits for results, and no stream."""
+        """Whether the host, and not a stream, waits for results."""
         return self._stream is None
 
     @property
@@ -421,13 +419,13 @@ class RoutingGroup(dist.ProcessGroup):
         return self._in_order
 
     def new_future(self) -> torch.futures.Future[Any]:
-        """Of what is on this group's device."""
+        """Return a future of values on this group's device."""
         return torch.futures.Future(devices=[self._device] if self._device.type == "cuda" else None)
 
-    # ------------------------------------------------------------------ what torch calls
+    # ------------------------------------------------------------------ called by torch
 
     def getBackendName(self) -> str:
-        """What the group is called that this one stands in for."""
+        """Return the name of the replaced group's backend."""
         name: str = self.default._get_backend(self._device).name()
         return name
 
@@ -439,7 +437,7 @@ class RoutingGroup(dist.ProcessGroup):
         return self.getBackendName()
 
     def _get_sequence_number_for_group(self) -> int:
-        """How many collectives of DDP's group this rank has begun; compared where ranks wait for each other."""
+        """Return the number of collectives that this rank has begun; compared when ranks wait for each other."""
         return self._calls
 
     def _start_coalescing(self, device: torch.device) -> None:
@@ -460,19 +458,19 @@ class RoutingGroup(dist.ProcessGroup):
         return self._route("coalesced", start)
 
     def send(self, *arguments: Any, **keywords: Any) -> dist.Work:
-        """To one rank, past the order."""
+        """Send to one rank, outside of the order."""
         return self._pass_on("send", arguments, keywords)
 
     def recv(self, *arguments: Any, **keywords: Any) -> dist.Work:
-        """From one rank, past the order."""
+        """Receive from one rank, outside of the order."""
         return self._pass_on("recv", arguments, keywords)
 
     def recv_anysource(self, *arguments: Any, **keywords: Any) -> dist.Work:
-        """From any rank, past the order."""
+        """Receive from any rank, outside of the order."""
         return self._pass_on("recv_anysource", arguments, keywords)
 
     def monitored_barrier(self, *arguments: Any, **keywords: Any) -> Any:
-        """Of gloo, made of messages: past the order."""
+        """Run gloo's barrier, which is made of messages, outside of the order."""
         return self._pass_on("monitored_barrier", arguments, keywords)
 
     def _pass_on(self, kind: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> dist.Work:
@@ -489,7 +487,7 @@ class RoutingGroup(dist.ProcessGroup):
     def _collective(self, kind: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> dist.Work:
         for options in (*arguments, *keywords.values()):
             if hasattr(options, "asyncOp"):
-                options.asyncOp = True  # on the communicator's own stream, not on one of many
+                options.asyncOp = True  # use the communicator's own stream
 
         def start(group: dist.ProcessGroup) -> dist.Work:
             work: dist.Work = getattr(group, kind)(*arguments, **keywords)
@@ -521,16 +519,16 @@ class RoutingGroup(dist.ProcessGroup):
         return work
 
     def _launch(self, work: _RoutedWork, start: Start, event: Any) -> None:
-        """On whichever thread launches; what it works on exists on the device behind ``event``."""
+        """Launch a collective, on any thread; its input is complete on the device after ``event``."""
         with nullcontext() if self._stream is None else self._cuda.stream(self._stream):
             if self._stream is not None:
                 self._stream.wait_event(event)
             work.launch(start, self.carrier)
 
-    # ------------------------------------------------------------------ who has submitted what
+    # ------------------------------------------------------------------ reports
 
     def _report(self, count: int) -> None:
-        """Have rank 0 know when all ranks have submitted ``count``: nobody waits, a barrier ends when all are in it."""
+        """Report to rank 0 that this rank has submitted ``count``: an asynchronous barrier ends when all ranks have."""
         work = self._reports.barrier()
         if self._thread is not None:
             self._reported.put((work, count))
@@ -544,7 +542,7 @@ class RoutingGroup(dist.ProcessGroup):
         order = self._order
         assert isinstance(order, DecidingOrder)
         try:
-            while (item := self._reported.get()) is not None:  # woken by uninstall(), which puts None
+            while (item := self._reported.get()) is not None:  # uninstall() puts None to wake it
                 work, count = item
                 if not wait_in_slices(work, self._stopping):
                     return
@@ -555,7 +553,7 @@ class RoutingGroup(dist.ProcessGroup):
                 self._on_error(error)
 
     def _mention_other_groups(self) -> None:
-        """NCCL's own order of launches is asked for, and not relied on: it says nothing of the order between ranks."""
+        """Warn of other NCCL groups. NCCL's implicit order is recommended but not relied on: ranks may differ in it."""
         own = {id(self), id(self.default), id(self.carrier), id(self._reports)}
         others = [
             group
@@ -578,7 +576,7 @@ class RoutingGroup(dist.ProcessGroup):
 
 
 class _InCoalesced(dist.Work):
-    """One of several that are launched together: the last call's work is waited for."""
+    """One of several coalesced collectives; the last call's work is awaited."""
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
         return True
@@ -599,12 +597,12 @@ for _kind in KINDS:
 
 
 def _facts(world: Any) -> Iterator[dict[Any, Any]]:
-    """What torch knows of each group."""
+    """Yield torch's tables about groups."""
     yield from (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config, world.pg_to_tag)
 
 
 def _rename(name: str, group: dist.ProcessGroup) -> None:
-    """Have compiled collectives, which name their group, find ``group``."""
+    """Make compiled collectives, which name their group, use ``group``."""
     known: Any = torch._C._distributed_c10d
     known._unregister_process_group(name)
     known._register_process_group(name, group)

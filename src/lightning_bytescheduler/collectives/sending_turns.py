@@ -1,11 +1,11 @@
-"""Messages to several ranks, sent one after the other: to each in turn, so that no two senders meet at one receiver.
+"""Sends messages to several ranks in turns, so that two senders rarely meet at one receiver.
 
-A worker that sends to all servers at once gives each a part of its link, and so does everybody else: all parts arrive
-late together. Sent in turns that begin at another receiver on each rank, as in a Latin square, each message has its
-sender's and its receiver's link to itself, and the first parts can be added up, and travel back, while others follow.
+If a worker sends to all servers at once, it shares its link among them, as all workers do, and all parts arrive late
+together. In turns that begin at another receiver on each rank, as in a Latin square, each message has its sender's and
+its receiver's link to itself. The first parts can be summed, and travel back, while others follow.
 
-Messages are matched by number, so ranks need not agree on this order. Nobody waits forever, as receivers wait for
-nothing to post a receive: a server does so for what was announced to it, a worker before it pushes its own part.
+Messages are matched by number, so ranks need not agree on this order. No rank waits forever, as receivers post a
+receive without waiting: a server does so for every announced part, a worker before it pushes its own part.
 """
 
 from __future__ import annotations
@@ -24,28 +24,27 @@ from lightning_bytescheduler.scheduler.short_turns import prefer_short_turns
 __all__ = ["PATIENCE", "OnSent", "SendingTurns", "turns_by_need"]
 
 PATIENCE = timedelta(days=30)
-"""Of who waits for a message in any case: that ends when a connection does. Connecting has a shorter one."""
+"""Timeout of waits that a closed connection ends anyway; connecting has a shorter one."""
 
 OnSent = Callable[[float, float], object]
-"""Told from when to when a message has left, in seconds of ``time.perf_counter``; on the thread that sends."""
+"""Called with begin and end of a message's way out, in seconds of ``time.perf_counter``, on the sending thread."""
 
-_MOST_TURNS = 8  # of one receiver, for one of another
-_AHEAD = 2  # messages handed to gloo at once: the next begins when one has left, without waking anybody
+_MOST_TURNS = 8  # of one receiver, per turn of another
+_AHEAD = 2  # messages handed to gloo at once: the next begins without a wake-up when one has left
 
 
 def turns_by_need(receivers: Sequence[int], needs: Sequence[float]) -> list[int]:
-    """Receivers in an order of turns in which each occurs as often as it needs, evenly spread.
+    """Return an order of turns in which each receiver occurs in proportion to its need, evenly spread.
 
-    With as many turns for all, those who get little keep up with those who get much: the links to the latter have to
-    wait for their share then, and the others are done early and idle. With 4 workers, two spare servers and each
-    worker a server besides, pushes and pulls took 6% less in turns of 3 and 1.
+    With equal turns, receivers with small needs would be done early, and the links to the others would then carry the
+    rest alone.
 
     Args:
         receivers: Ranks.
         needs: How much each of them gets, in any unit.
     """
     least = min((need for need in needs if need > 0), default=1.0)
-    alike: dict[int, list[int]] = {}  # by how many turns each has
+    alike: dict[int, list[int]] = {}  # receivers by number of turns
     for receiver, need in zip(receivers, needs, strict=True):
         alike.setdefault(min(max(round(need / least), 1), _MOST_TURNS), []).append(receiver)
     turns = []
@@ -56,13 +55,13 @@ def turns_by_need(receivers: Sequence[int], needs: Sequence[float]) -> list[int]
 
 
 class SendingTurns:
-    """Sends messages on a thread of its own, ``bytescheduler-<name>``, until :meth:`close` or :meth:`stop`.
+    """Sends messages on a separate thread, ``bytescheduler-<name>``, until :meth:`close` or :meth:`stop`.
 
     Args:
-        group: What they are sent on.
-        receivers: Ranks, in the order of turns; the first is whose turn it is first. One may have several.
-        name: Of the thread.
-        on_error: Called on it, once, with what a message has failed with; nothing is sent after that.
+        group: The group to send on.
+        receivers: Ranks in the order of turns; one may have several.
+        name: Name of the thread.
+        on_error: Called on the thread once with a message's error; nothing is sent after that.
     """
 
     def __init__(
@@ -93,26 +92,26 @@ class SendingTurns:
         header: dist.Work | None = None,
         on_sent: OnSent | None = None,
     ) -> None:
-        """Send ``message`` as ``number`` when it is the receiver's turn; its header has been sent.
+        """Send ``message`` as ``number`` in the receiver's turn; its header has been sent.
 
-        Messages to one receiver leave in the order in which they came here. When one has left, ``on_sent`` is told.
+        Messages to one receiver leave in the order of these calls. ``on_sent`` is called when it has left.
         """
         with self._work:
             self._waiting[receiver].append((message, number, header, on_sent))
             self._work.notify()
 
     def close(self) -> None:
-        """Send what waits, and end the thread: messages end with their group's timeout, at the latest."""
+        """Send what waits and end the thread; messages end with their group's timeout at the latest."""
         with self._work:
             self._closed = True
             self._work.notify()
         self._thread.join()
 
     def stop(self, timeout: float = 0.0) -> bool:
-        """Forget what waits, and end the thread with what is under way; returns whether it ended within ``timeout``.
+        """Drop what waits and end the thread after messages in flight; returns whether it ended within ``timeout``.
 
         Args:
-            timeout: In seconds; to be called off sooner, messages need their group's connections broken.
+            timeout: In seconds; to end messages in flight sooner, break the group's connections.
         """
         with self._work:
             self._closed = True
@@ -126,7 +125,7 @@ class SendingTurns:
     def _run(self) -> None:
         prefer_short_turns()
         under_way: deque[tuple[dist.Work, dist.Work | None, OnSent | None, float]] = deque()
-        left = 0.0  # when the message before had
+        left = 0.0  # when the previous message had left
         try:
             while True:
                 taken = self._take(wait=not under_way)
@@ -149,7 +148,7 @@ class SendingTurns:
             self._on_error(error)
 
     def _take(self, *, wait: bool) -> tuple[int, torch.Tensor, int, dist.Work | None, OnSent | None] | None:
-        """The next message of who is next in turn and has one; ``None`` if there is none, or there will be none."""
+        """Return the next message of the next receiver that has one; ``None`` if there is none, or the thread ends."""
         with self._work:
             while True:
                 for distance in range(len(self._turns)):

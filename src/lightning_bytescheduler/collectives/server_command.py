@@ -33,11 +33,11 @@ from lightning_bytescheduler.failures.store import StorePresence
 
 __all__ = ["add_arguments", "run", "serve"]
 
-_CONNECTING_S = 120.0  # all have found each other before
-_FOREVER = timedelta(days=30)  # a validation may take long; whether workers live is seen by their connections
-_LINGER_S = 6.0  # longer than workers need to find the one that has died
+_CONNECTING_S = 120.0  # seconds to connect, after all have found each other
+_FOREVER = timedelta(days=30)  # a validation may take long; connections show whether workers live
+_LINGER_S = 6.0  # seconds; longer than workers need to find a dead one
 _LOOK_EVERY_S = 0.1
-_INTERRUPTED = 130  # as a shell says of what Ctrl+C ended
+_INTERRUPTED = 130  # a shell's exit code after Ctrl+C
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +53,7 @@ def run(options: argparse.Namespace, *, sums: Callable[[int], SumsOfEncoded]) ->
     """Serve until the training is over; returns the exit code.
 
     Args:
-        options: The command's.
+        options: The command's options.
         sums: See :func:`serve`.
     """
     host = options.master_addr or os.environ.get("MASTER_ADDR")
@@ -61,7 +61,7 @@ def run(options: argparse.Namespace, *, sums: Callable[[int], SumsOfEncoded]) ->
     if not host or not port:
         missing = "MASTER_PORT" if host else "MASTER_ADDR"
         raise OptionError(missing, host and port, "that of the training", "Set it, or use the command's option.")
-    torch.set_num_threads(1)  # sums of different parts run beside each other
+    torch.set_num_threads(1)  # sums of different parts run concurrently
     code = 0
     try:
         serve(str(host), require_whole("MASTER_PORT", int(port), 1), timeout=options.timeout, say=_say, sums=sums)
@@ -72,7 +72,7 @@ def run(options: argparse.Namespace, *, sums: Callable[[int], SumsOfEncoded]) ->
         _say("Interrupted.")
         code = _INTERRUPTED
     sys.stdout.flush()
-    if code:  # gloo would wait for what it can never receive
+    if code:  # gloo would wait for messages that cannot come
         sys.stderr.flush()
         os._exit(code)
     return code
@@ -96,12 +96,12 @@ def serve(
         host: ``MASTER_ADDR`` of the training.
         port: ``MASTER_PORT`` of the training.
         timeout: Longest wait for the training to begin, in seconds.
-        say: Called with what is worth knowing.
-        sums: Makes, for each fit, what adds up encoded pushes, of this process's number among all that encode the same.
+        say: Called with messages for the user.
+        sums: Makes the sums of encoded pushes of a fit, from this process's number among all encoders.
 
     Raises:
-        SchedulerTimeoutError: If there is no training there in time.
-        RanksDifferError: If the training has another version, or has all the servers that it asked for.
+        SchedulerTimeoutError: If there is no training in time.
+        RanksDifferError: If the training has another version, or already has all its servers.
         RankFailedError: If a worker has died.
     """
     require_seconds("timeout", timeout)
@@ -112,7 +112,7 @@ def serve(
         dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=15))
     )
     begun = begun_after(store, 0)
-    last = 0 if begun is None else begun.fit  # it has its servers
+    last = 0 if begun is None else begun.fit  # a fit in progress already has its servers
     door = ServerPort(own)
     try:
         number = sign_on(store, door.own)
@@ -146,7 +146,7 @@ def serve(
 
 
 def _reach(host: str, port: int, timeout: float) -> StorePresence:
-    """A connection to the training, once that listens."""
+    """Connect to the training, once it listens."""
     deadline = time.monotonic() + timeout
     while True:
         try:
@@ -163,7 +163,7 @@ def _reach(host: str, port: int, timeout: float) -> StorePresence:
 def _next_fit(store: dist.Store, presence: StorePresence, last: int) -> Announcement | None:
     """Wait for the next fit; ``None`` if there will be none."""
     while not presence.gone():
-        with suppress(RuntimeError):  # the store has gone in this moment
+        with suppress(RuntimeError):  # the store may just have gone
             if (fit := begun_after(store, last)) is not None:
                 return fit
         time.sleep(_LOOK_EVERY_S)
@@ -180,7 +180,7 @@ def _check(number: int, fit: Announcement) -> None:
 
 
 def _connect(store: dist.Store, presence: StorePresence, number: int, fit: Announcement) -> list[dist.ProcessGroup]:
-    """The group of each rail."""
+    """Return the group of each rail."""
 
     def gone() -> RankFailedError | None:
         return RankFailedError(0, "the rendezvous store of the training is gone") if presence.gone() else None

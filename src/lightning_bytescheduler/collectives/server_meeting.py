@@ -1,15 +1,15 @@
-"""Where workers and parameter servers find each other: a part of the rendezvous store that Lightning knows nothing of.
+"""Where workers and parameter servers meet: a separate part of the rendezvous store.
 
-Each server signs on once, and gets a number. Once all servers of a fit have, rank 0 of the workers says what that fit
-is going to be: of which workers and how many servers, and with which version of this package. Then all of them connect
-in a gloo group for each *rail*, see ``node_push_pull.py``: one of all workers, where each pushes for itself. Workers
-come first in it, then the servers.
+Each server signs on once and gets a number. Once all servers of a fit have signed on, rank 0 of the workers announces
+the fit: its workers, its number of servers, and the version of this package. Then all connect in one gloo group for
+each *rail*, see ``node_push_pull.py``; if each worker pushes for itself, one rail has all workers. Workers come first
+in it, then the servers.
 
-*A server's port* tells a living server from a dead one: it is open for as long as the server lives, and connections to
-it close when its process ends. Whoever connects says the server's *token*, which those know who may read the rendezvous
-store, and hears what the server does: so a server that stands still can be told from one that waits for a worker. When
-a server ends, it says why on all connections. Who says something else than the token, or more, is hung up on; so is who
-says nothing, after a while, and at once where too many strangers say nothing: they take no worker's place.
+*A server's port* shows whether the server lives: it is open as long as the server, and its connections close when the
+process ends. A client sends the server's *token*, which readers of the rendezvous store know, and receives what the
+server does. So a stalled server can be told from one that waits for a worker. A server that ends reports the reason on
+all connections. A client that sends anything else is disconnected. So is one that stays silent: after a while, or at
+once if there are too many of them, so that strangers take no worker's place.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ from lightning_bytescheduler.scheduler.short_turns import short_turns
 
 PREFIX = "bytescheduler-servers"
 _LOOK_EVERY_S = 0.05
-_SOON_GONE_S = 0.5  # connections of a process that ends are not closed at one moment
-_CONNECTING_S = 60.0  # once all have come; takes milliseconds
+_SOON_GONE_S = 0.5  # seconds; a dying process does not close all connections at once
+_CONNECTING_S = 60.0  # seconds, once all have come; takes milliseconds
 _REACHED_S = 15.0
-_ANSWERS_S = 5.0  # a server that does not stand still does so at once
+_ANSWERS_S = 5.0  # seconds; a working server answers at once
 _MOST_STRANGERS = 256
-_PATIENCE_S = 10.0  # for who has connected and not said anything
+_PATIENCE_S = 10.0  # seconds for a client to send its token
 _WAITED = "Of the servers,"
 
 
 class Announcement(StoreMessage, frozen=True, kw_only=True):
-    """Rank 0's, of the fit that has found its servers last.
+    """Rank 0's announcement of the fit that has found its servers last.
 
     Attributes:
-        fit: Its number.
-        rails: The workers of each group that pushes by itself.
+        fit: Number of the fit.
+        rails: The workers of each group that pushes separately.
         servers: Number of spare servers.
-        version: Of this package.
+        version: Version of this package.
     """
 
     fit: int
@@ -70,23 +70,23 @@ class Announcement(StoreMessage, frozen=True, kw_only=True):
 
     @property
     def workers(self) -> int:
-        """Number of them."""
+        """Number of workers."""
         return sum(map(len, self.rails))
 
     def rail(self, number: int, rank: int) -> tuple[str, int, int]:
-        """A rail's group, and who is ``rank`` there; see :func:`connect`."""
+        """Return a rail's group as (name, rank, size); see :func:`connect`."""
         return f"rail {number}", rank, len(self.rails[number]) + self.servers
 
 
 class SignedOn(StoreMessage, frozen=True, kw_only=True):
-    """A server's, once.
+    """A server's registration.
 
     Attributes:
         host: Address of its port.
-        port: That stays open while it lives.
-        pid: Of its process.
-        version: Of this package.
-        token: That is said on its port.
+        port: A port that stays open while it lives.
+        pid: Id of its process.
+        version: Version of this package.
+        token: What clients have to send to its port.
     """
 
     host: str
@@ -100,10 +100,10 @@ class Doing(StoreMessage, frozen=True, kw_only=True):
     """What a server does.
 
     Attributes:
-        lacks: Workers whose push is missing from the oldest sum that is under way.
-        since: For how long that has been under way, in seconds.
-        ends: Why it ends, in words, if it does.
-        refuses: Whether it ends because of what workers have sent, and not of a worker that has ended.
+        lacks: Workers whose push is missing from the oldest sum in progress.
+        since: Age of that sum, in seconds.
+        ends: Why it ends, in words; empty if it does not.
+        refuses: Whether it ends because of what workers have sent, not because of a worker that has ended.
     """
 
     lacks: tuple[int, ...] = ()
@@ -113,7 +113,7 @@ class Doing(StoreMessage, frozen=True, kw_only=True):
 
 
 def meeting_store(store: dist.Store) -> dist.Store:
-    """The part of a rendezvous store where servers are met, whatever view of it ``store`` is."""
+    """Return the servers' part of a rendezvous store, for any view of the store."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return dist.PrefixStore(PREFIX, store)
@@ -129,21 +129,21 @@ def connect(
     timeout: timedelta,
     failure: Callable[[], BaseException | None],
 ) -> list[dist.ProcessGroup]:
-    """Connect workers and servers, once all are about to, as nothing could be learnt while they do; all call this.
+    """Connect workers and servers; all call this. They wait for each other first, as gloo connects without reports.
 
     Args:
         store: From :func:`meeting_store`.
-        fit: What is connected for.
-        places: Groups: their names, this process's rank there, and their sizes.
-        rank: Among all workers and servers, which follow the workers.
+        fit: The fit.
+        places: Groups to make: name, this process's rank, and size of each.
+        rank: This process among all workers and servers, workers first.
         wait: Longest wait for all to come, in seconds.
-        timeout: Of connecting, and of messages that are waited for without another one.
-        failure: Asked while waiting: why they will not come, if they will not.
+        timeout: Timeout of connecting, and the default for messages.
+        failure: Called while waiting; returns the reason if they will not come.
 
     Raises:
         SchedulerTimeoutError: If some have not come in time.
-        RuntimeError: If one has died since it said that it was here, and could not be connected to.
-        BaseException: What ``failure`` says.
+        RuntimeError: If one has died after it came.
+        BaseException: The result of ``failure``.
     """
     size, deadline = fit.workers + fit.servers, time.monotonic() + wait
     store.set(f"fit/{fit.fit}/here/{rank}", "")
@@ -161,11 +161,11 @@ def connect(
         time.sleep(_LOOK_EVERY_S)
     made: list[dist.ProcessGroup] = []
     try:
-        with short_turns():  # for gloo's own threads
+        with short_turns():  # for gloo's threads
             for name, place, members in places:
                 met = dist.PrefixStore(f"fit/{fit.fit}/{name}", store)
                 group = dist.ProcessGroupGloo(met, place, members, min(timeout, timedelta(seconds=_CONNECTING_S)))
-                made.append(cast(dist.ProcessGroup, group))  # its base class, which the stubs do not know
+                made.append(cast(dist.ProcessGroup, group))  # the stubs lack its base class
     except BaseException:
         for one in made:
             abandon(one)
@@ -174,7 +174,7 @@ def connect(
 
 
 def require_same_version(version: str, whose: str, own: str) -> None:
-    """Raise :class:`RanksDifferError` if ``whose`` version of this package is not this process's."""
+    """Raise :class:`RanksDifferError` if ``version``, that of ``whose``, is not this process's."""
     if version != __version__:
         raise RanksDifferError(
             f"{whose} has lightning-bytescheduler {version}, and {own} has {__version__}. Install the same version on "
@@ -183,7 +183,7 @@ def require_same_version(version: str, whose: str, own: str) -> None:
 
 
 def begun_after(store: dist.Store, last: int) -> Announcement | None:
-    """A fit later than ``last`` that has found its servers, so that its workers come at once; ``None`` if none has.
+    """Return a fit later than ``last`` that has found its servers; ``None`` if there is none.
 
     Args:
         store: From :func:`meeting_store`.
@@ -200,7 +200,7 @@ def sign_on(store: dist.Store, own: SignedOn) -> int:
 
     Args:
         store: From :func:`meeting_store`.
-        own: What workers need to know of this server, whose port is open.
+        own: This server's registration; its port is open.
     """
     number = 0
     while True:
@@ -217,13 +217,13 @@ class ServerLine:
     """A connection to a server's port. For any thread.
 
     Args:
-        number: The server's.
-        server: Who lives there.
+        number: Number of the server.
+        server: Its registration.
         timeout: Longest wait for its answer, in seconds.
 
     Attributes:
         server: As given.
-        name: The server's, for messages.
+        name: Name of the server for messages.
 
     Raises:
         OSError: If no server with that token lives there.
@@ -250,11 +250,11 @@ class ServerLine:
 
     @property
     def doing(self) -> Doing:
-        """What the server has said last that it does."""
-        return Doing.decode(self._said.split(b"\n")[-2] or b"{}")  # what follows is no whole line yet
+        """The server's latest report."""
+        return Doing.decode(self._said.split(b"\n")[-2] or b"{}")  # the last piece is an incomplete line
 
     def find_gone(self) -> ServerFailedError | None:
-        """That the server has died or has refused to go on, if it has; at once."""
+        """Return an error if the server has died or has refused to go on; does not wait."""
         with self._lock:
             try:
                 while piece := self._socket.recv(4096):
@@ -263,7 +263,7 @@ class ServerLine:
             except BlockingIOError:
                 ended = False
             except OSError:
-                ended = self._socket.fileno() >= 0  # else it is this side that has closed it
+                ended = self._socket.fileno() >= 0  # otherwise this side has closed it
             doing = self.doing
         if doing.refuses:
             return ServerFailedError(f"{self.name} has refused what it was sent: {doing.ends}")
@@ -275,7 +275,7 @@ class ServerLine:
 
 
 def _call(store: dist.Store, number: int) -> ServerLine | None:
-    """The server that has a number, if it lives: one that has died may be followed by another."""
+    """Connect to the server with a number, if it lives; another one may have replaced it."""
     if not store.check([f"server/{number}"]):
         return None
     try:
@@ -293,15 +293,15 @@ def find_servers(
     failure: Callable[[], BaseException | None],
     say: Callable[[str], object],
 ) -> list[ServerLine]:
-    """Wait until all servers of a fit have signed on; every worker calls this, once in a fit.
+    """Wait until all servers of a fit have signed on; every worker calls this once in a fit.
 
     Args:
         store: From :func:`meeting_store`.
-        fit: What they are wanted for.
-        rank: This worker's.
+        fit: The fit.
+        rank: This worker's rank.
         timeout: Longest wait, in seconds.
-        failure: Asked while waiting: why they will not come, if they will not.
-        say: Told once that servers are missing, on rank 0.
+        failure: Called while waiting; returns the reason if they will not come.
+        say: Called once on rank 0 if servers are missing.
 
     Returns:
         A connection to each, by number.
@@ -315,7 +315,7 @@ def find_servers(
     try:
         while True:
             for number in range(servers):
-                if number in lines and lines[number].find_gone() is not None:  # while others were waited for
+                if number in lines and lines[number].find_gone() is not None:  # it has ended while others were awaited
                     lines.pop(number).close()
                 if number not in lines and (line := _call(store, number)) is not None:
                     lines[number] = line
@@ -353,13 +353,13 @@ def find_servers(
 
 
 class JoinedServers:
-    """A worker's connection to the servers of one fit.
+    """A worker's connections to the servers of one fit.
 
     Args:
-        lines: To the port of each, by number.
+        lines: Connection to each server's port, by number.
 
     Attributes:
-        push_pull: What a part's start does, once all have connected.
+        push_pull: Starts parts, once all have connected.
     """
 
     push_pull: PushPull
@@ -368,7 +368,7 @@ class JoinedServers:
         self._lines = lines
 
     def find_gone(self, *, within: float = _SOON_GONE_S) -> ServerFailedError | None:
-        """The server that has died or has refused to go on, if one has; waits ``within`` seconds for that to show."""
+        """Return an error if a server has died or refused to go on; waits up to ``within`` seconds for that to show."""
         deadline = time.monotonic() + within
         while True:
             for line in self._lines:
@@ -379,7 +379,7 @@ class JoinedServers:
             time.sleep(_LOOK_EVERY_S)
 
     def explain_timeout(self, error: BaseException) -> BaseException:
-        """Say which server stands still, or what servers wait for, where ``error`` says that the time was up."""
+        """Explain a timeout: which server stands still, or what servers wait for."""
         timed_out = isinstance(error, SchedulerTimeoutError) or (is_communication_error(error) and is_timeout(error))
         if not timed_out or _WAITED in str(error):
             return error
@@ -408,7 +408,7 @@ class JoinedServers:
         return explained
 
     def leave(self, *, idle: bool) -> None:
-        """Say goodbye; see :meth:`PushPull.close`."""
+        """Leave the servers; see :meth:`PushPull.close`."""
         try:
             self.push_pull.close(idle=idle)
         finally:
@@ -434,14 +434,14 @@ def join_servers(
     """Connect workers with servers; every worker calls this at the same point, once in a fit.
 
     Args:
-        groups: Among workers, whose default group has the store.
-        spare: Number of servers on machines of their own; no more than one a node counts.
-        layout: Which workers are on one node, and push as one.
+        groups: The workers' groups; their default group has the store.
+        spare: Number of servers on separate machines; more than one per node are ignored.
+        layout: Which workers are on one node and push as one.
         placement: One of ``scheduler.placement.PLACEMENTS``.
         kept: See :class:`PlacedParts`.
-        timeout: Of the wait for servers, and of each message.
-        failure: Asked while waiting: why others will not come, if they will not.
-        say: Told what the user should know, on rank 0.
+        timeout: Longest wait for servers, and for each message.
+        failure: Called while waiting; returns the reason if others will not come.
+        say: Called on rank 0 with messages for the user.
 
     Raises:
         SchedulerTimeoutError: If too few servers have come in time.
@@ -453,14 +453,14 @@ def join_servers(
     if servers < spare and groups.rank == 0:
         say(f"bytescheduler: servers={spare} counts as {servers}, as no more than one a {each} is of use.")
     store = meeting_store(dist.distributed_c10d._get_default_store())
-    # Rank 0's number: a rank that failed before it came here has counted fewer fits.
+    # Rank 0's number counts: a rank that failed early may have counted fewer fits.
     number = torch.tensor([store.add("fits", 1) if groups.rank == 0 else 0], device="cpu")
     dist.broadcast(number, src=0, group=groups.control)
     fit, seconds = Announcement(fit=int(number), rails=layout.rails, servers=servers), timeout.total_seconds()
     lines = find_servers(store, fit, rank=groups.rank, timeout=seconds, failure=failure, say=say)
     joined = JoinedServers(lines)
     places = [fit.rail(layout.local_rank, layout.node)]
-    if grouped:  # servers know nothing of a node's own
+    if grouped:  # servers do not join a node's own group
         places.append((f"node {layout.node}", layout.local_rank, layout.local_size))
 
     def gone() -> BaseException | None:
@@ -484,14 +484,14 @@ def join_servers(
 
 
 class ServerPort:
-    """A port that is open while this process lives; its thread, ``bytescheduler-server-port``, ends with :meth:`close`.
+    """A port that is open while this process lives; its thread is ``bytescheduler-server-port``.
 
     Args:
-        host: Address that workers reach this machine by.
+        host: Address at which workers reach this machine.
 
     Attributes:
-        own: What they need to know.
-        doing: Asked, on the thread, what the server does; may be set at any time.
+        own: This server's registration.
+        doing: Called on the thread; returns what the server does. May be set at any time.
     """
 
     def __init__(self, host: str) -> None:
@@ -506,12 +506,12 @@ class ServerPort:
         self._thread.start()
 
     def leave_word(self, error: BaseException) -> None:
-        """Have workers that notice later than others that this server has ended know why."""
+        """Report to connected workers why this server ends."""
         doing = Doing(ends=str(error), refuses=not isinstance(error, RankFailedError))
         self._loop.call_soon_threadsafe(self._say, doing)
 
     def close(self, timeout: float = 2.0) -> None:
-        """Hang up on all, and end the thread, within ``timeout`` seconds; idempotent."""
+        """Disconnect all clients and end the thread, within ``timeout`` seconds; idempotent."""
         with suppress(RuntimeError):  # it has ended
             self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout)
@@ -534,7 +534,7 @@ class ServerPort:
             one.write(f"{doing.encode()}\n".encode())
 
     async def _hear(self, reader: asyncio.StreamReader, one: asyncio.StreamWriter) -> None:
-        """A worker says its token, and nothing else until it closes."""
+        """Serve a client, which sends its token and then nothing until it closes."""
         self._strangers[one] = None
         if len(self._strangers) > _MOST_STRANGERS:
             oldest = next(iter(self._strangers))

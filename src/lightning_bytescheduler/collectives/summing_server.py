@@ -1,19 +1,18 @@
-"""A parameter server: adds up what workers push, and sends each of them the sum.
+"""A parameter server: sums what workers push, and sends each of them the sum.
 
-For each worker two threads: one takes headers and posts receives for what they announce, at once, so that a link is
-never idle for want of a receive; the other waits for what was posted, and adds it up. One more sends sums, to one
-worker after the other (``sending_turns.py``). Adding releases the interpreter's lock. Parts are added in the order of
-ranks, whoever comes first, so a sum has the same bits in each run; what comes early waits. What is held at once is what
-workers have under way: their credit, times their number at most.
+There are two threads for each worker. One takes headers and posts receives for the announced parts at once, so that a
+link never idles for lack of a receive. The other waits for these parts and sums them. One more thread sends sums, to
+one worker after the other (``sending_turns.py``). Summing releases the GIL. Parts are summed in the order of ranks, so
+a sum has the same bits in each run; early parts wait. The memory in use is at most what workers have in flight: their
+credit times their number.
 
-A worker that is a server besides has one of these in its process. Its own parts never travel: see :meth:`push_own`.
+A worker that is also a server has a :class:`SummingServer` in its process. Its own parts are not sent: see
+:meth:`SummingServer.push_own`. It also sums encoded parts itself; for other servers :class:`SumsOfEncoded` does, as
+encoded messages describe themselves.
 
-What travels encoded says itself what it is: see :class:`SumsOfEncoded`, which can add that up. Where a worker is a
-server besides, who knows what it has of its parts itself adds them up: see :meth:`SummingServer.push_own`.
-
-A part that does not match what another worker has announced under the same number is refused: the server ends, and says
-which worker it was. So does it when a worker dies. It then breaks all connections, but lives on for a few seconds:
-workers find that they cannot go on, that no server has died, and look for the worker that has.
+A part that does not match another worker's part of the same number is refused: the server ends and names the worker. It
+also ends when a worker dies. It then breaks all connections but lives on for a few seconds, so that workers find that
+no server has died and look for the dead worker.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ HEADER_TAG = 0  # operations are numbered from 1
 HEADER_WORDS = 3  # int64: number of the operation, elements, index of the type
 CLOSING = -1  # in place of a number: nothing more comes from this worker
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
-ENCODED = len(DTYPES)  # in place of a type: bytes, which SumsOfEncoded can read
+ENCODED = len(DTYPES)  # in place of a type: bytes that SumsOfEncoded can read
 QUESTION = ENCODED + 1  # to SumsOfEncoded, from one worker
 _KINDS = QUESTION + 1
 _HEADERS_AHEAD = 16
@@ -50,27 +49,27 @@ _NONE = -1  # in place of a worker
 
 
 OnReply = Callable[[int, int, int, float, float], object]
-"""Told of (worker, number of the operation, bytes, start, end) of a sum that was sent; on the thread that sends."""
+"""Called with (worker, number of the operation, bytes, start, end) of a sum that was sent, on the sending thread."""
 
 
 _Combine = Callable[[list[torch.Tensor]], torch.Tensor]
 
 
 class SumsOfEncoded(Protocol):
-    """Adds up what only it can read; on several threads, one for each sum at a time."""
+    """Sums encoded messages; called on several threads, for one sum on one thread at a time."""
 
     def added(self, total: Any, message: torch.Tensor) -> Any:
-        """Add a worker's message, in the order of ranks, to what ranks before it have sent: ``None`` at first."""
+        """Add a worker's message to the total of lower ranks, ``None`` at first; called in the order of ranks."""
 
     def reply(self, total: Any) -> torch.Tensor:
-        """What all workers get, once all have sent something: flat, of uint8."""
+        """Return the message for all workers, once all have pushed: flat, uint8."""
 
     def answer(self, message: torch.Tensor) -> torch.Tensor:
-        """The answer to a worker's question; called while no sum is under way."""
+        """Return the answer to a worker's question; called while no sum is in progress."""
 
 
 class _SumsOfNumbers:
-    """As :class:`SumsOfEncoded`, of what travels as it is."""
+    """Sums unencoded parts, like :class:`SumsOfEncoded`."""
 
     def added(self, total: Any, message: torch.Tensor) -> torch.Tensor:
         return message if total is None else total.add_(message)
@@ -80,12 +79,12 @@ class _SumsOfNumbers:
 
 
 class _Sum:
-    """One operation's: what has come of it."""
+    """The sum of one operation."""
 
     __slots__ = ("added", "early", "elements", "first", "kind", "lock", "since", "sums", "total")
 
     def __init__(self, elements: int, kind: int, first: int, encoded: SumsOfEncoded | None) -> None:
-        # None where the worker adds up that this process is.
+        # None if the worker in this process sums.
         self.sums: SumsOfEncoded | _SumsOfNumbers | None = encoded if kind == ENCODED else _SumsOfNumbers()
         self.elements = elements
         self.kind = kind
@@ -98,7 +97,7 @@ class _Sum:
 
 
 class Coming:
-    """A sum that this process has pushed a part of, or is going to, as something to wait for."""
+    """The result of a sum to which this process contributes, as something to wait for."""
 
     def __init__(self) -> None:
         self._ended = threading.Event()
@@ -106,15 +105,15 @@ class Coming:
         self._then: Any = None
 
     def end(self, failure: BaseException | None = None, then: Any = None) -> None:
-        """It is there, when what it is pulled with has ended, too; or will never be."""
+        """Complete it: with an error, or once ``then`` has ended."""
         self._failure, self._then = failure, then
         self._ended.set()
 
     def wait(self) -> bool:
-        """As of ``torch.distributed.Work``; ends when the thread does that ends it, at the latest."""
+        """See ``torch.distributed.Work``; ends with the completing thread at the latest."""
         self._ended.wait()
         if self._failure is not None:
-            # What gloo has said of a rank tells more, and is looked into.
+            # Gloo's own error about a rank is more specific, and is examined further.
             cause = self._failure.__cause__ if isinstance(self._failure, RankFailedError) else None
             raise cause or self._failure
         return self._then is None or self._then.wait()
@@ -124,13 +123,13 @@ class SummingServer:
     """Serves one fit.
 
     Args:
-        group: Workers 0 to n-1, then the servers; gloo, and used by nothing else.
-        ranks: The workers', as errors and :attr:`waits_for` name them.
-        own: The worker that this process is, if it is one.
-        encoded: Adds up what travels encoded; where the process is a worker, that does, see :meth:`push_own`.
+        group: Workers 0 to n-1, then the servers; gloo, without other use.
+        ranks: Ranks of the workers, for errors and :attr:`waits_for`.
+        own: The worker in this process, if any.
+        encoded: Sums encoded parts; a worker in this process does that itself, see :meth:`push_own`.
 
     Attributes:
-        on_reply: Told of each sum that has left; may be set at any time.
+        on_reply: Called for each sum that has left; may be set at any time.
     """
 
     def __init__(
@@ -147,12 +146,12 @@ class SummingServer:
         self._group = group
         self._workers = workers = len(ranks)
         self._own = own
-        # By number: what is made of all pushes here, or where their sum goes; and who waits for that.
+        # By number: how the sum is made or where it goes, and its waiter.
         self._own_sums: dict[int, tuple[_Combine | torch.Tensor, Coming]] = {}
         others = [rank for rank in range(workers) if rank != own]
-        # Servers begin with another worker each: a server's position says which.
+        # Each server begins with another worker, given by its position.
         turns = sorted(others, key=lambda rank: (rank - group.rank()) % workers)
-        self._lock = threading.Lock()  # of the sums under way; nothing is called with it held
+        self._lock = threading.Lock()  # guards the sums in progress; nothing is called with it held
         self._sums: dict[int, _Sum] = {}
         self._pushed: list[queue.SimpleQueue[tuple[int, _Sum | None, torch.Tensor, dist.Work] | None]] = [
             queue.SimpleQueue() for _ in range(workers)
@@ -176,7 +175,7 @@ class SummingServer:
 
     @property
     def waits_for(self) -> tuple[tuple[int, ...], float]:
-        """Workers whose push is missing from the oldest sum under way, and for how many seconds it has been that."""
+        """Workers whose push is missing from the oldest sum in progress, and its age in seconds."""
         with self._lock:
             oldest = min(self._sums.values(), key=lambda summed: summed.since, default=None)
         if oldest is None:
@@ -186,12 +185,12 @@ class SummingServer:
         return tuple(lacks), time.monotonic() - oldest.since
 
     def push_own(self, number: int, here: torch.Tensor | _Combine) -> Coming:
-        """Add a part of the worker that this process is.
+        """Add a part of the worker in this process.
 
         Args:
-            number: Of the operation.
-            here: The part, in whose place the sum is put. Where it travels encoded: called once, on any thread, with
-                what the other workers have pushed, the next one's first; returns what they get.
+            number: Number of the operation.
+            here: The part, which the sum replaces. For an encoded part: called once, on any thread, with the other
+                workers' pushes, the next worker's first; returns their result.
 
         Raises:
             UnsupportedError: If another worker's push of that number is of another kind.
@@ -211,11 +210,11 @@ class SummingServer:
         return own
 
     def finish(self, timeout: float) -> bool:
-        """Of a worker: wait until all others have said that nothing more comes; returns whether they all have."""
+        """Wait, on a worker, until all others have said that nothing more comes; returns whether they all have."""
         return self._over.wait(timeout) and self._failure is None
 
     def stop(self, timeout: float) -> None:
-        """Of a worker: send nothing more, and end all threads, once the group is idle or its connections are broken."""
+        """Stop sending, on a worker, and end all threads, once the group is idle or its connections are broken."""
         self._fail(RuntimeError("the fit has ended"))
         deadline = time.monotonic() + timeout
         self._replies.stop(timeout)
@@ -252,7 +251,7 @@ class SummingServer:
         coming: deque[tuple[torch.Tensor, dist.Work]] = deque()
         try:
             while True:
-                # Gloo sends a message only when it has heard of the receive, so some are posted ahead of their headers.
+                # Gloo sends a message only when it knows of its receive, so some are posted ahead.
                 while len(coming) < _HEADERS_AHEAD:
                     header = torch.zeros(HEADER_WORDS, dtype=torch.int64)
                     coming.append((header, self._group.recv([header], rank, HEADER_TAG)))
@@ -263,7 +262,7 @@ class SummingServer:
                     return
                 self._pushed[rank].put(self._announced(rank, number, elements, kind))
         finally:
-            self._pushed[rank].put(None)  # who adds up waits for nothing else
+            self._pushed[rank].put(None)  # it ends the summing thread
 
     def _announced(
         self, rank: int, number: int, elements: int, kind: int
@@ -281,7 +280,7 @@ class SummingServer:
 
     def _sum_of(self, rank: int, number: int, elements: int, kind: int) -> _Sum:
         if kind == ENCODED:
-            elements = 0  # bytes may be as many as each rank's need
+            elements = 0  # ranks may need different numbers of bytes
         with self._lock:
             summed = self._sums.setdefault(number, _Sum(elements, kind, rank, self._encoded))
         if (summed.elements, summed.kind) != (elements, kind):
@@ -308,7 +307,7 @@ class SummingServer:
             self._over.set()
 
     def _add(self, rank: int, number: int, summed: _Sum, part: torch.Tensor) -> None:
-        """Note what ``rank`` has pushed, and reply where it is the last."""
+        """Record what ``rank`` has pushed, and reply if it is the last."""
         with summed.lock:
             summed.early[rank] = part
             while summed.sums is not None and summed.added in summed.early:
@@ -322,7 +321,7 @@ class SummingServer:
         if summed.sums is not None:
             total = summed.sums.reply(summed.total)
         elif here is None or isinstance(here, torch.Tensor):
-            return  # it has failed meanwhile
+            return  # it has failed
         else:
             others = [(self._own + distance) % self._workers for distance in range(1, self._workers)]
             total = here([summed.early[other] for other in others])
@@ -352,15 +351,16 @@ class SummingServer:
 
 
 def await_goodbyes(servers: Sequence[SummingServer], gone: Callable[[], bool]) -> None:
-    """Wait until all workers have said that nothing more comes; where one server has failed, all end.
+    """Wait until all workers have said that nothing more comes; if one server fails, all end.
 
     Args:
-        servers: This process's: one for each group of workers that pushes by itself, see ``node_push_pull.py``.
+        servers: This process's servers: one for each group of workers that pushes separately, see
+            ``node_push_pull.py``.
         gone: Whether the rendezvous store is gone, and the run with it.
 
     Raises:
         RankFailedError: If a worker has died.
-        UnsupportedError: If a worker has pushed what does not fit what another one has.
+        UnsupportedError: If a worker's push does not fit another one's.
     """
 
     def failure() -> BaseException | None:
@@ -369,7 +369,7 @@ def await_goodbyes(servers: Sequence[SummingServer], gone: Callable[[], bool]) -
     for server in servers:
         while not server._over.wait(_LOOK_EVERY_S):
             cause = failure()
-            # Rank 0 may have ended in order while others still say goodbye; if it has died, its connection has, too.
+            # Rank 0 may have ended in order while others still say goodbye. If it has died, its connection has, too.
             if cause is None and gone() and not server._over.wait(_GOODBYES_S):
                 cause = RankFailedError(0, "the rendezvous store of the training is gone")
             if cause is not None:

@@ -1,14 +1,12 @@
-"""Starts collectives on parts of gradient buffers and tells the sub-tasks when they have ended.
+"""Starts collectives on parts of gradient buffers, and notifies the sub-tasks when they have ended.
 
-A thread that encodes what is to be sent, so that neither the training nor a launch waits for that.
+It also has the codec thread, ``bytescheduler-codec``, which encodes so that neither the training nor a launch waits.
+The transport owns it and starts it with the first sub-task to encode. It works in the order of launches and holds no
+lock. The completion thread, which decodes, follows the same order. All its work ends by itself: arithmetic on one
+partition, and messages that are begun without waiting. So :meth:`CodecThread.stop` waits for one partition at most.
 
-One thread, named ``bytescheduler-codec``, owned by the transport and started with the first thing there is to encode.
-It works in the order in which sub-tasks are launched and holds no lock while it does; the completion thread, which
-decodes, takes up what is encoded in that order. Whatever it does ends by itself: arithmetic on one partition, and
-messages that are begun and not waited for. :meth:`CodecThread.stop` therefore waits for one partition at most.
-
-Why no rank waits forever: what travels encoded are messages between two ranks, which carry the number of the operation,
-and numbers are given at the launch, in one order on all ranks. When a message is begun does not matter.
+Why no rank waits forever: encoded data travels as messages between two ranks, with the number of the operation, which
+is given at launch, in one order on all ranks. So it does not matter when a message begins.
 """
 
 from __future__ import annotations
@@ -44,11 +42,10 @@ __all__ = ["CodecThread", "EncodedStart", "GradientTransport", "ReadyMark", "Ser
 
 
 class CodecThread:
-    """Runs what encodes and sends one sub-task after the other.
+    """Encodes and sends one sub-task after the other.
 
     Args:
-        on_error: Called with what could not be encoded or sent, on the codec thread, before the sub-task fails; returns
-            the error to fail with.
+        on_error: Called with an error, on the codec thread, before the sub-task fails; returns the error to fail with.
     """
 
     def __init__(self, on_error: Callable[[BaseException], BaseException]) -> None:
@@ -58,14 +55,14 @@ class CodecThread:
         self._thread: threading.Thread | None = None
 
     def run(self, work: Callable[[], None], sub_task: SubCommTask) -> None:
-        """Do ``work`` for ``sub_task`` after all that was given before; for whoever holds the launching lock."""
+        """Run ``work`` for ``sub_task`` after all earlier work; called with the launching lock held."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="bytescheduler-codec", daemon=True)
             self._thread.start()
         self._waiting.put((work, sub_task))
 
     def stop(self, timeout: float) -> bool:
-        """End the thread; what waits is left alone. Returns whether it ended within ``timeout`` seconds."""
+        """End the thread and drop waiting work; returns whether it ended within ``timeout`` seconds."""
         self._stopping.set()
         self._waiting.put(None)
         thread = self._thread
@@ -77,7 +74,7 @@ class CodecThread:
     def _run(self) -> None:
         prefer_short_turns()
         while True:
-            item = self._waiting.get()  # woken by stop(), which puts None
+            item = self._waiting.get()  # stop() puts None to wake it
             if item is None or self._stopping.is_set():
                 return
             work, sub_task = item
@@ -87,36 +84,36 @@ class CodecThread:
                 sub_task.fail(self._on_error(naming(sub_task, error)))
 
 
-_BROADCASTS = "local-broadcast"  # waits for what goes to the other ranks of a node
-_GATHERS = -1  # of the first lane; of the second -2
+_BROADCASTS = "local-broadcast"  # waits for messages to the other ranks of a node
+_GATHERS = -1  # of the first lane; -2 for the second
 
 EncodedStart = Callable[[dist.ProcessGroup, SubCommTask, int], StartedOperation]
-"""Encodes and starts to send on (group, sub-task, number of the operation); messages between two ranks only."""
+"""Encodes and starts sends on (group, sub-task, number of the operation); only messages between two ranks."""
 
 ServedStart = Callable[[PushPull, int, SubCommTask, int], StartedOperation]
-"""Encodes and starts to push on (servers, rank of one of them, sub-task, number of the operation)."""
+"""Encodes and starts a push on (servers, rank of one of them, sub-task, number of the operation)."""
 
 
 class GradientTransport:
     """Launches collectives, one at a time (the core's launching lock), so ranks that launch in one order match.
 
-    On a GPU an operation's result may be used, by the stream that joins it, before the host knows that it is there; see
+    On a GPU a stream that joins an operation may use its result before the host knows that it has ended; see
     :mod:`~lightning_bytescheduler.collectives.device_streams`.
 
     Args:
         group: The scheduler's data group.
         on_error: See :class:`CompletionThread`.
         device: Where gradients live.
-        push_pull: Takes the place of all-reduces, where parameter servers average gradients.
-        overtaking: Where messages are long under way: the second lane's group. All-reduces are of as few messages as
-            can be, one after the other, then.
-        by_host: Whether what travels does so from host memory, on a group for that.
+        push_pull: Replaces all-reduces, if parameter servers average gradients.
+        overtaking: The second lane's group, with high latency. All-reduces then use as few sequential messages as
+            possible.
+        by_host: Whether data travels from host memory, on a group for that.
         payloads: Copies what is encoded on the device, where gradients are.
 
     Attributes:
-        host_copies: Copies gradients that travel by host memory; ``None`` where they travel from where they are.
-        payloads: See above; ``None`` where codecs work in host memory.
-        wire_device: Where what travels lives.
+        host_copies: Copies gradients that travel from host memory; ``None`` if they travel from their device.
+        payloads: As given; ``None`` if codecs work in host memory.
+        wire_device: Where the data that travels lives.
     """
 
     def __init__(
@@ -137,14 +134,14 @@ class GradientTransport:
         self._around_waits: Callable[[], AbstractContextManager[object]] = nullcontext
         self.push_pull = push_pull
         self.routing: RoutingGroup | None = None
-        """What has collectives of others in the order; ``None`` where they need none."""
+        """Orders other code's collectives; ``None`` if they need no order."""
         self._started = 0
         self._on_error = on_error
-        self._failing = threading.Lock()  # held while it is found out why something failed; taken first
-        self._telling = threading.Lock()  # held while a sub-task's end is told; the launching lock is only tried then
+        self._failing = threading.Lock()  # held while the cause of a failure is found; taken first
+        self._telling = threading.Lock()  # held while a sub-task is notified; the launching lock is then only tried
         self._lanes: dict[int | str, CompletionThread] = {}
         self._streams: DeviceStreams | None = None
-        self._completions: list[tuple[dist.ProcessGroup, CompletionThread]] = []  # by lane; none where streams wait
+        self._completions: list[tuple[dist.ProcessGroup, CompletionThread]] = []  # by lane; empty if streams wait
         self._codec = CodecThread(on_error)
         if self.wire_device.type == "cuda":
             self._streams = DeviceStreams(group, self.wire_device, on_error)
@@ -165,11 +162,11 @@ class GradientTransport:
         """Start ``operation`` on ``part``.
 
         Args:
-            part: What is sent and received, in place.
-            sub_task: Told when the result is there.
-            operation: Of :mod:`~lightning_bytescheduler.collectives.operations`.
-            ready: When the part's contents exist; left out if they exist, or came from this transport.
-            last: What is done when the operation has ended, before anybody is told; on a CPU.
+            part: Data to send and receive, in place.
+            sub_task: Notified when the result has arrived.
+            operation: From :mod:`~lightning_bytescheduler.collectives.operations`.
+            ready: When the part is complete; ``None`` if it is, or came from this transport.
+            last: Called when the operation has ended, before the sub-task is notified; on a CPU.
         """
         self._started += 1
         if self.push_pull is not None:
@@ -183,12 +180,12 @@ class GradientTransport:
             except RuntimeError as error:
                 if self.push_pull is None or not is_communication_error(error):
                     raise
-                raise self._failed(error) from error  # a connection has ended before anybody waited for it
+                raise self._failed(error) from error  # the connection has ended before the wait
             sub_task.passage = started.passage
             self._lane(started.lane, completion).watch(started, sub_task)
 
     def _lane(self, lane: int | str | None, otherwise: CompletionThread) -> CompletionThread:
-        """Who waits for operations of ``lane``; called under the launching lock."""
+        """Return the thread that waits for operations of ``lane``; called under the launching lock."""
         if lane is None:
             return otherwise
         found = self._lanes.get(lane)
@@ -201,7 +198,7 @@ class GradientTransport:
         return found
 
     def _in_two_halves(self, group: dist.ProcessGroup, lane: int) -> CompletionThread:
-        """Who waits for the first halves of what travels on ``lane``; another thread waits for the second ones."""
+        """Return the thread for first halves of ``lane``; another thread waits for second halves."""
         number = f"-{lane}" if lane else ""
         gathers = CompletionThread(self._failed, group, f"gathers{number}", self._telling)
         first = CompletionThread(self._failed, group, f"completion{number}", telling=self._telling, closing=gathers)
@@ -209,20 +206,20 @@ class GradientTransport:
         return first
 
     def _failed(self, error: BaseException) -> BaseException:
-        """One lane after the other: the second finds out why the first has failed."""
+        """Find the cause of a failure, for one lane after the other, so that the second sees the first's."""
         with self._failing:
             return self._on_error(error)
 
     def send_encoded(self, sub_task: SubCommTask, start: EncodedStart, last: Callable[[], None] | None = None) -> None:
-        """Have a sub-task's data encoded and sent, on a thread of its own; from host memory.
+        """Encode and send a sub-task's data on the codec thread; from host memory.
 
         Args:
-            sub_task: Told when the result is there.
-            start: Called on the codec thread; what it returns is waited for like any operation.
+            sub_task: Notified when the result has arrived.
+            start: Called on the codec thread; its result is awaited like any operation.
             last: See :meth:`send`.
 
         Raises:
-            RuntimeError: If nothing travels from host memory.
+            RuntimeError: If data does not travel from host memory.
         """
         if not self._completions:
             raise RuntimeError("Encoded gradients travel from host memory only.")
@@ -234,11 +231,11 @@ class GradientTransport:
     def send_served(
         self, sub_task: SubCommTask, nbytes: int, start: ServedStart, last: Callable[[], None] | None = None
     ) -> None:
-        """Have a sub-task's data encoded, pushed to its server and pulled; see :meth:`send_encoded`.
+        """Encode a sub-task's data, push it to its server and pull the result; see :meth:`send_encoded`.
 
         Args:
-            sub_task: Told when the result is there.
-            nbytes: Of the data as it is.
+            sub_task: Notified when the result has arrived.
+            nbytes: Bytes of the unencoded data.
             start: Called on the codec thread.
             last: See :meth:`send`.
 
@@ -250,39 +247,39 @@ class GradientTransport:
             raise RuntimeError("There are no parameter servers.")
         self._started += 1
         servers.expect(sub_task.parent.key.bucket, sub_task.index)
-        server = servers.next_server(nbytes)  # here, in the order of launches
+        server = servers.next_server(nbytes)  # chosen here, in launch order
         place = self._lane(server, self._completions[0][1]).reserve(sub_task)
         push = partial(start, servers, server, sub_task, self._started)
         self._codec.run(partial(_encode, push, place, last), sub_task)
 
     @property
     def all_reduce(self) -> Averaging:
-        """What averages a part over all ranks."""
+        """The operation that averages a part over all ranks."""
         if self.push_pull is not None:
             return self.push_pull.reduce
         return all_reduce if len(self._completions) < 2 else all_reduce_in_shards
 
     @property
     def wire_share(self) -> float:
-        """What :attr:`all_reduce` has each rank send for a byte."""
+        """Bytes that each rank sends in :attr:`all_reduce` per byte."""
         size = self.group.size()
         return 2 * (size - 1) / size if self.push_pull is None else self.push_pull.wire_share
 
     @property
     def streams(self) -> DeviceStreams | None:
-        """Where results are joined by streams; ``None`` on a CPU, where whoever needs a result waits for it."""
+        """Streams that join results; ``None`` on a CPU, where threads wait for results."""
         return self._streams
 
     def join(self, task: CommTask, timeout: float) -> None:
-        """Wait for a task's result, on the host or, where that is enough, on the current stream.
+        """Wait for a task's result, on the host or, if that is enough, on the current stream.
 
         Args:
-            task: What is waited for.
+            task: The task.
             timeout: Longest wait of the host, in seconds.
 
         Raises:
             SchedulerTimeoutError: If it did not come in time.
-            BaseException: Whatever the task failed with.
+            BaseException: The task's error.
         """
         with self._around_waits():
             if self._streams is None:
@@ -291,11 +288,11 @@ class GradientTransport:
                 self._streams.join(task, timeout)
 
     def measure_waits(self, around: Callable[[], AbstractContextManager[object]]) -> None:
-        """Have ``around`` entered while somebody waits for a task's result."""
+        """Enter ``around`` during each wait for a task's result."""
         self._around_waits = around
 
     def when_ready(self, mark: ReadyMark, then: Callable[[], None]) -> None:
-        """Call ``then`` when the device has passed ``mark``; at once where there is nothing to wait for."""
+        """Call ``then`` when the device has passed ``mark``; at once if there is nothing to wait for."""
         if self._streams is not None:
             self._streams.when_ready(mark, then)
         elif self.host_copies is not None and mark.event is not None:
@@ -304,21 +301,21 @@ class GradientTransport:
             then()
 
     def mark(self, buffer: torch.Tensor) -> ReadyMark:
-        """The moment at which what is in ``buffer`` exists, if the current stream writes it."""
+        """Return the moment at which ``buffer``, written by the current stream, is complete."""
         if self.payloads is not None and buffer.device.type == self.payloads.device.type:
             return self.payloads.mark()
         return ReadyMark(self.wire_device)
 
     def side_stream(self) -> AbstractContextManager[object]:
-        """Where numbers for the host are computed, from data that it knows to exist: see :class:`DeviceStreams`."""
+        """Return the context for computing host values from complete data: see :class:`DeviceStreams`."""
         if self.payloads is not None:
             return self.payloads.aside()
         return nullcontext() if self._streams is None else self._streams.side_stream()
 
     def stop_encoding(self, timeout: float) -> bool:
-        """End the thread that encodes, within ``timeout`` seconds; before the group is left. Returns whether it did.
+        """End the codec thread within ``timeout`` seconds, before the group is left; returns whether it ended.
 
-        Whoever still waits for a device that encodes or decodes gives up.
+        Waits for a device that encodes or decodes end, too.
         """
         if self.payloads is not None:
             self.payloads.stop()
@@ -327,7 +324,7 @@ class GradientTransport:
     def stop(self, timeout: float) -> bool:
         """End the threads that wait for results, within ``timeout`` seconds; returns whether they ended."""
         deadline = time.monotonic() + timeout
-        copying = self.host_copies is None or self.host_copies.stop(timeout)  # first: others may wait for copies
+        copying = self.host_copies is None or self.host_copies.stop(timeout)  # first, as others may wait for copies
         lanes = [lane.stop(max(0.1, deadline - time.monotonic())) for lane in list(self._lanes.values())]
         for stopped in (*(completion for _, completion in self._completions), self._streams):
             lanes.append(stopped is None or stopped.stop(max(0.1, deadline - time.monotonic())))
