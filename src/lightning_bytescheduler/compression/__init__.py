@@ -1,4 +1,4 @@
-"""What travels instead of fp32, and how it is read again: codecs by name, and wire formats.
+"""Codecs by name, and wire formats.
 
 Pure: no Lightning, no process groups. Parts are flat tensors, on any device.
 """
@@ -16,10 +16,10 @@ from lightning_bytescheduler.exceptions import OptionError
 __all__ = ["COMPRESSORS", "Codec", "Compressor", "PowerSGD", "WireFormat", "make_codec", "make_compressor"]
 
 Codec = Compressor | PowerSGD
-"""Of parts of any size, or of whole matrices."""
+"""Codec of parts of any size, or of whole matrices."""
 
 _KINDS: dict[str, tuple[Callable[..., Codec], tuple[Callable[[str], object], ...], int]] = {
-    # what makes it, how its parameters are read, how many there must be
+    # constructor, parsers of its parameters, least number of parameters
     **{kind: (lambda *rest, kind=kind: Dense(kind, *rest), (str,) * kind.startswith("int"), 0) for kind in DENSE[1:]},
     "onebit": (OneBit, (), 0),
     "topk": (TopK, (float, str), 1),
@@ -32,13 +32,13 @@ _FORMS = "one of 'bf16', 'fp16', 'int8', 'int4', 'onebit', 'topk:DENSITY', 'powe
 
 
 def make_codec(spec: str, *, option: str = "compression") -> Codec:
-    """The codec that an option asks for.
+    """Return the codec for an option's value.
 
     Args:
-        spec: A name and its parameters, with colons between them: ``"bf16"``, ``"fp16"``, ``"int8"`` and ``"int4"``
+        spec: A name and its parameters, separated by colons: ``"bf16"``, ``"fp16"``, ``"int8"`` and ``"int4"``
             (``:nearest`` rounds to nearest), ``"onebit"``, ``"topk:DENSITY"`` (``:bf16``, ``:int8`` or ``:int4`` for
-            what is kept), ``"powersgd:RANK"``.
-        option: What an error calls the option.
+            the kept values), ``"powersgd:RANK"``.
+        option: Name of the option in errors.
 
     Raises:
         OptionError: Names the option, and what is allowed.
@@ -59,10 +59,10 @@ def make_codec(spec: str, *, option: str = "compression") -> Codec:
 
 
 def make_compressor(spec: str) -> Compressor:
-    """A codec of parts, by its name; see :func:`make_codec`.
+    """Return a codec of parts by its name; see :func:`make_codec`.
 
     Raises:
-        OptionError: Also for ``"powersgd"``, which takes whole matrices, of all ranks at once.
+        OptionError: Also for ``"powersgd"``, which needs whole matrices of all ranks.
     """
     codec = make_codec(spec)
     if isinstance(codec, PowerSGD):

@@ -1,11 +1,11 @@
-"""What every way to compress a gradient can do, whatever it does inside.
+"""The interface of all compressors.
 
-A *part* is a flat tensor: a partition of a gradient, a shard of one, a pseudo-gradient. A *payload* is what travels
-instead of it: a flat tensor of bytes on the same device, with all that is needed to read it again but the number of
-elements. Machines are taken to be little-endian.
+A *part* is a flat tensor: a partition of a gradient, a shard of one, or a pseudo-gradient. A *payload* is its encoding:
+a flat tensor of bytes on the same device, which with the number of elements is enough to decode it. Machines must be
+little-endian.
 
-What is infinite or not a number arrives as such: an element at least of what is read again is not finite then, so that
-a gradient scaler, or whoever looks for a divergence, sees what would be seen without compression.
+Non-finite values survive: at least one decoded element is then not finite. So a gradient scaler, or a check for
+divergence, sees the same as without compression.
 """
 
 from __future__ import annotations
@@ -20,51 +20,51 @@ __all__ = ["Compressor", "flat_fp32", "is_finite"]
 
 
 class Compressor(ABC):
-    """Makes payloads of parts, and parts of payloads."""
+    """Encodes parts as payloads, and decodes payloads."""
 
     @property
     @abstractmethod
     def spec(self) -> str:
-        """As :func:`~lightning_bytescheduler.compression.make_compressor` is asked for it."""
+        """The name for :func:`~lightning_bytescheduler.compression.make_compressor`."""
 
     @abstractmethod
     def payload_bytes(self, elements: int) -> int:
-        """Size of the payload of so many elements."""
+        """Return the bytes of the payload of ``elements`` elements."""
 
     @abstractmethod
     def compress(self, part: Tensor, *, seed: int = 0, worker: int = 0) -> Tensor:
-        """Make a payload.
+        """Encode a part.
 
         Args:
-            part: Floating-point numbers, flat; not changed.
-            seed: Of all random numbers: the same on all workers, another one for every step and part.
-            worker: Tells workers apart where their random numbers must differ.
+            part: Flat floating-point tensor; not changed.
+            seed: Random seed: the same on all workers, different for every step and part.
+            worker: Number that gives each worker other random numbers, where they must differ.
 
         Returns:
-            Of uint8, flat, on the part's device.
+            Flat, uint8, on the part's device.
         """
 
     @abstractmethod
     def decompress(self, payload: Tensor, elements: int, *, out: Tensor | None = None) -> Tensor:
-        """Read a payload.
+        """Decode a payload.
 
         Args:
-            payload: What :meth:`compress` made.
-            elements: Of the part.
-            out: Is filled with the part, and returned.
+            payload: Result of :meth:`compress`.
+            elements: Elements of the part.
+            out: Filled with the part and returned; ``None`` for a new tensor.
 
         Returns:
-            Flat, in fp32.
+            Flat, fp32.
 
         Raises:
-            ValueError: If the payload is not one of so many elements.
+            ValueError: If the payload does not fit ``elements``.
         """
 
     def check(self, payload: Tensor, elements: int) -> None:
-        """Make sure that a payload has the size of one.
+        """Check the size of a payload.
 
         Raises:
-            ValueError: If it has not.
+            ValueError: If it does not fit ``elements``.
         """
         if payload.dtype != torch.uint8 or payload.shape != (self.payload_bytes(elements),):
             raise ValueError(
@@ -73,20 +73,20 @@ class Compressor(ABC):
             )
 
     def add(self, payload: Tensor, sums: Tensor) -> None:
-        """Add what a payload holds to ``sums``, flat and in fp32."""
+        """Add a payload's values to ``sums``, flat fp32."""
         sums.add_(self.decompress(payload, sums.numel()))
 
     def compress_with(self, residual: Tensor, part: Tensor, *, seed: int = 0, worker: int = 0) -> Tensor:
-        """Compress a part and what was not sent before: error feedback.
+        """Compress the sum of a part and its residual: error feedback.
 
-        Whatever is lost in a step is so sent later: with a compressor that keeps a share of ``|x|^2``, SGD converges as
-        fast as without compression up to a term of higher order (Karimireddy et al., "Error Feedback Fixes SignSGD and
+        Whatever a step leaves out is sent later. With a compressor that keeps a fraction of ``|x|^2``, SGD converges as
+        fast as without compression up to a higher-order term (Karimireddy et al., "Error Feedback Fixes SignSGD and
         other Gradient Compression Schemes").
 
         Args:
-            residual: Like ``part``, in fp32, zeros at first. Left with what is not sent now: it and what is read again
-                add up to the part and the residual before, but for one rounding of fp32.
-            part: See :meth:`compress`; finite, else the residual is of no use.
+            residual: Like ``part``, fp32, zeros at first; replaced by what is left out now. It and the decoded payload
+                add up to the part and the earlier residual, except for one rounding of fp32.
+            part: See :meth:`compress`; must be finite, otherwise the residual becomes useless.
             seed: See :meth:`compress`.
             worker: See :meth:`compress`.
         """
@@ -97,11 +97,11 @@ class Compressor(ABC):
 
 
 def flat_fp32(part: Tensor) -> Tensor:
-    """The numbers of a part in fp32; the same tensor if they are."""
+    """Return the values of a part in fp32; without a copy if they already are."""
     return part.detach().reshape(-1).float()
 
 
 def is_finite(part: Tensor) -> bool:
-    """Whether all numbers are; looked at one by one only if their squares overflow."""
+    """Whether all values are finite; checks them one by one only if their squares overflow."""
     flat = part.view(-1)
     return math.isfinite(torch.dot(flat, flat)) or bool(torch.isfinite(flat).all())

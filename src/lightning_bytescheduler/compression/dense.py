@@ -1,17 +1,16 @@
-"""Every element in fewer bits: bf16, fp16, 8 or 4 bits with a scale for each block of 256 or 128, or its sign alone.
+"""Every element in fewer bits: bf16, fp16, 8 or 4 bits with a scale for each block of 256 or 128, or only its sign.
 
-Payloads are made and read chunk by chunk, so that whoever makes the numbers, or adds them up, can do so while they are
-in a processor's cache. A payload of int8 or int4 is the fp32 scales of all blocks, then the elements.
+Payloads are encoded and decoded chunk by chunk, so that values are produced or summed while they are in a processor's
+cache. A payload of int8 or int4 has the fp32 scales of all blocks, then the elements.
 
-*Blocks*: arithmetic on a CPU is done on chunks that fit into a core's cache: numbers are read from memory once and
-their integers written once. What is left is as much arithmetic as preparation (fresh memory, views, one call after the
-other), so scratch and its views are handed on from one quantiser to the next, and integers are packed by NumPy, whose
-calls take a fifth of torch's. On other devices there is one chunk, the whole, and torch does all of it.
+*Blocks*: on a CPU, arithmetic runs on chunks that fit into a core's cache: values are read from memory once and
+integers written once. To keep the overhead of allocations, views and calls low, scratch memory and its views are passed
+from one quantiser to the next, and NumPy packs integers, as its calls are faster than torch's. On other devices there
+is one chunk, and torch does everything.
 
 Stochastic rounding adds a number from (-1/2, 1/2) and rounds to nearest. On a CPU the numbers are odd multiples of
-2^-16, a stream of NumPy's PCG64DXSM that belongs to the seed, with a place in it for each element: it does not matter
-in which chunks they are taken. They are symmetric about 0, so that nothing is favoured, and what is whole stays as it
-is.
+2^-16 from a NumPy PCG64DXSM stream, selected by the seed, with a position for each element, so they do not depend on
+the chunks. They are symmetric about 0, so rounding is unbiased and integers stay unchanged.
 """
 
 from __future__ import annotations
@@ -35,54 +34,55 @@ DenseKind = Literal["fp32", "bf16", "fp16", "int8", "int4"]
 DENSE: tuple[DenseKind, ...] = get_args(DenseKind)
 Rounding = Literal["stochastic", "nearest"]
 ROUNDINGS: tuple[Rounding, ...] = get_args(Rounding)
-"""Ways to round to int8 and int4."""
+"""Rounding modes of int8 and int4."""
 
 _SCALE_BYTES = 4
 _BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "int8": 8, "int4": 4}
 _QUANTISED = ("int8", "int4")
 _FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _LARGEST_FP16 = 65504.0
-_LARGEST_INTEGER = {"int8": 128, "int4": 8}  # that a payload can hold, if not one that was made here
+_LARGEST_INTEGER = {"int8": 128, "int4": 8}  # that a payload can hold, even if another program made it
 BLOCKS = {8: 256, 4: 128}
-"""Elements with a scale of 4 bytes in common, by the bits of each: 1.6 % on top of int8, 6 % on top of int4."""
-_CHUNK = 1 << 16  # for each thread, a multiple of all blocks; with its scratch it fits into a cache of 1 MB
-_THREADS = 8  # of torch's that work on a chunk; with more of them, starting and ending the work takes longer than it
+"""Elements that share a scale of 4 bytes, by bits per element: 1.6 % on top of int8, 6 % on top of int4."""
+_CHUNK = 1 << 16  # per thread, a multiple of all blocks; with scratch it fits into a cache of 1 MB
+_THREADS = 8  # of torch's per chunk; with more, starting them costs more than it saves
 _LEVELS = {8: 127, 4: 7}
 _SMALLEST_BLOCK, _LARGEST_BLOCK = min(BLOCKS.values()), max(BLOCKS.values())
 _STEP = 2.0**-16  # between the numbers that stochastic rounding adds
-_PER_DRAW = 4  # numbers of 16 bits in what a generator makes at once
+_PER_DRAW = 4  # 16-bit numbers per draw of the generator
 _ODD = np.uint64(0x0001_0001_0001_0001)
 _SMALLEST = float(torch.finfo(torch.float32).tiny)
-_NIBBLES, _BIAS = 0x0F0F, 0x0808  # of two elements in 16 bits: what is kept of each, and what makes it positive
-_MOST_SIZES = 64  # of chunks, that views are kept for
+# masks for two elements in 16 bits: the bits kept of each, and a bias that makes them positive
+_NIBBLES, _BIAS = 0x0F0F, 0x0808
+_MOST_SIZES = 64  # chunk sizes whose views are kept
 
 
 def chunk_size(device: torch.device) -> int:
-    """How many elements to work on at once; a multiple of all ``BLOCKS``. No result depends on it."""
+    """Return the elements to process at once, a multiple of all ``BLOCKS``. Results do not depend on it."""
     return _CHUNK * min(torch.get_num_threads(), _THREADS) if device.type == "cpu" else 1 << 40
 
 
 def chunks_of(elements: int, size: int) -> Iterator[tuple[int, int]]:
-    """The first element of each chunk, and its length."""
+    """Yield the first element of each chunk and its length."""
     for first in range(0, elements, max(1, size)):
         yield first, min(size, elements - first)
 
 
 def generator_on(device: torch.device, *seed: int) -> torch.Generator:
-    """Draws on a device that is no CPU; of whole numbers of any length, from 0 on, where torch takes one of 64 bits."""
+    """Return a generator for a device other than a CPU, seeded with integers from 0 on of any size."""
     whole = int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0])
     return torch.Generator(device=device).manual_seed(whole >> 1)
 
 
 class _Views:
-    """Of scratch, for chunks of one size.
+    """Views of scratch memory for chunks of one size.
 
     Args:
-        numbers: Two rows of fp32, a multiple of all ``BLOCKS`` long.
-        words: Of 16 bits, for as many bytes as elements at least.
-        scales: For as many blocks.
-        size: Of the chunk.
-        block: Elements that have a scale in common.
+        numbers: Two fp32 rows; their length is a multiple of all ``BLOCKS``.
+        words: 16-bit words, at least as many bytes as elements.
+        scales: One number per block.
+        size: Elements of the chunk.
+        block: Elements that share a scale.
     """
 
     __slots__ = ("bytes", "flat", "inverse", "magnitudes", "pairs", "rows", "tail", "values")
@@ -97,11 +97,12 @@ class _Views:
         own = words[: -(-size // 2)]
         self.bytes = own.view(torch.int8)[:size]
         self.tail = own.view(torch.int8)[size:]
-        self.pairs: Any = own.numpy() if own.device.type == "cpu" else own  # the first of two in the low byte
+        # the first element of a pair is in the low byte
+        self.pairs: Any = own.numpy() if own.device.type == "cpu" else own
 
 
 class _Scratch:
-    """What a quantiser works in."""
+    """Scratch memory of a quantiser."""
 
     _idle: ClassVar[deque[_Scratch]] = deque(maxlen=4)  # on a CPU; a deque needs no lock
 
@@ -112,19 +113,19 @@ class _Scratch:
 
     @classmethod
     def take(cls, device: torch.device) -> _Scratch:
-        """Nobody else's until it is given back."""
+        """Take scratch memory for exclusive use until it is given back."""
         if device.type == "cpu":
             with suppress(IndexError):
                 return cls._idle.pop()
         return cls(device)
 
     def give_back(self) -> None:
-        """Whatever is in it must not be read any more."""
+        """Give the memory back; its contents must not be read afterwards."""
         if self._device.type == "cpu":
             self._idle.append(self)
 
     def views(self, size: int, block: int) -> _Views:
-        """For a chunk of ``size`` elements, in blocks."""
+        """Return views for a chunk of ``size`` elements, in blocks."""
         found = self._views.get((size, block))
         if found is None:
             if size > self._room:
@@ -140,12 +141,12 @@ class _Scratch:
 
 
 class BlockQuantiser:
-    """Makes integers of numbers, one chunk after the other, and numbers of integers. For one thread.
+    """Quantises values and dequantises integers, one chunk after the other. For one thread.
 
     Args:
-        bits: 8 or 4, of an element.
-        device: Where they are.
-        seed: Of stochastic rounding; ``None`` rounds to nearest.
+        bits: Bits of an element, 8 or 4.
+        device: Device of the values.
+        seed: Seed of stochastic rounding; ``None`` rounds to nearest.
     """
 
     def __init__(self, bits: int, device: torch.device, seed: int | None = None) -> None:
@@ -163,20 +164,19 @@ class BlockQuantiser:
                 self._generator = generator_on(device, seed)
 
     def close(self) -> None:
-        """Let the next one have the scratch: nothing that was returned may be read any more, and nothing asked."""
+        """Release the scratch memory; neither results nor the quantiser may be used afterwards."""
         self._scratch.give_back()
 
     def quantise(self, values: Tensor, scales: Tensor, packed: Tensor, *, first: int = 0) -> None:
-        """Make integers of a chunk.
+        """Quantise a chunk.
 
-        A block that holds infinities or NaN has a scale that is not finite, and so have its elements when they are read
-        again.
+        A block with infinities or NaN gets a non-finite scale, so its decoded elements are not finite either.
 
         Args:
-            values: Flat, in fp32.
-            scales: Is filled with one number for each block, in fp32.
-            packed: Is filled with the elements, of uint8; an odd one in 4 bits has a byte to itself.
-            first: Position of the chunk in what it is a part of, a multiple of the block.
+            values: Flat, fp32.
+            scales: Filled with one fp32 number per block.
+            packed: Filled with the elements, uint8; an odd last 4-bit element takes a byte.
+            first: Position of the chunk in the whole, a multiple of the block.
         """
         size = values.numel()
         if not size:
@@ -187,13 +187,13 @@ class BlockQuantiser:
         torch.amax(torch.abs(blocks, out=work.magnitudes), dim=1, out=scales)
         scales.div_(self._levels)
         if self._seed is None:
-            # To multiply takes half as long. A block that is next to nothing gets the smallest step that has a
-            # reciprocal, so that nothing is rounded beyond the largest level; one of zeros has scale 0.
+            # Multiplying is twice as fast as dividing. A block of tiny values gets the smallest step that has a
+            # reciprocal, so that no value is rounded beyond the largest level; a block of zeros has scale 0.
             steps = torch.clamp_min(scales, _SMALLEST, out=work.inverse)
             torch.mul(steps, scales.sign_(), out=scales)
             torch.mul(blocks, steps.reciprocal_()[:, None], out=rows).round_()
         else:
-            # Here what is whole stays so to the last digit. A block of zeros has scale 0 and decodes to zeros.
+            # Division keeps integers exact. A block of zeros has scale 0 and decodes to zeros.
             torch.div(blocks, torch.where(scales == 0, torch.inf, scales)[:, None], out=rows)
             work.flat.add_(self._noise(first, size), alpha=_STEP)
             rows.round_().clamp_(-self._levels, self._levels)
@@ -208,18 +208,18 @@ class BlockQuantiser:
         _as(packed, pairs)[:] = pairs | (pairs >> 4)
 
     def sent(self, scales: Tensor, size: int) -> Tensor:
-        """What is read again of the chunk of ``size`` elements that was quantised last; overwritten by the next."""
+        """Return the decoded chunk of ``size`` elements that was quantised last; overwritten by the next one."""
         work = self._scratch.views(size, self._block)
         work.rows.mul_(scales[:, None])
         return work.flat
 
     def dequantise(self, scales: Tensor, packed: Tensor, values: Tensor) -> None:
-        """Make numbers of the integers of a chunk.
+        """Decode a chunk.
 
         Args:
-            scales: As :meth:`quantise` has made them.
-            packed: As well.
-            values: Is filled with the numbers: flat, in fp32.
+            scales: From :meth:`quantise`.
+            packed: From :meth:`quantise`.
+            values: Filled with the values: flat, fp32.
         """
         size = values.numel()
         if not size:
@@ -241,13 +241,13 @@ class BlockQuantiser:
             values.copy_(flat)
 
     def dequantised(self, scales: Tensor, packed: Tensor, size: int) -> Tensor:
-        """The numbers of a chunk of ``size`` elements; overwritten by the next."""
+        """Return the decoded chunk of ``size`` elements; overwritten by the next one."""
         values = self._scratch.views(size, self._block).values
         self.dequantise(scales, packed, values)
         return values
 
     def _noise(self, first: int, size: int) -> Tensor:
-        """Odd whole numbers, as likely above 0 as below, between -2^15 and 2^15."""
+        """Return odd integers, symmetric about 0, between -2^15 and 2^15."""
         count = -(-size // _PER_DRAW)
         if self._generator is not None:
             drawn = torch.empty(count, dtype=torch.int64, device=self._device)
@@ -261,12 +261,12 @@ class BlockQuantiser:
 
 
 def _as(tensor: Tensor, other: Any) -> Any:
-    """The same memory as an array where ``other`` is one."""
+    """Return the same memory as an array if ``other`` is one."""
     return tensor.numpy() if isinstance(other, np.ndarray) else tensor
 
 
 def _padded(values: Tensor, rows: Tensor) -> Tensor:
-    """The same in rows of one block, with zeros at the end."""
+    """Copy values into rows of one block, with zeros at the end."""
     flat = rows.view(-1)
     flat[: values.numel()] = values
     flat[values.numel() :] = 0
@@ -276,15 +276,14 @@ def _padded(values: Tensor, rows: Tensor) -> Tensor:
 class Dense(Compressor):
     """Every element in fewer bits.
 
-    Bounds, for an element x of a block whose largest magnitude is m, with a step s of m/127 for int8 and m/7 for int4
-    that is no smaller than the smallest normal number of fp32: read again, it differs from x by s at most with
-    stochastic rounding, by s/2 with rounding to nearest, and by rounding of fp32 (2^-20 m); in bf16 by 2^-8 |x|; in
-    fp16 by 2^-11 |x| or 2^-25, and what is beyond 65504 becomes infinite; with error feedback it becomes 65504, and the
-    rest is sent later.
+    Bounds, for an element x of a block with largest magnitude m, and a step s of m/127 for int8 and m/7 for int4 that
+    is at least the smallest normal fp32 number: the decoded value differs from x by at most s with stochastic rounding,
+    s/2 with rounding to nearest, plus rounding of fp32 (2^-20 m). In bf16 the error is at most 2^-8 |x|, in fp16 2^-11
+    |x| or 2^-25. In fp16, values beyond 65504 become infinite; with error feedback they become 65504, and the rest is
+    sent later.
 
-    Stochastic rounding is right on average (Alistarh et al., "QSGD", for each block), so that training converges
-    without error feedback, with more variance; rounding to nearest needs it. A block that holds what is not finite is
-    not a number when it is read again.
+    Stochastic rounding is unbiased (Alistarh et al., "QSGD", for each block), so training converges without error
+    feedback, with more variance; rounding to nearest needs it. A block with non-finite values decodes to NaN.
 
     Args:
         kind: One of ``DENSE``.
@@ -297,7 +296,7 @@ class Dense(Compressor):
     def __init__(self, kind: DenseKind, rounding: Rounding = "stochastic") -> None:
         self.kind = require_one_of("kind", kind, DENSE)
         self.rounding = require_one_of("rounding", rounding, ROUNDINGS)
-        self._block = BLOCKS[_BITS[kind]] if kind in _QUANTISED else 0  # none
+        self._block = BLOCKS[_BITS[kind]] if kind in _QUANTISED else 0  # 0: no blocks
 
     @property
     def spec(self) -> str:
@@ -343,20 +342,20 @@ class Dense(Compressor):
         residual: Tensor | None = None,
         bounded: bool = True,
     ) -> tuple[Tensor, float]:
-        """Make a payload of numbers as they come.
+        """Encode chunks of values one by one.
 
         Args:
-            chunks: Flat, in fp32, each of a multiple of 256 elements but for the last. Each is read before the next is
-                asked for.
-            elements: In all chunks.
-            device: Where they are.
-            seed: Of stochastic rounding.
-            out: Is filled with the payload: of its size, uint8, aligned to 4 bytes.
+            chunks: Flat, fp32, each a multiple of 256 elements except the last. Each is read before the next is
+                requested.
+            elements: Elements of all chunks.
+            device: Device of the chunks.
+            seed: Seed of stochastic rounding.
+            out: Filled with the payload: of its size, uint8, aligned to 4 bytes.
             residual: See :meth:`compress_with`.
-            bounded: Whether the largest magnitude is of interest.
+            bounded: Whether to compute the second result.
 
         Returns:
-            The payload, and a number that is as finite as the largest magnitude in it; 0 where nobody asks.
+            The payload, and a number that is finite if and only if the largest magnitude is; 0 if not ``bounded``.
 
         Raises:
             ValueError: If ``out`` has another size, or a chunk but the last ends within a block.
@@ -374,7 +373,7 @@ class Dense(Compressor):
             if residual is not None:
                 values = residual[first:end].add_(values)
             if quantiser is None:
-                # What fp16 cannot hold is sent over several steps where it is kept: infinity would be for good.
+                # Values beyond fp16 are sent over several steps if there is a residual; infinity would stay in it.
                 near = values.clamp(-_LARGEST_FP16, _LARGEST_FP16) if residual is not None and half else values
                 read = body.view(_FLOATS[self.kind])[first:end].copy_(near)
                 if bounded and read.numel():
@@ -394,16 +393,15 @@ class Dense(Compressor):
         return payload, float(torch.stack(largest).amax()) if largest else 0.0
 
     def read(self, payload: Tensor, elements: int, result: Tensor | None = None) -> Iterator[Tensor]:
-        """Read a payload, whose size was checked, chunk by chunk.
+        """Decode a payload of checked size, chunk by chunk.
 
         Args:
             payload: The payload.
-            elements: Of the part.
-            result: Is filled with the numbers.
+            elements: Elements of the part.
+            result: Filled with the values, if given.
 
         Yields:
-            Flat tensors in fp32, not to be changed: the parts of ``result``, or what is overwritten when the next is
-            asked for.
+            Flat fp32 tensors, not to be changed: parts of ``result``, or memory that the next chunk overwrites.
         """
         payload = aligned(payload)
         body, scales = self._halves(payload, elements)
@@ -425,11 +423,11 @@ class Dense(Compressor):
             quantiser.close()
 
     def scales(self, payload: Tensor, elements: int) -> Tensor:
-        """Those of all blocks; none for what has no blocks."""
+        """Return the scales of all blocks; empty without blocks."""
         return aligned(payload[: self._scale_bytes(elements)]).view(torch.float32)
 
     def largest(self, payload: Tensor, elements: int) -> float:
-        """A bound of the magnitudes in a payload, of its scales where it has some; NaN if one is not finite."""
+        """Return a bound of the magnitudes in a payload, from its scales if it has any; NaN if one is not finite."""
         if not elements:
             return 0.0
         if self.kind in _QUANTISED:
@@ -462,18 +460,17 @@ class Dense(Compressor):
 
 
 def aligned(payload: Tensor) -> Tensor:
-    """The same bytes where they can be read as numbers."""
+    """Return the same bytes in aligned, contiguous memory."""
     return payload.clone() if payload.storage_offset() % _SCALE_BYTES or not payload.is_contiguous() else payload
 
 
 class OneBit(Compressor):
-    """The sign of each element, times the mean magnitude of all; nought counts as positive.
+    """The sign of each element, times the mean magnitude of all; 0 counts as positive.
 
-    ``|x - C(x)|^2 = (1 - d) |x|^2`` with ``d = |x|_1^2 / (n |x|_2^2)``, so that training with error feedback converges
-    (Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes"); the more alike the
-    magnitudes, the faster. One huge element takes the scale with it. Without error feedback training need not converge.
-
-    What is not finite makes the scale infinite or not a number, and with it all elements.
+    ``|x - C(x)|^2 = (1 - d) |x|^2`` with ``d = |x|_1^2 / (n |x|_2^2)``, so training with error feedback converges
+    (Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes"), faster if magnitudes
+    are similar. One huge element dominates the scale. Without error feedback training need not converge. Non-finite
+    values make the scale, and so all elements, non-finite.
     """
 
     @property
@@ -488,7 +485,7 @@ class OneBit(Compressor):
     def compress(self, part: Tensor, *, seed: int = 0, worker: int = 0) -> Tensor:
         """See Compressor."""
         values = flat_fp32(part)
-        # Summed in double precision, so that large but finite numbers do not become infinite.
+        # Double precision keeps sums of large finite values finite.
         scale = torch.linalg.vector_norm(values, 1, dtype=torch.float64) / max(values.numel(), 1)
         return torch.cat([scale.float().view(1).view(torch.uint8), _pack_bits(values < 0)])
 
@@ -502,7 +499,7 @@ class OneBit(Compressor):
 
 
 def _pack_bits(bits: Tensor) -> Tensor:
-    """Eight truth values in a byte, the first in the lowest bit."""
+    """Pack eight booleans into a byte, the first in the lowest bit."""
     if bits.device.type == "cpu":
         return torch.from_numpy(np.packbits(bits.numpy(), bitorder="little"))
     padded = torch.nn.functional.pad(bits.to(torch.uint8), (0, -bits.numel() % 8)).view(-1, 8)
@@ -510,7 +507,7 @@ def _pack_bits(bits: Tensor) -> Tensor:
 
 
 def _unpack_bits(packed: Tensor, count: int) -> Tensor:
-    """The first ``count`` truth values, as 0 and 1 in uint8."""
+    """Unpack the first ``count`` booleans, as 0 and 1 in uint8."""
     if packed.device.type == "cpu":
         return torch.from_numpy(np.unpackbits(packed.contiguous().numpy(), count=count, bitorder="little"))
     places = torch.arange(8, dtype=torch.uint8, device=packed.device)

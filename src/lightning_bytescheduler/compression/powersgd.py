@@ -1,12 +1,11 @@
 """Gradients as products of two thin matrices: PowerSGD.
 
-No codec of parts: it takes whole matrices, and adds up two thin factors over all ranks, one after the other. With x_i
-what rank i has of a matrix (its gradient times what the rank counts, and its residual r_i), Q of the last step made
-orthonormal::
+It encodes whole matrices, not parts, and sums two thin factors over all ranks, one after the other. With x_i the input
+of rank i (its gradient times its weight, plus its residual r_i), and Q of the last step made orthonormal::
 
-    left     P = sum of x_i Q, over all ranks; then each makes it orthonormal
-    right    Q = sum of x_i^T P, over all ranks: P Q^T is the mean gradient, and Q is what the next step begins with
-    then     r_i = x_i - P Q^T / n, so that what was applied and all ranks' residuals add up to the gradients
+    left     P = sum of x_i Q, over all ranks; each rank makes it orthonormal
+    right    Q = sum of x_i^T P, over all ranks: P Q^T is the mean gradient, and the next step begins with Q
+    then     r_i = x_i - P Q^T / n, so that the applied gradient and all ranks' residuals add up to the gradients
 
 These are the products of torch's ``powerSGD_hook``, with its warm start and error feedback.
 
@@ -27,15 +26,15 @@ from lightning_bytescheduler.compression.compressor import is_finite
 
 __all__ = ["Matrix", "PowerSGD"]
 
-_LEAST_SAVED = 2  # times fewer numbers, as torch's hook wants by default
+_LEAST_SAVED = 2  # times fewer numbers, as torch's hook by default
 _FLOAT_BYTES = 4
 
 
 class PowerSGD:
-    """A matrix M becomes P Qᵀ, with as few columns as the rank; one step of the power iteration a time, kept warm.
+    """A matrix M becomes P Qᵀ with at most ``rank`` columns, by one warm-started step of power iteration.
 
-    The error is that of a projection, ``|M - P Qᵀ| <= |M|``, and training converges with error feedback, as far as is
-    known from experiments; without it, it need not.
+    The error is that of a projection, ``|M - P Qᵀ| <= |M|``. In experiments training converges with error feedback;
+    without it, it need not.
 
     Args:
         rank: Columns of P and Q, 1 or more.
@@ -49,13 +48,13 @@ class PowerSGD:
 
     @property
     def spec(self) -> str:
-        """As :func:`~lightning_bytescheduler.compression.make_codec` is asked for it."""
+        """The name for :func:`~lightning_bytescheduler.compression.make_codec`."""
         return f"powersgd:{self.rank}"
 
     def shape_of(self, parameter: nn.Parameter) -> tuple[int, int] | None:
-        """Rows and columns of a gradient as it lies in its bucket; ``None`` if two factors are not half its size.
+        """Return rows and columns of a gradient in its bucket; ``None`` if the factors would exceed half its size.
 
-        The first dimension in memory counts as the rows, as with torch's hook.
+        The first dimension in memory gives the rows, as with torch's hook.
         """
         with torch._C.DisableTorchFunctionSubclass():
             if parameter.dim() < 2 or not parameter.numel() or not parameter.dtype.is_floating_point:
@@ -66,11 +65,11 @@ class PowerSGD:
         return (rows, columns) if (rows + columns) * self.rank * _LEAST_SAVED < rows * columns else None
 
     def payload_bytes(self, shape: tuple[int, int]) -> int:
-        """Size of both factors of a matrix."""
+        """Return the bytes of both factors of a matrix."""
         return self.rank * sum(shape) * _FLOAT_BYTES
 
     def first_right(self, name: str, columns: int) -> Tensor:
-        """What the power iteration begins with, for a parameter of that name: the same on all ranks."""
+        """Return the start of the power iteration for a parameter of that name: the same on all ranks."""
         seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "little")
         generator = torch.Generator().manual_seed(seed)
         return torch.randn(columns, self.rank, dtype=torch.float32, device="cpu", generator=generator)
@@ -83,10 +82,10 @@ class Matrix:
     Attributes:
         first: Position in the bucket.
         shape: Rows and columns.
-        residual: Flat, in fp32.
-        right: Q of the last step, ``(columns, rank)``; is filled with that of this step.
-        later: The parameter's own residual, where it has got no gradient on this rank: if it has on none, nothing is
-            stepped, so it does not travel now. What ``residual``, zeros then, is left with is added to it.
+        residual: Flat, fp32.
+        right: Q of the last step, ``(columns, rank)``; filled with that of this step.
+        later: The parameter's own residual, if the parameter has no gradient on this rank. If that holds on all ranks,
+            nothing is applied, so it is not sent now; ``residual``, zeros at first, is added to it at the end.
     """
 
     first: int
@@ -98,13 +97,13 @@ class Matrix:
 
     @property
     def end(self) -> int:
-        """Position after the last."""
+        """Position after the last element."""
         return self.first + self.shape[0] * self.shape[1]
 
     def begin(self, buffer: Tensor, factor: float, left: Tensor) -> None:
-        """Fill ``left`` with this rank's part of P, column by column; what is kept becomes x."""
+        """Fill ``left`` with this rank's part of P, column by column; the residual becomes x."""
         gradient = self._gradient(buffer)
-        if not factor or is_finite(gradient):  # what counts nothing may be anything
+        if not factor or is_finite(gradient):  # with a weight of 0 the values are not used
             self._added = factor
             whole = self._kept.add_(gradient, alpha=factor) if factor else self._kept
             torch.mm(_orthonormal(self.right).t(), whole.t(), out=self._factor(left))
@@ -117,21 +116,22 @@ class Matrix:
         if is_finite(left):
             factor.copy_(_orthonormal(factor.t()).t())
             torch.mm(factor, self._kept, out=self._factor(right))
-        else:  # on one rank, so on all: the sum is the same
+        else:  # then on all ranks, as the sum is the same
             right.fill_(torch.nan)
 
     def end_with(self, buffer: Tensor, ranks: int, left: Tensor, right: Tensor) -> float:
-        """Put P Q^T in its place, and keep what it leaves out; returns the square of the norm of that."""
+        """Write P Q^T to the buffer, and keep the residual; returns its squared norm."""
         gradient = self._gradient(buffer)
-        if not is_finite(right):  # what overflows is lost; the residual is what it was but for rounding, and Q is
+        # an overflowed gradient is lost; the residual is restored except for rounding, and Q is kept
+        if not is_finite(right):
             if self._added:
                 self._kept.sub_(gradient, alpha=self._added)
             gradient.fill_(torch.nan)
             return 0.0
-        rows, columns = self._factor(left).t(), self._factor(right).mul_(ranks)  # was averaged on the way
-        if bool(columns.any()):  # else no rank has a gradient, and the next step begins with what there was
+        rows, columns = self._factor(left).t(), self._factor(right).mul_(ranks)  # the exchange averaged them
+        if bool(columns.any()):  # otherwise no rank has a gradient, and the next step begins with the old Q
             self.right.copy_(columns.t())
-        # Multiplied once: what is taken from the residual is what is applied, however a processor rounds products.
+        # One product for both uses: the applied values equal those subtracted, whatever the rounding.
         product = torch.mm(rows, columns, out=gradient) if gradient.dtype is torch.float32 else rows @ columns
         self._kept.sub_(product, alpha=1.0 / ranks)
         if product is not gradient:

@@ -1,9 +1,8 @@
-"""Few elements instead of all: the largest, and how little says where they are.
+"""A few elements instead of all: the largest, with compact positions.
 
-Positions are written as in a table of contents: the elements are cut into stretches of 255, a byte for each stretch
-says how many of its elements are kept, and a byte for each kept element says where in its stretch it is. One element in
-fifty takes 9.6 bits so, where a whole number takes 32 and no code less than 7.1. The size follows from the number of
-elements and of those that are kept.
+The elements are cut into stretches of 255. One byte per stretch has the number of kept elements in it, and one byte per
+kept element has its position there. At one element in fifty that takes 9.6 bits each, where an int32 takes 32 and the
+optimal code 7.1. The size depends only on the numbers of elements and of kept elements.
 """
 
 from __future__ import annotations
@@ -19,24 +18,23 @@ from lightning_bytescheduler.exceptions import OptionError
 __all__ = ["KEPT_AS", "TopK", "index_bytes", "kept_of", "largest_indices", "pack_indices", "unpack_indices"]
 
 KEPT_AS: tuple[DenseKind, ...] = ("fp32", "bf16", "int8", "int4")
-"""What the elements that are kept can travel as."""
-_STRETCH = 255  # elements whose number of kept ones, and the place of each, fit into a byte
-_SAMPLE = 64  # one element in so many is looked at to guess how large the largest are
-_FEWEST = 4096  # elements that are worth a guess
-_MAGNITUDE = 0x7FFFFFFF  # a number's bits without its sign: as whole numbers in the order of magnitudes, NaN above all
+"""Encodings of the kept elements."""
+_STRETCH = 255  # elements, so that the number of kept ones, and each position, fit into a byte
+_SAMPLE = 64  # one element in so many is sampled to guess a threshold
+_FEWEST = 4096  # elements for which a guess pays
+_MAGNITUDE = 0x7FFFFFFF  # a number's bits without its sign: as integers they are ordered by magnitude, NaN last
 
 
 class TopK(Compressor):
     """The elements of the largest magnitude, with their positions at about 10 bits each.
 
-    With ``density`` d, ``|x - C(x)|^2 <= (1 - d) |x|^2`` as long as they travel as fp32, so that training with error
-    feedback converges as without compression (Stich et al., "Sparsified SGD with Memory"). Without error feedback it
-    need not.
+    With ``density`` d and fp32 values, ``|x - C(x)|^2 <= (1 - d) |x|^2``, so training with error feedback converges as
+    without compression (Stich et al., "Sparsified SGD with Memory"). Without error feedback it need not.
 
     Args:
-        density: Share of the elements that are kept, above 0 and at most 1; of a part, one at least.
+        density: Fraction of the elements that are kept, above 0 and at most 1; at least one element of a part.
         kept_as: One of ``KEPT_AS``.
-        rounding: Of int8 and int4.
+        rounding: Rounding of int8 and int4.
 
     Raises:
         OptionError: Names the value that is not allowed.
@@ -53,7 +51,7 @@ class TopK(Compressor):
         return f"topk:{_in_short(self.density)}" + (f":{self.kept_as}" if self.kept_as != "fp32" else "")
 
     def kept(self, elements: int) -> int:
-        """How many of so many elements are kept."""
+        """Return the number of kept elements among ``elements``."""
         return kept_of(elements, self.density)
 
     def payload_bytes(self, elements: int) -> int:
@@ -67,7 +65,7 @@ class TopK(Compressor):
         return self._payload(values, largest_indices(values, self.kept(values.numel())), seed, worker)
 
     def compress_with(self, residual: Tensor, part: Tensor, *, seed: int = 0, worker: int = 0) -> Tensor:
-        """See Compressor; what is not sent is not touched."""
+        """See Compressor; elements that are not sent keep their bits."""
         residual.add_(part)
         indices = largest_indices(residual, self.kept(residual.numel()))
         payload = self._payload(residual, indices, seed, worker)
@@ -81,15 +79,15 @@ class TopK(Compressor):
         return _scattered(indices, values, elements, out)
 
     def add(self, payload: Tensor, sums: Tensor) -> None:
-        """See Compressor; as much work as there are elements that were kept."""
+        """See Compressor; the work is proportional to the kept elements."""
         indices, values = self.entries(payload, sums.numel())
         sums.index_add_(0, indices, values)
 
     def entries(self, payload: Tensor, elements: int) -> tuple[Tensor, Tensor]:
-        """What a payload holds: the positions of the elements that were kept, ascending, and their values in fp32.
+        """Return the ascending positions of the kept elements, and their values in fp32.
 
         Raises:
-            ValueError: If it is not the payload of so many elements.
+            ValueError: If the payload does not fit ``elements``.
         """
         self.check(payload, elements)
         kept = self.kept(elements)
@@ -97,12 +95,12 @@ class TopK(Compressor):
         return unpack_indices(payload[size:], elements), self.values.decompress(payload[:size], kept)
 
     def scales(self, payload: Tensor, elements: int) -> Tensor:
-        """Those of the values, see :class:`Dense`."""
+        """Return the scales of the values, see :class:`Dense`."""
         kept = self.kept(elements)
         return self.values.scales(payload[: self.values.payload_bytes(kept)], kept)
 
     def largest(self, payload: Tensor, elements: int) -> float:
-        """A bound of the magnitudes in a payload, see :class:`Dense`."""
+        """Return a bound of the magnitudes in a payload, see :class:`Dense`."""
         kept = self.kept(elements)
         return self.values.largest(payload[: self.values.payload_bytes(kept)], kept)
 
@@ -129,31 +127,29 @@ def _in_short(density: float) -> str:
 
 
 def kept_of(elements: int, density: float) -> int:
-    """How many elements are kept of so many: ``density`` of them, rounded up to a whole one."""
+    """Return the number of kept elements: ``density`` times ``elements``, rounded up."""
     return min(elements, -(-int(elements * density * 2**20) // 2**20)) if elements else 0
 
 
 def largest_indices(values: Tensor, count: int) -> Tensor:
-    """Positions of the ``count`` elements of the largest magnitude, ascending; of equal ones the first.
+    """Return the ascending positions of the ``count`` elements of the largest magnitude; of equal ones the first.
 
-    Infinities and NaN are larger than any number, so that they are kept before anything else.
-
-    Nothing is sorted but a few candidates: a sample says which magnitude a few more than ``count`` will have, and these
-    are found in one pass.
+    Infinities and NaN count as larger than any number, so they are kept first. Only a few candidates are sorted: a
+    sample gives a threshold that slightly more than ``count`` elements exceed, and these are found in one pass.
 
     Args:
-        values: Flat, in fp32.
+        values: Flat, fp32.
         count: From 0 to their number.
 
     Returns:
-        Of int64, on the device of ``values``.
+        int64, on the device of ``values``.
     """
     size = values.numel()
     if not 0 < count < size:
         return torch.arange(size if count else 0, device=values.device)
     magnitudes = values.detach().view(torch.int32) & _MAGNITUDE
     candidates = _candidates(magnitudes, count)
-    if candidates is not None and len(candidates) < count:  # of nought besides
+    if candidates is not None and len(candidates) < count:  # fill up with zeros
         rest = (magnitudes == 0).nonzero().view(-1)[: count - len(candidates)]
         return torch.cat([candidates, rest]).sort().values
     held = magnitudes if candidates is None else magnitudes[candidates]
@@ -166,15 +162,15 @@ def largest_indices(values: Tensor, count: int) -> Tensor:
 
 
 def _candidates(magnitudes: Tensor, count: int) -> Tensor | None:
-    """Positions of somewhat more than ``count`` elements that are the largest; ``None`` if the guess was wrong.
+    """Return the positions of somewhat more than ``count`` largest elements; ``None`` if the guess was wrong.
 
-    Fewer only if they are all that are not nought.
+    There are fewer only if they are all that are not zero.
     """
     size = magnitudes.numel()
     if size < _FEWEST:
         return None
     sample = magnitudes[::_SAMPLE]
-    wanted = count / _SAMPLE  # of the sample, on average; five deviations more, and there are enough
+    wanted = count / _SAMPLE  # expected in the sample; with five standard deviations more there are enough
     wanted += 5.0 * max(wanted, 1.0) ** 0.5
     if wanted >= 0.5 * sample.numel():
         return None
@@ -184,16 +180,16 @@ def _candidates(magnitudes: Tensor, count: int) -> Tensor | None:
 
 
 def index_bytes(elements: int, kept: int) -> int:
-    """Size of the positions of so many kept elements."""
+    """Return the bytes of the positions."""
     return -(-elements // _STRETCH) + kept
 
 
 def pack_indices(indices: Tensor, elements: int) -> Tensor:
-    """Write positions.
+    """Encode positions.
 
     Args:
-        indices: Ascending, each once, below ``elements``; of int64.
-        elements: Of which these are kept.
+        indices: Ascending, distinct, below ``elements``; int64.
+        elements: Number of all elements.
 
     Returns:
         ``index_bytes(elements, len(indices))`` of uint8.
@@ -204,17 +200,17 @@ def pack_indices(indices: Tensor, elements: int) -> Tensor:
 
 
 def unpack_indices(packed: Tensor, elements: int) -> Tensor:
-    """Read positions.
+    """Decode positions.
 
     Args:
-        packed: What :func:`pack_indices` made.
-        elements: Of which they are kept.
+        packed: Result of :func:`pack_indices`.
+        elements: Number of all elements.
 
     Returns:
-        Ascending, of int64.
+        Ascending, int64.
 
     Raises:
-        ValueError: If they are damaged: not as many as there are places, out of order, or beyond the last element.
+        ValueError: If they are damaged: their number is wrong, they are out of order, or beyond the last element.
     """
     stretches = -(-elements // _STRETCH)
     counts = packed[:stretches].long()

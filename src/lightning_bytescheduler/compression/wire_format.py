@@ -1,20 +1,17 @@
-"""How pseudo-gradients travel: fp32, bf16, 8 or 4 bits with a scale for each block, or the largest alone.
+"""How pseudo-gradients travel: fp32, bf16, 8 or 4 bits with a scale for each block, or only the largest elements.
 
-This is the face that DiLoCo sees of :class:`~lightning_bytescheduler.compression.dense.Dense` and
-:class:`~lightning_bytescheduler.compression.sparse.TopK`: what is not finite is refused at either end, as it would
-spoil every worker's weights. Payloads are flat tensors of bytes, whose size follows from the number of elements.
-Machines are taken to be little-endian. Whatever travels, sums are made in fp32 or better.
+This is DiLoCo's interface to :class:`~lightning_bytescheduler.compression.dense.Dense` and
+:class:`~lightning_bytescheduler.compression.sparse.TopK`. Non-finite values are refused on both sides, as they would
+spoil every worker's weights. Payloads are flat tensors of bytes, whose size depends only on the number of elements.
+Machines must be little-endian. Sums are always made in fp32 or better.
+:class:`~lightning_bytescheduler.compression.dense.Dense` states the bounds of errors.
 
-Bounds, for an element x of a block whose largest magnitude is m, with a step s of m/127 for int8 and m/7 for int4 that
-is no smaller than the smallest normal number of fp32: decoded, it differs from x by s at most with stochastic rounding,
-by s/2 with rounding to nearest, and by rounding of fp32 (2^-20 m); in bf16 by 2^-8 |x|.
+int8 and int4 round stochastically by default. With rounding to nearest, an element below half a step is lost in every
+round, and a weight that moves slowly never moves; stochastic rounding is unbiased over rounds and workers. It depends
+on the seed: the same seed and tensor give the same bytes on the same kind of device.
 
-Rounding of int8 and int4 is stochastic by default. To nearest, an element below s/2 is lost in every round, and a
-weight that always moves a little never moves; stochastic rounding is right on average, over rounds and over workers. It
-is a function of the seed: the same seed and tensor give the same bytes on the same kind of device.
-
-With a *residual*, what is lost in one payload is part of the next (error feedback). ``sparse`` sends only a share of
-the elements, the largest, in 4 bits, at 14 bits each with their positions; without a residual, the others are lost.
+With a *residual*, what one payload leaves out is added to the next (error feedback). ``sparse`` sends only the largest
+elements, in 4 bits, 14 bits each with their positions; without a residual, the others are lost.
 """
 
 from __future__ import annotations
@@ -38,7 +35,7 @@ WireDtype = Literal["fp32", "bf16", "int8", "int4", "sparse"]
 WIRE_DTYPES: tuple[WireDtype, ...] = get_args(WireDtype)
 """From exact to small."""
 DENSITY = 0.02
-"""Share of the elements that ``sparse`` sends by default."""
+"""Fraction of the elements that ``sparse`` sends by default."""
 _DENSER_MEANS = 2
 
 
@@ -49,7 +46,7 @@ class WireFormat:
     Attributes:
         dtype: One of ``WIRE_DTYPES``.
         rounding: One of ``ROUNDINGS``; bf16 is always rounded to nearest.
-        density: Share of the elements that ``sparse`` sends, above 0 and at most 1; ``DENSITY`` by default.
+        density: Fraction of the elements that ``sparse`` sends, above 0 and at most 1; ``DENSITY`` by default.
 
     Raises:
         OptionError: Names the value that is not allowed.
@@ -68,21 +65,20 @@ class WireFormat:
 
     @property
     def name(self) -> str:
-        """As options say it, in one way only: texts are compared."""
+        """The option's value, in one canonical form, as texts are compared."""
         return self.dtype if self.density in (None, DENSITY) else f"{self.dtype}:{self.density}"
 
     @property
     def keeps_residuals(self) -> bool:
-        """Whether enough is lost for error feedback to be worth its memory."""
+        """Whether enough is left out for error feedback to pay."""
         return self.dtype in ("int8", "int4", "sparse")
 
     @property
     def of_means(self) -> WireFormat:
-        """What the mean of several payloads travels in: as they do, but for ``sparse`` with twice the density.
+        """The format of means of several payloads: the same, but ``sparse`` with twice the density.
 
-        Workers keep different elements, so that with one density half of what two of them have sent would wait at the
-        owner of the mean, and training was seen to be the worse for it. With twice the density the mean of two is sent
-        whole.
+        Workers keep different elements, so at the same density the owner would hold back half of what two of them have
+        sent, which harms training. With twice the density the mean of two is sent whole.
         """
         if self.dtype != "sparse":
             return self
@@ -90,27 +86,27 @@ class WireFormat:
         return replace(self, density=min(1.0, _DENSER_MEANS * density))
 
     def payload_bytes(self, elements: int) -> int:
-        """Size of the payload of a tensor with so many elements."""
+        """Return the bytes of the payload of ``elements`` elements."""
         return self._codec().payload_bytes(elements)
 
     def encode(
         self, tensor: Tensor, *, seed: int = 0, out: Tensor | None = None, residual: Tensor | None = None
     ) -> Tensor:
-        """Make a payload.
+        """Encode a tensor.
 
         Args:
-            tensor: Floating-point numbers, all finite, of any shape.
-            seed: For stochastic rounding. Choose another one for every round, worker and fragment.
-            out: Is filled with the payload, and returned: of its size, uint8, aligned to 4 bytes.
-            residual: What former payloads have lost: flat, in fp32, of as many elements. Is sent too, and left with
-                what this payload loses.
+            tensor: Floating-point values, all finite, of any shape.
+            seed: Seed of stochastic rounding; use another one for every round, worker and fragment.
+            out: Filled with the payload and returned: of its size, uint8, aligned to 4 bytes.
+            residual: What earlier payloads left out: flat, fp32, as many elements. It is sent too, and replaced by what
+                this payload leaves out.
 
         Returns:
             ``payload_bytes(tensor.numel())`` of uint8, on the tensor's device.
 
         Raises:
             OptionError: If the seed is not a whole number from 0 on.
-            ValueError: If a number is not finite, or becomes infinite in bf16; the residual is of no use then.
+            ValueError: If a value is not finite, or becomes infinite in bf16; the residual is then useless.
         """
         values = tensor.detach().reshape(-1)
         size = chunk_size(values.device)
@@ -127,13 +123,13 @@ class WireFormat:
         out: Tensor | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """Make a payload of numbers as they come; the same bytes as those of :meth:`encode`.
+        """Encode chunks of values one by one, with the same bytes as :meth:`encode`.
 
         Args:
-            chunks: Flat, in fp32, each of a multiple of 256 elements but for the last. Each is read before the next is
-                asked for.
-            elements: In all chunks.
-            device: Where they are.
+            chunks: Flat, fp32, each a multiple of 256 elements except the last. Each is read before the next is
+                requested.
+            elements: Elements of all chunks.
+            device: Device of the chunks.
             seed: See :meth:`encode`.
             out: See :meth:`encode`.
             residual: See :meth:`encode`.
@@ -142,8 +138,8 @@ class WireFormat:
             See :meth:`encode`.
 
         Raises:
-            OptionError: If the seed is not a whole number from 0 on.
-            ValueError: If a number is not finite, or becomes infinite in bf16; the residual is of no use then.
+            OptionError: See :meth:`encode`.
+            ValueError: See :meth:`encode`.
         """
         require_whole("seed", seed, 0)
         if residual is not None and residual.shape != (elements,):
@@ -157,7 +153,7 @@ class WireFormat:
             for values in chunks:
                 whole[first : first + values.numel()] += values
                 first += values.numel()
-            # What was added so far is all there is to send: nothing comes on top of it.
+            # ``whole`` already has both residual and values, so nothing is added.
             payload = codec.compress_with(whole, whole.new_zeros(()), seed=seed)
             largest = codec.largest(payload, elements)
             payload = payload if out is None else out.copy_(payload)
@@ -166,35 +162,35 @@ class WireFormat:
         return payload
 
     def decode(self, payload: Tensor, elements: int, *, out: Tensor | None = None) -> Tensor:
-        """Read a payload.
+        """Decode a payload.
 
         Args:
-            payload: What ``encode`` made.
-            elements: Of the tensor that was encoded.
-            out: Is filled with the numbers, and returned: flat, in fp32.
+            payload: Result of ``encode``.
+            elements: Elements of the encoded tensor.
+            out: Filled with the values and returned: flat, fp32.
 
         Returns:
-            A flat tensor in fp32.
+            A flat fp32 tensor.
 
         Raises:
-            ValueError: If the payload has another size than that of so many elements, or its scales are not finite.
+            ValueError: If the payload does not fit ``elements``, or its scales are not finite.
         """
         codec = self._codec()
         self._check(codec, payload, elements)
         return codec.decompress(payload, elements, out=out)
 
     def decode_chunks(self, payload: Tensor, elements: int) -> Iterator[Tensor]:
-        """Read a payload chunk by chunk, the same numbers as those of :meth:`decode`.
+        """Decode a payload chunk by chunk, with the same values as :meth:`decode`.
 
         Args:
-            payload: What ``encode`` made.
-            elements: Of the tensor that was encoded.
+            payload: Result of ``encode``.
+            elements: Elements of the encoded tensor.
 
         Returns:
-            Flat tensors in fp32, not to be changed; each is overwritten when the next is asked for.
+            Flat fp32 tensors, not to be changed; each is overwritten when the next is requested.
 
         Raises:
-            ValueError: As :meth:`decode`.
+            ValueError: See :meth:`decode`.
         """
         codec = self._codec()
         if isinstance(codec, Dense):
@@ -203,10 +199,10 @@ class WireFormat:
         return iter([self.decode(payload, elements)])
 
     def entries(self, payload: Tensor, elements: int) -> tuple[Tensor, Tensor] | None:
-        """Positions, ascending, and values of what a sparse payload holds; ``None`` where all elements travel.
+        """Return ascending positions and values of a sparse payload; ``None`` for dense ones.
 
         Raises:
-            ValueError: As :meth:`decode`.
+            ValueError: See :meth:`decode`.
         """
         codec = self._codec()
         if isinstance(codec, Dense):
@@ -215,10 +211,10 @@ class WireFormat:
         return codec.entries(payload, elements)
 
     def largest(self, payload: Tensor, elements: int) -> float:
-        """A bound of the magnitudes in a payload, without decoding it where it has scales; NaN if one is not finite.
+        """Return a bound of the magnitudes in a payload, from its scales if it has any; NaN if one is not finite.
 
         Raises:
-            ValueError: If the payload has another size than that of so many elements.
+            ValueError: If the payload does not fit ``elements``.
         """
         codec = self._codec()
         codec.check(payload, elements)
