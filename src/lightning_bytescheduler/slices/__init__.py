@@ -1,9 +1,9 @@
-"""Data in slices: handed out as they are needed, to workers of any speed, and never lost.
+"""Data in slices: handed out on demand to workers of any speed, without loss.
 
 - A slice, its bytes and its samples: ``slice``, ``catalogue``, ``formats``, ``samples``.
-- Where slices come from, and where they are kept: ``urls``, ``source``, ``fetch``, ``cache``, ``store``.
-- Batches: ``batches``; ``epoch_plan`` of ranks that step together; ``training`` of workers that take slices as they
-  need them; ``loader``.
+- Sources and storage: ``urls``, ``source``, ``fetch``, ``cache``, ``store``.
+- Batches: ``batches``; ``epoch_plan`` for ranks that step together; ``training`` for workers that take slices as
+  needed; ``loader``.
 - The tracker, which hands slices out: ``messages``, ``tracker``.
 - Lightning: ``options``, ``data_module``.
 - ``lightning-bytescheduler slices``: ``command``, ``make``, ``serve``.

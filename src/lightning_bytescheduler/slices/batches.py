@@ -1,6 +1,6 @@
-"""Batches: what one consists of, how they are cut from runs of samples, and the reader that makes them.
+"""Batches: their contents, how they are cut from runs of samples, and the reader that makes them.
 
-A batch is read in any process, one after the other; it names the slices that come after it, to be fetched meanwhile.
+Any process can read a batch. A batch also names the slices that come next, so that they are fetched in time.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from lightning_bytescheduler.slices.catalogue import sample_order
 from lightning_bytescheduler.slices.store import OpenSlice, SliceStore
 
 SLICES_AHEAD = 8
-"""How many slices a batch names that come after it: no more are prefetched."""
+"""Number of following slices that a batch names; no more are prefetched."""
 
 
 class SampleRun(NamedTuple):
     """Neighbouring samples of one slice.
 
     Attributes:
-        slice_index: The slice's, in the catalogue.
+        slice_index: Index of the slice in the catalogue.
         start: First sample.
         stop: One after the last.
     """
@@ -38,12 +38,12 @@ class SampleRun(NamedTuple):
 
 
 class SliceBatch(NamedTuple):
-    """What a batch consists of; small, as it is sent to the process that reads it.
+    """The contents of a batch; small, as it is sent to the process that reads it.
 
     Attributes:
-        epoch: Which epoch it belongs to.
+        epoch: Number of the epoch.
         runs: Its samples.
-        ahead: Indices of the slices that come after it, to be fetched in the meantime.
+        ahead: Indices of the following slices, to be fetched in time.
     """
 
     epoch: int
@@ -52,13 +52,13 @@ class SliceBatch(NamedTuple):
 
 
 class ReadReport(NamedTuple):
-    """What a reader has to tell besides the samples; of primitives only, as it travels with each batch.
+    """What a reader reports with each batch; only primitives, as it is sent between processes.
 
     Attributes:
-        cost: What reading has cost since the last report, by the names of ``SliceStatistics``; without what is nothing.
-        corrupt: Key and reason of each slice that was found to be corrupt.
+        cost: Cost of reading since the last report, by the names of ``SliceStatistics``; zeros are left out.
+        corrupt: Key and reason of each slice found corrupt.
         lost: Samples of this batch that could not be read.
-        is_empty: Whether there are none at all, so that there is no batch.
+        is_empty: Whether no sample could be read, so that there is no batch.
     """
 
     cost: dict[str, float]
@@ -68,12 +68,12 @@ class ReadReport(NamedTuple):
 
 
 def samples_in(runs: Iterable[SampleRun]) -> int:
-    """How many samples there are in runs."""
+    """Return the number of samples in runs."""
     return sum(run.stop - run.start for run in runs)
 
 
 def cut_runs(runs: deque[SampleRun], samples: int) -> tuple[SampleRun, ...]:
-    """Take so many samples from the beginning of runs, which have as many at least."""
+    """Take ``samples`` samples from the beginning of runs, which must have as many."""
     found = []
     while samples:
         run = runs.popleft()
@@ -88,15 +88,15 @@ def cut_runs(runs: deque[SampleRun], samples: int) -> tuple[SampleRun, ...]:
 class BatchReader:
     """Reads batches of a store. Can be pickled before its first batch.
 
-    Neighbouring batches continue one another's slice. A reader that gets every second batch passes over the others'
-    samples and makes its own only: several of them share the work on a slice.
+    Neighbouring batches continue one another's slice. A reader that gets every second batch skips the others' samples,
+    so several readers share the work on a slice.
 
     Args:
-        store: Where samples are read.
+        store: The store to read from.
         transform: Applied to each sample.
-        shuffle_samples: Take the samples of a slice in an order of their own, which maps or holds a whole slice.
-        seed: Of that order.
-        fill: Put a repeated sample in the place of each one that cannot be read, for ranks that step together.
+        shuffle_samples: Shuffle the samples of each slice, which maps or holds a whole slice.
+        seed: Seed of that order.
+        fill: Replace each unreadable sample by a repeated one, for ranks that step together.
     """
 
     def __init__(
@@ -114,20 +114,20 @@ class BatchReader:
         self._seed = seed
         self._fill = fill
         self._open: OpenSlice | None = None
-        self._opened: tuple[int, int] | None = None  # epoch and slice of what is open
-        self._stop = 0  # one after the last sample that was read there: what is before may have been written to
-        self._order: npt.NDArray[np.int64] = np.zeros(0, np.int64)  # of its samples, if they are shuffled
+        self._opened: tuple[int, int] | None = None  # epoch and slice that are open
+        self._stop = 0  # one after the last sample read there; earlier ones may have been overwritten
+        self._order: npt.NDArray[np.int64] = np.zeros(0, np.int64)  # of its samples, if shuffled
         self._bad: set[int] = set()
         self._ahead: tuple[int, ...] = ()
         self._spare: Any = None
         self._told, self._process = store.counters.sums(), os.getpid()
 
     def read(self, batch: SliceBatch) -> tuple[Sequence[Any], ReadReport]:
-        """The samples of a batch: a list, or an array whose rows they are.
+        """Read the samples of a batch: a list, or an array of rows.
 
         Raises:
-            SliceCorruptError: If no slice at all can be read, to fill a batch whose samples are lost.
-            SourceUnavailableError: If a source stays away.
+            SliceCorruptError: If no slice can be read to fill a batch with lost samples.
+            SourceUnavailableError: If a source is unavailable.
         """
         self._prefetch(batch.ahead)
         parts: list[Sequence[Any]] = []
@@ -155,7 +155,7 @@ class BatchReader:
         return samples, report
 
     def begin_pass(self) -> None:
-        """Let go of what is open, and forget what was found out, as if nothing was read."""
+        """Close what is open and forget corrupt slices, for a new pass."""
         self._close()
         self._bad, self._spare = set(), None
 
@@ -172,7 +172,7 @@ class BatchReader:
             opened = self._open = self.store.open(slice_, whole=self._shuffle_samples)
             if self._shuffle_samples:
                 self._order = sample_order(slice_.samples, seed=self._seed, epoch=epoch, slice_index=run.slice_index)
-        self._opened = None  # until it is known again: whoever is interrupted has lost count
+        self._opened = None  # set again below; an interrupted read leaves the position unknown
         if self._shuffle_samples:
             yield from opened.samples.pick(self._order[run.start : run.stop])
         else:
@@ -187,7 +187,7 @@ class BatchReader:
         self._open, self._opened = None, None
 
     def _any_sample(self) -> Any:
-        """A sample to repeat: the last one read, or the first that can be."""
+        """Return a sample to repeat: the last one read, or the first readable one."""
         if self._spare is not None:
             return self._spare[0]
         slices = self.store.source.slices
@@ -198,7 +198,7 @@ class BatchReader:
         raise SliceCorruptError(slices[0].key, slices[0].url, "and so is every other slice.")
 
     def _cost(self) -> dict[str, float]:
-        if self._process != os.getpid():  # where the store has begun anew
+        if self._process != os.getpid():  # the store counts anew in each process
             self._told, self._process = {}, os.getpid()
         now, before = self.store.counters.sums(), self._told
         self._told = now
@@ -206,7 +206,7 @@ class BatchReader:
 
 
 def _joined(parts: list[Sequence[Any]]) -> Sequence[Any]:
-    """The samples of all parts; rows of arrays stay together, as far as they are alike."""
+    """Join the samples of all parts; arrays of the same type stay arrays."""
     first = parts[0] if parts else ()
     if isinstance(first, np.ndarray):
         alike = all(

@@ -1,13 +1,12 @@
-"""The cache of slices: a folder of this machine, bounded in bytes, shared by its processes.
+"""The cache of slices: a folder on this machine, bounded in bytes, shared by its processes.
 
-A slice is one file: its bytes, and behind them a footer with the digests of its chunks, which lets bytes be verified
-that a source without an index gave. The file is complete or absent: it is written under another name, made durable and
-renamed. Whoever uses it holds a shared lock on it; what is not locked may be deleted.
+A slice is one file: its bytes, then a footer with the digests of its chunks, which allows verification also for sources
+without an index. The file is complete or absent: it is written under another name, synced and renamed. A user of a file
+holds a shared lock on it; files without a lock may be deleted.
 
-All that adds or deletes files is done under one lock of the folder, which is held for a listing, never for a transfer.
-It and the locks on the files are the kernel's: they end with their process however it dies, so that nothing waits for a
-dead one, and a file that is unlocked and not complete is a leftover. Order of locks: the folder's, then a file's; the
-latter are never waited for.
+Adding and deleting files needs the folder's lock, which is held for a listing, never for a transfer. All locks are the
+kernel's and end with their process, so no process waits for a dead one, and an incomplete file without a lock is a
+leftover. Lock order: the folder's, then a file's; a file's lock is never waited for.
 """
 
 from __future__ import annotations
@@ -34,34 +33,34 @@ except ImportError:  # not on Windows
 
 
 CAN_CACHE = fcntl is not None
-"""Whether this system has the locks of POSIX, which the processes share a cache by."""
+"""Whether this system has POSIX file locks, which a shared cache needs."""
 
 _COMPLETE = ".slice"
 _PARTIAL = ".partial"
 _LOCK_NAME = "cache.lock"
-_LOCK_SECONDS = 60.0  # of listing and deleting, by however many processes
+_LOCK_SECONDS = 60.0  # for listing and deleting, by any number of processes
 _POLL_SECONDS = 0.002
 _TRAILER = struct.Struct("<8sQQ")
 _MAGIC = b"LBSslic1"
 
 
 class CacheFull(Exception):
-    """A slice finds no room in the cache beside what is in use; it can still be read past the cache."""
+    """A slice has no room in the cache beside slices in use; it can be read without the cache."""
 
 
 class DiskFailed(CacheFull):
-    """The cache cannot be written: its disk is full of other things, or broken."""
+    """The cache cannot be written: its disk is full or broken."""
 
 
 class SliceCache:
     """Slices on this machine's disk.
 
     Args:
-        folder: Made if it is missing. What processes left there that died in mid-write is deleted.
-        capacity_bytes: Bound of all slices together, those being written included.
+        folder: Created if missing. Leftovers of processes that died while writing are deleted.
+        capacity_bytes: Limit of all slices together, including those being written.
 
     Raises:
-        OptionError: If the capacity is not positive, or the folder cannot be made or written.
+        OptionError: If the capacity is not positive, or the folder cannot be created or written.
         UnsupportedError: If its file system, or this system, has no file locks.
     """
 
@@ -86,16 +85,16 @@ class SliceCache:
                 self._delete_unused(path)
 
     def has(self, name: str) -> bool:
-        """Whether a slice is there now."""
+        """Whether a slice is in the cache."""
         return self._complete(name).exists()
 
     def find(self, name: str, plan: ChunkPlan) -> CachedSlice | None:
-        """Open a slice that is there, which keeps it there; or None."""
+        """Open a slice, which keeps it in the cache; ``None`` if it is absent."""
         try:
             descriptor = os.open(self._complete(name), os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:
             return None
-        # Whoever deletes it has locked it first, so either it stays or it is seen to be gone.
+        # A process locks a file before deletion, so either the file stays or its deletion is seen here.
         if not lock_file(descriptor, exclusive=False) or os.fstat(descriptor).st_nlink == 0:
             os.close(descriptor)
             return None
@@ -108,17 +107,17 @@ class SliceCache:
             return None
 
     def follow(self, name: str, plan: ChunkPlan) -> GrowingSlice | None:
-        """Open a slice that is being written; or None."""
+        """Open a slice that is being written; ``None`` if there is none."""
         try:
             return GrowingSlice(os.open(self._partial(name, plan), os.O_RDONLY | os.O_CLOEXEC), plan)
         except FileNotFoundError:
             return None
 
     def begin(self, name: str, plan: ChunkPlan) -> SliceWriter | None:
-        """Begin to write a slice; None if it is there, or being written by someone who lives.
+        """Begin to write a slice; ``None`` if it is present, or a living process is writing it.
 
         Raises:
-            CacheFull: If there is no room that could be made without deleting what is in use.
+            CacheFull: If there is no room without deleting slices in use.
             OSError: If the folder cannot be used.
         """
         partial = self._partial(name, plan)
@@ -127,7 +126,7 @@ class SliceCache:
                 return None
             needed = file_bytes(plan)
             used = sum(size for _, size, _ in self._files(_COMPLETE))
-            # Those being written count as large as they will be.
+            # Slices being written count with their final size.
             used += sum(int(path.stem.rpartition("-")[2]) for path, _, _ in self._files(_PARTIAL))
             excess = used + needed - self.capacity_bytes
             if excess > 0 and self._evict(excess) < excess:
@@ -141,18 +140,18 @@ class SliceCache:
         path = self._complete(name)
         with self.locked():
             try:
-                if path.stat().st_ino == inode:  # else someone has fetched it again in the meantime
+                if path.stat().st_ino == inode:  # otherwise another process has fetched it again
                     path.unlink()
             except FileNotFoundError:
                 pass
 
     def make_room(self, size: int) -> bool:
-        """The disk is full, although the bound is not reached: delete what nobody uses; whether something was."""
+        """Delete unused slices if the disk is full before the limit is reached; returns whether any was deleted."""
         with self.locked():
             return self._evict(size, partly=True) > 0
 
     def _evict(self, excess: int, *, partly: bool = False) -> int:
-        """Delete slices, longest unused first, for ``excess`` bytes; nothing if the others in use are too many."""
+        """Delete slices, longest unused first, for ``excess`` bytes; none if slices in use prevent that."""
         unused: list[tuple[Path, int]] = []
         freed = 0
         try:
@@ -201,10 +200,10 @@ class SliceCache:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """The lock of the folder."""
+        """Hold the folder's lock."""
         from filelock import FileLock  # comes with torch
 
-        # A lock object of its own each time: none is inherited in a locked state by a process that is forked.
+        # A new lock object each time, so that a forked process cannot inherit a locked one.
         lock = FileLock(self.folder / _LOCK_NAME, thread_local=False)
         with self._threads, lock.acquire(timeout=_LOCK_SECONDS, poll_interval=_POLL_SECONDS):
             yield
@@ -225,11 +224,11 @@ class SliceCache:
 
 
 class CachedSlice:
-    """A complete slice that stays in the cache as long as this is open.
+    """A complete slice that stays in the cache while this is open.
 
     Args:
-        descriptor: Of the file, with a shared lock; owned from now on.
-        plan: The slice's chunks.
+        descriptor: Descriptor of the file, with a shared lock; owned from now on.
+        plan: Chunks of the slice.
 
     Raises:
         ValueError: If the file is damaged.
@@ -245,40 +244,40 @@ class CachedSlice:
         if len(tail) != size - plan.size or tail != footer(plan, digests):
             self.close()
             raise ValueError("The file is not what was written.")
-        # The index's digests count; the footer's are all there is without one.
+        # The index's digests count; without an index, the footer's.
         self.plan = replace(plan, digests=digests if plan.digests is None else plan.digests)
 
     def chunks(self, first: int, *, together: bool = False) -> Iterator[memoryview]:
-        """Verified chunks from number ``first`` on, in mapped memory; ends before a chunk that is damaged.
+        """Yield verified chunks from number ``first`` on, in mapped memory; ends before a damaged chunk.
 
         Args:
-            first: The first chunk.
+            first: Number of the first chunk.
             together: Yield them in one piece.
         """
         if not self.plan.size:
             return
-        # Private: a reader may write into what it gets, and neither the file nor others notice.
+        # Private: a reader may write to its chunks without effect on the file or other readers.
         content = memoryview(mmap.mmap(self._descriptor, self.plan.size, access=mmap.ACCESS_COPY))
         yield from right_chunks(content, self.plan, first, together=together)
 
     @property
     def inode(self) -> int:
-        """Tells the file from another one of the same name."""
+        """Distinguishes the file from another one of the same name."""
         return os.fstat(self._descriptor).st_ino
 
     def close(self) -> None:
-        """Allow that the slice is deleted; its chunks that are still in use stay as they are."""
+        """Allow deletion of the slice; chunks in use stay valid."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
 
 class GrowingSlice:
-    """A slice that someone is writing into the cache, perhaps another process.
+    """A slice that a process is writing into the cache.
 
     Args:
-        descriptor: Of the file; owned from now on.
-        plan: The slice's chunks.
+        descriptor: Descriptor of the file; owned from now on.
+        plan: Chunks of the slice.
     """
 
     def __init__(self, descriptor: int, plan: ChunkPlan) -> None:
@@ -286,7 +285,7 @@ class GrowingSlice:
         self._plan = plan
 
     def chunk(self, number: int) -> bytearray | None:
-        """Chunk ``number`` if it has been written, or None."""
+        """Return chunk ``number`` if it has been written, or ``None``."""
         start, stop = self._plan.bounds(number)
         if os.fstat(self._descriptor).st_size < stop:
             return None
@@ -295,21 +294,21 @@ class GrowingSlice:
         return content if length == len(content) and self._plan.is_right(number, content) else None
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
 
 class SliceWriter:
-    """A slice that is being written; others may follow it, and it counts only once it is committed.
+    """A slice that is being written. Readers may follow it; it is part of the cache once committed.
 
     Args:
-        cache: Where it is written.
-        descriptor: Of the new file, locked exclusively, which says that the writer lives; owned from now on.
-        partial: Where the file is.
-        complete: Where it will be.
-        plan: The slice's chunks.
+        cache: The cache.
+        descriptor: Descriptor of the new file, with an exclusive lock while the writer lives; owned from now on.
+        partial: Path of the file.
+        complete: Final path.
+        plan: Chunks of the slice.
     """
 
     def __init__(self, cache: SliceCache, descriptor: int, partial: Path, complete: Path, plan: ChunkPlan) -> None:
@@ -325,21 +324,21 @@ class SliceWriter:
         """Write the next chunk.
 
         Raises:
-            DiskFailed: If the disk is full of what is in use, or broken.
+            DiskFailed: If the disk is full of slices in use, or broken.
         """
         self._append(chunk)
         self._digests.append(digests_of(chunk, max(len(chunk), 1)))
 
     def commit(self) -> CachedSlice:
-        """Make the slice durable and visible; it stays open, and hence in the cache.
+        """Make the slice durable and visible; it stays open, and so in the cache.
 
         Raises:
-            DiskFailed: If that is not possible.
+            DiskFailed: If that fails.
         """
         self._append(footer(self._plan, b"".join(self._digests)))
         try:
             os.fsync(self._descriptor)
-            with self._cache.locked():  # between its two names the file is for a moment not locked
+            with self._cache.locked():  # during the renaming the file is briefly unlocked
                 fcntl.flock(self._descriptor, fcntl.LOCK_SH)
                 self._partial.rename(self._complete)
             folder = os.open(self._complete.parent, os.O_RDONLY | os.O_CLOEXEC)
@@ -353,14 +352,14 @@ class SliceWriter:
         return CachedSlice(descriptor, self._plan)
 
     def abandon(self) -> None:
-        """Delete what was written; nothing happens after a commit."""
+        """Delete what was written; does nothing after a commit."""
         if self._descriptor < 0:
             return
         try:
             with self._cache.locked():
                 self._partial.unlink(missing_ok=True)
         except OSError:
-            pass  # unlocked below, it is a leftover that the next process deletes
+            pass  # once unlocked below, it is a leftover that the next process deletes
         finally:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -379,23 +378,23 @@ class SliceWriter:
 
 
 def cache_name(slice_: Slice, version: str) -> str:
-    """The name of a slice's file in the cache, without its suffix; other contents have another name."""
+    """Return the name of a slice's file in the cache, without suffix; other contents have another name."""
     identity = repr((slice_.url, slice_.start, slice_.size, slice_.checksum, "" if slice_.checksum else version))
     return hashlib.sha256(identity.encode()).hexdigest()[:40]
 
 
 def file_bytes(plan: ChunkPlan) -> int:
-    """Bytes that a slice takes in the cache."""
+    """Return the bytes that a slice takes in the cache."""
     return plan.size + 8 * plan.count + _TRAILER.size
 
 
 def footer(plan: ChunkPlan, digests: bytes) -> bytes:
-    """What follows the slice's bytes."""
+    """Return the footer after the slice's bytes."""
     return digests + _TRAILER.pack(_MAGIC, plan.size, plan.chunk_bytes)
 
 
 def lock_file(descriptor: int, *, exclusive: bool) -> bool:
-    """Lock a file if that is possible at once; whether it was."""
+    """Lock a file without waiting; returns whether it was locked."""
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
     except BlockingIOError:

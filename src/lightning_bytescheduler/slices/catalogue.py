@@ -1,8 +1,8 @@
 """The catalogue: every slice of the data, the same in every process and after every restart; and orders of it.
 
-The order of slices in an epoch, and of samples in a slice, is a function of seed and epoch, the same everywhere. The
-raw stream of numpy's Philox generator never changes between versions and platforms (NEP 19), unlike
-``Generator.permutation``; sorting its numbers, equal ones by index, gives a permutation that does not change either.
+The order of slices in an epoch, and of samples in a slice, depends only on seed and epoch. The raw stream of numpy's
+Philox generator never changes between versions and platforms (NEP 19), unlike ``Generator.permutation``. Sorting its
+numbers, equal ones by index, gives a stable permutation.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class SliceCatalogue:
     """The slices of a data set.
 
     Args:
-        slices: In order.
+        slices: The slices in order.
 
     Attributes:
         samples: Samples of each slice, int64, read-only.
@@ -61,18 +61,18 @@ class SliceCatalogue:
         return f"SliceCatalogue({len(self)} slices, {self.total_samples} samples, {self.digest})"
 
     def find(self, key: str) -> int | None:
-        """Index of the slice with this key, or None."""
+        """Return the index of the slice with this key, or ``None``."""
         return self._indices.get(key)
 
     def order(self, *, seed: int, shuffle: bool) -> DataOrder:
-        """What identifies the data and their order in a saved state."""
+        """Return what identifies the data and their order in a saved state."""
         return DataOrder(slices=len(self), samples=self.total_samples, keys=self.digest, seed=seed, shuffle=shuffle)
 
     @cached_property
     def digest(self) -> str:
-        """Of the slices' keys and sample counts, in order.
+        """Digest of the slices' keys and sample counts, in order.
 
-        Not of their URLs: data may move. Not of their checksums: an index may be added later.
+        It leaves out URLs, as data may move, and checksums, as an index may be added later.
         """
         digest = blake2b(self.samples.astype("<i8").tobytes(), digest_size=16)
         for slice_ in self._slices:
@@ -82,14 +82,14 @@ class SliceCatalogue:
 
 
 class DataOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """What is in a saved state of the data and their order.
+    """The data and their order, in a saved state.
 
     Attributes:
-        slices: How many there are.
-        samples: Their samples together.
-        keys: A digest of the slices' keys and sample counts, in order.
-        seed: Of the order of slices.
-        shuffle: Whether there is another one in each epoch.
+        slices: Number of slices.
+        samples: Samples of all slices.
+        keys: Digest of the slices' keys and sample counts, in order.
+        seed: Seed of the order of slices.
+        shuffle: Whether each epoch has another order.
     """
 
     slices: int
@@ -99,7 +99,7 @@ class DataOrder(msgspec.Struct, frozen=True, kw_only=True):
     shuffle: bool
 
     def difference(self, saved: DataOrder) -> str | None:
-        """What a saved one differs in, in words, or None if it is the same."""
+        """Return the difference to a saved one in words, or ``None`` if there is none."""
         for name in ("slices", "samples", "seed", "shuffle"):
             here, there = getattr(self, name), getattr(saved, name)
             if here != there:
@@ -110,12 +110,12 @@ class DataOrder(msgspec.Struct, frozen=True, kw_only=True):
 def corrupt_on_any(
     slices: Sequence[Slice], found: Mapping[str, str], total: Callable[[Sequence[float]], Sequence[float]]
 ) -> dict[str, str]:
-    """What any rank has found to be corrupt, on all of them, which call this together: reasons by key.
+    """Return all slices that any rank has found corrupt, as reasons by key; all ranks call this together.
 
     Args:
-        slices: The same on all ranks.
-        found: By this rank, reasons by key.
-        total: The sums of all ranks' numbers.
+        slices: The slices, the same on all ranks.
+        found: This rank's reasons by key.
+        total: Sums numbers over all ranks.
     """
     if not total([float(bool(found))])[0]:
         return {}
@@ -125,10 +125,10 @@ def corrupt_on_any(
 
 
 def slice_order(slices: int, *, seed: int, epoch: int, shuffle: bool = True) -> npt.NDArray[np.int32]:
-    """Indices of the slices in the order in which an epoch hands them out.
+    """Return indices of the slices in the order in which an epoch hands them out.
 
     Args:
-        slices: How many there are, less than 2**31.
+        slices: Number of slices, less than 2**31.
         seed: From 0 to 2**64 - 1.
         epoch: From 0 to 2**64 - 1.
         shuffle: False keeps the order of the catalogue.
@@ -147,16 +147,15 @@ def slice_order(slices: int, *, seed: int, epoch: int, shuffle: bool = True) -> 
 
 
 def sample_order(samples: int, *, seed: int, epoch: int, slice_index: int) -> npt.NDArray[np.int64]:
-    """Indices of a slice's samples in the order in which an epoch trains on them.
+    """Return indices of a slice's samples in the order in which an epoch trains on them.
 
-    A slice's position counts along this order, so a worker that continues another's slice repeats and leaves out
-    nothing.
+    A slice's position counts in this order, so a worker that continues another's slice repeats and skips nothing.
 
     Args:
         samples: Samples of the slice.
         seed: From 0 to 2**64 - 1.
         epoch: From 0 to 2**64 - 1.
-        slice_index: The slice's index in its catalogue.
+        slice_index: Index of the slice in its catalogue.
 
     Returns:
         A permutation of ``range(samples)``.
@@ -168,10 +167,10 @@ def sample_order(samples: int, *, seed: int, epoch: int, slice_index: int) -> np
 
 
 def require_seed(option: str, value: object) -> None:
-    """Require what the generator can be seeded with.
+    """Require a valid seed of the generator.
 
     Raises:
-        OptionError: If it is no whole number of 64 bits.
+        OptionError: If it is not a whole number of 64 bits.
     """
     if not is_whole(value) or value >= _WORD:
         raise OptionError(option, value, "a whole number from 0 to 2**64 - 1")
@@ -181,7 +180,7 @@ def _permutation(count: int, seed: int, epoch: int, *, stream: int) -> npt.NDArr
     for option, value in (("count", count), ("seed", seed), ("epoch", epoch), ("stream", stream)):
         require_seed(option, value)
     key = np.array([seed, epoch], dtype=np.uint64)
-    # Each stream has 2**128 numbers of the generator's 2**256 to itself.
+    # Each stream has 2**128 of the generator's 2**256 numbers.
     counter = np.array([0, 0, stream, 0], dtype=np.uint64)
     numbers = np.random.Philox(key=key, counter=counter).random_raw(count)
     return np.argsort(numbers, kind="stable").astype(np.int64, copy=False)

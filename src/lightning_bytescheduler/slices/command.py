@@ -1,4 +1,4 @@
-"""The body of ``lightning-bytescheduler slices``: make, verify and serve."""
+"""The command ``lightning-bytescheduler slices``: make, verify and serve."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lightning_bytescheduler.slices.slice import Slice
 from lightning_bytescheduler.slices.source import SliceSource, open_source
 
 TOKEN_VARIABLE = "BYTESCHEDULER_SLICES_TOKEN"
-"""Environment variable with the token of ``slices serve``, which arguments would show to all users of the machine."""
+"""Environment variable with the token of ``slices serve``; all users of the machine can see arguments."""
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
 _BAD_SLICES = 1
@@ -112,17 +112,17 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 def verify_slices(source: SliceSource, progress: Callable[[int, int], None]) -> list[tuple[Slice, str]]:
-    """Read every slice from its source, compare it with its checksums and count its samples.
+    """Read every slice from its source, compare its checksums and count its samples.
 
     Args:
         source: The slices.
-        progress: Told how many bytes have been read, and of how many.
+        progress: Called with the bytes read so far and in all.
 
     Returns:
-        The slices that are not what they should be, each with what is wrong.
+        The slices with errors, each with what is wrong.
 
     Raises:
-        SourceUnavailableError: If the source stays away.
+        SourceUnavailableError: If the source is unavailable.
         ImportError: If a library is missing that a format needs.
     """
     total = sum(slice_.size for slice_ in source.slices)
@@ -130,7 +130,7 @@ def verify_slices(source: SliceSource, progress: Callable[[int, int], None]) -> 
     bad = []
     for slice_ in source.slices:
         try:
-            if not source.has_file(slice_, TIMEOUT):  # whoever verifies does not wait for a folder to be mounted
+            if not source.has_file(slice_, TIMEOUT):  # without waiting for a folder to be mounted
                 raise SliceCorruptError(slice_.key, slice_.url, "its file is missing.")
             chunks = fetch_chunks(slice_, source.plan(slice_), partial(source.read, slice_))
             for _ in source.open(slice_, lambda: chunks).take(0, slice_.samples):  # noqa: B023  # called at once
@@ -146,7 +146,7 @@ def verify_slices(source: SliceSource, progress: Callable[[int, int], None]) -> 
 
 @contextmanager
 def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar, on a terminal."""
+    """Show a progress bar, on a terminal."""
     with tqdm(desc=what, unit="B", unit_scale=True, disable=None) as bar:
 
         def tell(done: int, total: int) -> None:

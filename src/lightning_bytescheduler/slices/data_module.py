@@ -51,49 +51,48 @@ _SPLITS = {
 class SliceDataModule(pl.LightningDataModule):
     """Data in slices, for any strategy: each sample of an epoch is trained on exactly once.
 
-    A fit may be stopped anywhere and resumed with another number of ranks, other batch sizes or another number of
-    ``num_workers``, on a machine with an empty cache; with the same ranks and batch sizes the next batch is the one
+    A fit may be stopped anywhere and resumed with another number of ranks, other batch sizes or another
+    ``num_workers``, on a machine with an empty cache. With the same ranks and batch sizes the next batch is the one
     that would have come. The position in the checkpoint is what was trained on, not what was read ahead.
 
-    Ranks that step together (``ddp``, ``bytescheduler``) take the same number of steps, and work out their shares
-    without a message. A slice that is corrupt however often it is fetched is named in a warning, and left out from the
-    next epoch on; for the rest of its epoch other samples are repeated in its place, so that no rank runs out of steps.
+    Ranks that step together (``ddp``, ``bytescheduler``) take the same number of steps and compute their shares without
+    messages. A slice that stays corrupt when fetched again is named in a warning and left out from the next epoch on.
+    For the rest of its epoch other samples are repeated in its place, so that all ranks have the same number of steps.
+    If the strategy shares out batches of all ranks, as ``ByteSchedulerStrategy(batch_size="balanced")`` does, each rank
+    takes its share of every batch from its own slices, and faster ranks get more slices.
 
-    Where the strategy shares out batches of all ranks, as ``ByteSchedulerStrategy(batch_size="balanced")`` does, each
-    rank takes its share of every batch from slices of its own, and whoever is faster gets more of them.
+    Workers of unequal speed take slices from a tracker as needed, if their strategy has called :meth:`bind_tracker`.
+    The loader then has no length, and corrupt slices are left out at once.
 
-    Workers of unequal speed take slices from a tracker as they need them, if their strategy has called
-    :meth:`bind_tracker`. The loader has no length then, and corrupt slices are left out at once.
-
-    As with DDP, gradients are averaged over ranks; with unequal batch sizes, samples of smaller batches weigh more;
-    under ``ByteSchedulerStrategy(weighting="samples")`` they weigh alike.
+    As with DDP, gradients are averaged over ranks; with unequal batch sizes, samples of smaller batches have more
+    weight. With ``ByteSchedulerStrategy(weighting="samples")`` they have equal weight.
 
     Args:
-        train: URL, glob or folder of files or slices, or a list of them; anything that fsspec opens.
-        val: Of the validation.
-        test: Of the test.
-        predict: Of the prediction.
-        batch_size: Samples of a batch; a list has one number for each rank. Where the strategy shares batches out,
-            it is one number: times the ranks, or of all ranks, as the strategy says.
-        eval_batch_size: The same for validation, test and prediction; None is ``batch_size``.
-        num_workers: Processes that read, of each rank. Each makes the samples of its own batches only; a ``reader``
-            should come to its ``first`` sample quickly for that. They stay from epoch to epoch, until ``teardown``.
-        shuffle: Take the training slices in another order in each epoch; ``"samples"``: and the samples of each, which
-            maps one whole slice into memory, for each process that reads.
-        seed: Of these orders.
+        train: URL, glob or folder of files or slices, or a list of them; any URL that fsspec opens.
+        val: Validation data.
+        test: Test data.
+        predict: Prediction data.
+        batch_size: Samples of a batch; a list has one number for each rank. If the strategy shares batches out, it is
+            one number: times the ranks, or of all ranks, depending on the strategy.
+        eval_batch_size: The same for validation, test and prediction; ``None`` means ``batch_size``.
+        num_workers: Processes of each rank that read. Each makes only the samples of its own batches, so a ``reader``
+            should reach its ``first`` sample quickly. They live from epoch to epoch, until ``teardown``.
+        shuffle: Shuffle the training slices anew in each epoch; ``"samples"`` also shuffles the samples of each, which
+            maps one whole slice into memory for each process that reads.
+        seed: Seed of these orders.
         transform: Applied to each sample, in the process that reads.
-        collate: Makes a batch of a list of samples; None stacks arrays, and else does as PyTorch does.
+        collate: Makes a batch of a list of samples; ``None`` stacks arrays, and otherwise does as PyTorch.
         reader: Makes samples of bytes, for files whose suffix is not known.
-        storage_options: For fsspec's file systems, as what asks for a token takes it; by protocol where URLs need
-            different ones, as in ``{"s3": {...}, "https": {...}}``.
+        storage_options: For fsspec's file systems, such as tokens; by protocol if URLs need different ones, as in
+            ``{"s3": {...}, "https": {...}}``.
         cache: Folder of the cache, for sources that are not on this machine, or ``{"dir": ..., "bytes": ...}`` with its
-            bound, by default 10 GiB; None is the user's folder for caches.
-        delivery: Of workers that take slices as they need them: ``"at_least_once"`` trains again on what a dead worker
-            did not report, ``"at_most_once"`` leaves that out. Without deaths, both are exactly once.
-        timeout: Seconds that a source may stay away.
+            limit, by default 10 GiB; ``None`` is the user's folder for caches.
+        delivery: For workers that take slices as needed: ``"at_least_once"`` trains again on what a dead worker did not
+            report, ``"at_most_once"`` leaves that out. Without deaths, both are exactly once.
+        timeout: Seconds that a source may be unavailable.
 
     Attributes:
-        batch_size: As given; may be changed before a fit, as Lightning's search for a batch size does.
+        batch_size: As given; may be changed before a fit, as Lightning's batch size finder does.
 
     Raises:
         OptionError: If an option is not allowed.
@@ -129,7 +128,8 @@ class SliceDataModule(pl.LightningDataModule):
         for split, urls in self._urls.items():
             require_protocols(split, urls or ())
         for split, urls in self._urls.items():
-            if urls is None:  # as if the method was not there, which Lightning can tell from a loader without batches
+            # as if the method did not exist, which Lightning distinguishes from a loader without batches
+            if urls is None:
                 setattr(self, f"{split}_dataloader", getattr(super(), f"{split}_dataloader"))
         self.batch_size = require_batch_size("batch_size", batch_size)
         self.eval_batch_size = (
@@ -160,20 +160,20 @@ class SliceDataModule(pl.LightningDataModule):
         self._host: TrackerHost | None = None
         self._training: Plan | None = None
         self._pending: dict[str, Any] | None = None
-        self._reload_epochs: int | None = None  # as the Trainer was told, in a fit
+        self._reload_epochs: int | None = None  # the Trainer's own value, during a fit
         self._counters = SliceCounters()
         self._warned: set[str] = set()
 
     def bind_tracker(self, host: TrackerHost | None) -> None:
-        """Take training slices from a tracker, as they are needed: what a strategy of unequal workers calls.
+        """Take training slices from a tracker, as needed; called by strategies of unequal workers.
 
-        To be called before ``setup``, as in ``Strategy.setup_environment``; each worker is its own Lightning world.
+        Call it before ``setup``, as in ``Strategy.setup_environment``; each worker is its own Lightning world.
 
         Args:
-            host: The way to the tracker; None goes back to ranks that step together.
+            host: The way to the tracker; ``None`` goes back to ranks that step together.
 
         Raises:
-            OptionError: If it is no ``TrackerHost``, or in the middle of a fit.
+            OptionError: If it is not a ``TrackerHost``, or a fit is running.
         """
         if host is not None:
             require_tracker_host(host)
@@ -186,7 +186,7 @@ class SliceDataModule(pl.LightningDataModule):
 
     @property
     def training(self) -> Plan:
-        """Where the training data stands.
+        """Position in the training data.
 
         Raises:
             OptionError: Before ``setup("fit")``.
@@ -197,7 +197,7 @@ class SliceDataModule(pl.LightningDataModule):
 
     @property
     def statistics(self) -> SliceStatistics:
-        """What reading has cost this rank and its workers so far."""
+        """Cost of reading for this rank and its workers so far."""
         return self._counters.snapshot()
 
     # ------------------------------------------------------------------ life cycle
@@ -208,7 +208,7 @@ class SliceDataModule(pl.LightningDataModule):
         Raises:
             OptionError: If the stage has no data, a batch size is missing for a rank, the cache is smaller than a
                 slice, or ranks see different slices.
-            SourceUnavailableError: If a source stays away.
+            SourceUnavailableError: If a source is unavailable.
             UnsupportedError: If a tracker is bound, and a worker has several ranks that do not share its batches.
         """
         splits = _SPLITS[require_one_of("stage", getattr(stage, "value", stage), _SPLITS)]  # Lightning's is an enum
@@ -232,13 +232,13 @@ class SliceDataModule(pl.LightningDataModule):
             self._set_up_training()
 
     def _open(self, split: str, urls: Sequence[str]) -> SliceSource:
-        options = self._opening["storage_options"]  # each of them is for some of the URLs, but not for all
+        options = self._opening["storage_options"]  # each option is for some of the URLs
         taken = {name: value for name, value in options.items() if any(takes(url, name) for url in urls)}
         opening = {**self._opening, "storage_options": taken}
         return open_source(urls, option=split, timeout=self._storing.timeout, **opening)
 
     def teardown(self, stage: str) -> None:
-        """Stop what fetches, and give back what is held; see LightningDataModule."""
+        """Stop fetching and release what is held; see LightningDataModule."""
         if stage == "fit" and self._training is not None:
             self._training.close()
         self._end_processes()
@@ -272,7 +272,7 @@ class SliceDataModule(pl.LightningDataModule):
         training = self._together() if self._host is None else self._tracked(self._host)
         if self.trainer is not None:
             require_same(self.trainer, "train", repr(self._sources["train"].catalogue))
-        if before is not None:  # a further fit goes on where the last one stopped
+        if before is not None:  # a further fit continues where the last one stopped
             training.load_state_dict(before.state_dict())
         self._training = training
         if self._pending is not None:
@@ -284,7 +284,7 @@ class SliceDataModule(pl.LightningDataModule):
             callbacks[:] = [SliceSteps(self), *others]
             if self._host is None and self._reload_epochs is None:
                 # An epoch that is resumed in the middle, or whose slices were quarantined, has another number of steps
-                # than the next one: Lightning asks each new loader. One costs nothing until its first batch.
+                # than the next one. Lightning asks each new loader, which costs nothing until its first batch.
                 self._reload_epochs = self.trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
                 self.trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]
 
@@ -306,7 +306,7 @@ class SliceDataModule(pl.LightningDataModule):
         )
 
     def _batch_of_all(self, size: int | list[int]) -> int | None:
-        """Samples of a batch of all ranks, where the strategy shares batches out."""
+        """Return the samples of a batch of all ranks, if the strategy shares batches out."""
         shared = None if self.trainer is None else getattr(self.trainer.strategy, "batch_of_all", None)
         if shared is None or shared(1) is None:
             return None
@@ -341,19 +341,19 @@ class SliceDataModule(pl.LightningDataModule):
         return (0, 1) if self.trainer is None else (self.trainer.global_rank, self.trainer.world_size)
 
     def _rank_and_ranks_of_evaluation(self) -> tuple[int, int]:
-        """Workers that train on their own may evaluate together."""
+        """Return rank and ranks for evaluation: workers that train separately may evaluate together."""
         sampling = None if self.trainer is None else self.trainer.distributed_sampler_kwargs
         return self._rank_and_ranks() if sampling is None else (sampling["rank"], sampling["num_replicas"])
 
     # ------------------------------------------------------------------ loaders
 
     def train_dataloader(self) -> SliceLoader:
-        """Batches of what is left of the running epoch."""
+        """Batches of what is left of the current epoch."""
         self.training.open(self.trainer)
         return self._loader("train", self.training)
 
     def val_dataloader(self) -> list[SliceLoader]:
-        """The validation data, if there is any."""
+        """The validation data, if any."""
         return self._evaluation("val")
 
     def test_dataloader(self) -> list[SliceLoader]:
@@ -371,7 +371,7 @@ class SliceDataModule(pl.LightningDataModule):
         rank, ranks = self._rank_and_ranks_of_evaluation()
         name = "batch_size" if self.eval_batch_size is None else "eval_batch_size"
         size = require_batch_size(name, getattr(self, name))
-        if self._host is not None and ranks == 1 and not isinstance(size, int):  # of a world of its own
+        if self._host is not None and ranks == 1 and not isinstance(size, int):  # in a world of its own
             size = batch_sizes_of(name, size, self._host.workers)[self._host.worker]
         plan = EpochPlan(
             self._sources[split].catalogue,
@@ -388,7 +388,7 @@ class SliceDataModule(pl.LightningDataModule):
         return [self._loader(split, plan)]
 
     def _loader(self, split: str, plan: Plan) -> SliceLoader:
-        """The loader before with another plan, as Lightning asks for one in each epoch."""
+        """Return the earlier loader with another plan, as Lightning asks for a loader in each epoch."""
         store, loader, is_training = self._stores[split], self._loaders.get(split), split == "train"
         if loader is not None and loader.reader.store is store:
             loader.plan = plan
@@ -430,11 +430,11 @@ class SliceDataModule(pl.LightningDataModule):
     # ------------------------------------------------------------------ position
 
     def state_dict(self) -> dict[str, Any]:
-        """What was trained on, of the running epoch; see LightningDataModule."""
+        """The position in the current epoch: what was trained on; see LightningDataModule."""
         return {} if self._training is None else self._training.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where a state was saved; see LightningDataModule.
+        """Resume where a state was saved; see LightningDataModule.
 
         Raises:
             TrackerStateError: If it was saved in the middle of an epoch of other slices or another order.
@@ -446,13 +446,13 @@ class SliceDataModule(pl.LightningDataModule):
 
 
 class SliceSteps(pl.Callback):
-    """Reports each step that is trained, to the plan that ranks share or to the run's tracker, and logs.
+    """Reports each trained step to the shared plan or to the tracker, and logs.
 
-    A data module puts one before all other callbacks of a fit, so that whoever saves a checkpoint after a step saves a
-    position that has the step.
+    A data module puts it before all other callbacks of a fit, so that a checkpoint saved after a step has a position
+    that includes the step.
 
     Args:
-        data: Whose training it is.
+        data: The data module.
     """
 
     def __init__(self, data: SliceDataModule) -> None:
@@ -473,7 +473,7 @@ class SliceSteps(pl.Callback):
             self._log(pl_module)
 
     def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
-        """Keep the lease of what is held."""
+        """Renew the lease of held slices."""
         if not trainer.sanity_checking and trainer.state.fn == "fit":
             self._data.training.keep_alive()
 

@@ -1,13 +1,13 @@
-"""The batches of ranks that step together, and where an epoch of them stands: pure, and the same on every rank.
+"""The batches of ranks that step together, and the position in an epoch: pure, and the same on every rank.
 
-Each rank holds the slice that it reads and some that come next, and takes its part of a batch from there. Whoever
-needs more is given the next slice in the epoch's order; so a rank with larger batches gets more of them. When none is
-left, it takes over the last of what another holds, of the one that would take the longest: as much as fits the parts of
-both, whole slices where that can be. So ranks read different slices, but for the end of an epoch, and each sample is
+Each rank holds the slice that it reads and some that come next, and takes its part of a batch from them. A rank that
+needs more gets the next slice in the epoch's order, so a rank with larger batches gets more of them. When none is left,
+it takes over the last part of what another rank holds, the one that would take the longest: as much as fits the parts
+of both, whole slices if possible. So ranks read different slices, except at the end of an epoch, and each sample is
 taken once.
 
-How many samples each rank takes in a step follows from what is left and the batch sizes, or is said by a strategy that
-shares batches out. All ranks know it of all ranks, so each works out for itself who takes what, without a message.
+How many samples each rank takes in a step follows from what is left and the batch sizes, or comes from a strategy that
+shares batches out. All ranks know the numbers of all ranks, so each computes the same assignment without messages.
 
 *Batches are drawn before they are trained on*, by a loader whose processes read ahead. So a pass draws from a copy; the
 position takes the same numbers again, batch by batch, when they have been trained on.
@@ -30,7 +30,7 @@ from lightning_bytescheduler.slices.batches import SLICES_AHEAD, ReadReport, Sam
 from lightning_bytescheduler.slices.catalogue import DataOrder, SliceCatalogue, corrupt_on_any, slice_order
 from lightning_bytescheduler.slices.tracker import read_state
 
-_HELD = 1 + SLICES_AHEAD  # slices, so that those that come next can be fetched
+_HELD = 1 + SLICES_AHEAD  # slices, so that the next ones can be fetched
 _VERSION = 3
 
 
@@ -38,8 +38,8 @@ class EpochPosition(NamedTuple):
     """What is left of an epoch.
 
     Attributes:
-        dealt: Slices, in the epoch's order, of which no rank is given the whole any more.
-        rest: What came back of these, and no rank holds.
+        dealt: Number of slices, in the epoch's order, that have been given out.
+        rest: Parts of these that no rank holds.
         held: What each rank holds, in its order.
     """
 
@@ -53,15 +53,15 @@ class EpochPool:
 
     Args:
         order: Indices of its slices, in order.
-        samples: Of each slice of the catalogue; 0 leaves a slice out.
-        ranks: How many there are.
-        position: Where other ranks, or these, have left the epoch; None is its beginning.
+        samples: Samples of each slice of the catalogue; 0 leaves a slice out.
+        ranks: Number of ranks.
+        position: Position to continue from, saved on any number of ranks; ``None`` is the beginning.
 
     Attributes:
-        left: Samples.
+        left: Number of samples left.
 
     Raises:
-        OptionError: If it is no position of this epoch.
+        OptionError: If it is not a position of this epoch.
     """
 
     def __init__(
@@ -82,35 +82,35 @@ class EpochPool:
         self._held = [deque(own) for own in position.held] if goes_on else [deque[SampleRun]() for _ in range(ranks)]
         self._counts = [samples_in(own) for own in self._held]
         self.left = int(samples[self._order[self._dealt :]].sum()) + samples_in(self._rest) + sum(self._counts)
-        for slices in range(1, _HELD + 1):  # in turns, so that few slices are on all ranks
+        for slices in range(1, _HELD + 1):  # one slice per rank in turns, so that few slices are on all ranks
             self._deal(slices)
 
     def copy(self) -> EpochPool:
-        """Another one that stands where this does."""
+        """Return a copy at the same position."""
         return EpochPool(self._order, self._samples, len(self._held), self.position)
 
     @property
     def position(self) -> EpochPosition:
-        """Where it stands."""
+        """Its position."""
         return EpochPosition(self._dealt, tuple(self._rest), tuple(tuple(own) for own in self._held))
 
     @property
     def has_more(self) -> bool:
-        """Whether there is something that no rank holds."""
+        """Whether some samples are held by no rank."""
         return bool(self._rest) or self._dealt < len(self._order)
 
     def slices_of(self, rank: int) -> list[int]:
-        """Indices of the slices that a rank will read next."""
+        """Return indices of the slices that a rank will read next."""
         return [run.slice_index for run in self._held[rank]]
 
     def take(self, sizes: Sequence[int]) -> list[tuple[SampleRun, ...]]:
         """Take a batch.
 
         Args:
-            sizes: Samples of each rank, together no more than there are left.
+            sizes: Samples of each rank, in all no more than are left.
 
         Returns:
-            What each rank gets, in its order.
+            The runs of each rank, in its order.
         """
         for rank, size in enumerate(sizes):
             while self._counts[rank] < size:
@@ -140,7 +140,7 @@ class EpochPool:
         self._counts[rank] += run.stop - run.start
 
     def _take_over(self, rank: int, sizes: Sequence[int]) -> None:
-        # As there are enough for all, some have more than their part of this batch, and keep that.
+        # As there are enough samples for all, some ranks have more than their part of this batch and can give that.
         others = [other for other in range(len(sizes)) if other != rank and self._counts[other] > sizes[other]]
         slowest = max(others, key=lambda other: (self._counts[other] / max(sizes[other], 1), -other))
         both, spare = sizes[rank] + sizes[slowest], self._counts[slowest] - sizes[slowest]
@@ -159,7 +159,7 @@ class EpochPool:
         self._held[rank].extend(found)
 
     def _require_position(self, position: EpochPosition) -> None:
-        """Require samples that are there, of slices that are dealt, each once."""
+        """Require existing samples of dealt slices, each once."""
         if not 0 <= position.dealt <= len(self._order):
             raise OptionError("dealt", position.dealt, f"from 0 to {len(self._order)}, the slices of the epoch")
         dealt = set(self._order[: position.dealt].tolist())
@@ -172,14 +172,14 @@ class EpochPool:
 
 
 def step_sizes(left: int, batch_sizes: Sequence[int]) -> tuple[int, ...]:
-    """Samples of each rank in the next step.
+    """Return the samples of each rank in the next step.
 
-    Steps are full where that leaves each rank a sample in the last one; otherwise those before it give some up.
-    Only where even one sample a step is too much to ask, as with fewer samples than ranks, the last ranks get none.
+    Steps are full if that leaves each rank a sample in the last one; otherwise earlier ones are smaller. If there are
+    fewer samples than ranks in all, the last ranks get none.
 
     Args:
-        left: Samples of all steps that follow.
-        batch_sizes: Of each rank, 1 or more.
+        left: Samples of all remaining steps.
+        batch_sizes: Batch size of each rank, 1 or more.
     """
     ranks, together = len(batch_sizes), sum(batch_sizes)
     later = -(-left // together) - 1
@@ -188,7 +188,7 @@ def step_sizes(left: int, batch_sizes: Sequence[int]) -> tuple[int, ...]:
         return tuple(batch_sizes)
     if size < ranks:
         return (1,) * size + (0,) * (ranks - size)
-    # One for each rank, and what else there is by batch size, rounded down.
+    # One for each rank, and the rest in proportion to batch sizes, rounded down.
     sizes = [1 + (size - ranks) * (most - 1) // (together - ranks) for most in batch_sizes]
     for rank in sorted(range(ranks), key=lambda rank: sizes[rank] - batch_sizes[rank])[: size - sum(sizes)]:
         sizes[rank] += 1
@@ -196,34 +196,34 @@ def step_sizes(left: int, batch_sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 class EpochPlan:
-    """The batches of ranks that take the same number of steps, and have the same position.
+    """The batches of ranks that take the same number of steps and have the same position.
 
     Args:
         catalogue: The slices.
-        batch_sizes: Of each rank, in samples.
-        rank: This one.
-        seed: Of the order of slices.
+        batch_sizes: Batch size of each rank, in samples.
+        rank: This rank.
+        seed: Seed of the order of slices.
         shuffle: False keeps the catalogue's order in every epoch.
-        repeats: Whether an epoch follows each, whose first slices are named ahead at the end.
-        is_shared: Whether :meth:`share_out` says who takes how much of each batch. All batches but the last have as
-            many samples then. A rank without one computes on another's, which is to count nothing.
+        repeats: Whether another epoch follows, whose first slices are named ahead at the end.
+        is_shared: Whether :meth:`share_out` sets the shares of each batch. All batches but the last then have equal
+            size. A rank without a sample computes on a copy of another's, with weight 0.
 
     Attributes:
         catalogue: As given.
         batch_size: Samples of a batch, over all ranks.
         is_shared: As given.
-        epoch: The running epoch, from 0.
-        counted: Steps that the training loop counts before those that are left, as it was restored in mid-epoch.
-        left: Samples that were left when the epoch began, or was resumed.
-        steps: Of every rank, to train on these.
+        epoch: The current epoch, from 0.
+        counted: Steps that the training loop counts before the remaining ones, after a resume in mid-epoch.
+        left: Samples left when the epoch began, or was resumed.
+        steps: Steps of every rank for these samples.
         padded: Samples that are trained on twice, fewer than there are ranks: each has one in every step.
     """
 
     fills = True
     steps: int
     padded: int
-    _steps: int  # that were taken of what is shared now
-    _opened: int  # of these, when the loader was made
+    _steps: int  # taken since the epoch began or was resumed
+    _opened: int  # the value of _steps when the loader was made
 
     def __init__(
         self,
@@ -244,27 +244,27 @@ class EpochPlan:
         self.is_shared = is_shared
         self._shares_of: Callable[[int, int], Sequence[int]] | None = None
         self._unfinished: Callable[[], int] = lambda: 0
-        self._sizes: dict[int, int] = {}  # of this rank's batches, by the number that the training loop counts
+        self._sizes: dict[int, int] = {}  # this rank's batches by the training loop's number
         self._quarantined: dict[str, str] = {}
-        self._corrupt: dict[str, str] = {}  # that this rank has found in this epoch
+        self._corrupt: dict[str, str] = {}  # found by this rank in this epoch
         self._only_ends = False
         self.start_epoch(0)
 
     def share_out(
         self, shares: Callable[[int, int], Sequence[int]], *, unfinished: Callable[[], int] = lambda: 0
     ) -> None:
-        """Say who takes how much.
+        """Set how batches are shared.
 
         Args:
-            shares: Of the n-th batch that is drawn in a pass, which has so many samples: those of each rank.
-            unfinished: How many batches the training is into a step that accumulates several. The position is that of
-                the beginning of the step, as a checkpoint lacks the gradients of these.
+            shares: Returns the samples of each rank in the n-th batch drawn in a pass, from n and its size.
+            unfinished: Returns how many batches of an unfinished accumulated step are trained. The position is then the
+                beginning of the step, as a checkpoint lacks their gradients.
         """
         self._shares_of, self._unfinished = shares, unfinished
 
     @property
     def facts(self) -> dict[str, str]:
-        """What has to be the same on all ranks, for them to share."""
+        """The facts that have to be the same on all ranks that share batches."""
         return {
             "the SliceDataModule's batch_size": f"{self.batch_size} for all ranks",
             "the order of the slices": f"shuffled from seed {self._seed}" if self._shuffle else "as it is",
@@ -272,18 +272,18 @@ class EpochPlan:
         }
 
     def size_of(self, batch: int) -> int | None:
-        """Samples of this rank in a batch, by the number that the training loop counts; ``None`` if it was not drawn.
+        """Return this rank's samples in a batch, by the training loop's number; ``None`` if it was not drawn.
 
-        0 where the rank has another's sample, as there are none for it.
+        0 if the rank has a copy of another's sample.
         """
         return self._sizes.get(batch)
 
     def share_of_step(self, batch: int, accumulated: int) -> float:
-        """How much a batch counts among those of its step, by samples of all ranks: 1 if they are equally large.
+        """Return a batch's weight among the batches of its step, by samples of all ranks; 1 if they are equally large.
 
         Args:
-            batch: By the number that the training loop counts.
-            accumulated: Batches of a step; the last one of an epoch may have fewer.
+            batch: The training loop's number of the batch.
+            accumulated: Batches per step; an epoch's last step may have fewer.
         """
         first = self._opened - self.counted + batch - batch % accumulated
         sizes = [
@@ -294,7 +294,7 @@ class EpochPlan:
 
     @property
     def over(self) -> bool:
-        """Whether nothing of the epoch is left to these ranks."""
+        """Whether nothing of the epoch is left."""
         return self._steps >= self.steps
 
     @property
@@ -304,7 +304,7 @@ class EpochPlan:
 
     @property
     def batches(self) -> int:
-        """Steps of the loader that was opened, those included that Lightning counts as done."""
+        """Steps of the opened loader, including those that Lightning counts as done."""
         return self.counted if self._only_ends else self.counted + self.steps - self._steps
 
     def __iter__(self) -> Iterator[SliceBatch]:
@@ -324,7 +324,7 @@ class EpochPlan:
             taken = pool.take(sizes)
             self._sizes[self.counted + step - self._opened] = sizes[self._rank]
             runs = taken[self._rank]
-            if not runs:  # something to compute on
+            if not runs:  # a copy to compute on
                 others = [own[0] for own in taken if own]
                 run = others[self._rank % len(others)]
                 runs = (run._replace(stop=run.start + 1),)
@@ -337,18 +337,18 @@ class EpochPlan:
             yield SliceBatch(self.epoch, runs, tuple(slices)[:SLICES_AHEAD])
 
     def open(self, trainer: pl.Trainer | None) -> None:
-        """A loader is about to be made, after a checkpoint was loaded; says what is padded.
+        """Prepare for a new loader, after a checkpoint was loaded; reports padding.
 
         Raises:
-            OptionError: If there is not a single sample.
+            OptionError: If there is no sample.
         """
-        if self.over and self.begun:  # these ranks have no step for what was left to others
+        if self.over and self.begun:  # nothing is left of the epoch for these ranks
             self.start_epoch(self.epoch + 1)
         self._only_ends = trainer is not None and not self.begun and ends_restored_epoch(trainer)
         self.counted, self._opened = 0, self._steps
         if trainer is not None and trainer.fit_loop.restarting:
-            current: Any = trainer.fit_loop.epoch_loop.batch_progress.current  # typed as less than it is
-            self.counted = int(current.processed)  # what Lightning counts as done of the epoch
+            current: Any = trainer.fit_loop.epoch_loop.batch_progress.current  # its type lacks attributes
+            self.counted = int(current.processed)  # Lightning's count of done batches in the epoch
         if not self.steps:
             raise OptionError("train", f"{len(self.catalogue)} slices", "one that can be read: all are quarantined")
         if self.padded:
@@ -358,7 +358,7 @@ class EpochPlan:
             )
 
     def received(self, report: ReadReport) -> None:
-        """Remember slices that are corrupt."""
+        """Store corrupt slices."""
         self._corrupt.update(report.corrupt)
 
     def trained(self) -> None:
@@ -385,7 +385,7 @@ class EpochPlan:
         self._start(None)
 
     def finish_epoch(self, trainer: pl.Trainer) -> None:
-        """Go to the next epoch, or to this one again to overfit, without the slices that any rank found corrupt."""
+        """Go to the next epoch (or repeat this one to overfit), without slices that any rank found corrupt."""
 
         def total(numbers: Sequence[float]) -> list[float]:
             own = torch.tensor(numbers, device=trainer.strategy.root_device)
@@ -398,18 +398,18 @@ class EpochPlan:
         self.start_epoch(self.epoch if overfits else self.epoch + 1)
 
     def keep_alive(self) -> None:
-        """Nobody waits for this."""
+        """Do nothing, as ranks have no lease."""
 
     def close(self) -> None:
-        """The position stays."""
+        """Do nothing; the position stays."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, of primitives; the same on every rank."""
+        """Return the position in primitives; the same on every rank."""
         return {
             "together": {
                 "version": _VERSION,
                 "epoch": self.epoch,
-                "position": msgspec.json.decode(msgspec.json.encode(self._position())),  # lists
+                "position": msgspec.json.decode(msgspec.json.encode(self._position())),  # as lists
                 "left_out": dict(self._left_out),
                 "quarantined": dict(self._quarantined),
                 "order": msgspec.structs.asdict(self._order),
@@ -417,13 +417,13 @@ class EpochPlan:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where a state was saved, with as many ranks and with the batch sizes that there are now.
+        """Resume where a state was saved, with any number of ranks and any batch sizes.
 
         Between epochs, data and seed may have changed.
 
         Raises:
             TrackerStateError: If the state is damaged, of the middle of an epoch of other slices or another order, or
-                of workers that do not step together. Nothing changed then.
+                of workers that do not step together. Nothing has changed then.
         """
         if "together" not in state:
             raise TrackerStateError(
@@ -451,7 +451,7 @@ class EpochPlan:
         return self.catalogue.order(seed=self._seed, shuffle=self._shuffle)
 
     def _start(self, position: EpochPosition | None) -> None:
-        """Share what is left; nothing has changed if it raises."""
+        """Set up what is left; nothing has changed if it raises."""
         self._pool = self._pool_of(self.epoch, self._left_out, position)
         self._is_restored = position is not None
         self._drawn = deque[tuple[int, ...]]()
@@ -468,13 +468,13 @@ class EpochPlan:
         return EpochPool(order, samples, len(self._batch_sizes), position)
 
     def _sizes_of(self, number: int, left: int) -> tuple[int, ...]:
-        """Samples of each rank in a batch, the n-th that is drawn in a pass."""
+        """Return the samples of each rank in the n-th batch drawn in a pass."""
         if self._shares_of is None:
             return step_sizes(left, self._batch_sizes)
         return tuple(self._shares_of(number, min(self.batch_size, left)))
 
     def _position(self) -> EpochPosition | None:
-        """What is left; None at the beginning of an epoch."""
+        """Return what is left; ``None`` at the beginning of an epoch."""
         unfinished = min(self._unfinished(), len(self._before))
         if self._steps == unfinished and not self._is_restored:
             return None
@@ -482,7 +482,7 @@ class EpochPlan:
 
 
 class _SavedPosition(msgspec.Struct):
-    """A plan's saved state: the types that are required of it."""
+    """Types of a plan's saved state."""
 
     epoch: Annotated[int, msgspec.Meta(ge=0)]
     position: EpochPosition | None
@@ -492,9 +492,9 @@ class _SavedPosition(msgspec.Struct):
 
 
 def ends_restored_epoch(trainer: pl.Trainer) -> bool:
-    """Whether Lightning still has to end an epoch that has no batches left, as after a validation at its end.
+    """Whether Lightning still has to end an epoch without batches left, as after a validation at its end.
 
-    An epoch that was saved after its last batch, before all else, is ended here; like Lightning, without a validation.
+    An epoch that was saved right after its last batch is ended here; like in Lightning, without a validation.
     """
     loop = trainer.fit_loop
     batches: Any = loop.epoch_loop.batch_progress
@@ -508,6 +508,6 @@ def ends_restored_epoch(trainer: pl.Trainer) -> bool:
         epochs.increment_processed()
         epochs.increment_completed()
         loop.epoch_loop._batches_that_stepped += 1
-    # By itself, a loop with max_steps never takes an epoch to be complete.
+    # On its own, a loop with max_steps never treats an epoch as complete.
     loop._restarting = loop.epoch_loop.restarting = False
     return False

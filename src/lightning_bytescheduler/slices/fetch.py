@@ -1,6 +1,6 @@
-"""Fetches a slice from its source, chunk by chunk, again where need be; what it hands on has been verified.
+"""Fetches a slice from its source chunk by chunk, with retries; all chunks are verified.
 
-What a source says when asking again does not help: that a reader lacks rights, or a certificate, or asks wrongly.
+It also recognises refusals, where retries do not help: missing rights, an untrusted certificate, a wrong request.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from lightning_bytescheduler.slices.urls import is_http, local_path
 log = logging.getLogger(__name__)
 
 _UNAUTHORIZED, _FORBIDDEN, _MISSING, _PROXY = 401, 403, 404, 407
-_PASSING = (_MISSING, 408, 416, 425, 429)  # a missing file may be a folder that is not mounted yet
+_PASSING = (_MISSING, 408, 416, 425, 429)  # a missing file may be in a folder that is not mounted yet
 _WITHOUT_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError")  # botocore's
 _HEADER = "storage_options={'headers': {'Authorization': 'Bearer TOKEN'}}"
 
 
 def refusal_of(error: BaseException, url: str) -> tuple[str, str] | None:
-    """What a source says that refuses to be read, and the way out; None if asking again may help.
+    """Return a source's refusal and the way out; ``None`` if a retry may help.
 
     Args:
-        error: What was raised when it was asked.
-        url: Of the source.
+        error: The error of a request.
+        url: URL of the source.
     """
     for cause in _chain(error):
         status = _status(cause)
@@ -56,7 +56,7 @@ def refusal_of(error: BaseException, url: str) -> tuple[str, str] | None:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """An error and what it was raised from: fsspec calls much of it a file that is not found."""
+    """Yield an error and its causes: fsspec reports many of them as a missing file."""
     cause: BaseException | None = error
     while cause is not None:
         yield cause
@@ -64,7 +64,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _status(error: BaseException) -> int | None:
-    """The status of HTTP that the libraries behind fsspec know: aiohttp, huggingface_hub, gcsfs, and botocore."""
+    """Return the HTTP status in errors of the libraries behind fsspec: aiohttp, huggingface_hub, gcsfs, botocore."""
     response = getattr(error, "response", None)
     if isinstance(response, Mapping):
         found = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
@@ -96,32 +96,32 @@ _REQUEST_BYTES = 16 * 1024 * 1024
 _ATTEMPTS = 3  # at a chunk that is short or wrong
 _FIRST_DELAY = 0.1
 _LONGEST_DELAY = 5.0
-_SAID_SECONDS = 2.0  # without an answer, until it is said that one is waited for
+_SAID_SECONDS = 2.0  # without an answer, before a warning
 
 LASTING: tuple[type[Exception], ...] = (ImportError, NotImplementedError, OptionError, TypeError)
-"""Errors of a source against which asking again does not help."""
+"""Errors of a source that retries do not help."""
 
 LASTING_AT_FIRST = (*LASTING, FileNotFoundError, IsADirectoryError, NotADirectoryError, ValueError)
-"""The same at the beginning: what is missing then was probably never there."""
+"""The same at the beginning: a file missing then probably never existed."""
 
 _Answer = TypeVar("_Answer")
 
 
-_of_its_own = random.SystemRandom()  # Python's other one is the user's, and seeded alike on all workers
+_of_its_own = random.SystemRandom()  # Python's global generator belongs to the user and is seeded alike on all workers
 
 
-def _chance() -> float:  # which can be pickled
+def _chance() -> float:  # can be pickled
     return _of_its_own.random()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Waiting:
-    """Time and chance, so that tests need neither.
+    """Time and chance, which tests replace.
 
     Attributes:
-        clock: Seconds from any start.
-        sleep: Waits for so many seconds; may raise, to stop whoever waits.
-        chance: A number from 0 up to, but not including, 1.
+        clock: Returns seconds from any start.
+        sleep: Waits for the given seconds; may raise to stop the waiting code.
+        chance: Returns a number from 0 up to, but not including, 1.
     """
 
     clock: Callable[[], float] = time.monotonic
@@ -138,18 +138,18 @@ def ask(
     lasting: tuple[type[Exception], ...] = LASTING,
     on_retry: Callable[[], None] = lambda: None,
 ) -> _Answer:
-    """Ask a source, and again as long as it does not answer.
+    """Ask a source, with retries while it does not answer.
 
     Args:
-        url: Of the source; named if it stays away.
-        question: What is asked.
-        timeout: Seconds without an answer after which it is given up.
+        url: URL of the source, for messages.
+        question: The request.
+        timeout: Seconds without an answer before giving up.
         waiting: Time and chance.
-        lasting: Errors that are raised at once, as asking again does not help.
+        lasting: Errors that are raised at once, as retries do not help.
         on_retry: Called before each pause.
 
     Raises:
-        SourceUnavailableError: If the source stays away, or refuses to be read, which is not tried again.
+        SourceUnavailableError: If the source does not answer, or refuses, which is not retried.
     """
     with importing("Reading slices", extra="data"):
         from tenacity import RetryCallState, Retrying, retry_if_exception
@@ -161,7 +161,7 @@ def ask(
         return waiting.clock() - began >= timeout
 
     def pause(state: RetryCallState) -> float:
-        # The last attempt comes when the time is over, not a little before.
+        # The last attempt comes when the time is over, not earlier.
         return max(min(_delay(state.attempt_number, waiting), began + timeout - waiting.clock()), 0.0)
 
     def before_pause(state: RetryCallState) -> None:
@@ -180,7 +180,7 @@ def ask(
         try:
             return question()
         except Exception as error:
-            # Asked first of all: an untrusted certificate is a ValueError too.
+            # Checked first, as an untrusted certificate is a ValueError too.
             refused = refusal_of(error, url)
             if refused is None:
                 raise
@@ -202,7 +202,7 @@ def ask(
 
 
 class _Refused(Exception):
-    """A source refuses to be read: what it says, and the way out."""
+    """A refusal of a source, and the way out."""
 
 
 def _words(error: BaseException | None) -> str:
@@ -210,7 +210,7 @@ def _words(error: BaseException | None) -> str:
 
 
 def _delay(failures: int, waiting: Waiting) -> float:
-    """Each pause is about twice as long; by chance, so that many who wait do not all come back at once."""
+    """Return the next pause: about twice the last, randomised so that many waiters do not retry at once."""
     doubled: float = _FIRST_DELAY * 2 ** min(failures - 1, 30)
     return min(doubled, _LONGEST_DELAY) * (0.5 + waiting.chance())
 
@@ -220,15 +220,15 @@ class SliceStatistics:
     """Sums since the start.
 
     Attributes:
-        wait_seconds: How long the training waited for its batches, with all that it took to make them.
-        stall_seconds: How long readers waited for bytes.
-        cache_hits: Slices that were local when they were wanted.
-        cache_misses: Slices that were not, or not wholly.
-        uncached: Slices that found no room in the cache and went past it.
-        bytes_fetched: From sources, those fetched again included; nothing for files of this machine.
-        retries: Requests that were made again, after no answer or a wrong one.
-        corrupt_chunks: Chunks that were not what the index says, from a source or from the cache.
-        prefetched: Slices that were fetched before they were wanted.
+        wait_seconds: Seconds that the training waited for batches, including their preparation.
+        stall_seconds: Seconds that readers waited for bytes.
+        cache_hits: Slices that were local when needed.
+        cache_misses: Slices that were not, or only partly.
+        uncached: Slices that had no room in the cache and were read without it.
+        bytes_fetched: Bytes from sources, repeated ones included; nothing for files on this machine.
+        retries: Requests repeated after no answer or a wrong one.
+        corrupt_chunks: Chunks that differ from the index, from a source or from the cache.
+        prefetched: Slices that were fetched before they were needed.
     """
 
     wait_seconds: float = 0.0
@@ -250,18 +250,18 @@ class SliceCounters:
         self._sums: dict[str, float] = asdict(SliceStatistics())
 
     def add(self, **amounts: float) -> None:
-        """Add to the sums named as the attributes of ``SliceStatistics``."""
+        """Add to the sums, named as the attributes of ``SliceStatistics``."""
         with self._lock:
             for name, amount in amounts.items():
                 self._sums[name] += amount
 
     def sums(self) -> dict[str, float]:
-        """The sums as they are now, by the names of ``SliceStatistics``."""
+        """Return the present sums by the names of ``SliceStatistics``."""
         with self._lock:
             return dict(self._sums)
 
     def snapshot(self) -> SliceStatistics:
-        """The sums as they are now."""
+        """Return the present sums."""
         return SliceStatistics(**self.sums())  # type: ignore[arg-type]
 
 
@@ -277,30 +277,29 @@ def fetch_chunks(
 ) -> Iterator[bytearray]:
     """Fetch the chunks of a slice in order.
 
-    Requests grow from one chunk to 16 MiB: the first sample is there soon, and a long way to the source is
-    not paid for each chunk.
+    Requests grow from one chunk to 16 MiB, so that the first sample comes soon, and latency is not paid for each chunk.
 
     Args:
-        slice_: What is fetched.
+        slice_: The slice.
         plan: Its chunks.
         read: Reads the bytes of the slice's file from the first number up to, but not including, the second.
-        first: Number of the first chunk that is wanted.
-        timeout: Seconds that the source may stay away.
+        first: Number of the first chunk.
+        timeout: Seconds that the source may be unavailable.
         waiting: Time and chance.
-        counters: Where bytes and retries are counted.
+        counters: Counts bytes and retries.
 
     Yields:
-        Verified chunks, each in memory of its own.
+        Verified chunks, each in its own memory.
 
     Raises:
-        SliceCorruptError: If a chunk is short or wrong however often it is fetched.
-        SourceUnavailableError: If the source stays away, or the file, which may be in a folder that is not mounted yet.
+        SliceCorruptError: If a chunk stays short or wrong when fetched again.
+        SourceUnavailableError: If the source or the file is unavailable; its folder may not be mounted yet.
     """
     waiting = waiting or Waiting()
     counters = counters or SliceCounters()
     most = max(_REQUEST_BYTES // plan.chunk_bytes, 1)
     number, together = first, 1
-    wrong = pauses = 0  # in a row: answers without a right chunk, and those that were not all right
+    wrong = pauses = 0  # in a row: answers without a correct chunk, and incomplete answers
     while number < plan.count:
         start = plan.bounds(number)[0]
         stop = plan.bounds(min(number + together, plan.count) - 1)[1]
@@ -325,7 +324,7 @@ def fetch_chunks(
         if start + len(content) >= stop and not reason:
             together, wrong, pauses = min(2 * together, most), 0, 0
             continue
-        # Short, or a wrong chunk: the rest is asked for again, from the first chunk that is missing.
+        # Short, or a wrong chunk: ask again from the first missing chunk.
         reason = reason or _what_is_wrong(plan, number, b"")
         wrong = 1 if number > before else wrong + 1
         pauses += 1

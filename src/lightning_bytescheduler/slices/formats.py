@@ -1,18 +1,17 @@
-"""The formats of files: which reader makes samples of a slice's bytes, chosen by suffix.
+"""File formats: the suffix selects the reader that makes samples of a slice's bytes.
 
-Any other format is one function of a stream and the number of the first sample that is wanted; it yields the samples
-from there on. Malformed data is a ``ValueError``, which is reported with the slice's name. Where several processes read
-a slice, each asks for its own samples only, so the sooner a reader comes to ``first``, the better:
+Any other format needs one function of a stream and the number of the first sample, which yields the samples from there
+on. Malformed data is a ``ValueError``, which is reported with the slice's name. If several processes read a slice, each
+asks only for its own samples, so a reader should reach ``first`` quickly:
 
     def read_records(stream: SliceStream, first: int) -> Iterator[bytes]:
         stream.read(first * 512)
         while record := stream.read(512):
             yield record
 
-The readers here go further: they find samples without making them, in blocks, which lets several processes share the
-work on one slice. Lines may be of any length. A Parquet file says at its end where its columns are, so its reader takes
-the whole slice before the first sample. What is compressed (.gz, and .zst with the extra "data") is decompressed as it
-is read.
+The readers here find samples in blocks without making them, so that several processes share the work on one slice.
+Lines may be of any length. A Parquet file describes its columns at its end, so its reader needs the whole slice before
+the first sample. Compressed data (.gz, and .zst with the extra "data") is decompressed while it is read.
 """
 
 from __future__ import annotations
@@ -37,20 +36,20 @@ from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.slices.slice import Bytes, SliceStream
 
 SampleNumbers = slice | npt.NDArray[np.int64]
-"""Which samples of a block: neighbours, or any in any order."""
+"""Samples of a block: neighbours, or any in any order."""
 
 SliceReader = Callable[[SliceStream, int], Iterator[Any]]
 _Sample = TypeVar("_Sample", covariant=True)
 
 COMPRESSIONS = (".gz", ".zst")
-"""Suffixes of what is decompressed on reading."""
+"""Suffixes of compressed files."""
 
 _INFLATED_BYTES = 256 * 1024
 _NEWLINE = 10
-_SPACE = 32  # the last of the white space in ASCII
+_SPACE = 32  # the last white space character of ASCII
 
-# NumPy parses headers with `ast`, which CPython up to 3.11 does not do on two threads at once: now and then one of them
-# gets a SystemError ("AST constructor recursion depth mismatch"). Held for nothing else.
+# NumPy parses headers with `ast`, which is not thread-safe in CPython up to 3.11: it may raise SystemError ("AST
+# constructor recursion depth mismatch"). Held for nothing else.
 _PARSING = threading.Lock()
 _decode_json = json.JSONDecoder().decode
 
@@ -59,10 +58,10 @@ class SampleBlock(Protocol[_Sample]):
     """Neighbouring samples of a slice. An array of rows is one."""
 
     def __len__(self) -> int:
-        """How many there are, known without making any."""
+        """Return their number, without making any."""
 
     def __getitem__(self, numbers: SampleNumbers, /) -> Sequence[_Sample]:
-        """Make these, and no others.
+        """Make only these samples.
 
         Raises:
             ValueError: If one is malformed.
@@ -70,7 +69,7 @@ class SampleBlock(Protocol[_Sample]):
 
 
 SliceBlocks = Callable[[SliceStream], Iterator[SampleBlock[Any]]]
-"""A reader that finds samples without making them: blocks of a slice, one after the other, as its bytes arrive."""
+"""A reader that finds samples without making them: yields blocks of a slice as its bytes arrive."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,11 +77,11 @@ class SliceFormat:
     """How the bytes of a slice become samples.
 
     Attributes:
-        suffix: Of the files, without that of a compression.
-        blocks: The reader, of a format that is known.
-        read: The reader, of any other.
-        count_lines: Counts the samples in whole lines, for a format that may be cut at any line's end; else None.
-        compression: ``".gz"``, ``".zst"`` or None.
+        suffix: Suffix of the files, without that of a compression.
+        blocks: The reader of a known format.
+        read: The user's reader of another format.
+        count_lines: Counts the samples in whole lines, for a format that may be cut at line ends; otherwise ``None``.
+        compression: ``".gz"``, ``".zst"`` or ``None``.
     """
 
     suffix: str
@@ -92,10 +91,10 @@ class SliceFormat:
     compression: str | None = None
 
     def blocks_of(self, stream: SliceStream, first: int = 0) -> Iterator[SampleBlock[Any]]:
-        """All samples in blocks; those of a user's reader one by one, and from number ``first`` on.
+        """Return all samples in blocks; those of a user's reader one by one, from number ``first`` on.
 
         Raises:
-            TypeError: If a user's reader returns nothing that can be iterated.
+            TypeError: If a user's reader does not return an iterable.
         """
         if self.blocks is not None:
             return self.blocks(self.opened(stream))
@@ -105,19 +104,19 @@ class SliceFormat:
         return (ListedSamples([sample]) for sample in made)
 
     def opened(self, stream: SliceStream) -> SliceStream:
-        """The stream, decompressed, as it is read, if it is compressed."""
+        """Return the stream, decompressed while it is read."""
         if self.compression is None:
             return stream
         return SliceStream(_gzip_pieces(stream) if self.compression == ".gz" else _zstandard_pieces(stream))
 
 
 def format_of(url: str, reader: SliceReader | None = None, *, option: str = "url") -> SliceFormat:
-    """The format of a file.
+    """Return the format of a file.
 
     Args:
-        url: Of the file; what follows its suffixes as a query does not count.
-        reader: Used in place of the one that belongs to the suffix.
-        option: What the file was given as, for the message.
+        url: URL of the file; a query after its suffixes is ignored.
+        reader: Replaces the reader of the suffix.
+        option: Option with the file, for messages.
 
     Raises:
         OptionError: If the suffix is not known and no reader is given.
@@ -145,7 +144,7 @@ def format_of(url: str, reader: SliceReader | None = None, *, option: str = "url
 
 
 class ListedSamples:
-    """A block of samples that were made already."""
+    """A block of samples that are already made."""
 
     def __init__(self, samples: list[Any]) -> None:
         self._samples = samples
@@ -160,22 +159,22 @@ class ListedSamples:
 
 
 def text_blocks(stream: SliceStream) -> Iterator[TextLines]:
-    """A line is a sample: UTF-8 without its line end, which is a newline, or a carriage return and a newline."""
+    r"""A line is a sample: UTF-8 without its line end, which is "\n" or "\r\n"."""
     return (TextLines(*lines) for lines in _lines(stream))
 
 
 def json_blocks(stream: SliceStream) -> Iterator[JsonLines]:
-    """A line is a sample, any JSON value; lines of blanks do not count."""
+    """A line is a sample, any JSON value; blank lines are skipped."""
     return (JsonLines(*lines) for lines in _lines(stream))
 
 
 def count_text_lines(content: bytes) -> int:
-    """The samples that ``text_blocks`` finds in whole lines."""
+    """Count the samples that ``text_blocks`` finds in whole lines."""
     return content.count(b"\n") + (not content.endswith(b"\n") if content else 0)
 
 
 def count_json_lines(content: bytes) -> int:
-    """The samples that ``json_blocks`` finds in whole lines."""
+    """Count the samples that ``json_blocks`` finds in whole lines."""
     return sum(1 for line in content.split(b"\n") if line and not line.isspace())
 
 
@@ -222,7 +221,7 @@ def _as_json(line: memoryview) -> Any:
     try:
         return _decode_json(str(line, "utf-8"))
     except ValueError:
-        return json.loads(bytes(line))  # a byte order mark, or surrogates; or it says what is wrong
+        return json.loads(bytes(line))  # a byte order mark or surrogates; or it raises the proper error
 
 
 def _each(
@@ -232,15 +231,16 @@ def _each(
 
 
 def _blank_lines(content: memoryview, starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> list[int]:
-    """Numbers of the lines of white space."""
+    """Return the numbers of blank lines."""
     firsts = np.frombuffer(content, np.uint8)[np.minimum(starts, len(content) - 1)]
-    suspects = np.flatnonzero((firsts <= _SPACE) | (starts == ends)).tolist()  # few: a value seldom follows a blank
+    # few, as a value seldom begins with a blank
+    suspects = np.flatnonzero((firsts <= _SPACE) | (starts == ends)).tolist()
     return [number for number in suspects if not bytes(content[starts[number] : ends[number]]).strip()]
 
 
 def _lines(stream: SliceStream) -> Iterator[tuple[Bytes, npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
-    """Whole lines, and where each begins and ends; only the very last one may lack its newline."""
-    parts: list[bytes] = []  # of a line that is divided, joined once: it is not copied for each of its chunks
+    """Yield whole lines with their begins and ends; only the very last one may lack its newline."""
+    parts: list[bytes] = []  # of a divided line, joined once so that it is not copied for each chunk
     for chunk in stream.chunks():
         view = memoryview(chunk)
         found = np.flatnonzero(np.frombuffer(view, np.uint8) == _NEWLINE)
@@ -265,13 +265,13 @@ def _lines(stream: SliceStream) -> Iterator[tuple[Bytes, npt.NDArray[np.int64], 
 
 
 class NpyHeader:
-    """What stands before the rows of a .npy file.
+    """The header of a .npy file.
 
     Args:
-        content: The first bytes of the file, at least the header's.
+        content: The first bytes of the file, at least the header.
 
     Raises:
-        ValueError: If it is no .npy file whose rows lie one after the other, or one of Python objects.
+        ValueError: If it is not a .npy file with contiguous rows, or has Python objects.
         EOFError: If the header is longer than ``content``.
     """
 
@@ -303,7 +303,7 @@ class NpyHeader:
             raise ValueError(f"Rows of shape {self.row_shape} are empty.")
 
     def rows_of(self, content: Bytes) -> np.ndarray[Any, Any]:
-        """The rows in ``content``, as an array that shares its memory."""
+        """Return the rows in ``content``, as an array that shares its memory."""
         rows = len(content) // self.row_bytes
         return np.frombuffer(content, self.dtype).reshape((rows, *self.row_shape))
 
@@ -311,11 +311,11 @@ class NpyHeader:
 def npy_blocks(stream: SliceStream) -> Iterator[Any]:
     """A row is a sample: an array that shares the memory of its chunk, which for local data is the mapped file.
 
-    As many rows are in a block as a chunk holds.
+    A block has the rows of one chunk.
     """
     chunks = stream.chunks()
     header, start = _header_and_rest(chunks)
-    row = bytearray()  # one that is divided between chunks
+    row = bytearray()  # a row that is divided between chunks
     for chunk in itertools.chain((start,), chunks):
         view = memoryview(chunk)
         if row:
@@ -347,7 +347,7 @@ def _header_and_rest(chunks: Iterator[Bytes]) -> tuple[NpyHeader, memoryview]:
 
 
 class ParquetRows:
-    """A block of rows; only those that are asked for become Python's values.
+    """A block of rows; only requested rows become Python values.
 
     Args:
         batch: A ``pyarrow.RecordBatch``.
@@ -376,14 +376,14 @@ def parquet_blocks(stream: SliceStream) -> Iterator[ParquetRows]:
 
     Raises:
         ImportError: If pyarrow is not installed.
-        ValueError: If it is no Parquet file.
+        ValueError: If it is not a Parquet file.
     """
     file = import_parquet().ParquetFile(io.BytesIO(stream.read()))
     return (ParquetRows(batch) for batch in file.iter_batches())
 
 
 def import_parquet() -> Any:
-    """``pyarrow.parquet``.
+    """Import ``pyarrow.parquet``.
 
     Raises:
         ImportError: If pyarrow is not installed.
@@ -394,7 +394,7 @@ def import_parquet() -> Any:
 
 
 def import_zstandard() -> ModuleType:
-    """``zstandard``.
+    """Import ``zstandard``.
 
     Raises:
         ImportError: If it is not installed.
@@ -415,7 +415,7 @@ def _gzip_pieces(stream: SliceStream) -> Iterator[bytearray]:
 
 def _zstandard_pieces(stream: SliceStream) -> Iterator[bytearray]:
     zstandard = import_zstandard()
-    # The library's own reader takes a frame that is cut short for its end, so frames are followed here.
+    # The library's own reader treats a truncated frame as complete, so frames are tracked here.
     decompressor = zstandard.ZstdDecompressor()
     frame = None
     try:

@@ -1,12 +1,11 @@
-"""The loader of batches, and the processes that read for it: a pass over a plan, any number of times.
+"""The loader of batches, and the processes that read for it: any number of passes over a plan.
 
-The plan is asked in the process that trains, and its batches go to the processes that read over the DataLoader's own
-local queues; so nobody else needs to know of ranks, and the order is the plan's with any number of workers. All that a
-process has to know is in the batch that it is asked for, so that the processes, whose start takes long, are kept from
-one pass to the next.
+The plan runs in the training process, and its batches go to reading processes through the DataLoader's local queues. So
+the order is the plan's with any number of workers, and no other process needs to know of ranks. A batch contains all
+that a process has to know, so the processes, which start slowly, live from one pass to the next.
 
-A tensor that is sent to another process costs a file, its mapping and a connection, which for a small batch is several
-times what reading it costs. So small ones go through the queue with the rest of their batch.
+Sending a tensor to another process costs a file, its mapping and a connection, several times the cost of reading a
+small batch. So small tensors go through the queue with the rest of their batch.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ _WHOLE = "Give the Trainer the data module: trainer.fit(model, datamodule=data).
 
 
 def collate_samples(samples: Sequence[Any]) -> Any:
-    """Make a batch of samples: rows of arrays become one tensor, all else as PyTorch does it.
+    """Make a batch of samples: rows of arrays become one tensor, all else is collated as in PyTorch.
 
     Args:
-        samples: A list, or an array whose rows they are.
+        samples: A list, or an array of rows.
 
     Raises:
         OptionError: If they do not fit together.
@@ -50,7 +49,7 @@ def collate_samples(samples: Sequence[Any]) -> Any:
         samples = list(samples)
     try:
         if isinstance(samples[0], np.ndarray):
-            return torch.from_numpy(np.stack(samples))  # a copy: rows may be of a file that is mapped read-only
+            return torch.from_numpy(np.stack(samples))  # a copy, as rows may be in a file that is mapped read-only
         return torch_collate(list(samples))
     except (KeyError, RuntimeError, TypeError, ValueError) as error:
         allowed = (
@@ -62,33 +61,31 @@ def collate_samples(samples: Sequence[Any]) -> Any:
 
 
 def _tensor_of(rows: np.ndarray[Any, Any]) -> torch.Tensor:
-    """A tensor that may be written to: rows may be of a file that is mapped."""
+    """Return a writable tensor: rows may be in a mapped file."""
     rows = rows.astype(rows.dtype.newbyteorder("="), copy=False)
     return torch.from_numpy(rows.copy() if rows.base is not None else rows)
 
 
 class SliceLoader:
-    """Batches of a plan, any number of times, one pass at a time: one that begins ends the one before.
+    """Batches of a plan, any number of passes; a new pass ends the one before.
 
     It is not a ``DataLoader``, so that Lightning does not look for a sampler to replace. Processes are kept if a pass
-    has had all of its batches. Those of a pass that is given up are ended, as they may be in the middle of a long
-    fetch. As with ``persistent_workers`` of a ``DataLoader``, random numbers in a process go on from pass to pass.
+    took all of its batches, and ended if it was given up, as they may be in the middle of a long fetch. As with
+    ``persistent_workers`` of a ``DataLoader``, random numbers in a process go on from pass to pass.
 
     Args:
-        plan: Which batches.
+        plan: The plan of batches.
         reader: Reads them.
         collate: Makes a batch of samples.
-        num_workers: Processes that read; 0 reads in the process that trains.
+        num_workers: Processes that read; 0 reads in the training process.
         pin_memory: Copy batches to pinned memory.
-        on_report: Called with what the reader has to tell, and the seconds that were waited for a batch with all that
-            it took to make it, when it is handed out.
-        is_alone: Whether its data module has no Trainer, so that nobody tells which rank this is, and what was trained
-            on.
+        on_report: Called with the reader's report and the seconds waited for a batch, when it is handed out.
+        is_alone: Whether its data module has no Trainer, which would know the rank and what was trained on.
 
     Attributes:
-        plan: As given; another one counts from the next pass on.
+        plan: As given; a new value counts from the next pass on.
         reader: As given.
-        worker_init_fn: Called in each process that is started, with its number. Lightning sets it, for seeds.
+        worker_init_fn: Called in each started process with its number. Lightning sets it, for seeds.
     """
 
     def __init__(
@@ -122,11 +119,11 @@ class SliceLoader:
 
     @property
     def draws_ahead(self) -> int:
-        """Batches that may be asked for of the plan before the first of them is trained on, 1 at least."""
+        """Batches of the plan that may be drawn before the first of them is trained on, at least 1."""
         return max(self._num_workers * _AHEAD, 1)
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: the position is the plan's. That there is a state tells Lightning that a loader can be resumed."""
+        """Return an empty state: the plan has the position. Lightning treats loaders with a state as resumable."""
         if self._is_alone:
             warnings.warn(
                 "The Trainer was given a loader of slices without its data module, so this checkpoint has no position "
@@ -136,14 +133,14 @@ class SliceLoader:
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Nothing to do, see ``state_dict``."""
+        """Do nothing, see ``state_dict``."""
 
     def __iter__(self) -> Iterator[Any]:
         if self._is_alone and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             raise UnsupportedError(
                 f"Each rank would train on all slices, as the loader does not know its rank. {_WHOLE}"
             )
-        # A generator, so that nothing starts before the first batch is wanted: Lightning makes more iterators than
+        # A generator, so that nothing starts before the first batch is requested: Lightning makes more iterators than
         # it uses.
         started = time.perf_counter()
         if self._is_reading and not self._asked.is_done:
@@ -158,7 +155,7 @@ class SliceLoader:
                 self._on_report(report, time.perf_counter() - started)
                 if batch is not None:
                     yield batch
-                elif not report.is_empty:  # left out in silence, it would count as trained on
+                elif not report.is_empty:  # skipped silently, it would count as trained on
                     raise OptionError("collate", None, "a function that returns a batch; the one given returned None")
                 if self._asked.number != own:
                     raise UnsupportedError("Another pass over this loader of slices has begun, which ends this one.")
@@ -174,13 +171,13 @@ class SliceLoader:
         loader, self._loader = self._loader, None
         end = getattr(getattr(loader, "_iterator", None), "_shutdown_workers", None)
         if end is not None and self._process == os.getpid():
-            end()  # not left to when nobody refers to the iterator any more: a traceback may
+            end()  # not left to garbage collection, as a traceback may hold the iterator
 
     def _begun(self) -> Iterator[Any]:
         loader = self._loader
         if loader is None:
             self._process = os.getpid()
-            # Batches are pinned by a thread of the DataLoader, which has to see their tensors.
+            # A thread of the DataLoader pins batches, and has to see their tensors.
             packs = self._num_workers > 0 and not self._pin_memory
             loader = self._loader = DataLoader(
                 _Batches(self.reader, self._collate, packs),
@@ -207,13 +204,13 @@ class SliceLoader:
 
 
 class _Asked:
-    """What the processes are asked for, in turns: the batches of a plan, each with the number of the pass.
+    """The requests for reading processes: the batches of a plan, each with the number of the pass.
 
     Attributes:
         plan: The plan.
-        number: Of the pass.
-        left: Batches that were asked for, and are not there.
-        is_done: Whether nothing is left, and nothing more will be asked for.
+        number: Number of the pass.
+        left: Batches requested and not yet received.
+        is_done: Whether nothing is left, and nothing more will be requested.
     """
 
     plan: Plan
@@ -221,7 +218,7 @@ class _Asked:
     _is_over = False
 
     @property
-    def is_done(self) -> bool:  # a Trainer takes no more than a loader's length, and never sees its end
+    def is_done(self) -> bool:  # a Trainer stops at a loader's length, without seeing its end
         return self._is_over and not self.left
 
     def __iter__(self) -> Iterator[tuple[int, SliceBatch]]:
@@ -247,7 +244,7 @@ class _Batches(Dataset[Any]):
         samples, report = self._reader.read(wanted)
         if not len(samples):
             return None, report
-        # A user's function gets a list, as documented; the default one can do more with an array.
+        # A user's function gets a list, as documented; the default one is faster with an array.
         batch = self._collate(samples if self._collate is collate_samples else list(samples))  # type: ignore[arg-type]
         if not self._packs or batch is None:
             return batch, report
@@ -265,13 +262,13 @@ class _Packed(bytes):
 
 
 class _Pickler(ForkingPickler):
-    """Sends small tensors as they are, and others as PyTorch does, in a file that is mapped."""
+    """Pickles small tensors by value, and others as PyTorch does, in a mapped file."""
 
     def reducer_override(self, value: Any) -> Any:
         """See ``pickle.Pickler``."""
         try:
             if type(value) is torch.Tensor and value.nbytes <= _SMALL_BYTES:
                 return torch.from_numpy, (value.numpy(),)
-        except (RuntimeError, TypeError):  # none of NumPy's types, sparse, or part of a graph
+        except (RuntimeError, TypeError):  # no NumPy type, sparse, or part of a graph
             pass
         return NotImplemented

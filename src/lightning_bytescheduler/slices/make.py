@@ -1,8 +1,8 @@
 """Makes slices: cuts files of lines, rows or tables into a folder of slices with an index.
 
-The index is one file of JSON lines with names, counts and checksums. The first line says what the file is and has the
-checksum of all that follows; each other line is a slice, with the digests of its chunks, so that a chunk can be
-verified when the rest of its slice is still on its way.
+The index is one file of JSON lines with names, counts and checksums. The first line identifies the format and has the
+checksum of all that follows. Each other line is a slice with the digests of its chunks, so that a chunk can be verified
+before the rest of its slice arrives.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from lightning_bytescheduler.slices.urls import (
 )
 
 SLICE_BYTES = 64 * 1024 * 1024
-"""Target size of a slice."""
+"""Target size of a slice in bytes."""
 
 INDEX_NAME = "slices.index"
 """Name of the index in a folder of slices."""
@@ -67,28 +67,28 @@ def make_slices(
     timeout: float = TIMEOUT,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Slice]:
-    """Cut files of lines, .npy and Parquet files into slices, with an index that holds counts and checksums.
+    """Cut files of lines, .npy and Parquet files into slices, with an index of counts and checksums.
 
-    Slices of compressed files are not compressed, so that they can be cut and resumed anywhere. The index comes last: a
-    folder without one is not finished.
+    Slices of compressed files are not compressed, so that they can be cut and resumed anywhere. The index is written
+    last: a folder without one is not finished.
 
     Args:
         urls: Files, folders or globs, any URL that fsspec opens.
-        folder: URL or path of the folder to fill; made if it is missing.
+        folder: URL or path of the folder to fill; created if missing.
         slice_bytes: Target size of a slice.
         overwrite: Replace the slices of a folder that has an index.
         storage_options: For fsspec's file systems.
-        timeout: Seconds that a source may stay away.
-        progress: Told how many bytes have been read, and of how many.
+        timeout: Seconds that a source may be unavailable.
+        progress: Called with the bytes read so far and in all.
 
     Returns:
         The slices.
 
     Raises:
-        OptionError: If an option is not allowed, the folder has an index, or there is not a single sample.
+        OptionError: If an option is not allowed, the folder has an index, or there is no sample.
         UnsupportedError: If a file's format cannot be cut.
-        SliceCorruptError: If a file cannot be understood.
-        SourceUnavailableError: If a source stays away.
+        SliceCorruptError: If a file cannot be read as its format.
+        SourceUnavailableError: If a source is unavailable.
         OSError: If the folder cannot be written.
         ImportError: If a library is missing that a URL or a format needs.
     """
@@ -113,7 +113,7 @@ def make_slices(
         if not overwrite:
             allowed = "one without slices, unless they are to be overwritten (--overwrite, or overwrite=True)"
             raise OptionError("folder", folder, allowed)
-        # What is left of the old slices is no slice of the new ones, so an interrupted run must not leave its index.
+        # New slices overwrite old ones, so an interrupted run must not leave the old index.
         filesystem, index_path = file_system(join(folder, INDEX_NAME), known)
         filesystem.rm_file(index_path)
     sizes = {url: asked(url, partial(size_of, url, known))[0] for url in files}
@@ -154,14 +154,14 @@ def make_slices(
 def read_file(
     url: str, size: int, options: Mapping[str, Any], *, timeout: float, waiting: Waiting | None = None
 ) -> Iterator[bytearray]:
-    """A whole file, in pieces of whole chunks."""
+    """Yield a whole file, in pieces of whole chunks."""
     whole = Slice(key=url, url=url, start=0, size=size, samples=1)
     plan = ChunkPlan(size=size, chunk_bytes=_PIECE_BYTES)
     return fetch_chunks(whole, plan, partial(read_range, url, options=options), timeout=timeout, waiting=waiting)
 
 
 def _cut(url: str, form: SliceFormat, pieces: Iterator[Bytes], slice_bytes: int) -> Iterator[tuple[bytes, int]]:
-    """The contents of slices, each with its number of samples."""
+    """Yield the contents of slices, each with its number of samples."""
     stream = form.opened(SliceStream(pieces))
     if form.count_lines is not None:
         for content in cut_lines(stream.chunks(), slice_bytes):
@@ -195,7 +195,7 @@ def cut_lines(pieces: Iterable[Bytes], target_bytes: int) -> Iterator[bytes]:
             if not end:
                 end = held.find(b"\n", max(searched, target_bytes)) + 1
             if not end:
-                searched = len(held)  # a long line is not searched again for each piece
+                searched = len(held)  # avoids searching a long line again for each piece
                 break
             yield bytes(held[:end])
             del held[:end]
@@ -205,7 +205,7 @@ def cut_lines(pieces: Iterable[Bytes], target_bytes: int) -> Iterator[bytes]:
 
 
 def row_ranges(rows: int, row_bytes: int, target_bytes: int) -> Iterator[tuple[int, int]]:
-    """Divide rows into ranges of about ``target_bytes``, alike to one row.
+    """Divide rows into ranges of about ``target_bytes``, equal to within one row.
 
     Yields:
         The first row of a range, and the one after its last.
@@ -230,21 +230,21 @@ def _cut_rows(stream: SliceStream, slice_bytes: int) -> Iterator[tuple[bytes, in
 
 
 def npy_slice(rows: np.ndarray[Any, Any]) -> bytes:
-    """The content of a .npy file with these rows."""
+    """Return the content of a .npy file with these rows."""
     file = io.BytesIO()
     np.lib.format.write_array(file, np.ascontiguousarray(rows), allow_pickle=False)
     return file.getvalue()
 
 
 def cut_parquet(file: BinaryIO, slice_bytes: int) -> Iterator[tuple[bytes, int]]:
-    """Cut a Parquet file into smaller ones of about ``slice_bytes``, by the rows' average size.
+    """Cut a Parquet file into smaller ones of about ``slice_bytes``, by the average size of rows.
 
     Yields:
-        The content of a file, and its rows.
+        The content of a file, and its number of rows.
 
     Raises:
         ImportError: If pyarrow is not installed.
-        ValueError: If it is no Parquet file.
+        ValueError: If it is not a Parquet file.
     """
     parquet = import_parquet()
     size = file.seek(0, io.SEEK_END)
@@ -272,11 +272,11 @@ def _require_other_folder(folder: str, files: Iterable[str]) -> None:
 
 
 def require_sample(form: SliceFormat, url: str, content: bytes) -> None:
-    """Make the first sample of a slice of lines: they are counted, and cut, whatever they hold.
+    """Make the first sample of a slice of lines, as lines are counted and cut without being parsed.
 
     Args:
         form: The format.
-        url: Of the file.
+        url: URL of the file.
         content: Whole lines.
 
     Raises:
@@ -295,10 +295,10 @@ def require_sample(form: SliceFormat, url: str, content: bytes) -> None:
 
 
 def _write(url: str, content: bytes, options: Mapping[str, Any]) -> None:
-    """Write a file whole or not at all."""
+    """Write a file completely or not at all."""
     path = local_path(url)
     if path is None:
-        # Object stores show a file when it is complete; one that was not is unknown to any index.
+        # Object stores show only complete files, and no index names an incomplete one.
         filesystem, path = file_system(url, options)
         with filesystem.open(path, "wb") as file:
             file.write(content)
@@ -333,12 +333,12 @@ class IndexLine(msgspec.Struct, forbid_unknown_fields=True):
 
     @classmethod
     def of(cls, name: str, content: bytes, samples: int) -> IndexLine:
-        """Describe the slice that ``content`` makes as a file."""
+        """Describe the slice with this content."""
         return cls(name, len(content), samples, checksum_of(content), digests_of(content).hex())
 
 
 def write_index(lines: Sequence[IndexLine]) -> bytes:
-    """The content of the index file for these slices."""
+    """Return the content of the index file for these slices."""
     encoder = msgspec.json.Encoder()
     body = encoder.encode_lines(lines)
     head = _Head(
@@ -355,14 +355,14 @@ def read_index(content: bytes, *, folder: str) -> list[tuple[Slice, ChunkPlan]]:
     """Read an index.
 
     Args:
-        content: Of the index file.
-        folder: URL of the folder that it is in.
+        content: Content of the index file.
+        folder: URL of its folder.
 
     Returns:
-        The slices, and their chunks.
+        The slices with their chunks.
 
     Raises:
-        SliceIndexError: If it is no index, of another version, or damaged.
+        SliceIndexError: If it is not an index, of another version, or damaged.
     """
     first, _, body = content.partition(b"\n")
     place = join(folder, INDEX_NAME)

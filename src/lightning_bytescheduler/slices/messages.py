@@ -1,8 +1,7 @@
-"""What workers and the slice tracker tell each other, and how it travels: one line of JSON for each message.
+"""Messages between workers and the slice tracker, each one line of JSON.
 
-Messages are frozen and hold plain values only. What arrives is checked against their types: the right fields, whole
-numbers where whole numbers belong, no empty names. Whether a number fits the slices that there are is the tracker's
-matter.
+Messages are frozen and hold only plain values. Incoming ones are checked against their types: the right fields, whole
+numbers where required, no empty names. The tracker checks whether numbers fit its slices.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="k
 
 
 class JoinTracker(_Message, frozen=True):
-    """A worker is there.
+    """A worker joins.
 
     Attributes:
-        worker: Its name, the same after a restart: what it held is kept for that name.
+        worker: Name of the worker, the same after a restart: what it held is kept for that name.
         incarnation: Any text that no other process of that name uses. A process that joins again after ``JoinAgain``
             may repeat its own.
-        keeps: How many slices it keeps that it has fetched. It is given these first in the next epochs.
-        prefetch: Slices it may hold that it has not begun; None for the tracker's own option.
+        keeps: Number of fetched slices that it keeps. It is given these first in the next epochs.
+        prefetch: Slices it may hold that it has not begun; ``None`` for the tracker's own option.
     """
 
     worker: Name
@@ -45,13 +44,13 @@ class JoinTracker(_Message, frozen=True):
 class Joined(_Message, frozen=True):
     """The worker may ask for slices.
 
-    Grants from before the join are void. What the worker is to continue comes again as the answer to its requests, in
-    the order in which it held it.
+    Earlier grants are void. What the worker is to continue comes again in answer to its requests, in the order in which
+    it held it.
 
     Attributes:
-        session: Goes into every other message.
+        session: Part of every later message.
         epoch: The newest epoch that slices are handed out of.
-        lease: Seconds without a message after which the worker is taken for dead.
+        lease: Seconds without a message after which the worker counts as dead.
     """
 
     session: Natural
@@ -60,15 +59,15 @@ class Joined(_Message, frozen=True):
 
 
 class RequestSlice(_Message, frozen=True):
-    """A worker wants one more slice. One request of a worker at a time; one that got no answer may be repeated.
+    """A worker requests one more slice, one request at a time; a request without an answer may be repeated.
 
     Attributes:
-        session: The worker's.
-        epoch: The epoch it trains; it may be given what is left of one before. The first request for the next one
-            opens it, if all that is left of this one is in workers' hands.
-        holding: Every grant that it was told of and has not finished: one that is missing here and that the worker
-            never began is sent again, as its answer must have been lost.
-        looks: It only asks how the epoch stands: as long as another worker holds a slice, it is given none.
+        session: The worker's session.
+        epoch: The epoch it trains; it may be given the rest of an earlier one. The first request for the next epoch
+            opens it, if workers hold all that is left of this one.
+        holding: Every known grant that is not finished. A missing one that the worker never began is sent again, as its
+            answer must have been lost.
+        looks: Only ask about the epoch's state: while another worker holds a slice, none is given.
     """
 
     session: Natural
@@ -78,15 +77,15 @@ class RequestSlice(_Message, frozen=True):
 
 
 class Assignment(_Message, frozen=True):
-    """A slice for the worker. It may fetch it at once, and trains on it after its first report was accepted.
+    """A slice for the worker, which may fetch it at once and train on it after its first report is accepted.
 
     Attributes:
-        grant: Identity of this handing-out; goes into messages about it.
+        grant: Id of this assignment; part of messages about it.
         epoch: The epoch it belongs to.
-        slice_index: The slice's index in the catalogue.
+        slice_index: Index of the slice in the catalogue.
         slice: The slice itself.
-        first: First sample to train on; those before it have been.
-        revoked: Of the grants listed in the request, those that are not the worker's any more.
+        first: First sample to train on; earlier ones are done.
+        revoked: Those of the request's grants that are not the worker's now.
     """
 
     grant: Natural
@@ -105,9 +104,9 @@ class WaitReason(str, Enum):
     HELD = "held"
     """Other workers hold the rest: ask again, as one may die, or have more to do than this one."""
     EPOCH = "epoch"
-    """The epoch asked for cannot begin yet, as one is not over that is two before it."""
+    """The epoch asked for cannot begin yet, as the one two before it is not over."""
     OVER = "over"
-    """Nothing is left of the epoch asked for, in nobody's hands either: ask for the next one."""
+    """Nothing is left of the epoch asked for, with any worker: ask for the next one."""
 
 
 class AskLater(_Message, frozen=True):
@@ -123,15 +122,15 @@ class AskLater(_Message, frozen=True):
 
 
 class ReportProgress(_Message, frozen=True):
-    """A worker has trained on a slice up to a sample, and goes on with it.
+    """A worker has trained on a slice up to a sample, and continues with it.
 
-    The first one has the ``first`` of the assignment: only where that is accepted, the worker may train. One with all
-    samples says that the slice is done. Those between may be lost. May come in any order, any number of times.
+    The first report has the assignment's ``first``: the worker may train only if it is accepted. A report with all
+    samples ends the slice. Reports in between may be lost, repeated or reordered.
 
     Attributes:
-        session: The worker's.
-        grant: The assignment's.
-        trained: Samples of the slice that are trained on, counted from the slice's first one.
+        session: The worker's session.
+        grant: The assignment's grant.
+        trained: Trained samples of the slice, counted from its first one.
     """
 
     session: Natural
@@ -140,7 +139,7 @@ class ReportProgress(_Message, frozen=True):
 
 
 class QuarantineSlice(_Message, frozen=True):
-    """A slice cannot be read, also not when fetched again. May be repeated."""
+    """A slice cannot be read, also when fetched again. May be repeated."""
 
     session: Natural
     key: Name
@@ -148,23 +147,23 @@ class QuarantineSlice(_Message, frozen=True):
 
 
 class RenewLease(_Message, frozen=True):
-    """The worker lives. Every other message says so too."""
+    """The worker lives. Every other message implies this too."""
 
     session: Natural
 
 
 class LeaveTracker(_Message, frozen=True):
-    """The worker goes, and has trained on nothing beyond what it reported."""
+    """The worker leaves, and has trained on nothing beyond its reports."""
 
     session: Natural
 
 
 class Receipt(_Message, frozen=True):
-    """What became of a message that hands nothing out.
+    """The result of a message that hands nothing out.
 
     Attributes:
-        accepted: Whether it counted. If not, the slice is not the worker's, or no more, as it is done, was given to
-            another one or is quarantined: stop. What was not reported does not count.
+        accepted: Whether it counted. If not, stop: the slice is not the worker's now, as it is done, was given to
+            another one or is quarantined. What was not reported does not count.
     """
 
     accepted: bool
@@ -173,35 +172,35 @@ class Receipt(_Message, frozen=True):
 class JoinAgain(_Message, frozen=True):
     """The session is over, as its lease ran out or the tracker was restarted. All of its grants are void.
 
-    Any message but a ``JoinTracker`` can be answered with it.
+    Any message but a ``JoinTracker`` may get this answer.
     """
 
 
 Call: TypeAlias = JoinTracker | RequestSlice | ReportProgress | QuarantineSlice | RenewLease | LeaveTracker
-"""What a worker says."""
+"""Messages of workers."""
 
 Reply: TypeAlias = Joined | Assignment | AskLater | Receipt | JoinAgain
-"""What the tracker answers."""
+"""Answers of the tracker."""
 
 _DECODER = msgspec.json.Decoder(Call | Reply)
 
 
 class TrackerClient(Protocol):
-    """The tracker as its workers see it, whether it is in their process, in rank 0's, or in a service."""
+    """The tracker as its workers see it: in their process, in rank 0's, or in a service."""
 
     def answer(self, message: Call) -> Reply:
-        """Answer a worker; never waits for others. A call may be repeated when its answer was lost.
+        """Answer a worker without waiting for others. A call may be repeated if its answer was lost.
 
         Raises:
-            Exception: What the transport raises.
+            Exception: Errors of the transport.
         """
 
 
 def encode(message: Call | Reply) -> str:
-    """Write a message.
+    """Encode a message.
 
     Raises:
-        OptionError: If it cannot be written, as a name that is no text in Unicode.
+        OptionError: If it cannot be encoded, as with a name that is not valid Unicode.
     """
     try:
         return msgspec.json.encode(message).decode()
@@ -210,10 +209,10 @@ def encode(message: Call | Reply) -> str:
 
 
 def decode(text: str | bytes) -> Call | Reply:
-    """Read what :func:`encode` wrote.
+    """Decode the result of :func:`encode`.
 
     Raises:
-        OptionError: If it is no such message.
+        OptionError: If it is not such a message.
     """
     try:
         message: Call | Reply = _DECODER.decode(text)

@@ -1,4 +1,4 @@
-"""The options of slices, each set of them checked when it is made."""
+"""The options of slices, validated when made."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PACKAGES = ("xxhash", "tenacity", "platformdirs")
 
 
 TIMEOUT = 60.0
-"""Seconds that a source may stay away, where nothing else is said."""
+"""Default seconds that a source may be unavailable."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,10 +34,10 @@ class StoreOptions:
     """How slices are stored and fetched; validated when made.
 
     Attributes:
-        cache: Folder of the cache, on a disk of this machine, or ``{"dir": ..., "bytes": ...}`` with the cache's bound;
-            None for no cache, which means no prefetching.
-        prefetch: Slices to keep ahead of the one being read; fewer where these were more than a quarter of the cache.
-        timeout: Seconds that a source may stay away.
+        cache: Folder of the cache, on a disk of this machine, or ``{"dir": ..., "bytes": ...}`` with its limit;
+            ``None`` for no cache and no prefetching.
+        prefetch: Slices to keep ahead of the one being read; fewer if these were more than a quarter of the cache.
+        timeout: Seconds that a source may be unavailable.
 
     Raises:
         OptionError: If an option is out of its range.
@@ -68,12 +68,12 @@ class TrackerOptions:
     """How slices are handed out; validated when made.
 
     Attributes:
-        seed: Of the order of slices, from 0 to 2**64 - 1.
-        shuffle: False hands slices out in the catalogue's order.
-        delivery: ``"at_least_once"``: what a dead worker had begun comes back, from the last sample it is known to have
-            trained on, so what it trained on after its last report is trained on twice. ``"at_most_once"``: that rest
-            is dropped from the epoch and counted. Without deaths both train each sample exactly once.
-        lease: Seconds without a message after which a worker is taken for dead.
+        seed: Seed of the order of slices, from 0 to 2**64 - 1.
+        shuffle: False keeps the catalogue's order.
+        delivery: ``"at_least_once"``: what a dead worker had begun comes back from its last known trained sample, so
+            what it trained on after its last report is trained on twice. ``"at_most_once"``: that rest is dropped from
+            the epoch and counted. Without deaths both train each sample exactly once.
+        lease: Seconds without a message after which a worker counts as dead.
         prefetch: Slices a worker may hold that it has not begun.
 
     Raises:
@@ -95,7 +95,7 @@ class TrackerOptions:
 
 
 def require_packages(feature: str) -> None:
-    """Require the packages that slices are read with, before any process is started that would lack them.
+    """Require the packages that read slices, before any process starts that would lack them.
 
     Args:
         feature: What needs them.
@@ -109,12 +109,12 @@ def require_packages(feature: str) -> None:
 
 
 def require_function(option: str, value: object, *arguments: str) -> None:
-    """Require a function, or None.
+    """Require a function, or ``None``.
 
     Args:
-        option: Its name.
-        value: What was given.
-        arguments: Names of what it is called with, for the message.
+        option: Name of the option.
+        value: Its value.
+        arguments: Names of the function's arguments, for the message.
 
     Raises:
         OptionError: If it is neither.
@@ -124,10 +124,10 @@ def require_function(option: str, value: object, *arguments: str) -> None:
 
 
 def require_urls(option: str, urls: object) -> tuple[str, ...]:
-    """URLs and paths, as a tuple of texts.
+    """Return URLs and paths as a tuple of texts.
 
     Raises:
-        OptionError: If they are none, or one is there twice.
+        OptionError: If there are none, or one is repeated.
     """
     given = tuple(urls) if isinstance(urls, (list, tuple)) else (urls,)
     places = [os.fspath(place) if isinstance(place, (str, os.PathLike)) else None for place in given]
@@ -142,7 +142,7 @@ def require_urls(option: str, urls: object) -> tuple[str, ...]:
 
 
 def require_batch_size(option: str, size: object) -> int | list[int]:
-    """A batch size of all ranks, or one of each.
+    """Return a batch size for all ranks, or one for each.
 
     Raises:
         OptionError: If it is neither.
@@ -154,10 +154,10 @@ def require_batch_size(option: str, size: object) -> int | list[int]:
 
 
 def batch_sizes_of(option: str, size: int | Sequence[int], ranks: int) -> tuple[int, ...]:
-    """The batch size of each rank.
+    """Return the batch size of each rank.
 
     Raises:
-        OptionError: If there are not as many as ranks.
+        OptionError: If their number is not that of the ranks.
     """
     sizes = (size,) * ranks if isinstance(size, int) else tuple(size)
     if len(sizes) != ranks:
@@ -166,7 +166,7 @@ def batch_sizes_of(option: str, size: int | Sequence[int], ranks: int) -> tuple[
 
 
 def default_cache_dir() -> str:
-    """Where slices are kept if nothing else is said: in the user's folder for caches, as the system has it.
+    """Return the default folder for slices, in the user's folder for caches.
 
     Raises:
         ImportError: If a package is missing that finds it.

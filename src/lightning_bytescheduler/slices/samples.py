@@ -1,4 +1,4 @@
-"""The samples of a slice by their numbers: a process makes those of its own batches, and passes over the others."""
+"""The samples of a slice by number: a process makes those of its own batches and skips the others."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from lightning_bytescheduler.slices.slice import Slice
 class SliceSamples:
     """Samples of a slice, in parts with ``take``, or in any order with ``pick``, which keeps the whole slice.
 
-    Both raise a ``SliceCorruptError`` if the slice is not what it should be; what was yielded before is right.
+    Both raise a ``SliceCorruptError`` if the slice is not as expected; samples yielded before are correct.
 
-    A format that is known finds samples without making them. A user's reader makes one after the other: what lies
-    before the next batch is passed over by beginning anew, if all bytes are here, or by making samples in vain.
+    A known format finds samples without making them. A user's reader makes one after the other. To skip samples it
+    begins anew, if all bytes are local, or makes samples in vain.
 
     Args:
         slice_: The slice.
-        read: Begins to read its blocks: of a user's reader, from the sample of that number on.
-        is_here: Whether all bytes are on this machine, for a user's reader; None for a format that is known.
+        read: Begins to read its blocks; a user's reader from the sample with the given number on.
+        is_here: Whether all bytes are on this machine, for a user's reader; ``None`` for a known format.
     """
 
     def __init__(
@@ -40,12 +40,12 @@ class SliceSamples:
         self._is_here = is_here
         self._blocks: Iterator[SampleBlock[Any]] | None = None
         self._block: SampleBlock[Any] = ListedSamples([])
-        self._begin = self._first = 0  # of the block, and of the reading
+        self._begin = self._first = 0  # first samples of the block, and of the reading
         self._all: list[SampleBlock[Any]] = []
         self._begins: list[int] = []
 
     def take(self, start: int, stop: int) -> Iterator[Sequence[Any]]:
-        """Samples ``start`` to ``stop``; what is before ``start`` can no longer be asked for."""
+        """Yield samples ``start`` to ``stop``; earlier ones cannot be requested afterwards."""
         if self._is_here is not None and (self._blocks is None or (start != self._end and self._is_here())):
             self._blocks, self._block = None, ListedSamples([])
             self._begin = self._first = start
@@ -61,7 +61,7 @@ class SliceSamples:
             self._require_end()
 
     def pick(self, numbers: npt.NDArray[np.int64]) -> Iterator[Sequence[Any]]:
-        """Samples in any order."""
+        """Yield samples in any order."""
         if not self._all:
             self._read_all()
         if len(self._all) == 1:
@@ -77,7 +77,7 @@ class SliceSamples:
         return self._begin + len(self._block)
 
     def _go_on(self) -> bool:
-        """Go to the next block; whether there is one."""
+        """Go to the next block; returns whether there is one."""
         try:
             if self._blocks is None:
                 self._blocks = self._read(self._first)
@@ -90,7 +90,7 @@ class SliceSamples:
         return True
 
     def _require_end(self) -> None:
-        while self._end <= self._slice.samples and self._go_on():  # also takes the reader to the end of its bytes
+        while self._end <= self._slice.samples and self._go_on():  # also reads the remaining bytes
             pass
         if self._end > self._slice.samples:
             raise self._wrong_count()
@@ -106,10 +106,10 @@ class SliceSamples:
         self._all, self._begins = found, begins
 
     def _made(self, block: SampleBlock[Any], begin: int, numbers: SampleNumbers) -> Iterator[Sequence[Any]]:
-        """Samples of a block, whose first is number ``begin`` of the slice; ``numbers`` count from there."""
+        """Yield samples of a block that begins at number ``begin`` of the slice; ``numbers`` count within the block."""
         try:
             made = block[numbers]
-        except ValueError:  # what is before the malformed one is right
+        except ValueError:  # samples before the malformed one are correct
             each = range(*numbers.indices(len(block))) if isinstance(numbers, slice) else numbers.tolist()
             for number in each:
                 try:

@@ -1,7 +1,7 @@
 """A data node: serves a folder over HTTP, read-only, with ranges, so that fsspec reads slices from it.
 
-aiohttp does the serving, ranges included. A path counts as what it is after all links and dots are resolved, and what
-is then not in the folder does not exist.
+It is based on aiohttp, which serves ranges. Paths are resolved, with all links and dots, and those outside of the
+folder do not exist.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ class SliceServer(BackgroundServer):
     """Serves the files of a folder until it is closed.
 
     Args:
-        folder: What is served, subfolders included.
+        folder: The folder, subfolders included.
         host: Address to listen at.
         port: 0 takes a free one.
-        token: What readers must send as ``Authorization: Bearer <token>``; None for none.
-        certificate: File of the TLS certificate chain; None serves without TLS.
+        token: Token that readers must send as ``Authorization: Bearer <token>``; ``None`` for none.
+        certificate: File of the TLS certificate chain; ``None`` serves without TLS.
         key: File of its private key.
 
     Raises:
-        OptionError: If the folder is none, a file of TLS cannot be used, or the address is not of this machine alone
-            and TLS or the token is missing.
-        OSError: If the address cannot be listened at.
+        OptionError: If there is no such folder, a file of TLS cannot be used, or the address is not local to this
+            machine and TLS or the token is missing.
+        OSError: If it cannot listen at the address.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class SliceServer(BackgroundServer):
         super().__init__(access, port, name="bytescheduler-slice-server")
 
     async def application(self) -> web.Application:
-        """The folder's only route."""
+        """The application with the folder's only route."""
         application = web.Application(middlewares=[guard(self._access, self.refusals)])
         application.router.add_get("/{name:.*}", self._answer)
         return application
@@ -59,7 +59,7 @@ class SliceServer(BackgroundServer):
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         try:
             path = (self._folder / request.match_info["name"]).resolve()
-        except (OSError, RuntimeError, ValueError):  # too long, a loop of links, or a character no path has
+        except (OSError, RuntimeError, ValueError):  # too long, a loop of links, or an invalid character
             raise web.HTTPNotFound from None
         if path.is_relative_to(self._folder):
             if path.is_file():
@@ -70,7 +70,7 @@ class SliceServer(BackgroundServer):
 
 
 class _AsItIs(web.FileResponse):
-    """A file, and not the .gz beside it, which aiohttp would send to whoever can unpack it: ranges are of the file."""
+    """A file itself, not the .gz beside it, which aiohttp would send to clients that accept it."""
 
     async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
         headers = request.headers.copy()
@@ -79,7 +79,7 @@ class _AsItIs(web.FileResponse):
 
 
 def _listing(folder: Path) -> str:
-    """Links, in which fsspec finds what is in a folder."""
+    """Return a page of links, in which fsspec finds a folder's contents."""
     names = sorted(f"{path.name}/" if path.is_dir() else path.name for path in folder.iterdir())
     links = (f'<li><a href="{quote(name)}">{escape(name)}</a></li>' for name in names)
     return f"<!doctype html><title>{escape(folder.name)}</title><ul>{''.join(links)}</ul>"

@@ -1,6 +1,6 @@
-"""A slice: a piece of the data that is handed out, fetched and trained on as one; its stream of bytes and checksums.
+"""A slice: a piece of the data that is handed out, fetched and trained on as a unit; its stream of bytes and checksums.
 
-A chunk is what is verified, and handed on, as one piece while the rest of its slice is still on its way.
+A chunk is the unit of verification, and is available before the rest of its slice arrives.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lightning_bytescheduler.exceptions import OptionError
 Bytes = bytes | bytearray | memoryview
 
 CHUNK_BYTES = 1024 * 1024
-"""Size of a chunk: small enough that the first sample is there soon, large enough that checks cost nothing."""
+"""Bytes of a chunk: small enough for an early first sample, large enough for cheap checks."""
 
 DIGEST_BYTES = 8
 _ALGORITHM = "xxh3_64"
@@ -30,11 +30,11 @@ class Slice:
 
     Attributes:
         key: Identity of the slice, the same in every process and after every restart.
-        url: Where its bytes are, any URL that fsspec opens.
+        url: URL of its bytes, any that fsspec opens.
         start: First byte of the range in the file at ``url``.
         size: Length of the range in bytes.
         samples: Samples in it, at least one.
-        checksum: ``"xxh3_64:<hex>"`` of the range's bytes, or None where the source has no index.
+        checksum: ``"xxh3_64:<hex>"`` of the range's bytes, or ``None`` if the source has no index.
 
     Raises:
         OptionError: If the key or the URL is empty, or a number is out of its range.
@@ -57,10 +57,10 @@ class Slice:
 
 
 class SliceState(IntEnum):
-    """State of a slice in the running epoch, as the tracker keeps it in one byte.
+    """State of a slice in the current epoch, which the tracker keeps in one byte.
 
     ``AVAILABLE -> ASSIGNED -> USED``; back to ``AVAILABLE`` when its holder dies or leaves, and with a new epoch.
-    ``QUARANTINED`` slices cannot be read; they are left out of this epoch and of those that follow.
+    ``QUARANTINED`` slices cannot be read; they are left out of this epoch and of later ones.
     """
 
     AVAILABLE = 0
@@ -70,13 +70,13 @@ class SliceState(IntEnum):
 
 
 class SliceStream(io.BufferedIOBase):
-    """A binary file that is read once, from its start; seeking is not possible.
+    """A binary file that is read once, from its start; it cannot seek.
 
-    It can be given to whatever reads binary files. ``chunks()`` hands the bytes over without a copy; a reader uses
-    either that or the methods of a file, not both.
+    Any code that reads binary files can use it. ``chunks()`` yields the bytes without a copy; a reader uses either that
+    or the methods of a file, not both.
 
     Args:
-        chunks: The bytes, in pieces of any size. A piece is not written to later, but a reader may do so.
+        chunks: The bytes, in pieces of any size. The source does not write to a piece later, but a reader may.
     """
 
     def __init__(self, chunks: Iterator[Bytes]) -> None:
@@ -84,14 +84,14 @@ class SliceStream(io.BufferedIOBase):
         self._rest = memoryview(b"")
 
     def chunks(self) -> Iterator[Bytes]:
-        """The bytes that were not read yet, piece by piece."""
+        """Yield the bytes that were not read yet, piece by piece."""
         if self._rest:
             rest, self._rest = self._rest, memoryview(b"")
             yield rest
         yield from self._chunks
 
     def readable(self) -> bool:
-        """Always true."""
+        """Return true."""
         return True
 
     def read(self, size: int | None = -1, /) -> bytes:
@@ -105,7 +105,7 @@ class SliceStream(io.BufferedIOBase):
         return b"".join(parts)
 
     def read1(self, size: int = -1, /) -> bytes:
-        """Read up to ``size`` bytes, of one piece."""
+        """Read up to ``size`` bytes of one piece."""
         while not self._rest:
             piece = next(self._chunks, None)
             if piece is None:
@@ -118,7 +118,7 @@ class SliceStream(io.BufferedIOBase):
 
 @functools.cache
 def xxhash() -> ModuleType:
-    """The package that makes checksums, imported when the first one is wanted.
+    """Import the package for checksums, at its first use.
 
     Raises:
         ImportError: If it is not installed; names the extra.
@@ -129,7 +129,7 @@ def xxhash() -> ModuleType:
 
 
 def checksum_of(content: Bytes) -> str:
-    """The checksum of ``content`` as slices and indexes state it, ``"xxh3_64:<hex>"``."""
+    """Return the checksum of ``content`` as in slices and indexes, ``"xxh3_64:<hex>"``."""
     return f"{_ALGORITHM}:{xxhash().xxh3_64_hexdigest(content)}"
 
 
@@ -140,7 +140,7 @@ class WholeChecksum:
         self._state = xxhash().xxh3_64()
 
     def update(self, piece: Bytes) -> None:
-        """Take the next piece."""
+        """Add the next piece."""
         self._state.update(piece)
 
     def __str__(self) -> str:
@@ -148,7 +148,7 @@ class WholeChecksum:
 
 
 def digests_of(content: Bytes, chunk_bytes: int = CHUNK_BYTES) -> bytes:
-    """The digests of all chunks of ``content``, one after the other, ``DIGEST_BYTES`` each."""
+    """Return the digests of all chunks of ``content``, joined, ``DIGEST_BYTES`` each."""
     view = memoryview(content)
     starts = range(0, len(view), chunk_bytes)
     return b"".join(xxhash().xxh3_64_digest(view[start : start + chunk_bytes]) for start in starts)
@@ -156,15 +156,15 @@ def digests_of(content: Bytes, chunk_bytes: int = CHUNK_BYTES) -> bytes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChunkPlan:
-    """How a slice is divided into chunks, and what is known of each.
+    """How a slice is divided into chunks, with their digests.
 
     Attributes:
         size: Bytes of the slice.
-        digests: Of the chunks, ``DIGEST_BYTES`` each; None where only lengths can be checked.
+        digests: Digests of the chunks, ``DIGEST_BYTES`` each; ``None`` if only lengths can be checked.
         chunk_bytes: Bytes of a chunk; the last one may be shorter.
 
     Raises:
-        OptionError: If there are not as many digests as chunks.
+        OptionError: If the digests are not as many as the chunks.
     """
 
     size: int
@@ -181,12 +181,12 @@ class ChunkPlan:
         return -(-self.size // self.chunk_bytes)
 
     def bounds(self, number: int) -> tuple[int, int]:
-        """First byte of chunk ``number``, and the one after its last, counted from the slice's start."""
+        """Return the first byte of chunk ``number`` and the one after its last, counted from the slice's start."""
         start = number * self.chunk_bytes
         return start, min(start + self.chunk_bytes, self.size)
 
     def is_right(self, number: int, content: Bytes) -> bool:
-        """Whether ``content`` is chunk ``number``, as far as is known."""
+        """Whether ``content`` is chunk ``number``, as far as can be checked."""
         start, stop = self.bounds(number)
         if len(content) != stop - start:
             return False
@@ -200,12 +200,12 @@ class ChunkPlan:
 def right_chunks(
     content: memoryview, plan: ChunkPlan, first: int = 0, *, together: bool = False
 ) -> Iterator[memoryview]:
-    """The chunks of a slice whose bytes are all here, without a copy; ends before one that is damaged.
+    """Yield the chunks of a complete slice without a copy; ends before a damaged one.
 
     Args:
         content: The slice's bytes.
         plan: Its chunks.
-        first: Number of the first chunk that is wanted.
+        first: Number of the first chunk.
         together: Yield them in one piece.
     """
     begin = plan.bounds(first)[0]

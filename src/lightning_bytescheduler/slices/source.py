@@ -1,9 +1,9 @@
 """A source: files and folders behind URLs, seen as slices.
 
-A folder that has an index, as ``lightning-bytescheduler slices make`` writes it, says everything itself. Without one,
-files of lines are read once from end to end, which finds where they can be cut, counts the samples and notes the
-checksums. A .npy file is divided into ranges of rows by its header alone, so that only lengths can be verified. Any
-other file, and one that is compressed, is one slice, read once to count its samples.
+A folder with an index, as written by ``lightning-bytescheduler slices make``, describes itself. Without one, files of
+lines are read once to find where they can be cut, to count samples and to compute checksums. A .npy file is divided
+into ranges of rows by its header alone, so only lengths can be verified. Any other file, and any compressed one, is one
+slice, read once to count its samples.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceFile:
-    """What the slices of one file have in common.
+    """What the slices of one file share.
 
     Attributes:
         form: Its format.
-        version: Tells other contents of the same URL apart, where there are no checksums.
+        version: Distinguishes other contents of the same URL, if there are no checksums.
         header: What a reader needs before the bytes of a slice that does not begin with the file.
     """
 
@@ -75,16 +75,16 @@ class SourceFile:
 
 
 class SliceSource:
-    """Slices, and how each is read. Can be pickled if the reader can, and handed to other processes.
+    """Slices, and how each is read. Can be pickled if the reader can, and sent to other processes.
 
     Args:
-        slices: In the order of the data.
-        files: By URL.
-        plans: Chunks of slices that there are digests of, by the slice's key.
+        slices: The slices in the order of the data.
+        files: Files by URL.
+        plans: Chunks of slices with digests, by the slice's key.
         storage_options: For fsspec's file systems.
 
     Attributes:
-        slices: In the order of the data; each key once.
+        slices: The slices in the order of the data; each key once.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class SliceSource:
 
     @cached_property
     def catalogue(self) -> SliceCatalogue:
-        """Of the slices.
+        """The catalogue of the slices.
 
         Raises:
             OptionError: If two have the same key.
@@ -113,39 +113,39 @@ class SliceSource:
         return SliceCatalogue(self.slices)
 
     def plan(self, slice_: Slice) -> ChunkPlan:
-        """The chunks of a slice."""
+        """Return the chunks of a slice."""
         return self._plans.get(slice_.key) or ChunkPlan(size=slice_.size)
 
     def version(self, slice_: Slice) -> str:
-        """What tells other contents of the same URL apart, where there is no checksum; else empty."""
+        """Return what distinguishes other contents of the same URL, if there is no checksum; otherwise empty."""
         return self._files[slice_.url].version
 
     def has_file(self, slice_: Slice, timeout: float) -> bool:
-        """Whether the slice's file is there now.
+        """Whether the slice's file exists.
 
         Raises:
-            SourceUnavailableError: If the source stays away.
+            SourceUnavailableError: If the source is unavailable.
         """
         question = partial(exists, slice_.url, self._storage_options)
         return ask(slice_.url, question, timeout=timeout, waiting=Waiting(), lasting=LASTING_AT_FIRST)
 
     def read(self, slice_: Slice, start: int, stop: int) -> bytes:
-        """Ask the source for a range of the slice's file.
+        """Read a range of the slice's file from the source.
 
         Raises:
-            Exception: Whatever the file system raises.
+            Exception: Errors of the file system.
         """
         return read_range(slice_.url, start, stop, self._storage_options)
 
     def open(
         self, slice_: Slice, chunks: Callable[[], Iterator[Bytes]], *, is_here: Callable[[], bool] = lambda: False
     ) -> SliceSamples:
-        """The samples of a slice.
+        """Return the samples of a slice.
 
         Args:
             slice_: The slice.
             chunks: Begins to read its verified bytes.
-            is_here: Whether all of them are on this machine, so that reading them again costs little.
+            is_here: Whether all of them are on this machine, so that reading them again is cheap.
         """
         form = self._files[slice_.url].form
         return SliceSamples(
@@ -174,20 +174,20 @@ def open_source(
 
     Args:
         urls: Files, folders, globs or indexes, any URL that fsspec opens; slices keep this order, files are sorted.
-        option: What the URLs were given as, for messages.
+        option: Option with the URLs, for messages.
         reader: Makes samples of a file's bytes, for a format that is not known by its suffix.
         slice_bytes: Target size of the ranges into which large files are divided.
         storage_options: For fsspec's file systems.
-        timeout: Seconds that a source may stay away.
+        timeout: Seconds that a source may be unavailable.
         waiting: Time and chance.
-        needs_index: Refuse what has no index, before it is read.
+        needs_index: Refuse sources without an index, before they are read.
 
     Raises:
-        OptionError: If a URL stands for no file, a suffix is not known, no source takes one of ``storage_options``,
-            an index is needed and missing, or there is not a single sample.
+        OptionError: If a URL matches no file, a suffix is not known, no source takes one of ``storage_options``, an
+            index is needed and missing, or there is no sample.
         SliceIndexError: If an index is damaged, or a folder has slices and none.
-        SliceCorruptError: If a file without an index cannot be understood, or is shorter than its source says.
-        SourceUnavailableError: If a source stays away.
+        SliceCorruptError: If a file without an index cannot be read as its format, or is shorter than its source says.
+        SourceUnavailableError: If a source is unavailable.
         ImportError: If a library is missing that a URL or a format needs.
     """
     require_whole("slice_bytes", slice_bytes, 1)
@@ -211,13 +211,13 @@ class _Opening:
     _timeout: float
     _waiting: Waiting
     _needs_index: bool
-    _found: dict[str, list[Slice]] = field(default_factory=dict)  # by place, and then file: the order of the result
-    _unread: dict[str, int] = field(default_factory=dict)  # files that are to be read, and their sizes
+    _found: dict[str, list[Slice]] = field(default_factory=dict)  # by place and file, in the order of the result
+    _unread: dict[str, int] = field(default_factory=dict)  # files to read, with their sizes
     _files: dict[str, SourceFile] = field(default_factory=dict)
     _plans: dict[str, ChunkPlan] = field(default_factory=dict)
 
     def add(self, place: str, *, prefix: str) -> None:
-        """Look what a place is; what has to be read is only noted."""
+        """Examine a place; files without an index are read later."""
         urls = self._ask(place, partial(expand, place, self._storage_options, self._option))
         index = next((url for url in urls if _name(url) == INDEX_NAME), None)
         if index is not None:
@@ -234,7 +234,7 @@ class _Opening:
             )
         for url in urls:
             if url in self._found:
-                continue  # two globs may name the same file
+                continue  # two globs may match the same file
             form = format_of(url, self._reader, option=self._option)
             size, version = self._ask(url, partial(size_of, url, self._storage_options))
             self._files[url] = SourceFile(form=form, version=version)
@@ -255,7 +255,7 @@ class _Opening:
                 self._count(Slice(key=url, url=url, start=0, size=size, samples=1), form, pieces)
 
     def result(self, places: Sequence[str]) -> SliceSource:
-        """The source."""
+        """Return the source."""
         slices = [slice_ for found in self._found.values() for slice_ in found]
         if not slices:
             raise OptionError(self._option, places, "files with at least one sample")
@@ -306,7 +306,7 @@ class _Opening:
 
         def noted() -> Iterator[bytearray]:
             for piece in pieces:
-                digests.append(digests_of(piece))  # a piece is made of whole chunks
+                digests.append(digests_of(piece))  # a piece consists of whole chunks
                 total.update(piece)
                 yield piece
 
@@ -315,12 +315,12 @@ class _Opening:
             samples = 0
             for block in form.blocks_of(SliceStream(stream)):
                 if not samples:
-                    block[:1]  # of another format than its name says
+                    block[:1]  # raises if its format is not that of its name
                 samples += len(block)
         except (ValueError, EOFError) as error:
             raise SliceCorruptError(whole.key, whole.url, str(error) or type(error).__name__) from error
         for _ in stream:
-            pass  # a reader may stop before the end, but the checksum is of all
+            pass  # a reader may stop early, but the checksum covers everything
         if samples:
             slice_ = replace(whole, samples=samples, checksum=str(total))
             self._found[whole.url].append(slice_)

@@ -1,8 +1,8 @@
-"""The store of slices: samples of a slice while it is still on its way, and the next slices before they are wanted.
+"""The store of slices: reads samples of a slice while it arrives, and fetches the next slices early.
 
-This is what a data set needs of storage. Given a slice, ``SliceStore.samples`` yields its samples from verified chunks:
-of a file of this machine that is mapped into memory, of the cache, or of a fetch that is under way, in this process or
-in another one of this machine. Given the slices that come next, ``SliceStore.prefetch`` brings them into the cache.
+``SliceStore.samples`` yields a slice's samples from verified chunks: of a mapped file on this machine, of the cache, or
+of a fetch in progress, in this or another process of this machine. ``SliceStore.prefetch`` fetches the slices that come
+next into the cache.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from lightning_bytescheduler.slices.slice import Bytes, Slice, right_chunks
 from lightning_bytescheduler.slices.source import SliceSource
 from lightning_bytescheduler.slices.urls import local_path
 
-_THREADS = 4  # that fetch what is planned
+_THREADS = 4  # for planned fetches
 _POLL_SECONDS = 0.002
 _CLOSE_SECONDS = 5.0
-_RETRY_SECONDS = 0.05  # until something that another process fetches, or that found no room, is looked at again
+_RETRY_SECONDS = 0.05  # before a slice is tried again that another process fetches, or that had no room
 _FAILED_SECONDS = 5.0
 
 
 class SliceStore:
     """Reads slices, and keeps the next ones local.
 
-    Threads begin with the first slice that is not on this machine, and end with ``close``. A process that is forked, or
-    that a store is sent to, begins anew. Slices may be read from several threads at once.
+    Threads start with the first slice that is not on this machine, and end with ``close``. In a forked process, or one
+    that the store is sent to, it begins anew. Several threads may read slices at once.
 
     Args:
         source: The slices.
@@ -57,11 +57,11 @@ class SliceStore:
     Attributes:
         source: As given.
         options: As given.
-        depth: How many slices are kept ahead of those being read.
-        keeps: How many slices of the largest size the cache holds; 0 without one.
+        depth: Number of slices kept ahead of those being read.
+        keeps: Number of slices of the largest size that the cache holds; 0 without one.
         waiting: As given.
-        counters: What reading has cost this process so far.
-        prefetcher: With the cache, if there is one.
+        counters: Cost of reading in this process so far.
+        prefetcher: Fetches into the cache, if there is one.
 
     Raises:
         OptionError: If the cache is smaller than the largest slice, or its folder cannot be used.
@@ -84,16 +84,15 @@ class SliceStore:
         """Read a slice.
 
         Args:
-            slice_: One of the source's.
-            first: Number of the first sample that is wanted.
+            slice_: A slice of the source.
+            first: Number of the first sample.
 
         Yields:
             The samples from there on, made of verified bytes.
 
         Raises:
-            SliceCorruptError: If the slice is not what it should be, however often it is fetched. What was yielded
-                before is right.
-            SourceUnavailableError: If the source stays away.
+            SliceCorruptError: If the slice stays wrong when fetched again. Samples yielded before are correct.
+            SourceUnavailableError: If the source is unavailable.
             ByteSchedulerError: If the store has been closed.
             ImportError: If a library is missing that the URL or the format needs.
         """
@@ -101,11 +100,11 @@ class SliceStore:
             yield from itertools.chain.from_iterable(opened.samples.take(first, slice_.samples))
 
     def open(self, slice_: Slice, *, whole: bool = False) -> OpenSlice:
-        """Read a slice in parts: only what is asked for is made.
+        """Open a slice to read it in parts: only requested samples are made.
 
         Args:
-            slice_: One of the source's.
-            whole: The slice is kept whole, as its samples are picked in any order.
+            slice_: A slice of the source.
+            whole: Keep the whole slice, as its samples are picked in any order.
 
         Raises:
             ByteSchedulerError: If the store has been closed.
@@ -114,7 +113,7 @@ class SliceStore:
         return OpenSlice(self, slice_, whole=whole)
 
     def fetch(self, slice_: Slice, *, first: int = 0, waiting: Waiting | None = None) -> Iterator[bytearray]:
-        """Chunks from number ``first`` on, from the source; see ``fetch_chunks``."""
+        """Fetch chunks from number ``first`` on from the source; see ``fetch_chunks``."""
         return fetch_chunks(
             slice_,
             self.source.plan(slice_),
@@ -126,7 +125,7 @@ class SliceStore:
         )
 
     def prefetch(self, slices: Sequence[Slice]) -> None:
-        """Bring these into the cache, in this order and as far ahead as ``depth``; replaces what was planned before.
+        """Fetch slices into the cache in this order, as far ahead as ``depth``; replaces the earlier plan.
 
         Raises:
             ByteSchedulerError: If the store has been closed.
@@ -137,16 +136,16 @@ class SliceStore:
 
     @property
     def is_local(self) -> bool:
-        """Whether all slices are files of this machine, which need neither a cache nor a network."""
+        """Whether all slices are files on this machine, which need neither a cache nor a network."""
         return all(local_path(slice_.url) is not None for slice_ in self.source.slices)
 
     @property
     def statistics(self) -> SliceStatistics:
-        """What reading has cost this process so far."""
+        """Cost of reading in this process so far."""
         return self.counters.snapshot()
 
     def close(self) -> None:
-        """Stop the threads, waiting up to 5 s for them; what was fetched stays in the cache."""
+        """Stop the threads, waiting up to 5 s for them; fetched slices stay in the cache."""
         if self._pid == os.getpid() and self.prefetcher is not None:
             self.prefetcher.close(_CLOSE_SECONDS)
         self._closed = True
@@ -173,7 +172,7 @@ class SliceStore:
         options = self.options
         if options.cache_dir is None or self.is_local:
             return
-        # Several processes keep slices in the cache, and what is read has to find room.
+        # Several processes keep slices in the cache, and those being read need room.
         self.keeps = options.cache_bytes // self._largest[0]
         self.depth = min(options.prefetch, max(self.keeps // 4, 1))
         self.prefetcher = SlicePrefetcher(self, SliceCache(options.cache_dir, options.cache_bytes))
@@ -196,19 +195,19 @@ class SliceStore:
 
     @cached_property
     def _largest(self) -> tuple[int, str]:
-        """Bytes in the cache of the slice that takes most, and its key."""
+        """The bytes that the largest slice takes in the cache, and its key."""
         remote = (slice_ for slice_ in self.source.slices if local_path(slice_.url) is None)
         return max((file_bytes(self.source.plan(slice_)), slice_.key) for slice_ in remote)
 
     def is_here(self, slice_: Slice) -> bool:
-        """Whether all bytes of a slice are on this machine, so that reading them again costs little."""
+        """Whether all bytes of a slice are on this machine, so that reading them again is cheap."""
         if local_path(slice_.url) is not None:
             return True
         prefetcher = self.prefetcher
         return prefetcher is not None and prefetcher.cache.has(prefetcher.name_of(slice_))
 
     def warn_of(self, full: CacheFull) -> None:
-        """Say, once, that the disk is full or broken."""
+        """Warn once that the disk is full or broken."""
         if isinstance(full, DiskFailed) and not self._warned.is_set():
             self._warned.set()
             warnings.warn(
@@ -219,12 +218,12 @@ class SliceStore:
 
 
 class OpenSlice:
-    """A slice that is read in parts, as a process makes the samples of its own batches; to be closed.
+    """A slice that is read in parts; close it after use.
 
     Args:
-        store: Where it is read.
-        slice_: What is read.
-        whole: Hand over as many chunks as there are in one piece: the slice is kept whole.
+        store: The store.
+        slice_: The slice.
+        whole: Yield available chunks in one piece, as the slice is kept whole.
 
     Attributes:
         samples: Its samples.
@@ -236,18 +235,18 @@ class OpenSlice:
         self._plan = store.source.plan(slice_)
         self._together = whole
         self._next = 0  # number of the next chunk
-        self._waited = self._stalled = 0.0  # seconds: since the last chunk came, and in all
+        self._waited = self._stalled = 0.0  # seconds: since the last chunk, and in all
         self._chunks: Generator[Bytes, None, None] | None = None
         self.samples = store.source.open(slice_, self._begin, is_here=partial(store.is_here, slice_))
 
     def close(self) -> None:
-        """Let go of the slice; once."""
+        """Release the slice."""
         if self._chunks is not None:
             self._chunks.close()
         self._store.counters.add(stall_seconds=self._stalled)
 
     def _begin(self) -> Iterator[Bytes]:
-        """Its bytes from their beginning on; whoever had them before gets no more."""
+        """Return its bytes from the beginning; an earlier iterator ends."""
         before = self._chunks
         if before is not None:
             before.close()
@@ -260,7 +259,7 @@ class OpenSlice:
         return self._next >= self._plan.count
 
     def _got(self, chunk: Bytes) -> Bytes:
-        """Note that the next chunk is here, or several in one piece, and return it."""
+        """Record the next chunk, or several in one piece, and return it."""
         self._next += -(-len(chunk) // self._plan.chunk_bytes)
         self._waited = 0.0
         return chunk
@@ -274,11 +273,11 @@ class OpenSlice:
                 yield from self._through_cache(prefetcher, again)
             except _PastTheCache:
                 self._store.counters.add(uncached=1)
-        # What is left: of a file, what is missing or damaged, read as from any source, which says what is wrong.
+        # Fetch the rest, also missing or damaged parts of a local file, where this raises the error.
         yield from self._fetched()
 
     def _mapped(self, path: str) -> Iterator[Bytes]:
-        """Verified chunks of a file of this machine, without a copy; ends before what is missing or damaged."""
+        """Yield verified chunks of a file on this machine without a copy; ends before a missing or damaged one."""
         slice_ = self._slice
         try:
             with open(path, "rb") as file:
@@ -286,7 +285,7 @@ class OpenSlice:
                     return
                 before = slice_.start % mmap.ALLOCATIONGRANULARITY
                 length = before + slice_.size
-                # Private: a reader may write into what it gets, and neither the file nor others notice.
+                # Private: a reader may write to its chunks without effect on the file or other readers.
                 mapped = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_COPY, offset=slice_.start - before)
         except OSError:
             return
@@ -316,12 +315,12 @@ class OpenSlice:
             cached = cache.find(name, self._plan)
 
     def _followed(self, prefetcher: SlicePrefetcher, name: str) -> Iterator[Bytes]:
-        """Chunks as they are written; ends when there is nothing to follow, or no more of it."""
+        """Yield chunks as they are written; ends when no more will be."""
         job = prefetcher.want(self._slice)
         growing: GrowingSlice | None = None
         try:
             while not self._is_over:
-                is_done = job.done.is_set()  # asked first: what a job that is done has written is there
+                is_done = job.done.is_set()  # asked first, so that all chunks of a finished job are visible
                 growing = growing or prefetcher.cache.follow(name, self._plan)
                 chunk = None if growing is None else growing.chunk(self._next)
                 if chunk is not None:
@@ -336,7 +335,7 @@ class OpenSlice:
                     return
                 self._wait(job)
                 if is_done:
-                    return  # someone else is writing it, or has done so: look again
+                    return  # another process writes it, or has done so: look again
         finally:
             if growing is not None:
                 growing.close()
@@ -353,8 +352,8 @@ class OpenSlice:
         self._waited += waited
         timeout = self._store.options.timeout
         if job.busy and self._waited > timeout:
-            raise _PastTheCache  # whoever writes it may be stopped: nobody depends on that
-        if self._waited > 2 * timeout:  # retries end after one; a request that does not return after none
+            raise _PastTheCache  # the writing process may be stopped, so do not depend on it
+        if self._waited > 2 * timeout:  # retries end after one timeout; a request that does not return never ends
             raise SourceUnavailableError(self._slice.url, self._waited, "a request that has not returned")
 
     def _fetched(self) -> Iterator[Bytes]:
@@ -369,19 +368,19 @@ class OpenSlice:
 
 
 class _PastTheCache(Exception):
-    """The cache cannot take the slice, or whoever writes it there makes no progress."""
+    """The cache cannot take the slice, or its writer makes no progress."""
 
 
 @dataclass(eq=False, kw_only=True)
 class FetchJob:
-    """A slice on its way into the cache.
+    """A fetch of a slice into the cache.
 
     Attributes:
         slice: The slice.
-        planned: Whether it is fetched before it is wanted.
+        planned: Whether it is fetched before it is needed.
         done: Set at the end.
-        busy: At the end: someone else is writing it, or has just written it.
-        error: At the end: why it cannot be fetched, or the cache cannot take it.
+        busy: At the end: whether another process is writing it, or has just written it.
+        error: At the end: why it cannot be fetched or cached.
     """
 
     slice: Slice
@@ -396,15 +395,15 @@ class _Stopped(Exception):
 
 
 class SlicePrefetcher:
-    """Fetches slices in threads of its own, which start with the first slice and end with ``close``.
+    """Fetches slices in its own threads, which start with the first slice and end with ``close``.
 
-    A planned slice that has arrived is kept open, and hence in the cache, until it is read or no longer planned. One
-    thread is for what a reader waits for, so that it never stands behind plans. The lock of this object is held for
-    bookkeeping only, never while the cache or the source is used.
+    A fetched planned slice is kept open, and so in the cache, until it is read or removed from the plan. One thread
+    serves only waiting readers, so that they never wait for plans. The lock is held for bookkeeping only, never while
+    the cache or the source is used.
 
     Args:
-        store: Whose slices they are, and where work is counted.
-        cache: Where they go to.
+        store: The store whose slices are fetched, with its counters.
+        cache: The cache.
 
     Attributes:
         cache: As given.
@@ -421,7 +420,7 @@ class SlicePrefetcher:
         self._plan: dict[str, Slice] = {}
         self._kept: dict[str, CachedSlice] = {}
         self._not_before: dict[str, float] = {}
-        # Daemons: a request that never returns must not keep the process from ending.
+        # Daemons: a request that never returns must not block the end of the process.
         self._threads = [
             threading.Thread(
                 target=self._run, args=(number > 0,), name=f"bytescheduler-slice-fetch-{number}", daemon=True
@@ -431,7 +430,7 @@ class SlicePrefetcher:
         self._started = False
 
     def want(self, slice_: Slice) -> FetchJob:
-        """Fetch a slice now; if it is already on its way, that job is returned."""
+        """Fetch a slice now; returns the job in progress if there is one."""
         name = self.name_of(slice_)
         with self._changed:
             job = self._jobs.get(name)
@@ -446,7 +445,7 @@ class SlicePrefetcher:
             return job
 
     def plan(self, slices: Sequence[Slice]) -> None:
-        """Fetch these next, in this order, as far ahead as the depth. Replaces the plan there was."""
+        """Fetch these next, in this order, as far ahead as the depth; replaces the earlier plan."""
         plan = {self.name_of(slice_): slice_ for slice_ in slices}
         with self._changed:
             self._plan = plan
@@ -459,7 +458,7 @@ class SlicePrefetcher:
             cached.close()
 
     def taken(self, slice_: Slice) -> None:
-        """A reader holds the slice itself now."""
+        """Release a slice that a reader now holds itself."""
         name = self.name_of(slice_)
         with self._changed:
             self._plan.pop(name, None)
@@ -469,13 +468,13 @@ class SlicePrefetcher:
             cached.close()
 
     def name_of(self, slice_: Slice) -> str:
-        """The slice's name in the cache."""
+        """Return the slice's name in the cache."""
         return cache_name(slice_, self._store.source.version(slice_))
 
     def close(self, seconds: float) -> bool:
-        """Stop, and wait for the threads up to ``seconds``; whether all ended.
+        """Stop, and wait for the threads up to ``seconds``; returns whether all ended.
 
-        One whose request does not return is left behind, and ends with it or with the process.
+        A thread whose request does not return ends with the request or the process.
         """
         self._stopped.set()
         with self._changed:
@@ -496,8 +495,8 @@ class SlicePrefetcher:
         return not any(thread.is_alive() for thread in self._threads)
 
     def forget(self) -> None:
-        """In a process that was forked: let go of the parent's slices, which it keeps for itself."""
-        for cached in list(self._kept.values()):  # the threads are the parent's, and the lock may be held for ever
+        """Release the parent's slices in a forked process; the parent keeps them."""
+        for cached in list(self._kept.values()):  # the threads are the parent's, and the lock may be held forever
             cached.close()
 
     def _start(self) -> None:
@@ -518,7 +517,7 @@ class SlicePrefetcher:
     def _run(self, planned: bool) -> None:
         while True:
             with self._changed:
-                if self._stopped.is_set():  # asked under the lock: whoever stops notifies only those who wait already
+                if self._stopped.is_set():  # checked under the lock, as close() notifies only threads that already wait
                     return
                 job = self._next(planned)
                 if job is None:
@@ -551,7 +550,7 @@ class SlicePrefetcher:
                     self._store.counters.add(prefetched=job.planned)
         except _Stopped:
             job.busy = True
-        except Exception as error:  # whatever it is, it belongs to whoever reads the slice
+        except Exception as error:  # any error goes to the reader of the slice
             job.error = error
             pause = _RETRY_SECONDS if isinstance(error, CacheFull) else _FAILED_SECONDS
         job.busy = job.busy or (cached is None and job.error is None)

@@ -1,29 +1,29 @@
-"""Who trains on which slice: hands them out, takes them back, and counts each sample of an epoch once.
+"""The tracker of slices: hands them out, takes them back, and counts each sample of an epoch once.
 
-What holds for an epoch, whatever workers come, go and die, and whichever messages are lost, repeated or late:
+Guarantees for an epoch, whatever workers join, leave and die, and whichever messages are lost, repeated or late:
 
-- Nobody dies, and everybody begins before it trains: each sample is trained on exactly once.
-- ``"at_least_once"``: each sample is trained on, but for quarantined slices. What a dead worker trained on beyond its
+- Without deaths, if every worker begins a slice before it trains: each sample is trained on exactly once.
+- ``"at_least_once"``: each sample is trained on, except in quarantined slices. What a dead worker trained on beyond its
   last report is trained on twice.
 - ``"at_most_once"``: no sample is trained on twice. A slice is handed out again only if its holder certainly trained on
-  nothing that it did not report: its first report of it was not accepted (and will not be, as the grant is void), or
-  it left with ``LeaveTracker``, or it has not joined since the state was loaded that names it as the holder. The rest
-  of any other slice is dropped from the epoch, and counted.
+  nothing beyond its reports: its first report was not accepted (and will not be, as the grant is void), or it left with
+  ``LeaveTracker``, or it has not joined since the state that names it was loaded. The rest of any other slice is
+  dropped from the epoch, and counted.
 
-A state that is loaded takes the epoch back to when it was saved; the promises hold for the training that goes on from
+A loaded state takes the epoch back to when it was saved. The guarantees hold for the training that continues from
 there, with weights saved at the same moment.
 
-Nobody stands still at an epoch's end: while the last slices of the running epoch are in workers' hands, whoever asks
-for the next epoch is given slices of that one. This changes none of the promises, which are of an epoch each: its
-slices are counted in arrays of their own, and a grant is of one epoch for good. What comes back of the running epoch is
-handed out before anything of the next one, to whoever asks next. No more than two epochs are open, so that no slice is
-left behind by more than one; where both are given out, a worker waits.
+No worker idles at an epoch's end: while workers hold the last slices of the current epoch, a worker that asks for the
+next epoch gets slices of that one. The guarantees are per epoch and unaffected: each epoch's slices are counted in
+separate arrays, and a grant belongs to one epoch. Slices of the current epoch that come back are handed out first, to
+the next worker that asks. At most two epochs are open, so that no slice is left behind by more than one; if both are
+handed out, a worker waits.
 
-Two workers never train on the same samples to be done sooner, as backup tasks do: what both had trained on by the time
-one of them is first would be in the weights of both. A slice that a slow worker has begun stays with it
-while it is alive, and so does one that is all a worker holds; what the dead and the cut off hold comes back.
+Two workers never train on the same samples to finish sooner, as backup tasks do: what both had trained on by then would
+be in the weights of both. A slice that a slow worker has begun stays with it while it lives, and so does its only
+slice; slices of dead and disconnected workers come back.
 
-Where every slice stands in an epoch is in arrays of 17 bytes a slice. The saved state is plain values and tensors, for
+The state of an epoch is in arrays of 17 bytes a slice. The saved state has plain values and tensors, for
 ``torch.load(weights_only=True)``, and is checked when it is loaded.
 """
 
@@ -72,7 +72,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def _alone(method: _Method) -> _Method:
-    """One call at a time. Nothing is called back meanwhile, so the lock can be taken while holding any other."""
+    """Run one call at a time. Nothing is called back, so the lock can be taken while holding any other."""
 
     @wraps(method)
     def call(self: SliceTracker, /, *args: Any, **kwargs: Any) -> Any:
@@ -83,14 +83,14 @@ def _alone(method: _Method) -> _Method:
 
 
 class SliceTracker:
-    """The tracker: a state machine that is called and never waits. It is a ``TrackerClient``.
+    """The tracker: a state machine that never waits. It is a ``TrackerClient``.
 
-    What answers one kind of message may be called by one thread alone; all else by any.
+    The methods for single kinds of messages may be called by one thread only; all others by any.
 
     Args:
         catalogue: All slices.
         options: How they are handed out.
-        clock: Seconds that never run backwards, as of ``time.monotonic``.
+        clock: Returns monotonic seconds, as ``time.monotonic``.
     """
 
     def __init__(
@@ -100,11 +100,11 @@ class SliceTracker:
         self.options = TrackerOptions() if options is None else options
         self._clock = clock
         self._workers: dict[str, TrackedWorker] = {}
-        self._sessions: dict[int, TrackedWorker] = {}  # of those that have joined
-        self._first_deadline = math.inf  # of all leases, or a time before it: messages put deadlines off
+        self._sessions: dict[int, TrackedWorker] = {}  # workers that have joined
+        self._first_deadline = math.inf  # a lower bound of all lease ends, as messages only postpone them
         self._next_grant = self._next_session = 1
-        self._quarantined: dict[int, str] = {}  # reasons; what is in it as an epoch begins is left out of it
-        self._epochs = [self._begun(0)]  # the running one, and the next if it is open
+        self._quarantined: dict[int, str] = {}  # reasons; left out of epochs that begin later
+        self._epochs = [self._begun(0)]  # the current one, and the next if it is open
         self._wanted = False
         self._lock = RLock()
         self._answers: dict[type[Call], Callable[[Any], Reply]] = {
@@ -121,20 +121,20 @@ class SliceTracker:
         """Answer a worker.
 
         Raises:
-            OptionError: If it is no message of a worker, or does not fit the slices there are.
+            OptionError: If it is not a worker's message, or does not fit the slices.
         """
         answer = self._answers.get(type(message))
         if answer is None:
             raise OptionError("message", type(message).__name__, "one that workers send")
         return answer(message)
 
-    # What answers each kind of message.
+    # Answers to each kind of message.
 
     def join(self, message: JoinTracker) -> Joined:
-        """Make a worker known.
+        """Register a worker.
 
-        A process that repeats its own join keeps its session. Another process of the same name takes the place of the
-        former one, which must be dead. After a state was loaded, whoever joins continues what that name held.
+        A process that repeats its own join keeps its session. Another process of the same name replaces the former one,
+        which must be dead. After a state was loaded, a joining worker continues what its name held.
 
         Raises:
             OptionError: If ``prefetch`` is not allowed.
@@ -162,11 +162,11 @@ class SliceTracker:
         Raises:
             OptionError: If all slices are quarantined, so that there will never be one.
         """
-        record = self._renewed(message.session)  # first: who is late, but here, is not dead
+        record = self._renewed(message.session)  # first, as a late worker that asks is not dead
         self.expire()
         if record is None:
             return JoinAgain()
-        if len(self._quarantined) == len(self.catalogue):  # epochs would be over as soon as they begin
+        if len(self._quarantined) == len(self.catalogue):  # otherwise epochs would end as soon as they begin
             raise OptionError("train", f"{len(self.catalogue)} slices", "one that can be read: all are quarantined")
         revoked = tuple(number for number in message.holding if number not in record.grants)
         for number in message.holding:
@@ -198,10 +198,10 @@ class SliceTracker:
         return self._assignment(self._grant(record, *chosen), revoked)
 
     def progress(self, message: ReportProgress) -> Receipt | JoinAgain:
-        """Count samples as trained on, if the slice is the worker's, and say whether it may train on it.
+        """Count samples as trained, if the slice is the worker's, and say whether it may train on it.
 
         Raises:
-            OptionError: If ``trained`` is no number of samples of that slice.
+            OptionError: If ``trained`` is not a number of samples of that slice.
         """
         record = self._renewed(message.session)
         if record is None:
@@ -221,7 +221,7 @@ class SliceTracker:
         return Receipt(accepted=True)
 
     def quarantine(self, message: QuarantineSlice) -> Receipt | JoinAgain:
-        """Leave a slice out of the epochs that are open and the following ones.
+        """Leave a slice out of open and later epochs.
 
         Raises:
             OptionError: If there is no such slice.
@@ -244,25 +244,25 @@ class SliceTracker:
         return JoinAgain() if self._renewed(message.session) is None else Receipt(accepted=True)
 
     def leave(self, message: LeaveTracker) -> Receipt | JoinAgain:
-        """Take back what a worker holds, where it stands."""
+        """Take back a leaving worker's slices at their positions."""
         record = self._sessions.get(message.session)
         if record is None:
             return JoinAgain()
         self._remove(record, begun_is_lost=False)
         return Receipt(accepted=True)
 
-    # What the tracker's owner calls.
+    # Called by the tracker's owner.
 
     @_alone
     def release(self, worker: str) -> bool:
-        """Take back what a worker holds that is known to be dead; returns whether it was known."""
+        """Take back the slices of a dead worker; returns whether it was known."""
         record = self._workers.get(worker)
         if record is not None:
             self._remove(record, begun_is_lost=record.session is not None)
         return record is not None
 
     def held(self, worker: str) -> int:
-        """Slices that a worker holds; 0 for one that is not known."""
+        """Return the number of slices that a worker holds; 0 for an unknown one."""
         record = self._workers.get(worker)
         return 0 if record is None else len(record.grants)
 
@@ -280,22 +280,22 @@ class SliceTracker:
 
     @property
     def epoch(self) -> int:
-        """The running epoch, from 0: the first of which something may be left."""
+        """The current epoch, from 0: the first with something left."""
         return self._epochs[0].epoch
 
     @property
     def over(self) -> bool:
-        """Whether nothing is left of the running epoch."""
+        """Whether nothing is left of the current epoch."""
         return self._epochs[0].unfinished == 0
 
     @property
     def wanted(self) -> bool:
-        """Whether somebody has asked for a slice and found that others hold all that are left."""
+        """Whether a worker has asked for a slice while others hold all that are left."""
         return self._wanted and not self.over
 
     @_alone
     def report(self) -> TrackerReport:
-        """How far the running epoch is."""
+        """Return counts of the current epoch."""
         running = self._epochs[0]
         return TrackerReport(
             epoch=running.epoch,
@@ -313,7 +313,7 @@ class SliceTracker:
 
     @_alone
     def state_dict(self) -> dict[str, Any]:
-        """Everything that a restart needs: plain values and tensors, for ``torch.load(weights_only=True)``."""
+        """Return all that a restart needs: plain values and tensors, for ``torch.load(weights_only=True)``."""
         return {
             "version": _VERSION,
             "order": msgspec.structs.asdict(self._order),
@@ -325,15 +325,15 @@ class SliceTracker:
 
     @_alone
     def load_state_dict(self, state: Mapping[str, Any], *, workers: Iterable[str] | None = None) -> None:
-        """Go on where a state was saved; if nothing was left of the epoch, with the next. All workers join again.
+        """Resume where a state was saved; if nothing was left of the epoch, with the next. All workers join again.
 
         Args:
             state: From :meth:`state_dict`.
-            workers: Who will join and continue what that name held; what others held is available at once. If it is
-                None, each name is waited for as long as a lease.
+            workers: Workers that will join and continue what their names held; slices of others are available at once.
+                With ``None``, each name is awaited for one lease.
 
         Raises:
-            TrackerStateError: If the state is of other slices or another order, or damaged. Nothing changed then.
+            TrackerStateError: If the state is of other slices or another order, or damaged. Nothing has changed then.
         """
         saved = unpack(state, self._order, self.catalogue.samples)
         self._next_grant = max(self._next_grant, saved.next_grant)
@@ -354,7 +354,7 @@ class SliceTracker:
         if self.over:
             self._epochs = [self._begun(self.epoch + 1)]
 
-    # Inside.
+    # Internal.
 
     @property
     def _order(self) -> DataOrder:
@@ -364,11 +364,11 @@ class SliceTracker:
         return EpochSlices(self.catalogue.samples, self.options, epoch=epoch, left_out=self._quarantined)
 
     def _epoch_of(self, grant: Grant) -> EpochSlices:
-        """The one that a grant is of, which is not over as long as somebody has it."""
+        """Return a grant's epoch, which is open while the slice is held."""
         return self._epochs[grant.epoch - self.epoch]
 
     def _roll(self) -> None:
-        """Go on to the next epoch, if it is open and nothing is left of the running one."""
+        """Go on to the next epoch, if it is open and nothing is left of the current one."""
         if len(self._epochs) > 1 and self.over:
             del self._epochs[0]
             self._wanted = False
@@ -385,9 +385,9 @@ class SliceTracker:
         return record
 
     def _choose(self, record: TrackedWorker, asked: Sequence[EpochSlices]) -> tuple[EpochSlices, int] | None:
-        """Assign a slice of the first epoch that has one to give, or else one of a worker with more to do.
+        """Assign a slice of the first epoch that has one, or one of a worker with more to do.
 
-        In an epoch: one that the worker keeps from before, or the next in its order.
+        Within an epoch: one that the worker has kept, or the next in order.
         """
         for one in asked:
             if not one.available:
@@ -400,15 +400,15 @@ class SliceTracker:
         return self._steal(record, asked[-1].epoch)
 
     def _steal(self, record: TrackedWorker, epoch: int) -> tuple[EpochSlices, int] | None:
-        """Take the last slice that the worker with most to do has not begun, of this epoch or one before.
+        """Take the last slice that the worker with most to do has not begun, of this or an earlier epoch.
 
-        Only where it would still have less to do than that one: so no slice is taken back and forth.
+        The taker must still have less to do than that worker, so that no slice goes back and forth.
         """
 
         def left(worker: TrackedWorker) -> int:
             return sum(self._epoch_of(grant).left(grant.index) for grant in worker.grants.values())
 
-        # Who has not joined since a state was loaded is about to continue exactly what it held.
+        # A worker that has not joined since a state was loaded is about to continue exactly what it held.
         others = [other for other in self._sessions.values() if other is not record]
         others = [other for other in others if any(grant.epoch <= epoch for grant in other.ahead)]
         if not others:
@@ -435,7 +435,7 @@ class SliceTracker:
         del self._epoch_of(grant).holders[grant.index]
 
     def _remove(self, record: TrackedWorker, *, begun_is_lost: bool) -> None:
-        """Forget a worker, and take back what it holds."""
+        """Remove a worker, and take back what it holds."""
         lost = begun_is_lost and self.options.delivery == "at_most_once"
         for grant in list(record.grants.values()):
             self._drop_grant(record, grant)
@@ -462,20 +462,20 @@ class SliceTracker:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrackerReport:
-    """Counts of the running epoch.
+    """Counts of the current epoch.
 
     Attributes:
-        epoch: The epoch.
+        epoch: Number of the epoch.
         over: Whether nothing is left of it.
         samples: Samples of all slices.
-        trained: Of these, samples known to be trained on, each counted once.
-        dropped: Of these, samples that the epoch will not train on: quarantined, or at most once.
+        trained: Samples known to be trained on, each counted once.
+        dropped: Samples that the epoch will not train on: quarantined, or at most once.
         unfinished: Slices that are neither used nor quarantined.
         quarantined: Reason by key, of all slices that are left out.
-        workers: Workers known.
+        workers: Number of known workers.
         returned: Slices that came back from workers that died or left, since the tracker was made.
         stolen: Slices taken from a worker with more to do that had not begun them, since the tracker was made.
-        ahead: Samples of the next epoch that are trained on already.
+        ahead: Samples of the next epoch that are already trained on.
     """
 
     epoch: int
@@ -493,16 +493,16 @@ class TrackerReport:
 
 @dataclass(eq=False, slots=True)
 class TrackedWorker:
-    """A worker, or after a restart of the tracker, what it left.
+    """A worker, or after a restart of the tracker, its saved grants.
 
     Attributes:
-        name: The worker's.
-        deadline: When it is taken for dead unless it says something, on the tracker's clock.
-        session: None as long as the worker has not joined since a state was loaded.
-        incarnation: Which process of that name.
-        grants: By number, in the order in which they were made.
+        name: Name of the worker.
+        deadline: When it counts as dead without a further message, on the tracker's clock.
+        session: ``None`` until the worker has joined after a state was loaded.
+        incarnation: Identifies the process of that name.
+        grants: Grants by number, in the order in which they were made.
         prefetch: Slices it may hold that it has not begun.
-        keeps: How many slices it keeps that it has fetched.
+        keeps: Number of fetched slices that it keeps.
     """
 
     name: str
@@ -512,9 +512,9 @@ class TrackedWorker:
     grants: dict[int, Grant] = field(default_factory=dict)
     prefetch: int = 1
     keeps: int = 0
-    _kept: dict[int, None] = field(default_factory=dict)  # the last ones of those that it was given
-    _offers: list[int] = field(default_factory=list)  # what is still to be offered
-    _offers_of: int = -1  # an epoch
+    _kept: dict[int, None] = field(default_factory=dict)  # the last slices that it was given
+    _offers: list[int] = field(default_factory=list)  # slices still to be offered
+    _offers_of: int = -1  # their epoch
 
     @property
     def ahead(self) -> list[Grant]:
@@ -522,14 +522,14 @@ class TrackedWorker:
         return [grant for grant in self.grants.values() if not grant.begun]
 
     def keep(self, index: int) -> None:
-        """It is given a slice, which it fetches and keeps."""
+        """Record a slice that it is given, which it fetches and keeps."""
         self._kept.pop(index, None)
         self._kept[index] = None
         if len(self._kept) > self.keeps:
             del self._kept[next(iter(self._kept))]
 
     def offers(self, epoch: int, ranks: npt.NDArray[np.int32]) -> Iterator[int]:
-        """Slices that it keeps, in the epoch's order; each is offered once an epoch, so no request looks at all."""
+        """Yield slices that it keeps, in the epoch's order; each is offered once an epoch to limit the work."""
         if epoch != self._offers_of:
             self._offers, self._offers_of = sorted(self._kept, key=lambda index: -int(ranks[index])), epoch
         while self._offers:
@@ -538,14 +538,14 @@ class TrackedWorker:
 
 @dataclass(kw_only=True, slots=True)
 class Grant:
-    """A slice in a worker's hands.
+    """A slice held by a worker.
 
     Attributes:
-        number: Never used twice.
-        epoch: The slice is to be used in it.
-        index: The slice's, in the catalogue.
-        begun: The worker trains on it, or may.
-        told: The worker is known to know of it.
+        number: Unique number.
+        epoch: Epoch of the slice's use.
+        index: Index of the slice in the catalogue.
+        begun: Whether the worker may have begun to train on it.
+        told: Whether the worker certainly knows of it.
     """
 
     number: int
@@ -556,27 +556,27 @@ class Grant:
 
 
 class EpochSlices:
-    """States and positions of the slices, and which comes next.
+    """States, positions and order of the slices in an epoch.
 
     Slices are named by their index in the catalogue. A slice's *position* is the first sample not known to be trained
-    on. At any time ``trained + dropped`` and what AVAILABLE and ASSIGNED slices have left add up to all samples.
+    on. At any time ``trained + dropped`` plus the rest of AVAILABLE and ASSIGNED slices is the number of all samples.
 
     Args:
         samples: Samples of each slice.
-        options: Say in which order they come.
-        epoch: Which, from 0.
+        options: Set the order.
+        epoch: Number of the epoch, from 0.
         left_out: Slices that are quarantined as it begins.
 
     Attributes:
         epoch: As given.
-        states: A :class:`SliceState` each.
-        positions: In samples.
+        states: A :class:`SliceState` for each slice.
+        positions: Position of each slice, in samples.
         ranks: Place of each slice in the epoch's order.
-        available: Slices that are AVAILABLE.
+        available: Number of AVAILABLE slices.
         trained: Samples known to be trained on in this epoch, each counted once.
         dropped: Samples that this epoch will not train on.
-        unfinished: Slices that are AVAILABLE or ASSIGNED.
-        holders: Of ASSIGNED slices: who, and how.
+        unfinished: Number of AVAILABLE or ASSIGNED slices.
+        holders: Worker and grant of each ASSIGNED slice.
         returned: Slices that came back from workers that died or left, since the tracker was made.
         stolen: Slices taken from a worker with more to do that had not begun them, since the tracker was made.
     """
@@ -592,13 +592,13 @@ class EpochSlices:
         self.states: npt.NDArray[np.uint8] = np.full(len(samples), SliceState.AVAILABLE, np.uint8)
         self.states[list(left_out)] = SliceState.QUARANTINED
         self.positions: npt.NDArray[np.int64] = np.zeros(len(samples), np.int64)
-        self.cursor = 0  # place in the order, before which nothing is available
+        self.cursor = 0  # place in the order before which nothing is available
         self.holders: dict[int, tuple[TrackedWorker, Grant]] = {}
         self.returned = self.stolen = 0
         self._count()
 
     def restore(self, saved: SavedEpoch) -> None:
-        """Take up where this epoch was saved; the values must have been checked."""
+        """Restore this epoch from checked values."""
         self.states[:] = saved.states.numpy()
         self.positions[:] = saved.positions.numpy()
         self._count()
@@ -612,7 +612,7 @@ class EpochSlices:
         self.available = int(np.count_nonzero(self.states == SliceState.AVAILABLE))
 
     def saved(self, workers: Iterable[TrackedWorker]) -> SavedEpoch:
-        """As it is to be saved."""
+        """Return the epoch's saved form."""
         return SavedEpoch(
             epoch=self.epoch,
             states=torch.from_numpy(self.states.copy()),
@@ -624,11 +624,11 @@ class EpochSlices:
         )
 
     def left(self, index: int) -> int:
-        """Samples of a slice that are not known to be trained on."""
+        """Return the samples of a slice that are not known to be trained on."""
         return int(self.samples[index]) - int(self.positions[index])
 
     def take(self, index: int) -> bool:
-        """Assign a slice, if it is available."""
+        """Assign a slice, if it is available; returns whether it was."""
         if self.states[index] != SliceState.AVAILABLE:
             return False
         self.states[index] = SliceState.ASSIGNED
@@ -636,7 +636,7 @@ class EpochSlices:
         return True
 
     def take_next(self) -> int | None:
-        """Assign the next slice in the epoch's order; None if none is available there."""
+        """Assign the next slice in the epoch's order; ``None`` if none is available there."""
         while self.cursor < len(self._order):
             index = int(self._order[self.cursor])
             self.cursor += 1
@@ -645,7 +645,7 @@ class EpochSlices:
         return None
 
     def train(self, index: int, position: int) -> None:
-        """Move an assigned slice's position forward; at its end it is used. A position behind it changes nothing."""
+        """Move an assigned slice's position forward; at its end it is used. An earlier position changes nothing."""
         gained = position - int(self.positions[index])
         if gained > 0:
             self.positions[index] = position
@@ -654,19 +654,19 @@ class EpochSlices:
                 self._end(index, SliceState.USED)
 
     def give_back(self, index: int) -> None:
-        """An assigned slice comes back at its position."""
+        """Make an assigned slice available at its position."""
         self.states[index] = SliceState.AVAILABLE
         self.available += 1
         self.returned += 1
         self.cursor = min(self.cursor, int(self.ranks[index]))
 
     def drop_rest(self, index: int) -> None:
-        """What an assigned slice has left is not trained on in this epoch."""
+        """Drop the rest of an assigned slice from this epoch."""
         self.dropped += self.left(index)
         self._end(index, SliceState.USED)
 
     def leave_out(self, index: int) -> None:
-        """Leave a slice out that is quarantined; changes nothing if its part in the epoch has ended."""
+        """Leave out a quarantined slice; changes nothing if its part in the epoch has ended."""
         if self.states[index] < SliceState.USED:
             self.available -= int(self.states[index] == SliceState.AVAILABLE)
             self.dropped += self.left(index)
@@ -678,12 +678,12 @@ class EpochSlices:
 
 
 class SavedEpoch(msgspec.Struct, kw_only=True):
-    """An epoch as it is saved: nine bytes a slice.
+    """The saved form of an epoch: nine bytes a slice.
 
     Attributes:
-        epoch: Which.
+        epoch: Number of the epoch.
         states: A :class:`SliceState` for each slice.
-        positions: In samples, of each.
+        positions: Position of each slice, in samples.
         workers: By name, what each holds of it, in order: the slice, and whether it was begun.
     """
 
@@ -697,11 +697,11 @@ class SavedEpoch(msgspec.Struct, kw_only=True):
 
 
 class SavedTracker(msgspec.Struct, kw_only=True):
-    """A tracker as it is saved.
+    """The saved form of a tracker.
 
     Attributes:
-        order: Of the slices.
-        epochs: The running one, and the next if it is open; each names the same workers.
+        order: Order of the slices.
+        epochs: The current epoch, and the next if it is open; each names the same workers.
         quarantined: Reason by slice.
         next_grant: Number of the next grant.
         next_session: Number of the next session.
@@ -715,13 +715,13 @@ class SavedTracker(msgspec.Struct, kw_only=True):
 
 
 def read_state(state: object, kind: type[_Saved], *, version: int, what: str) -> _Saved:
-    """A saved state, typed and checked.
+    """Return a saved state, typed and checked.
 
     Args:
-        state: As it was saved.
-        kind: What it should be.
-        version: That this release reads.
-        what: It is, to begin a sentence with.
+        state: The saved state.
+        kind: Its expected type.
+        version: Version that this release reads.
+        what: Name of the state, to begin a sentence.
 
     Raises:
         TrackerStateError: If it is of another version, or damaged.
@@ -739,12 +739,12 @@ def read_state(state: object, kind: type[_Saved], *, version: int, what: str) ->
 
 
 def unpack(state: Mapping[str, Any], order: DataOrder, samples: npt.NDArray[np.int64]) -> SavedTracker:
-    """The tracker that was saved.
+    """Return the saved tracker.
 
     Args:
-        state: Of ``SliceTracker.state_dict``.
-        order: Of the slices here.
-        samples: Of each of them.
+        state: From ``SliceTracker.state_dict``.
+        order: Order of the present slices.
+        samples: Samples of each of them.
 
     Raises:
         TrackerStateError: If the state does not belong to these slices and this order, or is damaged.
@@ -774,7 +774,8 @@ def _require_whole(saved: SavedEpoch, samples: npt.NDArray[np.int64]) -> None:
     states, positions = saved.states.numpy(), saved.positions.numpy()
     if int(states.max()) > max(SliceState):
         raise _damaged("states", "holds a value that is no state")
-    if ((positions < 0) | (positions > samples - (states < SliceState.USED))).any():  # what is trained on is used
+    # a fully trained slice must be used
+    if ((positions < 0) | (positions > samples - (states < SliceState.USED))).any():
         raise _damaged("positions", "has one outside its slice")
     held = sorted(index for pairs in saved.workers.values() for index, _ in pairs)
     if held != np.nonzero(states == SliceState.ASSIGNED)[0].tolist():

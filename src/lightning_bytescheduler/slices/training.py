@@ -1,15 +1,15 @@
-"""The training data of a worker that goes at its own speed: how it reaches the tracker, and what its ranks share.
+"""The training data of a worker that runs at its own speed: its way to the tracker, and what its ranks share.
 
-A thread, ``bytescheduler-slice-plan``, asks for slices, begins them and makes batches of them ahead of need, and
-reports what was trained on: no call to the tracker waits in a step. The training takes batches that are there, and
-leaves notes. It waits for the thread where it waits for the data themselves (a pass has begun, or the tracker is slower
-than the training), and where it asks how things stand: at the end of a round or an epoch, and before a position is
-saved. One lock; nothing is called with it held.
+A thread, ``bytescheduler-slice-plan``, requests slices, begins them, makes batches of them ahead of need, and reports
+what was trained on: no step waits for the tracker. The training takes available batches and leaves notes. It waits for
+the thread where it waits for data (a pass has begun, or the tracker is slower than the training), and where it needs an
+answer: at the end of a round or an epoch, and before a position is saved. There is one lock; nothing is called with it
+held.
 
-The batches of a worker of several ranks that train together are taken by its first rank, which tells the others of
-each: a collective of the training threads, which are in step anyhow. Each takes a part, as long as its share of the
-batch sizes, so that all take equally many steps. The tracker does not know of the other ranks: what they train on
-counts with the first rank's steps, which are their own too.
+If a worker has several ranks that train together, its first rank takes the batches and sends each to the others, by a
+collective of the training threads, which are in step. Each rank takes a part, in proportion to the batch sizes, so that
+all take equally many steps. The tracker does not know the other ranks: what they train on counts with the first rank's
+steps.
 """
 
 from __future__ import annotations
@@ -54,51 +54,51 @@ from lightning_bytescheduler.slices.tracker import SliceTracker
 
 _T = TypeVar("_T")
 _NAME = "bytescheduler-slice-plan"
-_AHEAD = 4  # slices that a worker holds to fetch them, which others may be glad of at the end of an epoch
+_AHEAD = 4  # slices that a worker holds to fetch them; others may need them at the end of an epoch
 _LOOK_S = 1.0
 _MOMENT_S = 0.2
-_ANSWER_S = 1800.0  # longest wait for the tracker where something is asked
+_ANSWER_S = 1800.0  # longest wait for an answer of the tracker
 _LEAVE_S = 5.0
 _FEWEST, _MOST = 2, 64  # batches that are made ahead of need
-_AGAIN = 0.25  # seconds until the tracker is asked again that has nothing for now
-_RENEWALS = 4  # in the time of a lease, while there is nothing else to say
-_WAITS = "waits"  # what ranks are told in place of a batch, or of the end of a pass
+_AGAIN = 0.25  # seconds before the tracker is asked again after it had nothing
+_RENEWALS = 4  # per lease, while there is nothing else to report
+_WAITS = "waits"  # sent to ranks in place of a batch, or of the end of a pass
 _TURN: msgspec.json.Decoder[SliceBatch | str | None] = msgspec.json.Decoder(SliceBatch | str | None)
 
 
 class Idle(Protocol):
-    """Whoever has to know that a worker has nothing to train on. Called by the training thread, without a lock."""
+    """Learns that a worker has nothing to train on. Called by the training thread, without a lock."""
 
     def waits(self) -> bool:
-        """Others hold what is left, and have for a moment; called again and again. Returns whether to give up."""
+        """Called repeatedly while others hold what is left. Returns whether to give up."""
 
     def goes_on(self) -> None:
-        """There is something again."""
+        """Called when there is data again."""
 
 
 class WorkerRanks(Protocol):
     """The ranks of one worker, for their training threads, which all make the same calls."""
 
     def tell(self, text: str = "") -> str:
-        """The first rank's text, on all ranks."""
+        """Return the first rank's text on all ranks."""
 
     def total(self, numbers: Sequence[float]) -> list[float]:
-        """The sums of all ranks' numbers, on all ranks."""
+        """Return the sums of all ranks' numbers on all ranks."""
 
 
 def cut_batch(batch: SliceBatch, batch_sizes: Sequence[int]) -> list[SliceBatch]:
-    """The part of each rank, none of them empty.
+    """Return the part of each rank, none of them empty.
 
     Args:
-        batch: Of all ranks together, no larger than their batch sizes.
-        batch_sizes: Of each rank; parts are in proportion. With fewer samples than ranks, some are in several parts.
+        batch: Batch of all ranks together, at most the sum of their batch sizes.
+        batch_sizes: Batch size of each rank; parts are in proportion. With fewer samples than ranks, some are repeated.
     """
     samples, left = samples_in(batch.runs), deque(batch.runs)
     parts = [cut_runs(left, size) for size in step_sizes(samples, batch_sizes)]
     found = []
     for rank in range(len(parts)):
         own = parts[rank % samples]
-        # What the other ranks have of this batch may be this one's in the next.
+        # The other ranks' slices of this batch may be this rank's in the next.
         ahead = dict.fromkeys((*(run.slice_index for part in parts[rank + 1 :] for run in part), *batch.ahead))
         ahead.pop(own[-1].slice_index, None)
         found.append(SliceBatch(batch.epoch, own, tuple(ahead)[:SLICES_AHEAD]))
@@ -106,10 +106,10 @@ def cut_batch(batch: SliceBatch, batch_sizes: Sequence[int]) -> list[SliceBatch]
 
 
 def require_same(trainer: pl.Trainer, option: str, here: str) -> None:
-    """Compare what an option comes to on all ranks; called by all of them.
+    """Compare an option's result on all ranks, which call this together.
 
     Raises:
-        OptionError: At every rank, if it is something else on one than on rank 0.
+        OptionError: On every rank, if it differs from rank 0's on one.
     """
     if trainer.world_size == 1:
         return
@@ -122,7 +122,7 @@ def require_tracker_host(host: object) -> None:
     """Require a way to a tracker.
 
     Raises:
-        OptionError: If it is none.
+        OptionError: If it is not one.
     """
     worker, workers = getattr(host, "worker", None), getattr(host, "workers", None)
     is_host = callable(getattr(host, "connect", None)) and isinstance(getattr(host, "waits", None), bool)
@@ -136,13 +136,13 @@ class TrackerHost(Protocol):
 
     Attributes:
         worker: Number of this worker, from 0; the same after a restart.
-        workers: How many there are at the start. Others may join later.
-        waits: Whether a worker that finds nothing for now when its epoch begins waits in its loader, and goes on to the
-            next epoch of the data by itself. If not, its epoch of Lightning may be empty, and the strategy ends epochs
-            of the data for all workers, with ``training.awaits_others()`` and ``training.end_epoch()``.
-        ranks: May be left out, or ``None``: a ``WorkerRanks``, where several ranks train together as this worker and
-            share its batches. Then ``connect`` is called on the first of them alone.
-        idle: May be left out, or ``None``: an ``Idle``, told while a pass that has begun waits.
+        workers: Number of workers at the start. Others may join later.
+        waits: Whether a worker that finds nothing when its epoch begins waits in its loader, and goes on to the next
+            epoch of the data by itself. If not, its Lightning epoch may be empty, and the strategy ends epochs of the
+            data for all workers, with ``training.awaits_others()`` and ``training.end_epoch()``.
+        ranks: Optional, or ``None``: a ``WorkerRanks``, if several ranks train together as this worker and share its
+            batches. Then ``connect`` is called only on the first of them.
+        idle: Optional, or ``None``: an ``Idle``, called while a pass that has begun waits.
     """
 
     worker: int
@@ -150,11 +150,11 @@ class TrackerHost(Protocol):
     waits: bool
 
     def connect(self, make: Callable[[], SliceTracker]) -> TrackerClient:
-        """Reach the tracker.
+        """Connect to the tracker.
 
-        Called once in a fit, when the first batch is wanted, which is after a checkpoint was loaded. At worker 0 it
-        calls ``make``, offers the result to the others and returns it, or something that leads there. Elsewhere it does
-        not call ``make``, and waits, for a bounded time, until worker 0 offers its tracker.
+        Called once in a fit, when the first batch is requested, after a checkpoint was loaded. On worker 0 it calls
+        ``make``, offers the tracker to the others and returns it, or a proxy. On others it waits, for a bounded time,
+        until worker 0 offers its tracker.
 
         Raises:
             Exception: If the tracker cannot be reached.
@@ -163,7 +163,7 @@ class TrackerHost(Protocol):
 
 @dataclass(eq=False, slots=True)
 class _Held:
-    """A slice of this worker: what the tracker was told is ``trained``, what readers were given is ``handed``."""
+    """A slice of this worker: the tracker knows ``trained``, readers were given ``handed``."""
 
     grant: int
     epoch: int
@@ -177,15 +177,15 @@ class _Held:
 class TrackerPlan:
     """The batches of a worker that trains at its own speed. For one thread.
 
-    Asks the tracker for slices one at a time, some ahead of need; begins each before its first sample is handed out,
-    and reports what was trained on.
+    It requests slices from the tracker one at a time, some ahead of need, begins each before its first sample is handed
+    out, and reports what was trained on.
 
-    A pass ends, with a smaller batch if need be, when nothing of its epoch is to be had *for now*: the others may
-    hold what is left. The one after it is of the next epoch, which the tracker opens then. So each pass has slices
-    of one epoch, and of the epoch before only what has come back from others; no batch has samples of both. None waits
-    while a batch that it handed out may be untrained, since that may be what others wait for; so one that has just
-    begun waits if the next epoch cannot be opened yet. With ``waits=False`` a pass goes on to no other epoch, and
-    whoever has all workers end their epochs together calls ``awaits_others`` and ``end_epoch``.
+    A pass ends, with a smaller batch if necessary, when nothing of its epoch is available *now*: others may hold what
+    is left. The next pass is of the next epoch, which the tracker opens then. So each pass has slices of one epoch, and
+    of the previous one only what has come back from others; no batch has samples of both. A pass does not wait while
+    one of its batches may be untrained, as others may wait for that. So only a pass that has just begun waits if the
+    next epoch cannot be opened yet. With ``waits=False`` a pass does not go on to another epoch, and the code that ends
+    epochs for all workers together calls ``awaits_others`` and ``end_epoch``.
 
     Args:
         client: The tracker.
@@ -193,17 +193,17 @@ class TrackerPlan:
         incarnation: A text that no other process of that name uses.
         batch_size: Samples of a batch.
         ahead: Slices to hold that are not begun, so that they can be fetched.
-        slices: Those of the data, in the tracker's order.
-        keeps: How many slices are kept that were fetched.
+        slices: The slices of the data, in the tracker's order.
+        keeps: Number of fetched slices that are kept.
         waits: Whether a pass that has just begun goes on to the next epoch by itself, or waits for it.
-        clock: Seconds that never run backwards.
+        clock: Returns monotonic seconds.
 
     Raises:
         OptionError: If the batch size is not allowed; from ``poll``, if the tracker has other slices.
 
     Attributes:
         batch_size: Samples of the batches from the next one on; may be changed at any time.
-        epoch: The epoch of the data that is asked for; batches say theirs.
+        epoch: The epoch of the data that is requested; each batch has its own.
     """
 
     def __init__(
@@ -228,19 +228,20 @@ class TrackerPlan:
         self._waits = waits
         self._clock = clock
         self._has_given = False  # in this pass
-        self._session = 0  # none
+        self._session = 0  # 0: not joined
         self._lease = 0.0
         self._heard = 0.0  # when the tracker last heard of this worker
         self._held: dict[int, _Held] = {}
         self._ask_at = 0.0
         self._is_over = False
-        self._is_given_out = False  # nothing of this epoch is to be had for now
-        self._out: dict[int, list[tuple[int, int]]] = {}  # by number of the batch: grants, and where it leaves them
-        self._reached: dict[int, int] = {}  # what was trained on, by grant, and the tracker is not told
+        self._is_given_out = False  # nothing of this epoch is available now
+        # by number of the batch: its grants with the positions after it
+        self._out: dict[int, list[tuple[int, int]]] = {}
+        self._reached: dict[int, int] = {}  # trained positions by grant, not reported yet
         self._handed = self._received = 0
 
     def begin_pass(self) -> None:
-        """What was handed out before is handed out again, as far as nobody has trained on it."""
+        """Begin a pass, which hands out again what was not trained on."""
         self.report()
         self._out.clear()
         self._received = self._handed
@@ -251,7 +252,7 @@ class TrackerPlan:
             self._go_on()
 
     def poll(self) -> SliceBatch | float | None:
-        """The next batch; or the seconds after which to ask again; or ``None``, as the pass is over."""
+        """Return the next batch, the seconds after which to ask again, or ``None`` if the pass is over."""
         while (batch := self._next()) is None:
             if self._has_given or not self._waits:
                 return None
@@ -261,18 +262,18 @@ class TrackerPlan:
         self._has_given = True
         return batch
 
-    # ------------------------------------------------------------------ what the training reports
+    # ------------------------------------------------------------------ reports of the training
 
     def received(self, report: ReadReport) -> None:
-        """Readers have answered for the next batch that was handed out."""
+        """Record the readers' report on the next batch that was handed out."""
         number, self._received = self._received, self._received + 1
-        if report.is_empty:  # nobody can train on it
+        if report.is_empty:  # it cannot be trained on
             self._out.pop(number, None)
         if report.corrupt:
             self.quarantine(report.corrupt)
 
     def quarantine(self, corrupt: Iterable[tuple[str, str]]) -> None:
-        """Report slices that readers have found to be corrupt.
+        """Report slices that readers have found corrupt.
 
         Args:
             corrupt: Key and reason of each.
@@ -284,30 +285,30 @@ class TrackerPlan:
                 self._tell(QuarantineSlice(session=self._session, key=key, reason=reason))
 
     def trained(self) -> None:
-        """The first batch that was handed out and not trained on has been; nothing if there is none."""
+        """Record that the first untrained batch was trained on; does nothing if there is none."""
         number = next(iter(self._out), None)
         if number is not None:
             self._reached.update(self._out.pop(number))
 
     def report(self) -> None:
-        """Tell the tracker what was trained on since the last time: of each slice where the last batch leaves it."""
+        """Report to the tracker what was trained on: each slice's position after the last batch."""
         reached, self._reached = self._reached, {}
         for grant, trained in reached.items():
             held = self._held.get(grant)
             if held is None:
-                continue  # taken away in the meantime
+                continue  # it was taken away
             held.trained = trained
             self._trains(held)
             if trained == held.slice.samples:
                 self._drop((grant,))
 
     def keep_alive(self) -> None:
-        """Renew the lease, if nothing was said for a good part of it; for when nothing is trained, as in validation."""
+        """Renew the lease if nothing was sent for long, as during a validation."""
         if self._session and self._clock() - self._heard > self._lease / _RENEWALS:
             self._tell(RenewLease(session=self._session))
 
     def awaits_others(self) -> bool:
-        """Whether other workers hold all that is left of the epoch, so that there is nothing to train on here."""
+        """Whether other workers hold all that is left of the epoch, so that this one has nothing to train on."""
         return not self._look() and not self._held
 
     def end_epoch(self) -> None:
@@ -316,13 +317,13 @@ class TrackerPlan:
             self._go_on()
 
     def leave(self) -> None:
-        """Give back what is held, where it stands. A pass after this joins again."""
+        """Give back held slices at their positions. A later pass joins again."""
         self.report()
         if session := self._session:
             self._forget()
             self._client.answer(LeaveTracker(session=session))
 
-    # ------------------------------------------------------------------ inside
+    # ------------------------------------------------------------------ internal
 
     def _next(self) -> SliceBatch | None:
         runs: list[SampleRun] = []
@@ -331,7 +332,7 @@ class TrackerPlan:
         session, epoch = None, self.epoch
         while missing and (held := self._current()) is not None:
             if runs and (self._session != session or held.epoch != epoch):
-                break  # another epoch, or joined again
+                break  # another epoch, or a new session
             session, epoch = self._session, held.epoch
             taken = min(missing, held.slice.samples - held.handed)
             runs.append(SampleRun(slice_index=held.slice_index, start=held.handed, stop=held.handed + taken))
@@ -347,9 +348,9 @@ class TrackerPlan:
         return SliceBatch(epoch, tuple(runs), tuple(held.slice_index for held in self._waiting()))
 
     def _current(self) -> _Held | None:
-        """A slice with samples to hand out, begun; None if there is none for now."""
+        """Return a begun slice with samples to hand out; ``None`` if there is none now."""
         while True:
-            # What others may wait for comes first: a slice that came back from them is of the epoch before.
+            # Slices of the previous epoch come first, as others may wait for them.
             for held in sorted(self._held.values(), key=lambda held: (not held.begun, held.epoch)):
                 if held.grant in self._held and held.handed < held.slice.samples and self._begin(held):
                     return held
@@ -364,14 +365,14 @@ class TrackerPlan:
         return held.begun
 
     def _trains(self, held: _Held) -> bool:
-        """Say how far a slice is; returns whether this worker may train on it, and it is dropped if not."""
+        """Report a slice's position; returns whether this worker may train on it, and drops it if not."""
         accepted = self._tell(ReportProgress(session=self._session, grant=held.grant, trained=held.trained))
         if not accepted:
             self._drop((held.grant,))
         return accepted
 
     def _look(self) -> bool:
-        """Ask whether the epoch is over, and be given a slice only if nobody holds one."""
+        """Ask whether the epoch is over; accepts a slice only if no worker holds one."""
         self.report()
         while not self._held and self._ask(looks=True):
             pass
@@ -383,7 +384,7 @@ class TrackerPlan:
         self._ask_at = 0.0
 
     def _ask(self, *, looks: bool = False) -> bool:
-        """Ask for one more slice; whether there is something new to look at."""
+        """Request one more slice; returns whether something has changed."""
         if not self._session:
             joined = self._call(self._joins, Joined)
             self._session, self._lease, self.epoch = joined.session, joined.lease, joined.epoch
@@ -417,7 +418,7 @@ class TrackerPlan:
             )
 
     def _tell(self, message: Call) -> bool:
-        """Whether it counted."""
+        """Send a message; returns whether it was accepted."""
         reply = cast(Receipt | JoinAgain, self._call(message, Receipt, JoinAgain))
         if isinstance(reply, JoinAgain):
             self._forget()
@@ -436,32 +437,32 @@ class TrackerPlan:
             self._held.pop(grant, None)
 
     def _forget(self) -> None:
-        """The session is over."""
+        """Forget the session, which is over."""
         self._session = 0
         self._held.clear()
-        self._out = {number: [] for number in self._out}  # still to come from readers, and nothing to report about
+        self._out = {number: [] for number in self._out}  # still to come from readers, without anything to report
 
 
 class TrackedTraining:
-    """The batches of one worker. The tracker is at worker 0, which saves it too.
+    """The batches of one worker. The tracker is at worker 0, which also saves it.
 
-    For the training thread, but for :meth:`halt`.
+    For the training thread, except :meth:`halt`.
 
     Args:
         host: The way to the tracker.
-        store: Of the training data.
-        options: Of the tracker.
-        batch_sizes: Samples of a batch, of each rank of this worker.
-        rank: This one of them.
+        store: Store of the training data.
+        options: Options of the tracker.
+        batch_sizes: Batch size of each rank of this worker, in samples.
+        rank: This rank within the worker.
 
     Attributes:
         epoch: The epoch of the data that is trained on.
 
     Raises:
-        Exception: What the tracker or its transport has raised, from whatever is called next.
+        Exception: Errors of the tracker or its transport, from the next call.
     """
 
-    batches = None  # nobody knows
+    batches = None  # unknown in advance
 
     def __init__(
         self,
@@ -480,14 +481,14 @@ class TrackedTraining:
         self._ranks: WorkerRanks | None = getattr(host, "ranks", None)
         self._batch_sizes = tuple(batch_sizes)
         self._rank = rank
-        self._corrupt: dict[str, str] = {}  # that this rank has found, and the first one does not know of
+        self._corrupt: dict[str, str] = {}  # found by this rank, and unknown to the first one
         self._tracker: SliceTracker | None = None
         self._pending: Mapping[str, Any] | None = None
-        self._plan: TrackerPlan | None = None  # at the first rank, when there was a loader; is its thread's alone
-        self._untrained = 0  # batches that were taken
+        self._plan: TrackerPlan | None = None  # on the first rank, once there was a loader; used only by its thread
+        self._untrained = 0  # batches taken and not trained on
         self._thread: threading.Thread | None = None
         self._changed = threading.Condition()
-        # What follows changes under it.
+        # Guarded by the condition above.
         self._notes: deque[Callable[[TrackerPlan], object]] = deque()
         self._ready: deque[SliceBatch] = deque()
         self._pass = 0
@@ -499,11 +500,11 @@ class TrackedTraining:
 
     @property
     def fills(self) -> bool:
-        """A rank that left out a batch would leave the others of its worker alone in a step."""
+        """Whether lost samples are replaced: if a rank skipped a batch, the worker's other ranks would wait for it."""
         return self._ranks is not None
 
     def open(self, trainer: pl.Trainer | None) -> None:
-        """Reach the tracker, once."""
+        """Connect to the tracker, once."""
         if self._plan is None and self._rank == 0:
             self._plan = TrackerPlan(
                 self._host.connect(self._make_tracker),
@@ -552,14 +553,14 @@ class TrackedTraining:
         return own
 
     def _share_corrupt(self) -> None:
-        """Have the first rank know what others have found; where no rank is in a step."""
+        """Tell the first rank what others have found corrupt; called when no rank is in a step."""
         found, self._corrupt = self._corrupt, {}
         if self._ranks is not None:
             known = corrupt_on_any(self._store.source.slices, found, self._ranks.total)
             self._note(lambda plan: plan.quarantine(known.items()))
 
     def _turn(self, own: int, has_given: bool) -> SliceBatch | str | None:
-        """What is next, for all ranks alike: this one's batch, the news that there is none for now, or the end."""
+        """Return this rank's next batch, the news that there is none now, or the end; the same turn on all ranks."""
         turn = self._await_turn(own, has_given) if self._rank == 0 else None
         if self._ranks is not None:
             turn = _TURN.decode(self._ranks.tell(msgspec.json.encode(turn).decode()))
@@ -587,7 +588,7 @@ class TrackedTraining:
     # ------------------------------------------------------------------ notes
 
     def received(self, report: ReadReport) -> None:
-        """Readers have answered for the next batch that was taken."""
+        """Record the readers' report on the next batch that was taken."""
         if report.is_empty:
             self._untrained -= 1
         if self._rank:
@@ -595,7 +596,7 @@ class TrackedTraining:
         self._note(lambda plan: plan.received(report))
 
     def trained(self) -> None:
-        """The first batch that was taken and not trained on has been; nothing if there is none."""
+        """Record that the first untrained batch was trained on; does nothing if there is none."""
         if self._untrained:
             self._untrained -= 1
             self._note(TrackerPlan.trained)
@@ -606,7 +607,7 @@ class TrackedTraining:
             self._note(TrackerPlan.keep_alive)
 
     def finish_epoch(self, trainer: pl.Trainer) -> None:
-        """The tracker says when an epoch of the data is over."""
+        """Do nothing: the tracker decides when an epoch of the data is over."""
 
     def _note(self, note: Callable[[TrackerPlan], object]) -> None:
         with self._changed:
@@ -630,7 +631,7 @@ class TrackedTraining:
         return bool(self._ask(TrackerPlan.awaits_others))
 
     def end_epoch(self) -> None:
-        """Go on to the next epoch of the data, if nothing is left of this one: for all workers at the same moment."""
+        """Go on to the next epoch of the data, if nothing is left of this one; for all workers at the same moment."""
         self._ask(TrackerPlan.end_epoch)
 
     def settle(self) -> None:
@@ -639,18 +640,18 @@ class TrackedTraining:
             self._ask(TrackerPlan.report)
 
     def leave(self) -> None:
-        """Give back what this worker holds, while the tracker can be reached. A pass after this joins again."""
+        """Give back this worker's slices, while the tracker can be reached. A later pass joins again."""
         with self._changed:
-            self._pass += 1  # whoever iterates gets no more
+            self._pass += 1  # ends a running iteration
             self._ready.clear()
             self._is_over = True
             if self._thread is None or self._error is not None:
                 return
-        with suppress(SchedulerTimeoutError):  # else the lease runs out
+        with suppress(SchedulerTimeoutError):  # otherwise the lease runs out
             self._ask(TrackerPlan.leave, timeout=_LEAVE_S)
 
     def halt(self, timeout: float = _LEAVE_S) -> bool:
-        """End the plan's thread after what was noted; idempotent. Returns whether it ended in time.
+        """End the plan's thread after its notes; idempotent. Returns whether it ended in time.
 
         Args:
             timeout: In seconds.
@@ -665,7 +666,7 @@ class TrackedTraining:
         return not thread.is_alive()
 
     def close(self) -> None:
-        """Give back what this worker holds; the training is over."""
+        """Give back this worker's slices at the end of the training."""
         try:
             self.leave()
         finally:
@@ -673,7 +674,7 @@ class TrackedTraining:
             self._plan = None
 
     def _ask(self, question: Callable[[TrackerPlan], _T], *, timeout: float = _ANSWER_S) -> _T | None:
-        """The thread's answer; none at a rank that has no plan."""
+        """Return the thread's answer; ``None`` on a rank without a plan."""
         answers: list[_T] = []
         if self._plan is None:
             return None
@@ -716,10 +717,10 @@ class TrackedTraining:
         return not self._is_over and self._made_for == self._pass and len(self._ready) < self._depth
 
     def _make(self, plan: TrackerPlan) -> float:
-        """Make batches as long as there is room; returns the seconds after which to ask again."""
+        """Make batches while there is room; returns the seconds after which to ask again."""
         while True:
             with self._changed:
-                self._changed.notify_all()  # questions were answered, or a batch is there
+                self._changed.notify_all()  # questions were answered, or a batch is ready
                 if not self._makes or self._stopping:
                     return 0.0
                 number = self._pass
@@ -735,14 +736,14 @@ class TrackedTraining:
     # ------------------------------------------------------------------ the position
 
     def state_dict(self) -> dict[str, Any]:
-        """The tracker's at worker 0, with all that was trained on here; elsewhere nothing."""
+        """Return the tracker's state at worker 0, with all that was trained on here; empty on others."""
         self.settle()
         if self._tracker is not None:
             return {"tracker": self._tracker.state_dict()}
         return {} if self._pending is None else dict(self._pending)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where a state was saved; heeded where the tracker is.
+        """Resume where a state was saved; used where the tracker is.
 
         Raises:
             TrackerStateError: If it was saved by ranks that step together, or does not fit.

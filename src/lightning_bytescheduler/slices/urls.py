@@ -1,7 +1,7 @@
-"""Files behind URLs, through fsspec: what is there, and a range of its bytes.
+"""Files behind URLs, through fsspec: their existence, size and ranges of bytes.
 
-fsspec's file systems are looked up anew for each call. It keeps them itself, by thread, and a process that was forked
-needs ones of its own.
+fsspec's file systems are looked up anew for each call. It caches them itself, by thread, and a forked process needs new
+ones.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from lightning_bytescheduler.exceptions import OptionError
 Options = Mapping[str, Any]
 
 _EXTRAS = {"s3": "s3", "s3a": "s3", "http": "data", "https": "data"}
-"""The extra of a protocol; other protocols need packages of their own."""
+"""The extra of a protocol; other protocols need separate packages."""
 
 _PLACE = "a file, a folder with files, or a glob that some file fits"
 
 
 if hasattr(os, "register_at_fork") and not hasattr(asyn, "reset_after_fork"):
-    # fsspec before 2024.10 leaves a forked process waiting for the event loop of a thread that it does not have.
+    # With fsspec before 2024.10 a forked process waits for the event loop of a thread that does not exist there.
     def _forget_event_loop() -> None:
         asyn.iothread[0] = None
         asyn.loop[0] = None
@@ -37,10 +37,10 @@ if hasattr(os, "register_at_fork") and not hasattr(asyn, "reset_after_fork"):
 
 
 def require_protocols(option: str, urls: Iterable[str]) -> None:
-    """Require that the file systems of URLs are there; nothing is asked of the sources.
+    """Require the file systems of URLs; sends no request to sources.
 
     Raises:
-        OptionError: If nobody knows a protocol; names ``option``.
+        OptionError: If a protocol is unknown; names ``option``.
         ImportError: If a package is missing that one needs; names it and the extra.
     """
     for url in urls:
@@ -53,10 +53,11 @@ def require_protocols(option: str, urls: Iterable[str]) -> None:
 
 
 def require_storage_options(urls: Iterable[str], options: object) -> dict[str, Any]:
-    """Options for the file systems of all these URLs, of which each is for one of them at least.
+    """Return checked options for the file systems of URLs; each must be for at least one of them.
 
     Raises:
-        OptionError: If they are none, or no source takes one. Names them without their values, which may be secret.
+        OptionError: If they are not a dict, or no source takes one. Names them without their values, which may be
+            secret.
     """
     if options is None:
         return {}
@@ -72,9 +73,9 @@ def require_storage_options(urls: Iterable[str], options: object) -> dict[str, A
 
 
 def takes(url: str, option: str) -> bool:
-    """Whether an option is for the file system of a URL, which knows by itself what it takes."""
+    """Whether an option is for the file system of a URL."""
     protocol = _protocol(url)
-    if option in available_protocols():  # its value is the options of that protocol alone
+    if option in available_protocols():  # its value is the options of that protocol
         return option == protocol or "::" in url
     return "::" in url or protocol not in ("file", "local")  # in a chain, each link has its own
 
@@ -88,7 +89,7 @@ def _protocol(url: str) -> str:
 
 
 def _protocols(url: str) -> list[str]:
-    """Those of the links of a chain; a link may be a protocol without a path, as in simplecache::https://..."""
+    """Return the protocols of a chain's links; a link may be a bare protocol, as in simplecache::https://..."""
     links = url.split("::")
     found = []
     for link in links:
@@ -99,10 +100,10 @@ def _protocols(url: str) -> list[str]:
 
 
 def file_system(url: str, options: Options) -> tuple[Any, str]:
-    """The file system of a URL with those options that it takes, and the path in it.
+    """Return the file system of a URL, with the options that it takes, and the path in it.
 
     Raises:
-        OptionError: If nobody knows its protocol.
+        OptionError: If its protocol is unknown.
         ImportError: If a package is missing that it needs.
     """
     require_protocols("url", (url,))
@@ -111,12 +112,12 @@ def file_system(url: str, options: Options) -> tuple[Any, str]:
 
 
 def expand(url: str, options: Options, option: str = "url") -> list[str]:
-    """The URLs of the files that a URL, a glob or a folder stands for, sorted.
+    """Return the sorted URLs of the files that a URL, a glob or a folder stands for.
 
     Args:
-        url: What to look for.
-        options: Of the file system.
-        option: What was set to the URL, for the message.
+        url: URL, glob or folder.
+        options: Options of the file system.
+        option: Option with the URL, for messages.
 
     Raises:
         OptionError: If there is no such file.
@@ -135,7 +136,7 @@ def expand(url: str, options: Options, option: str = "url") -> list[str]:
 
 
 def _is_there(filesystem: Any, path: str) -> bool:
-    """As ``exists``, which takes whatever goes wrong for a no, and so the lack of rights."""
+    """Like ``exists``, which however returns false for any error, also for missing rights."""
     try:
         _about(filesystem, path)
     except (FileNotFoundError, NotADirectoryError):
@@ -144,11 +145,11 @@ def _is_there(filesystem: Any, path: str) -> bool:
 
 
 def _about(filesystem: Any, path: str) -> dict[str, Any]:
-    """What is known of a file."""
+    """Return the file system's information on a file."""
     try:
         return cast(dict[str, Any], filesystem.info(path))
     except FileNotFoundError as error:
-        # Over HTTP everything that goes wrong is a file that is not found; what it was is behind it.
+        # Over HTTP every error is reported as a missing file, with its real cause behind it.
         if error.__cause__ is None or getattr(error.__cause__, "status", None) == 404:
             raise
         raise error.__cause__ from None
@@ -169,16 +170,16 @@ def _what_is_there(url: str, filesystem: Any, path: str, is_glob: bool) -> str:
 
 
 def join(folder: str, name: str) -> str:
-    """The URL of ``name`` in the folder at a URL."""
+    """Return the URL of ``name`` in the folder at a URL."""
     first, chain, rest = folder.partition("::")
     return f"{first.rstrip('/') + '/' if not first.endswith('://') else first}{name}{chain}{rest}"
 
 
 def size_of(url: str, options: Options) -> tuple[int, str]:
-    """Bytes of the file at ``url``, and a version: what changes when it does, as far as the source tells.
+    """Return the bytes of a file and a version, which changes with its contents as far as the source says.
 
     Raises:
-        OSError: If there is none, or its size is not known.
+        OSError: If it does not exist, or its size is not known.
     """
     filesystem, path = file_system(url, options)
     about = _about(filesystem, path)
@@ -190,34 +191,34 @@ def size_of(url: str, options: Options) -> tuple[int, str]:
 
 
 _REQUEST_SECONDS = 300.0
-"""Longest request, where fsspec can be given a bound: some of its file systems have none of their own."""
+"""Longest request in seconds, if fsspec accepts a limit: some of its file systems have none."""
 
 
 def read_range(url: str, start: int, stop: int, options: Options) -> bytes:
-    """The bytes of the file at ``url`` from ``start`` up to, but not including, ``stop``; fewer where it ends before.
+    """Return the bytes of a file from ``start`` up to, but not including, ``stop``; fewer if it ends before.
 
     Raises:
-        Exception: Whatever the file system raises.
+        Exception: Errors of the file system.
     """
     filesystem, path = file_system(url, options)
-    # A method of a coroutine, which fsspec waits for, if need be for ever.
+    # An asynchronous method, for which fsspec would wait forever.
     is_bounded = filesystem.async_impl and hasattr(filesystem.cat_file, "__wrapped__")
     bound = {"timeout": _REQUEST_SECONDS} if is_bounded else {}
     try:
         return cast(bytes, filesystem.cat_file(path, start=start, end=stop, **bound))
     except Exception as error:
-        if getattr(error, "status", None) == 416:  # "range not satisfiable": the file ends before the start
+        if getattr(error, "status", None) == 416:  # range not satisfiable: the file ends before the start
             return b""
         raise
 
 
 def is_http(url: str) -> bool:
-    """Whether a URL is one of the web's."""
+    """Whether a URL is http or https."""
     return url.startswith(("http://", "https://"))
 
 
 def local_path(url: str) -> str | None:
-    """The path of a file on this machine, or None if the URL is not one of such a file."""
+    """Return the path of a file on this machine, or ``None`` for other URLs."""
     if "::" in url or ("://" in url and not url.startswith(("file://", "local://"))):
         return None
     return cast(str, LocalFileSystem._strip_protocol(url))
@@ -227,7 +228,7 @@ def exists(url: str, options: Options) -> bool:
     """Whether there is something at a URL.
 
     Raises:
-        Exception: Whatever the file system raises, but for what is missing.
+        Exception: Errors of the file system other than a missing file.
     """
     return _is_there(*file_system(url, options))
 
