@@ -1,8 +1,9 @@
-"""A script with a loop of Fabric, for two processes: what happens at its end, or when one of them fails."""
+"""A loop of Fabric on two ranks: what happens at its end, or when one fails. What to do is JSON in ``sys.argv[1]``."""
 
 from __future__ import annotations
 
 import atexit
+import json
 import sys
 from pathlib import Path
 
@@ -11,11 +12,13 @@ from lightning.fabric import Fabric
 from torch import nn
 
 from lightning_bytescheduler import ByteSchedulerFabricStrategy
+from tests.faults.bounds import set_bounds
 
 
 def main(how: str) -> None:
     """Train five steps."""
     torch.manual_seed(0)
+    set_bounds()
     model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8))
     seen: dict[str, int] = {}
     strategy = ByteSchedulerFabricStrategy(mode="overlapped", bucket_cap_mb=0.002, partition_size=400, credit=800)
@@ -44,4 +47,4 @@ def main(how: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(json.loads(sys.argv[1])["how"])

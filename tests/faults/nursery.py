@@ -16,9 +16,12 @@ import lightning.pytorch
 import torch.distributed
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
-import lightning_bytescheduler
+from lightning_bytescheduler import ByteSchedulerFabricStrategy, ByteSchedulerStrategy, CreditTuner, DiLoCoStrategy
 
-PRELOADED = (lightning.pytorch, torch.distributed, ModelCheckpoint, OnExceptionCheckpoint, lightning_bytescheduler)
+PRELOADED = (
+    *(lightning.pytorch, torch.distributed, ModelCheckpoint, OnExceptionCheckpoint),
+    *(ByteSchedulerFabricStrategy, ByteSchedulerStrategy, CreditTuner, DiLoCoStrategy),
+)
 
 
 def serve() -> dict[str, Any] | None:

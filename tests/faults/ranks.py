@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -106,6 +107,7 @@ class Nursery:
         timeout: float,
         own_arguments: dict[int, dict[str, Any]] | None = None,
         await_only: int | None = None,
+        meanwhile: Callable[[list[int]], object] | None = None,
     ) -> list[Ended]:
         """Run ``script`` on every rank until all have ended.
 
@@ -117,6 +119,7 @@ class Nursery:
             timeout: Longest wait, in seconds; whoever has not ended by then is killed.
             own_arguments: Changes for single ranks.
             await_only: A rank at whose end all others are killed.
+            meanwhile: Called with the ranks' process numbers once all have started.
         """
         port = free_port()
         names = []
@@ -136,14 +139,19 @@ class Nursery:
             }
             self._send(request)
         deadline = time.monotonic() + timeout
+        awaited = names if await_only is None else [names[await_only]]
+        try:
+            self._await(self._pids, names, timeout)
+            if meanwhile is not None:
+                meanwhile([self._pids[name] for name in names])
+            self._await(self._ends, awaited, max(0.0, deadline - time.monotonic()))
+        finally:
+            with self._changed:
+                late = {name: self._pids[name] for name in names if name not in self._ends and name in self._pids}
+            for pid in late.values():
+                os.kill(pid, signal.SIGKILL)
+        self._await(self._ends, names, 60.0)
         with self._changed:
-            awaited = names if await_only is None else [names[await_only]]
-            self._changed.wait_for(lambda: all(n in self._ends for n in awaited), max(0.0, deadline - time.monotonic()))
-            late = {name: self._pids[name] for name in names if name not in self._ends and name in self._pids}
-        for pid in late.values():
-            os.kill(pid, signal.SIGKILL)
-        with self._changed:
-            self._changed.wait_for(lambda: all(n in self._ends for n in names), 10.0)
             return [
                 Ended(
                     code=None if name in late else self._ends[name][0],
@@ -173,6 +181,10 @@ class Nursery:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _await(self, told: Mapping[str, object], names: Sequence[str], timeout: float) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: all(name in told for name in names), timeout)
 
     def _send(self, request: dict[str, Any]) -> None:
         if self._process.stdin is None:

@@ -1,69 +1,66 @@
-"""A loop of Fabric ends: by itself, with a step that nobody has waited for, or because a rank has failed."""
+"""A loop of Fabric ends: by itself, with a step that nothing has waited for, or because a rank has failed."""
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import pytest
 import torch
 from torch import nn
 
-REPOSITORY = Path(__file__).parents[2]
+from tests.faults.ranks import Ended, Nursery
+
+SCRIPT = Path(__file__).with_name("fabric_script.py")
 
 
-def run(how: str) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join([str(REPOSITORY / "src"), str(REPOSITORY)])
-    return subprocess.run(
-        [sys.executable, "-m", "tests.faults.fabric_script", how],
-        cwd=REPOSITORY,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+def run(nursery: Nursery, folder: Path, *how: str) -> list[list[Ended]]:
+    def one(number: int, asked: str) -> list[Ended]:
+        place = folder / str(number)
+        place.mkdir()
+        return nursery.run(SCRIPT, {"how": asked}, world_size=2, folder=place, timeout=120.0)
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(one, range(len(how)), how))
 
 
-def test_the_last_step_lands_before_the_process_ends() -> None:
+def test_the_last_step_lands_before_the_process_ends(nursery: Nursery, tmp_path: Path) -> None:
     """Weights that are read at exit are those of five steps, on both ranks; the last four were deferred."""
-    done = run("ends")
-    assert done.returncode == 0, done.stderr
-    ends = re.findall(r"rank (\d) ends with (\S+), deferred (\d)", done.stdout)
-    assert {rank for rank, _, _ in ends} == {"0", "1"}
-    assert len({weights for _, weights, _ in ends}) == 1
-    assert {deferred for _, _, deferred in ends} == {"4"}
+    (ranks,) = run(nursery, tmp_path, "ends")
+    assert [rank.code for rank in ranks] == [0, 0], ranks[0].log
+    ends = [re.findall(r"ends with (\S+), deferred (\d)", rank.log) for rank in ranks]
+    assert ends[0] == ends[1]
+    ((_, deferred),) = ends[0]
+    assert deferred == "4"
 
 
-@pytest.mark.parametrize("step", [1, 3])
-def test_an_exception_on_one_rank_ends_the_other_with_its_name(step: int) -> None:
+def test_an_exception_on_one_rank_ends_the_other_with_its_name(nursery: Nursery, tmp_path: Path) -> None:
     """In the midst of the loop, or when the script of the other has come to its end, and waits for its last step."""
-    done = run(f"fails in step {step}")
-    assert done.returncode != 0
-    assert "RankFailedError: Rank 1 failed: ValueError: sample 17 is broken" in done.stderr
+    for survivor, failed in run(nursery, tmp_path, "fails in step 1", "fails in step 3"):
+        assert failed.code == 1, failed.log
+        assert survivor.code == 1, survivor.log
+        assert "RankFailedError: Rank 1 failed: ValueError: sample 17 is broken" in survivor.log
 
 
-@pytest.mark.parametrize("other", ["moved", "absent", "same"])
-def test_ranks_load_the_same_checkpoint(other: str, tmp_path: Path) -> None:
+def test_ranks_load_the_same_checkpoint(nursery: Nursery, tmp_path: Path) -> None:
     """Or none of them trains: each file, and each rank, is named."""
-    model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8))
-    state = {"model": model.state_dict(), "optimizer": torch.optim.SGD(model.parameters(), lr=0.1).state_dict()}
-    torch.save(state, tmp_path / "0.ckpt")
-    if other == "moved":
-        state["model"]["0.bias"][0] += 1e-3
-    if other != "absent":
-        torch.save(state, tmp_path / "1.ckpt")
-    done = run(f"loads{tmp_path}")
-    if other == "same":
-        assert done.returncode == 0, done.stderr
-        return
-    assert done.returncode == 1
     digest = r"one with digest \w{8} on rank"
     differs = {
         "moved": rf"checkpoint is {digest} 0 \(.*/0.ckpt\), but {digest} 1 \(.*/1.ckpt\)",
         "absent": "what comes next is the checkpoint on rank 0 .*/0.ckpt.*, but the first backward pass on rank 1",
+        "same": "",
     }
-    found = re.findall(rf"\[rank(\d)\]: .*RanksDifferError: .*{differs[other]}", done.stderr)
-    assert set(found) == {"0", "1"}, done.stderr
+    for other in differs:
+        model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8))
+        state = {"model": model.state_dict(), "optimizer": torch.optim.SGD(model.parameters(), lr=0.1).state_dict()}
+        (tmp_path / other).mkdir()
+        torch.save(state, tmp_path / other / "0.ckpt")
+        if other == "moved":
+            state["model"]["0.bias"][0] += 1e-3
+        if other != "absent":
+            torch.save(state, tmp_path / other / "1.ckpt")
+    ended = run(nursery, tmp_path, *(f"loads{tmp_path / other}" for other in differs))
+    for says, ranks in zip(differs.values(), ended, strict=True):
+        for rank in ranks:
+            assert rank.code == (1 if says else 0), rank.log
+            assert not says or re.search(f"RanksDifferError: .*{says}", rank.log), rank.log

@@ -26,10 +26,10 @@ def test_nothing_is_left_after_fit_fit_again_and_validate(nursery: Nursery, tmp_
 
 
 def test_a_rank_may_come_to_the_end_much_later(nursery: Nursery, tmp_path: Path) -> None:
-    # Longer than any of the bounds on shutting down: rank 0 still writes something, or another rank does.
+    # Longer than threads have to stop: rank 0 still writes something, or another rank does, for which rank 0 waits.
+    options = {"where": "on_train_end", "kind": "pause", "steps": 4}
     scenarios = [
-        Scenario(world_size=3, options={"where": "on_train_end", "kind": "pause", "ranks": [rank], "steps": 4})
-        for rank in (0, 1)
+        Scenario(world_size=3, options={**options, "ranks": [rank], "bounds": {"linger": 2.0}}) for rank in (0, 1)
     ]
     for ranks in run_together(nursery, scenarios, tmp_path):
         for rank in ranks:

@@ -27,19 +27,21 @@ def test_different_files_are_an_error_before_the_first_step(strategy: str, nurse
     torch.save(state, moved)
 
     step = re.escape(older.stem.removeprefix("step="))
-    cases = {
+    cases: dict[Path | None, str] = {
         None: r"none on rank 1 \(",
         newer: r"one with digest \w{{8}} of epoch 1, step \d+ on rank 1 \(.*: {other}\)",
         moved: r"one with digest \w{{8}} of epoch 0, step {step} on rank 1 \(.*: {other}\)",
         copied: "",
     }
+    if strategy == "diloco":  # the files are compared by the same code
+        cases = {moved: cases[moved]}
     (tmp_path / "resumed").mkdir()
     ended = run(
         nursery,
         tmp_path / "resumed",
         *(
             (
-                {"strategy": strategy, "resume": str(older), "epochs": 3, "val_batches": 2, "sanity": 2, "timeout": 60},
+                {"strategy": strategy, "resume": str(older), "epochs": 3, "val_batches": 2, "sanity": 2},
                 {1: {"resume": None if other is None else str(other)}},
             )
             for other in cases

@@ -5,16 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.faults.ranks import Nursery
-from tests.faults.scenario import Scenario, check_end, run_together
+from tests.faults.scenario import Scenario, check_end, run, run_together
 
 LONG = {"pause": 0.02, "steps": 1000}
 
 
 def test_an_interrupt_of_one_rank_ends_all(nursery: Nursery, tmp_path: Path) -> None:
-    options = {"where": "training_step", "kind": "SIGINT"}
-    scenarios = [Scenario(world_size=n, options={**options, "ranks": [rank]}) for n, rank in ((2, 0), (3, 1))]
-    for rank, ranks in zip((0, 1), run_together(nursery, scenarios, tmp_path), strict=True):
-        check_end(ranks, failed=rank, says=f"Rank {rank} failed: KeyboardInterrupt")
+    options = {"where": "training_step", "kind": "SIGINT", "ranks": [1]}
+    ranks = run(nursery, Scenario(world_size=3, options=options), tmp_path)
+    check_end(ranks, failed=1, says="Rank 1 failed: KeyboardInterrupt")
 
 
 def test_signals_to_all_ranks_end_all(nursery: Nursery, tmp_path: Path) -> None:
@@ -29,8 +28,7 @@ def test_signals_to_all_ranks_end_all(nursery: Nursery, tmp_path: Path) -> None:
 
 
 def test_sigterm_to_one_rank_stops_all(nursery: Nursery, tmp_path: Path) -> None:
-    options = {**LONG, "where": "training_step", "kind": "SIGTERM"}
-    scenarios = [Scenario(world_size=n, options={**options, "ranks": [rank]}) for n, rank in ((3, 0), (2, 1))]
-    for failed, ranks in zip((0, 1), run_together(nursery, scenarios, tmp_path), strict=True):
-        check_end(ranks, failed=failed, code=143, survivors_code=143, says="A SIGTERM")
-        assert all(rank.log.count("ends training: exit code 143") == 1 and "failed" not in rank.log for rank in ranks)
+    options = {**LONG, "where": "training_step", "kind": "SIGTERM", "ranks": [1]}
+    ranks = run(nursery, Scenario(world_size=3, options=options), tmp_path)
+    check_end(ranks, failed=1, code=143, survivors_code=143, says="A SIGTERM")
+    assert all(rank.log.count("ends training: exit code 143") == 1 and "failed" not in rank.log for rank in ranks)

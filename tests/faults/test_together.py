@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tests.faults.ranks import Nursery
 from tests.faults.test_apart import Case, check, run
 
-SOON = {"warn_after": 1.0, "timeout": 4.5}
+SOON = {"warn_after": 0.3, "timeout": 5.0}
 
 
 def test_other_options_and_variables_are_an_error_on_every_rank(nursery: Nursery, tmp_path: Path) -> None:
@@ -30,15 +28,17 @@ def test_other_options_and_variables_are_an_error_on_every_rank(nursery: Nursery
     check(outer, "RanksDifferError: ", "inner_steps is 2 on rank 0 (", ", but 4 on rank 1 (")
 
 
-@pytest.mark.parametrize("strategy", ["bytescheduler", "diloco"])
-def test_a_rank_with_plain_ddp_ends_all_with_the_third_hint(strategy: str, nursery: Nursery, tmp_path: Path) -> None:
-    patient = {"strategy": strategy, "warn_after": 1.0, "timeout": 60.0}
-    cases: list[Case] = [(patient, {rank: {"strategy": "ddp", "timeout": 12.0}}) for rank in (0, 1)]
-    for plain, ranks in enumerate(run(nursery, tmp_path, *cases)):
+def test_a_rank_with_plain_ddp_ends_all_with_the_third_hint(nursery: Nursery, tmp_path: Path) -> None:
+    strategies = ("bytescheduler", "diloco")
+    cases: list[Case] = [
+        ({"strategy": strategy, "warn_after": 1.0}, {plain: {"strategy": "ddp", "timeout": 20.0}})
+        for plain, strategy in enumerate(strategies)
+    ]
+    for plain, (strategy, ranks) in enumerate(zip(strategies, run(nursery, tmp_path, *cases), strict=True)):
         waiting = ranks[1 - plain]
         assert [rank.code for rank in ranks] == [1, 1], waiting.log
-        assert waiting.log.count(f"bytescheduler: rank {plain} of 2 did not join this training within") == 2
-        assert f"RanksDifferError: rank {plain} of 2 did not join this training within 4 s" in waiting.log
+        assert f"bytescheduler: rank {plain} of 2 did not join this training within" in waiting.log
+        assert f"RanksDifferError: rank {plain} of 2 did not join this training within" in waiting.log
         assert f"(here: rank {1 - plain} (" in waiting.log
         assert f"runs another strategy than '{strategy}', such as 'ddp'" in waiting.log
 
@@ -46,7 +46,7 @@ def test_a_rank_with_plain_ddp_ends_all_with_the_third_hint(strategy: str, nurse
 def test_a_rank_that_is_not_there_is_named_while_ranks_look_for_each_other(nursery: Nursery, tmp_path: Path) -> None:
     absent: Case = (SOON, {1: {"strategy": "absent"}})
     first: Case = (SOON, {0: {"strategy": "absent"}})
-    another: Case = (SOON, {1: {"strategy": "diloco"}})
+    another: Case = ({"warn_after": 0.3}, {1: {"strategy": "diloco"}})
     without_one, without_first, differing = run(nursery, tmp_path, absent, first, another)
     assert "bytescheduler: the 2 ranks have been looking for each other at 127.0.0.1:" in without_one[0].log
     assert "rank 1 did not come. Here are rank 0 (" in without_one[0].log

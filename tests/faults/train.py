@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import json
 import os
@@ -11,6 +12,7 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,10 +28,13 @@ from lightning_bytescheduler.collectives.node_push_pull import NodePushPull
 from lightning_bytescheduler.collectives.transport import GradientTransport
 from lightning_bytescheduler.ddp import agreed_sizes, overlapped_step
 from lightning_bytescheduler.ddp.gates import GatedParameter
+from lightning_bytescheduler.failures import store as failures_store
+from tests.faults.bounds import set_bounds
 
 __all__: list[str] = []
 
 Options = dict[str, Any]
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))  # Lightning takes it back when it is done
 
 
 class Boom:
@@ -40,7 +45,7 @@ class Boom:
         self.step: int = options.get("step", 3)
         self.kind: str = options.get("kind", "raise")
         self.ranks: list[int] = options.get("ranks", [])
-        self.after_s: float = options.get("after_s", 0.0)  # the others get on as far as they can
+        self.behind: bool = options.get("behind", False)  # the others have ended this batch by then
         self.happened = False
         self.current_step = 0
 
@@ -48,7 +53,8 @@ class Boom:
         if self.happened or place != self.place or self.current_step < self.step or own_rank() not in self.ranks:
             return
         self.happened = True
-        time.sleep(self.after_s)
+        if self.behind:
+            self.await_the_others()
         say(f"FAILED_AT {time.time()}")
         if self.kind == "raise":
             raise ValueError("boom")
@@ -64,9 +70,27 @@ class Boom:
             raise LaunchOrderError("the ranks run different programs")
         os.kill(os.getpid(), getattr(signal, self.kind))
 
+    def batch_ended(self) -> None:
+        """Tell the rank that waits in :meth:`await_the_others`."""
+        if self.behind:
+            Path(f"ended-{self.current_step}-{own_rank()}").touch()
+
+    def await_the_others(self) -> None:
+        deadline = time.monotonic() + 60.0
+        others = [Path(f"ended-{self.step}-{rank}") for rank in range(WORLD_SIZE) if rank != own_rank()]
+        while time.monotonic() < deadline and not all(file.exists() for file in others):
+            time.sleep(0.01)
+
 
 def own_rank() -> int:
     return int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")))
+
+
+def live(rank: int) -> int:
+    """Take a lock that is free once this rank's process has ended, or wait until another rank's has."""
+    lock = os.open(f"lives-{rank}", os.O_CREAT | os.O_RDWR)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return lock
 
 
 class FailingBackward(torch.autograd.Function):
@@ -142,6 +166,7 @@ class BatchEnd(Callback):
         self.boom = boom
 
     def on_train_batch_end(self, *_: Any) -> None:
+        self.boom.batch_ended()
         self.boom("on_train_batch_end")
 
     def on_train_end(self, *_: Any) -> None:
@@ -251,6 +276,9 @@ def make_trainer(options: Options, boom: Boom, callbacks: list[Callback]) -> Tra
 def main(options: Options) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    set_bounds(**options.get("bounds", {}))
+    if options.get("outlived"):
+        options["lives"] = live(own_rank())  # as long as this process
     if "nodes" in options:
         each = int(os.environ["WORLD_SIZE"]) // options["nodes"]
         node, local = divmod(own_rank(), each)
@@ -295,13 +323,15 @@ def main(options: Options) -> None:
                 trainer.save_checkpoint(options["save_after_failure"])
             except SchedulerClosedError as refused:
                 say(f"REFUSED {refused}")
-        if options.get("again") == "sleep":
-            time.sleep(8.0)  # longer than the others should take
+        if options.get("again") == "outlives":
+            for rank in set(range(WORLD_SIZE)) - {own_rank()}:
+                os.close(live(rank))
             return
         if not options.get("again"):
             raise
         sys.excepthook(*sys.exc_info())
-        again = make_trainer({**options, "timeout": 3.0}, boom, [])
+        failures_store._REUNION_S = options.get("reunion", 60.0)
+        again = make_trainer(options, boom, [])
         again.fit(Model(boom, options))
         report("AGAIN")
 

@@ -21,6 +21,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_bytescheduler import ByteSchedulerStrategy, DiLoCoStrategy
 from lightning_bytescheduler.failures import startup_check
+from lightning_bytescheduler.failures.standstill import Standing, VitalSigns
+from tests.faults.bounds import set_bounds
 
 Options = dict[str, Any]
 
@@ -60,12 +62,12 @@ class Model(LightningModule):
             say("TRAINED")
         self.at("training_step")
         if batch_idx == 2 and "broadcasts" in self.options:
+            self.options["told"].wait(60.0)
             dist.broadcast(torch.zeros(self.options["broadcasts"]), src=0)
         loss: Tensor = self.layers(batch[0] if isinstance(batch, list) else batch).square().mean()
         return None if batch_idx == self.options.get("none_at") else loss
 
     def on_train_batch_end(self, *_: Any) -> None:
-        time.sleep(self.options.get("pace", 0.0))
         self.at("on_train_batch_end")
 
     def on_train_epoch_end(self) -> None:
@@ -92,13 +94,27 @@ class Model(LightningModule):
         return DataLoader(TensorDataset(torch.randn(4, 8)), batch_size=2)
 
 
+def told(batches: int) -> threading.Event:
+    """Set once this rank has told the others that it has begun so many batches."""
+    beat, told = VitalSigns.beat, threading.Event()
+
+    def telling(signs: VitalSigns, standing: Standing) -> Any:
+        found = beat(signs, standing)
+        if standing.epoch_batches >= batches:
+            told.set()
+        return found
+
+    VitalSigns.beat = telling  # type: ignore[method-assign, assignment]
+    return told
+
+
 class Ends(Callback):
     def on_train_epoch_end(self, *_: Any) -> None:
         say(f"EPOCH_ENDED {time.time()}")
 
 
 def make_strategy(options: Options) -> Any:
-    timeout = timedelta(seconds=options.get("timeout", 120.0))
+    timeout = timedelta(seconds=options.get("timeout", 600.0))
     if options.get("strategy") == "ddp":
         return DDPStrategy(timeout=timeout)
     if options.get("strategy") == "diloco":
@@ -121,6 +137,9 @@ def main(options: Options) -> None:
         return
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    if "broadcasts" in options:
+        options["told"] = told(batches=3)
+    set_bounds()
     startup_check._WARN_S = options.get("warn_after", 30.0)
     callbacks: list[Callback] = [Ends()]
     if "checkpoint" in options:

@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch.utils.data import DataLoader
 
 from lightning_bytescheduler import DiLoCoStrategy
+from tests.faults.bounds import set_bounds
 
 
 def say(line: str) -> None:
@@ -68,6 +69,7 @@ def saved_in(folder: str) -> list[Callback]:
 
 def main(options: dict[str, Any]) -> None:
     rank_zero_only.rank = int(os.environ["RANK"])
+    set_bounds()
     trainer = Trainer(
         accelerator="cpu",
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
@@ -78,7 +80,7 @@ def main(options: dict[str, Any]) -> None:
             Fails(options["kind"], options["rank"], options["step"], options.get("everybody")),
             *(saved_in(options["checkpoint"]) if "checkpoint" in options else ()),
         ],
-        max_steps=options.get("max_steps", 2000),
+        max_steps=options.get("max_steps", 1_000_000),
         logger=False,
         enable_checkpointing="checkpoint" in options,
         enable_progress_bar=False,
