@@ -110,7 +110,7 @@ def test_a_silent_run_is_stopped(tmp_path: Path) -> None:
     started = time.monotonic()
     with pytest.raises(launch.RunFailed, match=r"(?s)No rank reported anything for 0 s, after step 0\..*empty"):
         launch.train([spec], None, lambda step, loss: None, silence_seconds=0.2)
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 120
 
 
 @pytest.mark.slow
@@ -128,7 +128,7 @@ def test_a_rank_ends_when_the_demo_is_gone(tmp_path: Path) -> None:
         time.sleep(0.05)
         reader.poll()
     worker.stdin.close()
-    assert worker.wait(timeout=60) == 1
+    assert worker.wait(timeout=120) == 1
 
 
 def test_report_waits_for_the_end_of_a_line(tmp_path: Path) -> None:
