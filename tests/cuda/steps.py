@@ -183,17 +183,17 @@ class Scheduled:
     def close(self) -> None:
         if self.routing is not None:
             assert self.routing.in_order
-            self.routing.uninstall(failed=False, timeout=10.0)
+            self.routing.uninstall(failed=False, timeout=_TIMEOUT_S)
             assert self.routing.idle
-        self.core.shutdown(timeout=10.0)
+        self.core.shutdown(timeout=_TIMEOUT_S)
         if isinstance(self.order, DecidingOrder):
             self.order.close()
-            assert self.order.wait_sent(10.0)
+            assert self.order.wait_sent(_TIMEOUT_S)
         else:
-            assert self.order.wait_closed(10.0)
+            assert self.order.wait_closed(_TIMEOUT_S)
         self.engine.close()
-        assert self.transport.stop_encoding(10.0)
-        assert self.transport.stop(10.0)
+        assert self.transport.stop_encoding(_TIMEOUT_S)
+        assert self.transport.stop(_TIMEOUT_S)
         let_go()
         self.groups.destroy()
         assert not self.errors

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -37,7 +39,17 @@ def test_one_summary_of_all_parts(capsys: pytest.CaptureFixture[str], outcome: b
 def test_the_outcome_of_tests_is_read_from_their_report() -> None:
     words, good = command._run(("tests/cuda/test_summary.py", "-k", "overlap_once", "-p", "no:cacheprovider"))
     assert (words, good) == ("1 passed, 0 failures, 0 errors, 0 skipped", True)
-    _, good = command._run(("tests/cuda/test_summary.py", "-k", "there_is_no_such_test", "-p", "no:cacheprovider"))
+
+
+@pytest.mark.parametrize(("tests", "failures"), [(0, 0), (3, 1)])
+def test_failures_and_no_tests_at_all_are_not_good(tests: int, failures: int) -> None:
+    def reported(arguments: list[str], **_: Any) -> None:
+        (path,) = (word.partition("=")[2] for word in arguments if word.startswith("--junitxml="))
+        Path(path).write_text(f'<testsuites><testsuite tests="{tests}" failures="{failures}"/></testsuites>')
+
+    with patch.object(command.subprocess, "run", reported):
+        words, good = command._run(())
+    assert words.startswith(f"{tests - failures} passed, {failures} failures")
     assert not good
 
 

@@ -249,7 +249,7 @@ class Workers(Callback):
             # These ranks are processes of a kind that may have no children otherwise.
             with patch.dict(multiprocessing.current_process()._config, daemon=False):  # type: ignore[attr-defined]
                 loader = DataLoader(
-                    ReadsAWeight(module), None, num_workers=1, multiprocessing_context=self.context, timeout=20
+                    ReadsAWeight(module), None, num_workers=1, multiprocessing_context=self.context, timeout=60
                 )
                 module.notes.append(list(loader))
 
