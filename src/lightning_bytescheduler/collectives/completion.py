@@ -89,7 +89,6 @@ class CompletionThread:
         on_error: Called once with the first error of a collective, on this thread, before the sub-task fails; returns
             the error to fail with (for example one that names the failed rank).
         group: The data group; its connections are broken if the thread is stopped while it waits for a message.
-        name: Name of the thread, after ``bytescheduler-``.
         telling: Held while a sub-task is notified, if several of these threads share it: callbacks run one by one.
         closing: Waits for second halves in place of this thread, which goes on to the next first half at once.
     """
@@ -180,7 +179,6 @@ class CompletionThread:
         return self._closing.popleft()
 
     def _await(self, started: StartedOperation, sub_task: SubCommTask) -> bool | None:
-        """Wait for one operation; ``False`` if stopped, ``None`` if its end is awaited later."""
         following: StartedOperation | None = started
         while following is not None:
             if following is not started and following.closing:
@@ -199,7 +197,6 @@ class CompletionThread:
         return True
 
     def _await_messages(self, works: Sequence[Any]) -> bool:
-        """Wait for messages, as long as the group allows; ``False`` if stopped."""
         self._awaits_message = True
         try:
             for work in works:

@@ -71,9 +71,6 @@ class DevicePoller:
     in order, so only its head is polled. An event can be queried, or awaited without a limit; so this thread queries,
     about five thousand times a second while a queue is not empty, and sleeps otherwise. An answer is up to 0.2 ms late;
     other parts in flight cover that.
-
-    Args:
-        surroundings: Context of the thread, in which callbacks run.
     """
 
     def __init__(self, surroundings: Callable[[], AbstractContextManager[object]]) -> None:
@@ -88,13 +85,7 @@ class DevicePoller:
     def await_mark(
         self, mark: ReadyMark, then: Callable[[], None], on_error: Callable[[BaseException], object]
     ) -> None:
-        """Call ``then`` when the device has passed ``mark``; for any thread.
-
-        Args:
-            mark: The mark to wait for.
-            then: Called on the polling thread.
-            on_error: Called with errors of polling or of ``then``.
-        """
+        """Call ``then`` when the device has passed ``mark``; for any thread."""
 
         def look() -> bool:
             try:
@@ -127,7 +118,6 @@ class DevicePoller:
                 happened = self._happened(self._data) | self._happened(self._results)
 
     def _take_in(self, *, patiently: bool) -> None:
-        """Move new items into their queues; waits a moment while nothing happens."""
         try:
             if not self._data and not self._results:
                 new = self._new.get()  # stop() puts None to wake it
@@ -187,7 +177,6 @@ class _Enqueued:
             self.tell()
 
     def tell(self) -> None:
-        """Notify the waiters, once."""
         if self._once.acquire(blocking=False):
             try:
                 if self._then is not None:
@@ -220,7 +209,6 @@ class _SentPart:
         return False
 
     def raise_failure(self) -> None:
-        """Raise the error of an ended operation, if any."""
         for operation in self.kept:
             for work in operation.works:
                 work.wait(_HAS_ENDED)
@@ -230,12 +218,6 @@ class DeviceStreams:
     """Starts operations on one device and notifies their sub-tasks; see the module.
 
     One thread sends at a time (the core's launching lock). Only the polling thread polls.
-
-    Args:
-        group: The scheduler's data group.
-        device: Where gradients live.
-        on_error: As for :class:`~lightning_bytescheduler.collectives.completion.CompletionThread`.
-        cuda: Streams and events; replaced by tests.
     """
 
     def __init__(

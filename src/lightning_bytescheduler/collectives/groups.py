@@ -58,16 +58,12 @@ class SchedulerGroups:
     """The scheduler's groups over all ranks.
 
     Attributes:
-        data: Carries gradients.
-        control: Carries launch decisions; gloo.
         counts: Carries each rank's number of samples; gloo. ``None`` if samples are not counted.
         reports: Carries what each rank has submitted, if other code's collectives are ordered; gloo.
         sparse: Carries sparse gradients, one at a time: see ``ddp/sparse_gradients.py``. ``None`` if there are none, or
             they travel on the default group.
         by_host: Whether gradients travel from host memory wherever they live, see ``host_copies.py``; the data group is
             then gloo.
-        rank: This rank within these groups.
-        world_size: Number of ranks.
     """
 
     data: dist.ProcessGroup
@@ -132,12 +128,7 @@ class SchedulerGroups:
         dist.broadcast(torch.zeros(1, dtype=torch.float32, device="cpu"), src=0, group=self.control)
 
     def destroy(self, *, data_idle: bool = True, control_idle: bool = True) -> None:
-        """Leave the data, control and sparse groups, without waiting; other groups are left by their users.
-
-        Args:
-            data_idle: Whether nothing is in flight on the data group.
-            control_idle: Whether nothing is in flight on the control group.
-        """
+        """Leave the data, control and sparse groups, without waiting; other groups are left by their users."""
         if self.sparse is not None:
             if not data_idle:
                 break_connections(self.sparse)  # others wait for it in a backward pass
@@ -159,11 +150,7 @@ def _gloo_of_one_thread(store: dist.Store, rank: int, size: int, timeout: timede
 
 
 def one_threaded_options(timeout: timedelta) -> Any:
-    """Return options of a gloo group that runs one collective at a time, on torch's choice of interfaces.
-
-    Args:
-        timeout: Timeout of one collective.
-    """
+    """Return options of a gloo group that runs one collective at a time, on torch's choice of interfaces."""
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._threads = 1
     options._timeout = timeout
@@ -175,12 +162,7 @@ def one_threaded_options(timeout: timedelta) -> Any:
 
 
 def create_overtaking(device: torch.device, *, timeout: timedelta | None) -> dist.ProcessGroup:
-    """Create the second lane's group, see ``scheduler/order.py``; every rank must call this at the same point.
-
-    Args:
-        device: Where gradients live.
-        timeout: As for the data group.
-    """
+    """Create the second lane's group, see ``scheduler/order.py``; every rank must call this at the same point."""
     with short_turns():
         group: dist.ProcessGroup = dist.new_group(timeout=timeout, backend="gloo")
     dist.all_reduce(torch.zeros(1, dtype=torch.float32, device=device), group=group)  # opens every connection
@@ -194,10 +176,6 @@ def leave(group: dist.ProcessGroup, *, idle: bool) -> None:
     interpreter ends. So a group that is not idle is kept alive as long as the process. Its operations are ended before
     the interpreter: they end when another rank's connection closes, then release their tensors, and would abort the
     process if they needed the GIL while the interpreter shuts down.
-
-    Args:
-        group: A group that this package has made.
-        idle: Whether nothing is in flight on it.
     """
     give_up(group, idle=idle)
     try:

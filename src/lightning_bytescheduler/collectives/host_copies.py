@@ -55,11 +55,6 @@ class HostCopies:
 
     A thread, ``bytescheduler-device``, polls copies out. A copy back is awaited by the thread that has seen a part's
     operation end.
-
-    Args:
-        device: Where gradients live.
-        on_error: Called with errors of polling, on the polling thread.
-        cuda: Streams and events; replaced by tests.
     """
 
     def __init__(
@@ -79,10 +74,6 @@ class HostCopies:
 
     def take_out(self, index: int, buffer: torch.Tensor) -> tuple[torch.Tensor, ReadyMark, ReadyMark]:
         """Begin to copy a bucket whose data is complete on the current stream.
-
-        Args:
-            index: Index of the bucket.
-            buffer: Its buffer on the device.
 
         Returns:
             The copy, when its source is complete, and when the copy is.
@@ -123,7 +114,6 @@ class HostCopies:
         return torch.empty(like.numel(), dtype=like.dtype, device="cpu", pin_memory=like.device.type == "cuda")
 
     def _copied(self, to: torch.Tensor, source: torch.Tensor, stream: Any) -> Any:
-        """Enqueue a copy; returns the event after it."""
         with self._cuda.stream(stream):
             self._copy(to, source)
             made = self._cuda.Event()
@@ -134,7 +124,6 @@ class HostCopies:
         return made
 
     def _copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy on the current stream."""
         to.copy_(source, non_blocking=True)
 
 
@@ -142,12 +131,7 @@ _GRACE_S = 1.0  # for copies in flight when something fails, as their memory may
 
 
 class PayloadCopies:
-    """Copies of payloads between a device and host memory, and the streams of codecs.
-
-    Args:
-        device: Where gradients live.
-        cuda: Streams and events; replaced by tests.
-    """
+    """Copies of payloads between a device and host memory, and the streams of codecs."""
 
     def __init__(self, device: torch.device, *, cuda: Any = torch.cuda) -> None:
         self.device = device
@@ -219,7 +203,6 @@ class PayloadCopies:
         return True
 
     def _stream(self) -> Any:
-        """Return this thread's stream."""
         stream = getattr(self._own, "stream", None)
         if stream is None:
             if self.device.type == "cuda":
@@ -228,5 +211,4 @@ class PayloadCopies:
         return stream
 
     def _copied(self, payload: Tensor, there: Tensor) -> Tensor:
-        """Copy on the current stream."""
         return there.copy_(payload, non_blocking=True)

@@ -83,7 +83,6 @@ class DecidingOrder(MixedOrder):
     """Rank 0's order: by priority, with foreign collectives; it sends each batch's decisions before the batch starts.
 
     Args:
-        control: The scheduler's control group.
         on_error: Called with errors of the control group; returns the error to raise instead.
         direct: Whether messages go to each follower instead of being broadcast; the same on all ranks.
         lanes: Whether urgent parts may overtake on a second lane; needs lanes on all ranks.
@@ -163,8 +162,6 @@ class FollowingOrder(AnnouncedOrder):
     within half a second of :meth:`stop`.
 
     Args:
-        control: The scheduler's control group.
-        on_error: Called on the thread when the control group fails.
         direct: Whether rank 0 sends messages to each rank instead of broadcasting; the same on all ranks.
     """
 
@@ -207,12 +204,7 @@ class FollowingOrder(AnnouncedOrder):
         return not self._thread.is_alive()
 
     def take(self, records: list[list[int]], update_order: Callable[[Callable[[], None]], None]) -> bool:
-        """Handle one message of rank 0; returns whether more will come.
-
-        Args:
-            records: The message, as it was sent.
-            update_order: See :meth:`start`.
-        """
+        """Handle one message of rank 0; returns whether more will come."""
         count = records[0][0]
         if count == _CLOSE:
             return False
@@ -243,7 +235,6 @@ class FollowingOrder(AnnouncedOrder):
                 self._on_error(error)
 
     def _next_message(self) -> torch.Tensor | None:
-        """Wait for the next message; ``None`` if the thread is stopped."""
         if not self._direct:
             message = _room()
             return message if wait_in_slices(broadcast_from_first(self._control, message), self._stopping) else None

@@ -48,12 +48,7 @@ def _takes(number: int, group: dist.ProcessGroup, device: torch.device, size: in
 
 
 def probe_start_up(group: dist.ProcessGroup, device: torch.device) -> float:
-    """Return the seconds of a minimal all-reduce; every rank must call this at the same point.
-
-    Args:
-        group: The scheduler's data group, before the core launches anything.
-        device: Where gradients live.
-    """
+    """Return the seconds of a minimal all-reduce; every rank must call this at the same point."""
     return _settled(group, device, _SMALL_BYTES)
 
 
@@ -62,10 +57,6 @@ def probe_link(group: dist.ProcessGroup, device: torch.device) -> LinkEstimate:
 
     Sizes grow until one takes 30 ms more than a minimal one, so a slow link is probed for a fraction of a second, and a
     fast one with enough bytes. Ranks agree on each figure before the next size is chosen, so all run the same sequence.
-
-    Args:
-        group: The scheduler's data group, before the core launches anything.
-        device: Where gradients live.
     """
     small = _settled(group, device, _SMALL_BYTES)
     size = _FIRST_BYTES

@@ -97,9 +97,6 @@ class NodePushPull(PushPull):
     Args:
         group: Group of this rank's rail: its rank on each node, then the spare servers; gloo.
         local: The ranks of this node, more than one; gloo. Both groups have no other use.
-        ranks: Ranks of the rail, as errors name them.
-        shares: Assigns parts of this rail to servers.
-        timeout: Longest wait for a sum.
     """
 
     local: dist.ProcessGroup
@@ -184,7 +181,6 @@ class NodeLayout:
 
     Attributes:
         nodes: The ranks of each node, equally many on each, by their number there; ordered by their first ranks.
-        rank: This process's rank.
     """
 
     nodes: tuple[tuple[int, ...], ...]
@@ -247,10 +243,6 @@ def each_alone(groups: SchedulerGroups) -> NodeLayout:
 
 def agree_on_nodes(groups: SchedulerGroups, place: Sequence[int]) -> NodeLayout:
     """Exchange the places of all ranks; every rank calls this at the same point.
-
-    Args:
-        groups: The scheduler's groups, before anything is scheduled.
-        place: This rank's place, as in :func:`lay_out`.
 
     Raises:
         UnsupportedError: See :func:`lay_out`.

@@ -107,9 +107,6 @@ class NumberExchange:
     """One rank's end of the exchange.
 
     Args:
-        group: A gloo group without other use; :meth:`close` leaves it.
-        width: Number of numbers that each rank posts.
-        on_error: Called once with an error, on the exchange's thread.
         failure: Called while waiting for another rank; returns the reason if it will not come.
     """
 
@@ -190,7 +187,6 @@ class AgreedValues:
     """One rank's end of rank 0's values; every rank must make it at the same point.
 
     Args:
-        count: Number of values.
         timeout: Longest wait for another rank; the backend's default if ``None``.
         failure: Called while waiting for another rank; returns the reason if it will not come.
     """

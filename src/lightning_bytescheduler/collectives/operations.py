@@ -96,7 +96,6 @@ class StartedOperation:
         closing: Whether it was returned by a ``finish`` and starts nothing itself. All messages that others wait for
             have been sent, so the waiting thread may handle later launches first.
         lane: Operations of one lane end in launch order, but may end before earlier ones of another lane.
-        passage: Its way through a parameter server.
     """
 
     works: Sequence[Any]
@@ -266,7 +265,6 @@ def exchange(group: dist.ProcessGroup, part: torch.Tensor, number: int) -> Start
 
 
 def _expect_shards(group: dist.ProcessGroup, part: torch.Tensor, number: int) -> list[dist.Work]:
-    """Post receives of the other ranks' shards of ``part``."""
     return [
         group.recv([_shard(group, part, rank)], rank, number)
         for rank in others_of(group)

@@ -63,16 +63,9 @@ class PlacedParts:
     uses the numbers of bucket and part, so that a part stays at one server while sizes stay.
 
     Args:
-        how: One of ``scheduler.placement.PLACEMENTS``.
-        workers: n.
-        servers: k, at most n.
         kept: Whether servers keep residuals of parts, which affect the bits. Parts are then placed by their numbers, in
             proportion to the shares, so that they stay at one server; by bytes, the order of launches could move them.
         nodes: The ranks of each node, if one of them pushes for all; the nodes are then the workers.
-
-    Attributes:
-        weights: Share of each server, from ``scheduler.placement.server_weights``.
-        bytes_per_server: Bytes that went to each so far.
     """
 
     def __init__(
@@ -120,13 +113,6 @@ class PushPull:
 
     Args:
         group: Workers 0 to n-1, then the spare servers; gloo, used by the transport only.
-        ranks: Ranks of the workers, as errors name them.
-        shares: Assigns parts to servers.
-        timeout: Longest wait for a sum.
-
-    Attributes:
-        group: As given.
-        shares: As given.
     """
 
     local: dist.ProcessGroup | None = None
@@ -279,6 +265,5 @@ class PushPull:
 
 
 def _from(first: int, ranks: list[int]) -> list[int]:
-    """Return the ranks rotated to begin at position ``first``."""
     first %= max(len(ranks), 1)
     return ranks[first:] + ranks[:first]

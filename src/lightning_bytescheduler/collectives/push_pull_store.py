@@ -47,8 +47,6 @@ _STOP_S = 5.0
 
 @dataclass(slots=True)
 class _Key:
-    """State of a key."""
-
     number: int  # in the order of initialisation
     value: torch.Tensor  # result of a pull without a push
     pushed: tuple[torch.Tensor, int] | None = None  # and its priority
@@ -323,7 +321,6 @@ class PushPullStore:
             raise SchedulerClosedError("The PushPullStore has been closed.")
 
     def _on_error(self, error: BaseException) -> BaseException:
-        """Find the cause of an error on one of the store's threads, and fail all that waits."""
         self._failed = True
         cause = self._core.abort_cause or self._servers.find_gone() or self._servers.explain_timeout(error)
         if is_communication_error(cause):

@@ -90,7 +90,6 @@ class ForeignCollectives:
     """One rank's foreign collectives, in the order in which they are submitted.
 
     Args:
-        core: The core with one of the orders of ``launch_order.py``.
         report: Called with the number submitted here, after each; rank 0 has to learn what all ranks have submitted.
     """
 
@@ -171,7 +170,6 @@ class _RoutedWork(dist.Work):
         self._future: torch.futures.Future[Any] | None = None
 
     def launch(self, start: Start, carrier: dist.ProcessGroup) -> None:
-        """Start the collective; its waiters get an error."""
         try:
             self._work = start(carrier)
         except BaseException as error:
@@ -183,7 +181,6 @@ class _RoutedWork(dist.Work):
             self._follow(future)
 
     def fail(self, error: BaseException) -> None:
-        """Fail the collective, as it will never be launched."""
         with self._lock:
             if self._launched.is_set():
                 return
@@ -227,29 +224,23 @@ class _RoutedWork(dist.Work):
         return work.wait()
 
     def synchronize(self) -> None:
-        """See torch."""
         self.await_launch(self._group.timeout).synchronize()
 
     def block_current_stream(self) -> None:
-        """See torch."""
         self.await_launch(self._group.timeout).block_current_stream()
 
     def is_completed(self) -> bool:
-        """See torch."""
         if not self._launched.is_set():
             return False
         return self._work is None or self._work.is_completed()
 
     def is_success(self) -> bool:
-        """See torch."""
         return self._work is not None and self._work.is_success()
 
     def exception(self) -> Any:
-        """See torch."""
         return self._error if self._work is None else self._work.exception()
 
     def result(self) -> list[torch.Tensor]:
-        """See torch."""
         return self.await_launch(self._group.timeout).result()
 
     def get_future(self) -> torch.futures.Future[Any]:
@@ -287,16 +278,9 @@ class RoutingGroup(dist.ProcessGroup):
     """Replaces the default group; see the module.
 
     Args:
-        default: The replaced group.
-        carrier: The data group: the same ranks, in the same order.
-        reports: Group on which ranks report what they have submitted; gloo.
-        core: The core that orders everything.
         order: The core's order; rank 0's is a :class:`DecidingOrder`.
-        device: Where gradients live.
         failure: Returns the reason if nothing more will be launched.
-        on_error: Called with errors of the reports.
         timeout: Longest wait for a turn, in seconds.
-        cuda: Streams and events; replaced by tests.
     """
 
     def __init__(
@@ -597,7 +581,6 @@ for _kind in KINDS:
 
 
 def _facts(world: Any) -> Iterator[dict[Any, Any]]:
-    """Yield torch's tables about groups."""
     yield from (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config, world.pg_to_tag)
 
 

@@ -38,10 +38,6 @@ def turns_by_need(receivers: Sequence[int], needs: Sequence[float]) -> list[int]
 
     With equal turns, receivers with small needs would be done early, and the links to the others would then carry the
     rest alone.
-
-    Args:
-        receivers: Ranks.
-        needs: How much each of them gets, in any unit.
     """
     least = min((need for need in needs if need > 0), default=1.0)
     alike: dict[int, list[int]] = {}  # receivers by number of turns
@@ -58,9 +54,6 @@ class SendingTurns:
     """Sends messages on a separate thread, ``bytescheduler-<name>``, until :meth:`close` or :meth:`stop`.
 
     Args:
-        group: The group to send on.
-        receivers: Ranks in the order of turns; one may have several.
-        name: Name of the thread.
         on_error: Called on the thread once with a message's error; nothing is sent after that.
     """
 

@@ -50,12 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, *, sums: Callable[[int], SumsOfEncoded]) -> int:
-    """Serve until the training is over; returns the exit code.
-
-    Args:
-        options: The command's options.
-        sums: See :func:`serve`.
-    """
+    """Serve until the training is over; returns the exit code."""
     host = options.master_addr or os.environ.get("MASTER_ADDR")
     port = options.master_port or os.environ.get("MASTER_PORT")
     if not host or not port:
@@ -146,7 +141,6 @@ def serve(
 
 
 def _reach(host: str, port: int, timeout: float) -> StorePresence:
-    """Connect to the training, once it listens."""
     deadline = time.monotonic() + timeout
     while True:
         try:
@@ -161,7 +155,6 @@ def _reach(host: str, port: int, timeout: float) -> StorePresence:
 
 
 def _next_fit(store: dist.Store, presence: StorePresence, last: int) -> Announcement | None:
-    """Wait for the next fit; ``None`` if there will be none."""
     while not presence.gone():
         with suppress(RuntimeError):  # the store may just have gone
             if (fit := begun_after(store, last)) is not None:
@@ -180,8 +173,6 @@ def _check(number: int, fit: Announcement) -> None:
 
 
 def _connect(store: dist.Store, presence: StorePresence, number: int, fit: Announcement) -> list[dist.ProcessGroup]:
-    """Return the group of each rail."""
-
     def gone() -> RankFailedError | None:
         return RankFailedError(0, "the rendezvous store of the training is gone") if presence.gone() else None
 

@@ -54,14 +54,7 @@ _WAITED = "Of the servers,"
 
 
 class Announcement(StoreMessage, frozen=True, kw_only=True):
-    """Rank 0's announcement of the fit that has found its servers last.
-
-    Attributes:
-        fit: Number of the fit.
-        rails: The workers of each group that pushes separately.
-        servers: Number of spare servers.
-        version: Version of this package.
-    """
+    """Rank 0's announcement of the fit that has found its servers last."""
 
     fit: int
     rails: tuple[tuple[int, ...], ...]
@@ -79,15 +72,7 @@ class Announcement(StoreMessage, frozen=True, kw_only=True):
 
 
 class SignedOn(StoreMessage, frozen=True, kw_only=True):
-    """A server's registration.
-
-    Attributes:
-        host: Address of its port.
-        port: A port that stays open while it lives.
-        pid: Id of its process.
-        version: Version of this package.
-        token: What clients have to send to its port.
-    """
+    """A server's registration."""
 
     host: str
     port: int
@@ -196,12 +181,7 @@ def begun_after(store: dist.Store, last: int) -> Announcement | None:
 
 
 def sign_on(store: dist.Store, own: SignedOn) -> int:
-    """Take the lowest number that no living server has, and return it.
-
-    Args:
-        store: From :func:`meeting_store`.
-        own: This server's registration; its port is open.
-    """
+    """Take the lowest number that no living server has, and return it."""
     number = 0
     while True:
         before = store.get(f"server/{number}").decode() if store.check([f"server/{number}"]) else ""
@@ -217,13 +197,7 @@ class ServerLine:
     """A connection to a server's port. For any thread.
 
     Args:
-        number: Number of the server.
-        server: Its registration.
         timeout: Longest wait for its answer, in seconds.
-
-    Attributes:
-        server: As given.
-        name: Name of the server for messages.
 
     Raises:
         OSError: If no server with that token lives there.
@@ -353,14 +327,7 @@ def find_servers(
 
 
 class JoinedServers:
-    """A worker's connections to the servers of one fit.
-
-    Args:
-        lines: Connection to each server's port, by number.
-
-    Attributes:
-        push_pull: Starts parts, once all have connected.
-    """
+    """A worker's connections to the servers of one fit."""
 
     push_pull: PushPull
 
@@ -486,11 +453,7 @@ def join_servers(
 class ServerPort:
     """A port that is open while this process lives; its thread is ``bytescheduler-server-port``.
 
-    Args:
-        host: Address at which workers reach this machine.
-
     Attributes:
-        own: This server's registration.
         doing: Called on the thread; returns what the server does. May be set at any time.
     """
 

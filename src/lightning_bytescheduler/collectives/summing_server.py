@@ -79,8 +79,6 @@ class _SumsOfNumbers:
 
 
 class _Sum:
-    """The sum of one operation."""
-
     __slots__ = ("added", "early", "elements", "first", "kind", "lock", "since", "sums", "total")
 
     def __init__(self, elements: int, kind: int, first: int, encoded: SumsOfEncoded | None) -> None:
@@ -124,7 +122,6 @@ class SummingServer:
 
     Args:
         group: Workers 0 to n-1, then the servers; gloo, without other use.
-        ranks: Ranks of the workers, for errors and :attr:`waits_for`.
         own: The worker in this process, if any.
         encoded: Sums encoded parts; a worker in this process does that itself, see :meth:`push_own`.
 
@@ -342,7 +339,6 @@ class SummingServer:
         summed.added += 1
 
     def _reply(self, message: torch.Tensor, number: int) -> None:
-        """Send a sum to all other workers."""
         told = self.on_reply
         for worker in range(self._workers):
             if worker != self._own:

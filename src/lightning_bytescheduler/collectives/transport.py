@@ -101,19 +101,14 @@ class GradientTransport:
     :mod:`~lightning_bytescheduler.collectives.device_streams`.
 
     Args:
-        group: The scheduler's data group.
-        on_error: See :class:`CompletionThread`.
-        device: Where gradients live.
         push_pull: Replaces all-reduces, if parameter servers average gradients.
         overtaking: The second lane's group, with high latency. All-reduces then use as few sequential messages as
             possible.
         by_host: Whether data travels from host memory, on a group for that.
-        payloads: Copies what is encoded on the device, where gradients are.
 
     Attributes:
         host_copies: Copies gradients that travel from host memory; ``None`` if they travel from their device.
         payloads: As given; ``None`` if codecs work in host memory.
-        wire_device: Where the data that travels lives.
     """
 
     def __init__(
@@ -232,12 +227,6 @@ class GradientTransport:
         self, sub_task: SubCommTask, nbytes: int, start: ServedStart, last: Callable[[], None] | None = None
     ) -> None:
         """Encode a sub-task's data, push it to its server and pull the result; see :meth:`send_encoded`.
-
-        Args:
-            sub_task: Notified when the result has arrived.
-            nbytes: Bytes of the unencoded data.
-            start: Called on the codec thread.
-            last: See :meth:`send`.
 
         Raises:
             RuntimeError: If there are no servers.

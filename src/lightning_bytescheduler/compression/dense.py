@@ -80,9 +80,6 @@ class _Views:
     Args:
         numbers: Two fp32 rows; their length is a multiple of all ``BLOCKS``.
         words: 16-bit words, at least as many bytes as elements.
-        scales: One number per block.
-        size: Elements of the chunk.
-        block: Elements that share a scale.
     """
 
     __slots__ = ("bytes", "flat", "inverse", "magnitudes", "pairs", "rows", "tail", "values")
@@ -102,8 +99,6 @@ class _Views:
 
 
 class _Scratch:
-    """Scratch memory of a quantiser."""
-
     _idle: ClassVar[deque[_Scratch]] = deque(maxlen=4)  # on a CPU; a deque needs no lock
 
     def __init__(self, device: torch.device) -> None:
@@ -125,7 +120,6 @@ class _Scratch:
             self._idle.append(self)
 
     def views(self, size: int, block: int) -> _Views:
-        """Return views for a chunk of ``size`` elements, in blocks."""
         found = self._views.get((size, block))
         if found is None:
             if size > self._room:
@@ -145,7 +139,6 @@ class BlockQuantiser:
 
     Args:
         bits: Bits of an element, 8 or 4.
-        device: Device of the values.
         seed: Seed of stochastic rounding; ``None`` rounds to nearest.
     """
 
@@ -261,12 +254,10 @@ class BlockQuantiser:
 
 
 def _as(tensor: Tensor, other: Any) -> Any:
-    """Return the same memory as an array if ``other`` is one."""
     return tensor.numpy() if isinstance(other, np.ndarray) else tensor
 
 
 def _padded(values: Tensor, rows: Tensor) -> Tensor:
-    """Copy values into rows of one block, with zeros at the end."""
     flat = rows.view(-1)
     flat[: values.numel()] = values
     flat[values.numel() :] = 0
@@ -286,7 +277,6 @@ class Dense(Compressor):
     feedback, with more variance; rounding to nearest needs it. A block with non-finite values decodes to NaN.
 
     Args:
-        kind: One of ``DENSE``.
         rounding: One of ``ROUNDINGS``; for int8 and int4.
 
     Raises:

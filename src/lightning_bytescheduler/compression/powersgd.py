@@ -80,8 +80,6 @@ class Matrix:
     """One parameter's gradient in a bucket.
 
     Attributes:
-        first: Position in the bucket.
-        shape: Rows and columns.
         residual: Flat, fp32.
         right: Q of the last step, ``(columns, rank)``; filled with that of this step.
         later: The parameter's own residual, if the parameter has no gradient on this rank. If that holds on all ranks,

@@ -33,7 +33,6 @@ class TopK(Compressor):
 
     Args:
         density: Fraction of the elements that are kept, above 0 and at most 1; at least one element of a part.
-        kept_as: One of ``KEPT_AS``.
         rounding: Rounding of int8 and int4.
 
     Raises:
@@ -201,10 +200,6 @@ def pack_indices(indices: Tensor, elements: int) -> Tensor:
 
 def unpack_indices(packed: Tensor, elements: int) -> Tensor:
     """Decode positions.
-
-    Args:
-        packed: Result of :func:`pack_indices`.
-        elements: Number of all elements.
 
     Returns:
         Ascending, int64.

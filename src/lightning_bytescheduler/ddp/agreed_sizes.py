@@ -27,7 +27,6 @@ class AgreedSizes:
     """Sizes that hold on every rank, and the link they were chosen for.
 
     Attributes:
-        sizes: Partition size, credit and bucket size.
         link: The measured link; ``None`` if it was not measured.
         far: Whether latency is so high that gradients go straight to their targets instead of around a ring.
     """

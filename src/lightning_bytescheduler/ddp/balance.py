@@ -124,16 +124,9 @@ class Balance:
 
     Args:
         total: Samples of a batch over all ranks: at least one for each rank, at most the sum of ``limits``.
-        ranks: Number of ranks.
         ahead: A decision counts this many batches later, 2 or more: the time of a batch is posted with the next one,
             and no rank's loader draws farther ahead. With ``math.inf`` shares stay equal.
-        limits: The most samples that each rank may take.
         failure: Called while waiting for other ranks' numbers; returns the reason if they will not come.
-
-    Attributes:
-        total: As given.
-        ahead: As given.
-        changes: Number of changes of shares so far, including scheduled ones.
     """
 
     def __init__(

@@ -57,13 +57,7 @@ _WAY_OUT = "Give each rank's loader its batch size where you make it, by trainer
 
 
 class EpochOrder(DistributedSampler[Any]):
-    """The order of all samples of an epoch, the same on all ranks.
-
-    Args:
-        size: Samples of the data set.
-        shuffle: Whether each epoch has another order.
-        seed: Seed of the orders.
-    """
+    """The order of all samples of an epoch, the same on all ranks."""
 
     def __init__(self, size: int, *, shuffle: bool = True, seed: int = 0) -> None:
         super().__init__(range(size), num_replicas=1, rank=0, shuffle=shuffle, seed=seed)  # type: ignore[arg-type]
@@ -91,14 +85,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
     Args:
         order: Order of an epoch's samples, the same on all ranks.
-        batch_size: Samples of all ranks together.
-        rank: This rank.
         shares: Returns the shares by rank of the n-th batch drawn in a pass, n = 0, 1, 2, ...
-        drop_last: Leave out a last batch that is not full.
         trained: Returns how many batches of the epoch are already trained on when a pass begins, as after a resume.
-
-    Attributes:
-        sampler: The order; Lightning sets the epoch on it.
     """
 
     def __init__(
@@ -124,12 +112,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         return self._sizes.get(batch)
 
     def share_of_step(self, batch: int, accumulated: int) -> float:
-        """Return a batch's weight among the batches of its step, by samples of all ranks; 1 if they are equally large.
-
-        Args:
-            batch: Number of the batch in the epoch.
-            accumulated: Batches per step; an epoch's last step may have fewer.
-        """
+        """Return a batch's weight within its step, by samples of all ranks; 1 if batches are equally large."""
         step = range(batch - batch % accumulated, len(self))[:accumulated]
         sizes = [min(self.batch_size, len(self.sampler) - n * self.batch_size) for n in step]
         return sizes[batch % accumulated] * len(sizes) / sum(sizes)
@@ -196,7 +179,6 @@ def _takes_each_once(loader: DataLoader[Any]) -> bool:
 
 
 def _plan_of(loader: object) -> Any:
-    """Return the plan of a loader of shared slices; ``None`` for any other loader."""
     plan = getattr(loader, "plan", None)
     return plan if getattr(plan, "is_shared", False) else None
 
@@ -247,9 +229,6 @@ def _in_words(data: Mapping[str, Any]) -> str:
 
 class BatchSharing:
     """Gives each rank of a strategy its share of the training batches.
-
-    Args:
-        weighting: The user's options.
 
     Attributes:
         balance: The shares of the current or last fit; ``None`` until its batches are shared out.

@@ -55,8 +55,6 @@ def _can_travel(buffers: Sequence[torch.Tensor]) -> bool:
 
 
 class _Copies:
-    """Room for copies of buffers, in one piece of memory."""
-
     def __init__(self, buffers: Sequence[torch.Tensor]) -> None:
         self._kinds = _kinds(buffers)
         places, size = [], 0
@@ -70,7 +68,6 @@ class _Copies:
         ]
 
     def fit(self, buffers: Sequence[torch.Tensor]) -> bool:
-        """Whether ``buffers`` have the same number, types and shapes."""
         return self._kinds == _kinds(buffers)
 
     def take(self, buffers: Sequence[torch.Tensor]) -> None:
@@ -92,8 +89,6 @@ class BufferBroadcast:
     """Broadcasts buffers; see the module. Used by the training thread.
 
     Args:
-        model: DDP's model, whose own broadcast this replaces.
-        group: A gloo group of its own; :meth:`close` leaves it.
         await_batch: Waits until the other ranks have begun this batch. Other ranks see that a rank waits for a batch,
             but not that it waits for a message sent within one.
         failure: Returns the reason if another rank has failed and nothing will come.
@@ -213,7 +208,6 @@ class BufferBroadcast:
         received.give(buffers)
 
     def _take_word(self, *, expected: bool = False, changed: bool = False) -> None:
-        """Read the flag, and receive the buffers if they changed."""
         if self._word is None or self._received is None:
             return
         (told, word), self._word = self._word, None
@@ -257,11 +251,7 @@ class BufferBroadcast:
         self._under_way.clear()
 
     def close(self, *, failed: bool) -> None:
-        """Leave the group; bounded, idempotent.
-
-        Args:
-            failed: Whether to leave without waiting for transfers.
-        """
+        """Leave the group; bounded, idempotent."""
         model, deadline = self._model, time.monotonic() + (0.0 if failed else _STOP_S)
         if hasattr(model, "buffer_hook"):
             del model.buffer_hook

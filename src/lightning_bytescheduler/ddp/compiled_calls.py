@@ -37,7 +37,6 @@ class _Region:
 
     Attributes:
         graphs: The functions compiled while it ran; more than one if it was broken up.
-        read: Ids of parameters that it read.
         reads_elsewhere: Whether it read parameters that belong neither to its module nor to its arguments.
     """
 
@@ -67,9 +66,6 @@ _local = _Local()
 def open_everything(reason: str) -> list[Gate]:
     """Open every closed gate of this process.
 
-    Args:
-        reason: What begins, in words.
-
     Returns:
         Gates that only observe; :func:`resume` makes them observe again.
     """
@@ -80,12 +76,7 @@ def open_everything(reason: str) -> list[Gate]:
 
 
 def resume(stood_aside: Iterable[Gate], read: Iterable[int] = ()) -> None:
-    """Make gates observe again.
-
-    Args:
-        stood_aside: From :func:`open_everything`.
-        read: Ids of parameters that were read in between.
-    """
+    """Make gates observe again."""
     for gate in stood_aside:
         gate.resume(read)  # type: ignore[attr-defined]
 
@@ -263,7 +254,6 @@ def _parameters_in(values: Any) -> Iterator[nn.Parameter]:
 
 
 def _owner(function: Any) -> nn.Module | None:
-    """Return the module that was compiled, or whose method was, also under decorators."""
     while function is not None:
         owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
         if isinstance(owner, nn.Module):

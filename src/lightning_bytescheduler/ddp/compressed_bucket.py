@@ -48,8 +48,6 @@ class WorkObserver(Protocol):
 
 
 class _Compression(WorkObserver, Protocol):
-    """What a bucket needs of the fit's compression."""
-
     ranks: int
     failure: Callable[[], BaseException | None]
 
@@ -65,9 +63,6 @@ class CompressedBucket:
     """One bucket in one step; see the module.
 
     Args:
-        buffer: The flat gradient; it is filled with the mean.
-        pieces: All pieces of the bucket, in order.
-        observer: Records work and residuals.
         weight: This rank's weight, known before anything is sent; equal weights if ``None``.
         copies: Copies payloads to and from host memory, if ``buffer`` is on a device.
         fold: How many times larger its parts are than others', see :class:`CommTask`.
@@ -254,7 +249,6 @@ class CompressedBucket:
         return StartedOperation(_works(group, received, sent, number), partial(then, received), messages=True)
 
     def _shards(self, group: dist.ProcessGroup, sub_task: SubCommTask) -> dict[int, list[Piece]]:
-        """Return the pieces of a part by owner; ranks that own none are left out."""
         shards = {}
         for rank in range(group.size()):
             first, end = (sub_task.offset + edge for edge in shard_of(sub_task.size, rank, group.size()))
@@ -310,7 +304,6 @@ class CompressedBucket:
                 piece.codec.add(body, total)
 
     def _place(self, shard: list[Piece], payload: Tensor) -> None:
-        """Decode a payload into the buffer."""
         for piece, body in bodies_of(shard, payload, self._buffer.element_size()):
             self._place_piece(piece, body)
 

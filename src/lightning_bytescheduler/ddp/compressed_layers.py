@@ -46,12 +46,8 @@ class LayerSearch:
 
     It reads no clock: the same steps give the same result.
 
-    Args:
-        ratio: How many times smaller compressed gradients are.
-
     Attributes:
         sizes: Bytes of the buckets, from the first layer on; empty until they are known.
-        count: How many buckets to compress.
     """
 
     def __init__(self, ratio: float) -> None:
@@ -155,18 +151,7 @@ class LayerSearch:
 
 
 class CompressedLayers:
-    """The number of compressed buckets on one rank; all ranks make it at the same point.
-
-    Args:
-        ratio: See :class:`LayerSearch`.
-        values: Exchange with the other ranks, of one number.
-        decides: Whether this rank decides.
-        statistics: This rank's counters.
-        clock: Returns seconds.
-
-    Attributes:
-        count: How many buckets are compressed, on all ranks.
-    """
+    """The number of compressed buckets on one rank; all ranks make it at the same point."""
 
     def __init__(
         self,
@@ -198,12 +183,7 @@ class CompressedLayers:
         self._disturbed = True
 
     def before_step(self, step: int, *, counts: bool) -> None:
-        """Record that a forward pass of ``step`` begins, on all ranks.
-
-        Args:
-            step: Its number; several passes may belong to one step.
-            counts: Whether the previous step is typical.
-        """
+        """Record that a forward pass of ``step`` begins, on all ranks."""
         if step <= self._step:
             return
         search, wanted, interval = self._search, 0, 1

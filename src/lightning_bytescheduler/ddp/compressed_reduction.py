@@ -70,25 +70,15 @@ class GradientCompression:
     """The compression of one fit's gradients on this rank, with their residuals.
 
     Args:
-        rules: What is encoded, and how.
-        parameters: All parameters that DDP reduces, by name.
-        residuals: The residuals so far; kept by the caller.
-        statistics: Counters to update.
         timeline: Takes spans; ``None`` for none.
         loss_scale: Returns the current factor of losses, which residuals also contain; ``None`` if it never changes.
-        ranks: Number of ranks.
         layers: Decides how many layers are compressed; ``None`` for all.
         failure: Returns the reason why nothing will come, if so.
         idle: Whether a parameter has got no gradient in this step on this rank; asked when its bucket is ready.
         may_drop: Whether mean gradients may be dropped without an optimizer step, as with two losses and optimizers.
             The residuals are then restored.
-        seen: Called once, after enough steps to tell what compression costs.
-        clock: Returns seconds; the core's clock.
 
     Attributes:
-        layers: As given.
-        failure: As given.
-        compressed: The codec's name, by name of the parameter.
         ratio: How many times fewer bytes travel for all gradients together, as far as that does not depend on their
             values.
         loss_scale: The factor of losses in the present step; ``None`` if it never changes.
@@ -324,8 +314,6 @@ class CompressedReduction:
     :class:`~lightning_bytescheduler.ddp.reduction.Reduction`.
 
     Args:
-        tasks: Tasks of the step.
-        compression: Decides what travels encoded.
         on_host: Copies a bucket on a device to the host, so that it can travel uncompressed.
     """
 

@@ -37,8 +37,6 @@ class CompressionRules:
     Attributes:
         by_pattern: Pairs of a pattern of parameter names (:mod:`fnmatch`) and a codec. The first match counts, except
             that PowerSGD is skipped where it does not apply. ``None``, or no match, means uncompressed.
-        min_size: Gradients with fewer elements travel uncompressed.
-        auto: Whether only as many layers are compressed as needed.
     """
 
     by_pattern: tuple[tuple[str, Codec | None], ...]
@@ -84,9 +82,6 @@ class CompressionRules:
 
     def check_device(self, device: torch.device) -> None:
         """Check that gradients on ``device`` can be compressed.
-
-        Args:
-            device: Where gradients live.
 
         Raises:
             UnsupportedError: If they cannot be compressed there.
@@ -153,11 +148,7 @@ class CompressionRules:
         return None
 
     def ratio(self, parameters: Mapping[str, nn.Parameter]) -> float:
-        """Return how many times fewer bytes travel for all gradients; with ``auto``, if all layers are compressed.
-
-        Args:
-            parameters: All parameters that are reduced, by name.
-        """
+        """Return how many times fewer bytes travel for all gradients; with ``auto``, if all layers are compressed."""
         plain = sent = 0
         for name, parameter in parameters.items():
             with torch._C.DisableTorchFunctionSubclass():
@@ -180,9 +171,6 @@ class CompressionRules:
 
         With PowerSGD each rank multiplies matrices itself, and the last bits of a product depend on these facts. Where
         they differ, weights would drift apart silently.
-
-        Args:
-            device: Where gradients live.
         """
         facts: dict[str, object] = {"compression": self.spec}
         if self.whole_matrices:
@@ -213,7 +201,6 @@ def names_that_count(module: nn.Module) -> dict[str, str]:
 
 
 def _processor() -> str:
-    """Return the kind of processor, as the system names it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

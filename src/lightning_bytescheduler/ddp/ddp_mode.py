@@ -27,11 +27,7 @@ import torch.distributed as dist
 
 
 class StepMode:
-    """Says which steps are taken as DDP's; this class says all or none.
-
-    Args:
-        ddp_mode: Whether all steps are.
-    """
+    """Says which steps are taken as DDP's; this class says all or none."""
 
     may_wait = False
     """Whether :meth:`before_forward` waits for a message of rank 0 on another group than the default one."""
@@ -70,11 +66,6 @@ class StepTimer:
 
     On a GPU it records events on the training's stream, as the host may be whole steps ahead, and reads them once the
     GPU has passed them.
-
-    Args:
-        device: Where steps are computed.
-        clock: Returns seconds; for a CPU.
-        cuda: Events and streams; replaced by tests.
     """
 
     def __init__(self, device: torch.device, clock: Callable[[], float], *, cuda: Any = torch.cuda) -> None:
@@ -132,12 +123,7 @@ _CHECK_FOUND_AFTER = 100  # the same, if a trial chose overlap
 
 @dataclass(frozen=True, slots=True)
 class ModeChoice:
-    """How steps are taken from one look to the next.
-
-    Attributes:
-        ddp_mode: As DDP's, or overlapped.
-        trying: Whether this is a trial.
-    """
+    """How steps are taken from one look to the next."""
 
     ddp_mode: bool
     trying: bool
@@ -153,7 +139,6 @@ class ModeFound:
     """Rank 0's decision and the observations behind it.
 
     Attributes:
-        ddp_mode: Whether steps are taken as DDP's from here on.
         ddp_mode_s: Seconds of a typical step as DDP's; NaN if unknown.
         overlapped_s: Seconds of a typical overlapped step; NaN if unknown.
         exposed_s: Seconds that could be hidden in a step as DDP's; NaN if unknown.
@@ -178,7 +163,6 @@ class ModeTrial:
     """Chooses for each step whether it is taken as DDP's. It reads no clock and sends nothing.
 
     Args:
-        overlapped: Begin overlapped, as the link is known to be slow.
         finds_layers: Whether the first overlapped steps are exact and the number of compressed layers is found later.
             DDP's way is compared with compressed steps.
     """
@@ -319,11 +303,9 @@ class TriedMode(StepMode):
     """Tries which mode is faster; see the module.
 
     Args:
-        trial: This rank's trial.
         device: Where the default group needs its tensors, and where steps are computed.
         on_found: Called with a result if a trial has ended or the mode is new, on all ranks before the same step; may
             return another mode to use from then on.
-        clock: Returns seconds.
     """
 
     def __init__(
@@ -369,11 +351,6 @@ def agree_on_mode(trial: ModeTrial, step: int, device: torch.device) -> ModeFoun
     state and rank 0's choice. All ranks begin with the same state and see the same choices at the same looks, so by
     induction they reach the same number. A rank's own times enter only `ModeTrial.choose`, whose result counts on rank
     0 alone.
-
-    Args:
-        trial: This rank's trial, with its steps recorded.
-        step: The step that begins.
-        device: Where the default group needs its tensors.
 
     Returns:
         The result, if a trial has ended or the mode is new.

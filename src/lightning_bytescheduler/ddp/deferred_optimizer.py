@@ -174,8 +174,6 @@ class _DeferringScaler(GradScaler):
 
 
 class _PendingUpdate:
-    """See :class:`~lightning_bytescheduler.ddp.gradient_transforms.PendingScale`."""
-
     def __init__(
         self, scaler: GradScaler, unscale: Unscale, found_inf: torch.Tensor, new_scale: float | torch.Tensor | None
     ) -> None:

@@ -26,8 +26,6 @@ _UNDER_WAY = 64  # batches that the host may be ahead
 
 
 class _Batch:
-    """The events of one batch."""
-
     __slots__ = ("begin", "end", "samples", "waits")
 
     def __init__(self, begin: Any) -> None:
@@ -38,23 +36,16 @@ class _Batch:
 
     @property
     def over(self) -> bool:
-        """Whether the GPU has passed all its events."""
         return bool(self.end.query()) and all(after.query() for _, after in self.waits)
 
     @property
     def milliseconds(self) -> float:
-        """Milliseconds that the GPU has computed."""
         waited = sum(before.elapsed_time(after) for before, after in self.waits)
         return float(self.begin.elapsed_time(self.end) - waited)
 
 
 class DeviceTime:
-    """Times batches on one device; for the training thread and the hooks of its backward passes.
-
-    Args:
-        device: A GPU.
-        cuda: Streams and events; replaced by tests.
-    """
+    """Times batches on one device; for the training thread and the hooks of its backward passes."""
 
     def __init__(self, device: torch.device, *, cuda: Any = torch.cuda) -> None:
         self._device = device
@@ -92,11 +83,7 @@ class DeviceTime:
             batch.waits = list(self._waits)  # later waits are not part of the batch
 
     def end(self, samples: int) -> None:
-        """Record that a backward pass has returned on the host; a batch ends with its last one.
-
-        Args:
-            samples: Samples of the batch.
-        """
+        """Record that a backward pass has returned on the host; a batch ends with its last one."""
         batch = self._batch
         if batch is None:
             return

@@ -28,12 +28,9 @@ class Piece:
     """Neighbouring elements of a bucket that belong to one parameter.
 
     Attributes:
-        first: Position in the bucket.
-        end: Position after the last element.
         codec: Their codec; ``None`` for uncompressed.
         residual: Flat, fp32, as long as the piece; ``None`` if nothing was left out so far.
         before: Receives a copy of the residual at the beginning of the step, if it may have to be restored.
-        name: Name of the parameter.
         idle: Whether the parameter has no gradient on this rank. If that holds on all ranks, no optimizer applies what
             is sent, so no residual may be sent with it.
     """
@@ -120,11 +117,6 @@ class PushedPiece(msgspec.Struct, frozen=True, array_like=True):
     """Neighbouring elements of one parameter, as described to a server.
 
     Attributes:
-        name: Name of the parameter.
-        of: Elements of the parameter.
-        at: Position of the first element in the parameter.
-        size: Number of elements.
-        first: Position in the bucket, which selects the random numbers.
         codec: The codec's name; ``None`` for uncompressed.
         idle: Whether the parameter has no gradient on the rank that pushes.
     """
@@ -148,10 +140,7 @@ class PushedPieces(msgspec.Struct, frozen=True, kw_only=True, tag="pieces"):
 
     Attributes:
         step: Number of the step, the same on all ranks.
-        seed: Random seed.
-        kind: Index of the gradients' type in ``summing_server.DTYPES``.
         loss_scale: The factor of losses; ``None`` if it never changes.
-        pieces: In the order of their bodies.
     """
 
     step: int
@@ -182,12 +171,7 @@ class PushedPieces(msgspec.Struct, frozen=True, kw_only=True, tag="pieces"):
 
 
 class LeftQuestion(msgspec.Struct, frozen=True, kw_only=True, tag="left"):
-    """Asks a server for its residual of a parameter.
-
-    Attributes:
-        name: Name of the parameter.
-        size: Elements of the parameter.
-    """
+    """Asks a server for its residual of a parameter."""
 
     name: str
     size: int
@@ -226,12 +210,6 @@ def left_on_servers(
 ) -> Tensor | None:
     """Return the sum of spare servers' residuals of a parameter; see ``residuals.LeftElsewhere``.
 
-    Args:
-        ask: ``push_pull.PushPull.ask``.
-        name: Name of the parameter.
-        size: Elements of the parameter.
-        loss_scale: The loss scale to convert to.
-
     Raises:
         RuntimeError: If a connection has ended.
     """
@@ -250,10 +228,6 @@ def _codec(spec: str) -> Compressor:
 
 def require_known_to_servers(codecs: Iterable[tuple[str, Codec | None]], servers: int) -> None:
     """Check that servers on separate machines can make the user's codecs.
-
-    Args:
-        codecs: Pairs of a pattern of parameter names and a codec.
-        servers: Number of servers on separate machines.
 
     Raises:
         OptionError: If a codec's name does not make the same codec, or it does not work with servers.

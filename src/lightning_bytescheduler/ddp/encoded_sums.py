@@ -51,8 +51,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 class _Sum:
-    """The sum of a part so far."""
-
     def __init__(self, push: PushedPieces) -> None:
         self.push = push
         self.pieces = [pushed.piece() for pushed in push.pieces]

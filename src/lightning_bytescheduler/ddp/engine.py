@@ -54,11 +54,8 @@ class EngineOptions:
     Attributes:
         overlapped: Updates cross the step boundary unless ``mode`` says otherwise; if false, backward waits for
             gradients.
-        mode: Decides which steps are taken as DDP's.
         sharded: Overlapped steps reduce in shards, so that norms are known early.
-        unseen: Ids of parameters that are read without a touch.
         merged_bytes: Least bytes of a message in a step as DDP's; 0 to send buckets unmerged.
-        processors: Number of processors that this rank has.
     """
 
     overlapped: bool
@@ -73,16 +70,10 @@ class GradientEngine:
     """Turns one DDP module's gradients into tasks, and their arrival into optimizer steps.
 
     Args:
-        context: Shared with all steps.
         by_first_use: Whether a bucket's priority is its first use in the forward pass; if false, its index.
 
     Attributes:
-        context: As given.
-        options: How steps are taken, see :meth:`begin_fit`.
-        mode: Decides which steps are taken as DDP's, at present.
         phase: What the training does, in words; shown by other ranks that wait for this one in vain.
-        steps_offered: Backward passes whose last bucket was handed over.
-        steps_handed_over: Backward passes that have ended.
     """
 
     def __init__(self, context: StepContext, *, by_first_use: bool = True) -> None:
@@ -100,12 +91,7 @@ class GradientEngine:
         self._in_backward = 0  # id of the thread within the strategy's backward pass
 
     def begin_fit(self, options: EngineOptions, listener: StepListener | None = None) -> None:
-        """Set how steps are taken, once, before the first step.
-
-        Args:
-            options: The options that all ranks have agreed on.
-            listener: Called as steps are taken.
-        """
+        """Set how steps are taken, once, before the first step."""
         self.options = options
         self.mode = options.mode
         self.context.unseen = set(options.unseen)

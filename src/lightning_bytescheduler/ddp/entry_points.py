@@ -167,11 +167,7 @@ _RUN_BACKWARD = ("torch.autograd", "torch.autograd.graph")  # modules that look 
 
 
 def watch_entry_points(engine: Watching) -> Callable[[], None]:
-    """Open gates at each entry point until the returned function is called; calls may overlap, on any threads.
-
-    Args:
-        engine: Told of backward passes and forks.
-    """
+    """Open gates at each entry point until the returned function is called; calls may overlap, on any threads."""
     with _lock:
         _watchers.append(engine)
         if len(_watchers) == 1:

@@ -90,13 +90,7 @@ _ELSEWHERE = dict.fromkeys(
 
 
 class ScheduledDataParallel(DistributedDataParallel):
-    """DDP's wrapper; the scheduler observes its forward passes while gradients are enabled.
-
-    Args:
-        gradients: The scheduler of this module.
-        module: See DistributedDataParallel.
-        **options: See DistributedDataParallel.
-    """
+    """DDP's wrapper; the scheduler observes its forward passes while gradients are enabled."""
 
     def __init__(self, gradients: ModuleGradients, *, module: nn.Module, **options: Any) -> None:
         super().__init__(module=module, **options)
@@ -118,13 +112,7 @@ class ScheduledDataParallel(DistributedDataParallel):
 
 
 class ModuleGradients(DecidedSteps):
-    """The scheduler of one module, from its wrapping to the last step.
-
-    Args:
-        module: The module to train, not wrapped.
-        strategy: The strategy that sets it up.
-        board: Where failures are published.
-    """
+    """The scheduler of one module, from its wrapping to the last step."""
 
     def __init__(self, module: nn.Module, strategy: ByteSchedulerFabricStrategy, board: FaultBoard) -> None:
         super().__init__(strategy, strategy._options, own_buckets=strategy._own_buckets)
@@ -194,12 +182,7 @@ class ModuleGradients(DecidedSteps):
             runtime.engine.end_forward()
 
     def backward(self, loss: Tensor, take: Callable[[], None]) -> None:
-        """Take a backward pass of this module or another; all ranks begin it, unless its weight is zero.
-
-        Args:
-            loss: The loss that it begins with.
-            take: The strategy's own backward pass.
-        """
+        """Take a backward pass of this module or another; all ranks begin it, unless its weight is zero."""
         runtime, wrapper = self.runtime, None if self._wrapper is None else self._wrapper()
         if runtime is None:
             take()
@@ -286,7 +269,6 @@ def take_final(take: Callable[..., Any], closure: Callable[[], Any] | None, sett
 
 
 def _precision_reasons(plugin: FabricPrecision) -> list[str]:
-    """Return why steps cannot be deferred with this precision plugin."""
     own = type(plugin).optimizer_step
     if own not in (FabricPrecision.optimizer_step, FabricMixedPrecision.optimizer_step):
         return [f"{type(plugin).__name__} has an optimizer step of its own (precision='bf16-mixed' keeps the overlap)"]
@@ -630,7 +612,6 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
             os._exit(1)
 
     def _publish_uncaught(self) -> None:
-        """Publish to the other ranks an exception that ends this process."""
         strategy, before = weakref.ref(self), sys.excepthook
 
         def publish(kind: type[BaseException], error: BaseException, trace: Any) -> None:

@@ -28,11 +28,7 @@ __all__ = ["FitPosition", "introduce", "optimizer_facts", "parameter_facts", "pl
 
 
 class FitPosition:
-    """One rank's place in one run of the Trainer.
-
-    Args:
-        trainer: The Trainer.
-    """
+    """One rank's place in one run of the Trainer."""
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self._trainer = trainer

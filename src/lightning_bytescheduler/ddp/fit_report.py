@@ -57,12 +57,7 @@ _WORTH_A_LINE = 0.1  # of all steps: fewer overlapped ones were trials, which ha
 
 
 def announce(options: SchedulerOptions, agreed: AgreedSizes) -> None:
-    """Report what was ignored or clamped, and switch on the debug log.
-
-    Args:
-        options: This rank's options.
-        agreed: The sizes on all ranks.
-    """
+    """Report what was ignored or clamped, and switch on the debug log."""
     sizes = agreed.sizes
     if options.partition_size and options.credit and options.partition_size > options.credit:
         rank_zero_warn(
@@ -129,14 +124,7 @@ def say_start(
 
 
 def say_found(found: ModeFound, *, stays: bool, tuned: bool, compressed: bool = False) -> None:
-    """Report how steps are taken from here on, and why.
-
-    Args:
-        found: Result of the ranks' look.
-        stays: Whether steps are already taken like that.
-        tuned: Whether sizes are tuned from here on.
-        compressed: Whether gradients are compressed, unlike DDP's.
-    """
+    """Report how steps are taken from here on, and why."""
     as_ddp = "synchronised, with compressed gradients" if compressed else "as DDP takes them"
     way = as_ddp if found.ddp_mode else "overlapped"
     when = "stay" if stays else "are from here on"
@@ -161,11 +149,7 @@ def first_pace(mode: str, *, slow: bool, tuned: bool) -> str:
 
 
 def reason_for(found: ModeFound) -> str:
-    """Return in a few words why steps are taken as they are.
-
-    Args:
-        found: Result of the ranks' look.
-    """
+    """Return in a few words why steps are taken as they are."""
     if found.compared:
         overlapped, as_ddp = f"{_ms(found.overlapped_s)} ms", f"{_ms(found.ddp_mode_s)} ms"
         if not found.ddp_mode:
@@ -216,7 +200,6 @@ def codec_cost(statistics: SchedulerStatistics, link: LinkEstimate | None, ranks
 
 
 def _ms(seconds: float) -> str:
-    """Format milliseconds with significant digits."""
     milliseconds = 1e3 * seconds
     return f"{milliseconds:.0f}" if milliseconds >= 100 else f"{milliseconds:.1f}"
 
@@ -242,13 +225,10 @@ class SeenReads(StepListener):
     every hundred steps costs every hundredth step's overlap.
 
     Args:
-        names: Names of the parameters, by their ids.
-        rank: Rank of this process.
         trainer: The Trainer whose callbacks, module and loggers are named, while it trains.
 
     Attributes:
         steps: Number of steps each reader waited in, by its name, for example ``MyCallback.on_train_batch_end``.
-        whole_steps: Number of steps that were not deferred, by reason.
         unseen: The step in which each parameter was found to be read past its gate, by its name.
     """
 
@@ -316,15 +296,6 @@ class DecidedSteps:
 
     They agree before the first step, and again on what they observe. A Trainer's fit and a Fabric module share this
     class; only a Trainer's fit also tunes sizes.
-
-    Args:
-        strategy: The strategy; its default process group has all ranks.
-        options: This rank's options.
-        own_buckets: Whether the user chose the sizes of DDP's buckets.
-
-    Attributes:
-        runtime: The runtime, during a fit.
-        statistics: Counters of the current or last fit.
     """
 
     runtime: SchedulerRuntime | None = None
@@ -342,12 +313,7 @@ class DecidedSteps:
         self._finding = ""  # what was measured to be fastest
 
     def _so_far(self, module: nn.Module | None, **facts: Any) -> OverlapPlan | None:
-        """Return the plan of the current or last fit with its results so far; ``None`` before the first fit.
-
-        Args:
-            module: The module that is trained.
-            **facts: More fields of the plan.
-        """
+        """Return the plan of the current or last fit with its results so far; ``None`` before the first fit."""
         plan, reads, statistics = self._plan, self._reads, self.statistics
         if plan is not None and reads is not None:
             if self.runtime is not None and module is not None:
@@ -363,14 +329,7 @@ class DecidedSteps:
         return plan if plan is None or not facts else replace(plan, **facts)
 
     def _begin_steps(self, module: nn.Module, plan: OverlapPlan, runtime: SchedulerRuntime, unseen: set[int]) -> None:
-        """Decide with the other ranks what overlaps, set up the steps, and report it.
-
-        Args:
-            module: The module that is trained.
-            plan: This rank's plan.
-            runtime: The fit's runtime.
-            unseen: Ids of parameters that may be read without a touch.
-        """
+        """Decide with the other ranks what overlaps, set up the steps, and report it."""
         strategy, compression = self._strategy, self._compression
         agree = strategy.reduce_boolean_decision
         if not agree(plan.overlapped) and plan.overlapped:  # all ranks must send the same
@@ -400,7 +359,6 @@ class DecidedSteps:
         say_start(plan, runtime.agreed, ranks, nbytes, tuned=tuned, policy=policy, compression=compression)
 
     def _seen_reads(self, names: Mapping[int, str]) -> SeenReads:
-        """Return the counter of reads of these parameters."""
         return SeenReads(names, self._strategy.global_rank)
 
     def _tuned(self) -> str:

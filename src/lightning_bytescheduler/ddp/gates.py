@@ -351,11 +351,7 @@ class UnseenReads:
         self._handles: list[Any] = []
 
     def begin(self, step: int) -> None:
-        """Begin a forward pass.
-
-        Args:
-            step: Number of the backward pass that follows.
-        """
+        """Begin a forward pass."""
         self._apart = step % _TOLD_APART_EVERY == 0
 
     def opened(self, parameters: Iterable[nn.Parameter], touched: nn.Parameter | None) -> None:

@@ -31,11 +31,7 @@ NormOf = Callable[[nn.Parameter], float]
 
 
 class ClipValue:
-    """Clips each value; see :func:`torch.nn.utils.clip_grad_value_`.
-
-    Args:
-        limit: Largest magnitude.
-    """
+    """Clips each value; see :func:`torch.nn.utils.clip_grad_value_`."""
 
     def __init__(self, limit: float) -> None:
         self._limit = float(limit)
@@ -51,8 +47,6 @@ class Unscale:
 
     Args:
         inverse_scale: One number, in fp32.
-        parameters: The parameters to unscale.
-        norm_of: Returns norms of the scaled gradients.
     """
 
     def __init__(self, inverse_scale: torch.Tensor, parameters: Sequence[nn.Parameter], norm_of: NormOf) -> None:
@@ -88,9 +82,6 @@ class ClipNorm:
     Each parameter's norm is rounded to its gradient's type, as in torch.
 
     Args:
-        max_norm: Largest total norm.
-        parameters: The parameters whose gradients count.
-        norm_of: Returns norms of the gradients as they were reduced.
         after: The unscaling that comes before clipping, if any.
     """
 
@@ -146,13 +137,7 @@ class PendingScale(Protocol):
 
 
 class StepTransforms:
-    """The transforms of one step's gradients, applied to each bucket on arrival; used under the step's lock.
-
-    Args:
-        reduction: The reduction of this step's gradients.
-        buckets: The step's buckets; more may be added.
-        wait: Waits for a task.
-    """
+    """The transforms of one step's gradients, applied to each bucket on arrival; used under the step's lock."""
 
     def __init__(
         self, reduction: Reduction, buckets: Sequence[GradientBucket], wait: Callable[[CommTask], None]

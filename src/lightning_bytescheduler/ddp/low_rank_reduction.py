@@ -51,15 +51,8 @@ class LowRankBucket:
 
     Args:
         buffer: The flat gradient; the matrices' places are filled with the mean.
-        matrices: The matrices in order, at least one.
-        ranks: Number of ranks to average over.
-        observer: Records work and residuals.
         weight: This rank's weight, known before anything is sent; equal weights if ``None``.
         copies: Copies factors to and from host memory, if ``buffer`` is on a device.
-
-    Attributes:
-        lefts: All P, flat, column by column.
-        rights: All Q, flat, column by column.
     """
 
     def __init__(
@@ -133,7 +126,6 @@ class LowRankBucket:
                 squares.append(matrix.end_with(self._buffer, self._ranks, left, right))
 
     def _on_device(self) -> AbstractContextManager[None]:
-        """Wrap arithmetic on the device; it is complete on exit."""
         return nullcontext() if self._copies is None else self._copies.working()
 
 
@@ -145,16 +137,7 @@ def reduce_in_factors(
     reduce_rest: Callable[[GradientBucket, Callable[[CommTask], None] | None], CommTask],
     on_end: Callable[[CommTask], None] | None,
 ) -> CommTask:
-    """Average the buffer of a bucket that has matrices; see ``Reduction.reduce``.
-
-    Args:
-        tasks: Tasks of the step.
-        bucket: The next bucket.
-        matrices: Its matrices.
-        rest: The rest of it.
-        reduce_rest: Reduces the rest like a bucket.
-        on_end: See ``Reduction.reduce``.
-    """
+    """Average the buffer of a bucket that has matrices; see ``Reduction.reduce``."""
     ready, share = tasks.mark(bucket), (tasks.world_size - 1) / tasks.world_size
     awaited, arriving = _Countdown(2 if rest.buffer.numel() else 1), _Countdown(matrices.rights.numel())
 
@@ -197,12 +180,7 @@ def reduce_in_factors(
 
 
 class Rest:
-    """The part of a bucket that is reduced beside its matrices, in its own buffer.
-
-    Args:
-        buffer: The bucket's buffer.
-        pieces: Parameters with their positions in it, as (parameter, first, end).
-    """
+    """The part of a bucket that is reduced beside its matrices, in its own buffer."""
 
     def __init__(self, buffer: Tensor, pieces: Sequence[tuple[nn.Parameter, int, int]]) -> None:
         self.parameters = [parameter for parameter, _, _ in pieces]
@@ -217,14 +195,11 @@ class Rest:
 
 
 class _Countdown:
-    """Counts down over several threads."""
-
     def __init__(self, count: int) -> None:
         self._count = count
         self._lock = threading.Lock()
 
     def less(self, count: int) -> bool:
-        """Subtract ``count``; returns whether nothing remains."""
         with self._lock:
             self._count -= count
             return not self._count

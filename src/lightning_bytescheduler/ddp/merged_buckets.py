@@ -63,11 +63,7 @@ class MergedBuckets:
     """The buckets of one backward pass.
 
     Args:
-        group: The scheduler's data group.
-        device: Where gradients live.
-        futures: Completed futures that are reused from step to step.
         limit: Bytes from which a message is sent, see :func:`merged_bytes`; 0 to send buckets unmerged.
-        processors: Number of processors that this rank has.
         weight: This rank's weight; equal weights if ``None``.
         failure: Returns the reason if another rank has failed and nothing will come.
         record: Called with each message before it is sent; the result is called with the message's future.
@@ -229,11 +225,6 @@ class SentMessages:
     """Records the messages of a step as DDP's on the timeline, as they bypass the scheduler's core.
 
     On a GPU a message begins and ends when the device reaches it.
-
-    Args:
-        context: Shared with all steps of the fit; has a timeline.
-        step: Number of the step.
-        wire_share: Bytes that each rank sends per byte.
     """
 
     def __init__(self, context: StepContext, step: int, wire_share: float) -> None:
@@ -278,10 +269,7 @@ class DdpModeStep(TrainingStep):
     """A step as DDP takes it, without the scheduler; see the module and :class:`TrainingStep`.
 
     Args:
-        context: Shared with all steps of the fit.
-        number: See :class:`TrainingStep`.
         merged_bytes: Bytes from which a message is sent, the same on all ranks.
-        processors: Number of processors that this rank has.
         on_exposed: Called with the seconds that training has waited idle at the end.
     """
 

@@ -76,13 +76,7 @@ class UpdateState(enum.Enum):
 
 
 class BucketUpdate:
-    """One bucket's gradients in flight, the update that follows, and the gate on its parameters.
-
-    Args:
-        step: The step that it belongs to.
-        bucket: The bucket.
-        task: Its communication.
-    """
+    """One bucket's gradients in flight, the update that follows, and the gate on its parameters."""
 
     __slots__ = ("bucket", "chosen", "due", "state", "step", "task", "touched_by")
 
@@ -231,8 +225,6 @@ class OverlappedStep(TrainingStep):
     """A step whose updates cross the step boundary; see the module.
 
     Args:
-        context: Shared with all steps of the fit.
-        number: See :class:`TrainingStep`.
         position_of: Returns a bucket's position in the forward pass, from its index and parameters.
         sharded: Reduce in shards, so that norms are known early; the same on all ranks.
     """

@@ -49,7 +49,6 @@ class OwnGradients:
     """Handles gradients; see the module. Used by a backward pass's thread, and by autograd's that run its hooks.
 
     Args:
-        parameters: All parameters that DDP reduces.
         await_means: Waits until the mean gradients of the parameters with the given ids have arrived.
     """
 

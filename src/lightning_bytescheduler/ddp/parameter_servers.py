@@ -36,7 +36,6 @@ class ServerOptions:
 
     Attributes:
         spare: Number of parameter servers on separate machines; ``None`` without servers, where workers use all-reduce.
-        placement: Assigns parts to servers: one of ``scheduler.placement.PLACEMENTS``.
         compressed: Whether gradients are compressed, so that servers keep residuals of their sums.
         group: ``"node"`` if the ranks of a node push one sum; ``None`` if each rank pushes.
     """

@@ -271,11 +271,7 @@ def _copied(value: Any) -> Any:
 
 
 class DueStep:
-    """A pending step: everything that it depends on besides parameters and gradients, at this moment.
-
-    Args:
-        optimizer: The optimizer, see :func:`wants_whole_steps`.
-    """
+    """A pending step: everything that it depends on besides parameters and gradients, at this moment."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer

@@ -133,7 +133,6 @@ class OverlapPlan:
         return (f"; {_BY_SAMPLES}" if self.weighting == "samples" else "") + self._compressed("; ")
 
     def _compressed(self, before: str = "") -> str:
-        """Return the compression in words; empty without compression."""
         if not self.compressed:
             return ""
         counts = Counter(self.compressed.values())

@@ -109,7 +109,6 @@ class JoinedRanks:
     _just_connected: bool = False
 
     def _runtimes(self) -> Iterable[SchedulerRuntime]:
-        """Return the schedulers in use."""
         return ()
 
     def end_of_worker(self) -> None:
@@ -118,7 +117,6 @@ class JoinedRanks:
     # ------------------------------------------------------------------ ranks
 
     def _know_ranks(self) -> None:
-        """Tell the cluster environment this rank and the number of ranks."""
         raise NotImplementedError
 
     @contextmanager
@@ -162,7 +160,6 @@ class JoinedRanks:
             as_lightning()
 
     def _facts_of(self, options: SchedulerOptions) -> dict[str, object]:
-        """Return the facts that have to be the same on all ranks."""
         return {
             "number of processes": dist.get_world_size(),
             "process_group_backend": self._process_group_backend,
@@ -175,12 +172,7 @@ class JoinedRanks:
         }
 
     def _own_store(self, ranks: int, watch: RendezvousWatch | None) -> dist.Store | None:
-        """Return a part of torchrun's store that no earlier start has written to; ``None`` without torchrun's agent.
-
-        Args:
-            ranks: Number of ranks.
-            watch: Receives the name of the part.
-        """
+        """Return a part of torchrun's store that no earlier start has written to; ``None`` without torchrun's agent."""
         environment = self.cluster_environment
         if environment is None or dist.is_initialized() or not agent_keeps_store():
             return None
@@ -201,14 +193,6 @@ class JoinedRanks:
         return dist.PrefixStore(name, store)
 
     def _meet(self, what: str, own: Introduction, *, connected: bool = False, **way_out: str) -> None:
-        """Check with all other ranks that they are in the same training.
-
-        Args:
-            what: What is compared.
-            own: This rank's introduction.
-            connected: Whether all ranks have just connected to each other.
-            **way_out: See :func:`require_alike`.
-        """
         board = self._board
         if board is None:
             return
@@ -245,7 +229,6 @@ class JoinedRanks:
         return _TIMEOUT_S if self._timeout is None else self._timeout.total_seconds()
 
     def _no_hope(self) -> BaseException | None:
-        """Return why the other ranks will not answer, if so."""
         board = self._board
         if board is None or not board.hopeless:
             return None
@@ -327,18 +310,13 @@ class JoinedRanks:
         return SIGTERMException() if elsewhere and self._got_sigterm() else error
 
     def _got_sigterm(self) -> bool:
-        """Whether Lightning is about to end this rank because of SIGTERM."""
         module = getattr(self, "lightning_module", None)
         trainer = None if module is None else module._trainer
         return trainer is not None and bool(trainer.received_sigterm)
 
 
 class _Outcome:
-    """Wraps a fit's outcome so that Lightning does not look for tensors to move in it.
-
-    Args:
-        of_fit: The strategy's outcome.
-    """
+    """Wraps a fit's outcome so that Lightning does not look for tensors to move in it."""
 
     def __init__(self, of_fit: Any) -> None:
         self.of_fit = of_fit
@@ -363,7 +341,6 @@ class PublishingLauncher(PublishesFailures, _MultiProcessingLauncher):
 
     Args:
         strategy: Publishes failures in each worker; pickled into it with the Trainer.
-        start_method: See Lightning's launcher.
     """
 
     def get_extra_results(self, trainer: pl.Trainer) -> dict[str, Any]:
@@ -380,11 +357,7 @@ _said: set[str] = set()  # messages on environment variables, each shown once pe
 
 
 class RankStrategy(JoinedRanks, DDPStrategy):
-    """Steps and failures of both of this package's strategies for Trainer.
-
-    Args:
-        **options: See DDPStrategy.
-    """
+    """Steps and failures of both of this package's strategies for Trainer."""
 
     example_option: ClassVar[str] = ""
     """An option of the strategy with a value, for messages."""

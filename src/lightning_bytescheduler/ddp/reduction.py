@@ -80,8 +80,6 @@ class GradientBucket:
 
     Args:
         index: Index of the bucket, the same on all ranks.
-        parameters: The parameters whose gradients ``buffer`` holds, in order.
-        buffer: The flat gradient, reduced in place.
         priority: Position in the forward pass or in the order of arrival, depending on the policy.
 
     Attributes:
@@ -133,11 +131,7 @@ class Reduction(Protocol):
 
 
 class AllReduction:
-    """One all-reduce per bucket; see :class:`Reduction`.
-
-    Args:
-        tasks: Tasks of the step.
-    """
+    """One all-reduce per bucket; see :class:`Reduction`."""
 
     def __init__(self, tasks: StepTasks) -> None:
         self._tasks = tasks
@@ -161,7 +155,6 @@ class ShardedReduction:
     A lock guards what both threads use; nothing is called with it held.
 
     Args:
-        tasks: Tasks of the step.
         encoder: Decides what travels encoded, if anything.
 
     Attributes:
@@ -282,10 +275,7 @@ class StepTasks:
     """Makes the tasks of one step.
 
     Args:
-        core: Launches tasks that are ready.
-        transport: Sends sub-tasks.
         step: Number of the step, the same on all ranks.
-        device: Where the data that travels lives.
         weight: This rank's weight; equal weights if ``None``.
     """
 

@@ -34,12 +34,7 @@ LeftElsewhere = Callable[[str, int, float], Tensor | None]
 
 
 class Layout(NamedTuple):
-    """How a parameter's gradient lies in its bucket.
-
-    Attributes:
-        shape: Shape of the parameter.
-        order: Its dimensions, from the outermost in memory to the innermost.
-    """
+    """How a parameter's gradient lies in its bucket."""
 
     shape: tuple[int, ...]
     order: tuple[int, ...]
@@ -70,7 +65,6 @@ class Residuals:
 
     Attributes:
         elsewhere: Returns the residuals of holders that are not ranks, while nothing is in flight.
-        may_be_dropped: Whether mean gradients may be dropped before an optimizer step.
     """
 
     def __init__(self) -> None:
@@ -161,11 +155,7 @@ class Residuals:
             self.scale_to(loss_scale)
 
     def take_back(self, names: Collection[str]) -> None:
-        """Restore residuals whose mean gradients were dropped; nothing may be in flight.
-
-        Args:
-            names: Names of parameters; those that were not changed are ignored.
-        """
+        """Restore residuals whose mean gradients were dropped; nothing may be in flight."""
         for name in self.changed.intersection(names):
             self._tensors[name].copy_(self._before[name])
         self._changed.difference_update(names)

@@ -67,28 +67,16 @@ class SchedulerRuntime:
     """One rank's scheduler during one fit.
 
     Args:
-        groups: The scheduler's process groups.
-        board: Where failures are published; not closed with the runtime.
-        agreed: From :func:`agree_on_sizes`.
-        options: This rank's options.
-        parameters: The parameters that DDP reduces.
-        device: Where gradients live.
         timeout: Longest wait for one bucket; ``None`` for half an hour.
         compression: Makes the compression from counters and timeline; ``None`` for none.
         counter: Counts a batch's samples, if ranks are weighted by them; the groups then include one for counts.
         servers: Parameter servers, if any; left when the runtime stops.
 
     Attributes:
-        agreed: As given.
-        architecture: Who averages gradients: ``"allreduce"`` or ``"ps"``.
         core: Its credit and partition size may be changed on rank 0 at any time.
-        engine: Connects DDP to the core.
-        group: The group that carries gradients.
         layers: Decides how many layers are compressed; ``None`` unless that varies.
         lost_weights: Why the weights are not those of a whole number of steps, after a failure.
-        statistics: Counters of this fit.
         weights: This rank's weights; ``None`` if all ranks have equal weights.
-        wire_device: Where the data that travels lives.
     """
 
     def __init__(
@@ -255,9 +243,6 @@ class SchedulerRuntime:
         """Stop for good, because of this rank's failure or another's.
 
         Updates whose gradients have arrived are applied first.
-
-        Args:
-            error: This rank's error, as returned by :meth:`explain`.
         """
         self._await_landing()
         self.core.abort(error)
@@ -392,7 +377,6 @@ class SchedulerRuntime:
         return self._board.explain(error, timeout=_SERVER_TOLD_S)
 
     def _observe(self, sub: SubCommTask) -> None:
-        """Record a sub-task that ended; called by the core."""
         plain_bytes = sub.size * sub.parent.wire_bytes
         wire_bytes = plain_bytes if sub.encoded_bytes is None else sub.encoded_bytes
         statistics = self.statistics

@@ -104,7 +104,6 @@ class SampleCounter:
 
     Args:
         samples: The user's function of the batch; :func:`samples_in` if ``None``.
-        rank: This rank, for messages.
     """
 
     def __init__(self, samples: Callable[[Any], Any] | None, rank: int) -> None:
@@ -239,11 +238,7 @@ class SampleWeights:
     """Keeps the numbers of one rank's batches, and weights its backward passes; for the training thread.
 
     Args:
-        counter: Counts the samples of a batch.
-        exchange: Exchange with all ranks.
-        parameters: The trained parameters.
         exposed: Returns the seconds that the training thread has waited for gradients so far.
-        clock: Returns seconds.
         device_time: Times batches on a GPU, where the clock is of no use.
     """
 
@@ -322,13 +317,7 @@ class SampleWeights:
         self._added = -1
 
     def share_out(self, shares: Balance, sizes: BatchSizes, position: Callable[[], int]) -> None:
-        """Share batches out from here on.
-
-        Args:
-            shares: Receives the numbers that all ranks post.
-            sizes: Knows this rank's own samples of a batch.
-            position: Returns the number of the present batch in its epoch.
-        """
+        """Share batches out from here on."""
         self._shares, self._sizes, self._position, self._added = shares, sizes, position, -1
 
     def leaves_out(self, *, communicates: bool) -> bool:
@@ -374,7 +363,6 @@ class SampleWeights:
 
 
 def _first(batches: Sequence[tuple[int, PostedNumbers]]) -> int:
-    """Return the samples of the first batch that has any; 0 if none has."""
     return next((number for number, _ in batches if number), 0)
 
 

@@ -66,11 +66,7 @@ __all__ = ["ScheduledGradients"]
 
 
 def warn_unaveraged(names: Sequence[str]) -> None:
-    """Warn that DDP does not average some parameters, as they did not require gradients when it wrapped the model.
-
-    Args:
-        names: Names of the parameters.
-    """
+    """Warn that DDP does not average some parameters, as they did not require gradients when it wrapped the model."""
     rank_zero_warn(
         f"bytescheduler: the gradients of {some_of(names, 2)} are not averaged over ranks: they require gradients now, "
         "and did not when DDP wrapped the model. As with strategy='ddp', each rank trains them on its own batches, and "
@@ -83,18 +79,10 @@ class ScheduledGradients(DecidedSteps):
     """One strategy's scheduler, for all its fits.
 
     Args:
-        strategy: The strategy; its default process group has all ranks.
-        options: This rank's options.
-        timeout: Longest wait for one bucket.
-        own_buckets: Whether the user chose the sizes of DDP's buckets.
         tuning: Finds sizes during training, if anything does.
         rules: Which gradients travel compressed, if any.
         counter: Makes the counter of a rank's samples, if gradients are weighted by them.
-        servers: Options of parameter servers.
         await_batch: Waits until the other ranks have begun the present batch, too.
-
-    Attributes:
-        residuals: This rank's residuals of error feedback.
     """
 
     def __init__(
@@ -421,14 +409,7 @@ class ScheduledGradients(DecidedSteps):
     def step(
         self, take: Callable[..., Any], optimizer: Optimizer, closure: Callable[[], Any], *, deferrable: bool
     ) -> Any:
-        """Run the closure; defer the step if its gradients are in flight.
-
-        Args:
-            take: The strategy's own step, called with the closure.
-            optimizer: The optimizer.
-            closure: Computes loss and gradients.
-            deferrable: Whether the caller allows the step to be deferred.
-        """
+        """Run the closure; defer the step if its gradients are in flight."""
         runtime = self.runtime
         if runtime is None:
             return take(closure)

@@ -117,13 +117,7 @@ class RequeueForAll(pl.Callback):
 
 
 def worker_signals(trainer: pl.Trainer, environment: object, *, together: bool) -> AbstractContextManager[None]:
-    """Return a context that handles signals for a worker that trains by itself.
-
-    Args:
-        trainer: The Trainer of the fit.
-        environment: The cluster environment.
-        together: Whether the worker consists of several ranks.
-    """
+    """Return a context that handles signals for a worker that trains by itself."""
     if together:
         return own_sigterm(trainer)
     if not requeues(environment):
@@ -190,12 +184,7 @@ def sigterm_ends_at_once(environment: ClusterEnvironment | None) -> Iterator[Non
 
 
 def ends_by_sigterm(exception: SIGTERMException, rank: int) -> None:
-    """End this process with the exit code of an unhandled SIGTERM, and log it; Lightning would report success.
-
-    Args:
-        exception: The exception that ends the process.
-        rank: This rank.
-    """
+    """End this process with the exit code of an unhandled SIGTERM, and log it; Lightning would report success."""
     exception.code = 128 + signal.SIGTERM
     log.warning("[rank %d] A SIGTERM, to this rank or another one, ends training: exit code %d", rank, exception.code)
     for thread in threading.enumerate():
@@ -205,12 +194,7 @@ def ends_by_sigterm(exception: SIGTERMException, rank: int) -> None:
 
 
 class SigtermForAll:
-    """A SIGTERM for any rank ends all ranks before the same batch, of training or validation.
-
-    Args:
-        trainer: The Trainer of the run.
-        board: The fault board of its ranks.
-    """
+    """A SIGTERM for any rank ends all ranks before the same batch, of training or validation."""
 
     def __init__(self, trainer: pl.Trainer, board: FaultBoard) -> None:
         self._trainer = trainer
@@ -287,9 +271,6 @@ class SigtermForAll:
 
     def begin_batch(self, *, trains: bool = True) -> None:
         """End here if all ranks do.
-
-        Args:
-            trains: Whether a training batch follows.
 
         Raises:
             SIGTERMException: If so.

@@ -66,10 +66,6 @@ class TrainingStream:
     Limit: a gate opens for all parameters of a bucket. Code that reads another one of them on a third stream has to
     make that stream wait for the training's after the gate was opened. A wait at the start of the forward pass is too
     early.
-
-    Args:
-        device: Where the parameters live.
-        cuda: Streams; replaced by tests.
     """
 
     def __init__(self, device: torch.device, *, cuda: Any = torch.cuda) -> None:
@@ -104,9 +100,6 @@ class BucketFutures:
 
     On a GPU a future records the streams that are current when it gets its result. Its waiters wait for the work queued
     on them then, by stream and not on the host (``torch.futures.Future``).
-
-    Args:
-        device: Where gradients live.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -139,10 +132,6 @@ def complete(future: torch.futures.Future[torch.Tensor], buffer: torch.Tensor, t
 class ForwardPass:
     """One forward pass that trains, until the next one begins.
 
-    Args:
-        start: Its beginning, by the engine's clock.
-        under_way: Whether it has begun and not ended.
-
     Attributes:
         touched_buckets: Indices of buckets in the order in which it opened their gates.
         read_early: Whether code has waited between its end and the next one's start.
@@ -161,29 +150,18 @@ class StepContext:
     """Shared state of all steps of a fit.
 
     Args:
-        core: Launches tasks that are ready.
-        transport: Sends sub-tasks.
-        parameters: All parameters that DDP reduces.
-        device: Where gradients live.
         timeout: Longest wait for one bucket, in seconds.
-        statistics: Counters to update.
         timeline: Takes spans; ``None`` for none.
         compression: Decides which gradients travel encoded; ``None`` for none.
         weights: This rank's weights; ``None`` for equal weights.
         sparse: Group of sparse gradients; the default group if ``None``.
-        clock: Returns seconds; the core's clock.
 
     Attributes:
         step: The current step. Between the beginning of a backward pass and its first bucket it is one without work.
-        weight: This rank's weight in the step that began last.
-        own_gradients: What user code sees of gradients.
-        lock: Held while updates are applied, see ``overlapped_step.py``.
-        forward: The current or last forward pass.
         unseen: Ids of parameters that are read without a touch; their updates are taken in the step.
         held_elsewhere: Ids of parameters whose memory other code held at the last check.
         opened_for: What needed all gates open at once, with the number of steps.
         waiting: Whether the training thread may be waiting for other ranks' gradients.
-        torn: Number of parameters whose step was interrupted by an error.
     """
 
     def __init__(
@@ -235,12 +213,7 @@ class StepContext:
         return bool(cast(Any, self.lock)._is_owned())
 
     def reduction(self, number: int, *, sharded: bool = False) -> Reduction:
-        """Return the reduction of step ``number``.
-
-        Args:
-            number: Number of the step.
-            sharded: Reduce in shards, so that norms are known early.
-        """
+        """Return the reduction of step ``number``."""
         tasks = StepTasks(self.core, self.transport, number, self.transport.wire_device, self.weight)
         if sharded:
             return ShardedReduction(tasks, self.compression)
@@ -379,7 +352,6 @@ class TrainingStep:
     The methods here are for steps whose gradients DDP waits for.
 
     Args:
-        context: Shared with all steps of the fit.
         number: Number of the backward pass among those that communicate, from 1; equal on all ranks, so it keys tasks.
     """
 
@@ -395,10 +367,6 @@ class TrainingStep:
 
     def reduce(self, bucket: dist.GradBucket, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
         """Average a bucket over all ranks.
-
-        Args:
-            bucket: DDP's bucket.
-            buffer: Its buffer.
 
         Returns:
             The future that DDP waits for.
@@ -456,10 +424,6 @@ class TrainingStep:
     def take(self, optimizer: Optimizer, own_step: Callable[[], Any]) -> Any:
         """Step the optimizer now, or defer the step.
 
-        Args:
-            optimizer: A per-parameter optimizer.
-            own_step: The optimizer's own step.
-
         Returns:
             The result of ``own_step``, if it was called.
         """
@@ -474,11 +438,7 @@ class TrainingStep:
         return False
 
     def open_all(self, reason: str) -> None:
-        """Make all weights and gradients final and open all gates; on any thread.
-
-        Args:
-            reason: What begins, in words.
-        """
+        """Make all weights and gradients final and open all gates; on any thread."""
 
     def flush(self) -> None:
         """Wait for all gradients and apply all pending updates; afterwards everything is final."""
@@ -521,8 +481,6 @@ class SynchronisedStep(TrainingStep):
     """A step whose gradients the scheduler sends and DDP waits for; see :class:`TrainingStep`.
 
     Args:
-        context: Shared with all steps of the fit.
-        number: See :class:`TrainingStep`.
         position_of: Returns a bucket's position in the forward pass, from its index and parameters.
         on_exposed: Called with the seconds that training has waited at the end; may be ``None``.
     """

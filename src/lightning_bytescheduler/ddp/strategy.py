@@ -362,7 +362,6 @@ class ByteSchedulerStrategy(RankStrategy):
         return self.runtime
 
     def _go_on(self, dataloader: object, module: pl.LightningModule) -> object:
-        """Make the training data last until all ranks' is used up."""
         self._uneven = None  # of the previous epoch, if loaders are made anew
         least, most, certain = gather_lengths(dataloader, self.root_device)
         if certain and least == most:
@@ -408,7 +407,6 @@ class ByteSchedulerStrategy(RankStrategy):
         return super().backward(closure_loss, *args, **kwargs)
 
     def _common_options(self) -> dict[str, object]:
-        """Return the facts that have to be the same on all ranks."""
         options = self._options
         return {
             **self._facts_of(options),

@@ -126,13 +126,8 @@ class PointInForce(StepMode):
     """Sizes and mode in force on one rank; also says which steps are taken as DDP's.
 
     Args:
-        core: The core whose sizes are changed.
-        values: Exchange with the other ranks, of two numbers.
-        point: The point with which all ranks begin.
         tuner: Decides; only on rank 0.
         others_try: Returns whether something else is being tried, so that times of steps do not belong to the point.
-        on_change: Called with each point that takes effect.
-        clock: Returns seconds.
     """
 
     may_wait = True
@@ -215,7 +210,6 @@ class FitTuning:
 
     Args:
         options: This rank's options; rank 0's count.
-        timeout: Longest wait for another rank.
     """
 
     def __init__(self, options: SchedulerOptions, *, timeout: timedelta | None) -> None:
@@ -255,13 +249,6 @@ class FitTuning:
         in_shards: bool,
     ) -> PointInForce | None:
         """Tune this fit from here on, if rank 0's options say so. Every rank calls this at the same point.
-
-        Args:
-            module: The module that is trained.
-            runtime: The runtime to tune.
-            device: Where the default group needs its tensors.
-            on_change: Called with each point that takes effect.
-            in_shards: Whether gradients are reduced in shards.
 
         Returns:
             The mode of a tuned fit; ``None`` on all ranks if it is not tuned.
@@ -379,15 +366,7 @@ def space_for(
     largest_bucket: int,
     architecture: str = "allreduce",
 ) -> SearchSpace:
-    """Return the search space, in which a size that is not tuned keeps its value.
-
-    Args:
-        parameters: Number of trained parameters.
-        start: Sizes without tuning.
-        options: Says what is tuned.
-        largest_bucket: In parameters.
-        architecture: See :meth:`SearchSpace.for_model`.
-    """
+    """Return the search space, in which a size that is not tuned keeps its value."""
     credit, partition_size = start.sizes
     space = SearchSpace.for_model(parameters, architecture=architecture, largest_bucket=largest_bucket)
     if not (options.tunes_partition and space.tunes_partitions):  # a small model has only one partition size

@@ -52,12 +52,9 @@ class UnevenLoader:
     All other attributes are those of the wrapped loader.
 
     Args:
-        loader: This rank's own loader.
         length: Length of the longest loader of all ranks; ``None`` if a rank does not know its own.
-        trusted: Whether all lengths are reliable.
         runtime: Returns this rank's runtime, which exchanges whether ranks have a batch.
         loaded: Training loaders that are used together; several loaders are left unchanged.
-        progress: Lightning's progress in the epoch.
     """
 
     handed_out: deque[bool]
@@ -133,7 +130,6 @@ class UnevenLoader:
 
 class _StatefulUnevenLoader(UnevenLoader):
     def state_dict(self) -> dict[str, Any]:
-        """See Lightning's loops. Rank 0's state is saved for all ranks."""
         state: dict[str, Any] = {_USED_UP: True} if self.is_used_up else self.loader.state_dict()
         return state
 
@@ -244,10 +240,6 @@ class DrawnBatches(SampleCounter):
     """Counts the samples of the batch that a loop in Fabric drew before the forward pass.
 
     Batches drawn without gradients, as in a validation under ``torch.no_grad()``, do not count.
-
-    Args:
-        samples: See :class:`SampleCounter`.
-        rank: This rank, for messages.
     """
 
     def __init__(self, samples: Callable[[Any], Any] | None, rank: int) -> None:
@@ -333,11 +325,6 @@ class DrawnLoader:
     """A loader of Fabric whose batches are counted by samples.
 
     All other attributes are those of the wrapped loader.
-
-    Args:
-        loader: This rank's own loader.
-        batches: The batches of all loaders.
-        length: See :meth:`DrawnBatches.hand_out`.
     """
 
     def __init__(self, loader: Any, batches: DrawnBatches, length: int | None) -> None:

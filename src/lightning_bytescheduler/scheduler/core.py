@@ -311,7 +311,6 @@ class ByteCore:
         return self._closed or self._abort_cause is not None
 
     def _take_open_tasks(self) -> list[CommTask]:
-        """Clear the queue and return the open tasks; called with the lock held."""
         self._order.clear()
         open_tasks = list(self._open_tasks.values())
         self._open_tasks.clear()
@@ -348,7 +347,6 @@ class ByteCore:
                 self._launching.release()
 
     def _select(self) -> list[SubCommTask]:
-        """Claim what credit allows."""
         batch: list[SubCommTask] = []
         with self._lock:
             try:

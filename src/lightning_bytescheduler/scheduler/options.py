@@ -36,8 +36,6 @@ class SchedulingPolicy:
     """How buckets are ordered and cut.
 
     Attributes:
-        name: Value of the option.
-        takes: Options for sizes that apply to it.
         in_words: A sentence on how gradients travel, with places for the sizes in force.
         by_first_use: Whether the order is that of first use in the forward pass; if false, the order of arrival.
         one_at_a_time: Whether a piece is sent only when the last one has arrived, whatever the credit.
@@ -55,11 +53,7 @@ class SchedulingPolicy:
         return "credit" in self.takes
 
     def own_partition_size(self, parameters: int) -> int | None:
-        """Return the policy's own partition size and credit; ``None`` if they are chosen from model and link.
-
-        Args:
-            parameters: Number of the model's parameters.
-        """
+        """Return the policy's own partition size and credit; ``None`` if they are chosen from model and link."""
         if self.is_tuned:
             return None
         return P3_SLICE if self.one_at_a_time else parameters
@@ -110,11 +104,6 @@ class SchedulerOptions:
         cross_barrier: Carry communication across the step boundary into the next forward pass.
         mode: ``"overlapped"``, ``"ddp"`` for steps as DDP takes them, or ``"auto"`` to time both and keep the faster.
         timeline: File for the Chrome-trace timeline, or ``None`` for none.
-        debug: Log each scheduling decision.
-        policy: The order and the pieces in which gradients travel.
-        tunes_credit: Find the credit during training.
-        tunes_partition: Find the partition size during training.
-        ignored_variables: Environment variables that were set and have no effect here.
     """
 
     partition_size: int | None = None

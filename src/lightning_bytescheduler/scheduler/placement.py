@@ -119,14 +119,7 @@ def server_weights(workers: int, servers: int) -> tuple[float, ...]:
 
 
 def mixed_server(tensor: int, part: int, workers: int, servers: int) -> int:
-    """Return the server of a part by BytePS's mixed mode, whose hashes approximate :func:`server_weights`.
-
-    Args:
-        tensor: Number of the tensor.
-        part: Number of the part within the tensor.
-        workers: n.
-        servers: k.
-    """
+    """Return the server of a part by BytePS's mixed mode, whose hashes approximate :func:`server_weights`."""
     spare = min(servers, workers)
     bound = max(_MIXED_BOUND, spare + workers)
     chosen = _djb2((tensor << 16) + part) % bound

@@ -54,16 +54,10 @@ class Passage:
     """Stages of a part's way through a parameter server, for timelines; in seconds of the core's clock.
 
     Args:
-        server: Number of the server.
         pushed: Bytes that are pushed; 0 if the server is in this process.
-        pulled: Most bytes that are pulled.
 
     Attributes:
-        server: As given.
-        pushed: As given.
-        pulled: Bytes that were pulled.
         push: Begin and end of the push; ``None`` if there was none.
-        began: When a sum in this process was begun.
         came: When the sum had arrived; 0 if nothing followed.
     """
 
@@ -106,14 +100,9 @@ class NodePassage(Passage):
 
     Args:
         moved: Bytes sent within the node before the push, and by default also after the pull.
-        server: See :class:`Passage`; only on the pusher.
-        pushed: See :class:`Passage`; only on the pusher.
-        pulled: See :class:`Passage`; only on the pusher.
-        pusher: Rank of the pusher, on the other ranks.
 
     Attributes:
         reduced: When the node's sum was complete; on other ranks, when their own part had left.
-        returned: Bytes sent within the node after the pull.
     """
 
     __slots__ = ("_moved", "_pusher", "reduced", "returned")

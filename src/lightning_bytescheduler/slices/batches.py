@@ -24,13 +24,7 @@ SLICES_AHEAD = 8
 
 
 class SampleRun(NamedTuple):
-    """Neighbouring samples of one slice.
-
-    Attributes:
-        slice_index: Index of the slice in the catalogue.
-        start: First sample.
-        stop: One after the last.
-    """
+    """Neighbouring samples of one slice."""
 
     slice_index: int
     start: int
@@ -38,13 +32,7 @@ class SampleRun(NamedTuple):
 
 
 class SliceBatch(NamedTuple):
-    """The contents of a batch; small, as it is sent to the process that reads it.
-
-    Attributes:
-        epoch: Number of the epoch.
-        runs: Its samples.
-        ahead: Indices of the following slices, to be fetched in time.
-    """
+    """The contents of a batch; small, as it is sent to the process that reads it."""
 
     epoch: int
     runs: tuple[SampleRun, ...]
@@ -56,8 +44,6 @@ class ReadReport(NamedTuple):
 
     Attributes:
         cost: Cost of reading since the last report, by the names of ``SliceStatistics``; zeros are left out.
-        corrupt: Key and reason of each slice found corrupt.
-        lost: Samples of this batch that could not be read.
         is_empty: Whether no sample could be read, so that there is no batch.
     """
 
@@ -92,10 +78,7 @@ class BatchReader:
     so several readers share the work on a slice.
 
     Args:
-        store: The store to read from.
-        transform: Applied to each sample.
         shuffle_samples: Shuffle the samples of each slice, which maps or holds a whole slice.
-        seed: Seed of that order.
         fill: Replace each unreadable sample by a repeated one, for ranks that step together.
     """
 
@@ -206,7 +189,6 @@ class BatchReader:
 
 
 def _joined(parts: list[Sequence[Any]]) -> Sequence[Any]:
-    """Join the samples of all parts; arrays of the same type stay arrays."""
     first = parts[0] if parts else ()
     if isinstance(first, np.ndarray):
         alike = all(

@@ -57,7 +57,6 @@ class SliceCache:
 
     Args:
         folder: Created if missing. Leftovers of processes that died while writing are deleted.
-        capacity_bytes: Limit of all slices together, including those being written.
 
     Raises:
         OptionError: If the capacity is not positive, or the folder cannot be created or written.
@@ -228,7 +227,6 @@ class CachedSlice:
 
     Args:
         descriptor: Descriptor of the file, with a shared lock; owned from now on.
-        plan: Chunks of the slice.
 
     Raises:
         ValueError: If the file is damaged.
@@ -248,12 +246,7 @@ class CachedSlice:
         self.plan = replace(plan, digests=digests if plan.digests is None else plan.digests)
 
     def chunks(self, first: int, *, together: bool = False) -> Iterator[memoryview]:
-        """Yield verified chunks from number ``first`` on, in mapped memory; ends before a damaged chunk.
-
-        Args:
-            first: Number of the first chunk.
-            together: Yield them in one piece.
-        """
+        """Yield verified chunks from number ``first`` on, in mapped memory; ends before a damaged chunk."""
         if not self.plan.size:
             return
         # Private: a reader may write to its chunks without effect on the file or other readers.
@@ -277,7 +270,6 @@ class GrowingSlice:
 
     Args:
         descriptor: Descriptor of the file; owned from now on.
-        plan: Chunks of the slice.
     """
 
     def __init__(self, descriptor: int, plan: ChunkPlan) -> None:
@@ -304,11 +296,7 @@ class SliceWriter:
     """A slice that is being written. Readers may follow it; it is part of the cache once committed.
 
     Args:
-        cache: The cache.
         descriptor: Descriptor of the new file, with an exclusive lock while the writer lives; owned from now on.
-        partial: Path of the file.
-        complete: Final path.
-        plan: Chunks of the slice.
     """
 
     def __init__(self, cache: SliceCache, descriptor: int, partial: Path, complete: Path, plan: ChunkPlan) -> None:

@@ -82,15 +82,7 @@ class SliceCatalogue:
 
 
 class DataOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """The data and their order, in a saved state.
-
-    Attributes:
-        slices: Number of slices.
-        samples: Samples of all slices.
-        keys: Digest of the slices' keys and sample counts, in order.
-        seed: Seed of the order of slices.
-        shuffle: Whether each epoch has another order.
-    """
+    """The data and their order, in a saved state."""
 
     slices: int
     samples: int

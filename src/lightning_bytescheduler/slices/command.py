@@ -114,10 +114,6 @@ def _serve(options: argparse.Namespace) -> int:
 def verify_slices(source: SliceSource, progress: Callable[[int, int], None]) -> list[tuple[Slice, str]]:
     """Read every slice from its source, compare its checksums and count its samples.
 
-    Args:
-        source: The slices.
-        progress: Called with the bytes read so far and in all.
-
     Returns:
         The slices with errors, each with what is wrong.
 
@@ -146,7 +142,6 @@ def verify_slices(source: SliceSource, progress: Callable[[int, int], None]) -> 
 
 @contextmanager
 def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a progress bar, on a terminal."""
     with tqdm(desc=what, unit="B", unit_scale=True, disable=None) as bar:
 
         def tell(done: int, total: int) -> None:

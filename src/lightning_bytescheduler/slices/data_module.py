@@ -306,7 +306,6 @@ class SliceDataModule(pl.LightningDataModule):
         )
 
     def _batch_of_all(self, size: int | list[int]) -> int | None:
-        """Return the samples of a batch of all ranks, if the strategy shares batches out."""
         shared = None if self.trainer is None else getattr(self.trainer.strategy, "batch_of_all", None)
         if shared is None or shared(1) is None:
             return None
@@ -341,7 +340,6 @@ class SliceDataModule(pl.LightningDataModule):
         return (0, 1) if self.trainer is None else (self.trainer.global_rank, self.trainer.world_size)
 
     def _rank_and_ranks_of_evaluation(self) -> tuple[int, int]:
-        """Return rank and ranks for evaluation: workers that train separately may evaluate together."""
         sampling = None if self.trainer is None else self.trainer.distributed_sampler_kwargs
         return self._rank_and_ranks() if sampling is None else (sampling["rank"], sampling["num_replicas"])
 
@@ -450,9 +448,6 @@ class SliceSteps(pl.Callback):
 
     A data module puts it before all other callbacks of a fit, so that a checkpoint saved after a step has a position
     that includes the step.
-
-    Args:
-        data: The data module.
     """
 
     def __init__(self, data: SliceDataModule) -> None:

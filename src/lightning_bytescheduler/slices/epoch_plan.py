@@ -39,8 +39,6 @@ class EpochPosition(NamedTuple):
 
     Attributes:
         dealt: Number of slices, in the epoch's order, that have been given out.
-        rest: Parts of these that no rank holds.
-        held: What each rank holds, in its order.
     """
 
     dealt: int = 0
@@ -52,13 +50,8 @@ class EpochPool:
     """Hands out what is left of an epoch.
 
     Args:
-        order: Indices of its slices, in order.
         samples: Samples of each slice of the catalogue; 0 leaves a slice out.
-        ranks: Number of ranks.
         position: Position to continue from, saved on any number of ranks; ``None`` is the beginning.
-
-    Attributes:
-        left: Number of samples left.
 
     Raises:
         OptionError: If it is not a position of this epoch.
@@ -199,23 +192,13 @@ class EpochPlan:
     """The batches of ranks that take the same number of steps and have the same position.
 
     Args:
-        catalogue: The slices.
-        batch_sizes: Batch size of each rank, in samples.
-        rank: This rank.
-        seed: Seed of the order of slices.
-        shuffle: False keeps the catalogue's order in every epoch.
         repeats: Whether another epoch follows, whose first slices are named ahead at the end.
         is_shared: Whether :meth:`share_out` sets the shares of each batch. All batches but the last then have equal
             size. A rank without a sample computes on a copy of another's, with weight 0.
 
     Attributes:
-        catalogue: As given.
-        batch_size: Samples of a batch, over all ranks.
-        is_shared: As given.
         epoch: The current epoch, from 0.
         counted: Steps that the training loop counts before the remaining ones, after a resume in mid-epoch.
-        left: Samples left when the epoch began, or was resumed.
-        steps: Steps of every rank for these samples.
         padded: Samples that are trained on twice, fewer than there are ranks: each has one in every step.
     """
 
@@ -279,12 +262,7 @@ class EpochPlan:
         return self._sizes.get(batch)
 
     def share_of_step(self, batch: int, accumulated: int) -> float:
-        """Return a batch's weight among the batches of its step, by samples of all ranks; 1 if they are equally large.
-
-        Args:
-            batch: The training loop's number of the batch.
-            accumulated: Batches per step; an epoch's last step may have fewer.
-        """
+        """Return a batch's weight within its step, by samples of all ranks; 1 if batches are equally large."""
         first = self._opened - self.counted + batch - batch % accumulated
         sizes = [
             min(self.batch_size, self.left - step * self.batch_size)
@@ -468,13 +446,11 @@ class EpochPlan:
         return EpochPool(order, samples, len(self._batch_sizes), position)
 
     def _sizes_of(self, number: int, left: int) -> tuple[int, ...]:
-        """Return the samples of each rank in the n-th batch drawn in a pass."""
         if self._shares_of is None:
             return step_sizes(left, self._batch_sizes)
         return tuple(self._shares_of(number, min(self.batch_size, left)))
 
     def _position(self) -> EpochPosition | None:
-        """Return what is left; ``None`` at the beginning of an epoch."""
         unfinished = min(self._unfinished(), len(self._before))
         if self._steps == unfinished and not self._is_restored:
             return None

@@ -30,12 +30,7 @@ _HEADER = "storage_options={'headers': {'Authorization': 'Bearer TOKEN'}}"
 
 
 def refusal_of(error: BaseException, url: str) -> tuple[str, str] | None:
-    """Return a source's refusal and the way out; ``None`` if a retry may help.
-
-    Args:
-        error: The error of a request.
-        url: URL of the source.
-    """
+    """Return a source's refusal and the way out; ``None`` if a retry may help."""
     for cause in _chain(error):
         status = _status(cause)
         if isinstance(cause, ssl.SSLCertVerificationError):
@@ -56,7 +51,6 @@ def refusal_of(error: BaseException, url: str) -> tuple[str, str] | None:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and its causes: fsspec reports many of them as a missing file."""
     cause: BaseException | None = error
     while cause is not None:
         yield cause
@@ -119,7 +113,6 @@ class Waiting:
     """Time and chance, which tests replace.
 
     Attributes:
-        clock: Returns seconds from any start.
         sleep: Waits for the given seconds; may raise to stop the waiting code.
         chance: Returns a number from 0 up to, but not including, 1.
     """
@@ -222,13 +215,9 @@ class SliceStatistics:
     Attributes:
         wait_seconds: Seconds that the training waited for batches, including their preparation.
         stall_seconds: Seconds that readers waited for bytes.
-        cache_hits: Slices that were local when needed.
-        cache_misses: Slices that were not, or only partly.
         uncached: Slices that had no room in the cache and were read without it.
         bytes_fetched: Bytes from sources, repeated ones included; nothing for files on this machine.
-        retries: Requests repeated after no answer or a wrong one.
         corrupt_chunks: Chunks that differ from the index, from a source or from the cache.
-        prefetched: Slices that were fetched before they were needed.
     """
 
     wait_seconds: float = 0.0

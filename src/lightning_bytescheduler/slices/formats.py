@@ -77,9 +77,6 @@ class SliceFormat:
     """How the bytes of a slice become samples.
 
     Attributes:
-        suffix: Suffix of the files, without that of a compression.
-        blocks: The reader of a known format.
-        read: The user's reader of another format.
         count_lines: Counts the samples in whole lines, for a format that may be cut at line ends; otherwise ``None``.
         compression: ``".gz"``, ``".zst"`` or ``None``.
     """
@@ -179,13 +176,7 @@ def count_json_lines(content: bytes) -> int:
 
 
 class TextLines:
-    """A block of lines of text.
-
-    Args:
-        content: Whole lines.
-        starts: Where each begins.
-        ends: Where each ends, without its newline.
-    """
+    """A block of lines of text."""
 
     def __init__(self, content: Bytes, starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> None:
         self._content = memoryview(content)
@@ -231,7 +222,6 @@ def _each(
 
 
 def _blank_lines(content: memoryview, starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> list[int]:
-    """Return the numbers of blank lines."""
     firsts = np.frombuffer(content, np.uint8)[np.minimum(starts, len(content) - 1)]
     # few, as a value seldom begins with a blank
     suspects = np.flatnonzero((firsts <= _SPACE) | (starts == ends)).tolist()
@@ -266,9 +256,6 @@ def _lines(stream: SliceStream) -> Iterator[tuple[Bytes, npt.NDArray[np.int64], 
 
 class NpyHeader:
     """The header of a .npy file.
-
-    Args:
-        content: The first bytes of the file, at least the header.
 
     Raises:
         ValueError: If it is not a .npy file with contiguous rows, or has Python objects.
@@ -347,11 +334,7 @@ def _header_and_rest(chunks: Iterator[Bytes]) -> tuple[NpyHeader, memoryview]:
 
 
 class ParquetRows:
-    """A block of rows; only requested rows become Python values.
-
-    Args:
-        batch: A ``pyarrow.RecordBatch``.
-    """
+    """A block of rows; only requested rows become Python values."""
 
     def __init__(self, batch: Any) -> None:
         self._batch = batch

@@ -37,9 +37,6 @@ _WHOLE = "Give the Trainer the data module: trainer.fit(model, datamodule=data).
 def collate_samples(samples: Sequence[Any]) -> Any:
     """Make a batch of samples: rows of arrays become one tensor, all else is collated as in PyTorch.
 
-    Args:
-        samples: A list, or an array of rows.
-
     Raises:
         OptionError: If they do not fit together.
     """
@@ -74,17 +71,12 @@ class SliceLoader:
     ``persistent_workers`` of a ``DataLoader``, random numbers in a process go on from pass to pass.
 
     Args:
-        plan: The plan of batches.
-        reader: Reads them.
-        collate: Makes a batch of samples.
         num_workers: Processes that read; 0 reads in the training process.
-        pin_memory: Copy batches to pinned memory.
         on_report: Called with the reader's report and the seconds waited for a batch, when it is handed out.
         is_alone: Whether its data module has no Trainer, which would know the rank and what was trained on.
 
     Attributes:
         plan: As given; a new value counts from the next pass on.
-        reader: As given.
         worker_init_fn: Called in each started process with its number. Lightning sets it, for seeds.
     """
 
@@ -204,14 +196,7 @@ class SliceLoader:
 
 
 class _Asked:
-    """The requests for reading processes: the batches of a plan, each with the number of the pass.
-
-    Attributes:
-        plan: The plan.
-        number: Number of the pass.
-        left: Batches requested and not yet received.
-        is_done: Whether nothing is left, and nothing more will be requested.
-    """
+    """The requests for reading processes: the batches of a plan, each with the number of the pass."""
 
     plan: Plan
     number = left = 0
@@ -265,7 +250,6 @@ class _Pickler(ForkingPickler):
     """Pickles small tensors by value, and others as PyTorch does, in a mapped file."""
 
     def reducer_override(self, value: Any) -> Any:
-        """See ``pickle.Pickler``."""
         try:
             if type(value) is torch.Tensor and value.nbytes <= _SMALL_BYTES:
                 return torch.from_numpy, (value.numpy(),)

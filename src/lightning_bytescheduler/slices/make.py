@@ -274,11 +274,6 @@ def _require_other_folder(folder: str, files: Iterable[str]) -> None:
 def require_sample(form: SliceFormat, url: str, content: bytes) -> None:
     """Make the first sample of a slice of lines, as lines are counted and cut without being parsed.
 
-    Args:
-        form: The format.
-        url: URL of the file.
-        content: Whole lines.
-
     Raises:
         SliceCorruptError: If the sample is malformed.
     """
@@ -353,10 +348,6 @@ def write_index(lines: Sequence[IndexLine]) -> bytes:
 
 def read_index(content: bytes, *, folder: str) -> list[tuple[Slice, ChunkPlan]]:
     """Read an index.
-
-    Args:
-        content: Content of the index file.
-        folder: URL of its folder.
 
     Returns:
         The slices with their chunks.

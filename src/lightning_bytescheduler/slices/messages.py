@@ -48,8 +48,6 @@ class Joined(_Message, frozen=True):
     it held it.
 
     Attributes:
-        session: Part of every later message.
-        epoch: The newest epoch that slices are handed out of.
         lease: Seconds without a message after which the worker counts as dead.
     """
 
@@ -62,7 +60,6 @@ class RequestSlice(_Message, frozen=True):
     """A worker requests one more slice, one request at a time; a request without an answer may be repeated.
 
     Attributes:
-        session: The worker's session.
         epoch: The epoch it trains; it may be given the rest of an earlier one. The first request for the next epoch
             opens it, if workers hold all that is left of this one.
         holding: Every known grant that is not finished. A missing one that the worker never began is sent again, as its
@@ -80,11 +77,6 @@ class Assignment(_Message, frozen=True):
     """A slice for the worker, which may fetch it at once and train on it after its first report is accepted.
 
     Attributes:
-        grant: Id of this assignment; part of messages about it.
-        epoch: The epoch it belongs to.
-        slice_index: Index of the slice in the catalogue.
-        slice: The slice itself.
-        first: First sample to train on; earlier ones are done.
         revoked: Those of the request's grants that are not the worker's now.
     """
 
@@ -110,12 +102,7 @@ class WaitReason(str, Enum):
 
 
 class AskLater(_Message, frozen=True):
-    """No slice now.
-
-    Attributes:
-        reason: Why.
-        revoked: As in ``Assignment``.
-    """
+    """No slice now."""
 
     reason: WaitReason
     revoked: tuple[Natural, ...] = ()
@@ -126,11 +113,6 @@ class ReportProgress(_Message, frozen=True):
 
     The first report has the assignment's ``first``: the worker may train only if it is accepted. A report with all
     samples ends the slice. Reports in between may be lost, repeated or reordered.
-
-    Attributes:
-        session: The worker's session.
-        grant: The assignment's grant.
-        trained: Trained samples of the slice, counted from its first one.
     """
 
     session: Natural

@@ -97,9 +97,6 @@ class TrackerOptions:
 def require_packages(feature: str) -> None:
     """Require the packages that read slices, before any process starts that would lack them.
 
-    Args:
-        feature: What needs them.
-
     Raises:
         ImportError: If one is missing; names it and the extra.
     """
@@ -110,11 +107,6 @@ def require_packages(feature: str) -> None:
 
 def require_function(option: str, value: object, *arguments: str) -> None:
     """Require a function, or ``None``.
-
-    Args:
-        option: Name of the option.
-        value: Its value.
-        arguments: Names of the function's arguments, for the message.
 
     Raises:
         OptionError: If it is neither.

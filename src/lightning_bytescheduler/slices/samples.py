@@ -23,7 +23,6 @@ class SliceSamples:
     begins anew, if all bytes are local, or makes samples in vain.
 
     Args:
-        slice_: The slice.
         read: Begins to read its blocks; a user's reader from the sample with the given number on.
         is_here: Whether all bytes are on this machine, for a user's reader; ``None`` for a known format.
     """
@@ -77,7 +76,6 @@ class SliceSamples:
         return self._begin + len(self._block)
 
     def _go_on(self) -> bool:
-        """Go to the next block; returns whether there is one."""
         try:
             if self._blocks is None:
                 self._blocks = self._read(self._first)

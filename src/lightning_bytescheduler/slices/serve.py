@@ -21,12 +21,9 @@ class SliceServer(BackgroundServer):
     """Serves the files of a folder until it is closed.
 
     Args:
-        folder: The folder, subfolders included.
-        host: Address to listen at.
         port: 0 takes a free one.
         token: Token that readers must send as ``Authorization: Bearer <token>``; ``None`` for none.
         certificate: File of the TLS certificate chain; ``None`` serves without TLS.
-        key: File of its private key.
 
     Raises:
         OptionError: If there is no such folder, a file of TLS cannot be used, or the address is not local to this

@@ -159,9 +159,7 @@ class ChunkPlan:
     """How a slice is divided into chunks, with their digests.
 
     Attributes:
-        size: Bytes of the slice.
         digests: Digests of the chunks, ``DIGEST_BYTES`` each; ``None`` if only lengths can be checked.
-        chunk_bytes: Bytes of a chunk; the last one may be shorter.
 
     Raises:
         OptionError: If the digests are not as many as the chunks.
@@ -200,14 +198,7 @@ class ChunkPlan:
 def right_chunks(
     content: memoryview, plan: ChunkPlan, first: int = 0, *, together: bool = False
 ) -> Iterator[memoryview]:
-    """Yield the chunks of a complete slice without a copy; ends before a damaged one.
-
-    Args:
-        content: The slice's bytes.
-        plan: Its chunks.
-        first: Number of the first chunk.
-        together: Yield them in one piece.
-    """
+    """Yield the chunks of a complete slice without a copy; ends before a damaged one."""
     begin = plan.bounds(first)[0]
     for number in range(first, plan.count):
         start, stop = plan.bounds(number)

@@ -64,7 +64,6 @@ class SourceFile:
     """What the slices of one file share.
 
     Attributes:
-        form: Its format.
         version: Distinguishes other contents of the same URL, if there are no checksums.
         header: What a reader needs before the bytes of a slice that does not begin with the file.
     """
@@ -217,7 +216,6 @@ class _Opening:
     _plans: dict[str, ChunkPlan] = field(default_factory=dict)
 
     def add(self, place: str, *, prefix: str) -> None:
-        """Examine a place; files without an index are read later."""
         urls = self._ask(place, partial(expand, place, self._storage_options, self._option))
         index = next((url for url in urls if _name(url) == INDEX_NAME), None)
         if index is not None:
@@ -245,7 +243,6 @@ class _Opening:
                 self._unread[url] = size
 
     def scan(self) -> None:
-        """Read the files that have no index."""
         for url, size in self._unread.items():
             form = self._files[url].form
             pieces = read_file(url, size, self._storage_options, timeout=self._timeout, waiting=self._waiting)
@@ -255,7 +252,6 @@ class _Opening:
                 self._count(Slice(key=url, url=url, start=0, size=size, samples=1), form, pieces)
 
     def result(self, places: Sequence[str]) -> SliceSource:
-        """Return the source."""
         slices = [slice_ for found in self._found.values() for slice_ in found]
         if not slices:
             raise OptionError(self._option, places, "files with at least one sample")

@@ -49,18 +49,8 @@ class SliceStore:
     Threads start with the first slice that is not on this machine, and end with ``close``. In a forked process, or one
     that the store is sent to, it begins anew. Several threads may read slices at once.
 
-    Args:
-        source: The slices.
-        options: How they are stored and fetched.
-        waiting: Time and chance.
-
     Attributes:
-        source: As given.
-        options: As given.
-        depth: Number of slices kept ahead of those being read.
         keeps: Number of slices of the largest size that the cache holds; 0 without one.
-        waiting: As given.
-        counters: Cost of reading in this process so far.
         prefetcher: Fetches into the cache, if there is one.
 
     Raises:
@@ -82,10 +72,6 @@ class SliceStore:
 
     def samples(self, slice_: Slice, first: int = 0) -> Iterator[Any]:
         """Read a slice.
-
-        Args:
-            slice_: A slice of the source.
-            first: Number of the first sample.
 
         Yields:
             The samples from there on, made of verified bytes.
@@ -221,12 +207,7 @@ class OpenSlice:
     """A slice that is read in parts; close it after use.
 
     Args:
-        store: The store.
-        slice_: The slice.
         whole: Yield available chunks in one piece, as the slice is kept whole.
-
-    Attributes:
-        samples: Its samples.
     """
 
     def __init__(self, store: SliceStore, slice_: Slice, *, whole: bool) -> None:
@@ -255,7 +236,6 @@ class OpenSlice:
 
     @property
     def _is_over(self) -> bool:
-        """Whether there is no next chunk."""
         return self._next >= self._plan.count
 
     def _got(self, chunk: Bytes) -> Bytes:
@@ -315,7 +295,6 @@ class OpenSlice:
             cached = cache.find(name, self._plan)
 
     def _followed(self, prefetcher: SlicePrefetcher, name: str) -> Iterator[Bytes]:
-        """Yield chunks as they are written; ends when no more will be."""
         job = prefetcher.want(self._slice)
         growing: GrowingSlice | None = None
         try:
@@ -376,11 +355,7 @@ class FetchJob:
     """A fetch of a slice into the cache.
 
     Attributes:
-        slice: The slice.
-        planned: Whether it is fetched before it is needed.
-        done: Set at the end.
         busy: At the end: whether another process is writing it, or has just written it.
-        error: At the end: why it cannot be fetched or cached.
     """
 
     slice: Slice
@@ -400,13 +375,6 @@ class SlicePrefetcher:
     A fetched planned slice is kept open, and so in the cache, until it is read or removed from the plan. One thread
     serves only waiting readers, so that they never wait for plans. The lock is held for bookkeeping only, never while
     the cache or the source is used.
-
-    Args:
-        store: The store whose slices are fetched, with its counters.
-        cache: The cache.
-
-    Attributes:
-        cache: As given.
     """
 
     def __init__(self, store: SliceStore, cache: SliceCache) -> None:

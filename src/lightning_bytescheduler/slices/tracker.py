@@ -435,7 +435,6 @@ class SliceTracker:
         del self._epoch_of(grant).holders[grant.index]
 
     def _remove(self, record: TrackedWorker, *, begun_is_lost: bool) -> None:
-        """Remove a worker, and take back what it holds."""
         lost = begun_is_lost and self.options.delivery == "at_most_once"
         for grant in list(record.grants.values()):
             self._drop_grant(record, grant)
@@ -496,13 +495,9 @@ class TrackedWorker:
     """A worker, or after a restart of the tracker, its saved grants.
 
     Attributes:
-        name: Name of the worker.
         deadline: When it counts as dead without a further message, on the tracker's clock.
         session: ``None`` until the worker has joined after a state was loaded.
-        incarnation: Identifies the process of that name.
         grants: Grants by number, in the order in which they were made.
-        prefetch: Slices it may hold that it has not begun.
-        keeps: Number of fetched slices that it keeps.
     """
 
     name: str
@@ -538,15 +533,7 @@ class TrackedWorker:
 
 @dataclass(kw_only=True, slots=True)
 class Grant:
-    """A slice held by a worker.
-
-    Attributes:
-        number: Unique number.
-        epoch: Epoch of the slice's use.
-        index: Index of the slice in the catalogue.
-        begun: Whether the worker may have begun to train on it.
-        told: Whether the worker certainly knows of it.
-    """
+    """A slice held by a worker."""
 
     number: int
     epoch: int
@@ -562,21 +549,10 @@ class EpochSlices:
     on. At any time ``trained + dropped`` plus the rest of AVAILABLE and ASSIGNED slices is the number of all samples.
 
     Args:
-        samples: Samples of each slice.
-        options: Set the order.
         epoch: Number of the epoch, from 0.
-        left_out: Slices that are quarantined as it begins.
 
     Attributes:
-        epoch: As given.
-        states: A :class:`SliceState` for each slice.
-        positions: Position of each slice, in samples.
-        ranks: Place of each slice in the epoch's order.
-        available: Number of AVAILABLE slices.
         trained: Samples known to be trained on in this epoch, each counted once.
-        dropped: Samples that this epoch will not train on.
-        unfinished: Number of AVAILABLE or ASSIGNED slices.
-        holders: Worker and grant of each ASSIGNED slice.
         returned: Slices that came back from workers that died or left, since the tracker was made.
         stolen: Slices taken from a worker with more to do that had not begun them, since the tracker was made.
     """
@@ -681,9 +657,6 @@ class SavedEpoch(msgspec.Struct, kw_only=True):
     """The saved form of an epoch: nine bytes a slice.
 
     Attributes:
-        epoch: Number of the epoch.
-        states: A :class:`SliceState` for each slice.
-        positions: Position of each slice, in samples.
         workers: By name, what each holds of it, in order: the slice, and whether it was begun.
     """
 
@@ -700,11 +673,7 @@ class SavedTracker(msgspec.Struct, kw_only=True):
     """The saved form of a tracker.
 
     Attributes:
-        order: Order of the slices.
         epochs: The current epoch, and the next if it is open; each names the same workers.
-        quarantined: Reason by slice.
-        next_grant: Number of the next grant.
-        next_session: Number of the next session.
     """
 
     order: DataOrder
@@ -716,12 +685,6 @@ class SavedTracker(msgspec.Struct, kw_only=True):
 
 def read_state(state: object, kind: type[_Saved], *, version: int, what: str) -> _Saved:
     """Return a saved state, typed and checked.
-
-    Args:
-        state: The saved state.
-        kind: Its expected type.
-        version: Version that this release reads.
-        what: Name of the state, to begin a sentence.
 
     Raises:
         TrackerStateError: If it is of another version, or damaged.
@@ -740,11 +703,6 @@ def read_state(state: object, kind: type[_Saved], *, version: int, what: str) ->
 
 def unpack(state: Mapping[str, Any], order: DataOrder, samples: npt.NDArray[np.int64]) -> SavedTracker:
     """Return the saved tracker.
-
-    Args:
-        state: From ``SliceTracker.state_dict``.
-        order: Order of the present slices.
-        samples: Samples of each of them.
 
     Raises:
         TrackerStateError: If the state does not belong to these slices and this order, or is damaged.

@@ -188,13 +188,7 @@ class TrackerPlan:
     epochs for all workers together calls ``awaits_others`` and ``end_epoch``.
 
     Args:
-        client: The tracker.
-        worker: Name of this worker, the same after a restart.
-        incarnation: A text that no other process of that name uses.
-        batch_size: Samples of a batch.
         ahead: Slices to hold that are not begun, so that they can be fetched.
-        slices: The slices of the data, in the tracker's order.
-        keeps: Number of fetched slices that are kept.
         waits: Whether a pass that has just begun goes on to the next epoch by itself, or waits for it.
         clock: Returns monotonic seconds.
 
@@ -273,11 +267,7 @@ class TrackerPlan:
             self.quarantine(report.corrupt)
 
     def quarantine(self, corrupt: Iterable[tuple[str, str]]) -> None:
-        """Report slices that readers have found corrupt.
-
-        Args:
-            corrupt: Key and reason of each.
-        """
+        """Report slices that readers have found corrupt."""
         self.report()
         for key, reason in corrupt:
             self._drop(held.grant for held in list(self._held.values()) if held.slice.key == key)
@@ -348,7 +338,6 @@ class TrackerPlan:
         return SliceBatch(epoch, tuple(runs), tuple(held.slice_index for held in self._waiting()))
 
     def _current(self) -> _Held | None:
-        """Return a begun slice with samples to hand out; ``None`` if there is none now."""
         while True:
             # Slices of the previous epoch come first, as others may wait for them.
             for held in sorted(self._held.values(), key=lambda held: (not held.begun, held.epoch)):
@@ -418,7 +407,6 @@ class TrackerPlan:
             )
 
     def _tell(self, message: Call) -> bool:
-        """Send a message; returns whether it was accepted."""
         reply = cast(Receipt | JoinAgain, self._call(message, Receipt, JoinAgain))
         if isinstance(reply, JoinAgain):
             self._forget()
@@ -437,7 +425,6 @@ class TrackerPlan:
             self._held.pop(grant, None)
 
     def _forget(self) -> None:
-        """Forget the session, which is over."""
         self._session = 0
         self._held.clear()
         self._out = {number: [] for number in self._out}  # still to come from readers, without anything to report
@@ -447,16 +434,6 @@ class TrackedTraining:
     """The batches of one worker. The tracker is at worker 0, which also saves it.
 
     For the training thread, except :meth:`halt`.
-
-    Args:
-        host: The way to the tracker.
-        store: Store of the training data.
-        options: Options of the tracker.
-        batch_sizes: Batch size of each rank of this worker, in samples.
-        rank: This rank within the worker.
-
-    Attributes:
-        epoch: The epoch of the data that is trained on.
 
     Raises:
         Exception: Errors of the tracker or its transport, from the next call.
@@ -674,7 +651,6 @@ class TrackedTraining:
             self._plan = None
 
     def _ask(self, question: Callable[[TrackerPlan], _T], *, timeout: float = _ANSWER_S) -> _T | None:
-        """Return the thread's answer; ``None`` on a rank without a plan."""
         answers: list[_T] = []
         if self._plan is None:
             return None

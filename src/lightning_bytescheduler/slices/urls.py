@@ -114,11 +114,6 @@ def file_system(url: str, options: Options) -> tuple[Any, str]:
 def expand(url: str, options: Options, option: str = "url") -> list[str]:
     """Return the sorted URLs of the files that a URL, a glob or a folder stands for.
 
-    Args:
-        url: URL, glob or folder.
-        options: Options of the file system.
-        option: Option with the URL, for messages.
-
     Raises:
         OptionError: If there is no such file.
     """
@@ -145,7 +140,6 @@ def _is_there(filesystem: Any, path: str) -> bool:
 
 
 def _about(filesystem: Any, path: str) -> dict[str, Any]:
-    """Return the file system's information on a file."""
     try:
         return cast(dict[str, Any], filesystem.info(path))
     except FileNotFoundError as error:
