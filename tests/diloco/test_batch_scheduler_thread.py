@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from lightning_bytescheduler.diloco.batch_scheduler import BatchSchedulerState
 from lightning_bytescheduler.diloco.messages import (
     EndRound,
     JoinRounds,
@@ -47,23 +49,24 @@ class Mail:
 
     def wait(self, name: str, wanted: Callable[[Any], bool]) -> Any:
         with self.changed:
-            assert self.changed.wait_for(lambda: any(map(wanted, self.told[name])), 5.0), self.told
+            assert self.changed.wait_for(lambda: any(map(wanted, self.told[name])), 60.0), self.told
             return next(message for message in self.told[name] if wanted(message))
 
 
-def hosted(target: Any, **options: Any) -> tuple[BatchSchedulerThread, Mail, list[RoundRecord], list[BaseException]]:
+def hosted(
+    target: Any, *, outer_steps: int | None = None, state: BatchSchedulerState | None = None
+) -> tuple[BatchSchedulerThread, Mail, list[RoundRecord], list[BaseException]]:
     mail, records, errors = Mail(), [], []  # type: Mail, list[RoundRecord], list[BaseException]
     thread = BatchSchedulerThread(
         target,
-        OPTIONS,
+        replace(OPTIONS, outer_steps=outer_steps),
         workers=WORKERS,
         post=mail.post,
         on_round=records.append,
         on_silence=lambda silent: None,
         on_error=errors.append,
-        **options,
     )
-    thread.start()
+    thread.start(state)
     return thread, mail, records, errors
 
 
@@ -110,7 +113,7 @@ def test_rounds_follow_one_another_until_somebody_asks() -> None:
     for name in WORKERS:
         thread.handle(PassedRoundEnd(worker=name, round=2))
     start(thread, mail, 3)
-    assert thread.stop(5.0)
+    assert thread.stop(60.0)
     assert [record.round for record in records] == [1, 2]
     assert not errors
 
@@ -128,14 +131,22 @@ def test_one_that_stops_after_a_halt_stops_all() -> None:
     thread.handle(PassedRoundEnd(worker="b", round=1, stop=True))
     for name in WORKERS:
         mail.wait(name, lambda message: isinstance(message, TrainingOver))
-    assert thread.stop(5.0)
+    assert thread.stop(60.0)
+    assert not errors
+
+
+def test_all_are_told_at_once_of_a_training_that_was_over_before() -> None:
+    """Worker 0 has the thread, and may have ended when another one joins."""
+    thread, mail, _, errors = hosted(FixedSteps(2), outer_steps=3, state={"round": 3, "samples": 12})
+    assert thread.stop(60.0)
+    assert mail.told == {name: [TrainingOver(round=3)] for name in WORKERS}
     assert not errors
 
 
 def test_a_scheduler_that_fails_says_so() -> None:
     thread, _, _, errors = hosted(FixedSteps(2))
     thread.handle(object())  # type: ignore[arg-type]
-    thread.stop(5.0)
+    thread.stop(60.0)
     assert len(errors) == 1
 
 
@@ -151,5 +162,5 @@ def test_means_that_are_not_finite_are_left_out(loss: float | None) -> None:
     ended = mail.wait("a", lambda message: isinstance(message, RoundEnded))
     assert ended.metrics == {"samples_per_second": 16.0}
     assert decode(encode(ended)) == ended
-    assert thread.stop(5.0)
+    assert thread.stop(60.0)
     assert not errors

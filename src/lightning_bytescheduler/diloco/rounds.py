@@ -195,6 +195,9 @@ class BatchSchedulerThread:
         if state is not None:
             self._rounds.scheduler.load_state_dict(state)
             self._rounds.scheduler.expect(len(self._workers))
+        if self._rounds.scheduler.finished:  # worker 0 may be gone before the others ask
+            for worker in self._workers:
+                self._post(worker, TrainingOver(round=self._rounds.scheduler.round))
         self._thread.start()
 
     def handle(self, message: Message) -> None:
