@@ -5,13 +5,11 @@ from __future__ import annotations
 import gzip
 import io
 import json
-import threading
-import time
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_bytescheduler.exceptions import OptionError
@@ -33,7 +31,6 @@ def read(url: str, content: bytes, size: int, first: int = 0) -> list:
 LINES = st.lists(st.text(st.characters(exclude_characters="\n\r", codec="utf-8"), max_size=8), max_size=12)
 
 
-@settings(max_examples=60, deadline=None)
 @given(lines=LINES, end=st.sampled_from(["\n", "\r\n"]), last=st.booleans(), size=st.integers(1, 20), data=st.data())
 def test_text(lines, end, last, size, data):
     content = end.join(lines).encode() + (end.encode() if last and lines else b"")
@@ -45,7 +42,6 @@ def test_text(lines, end, last, size, data):
     assert count_text_lines(content) == len(expected)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     values=st.lists(st.one_of(st.integers(), st.text(max_size=5), st.lists(st.booleans(), max_size=3)), max_size=10),
     size=st.integers(1, 20),
@@ -143,24 +139,24 @@ def test_parquet():
     assert read("a.parquet", file.getvalue(), 100, 1) == [{"a": 2}, {"a": 3}]
 
 
-def test_headers_are_parsed_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CPython up to 3.11 fails, now and then, where two threads parse Python at once."""
+def test_a_header_is_parsed_again_where_other_parsing_came_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPython up to 3.11 fails, now and then, where two threads parse Python at once, or a finalizer does."""
     parse = np.lib.format.read_array_header_1_0
-    parsing = threading.Semaphore(1)
-    at_once: list[bool] = []
+    failures = 1
 
-    def slowly(file: Any) -> Any:
-        at_once.append(not parsing.acquire(blocking=False))
-        time.sleep(0.02)
-        parsing.release()
-        return parse(file)
+    def fails(file: Any) -> Any:
+        nonlocal failures
+        found = parse(file)
+        failures -= 1
+        if failures >= 0:
+            raise SystemError("AST constructor recursion depth mismatch (before=210, after=231)")
+        return found
 
-    monkeypatch.setattr(np.lib.format, "read_array_header_1_0", slowly)
+    monkeypatch.setattr(np.lib.format, "read_array_header_1_0", fails)
     content = io.BytesIO()
     np.save(content, np.zeros((7, 3)))
-    threads = [threading.Thread(target=NpyHeader, args=(content.getvalue(),)) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert at_once == [False] * 3
+    header = NpyHeader(content.getvalue())
+    assert (header.rows, header.row_shape, len(header.content)) == (7, (3,), 128)
+    failures = 2
+    with pytest.raises(SystemError, match="depth mismatch"):
+        NpyHeader(content.getvalue())

@@ -20,7 +20,6 @@ import gzip
 import io
 import itertools
 import json
-import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -45,12 +44,8 @@ COMPRESSIONS = (".gz", ".zst")
 """Suffixes of compressed files."""
 
 _INFLATED_BYTES = 256 * 1024
-_NEWLINE = 10
 _SPACE = 32  # the last white space character of ASCII
 
-# NumPy parses headers with `ast`, which is not thread-safe in CPython up to 3.11: it may raise SystemError ("AST
-# constructor recursion depth mismatch"). Held for nothing else.
-_PARSING = threading.Lock()
 _decode_json = json.JSONDecoder().decode
 
 
@@ -233,7 +228,7 @@ def _lines(stream: SliceStream) -> Iterator[tuple[Bytes, npt.NDArray[np.int64], 
     parts: list[bytes] = []  # of a divided line, joined once so that it is not copied for each chunk
     for chunk in stream.chunks():
         view = memoryview(chunk)
-        found = np.flatnonzero(np.frombuffer(view, np.uint8) == _NEWLINE)
+        found = np.flatnonzero(np.frombuffer(view, np.uint8) == ord("\n"))
         if not len(found):
             parts.append(bytes(view))
             continue
@@ -269,7 +264,12 @@ class NpyHeader:
             if version not in ((1, 0), (2, 0)):
                 raise ValueError(f"Version {version} of .npy is not read; save the array again, without named fields.")
             read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-            with _PARSING:
+            try:
+                shape, fortran_order, dtype = read(file)
+            except SystemError:
+                # NumPy parses with `ast`, whose depth CPython up to 3.11 counts for all threads together: another one,
+                # or a finalizer, has parsed in the middle of it.
+                file.seek(np.lib.format.MAGIC_LEN)
                 shape, fortran_order, dtype = read(file)
         except ValueError as error:
             if str(error).startswith("EOF"):
