@@ -9,8 +9,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -26,11 +26,14 @@ from torch.optim import SGD
 from torchmetrics import MeanMetric
 
 from lightning_bytescheduler import DiLoCoStrategy
+from lightning_bytescheduler.diloco.messages import Message, SendAfter, SendNow, StepReport
+from lightning_bytescheduler.diloco.round_counter import RoundCounter
 from tests.support.models import Tower
 
 __all__ = [
     "FAST_AND_SLOW",
     "Measured",
+    "Paced",
     "Pause",
     "Result",
     "calm_tower",
@@ -42,7 +45,7 @@ __all__ = [
 
 
 FAST_AND_SLOW = {0: 0.002, 1: 0.012}
-"""Seconds that each rank sleeps before a step."""
+"""Seconds that a step takes on each rank."""
 
 
 def plain_sgd(parameters: Any) -> SGD:
@@ -84,6 +87,48 @@ class Result:
     seen: list[Any] = field(default_factory=list)
 
 
+class Paced(Callback):
+    """Makes one worker fast and the others slow, whatever else the machine does. Not for ``equal_steps``.
+
+    All steps are reported with the seconds that are given. A slow worker takes one step of a round, and further ones
+    once it has been told when the round ends, which the steps of the fast one decide.
+    """
+
+    def __init__(self, rank: int, seconds: Mapping[int, float]) -> None:
+        self.seconds = seconds[rank]
+        self.is_slow = self.seconds > min(seconds.values())
+        self.round = self.taken = self.told = 0
+        self.heard = threading.Condition()
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        round = int(trainer.strategy.progress().get("round", 0))  # only a worker's first rank knows it
+        if not self.is_slow or not round:
+            return
+        if round != self.round:
+            self.round, self.taken = round, 0
+        if self.taken:
+            with self.heard:
+                assert self.heard.wait_for(lambda: self.told >= round, 60.0), f"the end of round {round} is not told"
+        self.taken += 1
+
+    @contextmanager
+    def in_force(self) -> Iterator[None]:
+        step, receive = RoundCounter.step, RoundCounter.receive
+
+        def paced(counter: RoundCounter, *, seconds: float, **given: Any) -> StepReport:
+            return step(counter, seconds=self.seconds, **given)
+
+        def hear(counter: RoundCounter, message: Message) -> None:
+            receive(counter, message)
+            if isinstance(message, (SendAfter, SendNow)):
+                with self.heard:
+                    self.told = max(self.told, message.round)
+                    self.heard.notify()
+
+        with patch.object(RoundCounter, "step", paced), patch.object(RoundCounter, "receive", hear):
+            yield
+
+
 class Pause(Callback):
     """Makes the steps of some ranks slow."""
 
@@ -121,6 +166,7 @@ def fit_diloco(
     options: Mapping[str, Any],
     model: Callable[[], Tower] = Tower,
     pauses: Mapping[int, float] | None = None,
+    paces: Mapping[int, float] | None = None,
     callbacks: tuple[Callable[[], Callback], ...] = (),
     ckpt_path: str | None = None,
     same_seed: bool = False,
@@ -135,10 +181,14 @@ def fit_diloco(
         if sizes is not None:
             names = ("BYTESCHEDULER_PARTITION", "BYTESCHEDULER_CREDIT")
             stack.enter_context(patch.dict(os.environ, zip(names, map(str, sizes), strict=True)))
+        speed: Callback = Pause(rank, pauses or {})
+        if paces is not None:
+            speed = Paced(rank, paces)
+            stack.enter_context(speed.in_force())
         trainer = diloco_trainer(
             rank,
             DiLoCoStrategy(**options),
-            callbacks=[Pause(rank, pauses or {}), *(make() for make in callbacks)],
+            callbacks=[speed, *(make() for make in callbacks)],
             **trainer_options,
         )
         trainer.fit(module, ckpt_path=ckpt_path)

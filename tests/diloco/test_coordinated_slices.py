@@ -34,12 +34,14 @@ from lightning_bytescheduler.slices.options import TrackerOptions
 from lightning_bytescheduler.slices.tracker import TrackerReport
 from lightning_bytescheduler.slices.training import TrackedTraining
 from tests.diloco.coordinated_fits import alone, coordinator_options, together
-from tests.diloco.fits import Pause, diloco_trainer
+from tests.diloco.coordinated_workers import until
+from tests.diloco.fits import diloco_trainer
 from tests.slices.fits import Remembers, make_rows
 from tests.support.rank_pool import RankPool, free_port
 
 COUNTS = [5, 7, 3, 9, 1, 6, 8, 2]
 SAMPLES = sum(COUNTS)
+LONG = 3600.0
 
 
 def fit_slices(rank: int, *, url: str, rows: str, folder: str, **options: Any) -> list[list[int]]:
@@ -48,7 +50,6 @@ def fit_slices(rank: int, *, url: str, rows: str, folder: str, **options: Any) -
         trainer = diloco_trainer(
             0,
             DiLoCoStrategy(coordinator={"url": url, "name": f"w{rank}"}, **options),
-            callbacks=[Pause(rank, {1: 0.15})],
             default_root_dir=folder,
         )
         trainer.fit(module, datamodule=SliceDataModule(rows, batch_size=2))
@@ -61,6 +62,14 @@ def rows(tmp_path: Path) -> str:
     return make_rows(tmp_path / "rows", COUNTS)
 
 
+def hold_slice(slices: SliceRoutes, worker: str, *, epoch: int) -> tuple[int, Assignment]:
+    """A member that has a slice, and does nothing; returns its session, too."""
+    session = slices.tracker.join(JoinTracker(worker=worker, incarnation="1")).session
+    held = slices.tracker.request(RequestSlice(session=session, epoch=epoch))
+    assert isinstance(held, Assignment)
+    return session, held
+
+
 def check_epochs(trained: Counter[int], status: TrackerReport) -> None:
     """Each sample once in each epoch before the running one, and at most once in that and the next."""
     assert sum(trained.values()) == status.epoch * status.samples + status.trained + status.ahead
@@ -70,7 +79,7 @@ def check_epochs(trained: Counter[int], status: TrackerReport) -> None:
 
 def test_each_epoch_is_shared_and_goes_on_by_itself(diloco_ranks: RankPool, tmp_path: Path, rows: str) -> None:
     slices = SliceRoutes([rows], TrackerOptions())
-    options = coordinator_options(inner_steps=4, outer_steps=12, rounds={"start_workers": 2})
+    options = coordinator_options(inner_steps=4, outer_steps=8, rounds={"start_workers": 2})
     with CoordinatorServer(options, slices=slices) as server:
         batches = diloco_ranks.run(fit_slices, url=server.url, rows=rows, folder=str(tmp_path))
         status = server.status().slices
@@ -79,14 +88,12 @@ def test_each_epoch_is_shared_and_goes_on_by_itself(diloco_ranks: RankPool, tmp_
     assert set(trained) == set(range(SAMPLES))  # at least one epoch was gone through
     check_epochs(trained, status)
     assert all(batches)
-    assert len(batches[0]) > len(batches[1])  # slices go to whoever gets through them
 
 
 def test_a_worker_without_a_slice_takes_part_before_its_first_batch(diloco_ranks: RankPool, tmp_path: Path) -> None:
     """The first round is to have two workers, and there is one slice for them: one waits for what others have."""
-    slices = SliceRoutes([make_rows(tmp_path / "one", [48])], TrackerOptions())
-    ghost = slices.tracker.join(JoinTracker(worker="ghost", incarnation="1"))
-    slices.tracker.request(RequestSlice(session=ghost.session, epoch=0))
+    slices = SliceRoutes([make_rows(tmp_path / "one", [48])], TrackerOptions(lease=LONG))
+    hold_slice(slices, "ghost", epoch=0)
     options = coordinator_options(inner_steps=4, outer_steps=4, rounds={"start_workers": 2})
     with CoordinatorServer(options, slices=slices) as server:
         batches = diloco_ranks.run(fit_slices, url=server.url, rows=str(tmp_path / "one"), folder=str(tmp_path))
@@ -97,13 +104,12 @@ def test_nobody_waits_at_the_end_of_an_epoch_for_a_slice_that_somebody_has(
     diloco_ranks: RankPool, tmp_path: Path, rows: str
 ) -> None:
     """A member in no hurry has begun one of the first epoch; the workers train on all of the next one meanwhile."""
-    slices = SliceRoutes([rows], TrackerOptions())
-    ghost = slices.tracker.join(JoinTracker(worker="ghost", incarnation="1"))
-    held = slices.tracker.request(RequestSlice(session=ghost.session, epoch=0))
-    assert isinstance(held, Assignment)
-    begins = ReportProgress(session=ghost.session, grant=held.grant, trained=0)
+    slices = SliceRoutes([rows], TrackerOptions(lease=LONG))
+    session, held = hold_slice(slices, "ghost", epoch=0)
+    begins = ReportProgress(session=session, grant=held.grant, trained=0)
     assert slices.tracker.progress(begins) == Receipt(accepted=True)
-    options = coordinator_options(inner_steps=4, outer_steps=7, rounds={"start_workers": 2})
+    # 32 steps: more than are left of the first epoch, and fewer than of both.
+    options = coordinator_options(inner_steps=4, equal_steps=True, outer_steps=4, rounds={"start_workers": 2})
     with CoordinatorServer(options, slices=slices) as server:
         batches = diloco_ranks.run(fit_slices, url=server.url, rows=rows, folder=str(tmp_path))
         status = server.status().slices
@@ -124,10 +130,8 @@ class Trained(NamedTuple):
     waits: int
 
 
-def fit_beside(
-    rank: int, *, url: str, rows: str, folder: str, port: int, slow: float = 0.02, **options: Any
-) -> Trained:
-    """Ranks 0 and 1 are a worker, rank 2 is another one, and slower."""
+def fit_beside(rank: int, *, url: str, rows: str, folder: str, port: int, **options: Any) -> Trained:
+    """Ranks 0 and 1 are a worker, rank 2 is another one."""
     module = Remembers()
     is_alone = rank == 2
     strategy = (
@@ -135,13 +139,16 @@ def fit_beside(
         if is_alone
         else DiLoCoStrategy(coordinator={"url": url, "name": "pair"}, **options)
     )
-    waits = patch.object(
-        CoordinatedBoundaries, "wait_aside", autospec=True, side_effect=CoordinatedBoundaries.wait_aside
-    )
+    wait_aside = CoordinatedBoundaries.wait_aside
+
+    def wait(boundaries: CoordinatedBoundaries) -> bool:
+        if rank == 0:
+            Path(folder, "waits").touch()
+        return wait_aside(boundaries)
+
+    waits = patch.object(CoordinatedBoundaries, "wait_aside", autospec=True, side_effect=wait)
     with alone() if is_alone else together(rank, ranks=2, port=port), waits as waited:
-        trainer = diloco_trainer(
-            0 if is_alone else rank, strategy, callbacks=[Pause(rank, {0: 0.002, 2: slow})], default_root_dir=folder
-        )
+        trainer = diloco_trainer(0 if is_alone else rank, strategy, default_root_dir=folder)
         trainer.fit(module, datamodule=SliceDataModule(rows, batch_size=2))
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("bytescheduler")]
     return Trained(module.batches, waited.call_count)
@@ -158,27 +165,33 @@ def samples_of_steps(first: list[list[int]], second: list[list[int]]) -> Iterato
 
 
 @pytest.mark.parametrize(
-    ("inner", "counts", "rounds", "slow"),
-    [("ddp", COUNTS, 10, 0.02), ("bytescheduler", [12, 12], 4, 0.06)],
-    ids=["ddp", "bytescheduler, and one worker waits for the other"],
+    ("inner", "counts", "waits"),
+    [("ddp", COUNTS, False), ("bytescheduler", [24], True)],
+    ids=["ddp", "bytescheduler, and the worker has to wait"],
 )
 def test_the_ranks_of_a_worker_share_its_batches(
-    inner: str, counts: list[int], rounds: int, slow: float, three_plain_ranks: RankPool, tmp_path: Path
+    inner: str, counts: list[int], waits: bool, three_plain_ranks: RankPool, tmp_path: Path
 ) -> None:
     rows = make_rows(tmp_path / "rows", counts)
-    slices = SliceRoutes([rows], TrackerOptions())
-    options = coordinator_options(inner_steps=4, outer_steps=rounds, rounds={"start_workers": 2})
+    slices = SliceRoutes([rows], TrackerOptions(lease=LONG))
+    ghosts = [f"ghost{epoch}" for epoch in range(2 * waits)]  # have all that is to be had
+    for epoch, ghost in enumerate(ghosts):
+        hold_slice(slices, ghost, epoch=epoch)
+
+    def let_go() -> None:
+        until((tmp_path / "waits").exists, "the worker's waiting")
+        for ghost in ghosts:
+            slices.tracker.release(ghost)
+
+    letting_go = threading.Thread(target=let_go if waits else lambda: None, daemon=True)
+    letting_go.start()
+    options = coordinator_options(inner_steps=4, outer_steps=4 if waits else 10, rounds={"start_workers": 2})
     with CoordinatorServer(options, slices=slices) as server:
         first, second, alone = three_plain_ranks.run(
-            fit_beside,
-            url=server.url,
-            rows=rows,
-            folder=str(tmp_path),
-            port=free_port(),
-            inner=inner,
-            slow=slow,
+            fit_beside, url=server.url, rows=rows, folder=str(tmp_path), port=free_port(), inner=inner
         )
         status = server.status().slices
+    letting_go.join()
     assert status is not None
     trained = Counter(samples_of_steps(first.batches, second.batches))
     trained.update(number for batch in alone.batches for number in batch)
@@ -187,8 +200,7 @@ def test_the_ranks_of_a_worker_share_its_batches(
     assert first.waits == second.waits
     assert first.batches
     assert alone.batches
-    if len(counts) == 2:  # the next epoch is over, too, while the slow worker trains on its slice
-        assert first.waits
+    assert first.waits or not waits
 
 
 def fit_beside_a_failure(rank: int, **arguments: Any) -> list[list[int]]:
@@ -216,7 +228,7 @@ def test_what_a_worker_held_of_which_a_rank_has_failed_goes_to_others(
     three_plain_ranks: RankPool, tmp_path: Path, rows: str
 ) -> None:
     slices = SliceRoutes([rows], TrackerOptions())
-    options = coordinator_options(inner_steps=4, outer_steps=6, rounds={"start_workers": 2})
+    options = coordinator_options(inner_steps=4, outer_steps=8, rounds={"start_workers": 2})
     with CoordinatorServer(options, slices=slices) as server:
         first, second, alone = three_plain_ranks.run(
             fit_beside_a_failure, url=server.url, rows=rows, folder=str(tmp_path), port=free_port()

@@ -25,7 +25,7 @@ def fit(ranks: RankPool, folder: Path, **arguments: Any) -> list[Result]:
     defaults: dict[str, Any] = {
         "options": ROUNDS,
         "model": calm_tower,
-        "pauses": FAST_AND_SLOW,
+        "paces": FAST_AND_SLOW,
         "default_root_dir": str(folder),
     }
     return ranks.run(fit_diloco, **{**defaults, **arguments})
@@ -46,7 +46,7 @@ def test_an_epoch_ends_for_all_when_the_first_is_through_its_share(diloco_ranks:
 
 
 def test_the_first_worker_at_max_steps_ends_the_training(diloco_ranks: RankPool, tmp_path: Path) -> None:
-    results = fit(diloco_ranks, tmp_path, max_steps=10, pauses={0: 0.08, 1: 0.002}, min_steps=10)
+    results = fit(diloco_ranks, tmp_path, max_steps=10, paces={0: 0.012, 1: 0.002}, min_steps=10)
     assert results[1].global_step == 10
     assert results[0].global_step < 10
     assert same_weights(results)
@@ -141,8 +141,7 @@ def test_training_goes_on_from_a_checkpoint(diloco_ranks: RankPool, tmp_path: Pa
     folder = str(tmp_path / "kept")
     arguments: dict[str, Any] = {
         "options": {"inner_steps": 4, "equal_steps": True},
-        # The first worker at an epoch's end ends it for the other, which has begun its own last step by then.
-        "pauses": {0: 0.06, 1: 0.06},
+        "paces": None,
         "enable_checkpointing": True,
         "callbacks": (partial(keeper, folder),),
     }

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import threading
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from lightning_bytescheduler import SchedulerTimeoutError, UnsupportedError
 from lightning_bytescheduler.diloco.process_groups import JointCollectives, WorkerGroup, WorkerWorld
+from tests.diloco.coordinated_workers import until
 from tests.support.rank_pool import RankPool, let_go, threads_at_ends
 
 
@@ -52,7 +53,8 @@ def test_ranks_hear_what_the_leader_says_and_take_over_its_weights(three_plain_r
         assert places == (0, 1, 3, rank == 0, rank != 0)
 
 
-def rank_that_waits(rank: int, aborts: bool) -> str:
+def rank_that_waits(rank: int, aborts: bool, folder: str) -> str:
+    """The first rank says nothing for as long as the others wait."""
     world = WorkerWorld.join(rank=rank, size=3, backend="gloo", timeout=None, inner_size=3)
     message = "came by"
     if rank:
@@ -63,15 +65,16 @@ def rank_that_waits(rank: int, aborts: bool) -> str:
             group.tell()
         except (ZeroDivisionError, SchedulerTimeoutError) as error:
             message = str(error)
+        Path(folder, str(rank)).touch()
     else:
-        time.sleep(1.5)
+        until(lambda: len(os.listdir(folder)) == 2, "the end of the others' waiting")
     world.leave(idle=False)
     return message
 
 
 @pytest.mark.parametrize(("aborts", "says"), [(True, "elsewhere"), (False, "for the ranks that it trains with")])
-def test_waiting_ends_without_the_leader(aborts: bool, says: str, three_plain_ranks: RankPool) -> None:
-    _, *others = three_plain_ranks.run(rank_that_waits, aborts=aborts)
+def test_waiting_ends_without_the_leader(aborts: bool, says: str, three_plain_ranks: RankPool, tmp_path: Path) -> None:
+    _, *others = three_plain_ranks.run(rank_that_waits, aborts=aborts, folder=str(tmp_path))
     assert all(says in message for message in others)
 
 
