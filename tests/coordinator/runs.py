@@ -47,6 +47,6 @@ def in_a_run(server: CoordinatorServer, workers: int, work: Callable[..., Awaita
             made = [SmallWorker(server.url, f"w{number}", weights_of(number)) for number in range(workers)]
             for worker in made:
                 await stack.enter_async_context(worker)
-            return await asyncio.wait_for(work(*made), 20)
+            return await asyncio.wait_for(work(*made), 60)
 
     return asyncio.run(run())

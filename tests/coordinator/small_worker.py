@@ -71,7 +71,7 @@ class SmallWorker:
             **changes,
         }
         await self.socket.send_str(protocol.encode_frame(protocol.Hello(**said)))
-        answer = protocol.decode_frame(await self.socket.receive_str(timeout=5), sender="the coordinator")
+        answer = protocol.decode_frame(await self.socket.receive_str(timeout=60), sender="the coordinator")
         if isinstance(answer, protocol.Welcome):
             self.welcome, self.name, self.session = answer, answer.worker, answer.session
         return answer
@@ -135,7 +135,7 @@ class SmallWorker:
             if answer.heard >= self._number:
                 return answer
 
-    async def listen(self, timeout: float = 5) -> protocol.Batch:
+    async def listen(self, timeout: float = 60) -> protocol.Batch:
         """Receive one frame."""
         frame = protocol.decode_frame(await self.socket.receive_str(timeout=timeout), sender="the coordinator")
         assert isinstance(frame, protocol.Batch)

@@ -70,9 +70,9 @@ def test_a_run_with_slices_stops_politely_and_is_kept(tmp_path: Path) -> None:
         line = process.stdout.readline()
         url = line.split(" at ")[1].split(". A worker")[0]
         assert f'DiLoCoStrategy(coordinator="{url}")' in line
-        asyncio.run(asyncio.wait_for(_train(url), 20))
+        asyncio.run(asyncio.wait_for(_train(url), 60))
         process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=20)
+        _, errors = process.communicate(timeout=60)
     finally:
         process.kill()
         process.wait()
@@ -83,7 +83,7 @@ def test_a_run_with_slices_stops_politely_and_is_kept(tmp_path: Path) -> None:
     assert len((tmp_path / "state" / "rounds.jsonl").read_text().splitlines()) == 1
 
 
-@pytest.mark.parametrize("stays", [False, True])
+@pytest.mark.parametrize("stays", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_it_ends_once_the_run_is_over_and_all_have_left(stays: bool, tmp_path: Path) -> None:
     argv = ["coordinator", "--bind", "127.0.0.1:0", "--state", str(tmp_path / "state"), "--inner-steps", "1"]
     argv += ["--outer-steps", "1", *(["--stay"] if stays else [])]
@@ -92,12 +92,12 @@ def test_it_ends_once_the_run_is_over_and_all_have_left(stays: bool, tmp_path: P
     try:
         assert process.stdout is not None
         url = process.stdout.readline().split(" at ")[1].split(". A worker")[0]
-        asyncio.run(asyncio.wait_for(_train_and_leave(url), 20))
+        asyncio.run(asyncio.wait_for(_train_and_leave(url), 60))
         if stays:
             with pytest.raises(subprocess.TimeoutExpired):
                 process.wait(2.0)
             process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=20)
+        _, errors = process.communicate(timeout=60)
     finally:
         process.kill()
         process.wait()

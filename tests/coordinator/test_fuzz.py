@@ -12,6 +12,7 @@ pytest.importorskip("aiohttp")
 pytest.importorskip("safetensors")
 
 
+@pytest.mark.slow
 def test_wrong_messages_change_nothing() -> None:
     """In a process of its own: half-sent requests leave sockets behind, which are collected whenever that may be."""
     command = [sys.executable, "-m", "benchmarks.coordinator_fuzz", "--messages", "400", "--seed", "1"]

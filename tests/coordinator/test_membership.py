@@ -365,4 +365,4 @@ class AnyOrder(RuleBasedStateMachine):
 
 
 TestAnyOrder = AnyOrder.TestCase
-TestAnyOrder.settings = settings(deadline=None, max_examples=60, stateful_step_count=30)
+TestAnyOrder.settings = settings(stateful_step_count=30)

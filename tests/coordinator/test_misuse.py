@@ -79,7 +79,7 @@ def test_a_wrong_frame_ends_the_connection_and_nothing_else(text: str, reason: s
     async def work(one: SmallWorker) -> None:
         await one.join()
         await one.socket.send_str(text)
-        while (received := await one.socket.receive(timeout=5)).type is WSMsgType.TEXT:
+        while (received := await one.socket.receive(timeout=60)).type is WSMsgType.TEXT:
             pass
         assert one.socket.close_code == 1008
         assert reason in str(received.extra)
@@ -306,7 +306,7 @@ def test_another_worker_gives_the_weights_if_the_first_one_dies() -> None:
         assert (second.provide, second.fetch) == (False, True)
         assert (await other.provide()).status == 409
         await one.say(messages.LeaveRounds(worker=one.name))
-        assert (await other.socket.receive(timeout=5)).type is WSMsgType.CLOSE
+        assert (await other.socket.receive(timeout=60)).type is WSMsgType.CLOSE
         assert (await other.join()).provide
         await other.take_part(updates_of(1)[0], samples=1)
 

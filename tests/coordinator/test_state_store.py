@@ -10,7 +10,7 @@ import threading
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_bytescheduler.coordinator import state_store
@@ -88,7 +88,6 @@ _plain = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.dictionaries(st.sampled_from(["a", "a.b", "x"]), _plain, max_size=3))
 def test_any_plain_values_come_back(value):
     value = {**value, "run": {"version": 1}, "t": {"t": torch.ones(2)}}
@@ -237,9 +236,10 @@ def test_the_next_coordinator_waits_for_one_that_ends(tmp_path):
     soon.join()
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_one_that_is_killed_does_not_keep_the_state_from_the_next(tmp_path, monkeypatch):
     monkeypatch.setattr(state_store, "_TAKEOVER_SECONDS", 0.1)
-    context = multiprocessing.get_context("forkserver")
+    context = multiprocessing.get_context("fork")
     ready, go_on = context.Event(), context.Event()
     process = context.Process(target=hold, args=(str(tmp_path), ready, go_on), daemon=True)
     process.start()

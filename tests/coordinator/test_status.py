@@ -236,7 +236,7 @@ def test_what_is_no_http_is_said(capsys):
         thread = threading.Thread(target=answer)
         thread.start()
         assert main(["status", f"http://127.0.0.1:{server.getsockname()[1]}", "--once"]) != 0
-        thread.join(10)
+        thread.join(60)
     assert "does not answer as a coordinator does (BadStatusLine)" in capsys.readouterr().err
 
 

@@ -19,7 +19,7 @@ from lightning_bytescheduler.diloco.runtime import CoordinatedRuntime
 __all__ = ["Link", "ThreadWorker", "until"]
 
 
-def until(ready: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
+def until(ready: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not ready():
         assert time.monotonic() < deadline, f"{what} did not happen within {seconds} s"
@@ -57,7 +57,7 @@ class ThreadWorker:
         steps: int | None = None,
         given: Mapping[str, Any] | None = None,
         width: int = 5,
-        timeout: float = 20.0,
+        timeout: float = 60.0,
         **address: Any,
     ) -> None:
         self.name = name
@@ -100,7 +100,7 @@ class ThreadWorker:
         self._dies.set()
         self.join()
 
-    def join(self, timeout: float = 30.0) -> None:
+    def join(self, timeout: float = 120.0) -> None:
         self._thread.join(timeout)
         assert not self._thread.is_alive(), f"{self.name} hangs"
 
@@ -213,7 +213,7 @@ class Link:
 
         self._thread = threading.Thread(target=run, name="test-link", daemon=True)
         self._thread.start()
-        assert ready.wait(5.0)
+        assert ready.wait(60.0)
 
     def cut(self) -> None:
         self._up = False
@@ -225,7 +225,7 @@ class Link:
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(5.0)
+        self._thread.join(60.0)
 
     def _drop(self) -> None:
         for writer in self._writers:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_bytescheduler.diloco.round_end import FastestSteps, FixedSteps, RoundOptions, RoundTarget, SampleTarget
@@ -60,7 +60,6 @@ targets = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=60)
 @given(
     crowd=st.lists(machines, min_size=1, max_size=6),
     target=targets,

@@ -97,13 +97,13 @@ def test_who_waits_for_an_answer_hears_what_has_ended_the_connection() -> None:
     welcomed, ended = threading.Event(), threading.Event()
 
     def welcomed_as(*names: str) -> Any:
-        assert listening.wait(10)
+        assert listening.wait(60)
         return known._hello(*names)
 
     def welcome(_: object) -> None:
         waiting.append(client.start(asyncio.sleep(60)))  # a request might be answered before the connection has ended
         welcomed.set()
-        assert went_on.wait(10)
+        assert went_on.wait(60)
         raise cause
 
     waiting: list[Any] = []
@@ -120,12 +120,12 @@ def test_who_waits_for_an_answer_hears_what_has_ended_the_connection() -> None:
         client.listen(told)
         listening.set()
         try:
-            assert welcomed.wait(20)
+            assert welcomed.wait(60)
             went_on.set()
-            assert ended.wait(20)
+            assert ended.wait(60)
             waiting.append(client.start(client.request("GET", "/nothing/answers/this")))
             for future in waiting:
-                assert future.exception(10) is cause
+                assert future.exception(60) is cause
         finally:
             client.stop(5)
 
@@ -144,7 +144,7 @@ def test_work_that_comes_as_the_thread_ends_is_refused() -> None:
             close()
 
         with patch.object(client._loop, "close", ask_and_close):
-            assert client.stop(20)
+            assert client.stop(60)
         assert too_late[0].cancelled()
         assert client.start(client.request("GET", "/much/too/late")).cancelled()
 

@@ -99,7 +99,7 @@ def test_a_coordinator_without_tls_is_said_to_have_none() -> None:
     with answering(b"HTTP/1.1 400 Bad Request\r\n\r\n") as address:
         worker = Worker(f"https://{address}")
         try:
-            assert worker.ended.wait(30)
+            assert worker.ended.wait(60)
         finally:
             worker.client.stop(5)
     assert isinstance(worker.error, CoordinatorError)
@@ -121,7 +121,7 @@ def test_a_worker_that_finds_none_says_so_once_and_goes_on_trying(
     with answering(b"") as address, caplog.at_level(logging.WARNING):
         worker = Worker(f"http://{address}")
         try:
-            assert all(tried.acquire(timeout=30) for _ in range(3))
+            assert all(tried.acquire(timeout=60) for _ in range(3))
         finally:
             worker.client.stop(5)
     [said] = [record.getMessage() for record in caplog.records if record.name == coordinator_client.__name__]
@@ -135,7 +135,7 @@ class Hasty:
 
     def __init__(self, client: CoordinatorClient) -> None:
         welcome = Welcome(
-            worker="anna", session="5" * 32, options=run_options(), version=0, chain="0" * 32, fetch=True, lease=60.0
+            worker="anna", session="5" * 32, options=run_options(), version=0, chain="0" * 32, fetch=True, lease=6000.0
         )
         self.said: list[Any] = [welcome, Batch(number=1, heard=1)]
         self.client = client
@@ -176,4 +176,4 @@ def test_a_connection_that_ends_with_an_answer_is_left_at_once() -> None:
     began = time.monotonic()
     with pytest.raises(ConnectionError, match="closed the connection"):
         asyncio.run(client._connection())
-    assert time.monotonic() - began < 10.0  # and not after a quarter of the lease
+    assert time.monotonic() - began < 60.0  # and not after a quarter of the lease

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -42,7 +42,6 @@ def test_shares_are_those_of_the_sampler_that_lightning_puts_in(samples: int, ra
         assert Worker(samples, 3, rank, ranks).train(99) == list(sampler)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     samples=st.integers(1, 60),
     stretches=st.lists(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3)), min_size=1, max_size=4), max_size=5),

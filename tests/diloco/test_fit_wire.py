@@ -31,11 +31,8 @@ def same_weights(results: list[Result]) -> bool:
     [
         ("bf16", 3, 0),
         ("int8", 1, 2),
-        ("fp32", 3, 2),
-        ("int4", 3, 2),
         ("sparse", 3, 2),
         ("int4", 1, "auto"),
-        ("sparse", 3, "auto"),
     ],
 )
 def test_all_workers_hold_the_same_bits(
@@ -52,12 +49,12 @@ def test_all_workers_hold_the_same_bits(
         sizes=SMALL_PARTS,
         model=calm_tower,
         pauses={1: 0.003},
-        max_steps=20,
+        max_steps=14,
         default_root_dir=str(tmp_path),
     )
     assert same_weights(results)
     assert all(math.isfinite(loss) for result in results for loss in result.losses)
-    assert max(result.global_step for result in results) == 20
+    assert max(result.global_step for result in results) == 14
 
 
 class LongForward(Tower):
@@ -68,8 +65,9 @@ class LongForward(Tower):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize("precision", ["bf16-true", "64-true"])
-@pytest.mark.parametrize("wire_dtype", ["fp32", "int8", "sparse"])
+@pytest.mark.parametrize(
+    ("wire_dtype", "precision"), [("fp32", "64-true"), ("int8", "bf16-true"), ("sparse", "bf16-true")]
+)
 def test_a_precision_that_changes_the_default_dtype(
     wire_dtype: str, precision: str, diloco_ranks: RankPool, tmp_path: Path
 ) -> None:
@@ -93,13 +91,13 @@ def test_epochs_and_validations_with_overlap(overlap_steps: int | str, diloco_ra
         options={"inner_steps": 3, "fragments": 2, "overlap_steps": overlap_steps},
         model=calm_tower,
         pauses={1: 0.004},
-        max_epochs=3,
+        max_epochs=2,
         limit_val_batches=2,
         val_check_interval=5,
         default_root_dir=str(tmp_path),
     )
     assert same_weights(results)
-    assert [result.epoch for result in results] == [3, 3]
+    assert [result.epoch for result in results] == [2, 2]
     assert results[0].metrics["validation_loss"] == results[1].metrics["validation_loss"]
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -74,7 +74,6 @@ def test_one_worker_of_one_step_is_the_inner_optimizer(inner) -> None:
         set_weights(module, dict(outer.weights))
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(-1e3, 1e3, width=32), st.floats(-1e3, 1e3, width=32)), min_size=1, max_size=20))
 def test_any_inner_step_is_taken_over_to_one_unit_in_the_last_place(pairs) -> None:
     old, new = (torch.tensor(column) for column in zip(*pairs, strict=True))

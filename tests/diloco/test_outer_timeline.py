@@ -63,7 +63,6 @@ def test_workers_of_a_coordinator(overlap_steps: int, diloco_ranks: RankPool, tm
             url=server.url,
             options={"timeline": str(tmp_path / "run.json")},
             default_root_dir=str(tmp_path),
-            timeout=60.0,
         )
     for number, result in enumerate(workers):
         trace = read_timeline(tmp_path / f"run.w{number}.json")

@@ -299,9 +299,9 @@ class Pair(WorkerGroup):
 
     def _exchanged(self, own: Any) -> list[Any]:
         self._shared["given"][self._rank] = own
-        self._shared["barrier"].wait(5.0)
+        self._shared["barrier"].wait(60.0)
         found = list(self._shared["given"])
-        self._shared["barrier"].wait(5.0)
+        self._shared["barrier"].wait(60.0)
         return found
 
 
@@ -341,7 +341,7 @@ def test_all_ranks_of_a_worker_merge_after_the_same_step() -> None:
     other.start()
     leading = Worker(group=Pair(0, shared), begins=False)
     train(leading.session, 0, leading.step, lambda: conclude(leading, leading.transport.started[-1]))
-    other.join(10.0)
+    other.join(60.0)
     assert not errors
     assert seen[0] == seen[1] == [0, 0, 1, 2, 2, 2, 2, 2, 3]
     assert all(map(torch.equal, leading.module.parameters(), module.parameters()))

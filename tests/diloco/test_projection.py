@@ -6,7 +6,7 @@ import heapq
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_bytescheduler.diloco.round_end import Pace, Projection, project
@@ -65,7 +65,6 @@ PACES = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     PACES,
     st.integers(-5, 100) | st.integers(1000, 30_000),

@@ -32,9 +32,9 @@ def exchange(rank: int, size: int, weights: list[int], wire_dtype: str, partitio
     heard: list[BaseException | None] = []
     first = ends.start("a", pseudo_gradient_of(rank, size), weight=weights[rank], on_end=heard.append)
     second = ends.start("b", pseudo_gradient_of(rank, size), weight=weights[rank], on_end=heard.append)
-    second.wait(20.0)
-    mean, total = first.wait(20.0)
-    idle = ends.stop(5.0)
+    second.wait(60.0)
+    mean, total = first.wait(60.0)
+    idle = ends.stop(60.0)
     dist.barrier()
     world.leave(idle=idle)
     assert heard == [None, None]
@@ -89,19 +89,19 @@ def exchanges(rank: int, size: int, wire: WireFormat, rounds: int, broken: int |
     for round in range(rounds):
         if round == broken:
             state = ends.state_dict()
-            assert ends.stop(5.0)
+            assert ends.stop(60.0)
             ends = PseudoGradientExchange(world.leaders, **options)
             ends.load_state_dict(state)
         for name in ("a", "b"):  # fragments, whose residuals are apart
             parts = [torch.randn(size, generator=torch.Generator().manual_seed(3 * round + r)) + 0.2 for r in range(3)]
             weights = [1, 0 if round == 1 else 2, 5]
             exchange = ends.start(name, parts[rank], weight=weights[rank], on_end=lambda error: None)
-            mean, _ = exchange.wait(20.0)
+            mean, _ = exchange.wait(60.0)
             if name == "a":
                 received += mean
                 wanted += sum(part * weight for part, weight in zip(parts, weights, strict=True)) / sum(weights)
     state = ends.state_dict()
-    idle = ends.stop(5.0)
+    idle = ends.stop(60.0)
     dist.barrier()
     world.leave(idle=idle)
     return received, wanted, state
@@ -135,8 +135,8 @@ def changed_apart(rank: int) -> Tensor:
     own = torch.full((84,), 0.01)
     if rank < 2:
         own[rank::28] = 7.0
-    mean, _ = ends.start("a", own, weight=1, on_end=lambda error: None).wait(20.0)
-    idle = ends.stop(5.0)
+    mean, _ = ends.start("a", own, weight=1, on_end=lambda error: None).wait(60.0)
+    idle = ends.stop(60.0)
     dist.barrier()
     world.leave(idle=idle)
     return mean
@@ -163,7 +163,7 @@ def loads(rank: int) -> tuple[float, ...]:
     ends.load_state_dict({**state, "workers": 2})  # shards have other owners
     if rank == 0:
         assert float(ends.state_dict()["mean"]["a"].sum()) == 0.0
-    ends.stop(5.0)
+    ends.stop(60.0)
     dist.barrier()
     world.leave(idle=True)
     return tuple(float(found[kind]["a"][0]) if found[kind] else 0.0 for kind in ("own", "mean"))
@@ -176,8 +176,8 @@ def diverged(rank: int) -> str:
     )
     pseudo_gradient = torch.tensor([math.nan])
     with pytest.raises(ValueError, match="infinities or NaN") as caught:
-        ends.start("a", pseudo_gradient, weight=1, on_end=lambda error: None).wait(10.0)
-    ends.stop(5.0)
+        ends.start("a", pseudo_gradient, weight=1, on_end=lambda error: None).wait(60.0)
+    ends.stop(60.0)
     dist.barrier()
     world.leave(idle=True)
     return str(caught.value)

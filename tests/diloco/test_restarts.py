@@ -113,9 +113,7 @@ def test_nor_with_what_rounds_leave_open(
     """Weights of fragments that were not averaged, what was not sent, and validations amid an epoch."""
     more: dict[str, Any] = {"options": options, "sizes": sizes, "limit_val_batches": 1, "val_check_interval": 10}
     whole = fit(diloco_ranks, tmp_path, steps=(22,), **more)
-    names = ["22", *(file.stem for file in tmp_path.glob("validated*.ckpt"))]
-    assert len(names) == 3
-    for name in names:
+    for name in ("22", min(file.stem for file in tmp_path.glob("validated*.ckpt"))):
         saved = tmp_path / f"{name}.ckpt"
         after = torch.load(saved, weights_only=True)["global_step"]
         rest = fit(diloco_ranks, tmp_path / name, saved=saved, **more)
@@ -128,14 +126,13 @@ def test_nor_with_what_rounds_leave_open(
 
 def test_steps_beside_a_mean_count_for_their_round_after_a_restart(diloco_ranks: RankPool, tmp_path: Path) -> None:
     more: dict[str, Any] = {"options": {"overlap_steps": 2}, "limit_val_batches": 1}
-    whole = fit(diloco_ranks, tmp_path, steps=(23, 27), **more)
-    for name, after in {"23": 22, "27": 26}.items():  # rounds that began with two steps, of which the weights are
-        saved = tmp_path / f"{name}.ckpt"
-        state = torch.load(saved, weights_only=True)
-        own = state["lightning_bytescheduler.diloco"]["workers"]["of"]
-        assert [worker["begun_with"]["steps"] for worker in own] == [2, 2]
-        assert state["global_step"] == after
-        assert_same_end(fit(diloco_ranks, tmp_path / name, saved=saved, **more), whole, after=after)
+    whole = fit(diloco_ranks, tmp_path, steps=(23,), **more)
+    saved = tmp_path / "23.ckpt"
+    state = torch.load(saved, weights_only=True)
+    own = state["lightning_bytescheduler.diloco"]["workers"]["of"]
+    assert [worker["begun_with"]["steps"] for worker in own] == [2, 2]
+    assert state["global_step"] == 22  # where the round began, with two steps
+    assert_same_end(fit(diloco_ranks, tmp_path / "rest", saved=saved, **more), whole, after=22)
 
 
 def test_a_restart_with_overlap_by_itself(diloco_ranks: RankPool, tmp_path: Path) -> None:

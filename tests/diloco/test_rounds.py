@@ -16,7 +16,7 @@ from lightning_bytescheduler.diloco.round_record import waiting_share
 from tests.diloco.simulated_run import Machine, SimulatedRun, simulate
 
 ROUNDS = 12
-unhurried = settings(deadline=None, max_examples=25)
+few = settings(max_examples=20)
 
 
 def play(machines: list[Machine], target: RoundTarget, seed: int = 0, rounds: int = ROUNDS, **how) -> SimulatedRun:
@@ -41,7 +41,7 @@ steady_machines = st.lists(
 )
 
 
-@unhurried
+@few
 @given(machines=steady_machines, steps=st.floats(0.2, 12))
 def test_with_perfect_information(machines: list[Machine], steps: float) -> None:
     """Once speeds are known (after two steps of everyone), a round is too long by less than the largest batch, and the
@@ -67,7 +67,7 @@ def test_with_perfect_information(machines: list[Machine], steps: float) -> None
             assert {worker.worker for worker in record.workers} == {f"w{i}" for i in range(len(machines))}
 
 
-@unhurried
+@few
 @given(
     machines=st.lists(
         st.builds(
@@ -106,7 +106,7 @@ def test_workers_hardly_wait(ratio: float, jitter: float) -> None:
     assert all(worker.merged for record in run.rounds for worker in record.workers)
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(
     fastest=st.floats(0.05, 0.4),
     ratios=st.lists(st.floats(1, 8), min_size=1, max_size=3),
@@ -264,7 +264,6 @@ targets = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=100)
 @given(
     machines=st.lists(any_machine, min_size=1, max_size=5),
     target=targets,

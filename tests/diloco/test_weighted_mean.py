@@ -4,7 +4,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_bytescheduler.compression import dense
@@ -13,8 +13,6 @@ from lightning_bytescheduler.diloco import weighted_mean
 from lightning_bytescheduler.diloco.weighted_mean import pseudo_gradient_weight
 from lightning_bytescheduler.exceptions import OptionError
 from tests.support.plain_mean import PlainMean
-
-unhurried = settings(deadline=None)
 
 numbers = st.one_of(
     st.floats(-1e4, 1e4, width=32),
@@ -35,7 +33,6 @@ def merged(drawn) -> torch.Tensor:
     return accumulator.mean()["x"]
 
 
-@unhurried
 @given(drawn=updates, data=st.data())
 def test_the_order_of_arrival_does_not_matter(drawn, data) -> None:
     """Bit for bit."""
@@ -68,7 +65,6 @@ def _orders(parts, weights):
     return pairs, pairs[::-1]
 
 
-@unhurried
 @given(drawn=updates)
 def test_the_stated_bound(drawn) -> None:
     total = sum(weight for weight, _ in drawn)
@@ -82,7 +78,6 @@ def test_the_stated_bound(drawn) -> None:
         assert abs(Fraction(value) - exact) <= bound
 
 
-@unhurried
 @given(drawn=updates)
 def test_the_bits_of_doubles_count_what_conversions_count(drawn) -> None:
     """The fast ways to split a number, and to read the sum, beside those for any size; mixed, too."""
@@ -144,7 +139,6 @@ def test_a_damaged_payload_leaves_no_trace() -> None:
     assert accumulator.mean()["x"].tolist() == [1.0] * 5
 
 
-@unhurried
 @given(st.lists(numbers, min_size=1, max_size=5), st.integers(1, 2**24))
 def test_one_worker_is_merged_into_itself(values: list[float], weight: int) -> None:
     alone = torch.tensor(values)

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_bytescheduler.exceptions import UnsupportedError
@@ -130,7 +130,6 @@ times = st.builds(
 )
 
 
-@settings(deadline=None)
 @given(
     times=st.lists(times, min_size=1, max_size=5),
     moments=st.lists(

@@ -6,7 +6,7 @@ import pickle
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_bytescheduler.exceptions import OptionError
@@ -36,7 +36,6 @@ SLICES = st.lists(
 
 
 @given(items=SLICES)
-@settings(max_examples=100, deadline=None)
 def test_slices_come_back_as_they_were_also_in_another_process(items):
     for catalogue in (SliceCatalogue(items), pickle.loads(pickle.dumps(SliceCatalogue(items)))):
         assert list(catalogue) == items

@@ -30,13 +30,6 @@ def batches_of(data: SliceDataModule) -> list[Any]:
     return batches
 
 
-@pytest.mark.parametrize("workers", [0, 1, 2])
-def test_the_batches_are_the_same_with_any_number_of_workers(tmp_path: Path, workers: int) -> None:
-    data = SliceDataModule(make_rows(tmp_path, [5, 7, 3]), batch_size=4, num_workers=workers, seed=5)
-    expected = batches_of(SliceDataModule(make_rows(tmp_path, [5, 7, 3]), batch_size=4, seed=5))
-    assert torch.cat(batches_of(data)).equal(torch.cat(expected))
-
-
 def test_lines_of_text_and_json(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one\ntwo\nthree\n")
     (tmp_path / "b.jsonl").write_text("".join(json.dumps({"x": number}) + "\n" for number in range(3)))

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lightning_bytescheduler.exceptions import OptionError, TrackerStateError, UnsupportedError
@@ -86,7 +86,6 @@ SPLITS = st.lists(st.integers(1, 14).map(lambda first: [first, 15 - first]), min
 
 
 @given(SPLITS, st.integers(0, 18), st.integers(0, 6), st.integers(1, 4), st.integers(1, 30))
-@settings(max_examples=60, deadline=None)
 def test_an_epoch_goes_on_on_other_ranks_under_other_shares(
     shares: list[list[int]], steps: int, ahead: int, ranks: int, size: int
 ) -> None:
@@ -181,7 +180,6 @@ def test_the_next_slices_are_named_across_the_end_of_an_epoch() -> None:
 
 
 @given(NUMBERS, RANKS, st.integers(0, 2**64 - 1), st.booleans())
-@settings(max_examples=100, deadline=None)
 def test_every_rank_has_a_batch_in_every_step_and_together_they_cover_the_epoch(
     counts: list[int], batch_sizes: list[int], seed: int, shuffle: bool
 ) -> None:
@@ -202,7 +200,6 @@ def test_every_rank_has_a_batch_in_every_step_and_together_they_cover_the_epoch(
 
 @example(counts=[7], stages=[([1] * 5, 0.5)], last=[1])
 @given(counts=NUMBERS, stages=st.lists(st.tuples(RANKS, st.floats(0, 1)), max_size=4), last=RANKS)
-@settings(max_examples=100, deadline=None)
 def test_before_and_after_any_changes_of_ranks_and_batch_sizes_the_epoch_is_covered_exactly(
     counts: list[int], stages: list[tuple[list[int], float]], last: list[int]
 ) -> None:
@@ -223,7 +220,6 @@ def test_before_and_after_any_changes_of_ranks_and_batch_sizes_the_epoch_is_cove
 
 
 @given(NUMBERS, RANKS, st.floats(0, 1))
-@settings(max_examples=60, deadline=None)
 def test_the_same_ranks_go_on_with_the_next_batch(counts: list[int], batch_sizes: list[int], part: float) -> None:
     whole, before, after = (together(batch_sizes, counts) for _ in range(3))
     steps = int(part * before[0].steps)
@@ -306,7 +302,6 @@ def places(runs: Sequence[SampleRun]) -> Samples:
     st.lists(st.integers(0, 30), min_size=1, max_size=20),
     st.lists(st.lists(st.integers(0, 9), min_size=3, max_size=3), min_size=1, max_size=6),
 )
-@settings(max_examples=100, deadline=None)
 def test_each_sample_is_taken_once_in_the_shares_that_are_asked_for(counts: list[int], shares: list[list[int]]) -> None:
     pool = pool_of(counts, 3, shuffle=True)
     taken = Counter[tuple[int, int]]()

@@ -86,14 +86,24 @@ def write(folder: Path, form: str) -> str:
     return f"{folder}/a.{form}"
 
 
-@pytest.mark.parametrize("form", ["npy", "numbers", "txt", "jsonl", "jsonl.gz", "parquet"])
-@pytest.mark.parametrize("shuffle", [True, "samples"])
+@pytest.mark.parametrize(
+    ("form", "shuffle"),
+    [
+        ("npy", True),
+        ("npy", "samples"),
+        ("numbers", "samples"),
+        ("txt", True),
+        ("jsonl", "samples"),
+        ("jsonl.gz", True),
+        ("parquet", "samples"),
+    ],
+)
 def test_the_same_batches_with_any_number_of_workers(tmp_path: Path, form: str, shuffle: Any) -> None:
     url = write(tmp_path, form)
     options: dict[str, Any] = {"batch_size": 4, "shuffle": shuffle, "seed": 3}
     alone, *others = (
         batches_of(SliceDataModule(url, num_workers=workers, **options))
-        for workers in ((0, 1, 2, 4) if form == "npy" else (0, 3))
+        for workers in ((0, 1, 4) if form == "npy" else (0, 3))
     )
     assert sum(len(batch if isinstance(batch, (list, torch.Tensor)) else batch["x"]) for batch in alone) == SAMPLES
     for batches in others:
@@ -136,7 +146,7 @@ def test_resumed_with_another_number_of_workers(tmp_path: Path) -> None:
     options: dict[str, Any] = {"batch_size": 4, "shuffle": "samples", "transform": float}
     save = SaveEveryStep(str(tmp_path))
     whole = fit(SliceDataModule(url, num_workers=2, collate=as_column, **options), callbacks=[save]).batches
-    for workers in (0, 2, 3):
+    for workers in (0, 3):
         data = SliceDataModule(url, num_workers=workers, collate=as_column, **options)
         assert fit(data, resume=save.saved[4]).batches == whole[5:]
 

@@ -43,7 +43,7 @@ def plain(parts: Iterator[Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("url", list(CONTENTS))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(size=st.sampled_from([7, 50, 10_000]), data=st.data())
 def test_any_stretches_and_any_picks(url: str, size: int, data: st.DataObject) -> None:
     content = CONTENTS[url]

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_bytescheduler.exceptions import OptionError
@@ -110,7 +110,6 @@ def test_the_batch_size_may_change():
     assert [worker.train(), worker.train()] == [4, 1]
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_each_sample_once_in_any_order_of_fetching_and_training(data):
     counts = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=6))

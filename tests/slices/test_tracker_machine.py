@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any
 
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -237,6 +237,4 @@ class TrackerMachine(RuleBasedStateMachine):
 
 
 TestTrackerMachine = TrackerMachine.TestCase
-TestTrackerMachine.settings = settings(
-    max_examples=120, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+TestTrackerMachine.settings = settings(stateful_step_count=40)
