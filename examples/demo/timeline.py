@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lightning_bytescheduler.timeline.picture import draw_timeline
-from lightning_bytescheduler.timeline.trace import read_timeline
+from lightning_bytescheduler.timeline.timeline import read_timeline
 
 
 def hidden_share(timeline: Path) -> float:

@@ -76,6 +76,7 @@ GONE: dict[str, dict[str, str]] = {
     },
     "LinkModel": {
         "algorithm": "An all-reduce goes around a ring; servers are an architecture, architecture='ps'.",
+        "overhead": "What a message costs whatever its size is its latency.",
         "idle_share": "Links to spare servers wait for each other for the share of the time that was measured.",
         "spare_servers": "It is servers, with architecture='ps', as of the strategy.",
     },
@@ -85,7 +86,9 @@ GONE: dict[str, dict[str, str]] = {
         "SliceDataset": "The loaders of a SliceDataModule work in a loop of your own too, after setup('fit').",
     },
     "predict": {
-        **dict.fromkeys(("--messages", "--overhead"), "LinkModel(messages_in_flight=..., overhead=...) has them."),
+        "--data": "Name a function that returns a pair of the module and its data.",
+        "--messages": "LinkModel(messages_in_flight=...) has it.",
+        "--overhead": "What a message costs whatever its size is its latency, --latency.",
         "--algorithm": "An all-reduce goes around a ring; servers are an architecture, --architecture ps.",
         "--idle": "Links to spare servers wait for each other for the share of the time that was measured.",
         "--policy": "'make bench' measures policies beside each other.",
@@ -111,8 +114,8 @@ GONE: dict[str, dict[str, str]] = {
 GONE["advise"] = GONE["predict"]
 
 _FLOAT_BYTES = 4
-_BYTES = re.compile(r"\s*(\d[\d_]*(?:\.\d+)?)\s*([kmgt]?)(i?)(b|bytes?)?\s*", re.IGNORECASE)
-_UNITS = "kmgt"
+_SIZE = re.compile(r"(\d[\d_]*(?:\.\d*)?(?:e\d+)?)\s*(b|[kmgt]i?)?\s*(b|bytes?|parameters|params)?", re.IGNORECASE)
+_PREFIXES = ["", "k", "m", "g", "t"]
 
 
 @contextmanager
@@ -198,7 +201,9 @@ def require_size(option: str, value: object) -> int:
         OptionError: If it is not; names ``option``.
     """
     if not is_whole(value, 1):
-        raise OptionError(option, value, "a positive whole number of parameters", _in_parameters(option, value))
+        size = parameters_in(value) if isinstance(value, str) else None
+        hint = "" if size is None else f"{value} = {size:,} parameters: {option}={size:_}."
+        raise OptionError(option, value, "a positive whole number of parameters", hint)
     return value
 
 
@@ -505,18 +510,12 @@ def _number(text: str) -> int | float:
         return float(text)
 
 
-def _in_parameters(option: str, value: object) -> str:
-    """What a size in other units comes to, if it is one."""
-    found = _BYTES.fullmatch(value) if isinstance(value, str) else None
-    if found is None:
-        return ""
-    count, unit, binary, in_bytes = found.groups()
-    if not unit and not in_bytes:
-        return ""
-    factor = (1024 if binary else 1000) ** (_UNITS.index(unit.lower()) + 1 if unit else 0)
-    number = float(count.replace("_", "")) * factor / (_FLOAT_BYTES if in_bytes else 1)
-    if number < 1:
-        return ""
-    size = round(number)
-    amount = f"{count} {unit.upper()}{binary}B of fp32" if in_bytes else f"{count} {unit.upper()}{binary}"
-    return f"{amount} = {size:,} parameters: {option}={size:_}."
+def parameters_in(text: str) -> int | None:
+    """How many parameters ``350M``, ``7B`` or ``100MB`` (of fp32 gradients) are; ``None`` if it is no size at all."""
+    found = _SIZE.fullmatch(text.strip())
+    if found is None or not (found[2] or found[3]):
+        return None
+    prefix = (found[2] or "").lower().replace("b", "g")
+    number = float(found[1].replace("_", "")) * (1024 if prefix.endswith("i") else 1000) ** _PREFIXES.index(prefix[:1])
+    number /= _FLOAT_BYTES if (found[3] or "").lower().startswith("b") else 1
+    return round(number) if 1 <= number < math.inf else None

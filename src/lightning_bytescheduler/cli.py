@@ -23,8 +23,6 @@ from lightning_bytescheduler.__about__ import __version__
 from lightning_bytescheduler.checks import closest, gone, importing, records_in, require_new_file, require_suffix
 from lightning_bytescheduler.exceptions import ByteSchedulerError, OptionError
 
-__all__ = ["main"]
-
 _PROGRAM = "lightning-bytescheduler"
 _USAGE_ERROR = 2
 _INTERRUPTED = 130  # as a shell says of what Ctrl+C ended
@@ -302,7 +300,7 @@ _COMMANDS = {
         "show how credit and partition size were tuned, and draw it",
         "Say what was tried while a run was tuned and what was chosen, also as options to keep it.",
         "lightning_logs/version_0 --png search.png",
-        "tuning.picture",
+        "tuning.record",
     ),
     "rounds": _Command(
         "summarise the rounds of a DiLoCo training, and draw them",

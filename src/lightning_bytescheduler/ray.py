@@ -29,8 +29,6 @@ with importing("lightning_bytescheduler.ray", extra="ray"):
     import ray.train
     from ray.train.lightning import RayDDPStrategy
 
-__all__ = ["RayByteSchedulerStrategy", "RayDiLoCoStrategy"]
-
 if not issubclass(RayDDPStrategy, DDPStrategy):
     raise UnsupportedError(
         f"Ray Train works with 'lightning' here, and lightning-bytescheduler with {PACKAGE!r} in this process. Import "

@@ -29,17 +29,6 @@ from typing import Any, Literal, NamedTuple, cast
 
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 
-__all__ = [
-    "CHECK_VARIABLE",
-    "VARIABLE",
-    "LightningPackage",
-    "choose_package",
-    "register_strategies",
-    "registered_class",
-    "require_same_package",
-    "use_package",
-]
-
 LightningPackage = Literal["lightning", "pytorch_lightning"]
 
 VARIABLE = "BYTESCHEDULER_LIGHTNING"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_bytescheduler import ByteSchedulerStrategy, UnsupportedError
-from lightning_bytescheduler.checking.recorder import digest, strategy_for
+from lightning_bytescheduler.checking.recorder import digest, left_out, strategy_for
 from lightning_bytescheduler.checking.runs import RunSpec
 
 
@@ -21,6 +23,29 @@ def test_a_strategy_may_be_given_by_its_name(given: str) -> None:
     for strategy in (plain, ours):
         assert strategy._start_method == ("spawn" if given.endswith("_spawn") else "popen")
         assert strategy._ddp_kwargs.get("find_unused_parameters", False) == given.endswith("_true")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"mode": "ddp"}, {"policy": "fifo"}, {"tuning": "both"}, {"credit": 1 << 18, "partition_size": 1 << 16}],
+)
+def test_a_run_is_scheduled_as_the_script_says(options: dict[str, Any]) -> None:
+    given = ByteSchedulerStrategy(**options)
+    ours = strategy_for(RunSpec(strategy="configured", steps=3), given)
+    assert isinstance(ours, ByteSchedulerStrategy)
+    assert ours._options == given._options
+    assert not left_out(given)
+    strict = strategy_for(RunSpec(strategy="strict", steps=3), given)
+    assert isinstance(strict, ByteSchedulerStrategy)
+    assert strict._options.mode == "overlapped"
+
+
+def test_what_ddp_does_not_do_is_left_out_and_said() -> None:
+    given = ByteSchedulerStrategy(compression="int8", weighting="samples", batch_size="balanced", servers=0)
+    ours = strategy_for(RunSpec(strategy="configured", steps=3), given)
+    assert left_out(given) == ["compression", "weighting", "batch_size", "servers"]
+    assert not left_out(ours)
+    assert not left_out("ddp")
 
 
 @pytest.mark.parametrize("given", ["diloco", "fsdp"])

@@ -239,3 +239,10 @@ def test_a_loss_may_be_off_by_rounding_but_not_be_lost() -> None:
     found = first_difference(made(DDP, RECORD), made(DDP, lost), tolerance=0.01)
     assert found is not None
     assert found.step == 2
+
+
+def test_options_that_no_run_has_are_named() -> None:
+    trainings = Trainings()
+    report = investigate(lambda *run: replace(trainings(*run), left_out="compression, servers"), steps=10)
+    assert "not checked: the strategy's compression, servers; no run had that" in report.text()
+    assert "not checked" not in investigate(trainings, steps=10).text()

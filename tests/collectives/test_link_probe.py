@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from lightning_bytescheduler.collectives import link_probe
 from lightning_bytescheduler.collectives.link_probe import probe_link
-from lightning_bytescheduler.tuning.default_sizes import LinkEstimate
+from lightning_bytescheduler.tuning.sizes import LinkEstimate
 from tests.support.rank_pool import RankPool, join_default_group, let_go
 
 

@@ -12,7 +12,7 @@ from lightning_bytescheduler.collectives.groups import SchedulerGroups
 from lightning_bytescheduler.ddp import agreed_sizes
 from lightning_bytescheduler.ddp.agreed_sizes import AgreedSizes, agree_on_sizes
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
-from lightning_bytescheduler.tuning.default_sizes import LinkEstimate
+from lightning_bytescheduler.tuning.sizes import LinkEstimate
 from tests.support.rank_pool import RankPool, join_default_group, let_go
 from tests.support.waiting import WAIT
 

@@ -9,7 +9,7 @@ import pytest
 from lightning_bytescheduler import ByteSchedulerStrategy, DiLoCoStrategy
 from lightning_bytescheduler.ddp.tuned_fit import SHORTEST_FIT
 from lightning_bytescheduler.diloco.round_end import FastestSteps
-from lightning_bytescheduler.failures import startup_check
+from lightning_bytescheduler.failures import rendezvous
 
 
 def defaults(strategy: type) -> dict[str, object]:
@@ -63,4 +63,4 @@ def test_the_defaults_of_diloco(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_whoever_is_missing_is_named_after_half_a_minute() -> None:
-    assert startup_check._WARN_S == 30.0
+    assert rendezvous._WARN_S == 30.0

@@ -21,7 +21,7 @@ from lightning_bytescheduler.ddp.fit_report import (
 )
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
 from lightning_bytescheduler.scheduler.options import policy_of
-from lightning_bytescheduler.tuning.default_sizes import LinkEstimate, SchedulerSizes
+from lightning_bytescheduler.tuning.sizes import LinkEstimate, SchedulerSizes
 from tests.ddp.fits import said, say_what_is_found, train_alone
 from tests.support.rank_pool import RankPool
 

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from lightning_bytescheduler.timeline.picture import tables
-from lightning_bytescheduler.timeline.timeline import COMMUNICATION, COMPUTE, GATE, QUEUE, STEP
-from lightning_bytescheduler.timeline.trace import read_timeline
+from lightning_bytescheduler.timeline.timeline import COMMUNICATION, COMPUTE, GATE, QUEUE, STEP, read_timeline
 from tests.ddp import fits
 from tests.support.rank_pool import RankPool
 

@@ -14,7 +14,7 @@ import torch
 from lightning_bytescheduler.ddp.merged_buckets import MergedBuckets, merged_bytes
 from lightning_bytescheduler.ddp.steps import BucketFutures
 from lightning_bytescheduler.exceptions import RankFailedError
-from lightning_bytescheduler.tuning.default_sizes import LinkEstimate
+from lightning_bytescheduler.tuning.sizes import LinkEstimate
 from tests.support.waiting import WAIT, until
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")

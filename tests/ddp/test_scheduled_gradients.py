@@ -15,7 +15,7 @@ from lightning_bytescheduler.ddp import scheduled_gradients
 from lightning_bytescheduler.ddp.agreed_sizes import AgreedSizes
 from lightning_bytescheduler.ddp.scheduled_gradients import ScheduledGradients
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
-from lightning_bytescheduler.tuning.default_sizes import SchedulerSizes
+from lightning_bytescheduler.tuning.sizes import SchedulerSizes
 
 
 class _Asked(Exception):

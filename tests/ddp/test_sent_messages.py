@@ -12,8 +12,7 @@ import torch
 
 from lightning_bytescheduler.ddp import merged_buckets
 from lightning_bytescheduler.ddp.merged_buckets import BucketFutures, MergedBuckets, SentMessages
-from lightning_bytescheduler.timeline.timeline import COMMUNICATION, Timeline
-from lightning_bytescheduler.timeline.trace import Span, read_timeline
+from lightning_bytescheduler.timeline.timeline import COMMUNICATION, Span, Timeline, read_timeline
 
 
 class Group:

@@ -8,8 +8,17 @@ from pathlib import Path
 import pytest
 
 from lightning_bytescheduler.coordinator.service import CoordinatorServer
-from lightning_bytescheduler.timeline.timeline import CODEC, COMMUNICATION, INNER, QUEUE, STEP, STILL, WAIT
-from lightning_bytescheduler.timeline.trace import Trace, read_timeline
+from lightning_bytescheduler.timeline.timeline import (
+    CODEC,
+    COMMUNICATION,
+    INNER,
+    QUEUE,
+    STEP,
+    STILL,
+    WAIT,
+    Trace,
+    read_timeline,
+)
 from tests.diloco.coordinated_fits import coordinator_options, fit_coordinated
 from tests.diloco.fits import calm_tower, fit_diloco
 from tests.support.rank_pool import RankPool

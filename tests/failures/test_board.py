@@ -17,8 +17,8 @@ from lightning_bytescheduler.exceptions import LaunchOrderError, RankFailedError
 from lightning_bytescheduler.failures import board as board_module
 from lightning_bytescheduler.failures import standstill
 from lightning_bytescheduler.failures.board import FaultBoard
+from lightning_bytescheduler.failures.rendezvous import StorePresence
 from lightning_bytescheduler.failures.standstill import Watchdog
-from lightning_bytescheduler.failures.store import StorePresence
 
 BROKEN = RuntimeError("[/src/gloo/pair.cc:5] Connection closed by peer [::1]:1. This is typically caused by a worker.")
 PATIENCE_S = 60.0  # for what takes a moment

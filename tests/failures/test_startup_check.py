@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from lightning_bytescheduler.exceptions import RanksDifferError, SchedulerTimeoutError
-from lightning_bytescheduler.failures import startup_check
+from lightning_bytescheduler.failures import rendezvous
 from lightning_bytescheduler.failures.messages import names_of
-from lightning_bytescheduler.failures.startup_check import (
+from lightning_bytescheduler.failures.rendezvous import (
     Introduction,
     RendezvousWatch,
     hold_roll_call,
@@ -61,7 +61,7 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(startup_check, "time", Clock())
+    monkeypatch.setattr(rendezvous, "time", Clock())
 
 
 @pytest.mark.usefixtures("clock")
@@ -152,10 +152,10 @@ def test_many_differences_are_counted() -> None:
 
 WATCHED = """
 import sys, time
-from lightning_bytescheduler.failures import startup_check
-from lightning_bytescheduler.failures.startup_check import RendezvousWatch
+from lightning_bytescheduler.failures import rendezvous
+from lightning_bytescheduler.failures.rendezvous import RendezvousWatch
 import torch.distributed as dist
-startup_check._LEAVE_S = float(sys.argv[3])
+rendezvous._LEAVE_S = float(sys.argv[3])
 rank, port = int(sys.argv[1]), int(sys.argv[2])
 store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
 with RendezvousWatch("127.0.0.1", port, rank=rank, world_size=2, strategy="bytescheduler", warn_after=0.2) as watch:

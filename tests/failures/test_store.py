@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from lightning_bytescheduler.exceptions import RankFailedError, RanksDifferError, SchedulerTimeoutError
-from lightning_bytescheduler.failures import store as store_module
+from lightning_bytescheduler.failures import rendezvous as store_module
 from lightning_bytescheduler.failures.messages import FaultNotice
-from lightning_bytescheduler.failures.store import StorePresence, connect_to_store, name_incarnation, open_board
+from lightning_bytescheduler.failures.rendezvous import StorePresence, connect_to_store, name_incarnation, open_board
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from lightning_bytescheduler.collectives.node_push_pull import NodePushPull
 from lightning_bytescheduler.collectives.transport import GradientTransport
 from lightning_bytescheduler.ddp import agreed_sizes, overlapped_step
 from lightning_bytescheduler.ddp.gates import GatedParameter
-from lightning_bytescheduler.failures import store as failures_store
+from lightning_bytescheduler.failures import rendezvous
 from tests.faults.bounds import set_bounds
 
 __all__: list[str] = []
@@ -330,7 +330,7 @@ def main(options: Options) -> None:
         if not options.get("again"):
             raise
         sys.excepthook(*sys.exc_info())
-        failures_store._REUNION_S = options.get("reunion", 60.0)
+        rendezvous._REUNION_S = options.get("reunion", 60.0)
         again = make_trainer(options, boom, [])
         again.fit(Model(boom, options))
         report("AGAIN")

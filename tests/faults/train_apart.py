@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_bytescheduler import ByteSchedulerStrategy, DiLoCoStrategy
-from lightning_bytescheduler.failures import startup_check
+from lightning_bytescheduler.failures import rendezvous
 from lightning_bytescheduler.failures.standstill import Standing, VitalSigns
 from tests.faults.bounds import set_bounds
 
@@ -140,7 +140,7 @@ def main(options: Options) -> None:
     if "broadcasts" in options:
         options["told"] = told(batches=3)
     set_bounds()
-    startup_check._WARN_S = options.get("warn_after", 30.0)
+    rendezvous._WARN_S = options.get("warn_after", 30.0)
     callbacks: list[Callback] = [Ends()]
     if "checkpoint" in options:
         callbacks.append(ModelCheckpoint(options["checkpoint"], filename="{step}", save_top_k=-1))

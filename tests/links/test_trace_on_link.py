@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.shaped_link import ShapedLink
-from lightning_bytescheduler.timeline.timeline import COMMUNICATION
-from lightning_bytescheduler.timeline.trace import Trace, read_timeline
+from lightning_bytescheduler.timeline.timeline import COMMUNICATION, Trace, read_timeline
 from tests.links.emulated_fit import FIRST_STEP, LAST_STEP, LAYERS, PARAMETERS
 
 pytestmark = [pytest.mark.root, pytest.mark.slow]

@@ -16,8 +16,7 @@ from torch.optim import AdamW
 
 from lightning_bytescheduler.collectives.host_copies import HostCopies
 from lightning_bytescheduler.timeline.picture import draw_timeline
-from lightning_bytescheduler.timeline.timeline import COPY_TO_DEVICE, COPY_TO_HOST, PULL, QUEUE
-from lightning_bytescheduler.timeline.trace import read_timeline
+from lightning_bytescheduler.timeline.timeline import COPY_TO_DEVICE, COPY_TO_HOST, PULL, QUEUE, read_timeline
 from tests.parity.checks import DDP, assert_overlapped, assert_same, train_on
 from tests.parity.test_compression import INT8
 from tests.parity.test_kinds_of_tensors import Complex

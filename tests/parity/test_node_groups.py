@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Adam
 
 from lightning_bytescheduler.timeline.picture import draw_timeline
-from lightning_bytescheduler.timeline.timeline import LOCAL_BROADCAST, LOCAL_REDUCE, PULL, PUSH
-from lightning_bytescheduler.timeline.trace import read_timeline
+from lightning_bytescheduler.timeline.timeline import LOCAL_BROADCAST, LOCAL_REDUCE, PULL, PUSH, read_timeline
 from tests.parity.checks import DDP, assert_overlapped, assert_same, train_on
 from tests.parity.reference import SumsOfNodes
 from tests.parity.weighted_fits import Case, fitted_all

@@ -1,9 +1,9 @@
 from __future__ import annotations
 
-import functools
 import json
 import re
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,7 +13,7 @@ import pytest
 from lightning_bytescheduler.cli import main
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 from lightning_bytescheduler.predicting.command import call_target, load_target, profile_of
-from lightning_bytescheduler.simulation import Prediction, network_profile
+from lightning_bytescheduler.simulation import network_profile
 
 PROJECT = """
 import torch
@@ -44,6 +44,10 @@ def both():
     return Bare(), Data().train_dataloader()
 
 
+def with_module():
+    return Bare(), Data()
+
+
 def bare():
     return Bare()
 
@@ -60,7 +64,7 @@ def quits():
     raise SystemExit(3)
 
 
-bare_module = Bare()
+made = Own()
 nothing = 3
 """
 LINK = ["--workers", "4", "--bandwidth", "500mbit", "--latency", "0.2ms"]
@@ -78,8 +82,8 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     "argv",
     [
-        ["advised:both"],
-        ["advised:bare_module", "--data", "advised:Data"],
+        ["advised:with_module"],
+        ["advised:made"],
         ["advised.py:Own"],
     ],
 )
@@ -132,7 +136,7 @@ def test_files(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["advised:three", *LINK], "or a pair of one and its data"),
         (["advised:Data", *LINK], "must be a LightningModule"),
         (["advised:bare", *LINK], "the module has no train_dataloader"),
-        (["advised:both", "--data", "advised:Data", *LINK], "left out, as advised:both brings data along"),
+        (["advised:both", "--data", "advised:Data", *LINK], "returns a pair of the module and its data"),
         (["advised:both", "--workers", "1", "--bandwidth", "1gbit"], "workers=1"),
         (["advised:both", "--bandwidth", "1gbit"], "--workers must be given, such as"),
         (["advised:both", "--workers", "2", "--latency", "1ms"], "--bandwidth must be given, such as"),
@@ -194,7 +198,7 @@ def test_it_prints_a_comparison(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_measured_profile_and_all_that_a_link_can_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "measured.json"
-    network_profile("uniform").save(file)
+    file.write_text(json.dumps(asdict(network_profile("uniform"))))
     link = ["--workers", "8", "--bandwidth", "1gbit", "--latency", "50us"]
     servers = ["--architecture", "ps", "--servers", "8"]
     more = ["--compute", "1s", "--gradient-clip-val", "1", "--json", str(tmp_path / "all.json")]
@@ -223,8 +227,7 @@ def test_the_documentation_says_what_it_prints(tmp_path: Path, capsys: pytest.Ca
 
 def test_it_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
-    few = functools.partialmethod(Prediction.draw, workers=(4,), bandwidths=(1e8, 1e9))  # to be quick
-    monkeypatch.setattr(Prediction, "draw", few)
+    monkeypatch.setattr("lightning_bytescheduler.simulation.prediction._POINTS", 1)  # to be quick
     assert main(["predict", "--profile", "uniform", *FAST, "--png", str(tmp_path / "p.png")]) == 0
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
@@ -245,6 +248,7 @@ def test_help_names_the_networks(capsys: pytest.CaptureFixture[str]) -> None:
         (["--profile", "gpt2", *FAST], "did you mean transformer?"),
         (["--profile", "{file}/..", *FAST], "--profile='{file}/..'"),
         (["--profile", "resnet5", *FAST], "vgg16, resnet50, transformer, uniform"),
+        (["--profile", "7bi", *FAST], "a size such as 350M or 100MB, or a JSON file that is there"),
         (["--profile", "resnet5", *FAST], "did you mean resnet50?"),
         (["--profile", "vgg16", "--workers", "4", "--bandwith", "1gbit"], "did you mean --bandwidth?"),
         (["--profile", "vgg16", *FAST, "--latncy", "1ms"], "did you mean --latency?"),
@@ -312,8 +316,8 @@ def importable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_names_in_the_current_directory(importable: Path) -> None:
-    assert load_target("target", "advised_project:make")() == 4
-    assert load_target("target", "advised_project:Outer.number") == 3
+    assert load_target("advised_project:make")() == 4
+    assert load_target("advised_project:Outer.number") == 3
     assert sys.path.count(str(importable)) == 1
 
 
@@ -321,7 +325,7 @@ def test_names_in_a_file(importable: Path, monkeypatch: pytest.MonkeyPatch) -> N
     (importable / "elsewhere").mkdir()
     monkeypatch.chdir(importable / "elsewhere")
     monkeypatch.setitem(sys.modules, "advised_project", ModuleType("advised_project"))  # something else has the name
-    assert load_target("target", "../advised_project.py:make")() == 4
+    assert load_target("../advised_project.py:make")() == 4
 
 
 @pytest.mark.parametrize(
@@ -329,33 +333,33 @@ def test_names_in_a_file(importable: Path, monkeypatch: pytest.MonkeyPatch) -> N
 )
 def test_another_form(importable: Path, text: str) -> None:
     with pytest.raises(OptionError, match=r"package\.module:name"):
-        load_target("--data", text)
+        load_target(text)
 
 
 def test_misspelt_modules_and_names(importable: Path) -> None:
     with pytest.raises(ImportError, match=r"no module advised_projct, .* did you mean advised_project:make\?"):
-        load_target("target", "advised_projct:make")
+        load_target("advised_projct:make")
     with pytest.raises(OptionError, match=r"did you mean make\?"):
-        load_target("target", "advised_project:mak")
-    with pytest.raises(ImportError, match="target: advised_broken cannot be imported: No module named"):
-        load_target("target", "advised_broken:make")
+        load_target("advised_project:mak")
+    with pytest.raises(ImportError, match=r"^advised_broken cannot be imported: No module named"):
+        load_target("advised_broken:make")
 
 
 def test_a_script_that_ends_the_process(importable: Path) -> None:
     (importable / "advised_script.py").write_text("raise SystemExit(2)\n")
     with pytest.raises(UnsupportedError, match=r"ended the process \(exit code 2\).*__main__"):
-        load_target("target", "advised_script:make")
+        load_target("advised_script:make")
 
 
 def test_no_such_name(importable: Path) -> None:
     with pytest.raises(OptionError, match="a name that advised_project has"):
-        load_target("target", "advised_project:made")
+        load_target("advised_project:made")
 
 
 @pytest.mark.parametrize("text", ["advised_absent:make", "advised_broken:make"])
 def test_no_such_module(importable: Path, text: str) -> None:
     with pytest.raises(ImportError, match=r"advised_absent|a_package_that_nobody_has"):
-        load_target("target", text)
+        load_target(text)
 
 
 class Made:
@@ -368,12 +372,7 @@ def needs(argument: int) -> int:
 
 @pytest.mark.parametrize(("target", "kind"), [(Made, Made), (lambda: 7, int), (lambda a=1: a, int)])
 def test_functions_and_classes_are_called(target: Any, kind: type) -> None:
-    assert isinstance(call_target("target", "m:n", target, instances=()), kind)
-
-
-def test_what_is_there_already_is_not_called() -> None:
-    found = Made()
-    assert call_target("target", "m:n", found, instances=(Made,)) is found
+    assert isinstance(call_target("m:n", target), kind)
 
 
 @pytest.mark.parametrize(
@@ -381,7 +380,7 @@ def test_what_is_there_already_is_not_called() -> None:
 )
 def test_what_cannot_be_called(target: Any, allowed: str) -> None:
     with pytest.raises(OptionError, match=allowed):
-        call_target("target", "m:n", target, instances=(Made,))
+        call_target("m:n", target)
 
 
 def test_an_error_of_the_function_stays_what_it_is() -> None:
@@ -389,4 +388,4 @@ def test_an_error_of_the_function_stays_what_it_is() -> None:
         raise TypeError("mine")
 
     with pytest.raises(TypeError, match="mine"):
-        call_target("target", "m:n", fails, instances=())
+        call_target("m:n", fails)

@@ -44,7 +44,6 @@ all_reduce_links = st.builds(
     workers=st.sampled_from([1, 2, 3, 8, 4096]),
     bandwidth=st.floats(0.5, 100),
     latency=st.sampled_from([0.0, 0.001, 0.3]),
-    overhead=st.sampled_from([0.0, 0.01, 0.5]),
     messages_in_flight=st.sampled_from([None, 1, 3]),
 )
 server_links = st.builds(
@@ -52,13 +51,12 @@ server_links = st.builds(
     workers=st.sampled_from([2, 3, 8]),
     bandwidth=st.floats(0.5, 100),
     latency=st.sampled_from([0.0, 0.3]),
-    overhead=st.sampled_from([0.0, 0.1]),
     architecture=st.just("ps"),
     servers=st.integers(0, 2),
 )
 links = st.one_of(all_reduce_links, server_links)
 silent_links = st.builds(LinkModel, workers=st.sampled_from([2, 3, 64]), bandwidth=st.floats(0.5, 100))
-"""Without latency and overhead."""
+"""Without latency."""
 
 sizes = st.one_of(st.none(), st.integers(1, 500))
 schedules = st.builds(

@@ -51,13 +51,12 @@ def test_clipping_by_hand(layers: list[tuple[int, float, float]], bound: float) 
     assert clipped_bound(model(layers), plain_link()) == bound
 
 
-def test_messages_cost_latency_once_and_overhead_each() -> None:
+def test_messages_cost_latency_once() -> None:
     profile = model([(10, 1, 2), (10, 1, 2)])  # b_L + C + f_L = 23
     assert lower_bound(profile, plain_link(latency=1.5)) == 23 + 3
-    assert lower_bound(profile, plain_link(overhead=2.0)) == 23 + 2
-    assert ddp_bound(profile, plain_link(overhead=2.0, latency=1.5)) == 2 + 2 + 20 + 2 + 3
-    # Clipped, all 20 bytes are in one message each way: b_L, C/2 + o twice, half of the latency and f_L.
-    assert clipped_bound(profile, plain_link(overhead=2.0, latency=1.5)) == 2 + 2 * (10 + 2) + 1.5 + 1
+    assert ddp_bound(profile, plain_link(latency=1.5)) == 2 + 20 + 2 + 3
+    # Clipped, all 20 bytes are in one message each way: b_L, C/2 twice, half of the latency and f_L.
+    assert clipped_bound(profile, plain_link(latency=1.5)) == 2 + 2 * 10 + 1.5 + 1
 
 
 @unhurried
@@ -70,9 +69,8 @@ def test_order_among_bounds(profile: ModelProfile, link: LinkModel) -> None:
 @unhurried
 @given(profile=models, link=all_reduce_links)
 def test_clipping_costs_no_more_than_ddp_and_the_norm(profile: ModelProfile, link: LinkModel) -> None:
-    # Twice as many messages, for the reduce-scatters and the all-gathers, and the norm's own.
-    extra = 2 * link.overhead_seconds + link.latency_seconds
-    assert clipped_bound(profile, link) <= (ddp_bound(profile, link) + extra) * CLOSE
+    # The norm has a message of its own.
+    assert clipped_bound(profile, link) <= (ddp_bound(profile, link) + link.latency_seconds) * CLOSE
 
 
 @unhurried
@@ -85,7 +83,6 @@ def test_bounds_grow_with_what_makes_a_network_slow(
         workers=link.workers,
         bandwidth=link.bandwidth / factor,
         latency=link.latency * factor,
-        overhead=link.overhead * factor,
         architecture=link.architecture,
         servers=link.servers,
     )
@@ -96,7 +93,7 @@ def test_bounds_grow_with_what_makes_a_network_slow(
 @unhurried
 @given(profile=models)
 def test_a_lone_worker_only_computes(profile: ModelProfile) -> None:
-    link = LinkModel(workers=1, bandwidth=1.0, latency=3.0, overhead=3.0)
+    link = LinkModel(workers=1, bandwidth=1.0, latency=3.0)
     for bound in BOUNDS:
         assert bound(profile, link) == pytest.approx(profile.compute_seconds)
 

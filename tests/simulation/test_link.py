@@ -48,11 +48,6 @@ def test_each_spare_server_helps(workers: int, data: st.DataObject) -> None:
     assert more.seconds_per_byte < fewer.seconds_per_byte
 
 
-def test_a_lone_worker_has_no_messages() -> None:
-    assert LinkModel(workers=1, bandwidth=1.0, overhead=3.0).overhead_seconds == 0
-    assert LinkModel(workers=2, bandwidth=1.0, overhead=3.0).overhead_seconds == 3
-
-
 @unhurried
 @given(workers=st.integers(2, 5000), alpha=st.floats(0, 1), beta=st.floats(1e-12, 1))
 def test_a_measured_link_costs_what_was_measured(workers: int, alpha: float, beta: float) -> None:
@@ -70,7 +65,6 @@ def test_a_measured_link_costs_what_was_measured(workers: int, alpha: float, bet
         *[("bandwidth", bad, "a finite number of bytes per second, more than 0") for bad in (0, -1.0, NAN, INF)],
         ("bandwidth", "1", "a rate with its unit, such as 1Gbit/s or 1Mbit/s"),
         *[("latency", bad, "a finite number of seconds, 0 or more") for bad in (-1e-9, NAN, INF, None, True)],
-        ("overhead", -1, "a finite number of seconds, 0 or more"),
         ("architecture", "star", "one of 'allreduce', 'ps'"),
         ("servers", 1, "0 unless architecture is 'ps'"),
         ("servers", -1, "a whole number, 0 or more"),

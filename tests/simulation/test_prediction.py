@@ -109,8 +109,6 @@ def test_best_sizes_follow_the_network(vgg16: ModelProfile) -> None:
 
     partition, credit = best(LinkModel(workers=4, bandwidth=30 * GIGABIT))
     assert credit == partition
-    partition_with_overhead, _ = best(LinkModel(workers=4, bandwidth=30 * GIGABIT, overhead=2e-3))
-    assert partition_with_overhead > partition
     # Six hops of 1 ms, at two thirds of the link's rate.
     partition, credit = best(LinkModel(workers=4, bandwidth=30 * GIGABIT, latency=1e-3))
     assert credit - partition >= int(6e-3 * 20 * GIGABIT)
@@ -132,9 +130,6 @@ def test_own_sizes_are_those_of_the_strategy(vgg16: ModelProfile) -> None:
     assert chosen.bucket_bytes == vgg16.parameter_bytes // 64
     far = chosen_schedule(vgg16, replace(link, latency=5e-3))
     assert far.partition_bytes == pytest.approx(3 * 10e-3 * GIGABIT, abs=4)
-    # What nothing hides weighs four times as much.
-    busy = chosen_schedule(vgg16, replace(link, latency=0.0, overhead=5e-3))
-    assert busy.partition_bytes == pytest.approx(12 * 5e-3 * GIGABIT, abs=4)
 
 
 def test_clipping_takes_an_all_reduce(vgg16: ModelProfile) -> None:
@@ -377,12 +372,17 @@ def test_figures_are_kept_and_can_be_predicted_from(tmp_path: Path) -> None:
 # The picture.
 
 
+@pytest.fixture
+def few_points(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr("lightning_bytescheduler.simulation.prediction._POINTS", 1)  # to be quick
+
+
+@pytest.mark.usefixtures("few_points")
 @pytest.mark.parametrize("suffix", ["png", "svg"])
 def test_a_picture(tmp_path: Path, suffix: str) -> None:
-    pytest.importorskip("matplotlib")
     target = tmp_path / "new" / f"out.{suffix}"
-    found = predict(UNIFORM, LinkModel(workers=2, bandwidth=1.0))
-    found.draw(target, workers=(2, 4096), bandwidths=(GIGABIT, 10 * GIGABIT))
+    predict(UNIFORM, LinkModel(workers=256, bandwidth=1.0)).draw(target)
     content = target.read_bytes()
     if suffix == "png":
         assert content.startswith(b"\x89PNG")
@@ -390,8 +390,8 @@ def test_a_picture(tmp_path: Path, suffix: str) -> None:
         assert all(text in content for text in (b"4,096 workers", b"uniform (100 MB of gradients", b"1.00x"))
 
 
+@pytest.mark.usefixtures("few_points")
 def test_a_picture_is_about_the_given_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib")
     seen: dict[int, list[float]] = {}
 
     def noted(_: Any, here: Any, curves: Any) -> None:
@@ -407,10 +407,10 @@ def test_a_picture_is_about_the_given_network(tmp_path: Path, monkeypatch: pytes
     assert rates[-1] == pytest.approx(625e6)
 
 
+@pytest.mark.usefixtures("few_points")
 def test_a_picture_leads_with_one_machine_where_that_is_best(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     found = predict(UNIFORM, LinkModel(workers=4, bandwidth="10Mbit/s", latency="20ms"))
-    found.draw(tmp_path / "p.svg", bandwidths=(1e6, 2e6))
+    found.draw(tmp_path / "p.svg")
     drawn = (tmp_path / "p.svg").read_text(encoding="utf-8")
     assert "Train on one machine: 4 workers are slower" in drawn
     assert "bandwidth of each worker" in drawn
@@ -418,8 +418,8 @@ def test_a_picture_leads_with_one_machine_where_that_is_best(tmp_path: Path) -> 
     assert all(f"{count} workers" in drawn for count in (4, 16, 64))
 
 
+@pytest.mark.usefixtures("few_points")
 def test_a_picture_keeps_spare_servers_in_proportion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib")
     found = predict(UNIFORM, LinkModel(workers=8, bandwidth=1.0, architecture="ps", servers=4))
     seen = set()
 
@@ -428,17 +428,15 @@ def test_a_picture_keeps_spare_servers_in_proportion(tmp_path: Path, monkeypatch
         return lower_bound(profile, link)
 
     monkeypatch.setattr("lightning_bytescheduler.simulation.prediction.lower_bound", bound)
-    found.draw(tmp_path / "p.png", workers=(1, 4, 256), bandwidths=(GIGABIT, 2 * GIGABIT))
-    assert seen == {(8, 4), (1, 0), (4, 2), (256, 128)}
+    found.draw(tmp_path / "p.png")
+    assert seen == {(8, 4), (32, 16), (128, 64)}
 
 
+@pytest.mark.usefixtures("few_points")
 def test_pictures_that_cannot_be_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     found = predict(UNIFORM, LinkModel(workers=2, bandwidth=1.0))
     with pytest.raises(OptionError, match=r"^out=.*suffixes .*png"):
         found.draw(tmp_path / "out.xyz")
-    with pytest.raises(OptionError, match=r"^workers=.* 5 numbers at most"):
-        found.draw(tmp_path / "out.png", workers=(1, 2, 3, 4, 5, 6))
     assert not list(tmp_path.iterdir())
 
 

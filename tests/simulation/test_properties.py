@@ -86,7 +86,7 @@ def test_ddp_with_a_bucket_for_each_layer_is_its_formula(
     link = replace(link, latency=latency)
     formula = ddp_bound(profile, link)
     assert seconds(profile, link, Schedule.ddp(bucket_bytes=1)) == pytest.approx(formula)
-    # Without overhead, gathering layers only delays them.
+    # Gathering layers only delays them.
     assert seconds(profile, link, Schedule.ddp(bucket_bytes=bucket)) * CLOSE >= formula
 
 
@@ -104,7 +104,7 @@ def test_a_faster_network_is_never_slower_in_order_of_arrival(
 ) -> None:
     schedule = Schedule(bucket_bytes=bucket, barrier=barrier)
     before = seconds(profile, link, schedule) * CLOSE
-    for option in ("bandwidth", "latency", "overhead"):
+    for option in ("bandwidth", "latency"):
         value = getattr(link, option)
         better = replace(link, **{option: value * factor if option == "bandwidth" else value / factor})
         assert seconds(profile, better, schedule) <= before

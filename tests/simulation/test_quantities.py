@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import pytest
 
+from lightning_bytescheduler.checks import parameters_in
 from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.simulation import LinkModel
-from lightning_bytescheduler.simulation.quantities import (
+from lightning_bytescheduler.simulation.link import (
+    LinkModel,
     duration_in_words,
-    parameters_in,
     rate_in_words,
     require_duration,
     require_rate,
@@ -88,7 +88,7 @@ def test_numbers_are_bytes_per_second(value: object) -> None:
 )
 def test_times(text: str, seconds: float) -> None:
     assert require_duration("latency", text) == pytest.approx(seconds)
-    assert LinkModel(workers=2, bandwidth=1.0, latency=text, overhead=text).overhead == pytest.approx(seconds)
+    assert LinkModel(workers=2, bandwidth=1.0, latency=text).latency == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize("text", ["", "20", "20mbit", "-1ms", "5 minutes", "infs", "soon"])
@@ -106,6 +106,7 @@ def test_what_is_no_time_comes_with_examples(text: str) -> None:
         ("100MB", 25e6),
         ("1MiB", 2**18),
         ("12", None),
+        ("7bi", None),
         ("vgg16", None),
     ],
 )

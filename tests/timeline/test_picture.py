@@ -20,8 +20,7 @@ from matplotlib import image
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.timeline import picture
 from lightning_bytescheduler.timeline.picture import draw_timeline
-from lightning_bytescheduler.timeline.timeline import COMMUNICATION, COMPUTE, GATE, QUEUE, STEP, WAIT
-from lightning_bytescheduler.timeline.trace import Span, Trace
+from lightning_bytescheduler.timeline.timeline import COMMUNICATION, COMPUTE, GATE, QUEUE, STEP, WAIT, Span, Trace
 
 PARTITION = 1 << 20
 

@@ -10,10 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_bytescheduler.timeline.timeline import COMMUNICATION, COMPUTE, GATE, QUEUE, STEP, WAIT, Timeline
-from lightning_bytescheduler.timeline.trace import (
+from lightning_bytescheduler.timeline.timeline import (
+    COMMUNICATION,
+    COMPUTE,
+    GATE,
+    QUEUE,
+    STEP,
+    WAIT,
     Interval,
     Span,
+    Timeline,
     Trace,
     intersection,
     length,
@@ -246,23 +252,6 @@ def test_files_of_another_kind_are_refused(tmp_path: Path, content: bytes) -> No
     with pytest.raises(ValueError, match="not a JSON object with a list of 'traceEvents', or another tool's") as caught:
         read_timeline(path)
     assert f"'{path}'" in str(caught.value)
-
-
-def test_of_a_file_that_is_broken_off_what_is_whole_is_read(tmp_path: Path) -> None:
-    with closing(Timeline(tmp_path / "t.json")) as timeline:
-        for step in range(20):
-            timeline.span("forward", COMPUTE, step, step + 0.5, lane="training", args={"step": step})
-            timeline.overlapping("b", COMMUNICATION, step, step + 0.5, lane="network", args={"bytes": 8, "step": step})
-    content = (tmp_path / "t.json").read_bytes()
-    assert not read_timeline(tmp_path / "t.json").broken_off
-    found = set()
-    for end in range(len(content) // 2, len(content) - 3):
-        (tmp_path / "t.json").write_bytes(content[:end])
-        part = read_timeline(tmp_path / "t.json")
-        assert part.broken_off
-        found.add(part.summary().sub_tasks)
-    assert len(found) > 8
-    assert max(found) >= 19
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

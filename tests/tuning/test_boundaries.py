@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_bytescheduler.tuning.default_sizes import LinkEstimate
-from lightning_bytescheduler.tuning.exploration import DriftDetector
+from lightning_bytescheduler.tuning.decisions import DriftDetector
 from lightning_bytescheduler.tuning.record import StepTimeEstimate, TuningIdentity
+from lightning_bytescheduler.tuning.sizes import LinkEstimate
 
 
 @pytest.mark.parametrize(("seconds", "lasts"), [(1.08, False), (1.12, True), (0.92, False), (0.88, True)])

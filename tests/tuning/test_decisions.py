@@ -16,7 +16,7 @@ from lightning_bytescheduler.tuning import (
     TuningOptions,
     TuningPoint,
 )
-from lightning_bytescheduler.tuning.search_space import SearchSpace
+from lightning_bytescheduler.tuning.sizes import SearchSpace
 from tests.tuning.training import IDENTITY, OPTIONS, PARAMETERS, SPACE, START, Training, tuning
 
 FASTEST = 0.3
@@ -390,9 +390,9 @@ def test_options_that_cannot_be(option: str, value: object) -> None:
         TuningOptions(**{option: value})
 
 
-def test_an_identity_is_checked() -> None:
+def test_a_state_of_no_identity_is_refused() -> None:
     assert IDENTITY.matches(IDENTITY)
-    with pytest.raises(OptionError, match="workers"):
-        TuningIdentity(parameters=1, bytes_per_parameter=4, workers=0, backend="gloo")
-    with pytest.raises(OptionError, match="backend"):
-        TuningIdentity(parameters=1, bytes_per_parameter=4, workers=1, backend=None)
+    state = tuning().state_dict()
+    state["identity"]["backend"] = None
+    with pytest.raises(OptionError, match=r"made by state_dict\(\)"):
+        tuning().load_state_dict(state)

@@ -4,11 +4,10 @@ import random
 
 import pytest
 
-from lightning_bytescheduler.tuning.decisions import Turn
-from lightning_bytescheduler.tuning.exploration import Confirmation, DriftDetector, Exploration
+from lightning_bytescheduler.tuning.decisions import Confirmation, DriftDetector, Exploration, Turn
 from lightning_bytescheduler.tuning.record import StepTimeEstimate, is_clearly_slower
 from lightning_bytescheduler.tuning.search import TuningOptions
-from lightning_bytescheduler.tuning.search_space import PLAIN_DDP, TuningPoint
+from lightning_bytescheduler.tuning.sizes import PLAIN_DDP, TuningPoint
 from tests.tuning.training import SPACE, START, trial
 
 A = TuningPoint(credit=2048, partition_size=1024)

@@ -1,15 +1,15 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.tuning import PLAIN_DDP, SearchSpace, TrialEntry, TuningPoint, append_entries, read_record
-from lightning_bytescheduler.tuning.picture import add_arguments, draw_tuning, fixed_options, tables
-from lightning_bytescheduler.tuning.record import RECORD_NAME
+from lightning_bytescheduler.tuning.record import RECORD_NAME, add_arguments, draw_tuning, fixed_options, tables
 from tests.tuning.test_decisions import OPTIMUM, bowl
 from tests.tuning.training import PARAMETERS, START, Training, tuning
 
@@ -83,9 +83,11 @@ def test_what_is_no_record(tmp_path: Path, line: str) -> None:
         ("partition_size", None),
     ],
 )
-def test_entries_that_cannot_be(field: str, value: object) -> None:
-    with pytest.raises(OptionError):
-        replace(ENTRY, **{field: value})
+def test_entries_that_cannot_be(tmp_path: Path, field: str, value: object) -> None:
+    file = tmp_path / RECORD_NAME
+    file.write_text(json.dumps({**asdict(ENTRY), field: value}) + "\n")
+    with pytest.raises(OptionError, match="lines of a tuning record"):
+        read_record(file)
 
 
 def test_the_command_lists_trials_and_says_how_to_keep_the_result(
@@ -97,9 +99,8 @@ def test_the_command_lists_trials_and_says_how_to_keep_the_result(
     chosen = searched[-1]
     assert chosen.kind == "chosen"
     text = dict(rows)
-    assert f"partition_size={chosen.partition_size}, credit={chosen.credit}" in text["to keep it (argument)"]
-    assert "BYTESCHEDULER_CREDIT_TUNING=0" in text["to keep it (environment)"]
-    assert len(rows) == len(searched) + 2
+    assert f"partition_size={chosen.partition_size}, credit={chosen.credit}" in text["to keep it"]
+    assert len(rows) == len(searched) + 1
 
 
 def test_the_command_without_a_choice_or_trials(tmp_path: Path) -> None:
@@ -114,11 +115,9 @@ def test_the_command_without_a_choice_or_trials(tmp_path: Path) -> None:
 
 
 def test_options_to_paste() -> None:
-    assert fixed_options(PLAIN_DDP) == {"argument": 'ByteSchedulerStrategy(mode="ddp")'}
-    options = fixed_options(TuningPoint(credit=262_144, partition_size=65_536))
-    assert options["argument"] == 'ByteSchedulerStrategy(partition_size=65536, credit=262144, mode="overlapped")'
-    assert "CREDIT_TUNING=0" in options["environment"]
-    assert "PARTITION_TUNING=0" in options["environment"], "or a run that asks for it would search on"
+    assert fixed_options(PLAIN_DDP) == 'ByteSchedulerStrategy(mode="ddp")'
+    found = fixed_options(TuningPoint(credit=262_144, partition_size=65_536))
+    assert found == 'ByteSchedulerStrategy(partition_size=65536, credit=262144, mode="overlapped")'
 
 
 def test_a_picture(tmp_path: Path, searched: tuple[TrialEntry, ...]) -> None:

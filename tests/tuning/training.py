@@ -14,7 +14,7 @@ from lightning_bytescheduler.tuning import (
     TuningPoint,
     prepare,
 )
-from lightning_bytescheduler.tuning.search_space import SearchSpace
+from lightning_bytescheduler.tuning.sizes import SearchSpace
 
 prepare()
 

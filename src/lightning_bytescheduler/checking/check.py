@@ -20,8 +20,6 @@ from lightning_bytescheduler.registration import require_same_package
 if TYPE_CHECKING:
     from lightning_bytescheduler.lightning_api import pl
 
-__all__ = ["add_arguments", "check", "run"]
-
 _STEPS = 50
 _TIMEOUT = 600.0
 _TERMINATED = 128 + signal.SIGTERM  # as a shell says of what that ended

@@ -23,10 +23,8 @@ import numpy
 import torch
 
 from lightning_bytescheduler import registration
-from lightning_bytescheduler.checking.runs import OUTPUT, STARTED, RunSpec, kept, refuse
+from lightning_bytescheduler.checking.runs import LEFT_OUT, OUTPUT, STARTED, RunSpec, kept, refuse
 from lightning_bytescheduler.exceptions import UnsupportedError
-
-__all__ = ["install", "train_forked"]
 
 
 def install(pytorch: Any) -> None:
@@ -102,8 +100,9 @@ def train_forked(trainer: Any, model: Any, data: dict[str, Any], spec: RunSpec, 
 
 
 def _strategy(spec: RunSpec, folder: Path, given: Any, *, forked: bool = False) -> Any:
-    from lightning_bytescheduler.checking.recorder import strategy_for
+    from lightning_bytescheduler.checking.recorder import left_out, strategy_for
 
+    (folder / LEFT_OUT).write_text(", ".join(left_out(given)))
     try:
         return strategy_for(spec, given, forked=forked)
     except UnsupportedError as error:

@@ -28,8 +28,6 @@ from lightning_bytescheduler.lightning_api import (
 )
 from lightning_bytescheduler.registration import registered_class
 
-__all__ = ["Recorder", "digest", "strategy_for"]
-
 _VALIDATION_BATCHES = 2
 _OWN_METRICS = "bytescheduler/"
 
@@ -226,6 +224,7 @@ _HELD = (
 )
 """Options of DDP that a strategy holds under their names."""
 _OWN = ("partition_size", "credit", "cross_barrier", "mode")
+_TUNED = (False, "credit", "partition", "both")
 
 # Every tensor in a bucket, and so behind a gate, of its own: nothing is opened by a neighbour's touch. Sizes that
 # follow the measured link would be others in each run.
@@ -235,6 +234,7 @@ _STRICT: dict[str, Any] = {
     "partition_size": 2**16,
     "credit": 2**18,
     "tuning": False,
+    "policy": "bytescheduler",
 }
 
 
@@ -280,7 +280,23 @@ def _options_of(given: str | Strategy | None) -> tuple[dict[str, Any], dict[str,
     options = {**given._ddp_kwargs, **{name: value for name, value in held.items() if value is not None}}
     if not isinstance(given, ByteSchedulerStrategy):
         return options, {}
-    return options, {**{name: getattr(given._options, name) for name in _OWN}, "log_metrics": given._log_metrics}
+    own = {name: getattr(given._options, name) for name in _OWN}
+    own["tuning"] = _TUNED[given._options.tunes_credit + 2 * given._options.tunes_partition]
+    return options, {**own, "policy": given._options.policy.name, "log_metrics": given._log_metrics}
+
+
+def left_out(given: object) -> list[str]:
+    """Options of a script's strategy with which it trains otherwise than ``ddp`` does, or takes more processes."""
+    if not isinstance(given, ByteSchedulerStrategy):
+        return []
+    facts = given._weighting.facts
+    options = {
+        "compression": given._rules is not None,
+        "weighting": facts["weighting"] != "ranks",
+        "batch_size": facts["batch_size"] is not None,
+        "servers": given._servers.used,
+    }
+    return [name for name, is_set in options.items() if is_set]
 
 
 def _not_comparable(name: str) -> str:

@@ -26,8 +26,6 @@ from lightning_bytescheduler.__about__ import __version__
 from lightning_bytescheduler.checking.runs import RunResult, RunSpec, StrategyName
 from lightning_bytescheduler.checks import some_of
 
-__all__ = ["CheckReport", "Difference", "FirstDifference", "compare", "first_difference", "investigate"]
-
 _ROUNDING = 0.01
 """Of a loss. Whatever an optimizer makes of rounding, a few steps from the same weights do not get this far apart."""
 
@@ -240,6 +238,8 @@ class CheckReport:
         yield f"{first.steps} steps on {first.world_size} ranks"
         if first.steps < self.steps:
             yield f"{self.steps} steps were asked for; the fit ended before"
+        if whole[0].left_out:
+            yield f"not checked: the strategy's {whole[0].left_out}; no run had that, as ddp does not"
         yield from self._what_is_equal(whole[0])
         yield from self._what_differs()
         if self.verdict == "not reproducible":

@@ -36,6 +36,9 @@ PROGRESS = "progress.txt"
 OUTPUT = "output.txt"
 """What a run prints."""
 
+LEFT_OUT = "left_out.txt"
+"""Says which options of the script's strategy no run has."""
+
 _RUN = "run.json"
 _REFUSED = "refused.txt"  # says why the training cannot be checked
 
@@ -137,12 +140,14 @@ class RunResult:
         ranks: What each rank wrote down, by rank; empty unless all did.
         refused: Why the training cannot be checked, in words; empty if it can.
         error: What it failed with, in words; empty if it did not.
+        left_out: Options of the script's strategy that it did not have.
     """
 
     spec: RunSpec
     ranks: list[RankRecord] = field(default_factory=list)
     refused: str = ""
     error: str = ""
+    left_out: str = ""
 
     @property
     def first(self) -> RankRecord:
@@ -255,7 +260,7 @@ def result_of(spec: RunSpec, folder: Path, *, code: int | None, timeout: float) 
     records, errors = _records(folder), sorted(folder.glob("error*.txt"))
     if _are_all(records):
         ranks = sorted((kept(RankRecord, path) for path in records), key=lambda record: record.rank)
-        return RunResult(spec=spec, ranks=ranks)
+        return RunResult(spec=spec, ranks=ranks, left_out=_text(folder / LEFT_OUT))
     if refused := _text(folder / _REFUSED):
         return RunResult(spec=spec, refused=refused)
     if code is None:

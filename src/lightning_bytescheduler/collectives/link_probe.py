@@ -7,7 +7,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from lightning_bytescheduler.tuning.default_sizes import LinkEstimate
+from lightning_bytescheduler.tuning.sizes import LinkEstimate
 
 __all__ = ["probe_link", "probe_start_up"]
 

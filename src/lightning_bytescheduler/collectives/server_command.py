@@ -29,7 +29,7 @@ from lightning_bytescheduler.collectives.server_meeting import (
 from lightning_bytescheduler.collectives.summing_server import SummingServer, SumsOfEncoded, await_goodbyes
 from lightning_bytescheduler.exceptions import OptionError, RankFailedError, RanksDifferError, SchedulerTimeoutError
 from lightning_bytescheduler.failures.messages import brief
-from lightning_bytescheduler.failures.store import StorePresence
+from lightning_bytescheduler.failures.rendezvous import StorePresence
 
 __all__ = ["add_arguments", "run", "serve"]
 

@@ -40,6 +40,7 @@ from lightning_bytescheduler.exceptions import (
     ServerFailedError,
 )
 from lightning_bytescheduler.failures.messages import StoreMessage, brief, is_communication_error, is_timeout
+from lightning_bytescheduler.failures.rendezvous import looks
 from lightning_bytescheduler.scheduler.short_turns import short_turns
 
 PREFIX = "bytescheduler-servers"
@@ -130,20 +131,18 @@ def connect(
         RuntimeError: If one has died after it came.
         BaseException: The result of ``failure``.
     """
-    size, deadline = fit.workers + fit.servers, time.monotonic() + wait
+    size = fit.workers + fit.servers
     store.set(f"fit/{fit.fit}/here/{rank}", "")
     keys = [f"fit/{fit.fit}/here/{one}" for one in range(size)]
-    while not store.check(keys):
-        cause = failure()
-        if cause is not None:
-            raise cause
-        if time.monotonic() > deadline:
+    for waited in looks(failure):
+        if store.check(keys):
+            break
+        if waited > wait:
             missing = ", ".join(str(one) for one, key in enumerate(keys) if not store.check([key]))
             raise SchedulerTimeoutError(
                 f"Of {size} workers and parameter servers of fit {fit.fit}, numbered from 0 with the workers first, "
                 f"{missing} did not come to connect within {wait:g} s."
             )
-        time.sleep(_LOOK_EVERY_S)
     made: list[dist.ProcessGroup] = []
     try:
         with short_turns():  # for gloo's threads
@@ -284,10 +283,10 @@ def find_servers(
         SchedulerTimeoutError: If too few have signed on in time.
         RanksDifferError: If a server has another version of this package.
     """
-    servers, begin, said = fit.servers, time.monotonic(), rank != 0
+    servers, said = fit.servers, rank != 0
     lines: dict[int, ServerLine] = {}
     try:
-        while True:
+        for waited in looks(failure):
             for number in range(servers):
                 if number in lines and lines[number].find_gone() is not None:  # it has ended while others were awaited
                     lines.pop(number).close()
@@ -296,10 +295,6 @@ def find_servers(
             missing = servers - len(lines)
             if not missing:
                 break
-            cause = failure()
-            if cause is not None:
-                raise cause
-            waited = time.monotonic() - begin
             if waited > timeout:
                 raise SchedulerTimeoutError(
                     f"{len(lines)} of {servers} parameter servers have joined within {timeout:g} s. Start {missing} "
@@ -313,7 +308,6 @@ def find_servers(
                     f"MASTER_ADDR={os.environ.get('MASTER_ADDR', '...')} "
                     f"MASTER_PORT={os.environ.get('MASTER_PORT', '...')} lightning-bytescheduler server"
                 )
-            time.sleep(_LOOK_EVERY_S)
         if rank == 0:
             store.set("begun", fit.encode())
         found = [lines[number] for number in range(servers)]

@@ -13,7 +13,7 @@ from lightning_bytescheduler.collectives.groups import SchedulerGroups
 from lightning_bytescheduler.collectives.link_probe import probe_link, probe_start_up
 from lightning_bytescheduler.collectives.operations import shards_over
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
-from lightning_bytescheduler.tuning.default_sizes import LinkEstimate, SchedulerSizes, default_sizes
+from lightning_bytescheduler.tuning.sizes import LinkEstimate, SchedulerSizes, default_sizes
 
 __all__ = ["AgreedSizes", "agree_on_sizes"]
 

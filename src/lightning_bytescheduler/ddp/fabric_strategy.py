@@ -63,7 +63,7 @@ from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
 from lightning_bytescheduler.ddp.uneven_data import DrawnBatches, DrawnLoader, gather_lengths
 from lightning_bytescheduler.exceptions import UnsupportedError
 from lightning_bytescheduler.failures.board import FaultBoard
-from lightning_bytescheduler.failures.startup_check import Introduction, hold_roll_call
+from lightning_bytescheduler.failures.rendezvous import Introduction, hold_roll_call
 from lightning_bytescheduler.lightning_api import (
     PACKAGE,
     CheckpointIO,

@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 
 from lightning_bytescheduler.__about__ import __version__
 from lightning_bytescheduler.ddp.runtime import SchedulerRuntime
+from lightning_bytescheduler.failures.rendezvous import Introduction
 from lightning_bytescheduler.failures.standstill import Standing
-from lightning_bytescheduler.failures.startup_check import Introduction
 from lightning_bytescheduler.lightning_api import PACKAGE, TrainerFn, pl
 
 __all__ = ["FitPosition", "introduce", "optimizer_facts", "parameter_facts", "place_of"]

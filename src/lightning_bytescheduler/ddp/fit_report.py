@@ -41,7 +41,7 @@ from lightning_bytescheduler.lightning_api import (
     rank_zero_warn,
 )
 from lightning_bytescheduler.scheduler.options import MODES, POLICIES, SchedulerOptions, SchedulingPolicy, policy_of
-from lightning_bytescheduler.tuning.default_sizes import LinkEstimate, is_slow
+from lightning_bytescheduler.tuning.sizes import LinkEstimate, is_slow
 
 log = logging.getLogger(__name__)
 

@@ -32,7 +32,7 @@ from lightning_bytescheduler.collectives.operations import wait_unless
 from lightning_bytescheduler.ddp.sample_weights import StepWeight
 from lightning_bytescheduler.ddp.steps import BucketFutures, StepContext, TrainingStep
 from lightning_bytescheduler.timeline.timeline import COMMUNICATION
-from lightning_bytescheduler.tuning.default_sizes import LinkEstimate
+from lightning_bytescheduler.tuning.sizes import LinkEstimate
 
 __all__ = ["DdpModeStep", "MergedBuckets", "SentMessages", "merged_bytes"]
 

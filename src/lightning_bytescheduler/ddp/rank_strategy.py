@@ -44,8 +44,14 @@ from lightning_bytescheduler.ddp.sigterm import ends_by_sigterm, sigterm_ends_at
 from lightning_bytescheduler.exceptions import RankFailedError, RanksDivergedError
 from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.failures.messages import phrase
-from lightning_bytescheduler.failures.startup_check import Introduction, RendezvousWatch, hold_roll_call, require_alike
-from lightning_bytescheduler.failures.store import agent_keeps_store, name_incarnation
+from lightning_bytescheduler.failures.rendezvous import (
+    Introduction,
+    RendezvousWatch,
+    agent_keeps_store,
+    hold_roll_call,
+    name_incarnation,
+    require_alike,
+)
 from lightning_bytescheduler.lightning_api import (
     PACKAGE,
     ClusterEnvironment,
@@ -59,18 +65,6 @@ from lightning_bytescheduler.lightning_api import (
     rank_zero_warn,
 )
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
-
-__all__ = [
-    "COMPRESSION",
-    "OUTER_STATE",
-    "JoinedRanks",
-    "PublishesFailures",
-    "PublishingLauncher",
-    "RankStrategy",
-    "callbacks_of",
-    "digest_of",
-    "written_whole",
-]
 
 _T = TypeVar("_T")
 _TIMEOUT_S = 1800.0

@@ -60,7 +60,7 @@ from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.lightning_api import DDPStrategy, pl, rank_zero_info, rank_zero_warn
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
 from lightning_bytescheduler.timeline.timeline import Timeline
-from lightning_bytescheduler.tuning.search_space import TuningPoint
+from lightning_bytescheduler.tuning.sizes import TuningPoint
 
 __all__ = ["ScheduledGradients"]
 

@@ -44,7 +44,7 @@ from lightning_bytescheduler.ddp.tuned_fit import FitTuning
 from lightning_bytescheduler.ddp.uneven_data import UnevenLoader, gather_lengths, stateful_or_not
 from lightning_bytescheduler.exceptions import OptionError, RanksDivergedError, UnsupportedError
 from lightning_bytescheduler.failures.board import FaultBoard
-from lightning_bytescheduler.failures.startup_check import Introduction
+from lightning_bytescheduler.failures.rendezvous import Introduction
 from lightning_bytescheduler.lightning_api import (
     CheckpointIO,
     ClusterEnvironment,

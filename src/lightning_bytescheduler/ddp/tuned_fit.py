@@ -34,10 +34,9 @@ from lightning_bytescheduler.simulation.link import LinkModel
 from lightning_bytescheduler.simulation.profiles import LayerProfile, ModelProfile
 from lightning_bytescheduler.simulation.simulator import Schedule, simulate
 from lightning_bytescheduler.tuning.credit_tuner import CreditTuner
-from lightning_bytescheduler.tuning.default_sizes import LinkEstimate
 from lightning_bytescheduler.tuning.record import TuningIdentity
 from lightning_bytescheduler.tuning.search import distance, first_guesses
-from lightning_bytescheduler.tuning.search_space import ALIGNMENT, PLAIN_DDP, SearchSpace, TuningPoint
+from lightning_bytescheduler.tuning.sizes import ALIGNMENT, PLAIN_DDP, LinkEstimate, SearchSpace, TuningPoint
 
 __all__ = ["SHORTEST_FIT", "FitTuning", "PointInForce", "likely_points", "space_for"]
 

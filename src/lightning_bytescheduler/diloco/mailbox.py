@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from lightning_bytescheduler.diloco.messages import Message, coalesced, decoded, encode
 from lightning_bytescheduler.exceptions import SchedulerTimeoutError
-from lightning_bytescheduler.failures.store import connect_to_store
+from lightning_bytescheduler.failures.rendezvous import connect_to_store
 
 _NO_LIMIT = timedelta(days=30)  # a wait for the next letter, which a closing one ends; liveness is watched elsewhere
 _SHORTEST_S, _LONGEST_S = 0.0002, 0.05  # between two looks for an answer

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from lightning_bytescheduler.diloco.round_record import RECORD_NAME, Activity, RoundRecord, read_rounds, waiting_share
 from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.timeline.picture import INK, PNG_HELP, among, headed, in_colours, page, range_of
+from lightning_bytescheduler.timeline.picture import INK, add_picture, among, headed, in_colours, page
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -171,13 +171,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RUN",
         help=f"a run's folder, such as lightning_logs or lightning_logs/version_0, or its {RECORD_NAME}",
     )
-    parser.add_argument("--png", metavar="OUT", help=f"draw rounds {PNG_HELP}")
-    parser.add_argument(
-        "--rounds",
-        metavar="A:B",
-        type=range_of,
-        help="only the rounds from A up to, but not including, B (default: all, and the last six in the picture)",
-    )
+    add_picture(parser, "rounds", of="rounds", default="all, and the last six in the picture")
 
 
 def tables(options: argparse.Namespace) -> list[tuple[str, list[tuple[str, str]]]]:

@@ -54,7 +54,7 @@ from lightning_bytescheduler.diloco.training_loop import CoordinatedBoundaries, 
 from lightning_bytescheduler.diloco.worker_restart import Resumed, WorkerStates
 from lightning_bytescheduler.exceptions import UnsupportedError
 from lightning_bytescheduler.failures.board import FaultBoard
-from lightning_bytescheduler.failures.startup_check import Introduction, RendezvousWatch, hold_roll_call, require_alike
+from lightning_bytescheduler.failures.rendezvous import Introduction, RendezvousWatch, hold_roll_call, require_alike
 from lightning_bytescheduler.lightning_api import (
     CheckpointIO,
     ClusterEnvironment,

@@ -23,11 +23,9 @@ import torch.distributed as dist
 
 from lightning_bytescheduler.exceptions import SchedulerTimeoutError
 
-__all__ = ["AgreedStop"]
-
 _LOOK_S = 0.25
 
-_Place = tuple[int, int]  # batches to train on that were begun, and others since
+_Place = tuple[int, ...]  # batches to train on that were begun, and others since
 
 
 class AgreedStop:
@@ -45,8 +43,7 @@ class AgreedStop:
     def __init__(self, store: dist.Store, *, rank: int, world_size: int) -> None:
         self._store = store
         self._rank = rank
-        self._keys = [f"begun/{r}" for r in range(world_size)]
-        self._stopped_keys = [f"stopped/{r}" for r in range(world_size)]
+        self._world_size = world_size
         self.asked = False
         self._changed = threading.Condition()
         # What follows changes under the condition.
@@ -80,8 +77,11 @@ class AgreedStop:
             BaseException: What ``failure`` says.
         """
         with self._changed:
+            cause = self._wait(lambda: not self._stopping or self._last is not None, failure, timeout)
             if self._stopping and self._last is None:
-                self._await_others(failure, time.monotonic() + timeout)
+                raise cause or SchedulerTimeoutError(
+                    "A rank was asked to stop, and not all ranks have said in time which batch they are in."
+                )
             trained, others = self._begun
             following = (trained + 1, 0) if trains else (trained, others + 1)
             if self._last is not None and following > self._last:
@@ -96,65 +96,48 @@ class AgreedStop:
             failure: Asked while it waits: why they will not, if they will not.
             timeout: Longest wait, in seconds.
         """
-        deadline = time.monotonic() + timeout
         with self._changed:
             self._stopped = True
-            while not self._all_stopped and time.monotonic() < deadline:
-                self._changed.wait(_LOOK_S)
-                if self._unlocked(failure) is not None:
-                    break
+            self._wait(lambda: self._all_stopped, failure, timeout)
             return self._all_stopped
 
-    def _unlocked(self, failure: Callable[[], BaseException | None]) -> BaseException | None:
-        self._changed.release()
-        try:
-            return failure()
-        finally:
-            self._changed.acquire()
-
-    def _await_others(self, failure: Callable[[], BaseException | None], deadline: float) -> None:
-        while self._last is None:
-            cause = self._unlocked(failure)
-            if self._last is not None:
-                return
-            if cause is not None:
-                raise cause
-            if time.monotonic() >= deadline:
-                raise SchedulerTimeoutError(
-                    "A rank was asked to stop, and not all ranks have said in time which batch they are in."
-                )
+    def _wait(
+        self, is_over: Callable[[], bool], failure: Callable[[], BaseException | None], timeout: float
+    ) -> BaseException | None:
+        """Wait, under the condition, until it is over, time is up or there is a failure, which is returned."""
+        deadline = time.monotonic() + timeout
+        while not is_over():
+            self._changed.release()
+            try:
+                cause = failure()
+            finally:
+                self._changed.acquire()
+            if cause is not None or time.monotonic() >= deadline:
+                return cause
             self._changed.wait(_LOOK_S)
+        return None
 
     def look(self) -> None:
         """For the watcher's thread: tell the others, and learn from them. Talks to the store without a lock."""
-        if self._last is not None:
-            self._look_for_stopped()
-            return
-        if not self._stopping:
+        if self._last is None:
             if self.asked:
                 self._store.set("asked", str(self._rank))
-            elif not self._store.check(["asked"]):
+            elif not self._stopping and not self._store.check(["asked"]):
                 return
             with self._changed:
-                self._stopping = True
-                begun = self._begun
-            self._store.set(f"begun/{self._rank}", " ".join(map(str, begun)))
-        if self._store.check(self._keys):
-            last = max(_place(self._store.get(key)) for key in self._keys)
+                self._stopping = True  # from here on, no further batch is begun
+            places = self._told_by_all("begun", " ".join(map(str, self._begun)))
             with self._changed:
-                self._last = last
+                self._last = max((tuple(map(int, place.split())) for place in places), default=None)
+                self._changed.notify_all()
+        elif self._stopped and not self._all_stopped:
+            told = self._told_by_all("stopped", "")
+            with self._changed:
+                self._all_stopped = bool(told)
                 self._changed.notify_all()
 
-    def _look_for_stopped(self) -> None:
-        if not self._stopped or self._all_stopped:
-            return
-        self._store.set(f"stopped/{self._rank}", "")
-        if self._store.check(self._stopped_keys):
-            with self._changed:
-                self._all_stopped = True
-                self._changed.notify_all()
-
-
-def _place(told: bytes) -> _Place:
-    trained, others = map(int, told.split())
-    return trained, others
+    def _told_by_all(self, what: str, own: str) -> list[bytes]:
+        """Tell the others, and return what each has told, once all have; nothing before."""
+        self._store.set(f"{what}/{self._rank}", own)
+        keys = [f"{what}/{rank}" for rank in range(self._world_size)]
+        return [self._store.get(key) for key in keys] if self._store.check(keys) else []

@@ -34,6 +34,7 @@ from msgspec.structs import replace
 from lightning_bytescheduler.exceptions import RankFailedError, RanksDivergedError, SchedulerTimeoutError
 from lightning_bytescheduler.failures.agreed_stop import AgreedStop
 from lightning_bytescheduler.failures.messages import FaultNotice, brief, is_communication_error, is_timeout
+from lightning_bytescheduler.failures.rendezvous import StorePresence, agent_keeps_store, connect_to_store, open_board
 from lightning_bytescheduler.failures.standstill import (
     Standing,
     VitalSigns,
@@ -42,9 +43,6 @@ from lightning_bytescheduler.failures.standstill import (
     explain_death,
     wait_of,
 )
-from lightning_bytescheduler.failures.store import StorePresence, agent_keeps_store, connect_to_store, open_board
-
-__all__ = ["FaultBoard", "Watched"]
 
 log = logging.getLogger(__name__)
 

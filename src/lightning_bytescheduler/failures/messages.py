@@ -15,8 +15,6 @@ import torch.distributed as dist
 
 from lightning_bytescheduler.exceptions import ByteSchedulerError, RankFailedError, RanksDivergedError
 
-__all__ = ["FaultNotice", "StoreMessage", "brief", "is_communication_error", "is_timeout", "names_of", "phrase"]
-
 _RANKS_SHOWN = 16
 _CAUSE_LIMIT = 2000  # characters of an error message that travel
 _COMMUNICATION = re.compile(r"gloo|NCCL|c10d|pair closure|Connection (closed|reset)|Broken pipe", re.IGNORECASE)

@@ -16,18 +16,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lightning_bytescheduler.checks import ARCHITECTURES, closest, require_whole
+from lightning_bytescheduler.checks import ARCHITECTURES, closest, named, parameters_in, require_whole
 from lightning_bytescheduler.exceptions import ByteSchedulerError, OptionError, UnsupportedError
-from lightning_bytescheduler.predicting import STEPS
-from lightning_bytescheduler.simulation.link import LinkModel
+from lightning_bytescheduler.simulation.link import RATES, TIMES, LinkModel, require_duration
 from lightning_bytescheduler.simulation.prediction import MeasuredStep, Prediction, predict
 from lightning_bytescheduler.simulation.profiles import NETWORKS, ModelProfile, network_profile, profile_of_size
-from lightning_bytescheduler.simulation.quantities import RATES, TIMES, parameters_in, require_duration
-
-__all__ = ["add_arguments", "call_target", "load_target", "predicted", "profile_of"]
 
 _OF_PROFILES = ("profile", "compute")
-_OF_MODULES = ("data", "device", "precision", "steps")
+_OF_MODULES = ("device", "precision", "steps")
 _OF_LINKS = ("workers", "bandwidth", "latency", "architecture", "servers")
 _PRECISIONS = ("32-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true", "64-true", "32", "16", "bf16", "64")
 _GPT = ("gpt", "gpt2", "gpt2small")  # which `transformer` is
@@ -44,7 +40,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "data (a DataLoader or LightningDataModule); or "
         "a LightningModule class that is made without arguments. Such as train.py:make or my_project.train:make",
     )
-    add("--data", metavar="MODULE:NAME", help="a function that returns the data, or a LightningDataModule class")
     add(
         "--profile",
         "--network",
@@ -86,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="A",
         help="as for the Trainer: norm or value (default: norm)",
     )
-    add("--steps", type=int, metavar="N", help=f"how many steps to time (default: {STEPS})")
+    add("--steps", type=int, metavar="N", help="how many steps to time (default: 10)")
     add("--json", metavar="OUT", help="write all figures to this file, which --profile reads")
     add(
         "--png",
@@ -134,10 +129,8 @@ def _link(options: argparse.Namespace) -> LinkModel:
     for name in ("bandwidth", "workers"):
         if name not in given:
             raise OptionError(f"--{name}", None, "given, such as --workers 4 --bandwidth 10Gbit/s")
-    try:
+    with named():
         return LinkModel(**given)
-    except OptionError as error:
-        raise OptionError(f"--{error.option}", error.value, error.allowed, error.hint) from None
 
 
 # ── A network in numbers ────────────────────────────────────────────────────────────────────────────
@@ -183,23 +176,18 @@ def profile_of(text: str) -> ModelProfile:
 
 
 def _of_module(options: argparse.Namespace, link: LinkModel) -> Prediction:
-    steps = STEPS if options.steps is None else require_whole("--steps", options.steps, 1)
-    target = load_target("target", options.target)  # decides which Lightning there is
-    data_target = None if options.data is None else load_target("--data", options.data)
+    steps = 10 if options.steps is None else require_whole("--steps", options.steps, 1)
+    target = load_target(options.target)  # decides which Lightning there is
     from lightning_bytescheduler.lightning_api import pl
     from lightning_bytescheduler.predicting.predict import predict as measure
 
     with _failing_as_itself():
-        module, data = call_target("target", options.target, target, instances=(pl.LightningModule,)), None
+        module, data = target if isinstance(target, pl.LightningModule) else call_target(options.target, target), None
         if isinstance(module, tuple):
             if len(module) != 2:
                 allowed = "a function that returns a LightningModule, or a pair of one and its data"
                 raise OptionError("target", options.target, allowed)
             module, data = module
-        if data_target is not None:
-            if data is not None:
-                raise OptionError("--data", options.data, f"left out, as {options.target} brings data along")
-            data = call_target("--data", options.data, data_target, instances=(pl.LightningDataModule,))
         return measure(
             module,
             data,
@@ -225,35 +213,30 @@ def _failing_as_itself() -> Iterator[None]:
         raise RuntimeError("The training to be measured failed.") from error
 
 
-def call_target(option: str, text: str, target: Any, *, instances: tuple[type, ...]) -> Any:
-    """What a function returns or a class makes; what is one of ``instances`` already is left as it is.
+def call_target(text: str, target: Any) -> Any:
+    """What a function returns or a class makes.
 
     Args:
-        option: What the text was given for.
         text: What named the target.
         target: What was imported.
-        instances: Classes whose instances are not called, though they could be.
 
     Raises:
         OptionError: If it is neither, or needs arguments.
     """
-    if isinstance(target, instances):
-        return target
     if not callable(target):
-        raise OptionError(option, text, "the name of a function or a class")
+        raise OptionError("target", text, "the name of a function or a class")
     try:
         inspect.signature(target).bind()
     except TypeError:
         allowed = "a function or class that needs no arguments; wrap it in a function that gives them"
-        raise OptionError(option, text, allowed) from None
+        raise OptionError("target", text, allowed) from None
     return target()
 
 
-def load_target(option: str, text: str) -> Any:
+def load_target(text: str) -> Any:
     """Import what ``text`` names; modules in the current directory are found too.
 
     Args:
-        option: What the text was given for.
         text: ``package.module:name``, or ``folder/file.py:name``.
 
     Raises:
@@ -268,7 +251,7 @@ def load_target(option: str, text: str) -> Any:
         here, module_name = os.path.dirname(file), Path(file).stem
     names = (*module_name.split("."), *name.split("."))
     if not all(part.isidentifier() for part in names) or module_name.endswith(".py"):
-        raise OptionError(option, text, "package.module:name or file.py:name, such as train.py:make")
+        raise OptionError("target", text, "package.module:name or file.py:name, such as train.py:make")
     if here not in sys.path:
         sys.path.insert(0, here)  # as `python -m` does, and a console script does not
     try:
@@ -277,20 +260,18 @@ def load_target(option: str, text: str) -> Any:
         if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
             near = closest(error.name, [file.stem for file in Path(here).glob("*.py")])
             hint = "" if near is None else f"; did you mean {near}:{name}?"
-            raise ImportError(
-                f"{option}: there is no module {error.name}, neither in {here} nor installed{hint}"
-            ) from error
-        raise ImportError(f"{option}: {module_name} cannot be imported: {error}", name=error.name) from error
+            raise ImportError(f"There is no module {error.name}, neither in {here} nor installed{hint}") from error
+        raise ImportError(f"{module_name} cannot be imported: {error}", name=error.name) from error
     except SystemExit as error:
         raise UnsupportedError(
-            f"{option}: importing {module_name} ended the process (exit code {error.code}). What it does when run "
+            f"Importing {module_name} ended the process (exit code {error.code}). What it does when run "
             'belongs under `if __name__ == "__main__":`, and what it trains into a function.'
         ) from error
     for part in name.split("."):
         if not hasattr(found, part):
             near = closest(part, [n for n in dir(found) if not n.startswith("_")])
             hint = "" if near is None else f" (did you mean {near}?)"
-            raise OptionError(option, text, f"a name that {module_name} has{hint}")
+            raise OptionError("target", text, f"a name that {module_name} has{hint}")
         found = getattr(found, part)
     return found
 

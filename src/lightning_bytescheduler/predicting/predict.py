@@ -3,8 +3,8 @@
 Some training steps are taken on a copy: a deep one of the module and a shallow one of the data module, so that what
 training changes, it changes there. The random state of the process and the generators of a data loader are put back.
 Callbacks of the user are not run, nor what belongs to the end of an epoch, as checkpoints and metrics of a validation
-have no place here. The user's batches are repeated for as long as it takes, on a single device whose strategy tells a
-recorder where in a step training is.
+have no place here. The user's batches are repeated for as long as it takes, on a single device whose strategy notes
+where in a step training is.
 
 Some steps warm up, then one that is only timed and one that is watched take turns. Watched is when each parameter is
 first used in the forward pass and when its gradient is complete, seen as the strategy sees them: a touch of the
@@ -54,14 +54,11 @@ from lightning_bytescheduler.lightning_api import (
     isolate_rng,
     pl,
 )
-from lightning_bytescheduler.predicting import STEPS
 from lightning_bytescheduler.registration import require_same_package
 from lightning_bytescheduler.simulation import prediction
 from lightning_bytescheduler.simulation.link import LinkModel
 from lightning_bytescheduler.simulation.prediction import MeasuredStep, Prediction
 from lightning_bytescheduler.simulation.profiles import LayerProfile, ModelProfile
-
-__all__ = ["advise", "predict"]
 
 BETWEEN_STEPS = "(between steps)"
 READ_UNSEEN = "(read unseen)"
@@ -83,7 +80,7 @@ def predict(
     precision: Any = None,
     gradient_clip_val: float | None = None,
     gradient_clip_algorithm: str | None = None,
-    steps: int = STEPS,
+    steps: int = 10,
 ) -> Prediction:
     """Measure a few steps of a training, and say what to expect of it with each strategy on a network.
 
@@ -171,39 +168,6 @@ class EnoughSteps(Exception):
     """Ends a fit whose steps have been recorded, before the epoch ends and what belongs to that happens."""
 
 
-class ObservedDevice(SingleDeviceStrategy):
-    """Tells a recorder where in a step training is.
-
-    Args:
-        device: Where to train.
-        recorder: Is told.
-    """
-
-    def __init__(self, device: torch.device, recorder: StepRecorder) -> None:
-        super().__init__(device=device)
-        self._recorder = recorder
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """See Strategy.
-
-        Raises:
-            EnoughSteps: If the recorder has all it wants.
-        """
-        with self._recorder.forward():
-            return super().training_step(*args, **kwargs)
-
-    def backward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """See Strategy."""
-        with self._recorder.backward():
-            return super().backward(*args, **kwargs)
-
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        """See Strategy."""
-        output = super().optimizer_step(*args, **kwargs)
-        self._recorder.note("updated")
-        return output
-
-
 def measure_step(
     module: pl.LightningModule, data: Any, *, device: torch.device, steps: int, trainer_options: Mapping[str, Any]
 ) -> MeasuredStep:
@@ -225,8 +189,7 @@ def measure_step(
     # A module's own callbacks may write checkpoints.
     trained.configure_callbacks = lambda: []  # type: ignore[method-assign]
     batches: list[RepeatedData] = []
-    recorder = StepRecorder(trained, DeviceClock(device), steps=steps, waited=lambda: sum(b.waited for b in batches))
-    strategy = ObservedDevice(device, recorder)
+    strategy = ObservedDevice(device, trained, steps=steps, waited=lambda: sum(b.waited for b in batches))
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as restoring:
         _keep_quiet(restoring)
         _restore_random_state(restoring)
@@ -255,16 +218,16 @@ def measure_step(
         )
         with _gradients_kept(module), contextlib.suppress(EnoughSteps):
             trainer.fit(trained, **_data_arguments(trained, data, repeat))
-        if not recorder.complete:
+        if not strategy.complete:
             raise OptionError("data", data, "batches that can be iterated over again: there were too few to measure")
         optimizers, precision = strategy.optimizers, trainer.precision_plugin
-        times = StepParts.typical(recorder.times)
+        times = StepParts.typical(strategy.times)
         return MeasuredStep(
-            profile=make_profile(type(module).__name__, recorder.parameters(), recorder.watched, times),
-            waiting=statistics.median(recorder.waiting),
+            profile=make_profile(type(module).__name__, strategy.parameters(), strategy.watched, times),
+            waiting=statistics.median(strategy.waiting),
             device=device.type,
-            compressed_share=recorder.compressed_share(),
-            unused=recorder.unused(),
+            compressed_share=strategy.compressed_share(),
+            unused=strategy.unused(),
             synchronised_because=(
                 *optimizer_reasons(optimizers),
                 *precision_reasons(precision, optimizers),
@@ -336,7 +299,7 @@ def _data_arguments(module: pl.LightningModule, data: Any, repeat: Callable[[Any
             "data",
             None,
             "a DataLoader or a LightningDataModule, as the module has no train_dataloader; on the command line, let "
-            "the function return a pair of model and data, or name one with --data",
+            "the function return a pair of model and data",
         )
     _repeat_loader_of(module, repeat)
     return {}
@@ -414,12 +377,12 @@ class DeviceClock:
         return float(start.elapsed_time(end)) / 1e3
 
 
-class StepRecorder:
-    """Notes moments of the steps of a training, and as a gate of its parameters when they are first used.
+class ObservedDevice(SingleDeviceStrategy):
+    """Trains on one device, and notes moments of the steps, as a gate of the parameters when they are first used.
 
     Args:
+        device: Where to train.
         module: What is trained; its parameters are looked up when the first step is watched.
-        clock: Of the device that computes.
         steps: How many to time, and as many to watch, after the warm-up.
         waited: Seconds spent waiting for data so far, whenever asked.
 
@@ -429,9 +392,12 @@ class StepRecorder:
         watched: What was seen in the others.
     """
 
-    def __init__(self, module: nn.Module, clock: DeviceClock, *, steps: int, waited: Callable[[], float]) -> None:
-        self._module = module
-        self._clock = clock
+    def __init__(
+        self, device: torch.device, module: pl.LightningModule, *, steps: int, waited: Callable[[], float]
+    ) -> None:
+        super().__init__(device=device)
+        self._trained = module
+        self._clock = DeviceClock(device)
         self._wanted = steps
         self._waited = waited
         self._parameters: dict[str, nn.Parameter] = {}
@@ -449,15 +415,14 @@ class StepRecorder:
 
     @property
     def complete(self) -> bool:
-        """Whether enough was recorded."""
+        """Whether enough was noted."""
         return len(self.times) >= self._wanted and len(self.watched) >= self._wanted
 
-    @contextlib.contextmanager
-    def forward(self) -> Iterator[None]:
-        """A forward pass, which begins a step; the one before it has ended.
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """See Strategy. A forward pass begins a step; the one before it has ended.
 
         Raises:
-            EnoughSteps: If enough was recorded.
+            EnoughSteps: If enough was noted.
             UnsupportedError: If the steps so far were no steps of one forward pass, one backward pass and one update.
         """
         now, waited = self._clock.moment(), self._waited()
@@ -476,30 +441,32 @@ class StepRecorder:
             now = self._clock.moment()
         self._moments, self._waited_before = {"begun": now}, waited
         try:
-            yield
-            self.note("forward")
+            output = super().training_step(*args, **kwargs)
+            self._note("forward")
+            return output
         finally:
             self.open_all("the forward pass has ended")
 
-    @contextlib.contextmanager
-    def backward(self) -> Iterator[None]:
-        """A backward pass."""
+    def backward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """See Strategy."""
         watched = self._parameters.values() if self._watches else ()
         handles = [parameter.register_post_accumulate_grad_hook(self._accumulated) for parameter in watched]
         if "backward" in self._moments:
             self._moments.clear()  # a step of two is none that can be measured
-        self.note("backward")
+        self._note("backward")
         try:
-            yield
-            self.note("gradients")
+            loss = super().backward(*args, **kwargs)
+            self._note("gradients")
+            return loss
         finally:
             for handle in handles:
                 handle.remove()
 
-    def note(self, what: str) -> None:
-        """Something of a step has ended, or begun."""
-        if self._moments:
-            self._moments[what] = self._clock.moment()
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        """See Strategy."""
+        output = super().optimizer_step(*args, **kwargs)
+        self._note("updated")
+        return output
 
     def touched(self, parameter: nn.Parameter, gradient_only: bool) -> None:
         """See :class:`~lightning_bytescheduler.ddp.gates.Gate`."""
@@ -518,12 +485,9 @@ class StepRecorder:
 
     def parameters(self) -> list[WatchedParameter]:
         """Those that were watched, each once, under the name of the module that holds it first."""
+        whole = type(self._trained).__name__
         return [
-            WatchedParameter(
-                key=id(parameter),
-                layer=name.rpartition(".")[0] or type(self._module).__name__,
-                size=parameter.nbytes,
-            )
+            WatchedParameter(key=id(parameter), layer=name.rpartition(".")[0] or whole, size=parameter.nbytes)
             for name, parameter in self._parameters.items()
         ]
 
@@ -538,11 +502,16 @@ class StepRecorder:
         seen = {key for step in self.watched for key in step.gradient}
         return tuple(name for name, parameter in self._parameters.items() if id(parameter) not in seen)
 
+    def _note(self, what: str) -> None:
+        """Something of a step has ended, or begun."""
+        if self._moments:
+            self._moments[what] = self._clock.moment()
+
     def _watch(self) -> None:
         """Watch the forward pass that comes."""
         if not self._parameters:
-            self._parameters = {n: p for n, p in self._module.named_parameters() if p.requires_grad}
-            self._unseen = set(unseen_parameters(self._module))
+            self._parameters = {n: p for n, p in self._trained.named_parameters() if p.requires_grad}
+            self._unseen = set(unseen_parameters(self._trained))
         self._first_use, self._gradient = {}, {}
         seen = (p for p in self._parameters.values() if id(p) not in self._unseen)
         arm((p for p in seen if can_be_gated(p) and not is_armed(p)), self)

@@ -11,9 +11,8 @@ workers then occupies that link, by architecture, for
   workers push and serve over one link, a lone partition would be a little faster than modelled. In a step that is
   played links of servers and workers besides wait for each other for a share of the time, see ``LinkModel.idle``.
 
-A collective costs two more things. *Latency*: its hops take time in which the link is free for other
-collectives in flight, so a window that covers bandwidth × latency hides it. *Overhead*: what each collective
-costs however many are in flight (a launch, a handshake); the link stands idle meanwhile.
+A collective also has a *latency*: its hops take time in which the link is free for other collectives in flight, so a
+window that covers bandwidth × latency hides it.
 
 Where gradients are compressed, each rank compresses each one once (others' shards as they are, its own when it is
 summed) and reads it twice (what it sums, and all sums). Codecs work beside the link and beside the training, so a byte
@@ -22,10 +21,17 @@ here.
 
 Limits: workers are alike, links are dedicated, no congestion or loss; the time a simulation takes does not
 depend on the number of workers.
+
+Rates and times may be written as people write them: ``10Gbit/s``, ``10GbE``, ``1.25GB/s``, ``20ms``. A small ``b`` is a
+bit and a capital ``B`` a byte. What could be either, such as ``1GB`` or ``1gb/s``, is refused with a question: the
+answers differ by a factor of eight. Prefixes are decimal, as those of networks are; ``Ki``, ``Mi`` and ``Gi`` are
+binary.
 """
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -38,14 +44,6 @@ from lightning_bytescheduler.checks import (
     require_whole,
 )
 from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.simulation.quantities import (
-    duration_in_words,
-    rate_in_words,
-    require_duration,
-    require_rate,
-)
-
-__all__ = ["CODECS", "CodecPace", "LinkModel", "break_even_bandwidth", "compressed_link", "network_in_words"]
 
 Architecture = Literal["allreduce", "ps"]
 """Who reduces gradients: the workers among themselves, or parameter servers; ``checks.ARCHITECTURES``."""
@@ -66,7 +64,6 @@ class LinkModel:
         workers: How many take part.
         bandwidth: Bytes per second of each worker's link, in each direction.
         latency: Seconds of one hop, from one worker to another.
-        overhead: Seconds that each collective keeps the link from others, whatever its size.
         architecture: ``"allreduce"`` or ``"ps"``.
         servers: Servers on machines of their own, with architecture ``"ps"``; where there are none, one beside each
             worker sums. More than one for each worker change nothing, because from there on the workers' own links are
@@ -81,7 +78,6 @@ class LinkModel:
     workers: int
     bandwidth: float
     latency: float = 0.0
-    overhead: float = 0.0
     architecture: Architecture = "allreduce"
     servers: int = 0
     messages_in_flight: int | None = None
@@ -92,7 +88,6 @@ class LinkModel:
         workers: int,
         bandwidth: float | str,
         latency: float | str = 0.0,
-        overhead: float | str = 0.0,
         architecture: str = "allreduce",
         servers: int = 0,
         messages_in_flight: int | None = None,
@@ -108,7 +103,6 @@ class LinkModel:
             "workers": workers,
             "bandwidth": require_rate("bandwidth", bandwidth),
             "latency": require_duration("latency", latency),
-            "overhead": require_duration("overhead", overhead),
             "architecture": architecture,
             "servers": servers,
             "messages_in_flight": messages_in_flight,
@@ -120,7 +114,7 @@ class LinkModel:
     def measured(cls, *, workers: int, alpha: float, beta: float) -> LinkModel:
         """The ring on which lone all-reduces of ``s`` bytes were seen to take ``alpha + beta × s`` seconds.
 
-        One all-reduce at a time cannot tell latency from overhead; all of ``alpha`` is taken to be latency.
+        All of ``alpha`` is taken to be latency.
 
         Raises:
             OptionError: If there are less than 2 workers, or ``alpha`` or ``beta`` cannot be.
@@ -165,11 +159,6 @@ class LinkModel:
         if self.workers == 1:
             return 0.0
         return 2 * self.latency * (1 if self.architecture == "ps" else self.workers - 1)
-
-    @property
-    def overhead_seconds(self) -> float:
-        """Overhead of each collective; nothing for a lone worker, who has none."""
-        return self.overhead if self.workers > 1 else 0.0
 
 
 def network_in_words(link: LinkModel) -> str:
@@ -227,3 +216,94 @@ def compressed_link(link: LinkModel, codec: CodecPace, share: float = 1.0) -> Li
 def break_even_bandwidth(link: LinkModel, codec: CodecPace) -> float:
     """Bytes a second of the link on which codecs take as long as sending gradients as they are; it pays below."""
     return link.seconds_per_byte * link.bandwidth / codec.seconds_per_byte
+
+
+# ── Rates and times as texts ────────────────────────────────────────────────────────────────────────
+
+RATES = "10Gbit/s, 500Mbps, 25GbE or 1.25GB/s"
+"""Examples of rates, for help and errors."""
+
+TIMES = "20ms, 0.5ms or 200us"
+"""Examples of times."""
+
+_NUMBER = r"(?P<number>(?:\d+(?:\.\d*)?|\.\d+)(?:e[+-]?\d+)?)"
+_RATE = re.compile(
+    rf"{_NUMBER}\s*(?P<prefix>kilo|mega|giga|tera|[kmgt])?(?P<binary>i)?[ -]?(?P<unit>bits?|bytes?|b)?"
+    r"(?P<per>\s*/\s*s(?:ec(?:ond)?)?|\s*per\s*s(?:ec(?:ond)?)?|\s*a second|ps)?",
+    re.IGNORECASE,
+)
+_ETHERNET = re.compile(r"([mg])(?:be|e|ige)$", re.IGNORECASE)
+_TIME = re.compile(rf"{_NUMBER}\s*(?P<prefix>micro|milli|n|u|µ|μ|m)?(?:seconds?|secs?|s)", re.IGNORECASE)
+_PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+_FRACTIONS = {"": 1.0, "n": 1e-9, "u": 1e-6, "µ": 1e-6, "μ": 1e-6, "m": 1e-3, "micro": 1e-6, "milli": 1e-3}
+_LEAST_BARE_BITS = 1e6  # who writes a smaller number without a unit means megabits or gigabits
+
+
+def require_rate(option: str, value: object) -> float:
+    """Bytes per second: a number of them, or a text such as ``10Gbit/s``.
+
+    Args:
+        option: Its name.
+        value: What was given. A text without a unit, such as ``1e9``, is in bits per second, as networks are.
+
+    Raises:
+        OptionError: If it is no rate above 0, or could be in bits or in bytes; names ``option``.
+    """
+    if not isinstance(value, str):
+        return require_positive(option, value, of="bytes per second")
+    found = _RATE.fullmatch(_ETHERNET.sub(r"\1bps", value.strip()))
+    bits = 0.0
+    if found is not None:
+        prefix = (found["prefix"] or "")[:1].lower()
+        factor = 1024.0 ** " kmgt".index(prefix or " ") if found["binary"] else _PREFIXES[prefix]
+        bits = float(found["number"]) * factor * _bits_of_unit(option, value, found)
+    if not bits or not math.isfinite(bits):
+        above = "above 0 " if found else ""
+        raise OptionError(option, value, f"a rate {above}such as {RATES}")
+    return bits / 8
+
+
+def _bits_of_unit(option: str, value: str, found: re.Match[str]) -> int:
+    """How many bits the unit has.
+
+    Raises:
+        OptionError: If that cannot be told.
+    """
+    number, unit, prefix, per = found["number"], found["unit"] or "", found["prefix"] or "", found["per"] or ""
+    if not unit and not prefix and float(number) < _LEAST_BARE_BITS:
+        raise OptionError(option, value, f"a rate with its unit, such as {number}Gbit/s or {number}Mbit/s")
+    # Who minds capitals minds them everywhere: "GBPS" and "gb/s" show that nobody did.
+    if (unit == "B" and per in ("", "PS")) or (unit == "b" and prefix in ("m", "g", "t") and per.lower() != "ps"):
+        letters = prefix.upper().replace("K", "k") + (found["binary"] or "")
+        choices = f"{number}{letters}bit/s or {number}{letters}B/s"
+        raise OptionError(option, value, f"{choices} (is it in bits or in bytes a second?)")
+    return 8 if unit == "B" or unit.lower().startswith("byte") else 1
+
+
+def require_duration(option: str, value: object) -> float:
+    """Seconds: a number of them, or a text such as ``20ms``.
+
+    Raises:
+        OptionError: If it is no time, 0 or more; names ``option``.
+    """
+    if not isinstance(value, str):
+        return require_seconds(option, value)
+    found = _TIME.fullmatch(value.strip())
+    seconds = 0.0
+    if found is not None:
+        seconds = float(found["number"]) * _FRACTIONS[(found["prefix"] or "").lower()]
+    elif value.strip() != "0":
+        raise OptionError(option, value, f"a time with its unit, such as {TIMES}")
+    return require_seconds(option, seconds)
+
+
+def rate_in_words(bandwidth: float) -> str:
+    """For example ``500 Mbit/s``, of bytes per second."""
+    rate = bandwidth * 8
+    unit, size = next((u, s) for u, s in (("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 0.0)) if rate >= s)
+    return f"{rate / (size or 1e3):,.4g} {unit}"
+
+
+def duration_in_words(seconds: float) -> str:
+    """For example ``0.2 ms``, or ``5 µs`` where that is little."""
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-4 or not seconds else f"{seconds * 1e6:.3g} µs"

@@ -10,7 +10,7 @@ import json
 import math
 import os
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,12 +24,12 @@ from lightning_bytescheduler.simulation.link import (
     break_even_bandwidth,
     compressed_link,
     network_in_words,
+    rate_in_words,
 )
 from lightning_bytescheduler.simulation.profiles import ModelProfile
-from lightning_bytescheduler.simulation.quantities import rate_in_words
 from lightning_bytescheduler.simulation.simulator import Schedule, clipped_bound, lower_bound, simulate
 from lightning_bytescheduler.timeline.picture import INK, headed, in_colours, page, ruled
-from lightning_bytescheduler.tuning.default_sizes import LinkEstimate, default_sizes
+from lightning_bytescheduler.tuning.sizes import LinkEstimate, default_sizes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -59,7 +59,7 @@ _HIDES = 1.05  # times the computation: up to there, ``"auto"`` leaves gradients
 _LEFT = 1.01  # times the computation, that it compresses down to
 _PARTS = 20  # of the gradients, that it may compress
 _POINTS = 10  # on either side of the given bandwidth
-_COLOURS = ("#3f86d1", "#e58f2a", "#2e8b57", "#8456b5", "#d7263d")
+_COLOURS = {1: "#3f86d1", 4: "#e58f2a", 16: "#2e8b57"}  # by times as many workers
 _LINE_LENGTH = 84  # letters
 
 
@@ -238,27 +238,21 @@ class Prediction:
         Path(file).parent.mkdir(parents=True, exist_ok=True)
         Path(file).write_text(json.dumps(self.figures(), indent=1) + "\n", encoding="utf-8")
 
-    def draw(
-        self, out: str | os.PathLike[str], *, workers: Sequence[int] = (), bandwidths: Sequence[float] = ()
-    ) -> None:
-        """Draw what other bandwidths and more workers would bring, around the given network.
+    def draw(self, out: str | os.PathLike[str]) -> None:
+        """Draw what a tenth to ten times the bandwidth would bring, and 4 and 16 times as many workers and servers.
 
         Args:
             out: The file to write; its suffix names the format (png, svg, pdf, ...). Parent directories are created.
-            workers: A line for each, up to five; by default the link's, 4 and 16 times as many. Spare servers are kept
-                in proportion.
-            bandwidths: Bytes per second, in order; by default from a tenth to ten times the link's.
 
         Raises:
             ImportError: If matplotlib is not installed; the message names the extra to install.
-            OptionError: If matplotlib does not know the suffix, or there are too many ``workers``.
+            OptionError: If matplotlib does not know the suffix.
             OSError: If the file cannot be written.
         """
         profile, link = self.measured.profile, self.link
-        counts = workers or [times * link.workers for times in (1, 4, 16)]
-        rates = bandwidths or [link.bandwidth * 10 ** (exponent / _POINTS) for exponent in range(-_POINTS, _POINTS + 1)]
-        if len(counts) > len(_COLOURS):
-            raise OptionError("workers", list(counts), f"{len(_COLOURS)} numbers at most")
+        rates = [link.bandwidth * 10 ** (exponent / _POINTS) for exponent in range(-_POINTS, _POINTS + 1)]
+        links = [replace(link, workers=link.workers * times, servers=link.servers * times) for times in _COLOURS]
+        curves = {one.workers: [_point(profile, replace(one, bandwidth=rate)) for rate in rates] for one in links}
         name = profile.name if len(profile.name) <= _NAME_LENGTH else f"{profile.name[: _NAME_LENGTH - 1]}…"
         subject = (
             f"{name} ({profile.parameter_bytes / 1e6:,.4g} MB of gradients, a step computes "
@@ -269,14 +263,10 @@ class Prediction:
             from matplotlib.lines import Line2D
 
             here, ax = _point(profile, link), figure.subplots()
-            _draw(ax, here, {count: self._curve(count, rates) for count in counts})
+            _draw(ax, here, curves)
             headed(figure, "\n".join([here.found(link.workers), *textwrap.wrap(subject, _LINE_LENGTH)]), 12.5)
             bound = Line2D([], [], color=INK, linestyle=":", label="no order can do better")
             in_colours(figure, {}, *ax.get_legend_handles_labels()[0], bound)
-
-    def _curve(self, workers: int, bandwidths: Sequence[float]) -> list[_Point]:
-        link = replace(self.link, workers=workers, servers=self.link.servers * workers // self.link.workers)
-        return [_point(self.measured.profile, replace(link, bandwidth=rate)) for rate in bandwidths]
 
     def table(self) -> list[tuple[str, ...]]:
         """The figures as rows of text, headings first."""
@@ -518,13 +508,11 @@ def chosen_schedule(
         clipping: See ``Schedule``.
         busy_processor: Whether the model computes on the processor.
     """
-    # Nothing hides the overhead behind another message, so it weighs more.
-    alpha = 4 * link.stages * link.overhead_seconds + link.latency_seconds
     sizes = default_sizes(
         parameters=profile.parameter_bytes // _WIDTH,
         bytes_per_parameter=_WIDTH,
         # A lone worker has nothing to measure; any sizes are good then.
-        link=LinkEstimate(alpha=alpha, beta=link.seconds_per_byte or 1 / link.bandwidth),
+        link=LinkEstimate(alpha=link.latency_seconds, beta=link.seconds_per_byte or 1 / link.bandwidth),
         busy_processor=busy_processor,
         in_shards=clipping,
         architecture=link.architecture,
@@ -561,7 +549,7 @@ def _best(strategy: str, profile: ModelProfile, link: LinkModel, schedules: Iter
 
 def _exchange_seconds(profile: ModelProfile, link: LinkModel) -> float:
     """Of sending all gradients in one go, with nothing else to do."""
-    return profile.parameter_bytes * link.seconds_per_byte + link.overhead_seconds + link.latency_seconds
+    return profile.parameter_bytes * link.seconds_per_byte + link.latency_seconds
 
 
 def _ms(seconds: float) -> str:
@@ -601,22 +589,20 @@ def _point(profile: ModelProfile, link: LinkModel) -> _Point:
     return _Point(link.bandwidth, ddp / scheduled, ddp / lower_bound(profile, link), speed)
 
 
-def _draw(ax: Axes, here: _Point, curves: dict[int, list[_Point]]) -> None:
+def _draw(ax: Axes, here: _Point, curves: Mapping[int, Sequence[_Point]]) -> None:
     """Draw the speed-up over DDP over bandwidth, a line for each number of workers."""
     from matplotlib.ticker import LogLocator
 
     unit, bits = ("Gbit/s", 1e9) if here.bandwidth * 8 >= 1e9 else ("Mbit/s", 1e6)
-    for index, (count, points) in enumerate(curves.items()):
-        # The later, the thinner, so that lines on top of each other are all seen.
-        width = 4.4 - 2.8 * index / max(len(curves) - 1, 1)
+    # The later, the thinner, so that lines on top of each other are all seen.
+    for colour, width, (count, points) in zip(_COLOURS.values(), (4.4, 3.0, 1.6), curves.items(), strict=True):
         rates = [point.bandwidth * 8 / bits for point in points]
-        label = f"{count:,} worker{'s' if count > 1 else ''}"
-        ax.plot(rates, [point.gain for point in points], color=_COLOURS[index], linewidth=width, label=label)
+        ax.plot(rates, [point.gain for point in points], color=colour, linewidth=width, label=f"{count:,} workers")
         ax.plot(rates, [point.most for point in points], color=INK, linewidth=1, linestyle=":")
     at = here.bandwidth * 8 / bits
     ax.axvline(at, color=INK, linewidth=0.8, alpha=0.4)
     ax.plot(
-        [at], [here.gain], "o", markersize=10, color=_COLOURS[0], markeredgecolor=INK, label="this network", zorder=5
+        [at], [here.gain], "o", markersize=10, color=_COLOURS[1], markeredgecolor=INK, label="this network", zorder=5
     )
     ax.annotate(
         f"{here.gain:.2f}x",

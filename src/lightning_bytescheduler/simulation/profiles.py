@@ -16,10 +16,9 @@ a step on one worker.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -32,8 +31,6 @@ from lightning_bytescheduler.checks import (
     require_whole,
 )
 from lightning_bytescheduler.exceptions import OptionError
-
-__all__ = ["NETWORKS", "LayerProfile", "ModelProfile", "network_profile", "profile_of_size"]
 
 _COMPUTE_SECONDS = 0.2  # of a network's step; any hardware, some batch
 _BYTES = 4
@@ -145,14 +142,6 @@ class ModelProfile:
             return cls(name=kept.name or Path(file).stem, layers=tuple(kept.layers))
         except (msgspec.DecodeError, ValueError) as error:
             raise OptionError("profile", os.fspath(file), f"a JSON file of a profile: {error}".rstrip(".")) from error
-
-    def save(self, file: str | os.PathLike[str]) -> None:
-        """Write the profile as JSON.
-
-        Raises:
-            OSError: If the file cannot be written.
-        """
-        Path(file).write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
 
 
 class _Kept(msgspec.Struct):

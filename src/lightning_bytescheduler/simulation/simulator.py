@@ -53,9 +53,8 @@ same theorem: reduce-scatters first, and all-gathers by priority whenever none o
 the norm is known*; the clipping factor is applied where the gradient arrives. As ``C_i <= C_k`` and
 ``q_i <= F``, it is never above the bound of DDP.
 
-**Costs of messages.** Layers 1 to k need at least one message, as a message can hold several layers. It adds the
-link's overhead to ``C_k``, or to both halves of it. After its last byte has left, a message takes the link's latency
-to arrive; of several in flight only the last one's shows, so each bound grows by one latency: half of it for the
+**Costs of messages.** After its last byte has left, a message takes the link's latency to arrive; of several in flight
+only the last one's shows, so each bound grows by one latency: half of it for the
 reduce-scatters and half for the all-gathers where these follow each other. (In between, the link is free for others: a
 collective taken apart hides its latency better, so `clipped_bound` can be below `lower_bound` by half of a latency.)
 The norm costs one collective of next to no bytes. With servers the pushes alone are counted, so that bound is not
@@ -73,8 +72,6 @@ from lightning_bytescheduler.checks import require_bool, require_whole
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 from lightning_bytescheduler.simulation.link import LinkModel
 from lightning_bytescheduler.simulation.profiles import ModelProfile
-
-__all__ = ["Schedule", "clipped_bound", "ddp_bound", "lower_bound", "simulate"]
 
 _DDP_BUCKET_BYTES = 25 * 1024 * 1024
 _DDP_FIRST_BUCKET_BYTES = 1024 * 1024
@@ -294,8 +291,7 @@ class _Simulation:
             return
         share = 0.5 if self._schedule.clipping else 1.0
         on_link = self._link.seconds_per_byte / (1 - self._link.idle)
-        seconds = self._link.overhead_seconds + share * piece.size * on_link
-        self._free_at[stage] = max(self._free_at[stage], self._now) + seconds
+        self._free_at[stage] = max(self._free_at[stage], self._now) + share * piece.size * on_link
         latency = share * self._link.latency_seconds / self._link.stages
         self._at(self._free_at[stage] + latency, lambda: self._pass(piece, stage + 1))
 
@@ -307,7 +303,7 @@ class _Simulation:
             self._enqueue(_GATHER, piece.bucket, piece.size)
             self._reductions_missing -= 1
             if not self._reductions_missing:
-                self._at(self._now + _norm_seconds(self._link), self._know_norm)
+                self._at(self._now + self._link.latency_seconds, self._know_norm)
             return
         self._missing[piece.bucket] -= 1
         if not self._missing[piece.bucket]:
@@ -364,7 +360,8 @@ def clipped_bound(profile: ModelProfile, link: LinkModel) -> float:
     prefixes = list(_prefixes(profile))
     if not prefixes:
         return profile.compute_seconds
-    known = max(p.release + p.seconds(link, share=0.5) for p in prefixes) + half + _norm_seconds(link)
+    # The sum of the workers' parts of the squared norm is next to no bytes.
+    known = max(p.release + p.seconds(link, share=0.5) for p in prefixes) + half + link.latency_seconds
     # Before backward has ended, if the first layers have no parameters.
     best = max(profile.backward_seconds, known) + forward
     busy = 0.0  # the largest r_k + C_k/2 of the layers from here on
@@ -373,11 +370,6 @@ def clipped_bound(profile: ModelProfile, link: LinkModel) -> float:
         busy = max(busy, p.release + mine)
         best = max(best, busy + mine + half + p.tail)
     return best
-
-
-def _norm_seconds(link: LinkModel) -> float:
-    """Seconds of summing the workers' parts of the squared norm: an all-reduce of next to no bytes."""
-    return link.overhead_seconds + link.latency_seconds
 
 
 def _require_all_reduce(link: LinkModel) -> None:
@@ -395,7 +387,7 @@ class _Prefix(NamedTuple):
 
     def seconds(self, link: LinkModel, share: float = 1.0) -> float:
         """How long these layers occupy the link, with ``share`` of a collective's bytes."""
-        return link.overhead_seconds + share * self.bytes * link.seconds_per_byte
+        return share * self.bytes * link.seconds_per_byte
 
 
 def _prefixes(profile: ModelProfile) -> Iterator[_Prefix]:

@@ -34,8 +34,6 @@ from lightning_bytescheduler.timeline.timeline import (
     REPLY,
     STEP,
     SUM,
-)
-from lightning_bytescheduler.timeline.trace import (
     Cover,
     Interval,
     Span,
@@ -53,9 +51,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 INK = "#26323d"
-
-PNG_HELP = "to this file, a .png, .svg or .pdf (needs the extra 'plots')"
-"""What the option ``--png`` of a command does, after what is drawn."""
 
 _DOTS_PER_INCH = 130
 _FORWARD, _BACKWARD, _WAIT, _UPDATE = "#3f86d1", "#e58f2a", "#d7263d", "#2e8b57"
@@ -126,12 +121,24 @@ def ruled(ax: Axes) -> None:
     ax.spines[["top", "right"]].set_visible(False)
 
 
-def range_of(text: str) -> tuple[int, int]:
-    """Read ``A:B``, for argparse.
+def add_picture(parser: argparse.ArgumentParser, what: str, *, of: str = "", default: str = "") -> None:
+    """Declare ``--png``, and where there is much to draw the option that says of which.
 
-    Raises:
-        argparse.ArgumentTypeError: If it is no such range.
+    Args:
+        parser: Of a command.
+        what: Is drawn.
+        of: The other option's name, such as ``steps``.
+        default: What is shown without it.
     """
+    parser.add_argument(
+        "--png", metavar="OUT", help=f"draw {what} to this file, a .png, .svg or .pdf (needs the extra 'plots')"
+    )
+    if of:
+        which = f"only the {of} from A up to, but not including, B (default: {default})"
+        parser.add_argument(f"--{of}", metavar="A:B", type=_range, help=which)
+
+
+def _range(text: str) -> tuple[int, int]:
     first, _, after = text.partition(":")
     try:
         bounds = int(first), int(after)
@@ -203,38 +210,33 @@ def _choose(trace: Trace, asked: tuple[int, int] | None) -> tuple[list[int], Int
     if asked is not None:
         chosen = among(known, asked, "steps")
     else:
-        chosen = _steady(_like_most(known, trace), {step: end - start for step, (start, end) in bounds.items()})
+        chosen = _typical(known, trace, {step: end - start for step, (start, end) in bounds.items()})
     return chosen, (bounds[chosen[0]][0], bounds[chosen[-1]][1])
 
 
-def _like_most(known: Sequence[int], trace: Trace) -> list[list[int]]:
-    """Return runs of neighbouring steps of the kind that most are of, the longest that there are up to three."""
+def _typical(known: Sequence[int], trace: Trace, durations: Mapping[int, float]) -> list[int]:
+    """Return up to three neighbouring steps of the kind that most are of, as long as most, near the middle."""
     kinds = trace.kinds()
     counts = Counter(kinds.get(step, "") for step in known)
     most = max(counts, key=lambda kind: (counts[kind], kind == "overlapped"))
     passes = covered(trace.select(COMPUTE))
     # What waits outside of a pass is no part of a step: a validation, a checkpoint, somebody who reads weights.
     outside = {gate.step for gate in trace.select(GATE) if not intersection(passes, intervals([gate]))}
-    good = [step for step in known if kinds.get(step, "") == most]
-    calm = [step for step in good if step not in outside] or good
-    for size in range(_STEPS_SHOWN, 1, -1):
-        runs = [list(known[at : at + size]) for at in range(len(known) - size + 1)]
-        if found := [run for run in runs if set(run) <= set(calm)]:
-            return found
-    return [[step] for step in calm]
 
+    def unlike(run: list[int]) -> tuple[bool, bool, int]:
+        return any(kinds.get(step, "") != most for step in run), not outside.isdisjoint(run), -len(run)
 
-def _steady(runs: Sequence[list[int]], durations: Mapping[int, float]) -> list[int]:
-    """Return the run whose steps take as long as most, near the middle."""
+    sizes = range(1, _STEPS_SHOWN + 1)
+    runs = [list(known[at : at + size]) for size in sizes for at in range(len(known) - size + 1)]
+    best = min(map(unlike, runs))
+    runs = [run for run in runs if unlike(run) == best]
     typical = median(durations[step] for run in runs for step in run)
-    middle = len(runs) // 2
-    near = range(len(runs) // 4, len(runs) - len(runs) // 4)  # neither the first steps nor the last ones
 
     def unsteadiness(run: int) -> tuple[float, int]:
         deviation = sum(abs(durations[step] - typical) for step in runs[run]) / typical
-        return round(deviation, 2), abs(run - middle)  # rounded: among equally steady ones, the middle counts
+        return round(deviation, 2), abs(run - len(runs) // 2)  # rounded: among equally steady ones, the middle counts
 
-    return runs[min(near, key=unsteadiness)]
+    return runs[min(range(len(runs)), key=unsteadiness)]
 
 
 def _clip(trace: Trace, window: Interval) -> Trace:
@@ -381,13 +383,7 @@ def _bars(ax: Axes, times: Sequence[Interval], colour: str, label: str = "") -> 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments to its parser."""
     parser.add_argument("file", metavar="FILE", help="a file that BYTESCHEDULER_TIMELINE produced")
-    parser.add_argument("--png", metavar="OUT", help=f"draw a few steps {PNG_HELP}")
-    parser.add_argument(
-        "--steps",
-        metavar="A:B",
-        type=range_of,
-        help="draw the steps from A up to, but not including, B (default: three like most)",
-    )
+    add_picture(parser, "a few steps", of="steps", default="three like most")
 
 
 def tables(options: argparse.Namespace) -> list[tuple[str, list[tuple[str, str]]]]:
@@ -410,8 +406,7 @@ def tables(options: argparse.Namespace) -> list[tuple[str, list[tuple[str, str]]
         raise OptionError("FILE", options.file, allowed)
     if options.png is not None:
         draw_timeline(trace, options.png, steps=options.steps)
-    title = f"{options.file} (broken off: this is what is there)" if trace.broken_off else options.file
-    return [(title, _figures_of(trace.summary()))]
+    return [(options.file, _figures_of(trace.summary()))]
 
 
 def _figures_of(summary: TraceSummary) -> list[tuple[str, str]]:

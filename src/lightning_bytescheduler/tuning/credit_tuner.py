@@ -25,9 +25,7 @@ from lightning_bytescheduler.tuning.record import (
     standing_of,
 )
 from lightning_bytescheduler.tuning.search import TuningOptions, prepare
-from lightning_bytescheduler.tuning.search_space import SearchSpace, TuningPoint
-
-__all__ = ["STATE_KEY", "CreditTuner"]
+from lightning_bytescheduler.tuning.sizes import SearchSpace, TuningPoint
 
 STATE_KEY = "bytescheduler_tuning"
 """Of the tuner's state in a checkpoint. Not a callback's state: Lightning would miss the callback wherever a checkpoint

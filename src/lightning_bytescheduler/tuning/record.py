@@ -7,32 +7,41 @@ model or another link (:class:`TuningIdentity`).
 Location is the median and scale the median absolute deviation: neither moves much while fewer than half of the
 steps are disturbed, by a checkpoint elsewhere, a slow disk, or the garbage collector. The median of ``n`` steps has a
 standard error of about ``1.2533 × scale / sqrt(n)``.
+
+Also the command ``lightning-bytescheduler tuning``: a record as a table and as a picture (which needs matplotlib,
+imported when it is drawn), and what was chosen as options to paste.
 """
 
 from __future__ import annotations
 
+import argparse
+import itertools
 import math
 import os
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 
-from lightning_bytescheduler.checks import require_not_negative, require_one_of, require_text, require_whole
 from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.tuning.default_sizes import LinkEstimate
-from lightning_bytescheduler.tuning.search_space import TuningPoint
+from lightning_bytescheduler.timeline.picture import INK, add_picture, headed, page, ruled
+from lightning_bytescheduler.tuning.sizes import LinkEstimate, TuningPoint
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 RECORD_NAME = "tuning.jsonl"
 """Of the record in a run's directory."""
 
-KINDS = ("start", "ddp", "guess", "search", "confirm", "chosen", "drift", "failed")
+Kind = Literal["start", "ddp", "guess", "search", "confirm", "chosen", "drift", "failed"]
 """The point in force at the start, DDP's behaviour, a guess from outside, a point of the search, a point measured
 again; the choice; the step time left what was chosen for; the search could not go on."""
 
-_OUTCOMES = ("measured", "abandoned")
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+_Figure = Annotated[float, msgspec.Meta(ge=0)]
 
 _CONSISTENT = 1.4826  # makes the median absolute deviation a normal distribution's standard deviation
 _MEDIAN_ERROR = math.sqrt(math.pi / 2)
@@ -93,7 +102,7 @@ class TrialEntry:
 
     Attributes:
         search: Which search, from 0; another one follows a drift.
-        kind: One of ``KINDS``.
+        kind: What happened.
         step: At which step it ended.
         credit: In parameters; ``None`` for plain DDP.
         partition_size: In parameters; ``None`` for plain DDP.
@@ -106,27 +115,21 @@ class TrialEntry:
         note: For a reader; may be empty.
     """
 
-    search: int
-    kind: str
-    step: int
+    search: _Count
+    kind: Kind
+    step: _Count
     credit: int | None
     partition_size: int | None
-    step_seconds: float
-    error_seconds: float
-    noise: float
-    steps: int
-    outcome: str = "measured"
-    lost_seconds: float = 0.0
+    step_seconds: _Figure
+    error_seconds: _Figure
+    noise: _Figure
+    steps: _Count
+    outcome: Literal["measured", "abandoned"] = "measured"
+    lost_seconds: _Figure = 0.0
     note: str = ""
 
     def __post_init__(self) -> None:
-        require_one_of("kind", self.kind, KINDS)
-        require_one_of("outcome", self.outcome, _OUTCOMES)
-        for option in ("search", "step", "steps"):
-            require_whole(option, getattr(self, option), 0)
-        for option in ("step_seconds", "error_seconds", "noise", "lost_seconds"):
-            require_not_negative(option, getattr(self, option))
-        TuningPoint(credit=self.credit, partition_size=self.partition_size)
+        self.point  # noqa: B018  # refuses sizes that cannot be
 
     @property
     def point(self) -> TuningPoint:
@@ -214,9 +217,6 @@ class TuningIdentity:
         backend: What reduces gradients, such as ``"gloo"``.
         link: As measured, or ``None`` if it was not.
         in_shards: Whether gradients are reduced in shards, for which other sizes are good.
-
-    Raises:
-        OptionError: Names the attribute that is not allowed.
     """
 
     parameters: int
@@ -225,11 +225,6 @@ class TuningIdentity:
     backend: str
     link: LinkEstimate | None = None
     in_shards: bool = False
-
-    def __post_init__(self) -> None:
-        for option in ("parameters", "bytes_per_parameter", "workers"):
-            require_whole(option, getattr(self, option), 1)
-        require_text("backend", self.backend)
 
     def matches(self, other: TuningIdentity) -> bool:
         """Whether results for one hold for the other. A link that was not measured matches any."""
@@ -242,3 +237,128 @@ class TuningIdentity:
         size = self.parameters * self.bytes_per_parameter / 64
         ratio = self.link.seconds(size) / other.link.seconds(size)
         return 1 / _SAME_LINK <= ratio <= _SAME_LINK
+
+
+# ── The command ───────────────────────────────────────────────────────────────────────────────────
+
+_BLUE, _GREY, _RED, _GREEN = "#3f86d1", "#9aa7b2", "#d7263d", "#2e8b57"
+_LABELLED = 20  # trials, at most: more labels would meet
+
+
+def draw_tuning(record: Sequence[TrialEntry], out: str | os.PathLike[str]) -> None:
+    """Draw the last search: each trial's sizes and step time, the best so far, and what was chosen.
+
+    Args:
+        record: As read by ``read_record``; at least one trial.
+        out: The file to write. Its suffix names the format (png, svg, pdf, ...); parent directories are created.
+
+    Raises:
+        ImportError: If matplotlib is not installed; the message names the extra to install.
+        OptionError: If there are no trials, or matplotlib does not know the suffix of ``out``.
+        OSError: If ``out`` cannot be written.
+    """
+    last = max((entry.search for entry in record if entry.is_trial), default=None)
+    if last is None:
+        raise OptionError("record", len(record), "one with at least one trial")
+    trials = [entry for entry in record if entry.is_trial and entry.search == last]
+    chosen = next((entry for entry in record if entry.kind == "chosen" and entry.search == last), None)
+    with page(out, "Drawing a search", 12.5, 5.4) as figure:
+        ax = figure.subplots()
+        _draw_trials(ax, trials, chosen)
+        ruled(ax)
+        figure.legend(loc="outside lower center", ncols=5, frameon=False)
+        found = standing_of([entry for entry in record if entry.search == last])
+        headed(figure, f"{found[0].upper()}{found[1:]}.", 11)
+
+
+def _draw_trials(ax: Axes, trials: Sequence[TrialEntry], chosen: TrialEntry | None) -> None:
+    kinds = ["plain DDP" if entry.kind == "ddp" else entry.outcome for entry in trials]
+    for kind, colour, marker in (("measured", _BLUE, "o"), ("abandoned", _GREY, "x"), ("plain DDP", _RED, "s")):
+        shown = [number for number, its in enumerate(kinds) if its == kind]
+        if shown:
+            ax.errorbar(
+                [number + 1 for number in shown],
+                [trials[number].step_seconds * 1e3 for number in shown],
+                yerr=[trials[number].error_seconds * 1e3 for number in shown],
+                color=colour,
+                marker=marker,
+                linestyle="none",
+                capsize=2,
+                label=kind,
+            )
+    measured = [entry.step_seconds * 1e3 if entry.outcome == "measured" else float("inf") for entry in trials]
+    best = list(itertools.accumulate(measured, min))
+    ax.step(range(1, len(best) + 1), best, where="post", color=INK, linewidth=1.2, label="best so far", zorder=3)
+    if chosen is not None:
+        place = [len(trials) + 0.35], [chosen.step_seconds * 1e3]
+        ax.plot(*place, "*", markersize=13, color=_GREEN, label="chosen, measured again", zorder=4)
+    numbers = range(1, len(trials) + 1, 1 + len(trials) // _LABELLED)
+    ax.set_xticks(numbers, labels=[_short(trials[number - 1].point) for number in numbers])
+    ax.set_xlabel("trial, by its credit and partition size (parameters)")
+    ax.set_ylabel("step time (ms)")
+
+
+def _short(point: TuningPoint) -> str:
+    if point.is_plain_ddp:
+        return "plain\nDDP"
+    return "\n".join(f"{size / 1e6:.3g} M" if size >= 1e6 else f"{size / 1e3:.3g} k" for size in point.sizes)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument(
+        "record",
+        metavar="RUN",
+        help=f"a run's folder, such as lightning_logs or lightning_logs/version_0, or its {RECORD_NAME}",
+    )
+    add_picture(parser, "the last search")
+
+
+def tables(options: argparse.Namespace) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Say what was tried and chosen, and draw it where that was asked for.
+
+    Args:
+        options: The parsed arguments; ``record`` is the file.
+
+    Returns:
+        A title, and pairs of a label and a value to print below it.
+
+    Raises:
+        OptionError: If the record is none, or has no trials.
+        ImportError: If a picture was asked for and matplotlib is not installed.
+        OSError: If a file cannot be read or written.
+    """
+    record = read_record(Path(options.record))
+    if not any(entry.is_trial for entry in record):
+        raise OptionError("record", options.record, "one with at least one trial")
+    if options.png is not None:
+        draw_tuning(record, options.png)
+    return [(f"{options.record}: what was tried, and a step's time", list(_rows(record)))]
+
+
+def _rows(record: Sequence[TrialEntry]) -> Iterator[tuple[str, str]]:
+    chosen = None
+    for entry in record:
+        if entry.kind == "chosen":
+            chosen = entry
+        time = f"{entry.step_seconds * 1e3:,.1f} ± {entry.error_seconds * 1e3:,.1f} ms"
+        abandoned = f"  {entry.outcome}" if entry.outcome == "abandoned" else ""
+        yield f"step {entry.step:,}  {entry.kind}", f"{entry.point}  {time}{abandoned}"
+        if entry.note:
+            yield "", entry.note
+    if chosen is None:
+        yield "chosen", "nothing yet"
+        return
+    yield "to keep it", fixed_options(chosen.point)
+
+
+def fixed_options(point: TuningPoint) -> str:
+    """Say the result of a search as an argument to paste, for trainings that do not search.
+
+    Args:
+        point: What a search chose.
+    """
+    if point.is_plain_ddp:
+        return 'ByteSchedulerStrategy(mode="ddp")'
+    credit, partition = point.sizes
+    return f'ByteSchedulerStrategy(partition_size={partition}, credit={credit}, mode="overlapped")'

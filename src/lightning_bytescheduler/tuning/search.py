@@ -31,15 +31,13 @@ from typing import TYPE_CHECKING
 from lightning_bytescheduler.checks import require_bool, require_positive, require_whole
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.tuning.record import TrialEntry
-from lightning_bytescheduler.tuning.search_space import SearchSpace, TuningPoint
+from lightning_bytescheduler.tuning.sizes import SearchSpace, TuningPoint
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
     Vector = NDArray[np.float64]
-
-__all__ = ["Proposal", "TuningOptions", "distance", "first_guesses", "prepare", "propose"]
 
 _GUESSES = 2
 _APART = 1.5  # octaves: nearer, the second guess would tell little that the first did not
