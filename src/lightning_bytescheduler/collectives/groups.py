@@ -8,8 +8,8 @@ the core's launching lock uses it. *control* carries launch decisions on gloo; t
 on rank 0, the follower thread on the others. With weights by samples there is *counts*, on gloo, used by the training
 thread only. On links with high latency there is a second lane for gradients, made when the link is known
 (:func:`create_overtaking`) and used like the data group. A model with sparse gradients has *sparse*, used by the
-training thread only. Two threads never launch on one group at a time, and the lock passes on what is next in the order,
-so each group sees one order per rank.
+training thread only. Only one thread at a time launches on a group, in the order of the core, so each group sees one
+order per rank.
 
 *Which network interface gloo uses.* Gloo listens at the address to which the machine's own name resolves. If that is a
 loopback address, as on Debian and Ubuntu, ranks on other machines cannot connect. On one network, the interface that
@@ -50,7 +50,7 @@ VARIABLE = "GLOO_SOCKET_IFNAME"
 _SIOCGIFADDR = 0x8915  # Linux: the address of an interface
 
 _under_way: list[dist.ProcessGroup] = []  # left by this process with operations in flight
-_left: list[weakref.ref[dist.ProcessGroup]] = []  # left without
+_left: list[weakref.ref[dist.ProcessGroup]] = []  # left by this process without any in flight
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ Why the ranks agree, and why no rank waits forever:
   gradients before it submits one, so the induction needs more; see below.
 * Rank 0 sends a part's lane (``LaneChoice``, for high latency) with the decision. Each lane is a separate group. Its
   launches are a subsequence of the one sequence, so they are one sequence on all ranks too. An overtaking part may take
-  a second credit, on followers whatever rank 0 says; the induction holds for a credit of any size.
+  a second credit, on followers without a check; the induction holds for a credit of any size.
 * Several decisions travel in one message (all that credit allowed at once), without an answer: no round trip per
   partition. The next message travels while the data in flight uses up the credit.
 * With high latency and with parameter servers, rank 0 sends messages to each follower separately, and followers post

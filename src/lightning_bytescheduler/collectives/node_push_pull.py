@@ -22,9 +22,9 @@ number of servers, where :class:`PushPull` has ``((a + b) + c) + d``.
 Why no rank waits forever: take the oldest part that has not ended on all ranks. Each rank has credit to launch it and
 does, as all older ones have ended. A launch posts all of this rank's sends and receives for a part at once, so what
 ranks of a node send for it arrives, whatever younger parts are in flight. Everything before it on the summing thread
-has been launched, with credit that all ranks have or will have: a part that has ended on one rank waits for no stage on
-any. So it is summed, too, and pushed, and ``push_pull.py`` holds from there. The result is sent to ranks that have
-posted a receive at launch.
+has been launched, with credit that all ranks have or will have: a part that has ended on one rank needs no further
+stage elsewhere. So it is summed, too, and pushed, and ``push_pull.py`` holds from there. The result is sent to ranks
+that have posted a receive at launch.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class _LocalReduce:
     """The stage *local reduce*, on a separate thread, one part after the other.
 
     After an error it begins nothing more. A waiter for a part finds the cause and stops the scheduler, which breaks the
-    connections. Broken here, they would first fail on other threads, with less of a cause.
+    connections. Broken here, they would first fail on other threads, with a less specific error.
     """
 
     def __init__(self) -> None:

@@ -15,8 +15,9 @@ A rank goes from in order to direct when all that it has submitted is launched h
 all of that on each rank. The way back needs no wait: later decisions are launched where they have been submitted, which
 is after the direct ones.
 
-The training thread waits on the host until its collective is launched here, and then as the backend does, on NCCL on
-its stream. It must never wait for a gradient of the step whose backward pass it is in (``launch_order.py``).
+The training thread waits on the host until its collective is launched here. Then the backend's own wait follows, with
+NCCL that of its stream. It must never wait for a gradient of the step whose backward pass it is in
+(``launch_order.py``).
 
 Messages between two ranks (``send``, ``recv``) are not ordered, as not all ranks know of them; they go to the replaced
 group. Collectives on other groups of the user are not ordered either.

@@ -158,7 +158,7 @@ def connect(
 
 
 def require_same_version(version: str, whose: str, own: str) -> None:
-    """Raise :class:`RanksDifferError` if ``version``, that of ``whose``, is not this process's."""
+    """Raise :class:`RanksDifferError` unless ``version`` is this process's; ``whose`` and ``own`` name both sides."""
     if version != __version__:
         raise RanksDifferError(
             f"{whose} has lightning-bytescheduler {version}, and {own} has {__version__}. Install the same version on "

@@ -109,8 +109,6 @@ def kept_elsewhere(of: Sequence[tuple[nn.Parameter, torch.Tensor]]) -> list[tupl
 class AliasDetector:
     """Finds the parameters that have an alias.
 
-    Takes about 0.2 microseconds per parameter.
-
     Args:
         parameters: Parameters to watch; those that cannot be gated are skipped. They may share memory with each other.
     """
@@ -181,10 +179,7 @@ _STORAGE_ALONE = _references_of_one_storage()
 
 
 def state_is_kept(optimizer: Optimizer) -> bool:
-    """Whether other code holds the state of ``optimizer``, or a dictionary or tensor of it.
-
-    Takes about 0.3 microseconds per tensor.
-    """
+    """Whether other code holds the state of ``optimizer``, or a dictionary or tensor of it."""
     own = attributes_of(optimizer)
     if sys.getrefcount(own["state"]) > _ALONE_AS_ATTRIBUTE:
         return True

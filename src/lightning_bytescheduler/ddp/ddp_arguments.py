@@ -117,7 +117,7 @@ _PLUGINS = {
 
 
 def check_launch_options(options: Mapping[str, object], *, strategy: str, example: str) -> None:
-    """Refuse options on how processes start and find each other with which Lightning would fail later, on all ranks.
+    """Refuse launch options with which Lightning would fail later, on all ranks.
 
     Args:
         options: Options of DDPStrategy that do not go to DistributedDataParallel, by name.

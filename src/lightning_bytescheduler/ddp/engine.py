@@ -12,7 +12,7 @@ One step, on the training thread::
 On a GPU the training's stream waits for a bucket; the host waits only until its communication is launched
 (``device_streams.py``). What depends on norms, such as clipping, is decided on the host, which waits for them.
 
-All pending updates land before the next backward pass writes the buckets (:meth:`GradientEngine.before_backward`). The
+All pending updates land before the next backward pass writes the buckets (:meth:`GradientEngine.backward`). The
 first backward pass is synchronised: in it DDP uses one large bucket, and it rebuilds its buckets and copies gradients
 afterwards.
 

@@ -127,7 +127,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _reduce_opened(parameter: nn.Parameter) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Reduce a parameter as torch does, as a plain one even where the gate stays closed (gradients in flight)."""
+    """Reduce a parameter as torch does, always as a plain one: its gate may stay closed (gradients in flight)."""
     open_gates((parameter,))
     rebuild, arguments = reduce_tensor(parameter)
     return rebuild, tuple(nn.Parameter if value is GatedParameter else value for value in arguments)

@@ -2,8 +2,8 @@
 
 While a parameter's gradient is in flight, its class is :class:`GatedParameter`. That class sees every PyTorch function
 that receives the parameter (``__torch_function__``) and lets the gate act first. ``torch.nn.UninitializedParameter``
-uses the same class assignment to become a plain parameter. It costs some fifty nanoseconds and keeps identity, hooks
-and optimizer state.
+uses the same class assignment to become a plain parameter. It is cheap and keeps identity, hooks and optimizer
+state.
 
 Why parameters and not modules: a gate on a module's forward misses reads elsewhere (tied weights, ``F.linear(x,
 self.embedding.weight)``, a callback that reads weights, ``state_dict()``). A gate on the parameter is exact wherever it

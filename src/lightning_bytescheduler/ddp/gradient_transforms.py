@@ -225,7 +225,7 @@ class StepTransforms:
             pending.update()
 
     def let_go(self) -> None:
-        """Release all gradients; DDP must not find a reference to them."""
+        """Release all gradients, as a referenced gradient counts as kept by user code."""
         self._gradients = {}
 
     def discard(self) -> None:

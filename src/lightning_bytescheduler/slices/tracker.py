@@ -16,12 +16,12 @@ there, with weights saved at the same moment.
 No worker idles at an epoch's end: while workers hold the last slices of the current epoch, a worker that asks for the
 next epoch gets slices of that one. The guarantees are per epoch and unaffected: each epoch's slices are counted in
 separate arrays, and a grant belongs to one epoch. Slices of the current epoch that come back are handed out first, to
-the next worker that asks. At most two epochs are open, so that no slice is left behind by more than one; if both are
-handed out, a worker waits.
+the next worker that asks. At most two epochs are open, so that no slice is more than one epoch late; if both are handed
+out, a worker waits.
 
-Two workers never train on the same samples to finish sooner, as backup tasks do: what both had trained on by then would
-be in the weights of both. A slice that a slow worker has begun stays with it while it lives, and so does its only
-slice; slices of dead and disconnected workers come back.
+There are no backup tasks: if two workers trained on the same samples, these would be in the weights of both. A slow
+worker keeps the slice that it has begun, and a slice that is its only one, while it lives. Slices of dead and
+disconnected workers come back.
 
 The state of an epoch is in arrays of 17 bytes a slice. The saved state has plain values and tensors, for
 ``torch.load(weights_only=True)``, and is checked when it is loaded.
@@ -65,7 +65,7 @@ from lightning_bytescheduler.slices.messages import (
 from lightning_bytescheduler.slices.options import TrackerOptions
 from lightning_bytescheduler.slices.slice import SliceState
 
-_MOST_EPOCHS = 2  # open at once, so that no slice is left behind by more than one
+_MOST_EPOCHS = 2  # open at once, so that no slice is more than one epoch late
 _VERSION = 4
 _Saved = TypeVar("_Saved")
 _Method = TypeVar("_Method", bound=Callable[..., Any])
