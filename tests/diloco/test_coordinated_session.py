@@ -269,15 +269,15 @@ def test_with_tls_a_worker_knows_the_coordinator_and_is_known(
     access = ServerAccess(certificate=certificate, key=key, client_authority=str(made.authority))
     server = serve(inner_steps=5, outer_steps=2, access=access)
 
-    def worker(authority: Any, files: tuple[Any, Any] | None) -> ThreadWorker:
+    def worker(authority: Any, files: tuple[Any, Any] | None, **given: Any) -> ThreadWorker:
         own = {} if files is None else {"certificate": str(files[0]), "key": str(files[1])}
-        return ThreadWorker(server.url, "worker", authority=str(authority), timeout=2.0, **own)
+        return ThreadWorker(server.url, "worker", authority=str(authority), **own, **given)
 
     with pytest.raises(CoordinatorError, match=r"certificate"):
         worker(stranger.authority, made.clients["anna"]).checked()
     for files in (None, stranger.clients["eve"]):
         with pytest.raises((CoordinatorError, SchedulerTimeoutError), match=r"certificate that it knows|, if it asks"):
-            worker(made.authority, files).checked()
+            worker(made.authority, files, timeout=2.0).checked()
         assert "It may ask for a certificate that it knows" in caplog.text  # long before the timeout of a real run
         caplog.clear()
     assert worker(made.authority, made.clients["anna"]).checked().version == 2

@@ -65,6 +65,16 @@ def test_each_sample_counts_once_over_any_restarts(samples: int, stretches: list
     assert seen.total() <= samples + repeated
 
 
+def test_batches_of_before_a_restart_are_counted_once() -> None:
+    before, after = Worker(12, 2, 0, 1), Worker(12, 2, 0, 1)
+    taken = before.train(2)
+    after.batches = 2  # as Lightning has them from the checkpoint
+    assert after.share.resume([before.share.position], 1)
+    taken += after.train(1)
+    assert after.share.position["taken"] == 6
+    assert len(set(taken)) == 6
+
+
 def test_other_data_are_not_gone_on_with() -> None:
     worker, other = Worker(10, 2, 0, 1), Worker(11, 2, 0, 1)
     worker.train(2)
