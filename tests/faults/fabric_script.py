@@ -15,11 +15,16 @@ from lightning_bytescheduler import ByteSchedulerFabricStrategy
 from tests.faults.bounds import set_bounds
 
 
+def make_model() -> nn.Module:
+    """The same on all ranks, where they have the same seed."""
+    return nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8))
+
+
 def main(how: str) -> None:
     """Train five steps."""
     torch.manual_seed(0)
     set_bounds()
-    model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8))
+    model = make_model()
     seen: dict[str, int] = {}
     strategy = ByteSchedulerFabricStrategy(mode="overlapped", bucket_cap_mb=0.002, partition_size=400, credit=800)
     fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)

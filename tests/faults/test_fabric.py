@@ -6,9 +6,10 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
 import torch
-from torch import nn
 
+from tests.faults.fabric_script import make_model
 from tests.faults.ranks import Ended, Nursery
 
 SCRIPT = Path(__file__).with_name("fabric_script.py")
@@ -30,8 +31,16 @@ def test_the_last_step_lands_before_the_process_ends(nursery: Nursery, tmp_path:
     assert [rank.code for rank in ranks] == [0, 0], ranks[0].log
     ends = [re.findall(r"ends with (\S+), deferred (\d)", rank.log) for rank in ranks]
     assert ends[0] == ends[1]
-    ((_, deferred),) = ends[0]
+    ((weights, deferred),) = ends[0]
     assert deferred == "4"
+    torch.manual_seed(0)  # as each rank, so that their mean is what each has
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(5):
+        model(torch.randn(4, 32)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert float(weights) == pytest.approx(sum(float(p.detach().double().sum()) for p in model.parameters()), rel=1e-6)
 
 
 def test_an_exception_on_one_rank_ends_the_other_with_its_name(nursery: Nursery, tmp_path: Path) -> None:
@@ -51,7 +60,7 @@ def test_ranks_load_the_same_checkpoint(nursery: Nursery, tmp_path: Path) -> Non
         "same": "",
     }
     for other in differs:
-        model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8))
+        model = make_model()
         state = {"model": model.state_dict(), "optimizer": torch.optim.SGD(model.parameters(), lr=0.1).state_dict()}
         (tmp_path / other).mkdir()
         torch.save(state, tmp_path / other / "0.ckpt")
