@@ -19,8 +19,7 @@ from lightning_bytescheduler.coordinator.service import CoordinatorServer
 from lightning_bytescheduler.coordinator.state_store import StateStore
 from lightning_bytescheduler.diloco import coordinator_client
 from lightning_bytescheduler.diloco.coordinator_protocol import LeaderAppointed
-from lightning_bytescheduler.diloco.coordinator_transport import CoordinatedExchange, CoordinatorTransport
-from lightning_bytescheduler.diloco.outer_optimizer import Contribution
+from lightning_bytescheduler.diloco.coordinator_transport import Upload
 from lightning_bytescheduler.diloco.session import CoordinatedSession, Sent
 from lightning_bytescheduler.exceptions import CoordinatorError, OptionError, SchedulerTimeoutError
 from lightning_bytescheduler.serving import ServerAccess
@@ -202,20 +201,21 @@ def test_a_round_that_ends_while_its_last_update_is_sent_cuts_no_overlap_short(
     serve: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The thread that trains may get no time between sending and looking: the weights are not to depend on it."""
-    start = CoordinatorTransport.start
+    send = CoordinatedSession._send
 
-    def start_and_sleep(transport: CoordinatorTransport, contribution: Contribution) -> CoordinatedExchange:
-        exchange = start(transport, contribution)
-        transport.wait(lambda: transport.ended >= contribution.round, "the end of the round", 10.0)
-        return exchange
+    def send_and_sleep(session: CoordinatedSession) -> bool:
+        travels, sent = send(session), session._sent
+        assert sent is not None
+        session._while_connected(lambda: session._place.ended >= sent.round, "the end of the round", timeout=10.0)
+        return travels
 
-    monkeypatch.setattr(CoordinatorTransport, "start", start_and_sleep)
+    monkeypatch.setattr(CoordinatedSession, "_send", send_and_sleep)
     server = serve(inner_steps=5, equal_steps=True, overlap_steps=2, outer_steps=3)
     assert TrainsOnly(server.url, "one").checked().taken_at == [5, 7, 10, 12, 15, 17]
 
 
 def test_without_a_mean_a_worker_waits_after_half_of_its_round(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CoordinatedExchange, "is_there", lambda exchange: False)
+    monkeypatch.setattr(CoordinatedSession, "_is_there", lambda session, sent: False)
     server = serve(inner_steps=10, equal_steps=True, overlap_steps="auto", outer_steps=3)
     assert TrainsOnly(server.url, "one").checked().taken_at == [10, 15, 20, 25, 30, 35]
 
@@ -223,11 +223,11 @@ def test_without_a_mean_a_worker_waits_after_half_of_its_round(serve: Any, monke
 def test_a_worker_merges_at_the_step_after_which_the_mean_is_there(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     is_concluded, looks = CoordinatedSession._is_concluded, [0]
 
-    def after_three(session: CoordinatedSession, sent: Sent[Any]) -> bool:
+    def after_three(session: CoordinatedSession, sent: Sent[Upload]) -> bool:
         looks[0] += 1
         if looks[0] % 3:
             return False
-        return session._transport.changed.wait_for(lambda: is_concluded(session, sent), 20.0)
+        return session._lock.wait_for(lambda: is_concluded(session, sent), 20.0)
 
     monkeypatch.setattr(CoordinatedSession, "_is_concluded", after_three)
     server = serve(inner_steps=10, equal_steps=True, overlap_steps="auto", outer_steps=3)

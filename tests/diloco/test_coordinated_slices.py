@@ -18,7 +18,7 @@ from lightning_bytescheduler.coordinator.service import CoordinatorServer
 from lightning_bytescheduler.coordinator.slice_routes import SliceRoutes
 from lightning_bytescheduler.diloco.coordinator_client import Answer
 from lightning_bytescheduler.diloco.training_loop import CoordinatedBoundaries
-from lightning_bytescheduler.diloco.worker_slices import CoordinatedSlices, _CoordinatorTracker
+from lightning_bytescheduler.diloco.worker_slices import CoordinatedSlices
 from lightning_bytescheduler.exceptions import CoordinatorError, OptionError, RankFailedError, SchedulerTimeoutError
 from lightning_bytescheduler.slices.messages import (
     Assignment,
@@ -271,8 +271,14 @@ class Answering:
 GIVEN_UP = Answer(status=403, headers={}, body=b'{"error": "no session of this run"}')
 
 
-def tracker_of(*answers: Answer, timeout: float = 30.0) -> _CoordinatorTracker:
-    return _CoordinatorTracker(Answering(*answers), timeout=timeout, check=lambda: None)  # type: ignore[arg-type]
+def connected(client: Any, check: Any = lambda: None, timeout: float = 30.0) -> CoordinatedSlices:
+    slices = CoordinatedSlices(Mock(), lambda: client, idle=Mock(), timeout=timeout, check=check)
+    assert slices.connect(Mock()) is slices
+    return slices
+
+
+def tracker_of(*answers: Answer, timeout: float = 30.0) -> CoordinatedSlices:
+    return connected(Answering(*answers), timeout=timeout)
 
 
 def test_a_worker_that_was_given_up_joins_again() -> None:
@@ -305,7 +311,7 @@ def test_who_asks_for_slices_hears_what_has_ended_the_training() -> None:
     def fail() -> None:
         raise RankFailedError(1, "on purpose")
 
-    ended = _CoordinatorTracker(Ended(GIVEN_UP), timeout=30.0, check=fail)  # type: ignore[arg-type]
+    ended = connected(Ended(GIVEN_UP), fail)
     with pytest.raises(RankFailedError, match="on purpose"):
         ended.answer(RequestSlice(session=1, epoch=0))
     closed = tracker_of(GIVEN_UP)

@@ -51,7 +51,7 @@ class Sender:
         self.client = Client()
         self.wire = WireFormat(dtype=dtype)
         self.transport = CoordinatorTransport(self.client, wire=self.wire, sizes=[SIZE])  # type: ignore[arg-type]
-        self.transport.connected = True
+        self.wanted = True
         self.round = 0
 
     def send(self, values: Tensor, *answers: tuple[int, str], total: int = 1) -> Tensor:
@@ -59,8 +59,8 @@ class Sender:
         self.round += 1
         self.client.answers = list(answers)
         update = Contribution(worker="w", round=self.round, fragment=0, pseudo_gradient=values, samples=8)
-        exchange = self.transport.start(update)
-        self.counts = exchange.settle(total=total, timeout=1.0)
+        upload = self.transport.start(update, lambda: self.wanted)
+        self.counts = self.transport.settle(upload, total=total)
         return self.wire.decode(torch.frombuffer(bytearray(self.client.bodies[-1]), dtype=torch.uint8), SIZE)
 
 
@@ -119,7 +119,7 @@ def test_a_round_that_has_not_begun_there_is_asked_for_again(sender: Sender, mon
 
 
 def test_one_that_is_over_is_not(sender: Sender) -> None:
-    sender.transport.ended = 1
+    sender.wanted = False
     sender.send(draw(1), (409, "no such round"), total=0)
     assert not sender.counts
     assert len(sender.client.bodies) == 1
@@ -135,7 +135,7 @@ def test_an_encoding_under_way_does_not_hold_up_the_end() -> None:
 
     sender.transport._encode = encode  # type: ignore[method-assign, assignment]
     sender.client.answers = [(200, "added")]
-    sending = threading.Thread(target=lambda: sender.transport.start(update(draw(0))))
+    sending = threading.Thread(target=lambda: sender.transport.start(update(draw(0)), bool))
     sending.start()
     assert begun.wait(60.0)
     began = time.monotonic()

@@ -14,7 +14,7 @@ from lightning_bytescheduler.diloco.fragments import Overlap, TrainedWeights
 from lightning_bytescheduler.diloco.messages import Message, RoundEnded, SendNow, StartRound, TrainingOver
 from lightning_bytescheduler.diloco.outer_optimizer import Contribution, OuterState
 from lightning_bytescheduler.diloco.process_groups import WorkerGroup
-from lightning_bytescheduler.diloco.session import LeadingSession, WorkerSession
+from lightning_bytescheduler.diloco.session import LaunchedSession
 from lightning_bytescheduler.exceptions import OptionError, SchedulerTimeoutError
 
 AUTO = Overlap(steps="auto")
@@ -72,12 +72,12 @@ class Worker:
         self.name = f"worker{number}"
         self.module = model()
         self.transport = Kept()
-        self.session = LeadingSession(
+        weights = trained(self.module, fragments)
+        self.session = LaunchedSession(
             worker=self.name,
             group=WorkerGroup() if group is None else group,
-            state=OuterState(
-                trained(self.module, fragments), weighting="samples", lr=None, momentum=None, factory=None
-            ),
+            trained=weights,
+            state=OuterState(weights, weighting="samples", lr=None, momentum=None, factory=None),
             link=self.transport,
             overlap=overlap,
             flush=lambda: None,
@@ -312,7 +312,7 @@ def test_all_ranks_of_a_worker_merge_after_the_same_step() -> None:
     seen: dict[int, list[int]] = {0: [], 1: []}
     arrives = {1: 2, 2: 0, 3: 4}  # steps beside each round's mean
 
-    def train(session: WorkerSession, rank: int, step: Callable[[], None], arrive: Callable[[], None]) -> None:
+    def train(session: LaunchedSession, rank: int, step: Callable[[], None], arrive: Callable[[], None]) -> None:
         try:
             session.begin()
             for round, beside in arrives.items():
@@ -330,7 +330,7 @@ def test_all_ranks_of_a_worker_merge_after_the_same_step() -> None:
             errors.append(error)
             shared["barrier"].abort()
 
-    follower = WorkerSession(
+    follower = LaunchedSession(
         worker="worker0", group=Pair(1, shared), trained=trained(module), overlap=AUTO, flush=lambda: None
     )
     other = threading.Thread(

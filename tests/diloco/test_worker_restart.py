@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_bytescheduler.diloco.worker_restart import KeptStates, Moment, StateCollection, StateService
+from lightning_bytescheduler.diloco.worker_restart import KeptStates, Moment, StateCollection, answering, await_writer
 
 LONG = 60.0
 BEGUN, HALTED = Moment(3, halted=False), Moment(3, halted=True)
@@ -21,10 +21,8 @@ class Workers:
 
     def __init__(self, limit: float = LONG) -> None:
         self.store = dist.HashStore()
-        self.kept = [KeptStates(2), KeptStates(1)]
-        self.services = [
-            StateService(self.store, f"worker{number + 1}", kept, limit=limit) for number, kept in enumerate(self.kept)
-        ]
+        self.kept = [KeptStates(2, limit=limit), KeptStates(1, limit=limit)]
+        self.mailboxes = [answering(self.store, f"worker{number}", kept) for number, kept in enumerate(self.kept, 1)]
         self.gone = False
 
     def check(self) -> None:
@@ -35,7 +33,9 @@ class Workers:
         return StateCollection(self.store, workers or ("worker1", "worker2"), limit=limit, check=self.check)
 
     def stop(self) -> None:
-        assert all(service.stop(LONG) for service in self.services)
+        for kept in self.kept:
+            kept.close()
+        assert all(mailbox.stop(LONG) for mailbox in self.mailboxes)
         assert not [thread for thread in threading.enumerate() if thread.name == "bytescheduler-outer-states"]
 
 
@@ -92,7 +92,7 @@ def test_who_is_late_or_silent_or_dead_is_left_out(workers: Workers) -> None:
 def test_workers_stay_until_the_writer_is_through(workers: Workers) -> None:
     threading.Timer(0.1, workers.collection().end).start()
     began = time.monotonic()
-    workers.services[0].await_writer(4 * LONG, workers.check)
+    await_writer(workers.store, 4 * LONG, workers.check)
     assert time.monotonic() - began < 3 * LONG
     workers.gone = True
-    workers.services[1].await_writer(LONG, workers.check)  # it is over already
+    await_writer(workers.store, LONG, workers.check)  # it is over already

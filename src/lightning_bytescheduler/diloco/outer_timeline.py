@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import os
 import re
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from lightning_bytescheduler.exceptions import SchedulerTimeoutError
 from lightning_bytescheduler.timeline.timeline import CODEC, COMMUNICATION, INNER, QUEUE, STEP, STILL, WAIT, Timeline
 
-_SLICE_S = 1.0
 _TRAINING = "training thread"
 _UNSUITABLE = re.compile(r"[^\w.-]+")
 
@@ -73,42 +70,6 @@ class OuterTimeline:
     def waiting(self, name: str, start: float) -> None:
         """The training thread has waited since ``start``, until now."""
         self._on_training(name, WAIT, start)
-
-    def wait_until(
-        self,
-        changed: threading.Condition,
-        ready: Callable[[], bool],
-        what: str,
-        *,
-        timeout: float,
-        goes_on: Callable[[], bool],
-    ) -> bool:
-        """Have the training thread wait for what other threads bring; returns whether it is there.
-
-        Args:
-            changed: Notified of all that may change it; held while looking.
-            ready: Whether it is there.
-            what: The same in words.
-            timeout: Longest wait, in seconds.
-            goes_on: Whether to wait on; asked once a second at least. Raises what makes waiting useless.
-
-        Raises:
-            SchedulerTimeoutError: If it is not there in time.
-        """
-        since = self.now()
-        with changed:
-            while not ready():
-                if not goes_on():
-                    return False
-                waited = self.now() - since
-                if waited >= timeout:
-                    raise SchedulerTimeoutError(
-                        f"{self._worker} waited {waited:.0f} s for {what}. Raise the strategy's timeout if that may "
-                        "take longer."
-                    )
-                changed.wait(min(_SLICE_S, timeout - waited))
-        self.waiting(what, since)
-        return True
 
     def queued(self, name: str, start: float, end: float, *, part: int) -> None:
         """A part waited for its turn."""

@@ -44,13 +44,7 @@ from lightning_bytescheduler.diloco.pseudo_gradient_exchange import (
 )
 from lightning_bytescheduler.diloco.round_record import RoundRecord
 from lightning_bytescheduler.diloco.rounds import BatchSchedulerThread
-from lightning_bytescheduler.diloco.session import (
-    CoordinatedRounds,
-    CoordinatedSession,
-    LeadingSession,
-    RankSession,
-    WorkerSession,
-)
+from lightning_bytescheduler.diloco.session import CoordinatedSession, LaunchedSession, Session
 from lightning_bytescheduler.diloco.training_loop import CoordinatedBoundaries
 from lightning_bytescheduler.exceptions import RankFailedError
 from lightning_bytescheduler.failures.board import FaultBoard
@@ -66,7 +60,7 @@ _SCHEDULER = "scheduler"  # its mailbox
 _NOTHING_UNSENT: Mapping[str, Any] = {"workers": 0, "rank": 0, "own": {}, "mean": {}}
 
 
-_Session = TypeVar("_Session", bound=RankSession)
+_Session = TypeVar("_Session", bound=Session[Any])
 
 
 class SessionRuntime(Generic[_Session]):
@@ -177,7 +171,7 @@ class _Mail:
         self._exchange.abort(cause)
 
 
-class LeadingRuntime(SessionRuntime[WorkerSession]):
+class LeadingRuntime(SessionRuntime[LaunchedSession]):
     """A leader's threads and connections.
 
     Args:
@@ -187,11 +181,10 @@ class LeadingRuntime(SessionRuntime[WorkerSession]):
         board: Where failures are published; not closed with the runtime.
         options: The user's.
         timeout: Longest wait for the other workers, in seconds.
-        flush: See :class:`WorkerSession`.
+        flush: See :class:`Session`.
         on_round: Called with each round that has ended, on worker 0, on a thread of its own.
     """
 
-    session: LeadingSession
     state: OuterState
 
     def __init__(
@@ -228,9 +221,10 @@ class LeadingRuntime(SessionRuntime[WorkerSession]):
             on_error=self._on_error,
         )
         self.state = OuterState(trained, weighting=options.run.weighting, **options.outer_step)
-        session = LeadingSession(
+        session = LaunchedSession(
             worker=self._name,
             group=group,
+            trained=trained,
             state=self.state,
             link=_Mail(self._postman, self._exchange),
             overlap=options.run.overlap,
@@ -366,7 +360,7 @@ class _Place(msgspec.Struct, frozen=True):
     leads: bool
 
 
-class CoordinatedRuntime(SessionRuntime[CoordinatedRounds]):
+class CoordinatedRuntime(SessionRuntime[CoordinatedSession]):
     """See the module.
 
     Args:
@@ -453,7 +447,7 @@ class CoordinatedRuntime(SessionRuntime[CoordinatedRounds]):
             "flush": self._flush,
         }
         if self.client is None:
-            self.session = CoordinatedRounds(trained=trained, **common)
+            self.session = CoordinatedSession(trained=trained, **common)
             return
         self.state = OuterState(
             trained, weighting=options.weighting, lr=options.outer_lr, momentum=options.outer_momentum, factory=None
@@ -463,10 +457,11 @@ class CoordinatedRuntime(SessionRuntime[CoordinatedRounds]):
         self._transport = CoordinatorTransport(
             self.client, wire=options.wire, sizes=trained.sizes, timeline=self._timeline
         )
-        session = CoordinatedSession(state=self.state, transport=self._transport, timeout=self._timeout, **common)
-        self.session = session
+        self.session = CoordinatedSession(
+            trained=trained, state=self.state, transport=self._transport, timeout=self._timeout, **common
+        )
         self.check()
-        self.client.listen(session)
+        self.client.listen(self.session)
 
     def start(self, state: Mapping[str, Any] | None = None) -> None:
         """Take the global weights and begin the first round.
@@ -579,11 +574,7 @@ class CoordinatedRuntime(SessionRuntime[CoordinatedRounds]):
         return not failed
 
     def _hello(self, worker: str, session: str) -> Hello:
-        transport = self._transport
-        version, chain = 0, START
-        if transport is not None:
-            with transport.changed:
-                version, chain = transport.version, transport.chain
+        version, chain = self.session.standing() if self._begun else (0, START)
         return Hello(
             protocol=PROTOCOL,
             package=__version__,

@@ -2,36 +2,40 @@
 
 On every rank of a worker the same calls lead to the same places, at the same steps; see ``WorkerGroup`` for why. What
 is said to other workers is the business of the worker's first rank, which counts its steps, sends its pseudo-gradient
-when it is time to, and merges what the others make of it (``LeadingRank``). The worker's other ranks follow: they hear
-in an ``Outcome`` what the first one has done, and get its weights, bit for bit.
+when it is time to, and merges what the others make of it. The worker's other ranks follow: they hear in an ``Outcome``
+what the first one has done, and get its weights, bit for bit.
 
 There are two roads to the others. Both end a round with the same: a weighted mean that every worker has the same bits
 of, with which each takes the outer step itself.
 
-*Launched together* (``WorkerSession`` on a rank that follows, ``LeadingSession`` on one that leads): all live or the
-job ends, and all stand still where one of them has an epoch's end, a validation, or its own end. The training thread
-waits for other workers at two places only: for a pseudo-gradient that is to be merged now, and for the start of a
-round. Where a merge follows the mean (``overlap_steps="auto"``, see ``fragments.py``), the leader alone looks whether
-it is there, after each step beside it, and the others hear what it has seen. All of them ask after the same steps, as
-they have sent after the same one, and have been told since that nothing is to be merged yet.
+*Launched together* (``LaunchedSession``): all live or the job ends, and all stand still where one of them has an
+epoch's end, a validation, or its own end. The training thread waits for other workers at two places only: for a
+pseudo-gradient that is to be merged now, and for the start of a round. Where a merge follows the mean
+(``overlap_steps="auto"``, see ``fragments.py``), the leader alone looks whether it is there, after each step beside it,
+and the others hear what it has seen. All of them ask after the same steps, as they have sent after the same one, and
+have been told since that nothing is to be merged yet.
 
-*A coordinator's run* (``CoordinatedRounds``, ``CoordinatedSession``), where workers come and go: the training thread
-looks at the end of each batch whether there is something to do, which takes no message. If there is, it sends what it
-has trained, waits for the end of the round, takes the outer steps that it is behind, and begins the next round. Nobody
-stands still for another worker's epoch or validation, and a worker's own end ends it alone. While the coordinator is
-away there is nothing to do: the worker takes steps on the weights it has, and what was sent without an answer is sent
-again with what was trained since. Samples are counted as sent when the round that they were sent for is part of the
-weights here.
+*A coordinator's run* (``CoordinatedSession``), where workers come and go: the training thread looks at the end of each
+batch whether there is something to do, which takes no message. If there is, it sends what it has trained, waits for the
+end of the round, takes the outer steps that it is behind, and begins the next round. Nobody stands still for another
+worker's epoch or validation, and a worker's own end ends it alone. While the coordinator is away there is nothing to
+do: the worker takes steps on the weights it has, and what was sent without an answer is sent again with what was
+trained since. Samples are counted as sent when the round that they were sent for is part of the weights here.
 
-All but ``receive``, ``welcomed``, ``lost`` and ``fail`` is called by the training thread.
+All but ``receive``, ``welcomed``, ``lost`` and ``fail`` is called by the training thread. One lock is held for looking
+and noting; nothing is called with it held that takes another lock, but what posts to others, which takes none that is
+ever held while waiting for this one.
 """
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from threading import Condition
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -47,12 +51,7 @@ from lightning_bytescheduler.diloco.coordinator_protocol import (
     ResumeRounds,
     Welcome,
 )
-from lightning_bytescheduler.diloco.coordinator_transport import (
-    AwayError,
-    CoordinatedExchange,
-    CoordinatorTransport,
-    Mean,
-)
+from lightning_bytescheduler.diloco.coordinator_transport import START, CoordinatorTransport, Mean, Upload
 from lightning_bytescheduler.diloco.fragments import Overlap, TrainedWeights
 from lightning_bytescheduler.diloco.messages import (
     EndRound,
@@ -71,40 +70,14 @@ from lightning_bytescheduler.diloco.outer_optimizer import Contribution, OuterSt
 from lightning_bytescheduler.diloco.outer_timeline import OuterTimeline
 from lightning_bytescheduler.diloco.process_groups import WorkerGroup
 from lightning_bytescheduler.diloco.round_counter import RoundCounter
+from lightning_bytescheduler.exceptions import SchedulerTimeoutError
 
+log = logging.getLogger(__name__)
 
-class Exchanging(Protocol):
-    """A pseudo-gradient that is on its way between workers launched together."""
-
-    def is_there(self) -> bool:
-        """Whether :meth:`wait` would return, or raise, at once. Looks only."""
-
-    def wait(self, timeout: float) -> tuple[Tensor, int]:
-        """Wait for the weighted mean, flat, and the sum of the weights.
-
-        Args:
-            timeout: Longest wait in seconds.
-
-        Raises:
-            SchedulerTimeoutError: If it is not there in time.
-            BaseException: What the exchange has failed with.
-        """
-
-
-_E = TypeVar("_E", covariant=True)  # carries a pseudo-gradient
-
-
-class Link(Protocol[_E]):
-    """A worker's way to the others. Nothing but what :meth:`start` returns waits for them."""
-
-    def post(self, *messages: Message) -> None:
-        """Send messages to what decides about rounds; at once, never blocks."""
-
-    def start(self, contribution: Contribution) -> _E:
-        """Begin to exchange a fragment; returns at once."""
-
-    def abort(self, cause: BaseException) -> None:
-        """Fail everything that is under way, and whatever is started later. For any thread."""
+_T = TypeVar("_T")
+_E = TypeVar("_E")  # carries a pseudo-gradient
+_KEPT_ENDS = 16
+_LOOK_S = 1.0
 
 
 @dataclass(slots=True)
@@ -144,113 +117,6 @@ class Outcome(msgspec.Struct, frozen=True):
     ended: RoundEnded | None
 
 
-class RankSession:
-    """One rank of a worker in one training. All but :meth:`fail` is for the training thread.
-
-    Args:
-        worker: The worker's name.
-        group: The worker's ranks.
-        trained: What is trained.
-        overlap: When what was sent is merged.
-        flush: Called on the training thread before weights are read or replaced: brings them up to date.
-
-    Attributes:
-        worker: As given, until a coordinator gives another one.
-        overlap: As given.
-        statistics: Of this rank.
-        round_end: The last one.
-        version: Rounds that are part of the global weights, as all ranks of the worker know it.
-        over: Whether training is over, as all ranks of the worker know it.
-    """
-
-    def __init__(
-        self, *, worker: str, group: WorkerGroup, trained: TrainedWeights, overlap: Overlap, flush: Callable[[], None]
-    ) -> None:
-        self.worker = worker
-        self.statistics = SessionStatistics()
-        self.round_end: RoundEnded | None = None
-        self.version = 0
-        self.over = False
-        self._group = group
-        self._trained = trained
-        self.overlap = overlap
-        self._flush = flush
-        self._changed: set[int] = set()  # fragments whose weights the worker's other ranks do not have yet
-        self._failure: BaseException | None = None
-
-    @property
-    def round(self) -> int:
-        """The round this worker is in."""
-        return self.version + 1
-
-    def progress(self) -> dict[str, float]:
-        """How the rounds go, by name; what is not known on this rank is left out."""
-        if self.round_end is None:
-            return {}
-        return {"share": self.round_end.shares.get(self.worker, 0.0), **self.round_end.metrics}
-
-    def fail(self, error: BaseException) -> None:
-        """Nothing is to be expected of the others any more: raise ``error`` from whatever is waited for."""
-        if self._failure is None:
-            self._failure = error
-        self._group.abort(error)
-
-    def check(self) -> None:
-        """Raise what another thread or rank has failed with, if any."""
-        if self._failure is not None:
-            raise self._failure
-
-    def begin(self) -> None:
-        """Join, and wait for the first round."""
-        self._together(self._begin)
-
-    def count(self, *, samples: int, seconds: float, tokens: int = 0, loss: float | None = None) -> None:
-        """Take note of a step, and report it without waiting.
-
-        Args:
-            samples: Of the step, on all ranks of the worker together.
-            seconds: That it took, from the end of the step before.
-            tokens: Of the step, where pseudo-gradients are weighted by them.
-            loss: Of the step.
-        """
-        self.check()
-        self._report(samples=samples, seconds=seconds, tokens=tokens, loss=loss)
-        self.statistics.steps += 1
-        self.statistics.samples += samples
-
-    def is_due(self) -> bool:
-        """Whether there is something to do before another step is taken: as the leader knows it now."""
-        return self._group.any(self._is_due())
-
-    def _together(self, work: Callable[[], None]) -> None:
-        """The first rank does it; the others hear what has become of it, and get the weights that it has changed."""
-        if self._group.leads:
-            work()
-            outcome = Outcome(sorted(self._changed), self.version, self.over, self.round_end)
-            self._group.tell(msgspec.json.encode(outcome).decode())
-        else:
-            outcome = msgspec.json.decode(self._group.tell(), type=Outcome)
-            self.version, self.over, self.round_end = outcome.version, outcome.over, outcome.ended
-        self._changed.clear()
-        for fragment in outcome.changed:
-            self._group.share(self._trained.of(fragment))
-
-    # What follows is the first rank's business; the others do nothing there.
-
-    def _begin(self) -> None:
-        """Become one of the workers, and begin the first round."""
-
-    def _report(self, *, samples: int, seconds: float, tokens: int, loss: float | None) -> None:
-        """Tell of a step."""
-
-    def _is_due(self) -> bool:
-        """Whether there is something to do now."""
-        return False
-
-
-_KEPT_ENDS = 16
-
-
 @dataclass(slots=True, kw_only=True)
 class Sent(Generic[_E]):
     """A pseudo-gradient that is on its way.
@@ -275,55 +141,84 @@ class Sent(Generic[_E]):
         return self.said.round
 
 
-class LeadingRank(RankSession, Generic[_E]):
-    """The first rank of a worker, often the only one: what is the same on either road to the others.
+class Session(ABC, Generic[_E]):
+    """One rank of a worker in one training: what is the same on either road to the others.
+
+    What has a name that begins with an underscore is the first rank's business, often the only one's.
 
     Args:
         worker: The worker's name.
         group: The worker's ranks.
-        state: The global weights.
-        link: To the others.
-        overlap: See :class:`RankSession`.
-        flush: See :class:`RankSession`.
+        trained: What is trained.
+        overlap: When what was sent is merged.
+        flush: Called on the training thread before weights are read or replaced: brings them up to date.
+        state: The global weights, on the first rank.
         timeout: Longest wait for the other workers, in seconds.
         lock: Of what other threads bring; notified of it.
         timeline: Where spans go.
 
     Attributes:
-        state: As given.
+        worker: As given, until a coordinator gives another one.
+        overlap: As given.
+        state: As given, on the first rank.
+        statistics: Of this rank.
+        round_end: The last one.
+        version: Rounds that are part of the global weights, as all ranks of the worker know it.
+        over: Whether training is over, as all ranks of the worker know it.
     """
+
+    state: OuterState
 
     def __init__(
         self,
         *,
         worker: str,
         group: WorkerGroup,
-        state: OuterState,
-        link: Link[_E],
+        trained: TrainedWeights,
         overlap: Overlap,
         flush: Callable[[], None],
-        timeout: float,
+        state: OuterState | None = None,
+        timeout: float = 0.0,
         lock: Condition | None = None,
         timeline: OuterTimeline | None = None,
     ) -> None:
-        super().__init__(worker=worker, group=group, trained=state.trained, overlap=overlap, flush=flush)
-        self.state = state
-        self._link = link
+        self.worker = worker
+        self.overlap = overlap
+        self.statistics = SessionStatistics()
+        self.round_end: RoundEnded | None = None
+        self.version = 0
+        self.over = False
+        if state is not None:
+            self.state = state
+        self._group = group
+        self._trained = trained
+        self._flush = flush
         self._timeout = timeout
         self._timeline = OuterTimeline(worker=worker) if timeline is None else timeline
+        self._changed: set[int] = set()  # fragments whose weights the worker's other ranks do not have yet
+        self._sent: Sent[_E] | None = None
         self._lock = Condition() if lock is None else lock
         # What follows changes under the lock.
+        self._failure: BaseException | None = None
         self._counter = RoundCounter(worker)
         self._round_ends: dict[int, RoundEnded] = {}
         self._left: int | None = None
         self._reported: StepReport | None = None
-        # The training thread's own.
-        self._sent: Sent[_E] | None = None
+
+    @property
+    def round(self) -> int:
+        """The round this worker is in."""
+        return self.version + 1
 
     def progress(self) -> dict[str, float]:
-        """How the rounds go, by name; what is not known is left out."""
-        known = {"round": self.round, "to_go": self._left, "steps_left": self._counter.steps_left}
-        return {name: float(value) for name, value in known.items() if value is not None} | super().progress()
+        """How the rounds go, by name; what is not known on this rank is left out."""
+        found: dict[str, float] = {}
+        if self._group.leads:
+            known = {"round": self.round, "to_go": self._left, "steps_left": self._counter.steps_left}
+            found = {name: float(value) for name, value in known.items() if value is not None}
+        if self.round_end is not None:
+            found |= {"share": self.round_end.shares.get(self.worker, 0.0), **self.round_end.metrics}
+        return found
 
     def receive(self, message: FromCoordinator | FromWorker) -> None:
         """Take in what the batch scheduler, or the coordinator, says. For any thread."""
@@ -332,11 +227,65 @@ class LeadingRank(RankSession, Generic[_E]):
             self._lock.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """See RankSession."""
+        """Nothing is to be expected of the others any more: raise ``error`` from whatever is waited for."""
         with self._lock:
-            super().fail(error)
+            if self._failure is None:
+                self._failure = error
+            self._group.abort(error)
             self._lock.notify_all()
-        self._link.abort(error)
+
+    def check(self) -> None:
+        """Raise what another thread or rank has failed with, if any."""
+        if self._failure is not None:
+            raise self._failure
+
+    def begin(self) -> None:
+        """Join, and wait for the first round."""
+        self._together(self._begin)
+
+    def count(self, *, samples: int, seconds: float, tokens: int = 0, loss: float | None = None) -> None:
+        """Take note of a step, and report it without waiting.
+
+        Args:
+            samples: Of the step, on all ranks of the worker together.
+            seconds: That it took, from the end of the step before.
+            tokens: Of the step, where pseudo-gradients are weighted by them.
+            loss: Of the step.
+        """
+        self.check()
+        if self._group.leads:
+            self._report(samples=samples, seconds=seconds, tokens=tokens, loss=loss)
+        self.statistics.steps += 1
+        self.statistics.samples += samples
+
+    def is_due(self) -> bool:
+        """Whether there is something to do before another step is taken: as the leader knows it now."""
+        return self._group.any(self._group.leads and self._is_due())
+
+    def _together(self, work: Callable[[], None]) -> None:
+        """The first rank does it; the others hear what has become of it, and get the weights that it has changed."""
+        if self._group.leads:
+            work()
+            outcome = Outcome(sorted(self._changed), self.version, self.over, self.round_end)
+            self._group.tell(msgspec.json.encode(outcome).decode())
+        else:
+            outcome = msgspec.json.decode(self._group.tell(), type=Outcome)
+            self.version, self.over, self.round_end = outcome.version, outcome.over, outcome.ended
+        self._changed.clear()
+        for fragment in outcome.changed:
+            self._group.share(self._trained.of(fragment))
+
+    @abstractmethod
+    def _begin(self) -> None:
+        """Become one of the workers, and begin the first round."""
+
+    @abstractmethod
+    def _is_due(self) -> bool:
+        """Whether there is something to do now."""
+
+    @abstractmethod
+    def _post(self, *messages: Message) -> None:
+        """Say something to what decides about rounds; at once, never blocks."""
 
     def _hear(self, message: FromCoordinator | FromWorker) -> None:
         if isinstance(message, RoundEnded):
@@ -346,9 +295,6 @@ class LeadingRank(RankSession, Generic[_E]):
             self._left = message.left
         elif not isinstance(message, (LeaderAppointed, PauseRounds, ResumeRounds)):
             self._counter.receive(message)
-
-    def _post(self, *messages: Message) -> None:
-        self._link.post(*messages)
 
     def _report(self, *, samples: int, seconds: float, tokens: int, loss: float | None) -> None:
         self._timeline.trained(self.round)
@@ -382,37 +328,131 @@ class LeadingRank(RankSession, Generic[_E]):
             self.state.merge(fragment, mean, total=total, exactly=exactly)
         self._changed.add(fragment)
 
-    def _await(self, ready: Callable[[], bool], what: str) -> None:
-        def goes_on() -> bool:
-            self.check()
-            return True
+    def _await(
+        self,
+        ready: Callable[[], bool],
+        what: str,
+        *,
+        timeout: float | None = None,
+        goes_on: Callable[[], bool] = lambda: True,
+    ) -> bool:
+        """Wait for what other threads bring; returns whether it is there.
 
+        Args:
+            ready: Whether it is there; called with the lock held.
+            what: The same in words.
+            timeout: Longest wait, in seconds; by default that for the other workers.
+            goes_on: Whether to wait on; asked once a second at least, with the lock held.
+
+        Raises:
+            SchedulerTimeoutError: If it is not there in time.
+        """
+        since, longest = self._timeline.now(), self._timeout if timeout is None else timeout
+        with self._lock:
+            while not ready():
+                self.check()
+                if not goes_on():
+                    return False
+                waited = self._timeline.now() - since
+                if waited >= longest:
+                    raise SchedulerTimeoutError(
+                        f"{self.worker} waited {waited:.0f} s for {what}. Raise the strategy's timeout if that may "
+                        "take longer."
+                    )
+                self._lock.wait(min(_LOOK_S, longest - waited))
+        self._timeline.waiting(what, since)
+        return True
+
+    @contextmanager
+    def _timed(self, kind: str) -> Iterator[None]:
+        """Count the time meanwhile among the statistics."""
         began = time.monotonic()
-        self._timeline.wait_until(self._lock, ready, what, timeout=self._timeout, goes_on=goes_on)
-        self.statistics.start_s += time.monotonic() - began
+        yield
+        setattr(self.statistics, kind, getattr(self.statistics, kind) + time.monotonic() - began)
 
 
 # ---------------------------------------------------------------------- launched together
 
 
-class WorkerSession(RankSession):
-    """One rank of a worker launched with others; by itself, one that follows. For the training thread, but ``fail``.
+class Exchanging(Protocol):
+    """A pseudo-gradient that is on its way between workers launched together."""
 
-    See :class:`RankSession` for the arguments.
+    def is_there(self) -> bool:
+        """Whether :meth:`wait` would return, or raise, at once. Looks only."""
+
+    def wait(self, timeout: float) -> tuple[Tensor, int]:
+        """Wait for the weighted mean, flat, and the sum of the weights.
+
+        Args:
+            timeout: Longest wait in seconds.
+
+        Raises:
+            SchedulerTimeoutError: If it is not there in time.
+            BaseException: What the exchange has failed with.
+        """
+
+
+class Link(Protocol):
+    """A worker's way to the others that were launched with it. Nothing but what :meth:`start` returns waits."""
+
+    def post(self, *messages: Message) -> None:
+        """Send messages to what decides about rounds; at once, never blocks."""
+
+    def start(self, contribution: Contribution) -> Exchanging:
+        """Begin to exchange a fragment; returns at once."""
+
+    def abort(self, cause: BaseException) -> None:
+        """Fail everything that is under way, and whatever is started later. For any thread."""
+
+
+class LaunchedSession(Session[Exchanging]):
+    """One rank of a worker launched with others.
+
+    Args:
+        link: To the others, on the first rank.
+        **given: See :class:`Session`.
 
     Attributes:
         halted: Whether all workers stand still at the end of a round.
         at_begin: Called where a round has begun right after a merge, with nothing of it done yet.
     """
 
-    halted = False
-    at_begin: Callable[[], None] | None = None
-    _beside: int | None = None  # steps beside a pseudo-gradient that is not merged yet
+    _link: Link
+
+    def __init__(self, *, link: Link | None = None, **given: Any) -> None:
+        super().__init__(**given)
+        self.halted = False
+        self.at_begin: Callable[[], None] | None = None
+        self._beside: int | None = None  # steps beside a pseudo-gradient that is not merged yet
+        if link is not None:
+            self._link = link
+
+    @property
+    def round(self) -> int:
+        """The round this worker is in."""
+        return self._counter.round if self._group.leads else super().round
+
+    def fail(self, error: BaseException) -> None:
+        """See Session."""
+        super().fail(error)
+        if self._group.leads:
+            self._link.abort(error)
+
+    def done_in_round(self) -> dict[str, int]:
+        """What was done in this round, by name; where it has just begun, beside the last one's mean. On the leader."""
+        with self._lock:
+            counter = self._counter
+            return {"steps": counter.steps, "samples": counter.samples, "tokens": counter.tokens}
+
+    def go_on(self, done: Mapping[str, int]) -> None:
+        """Count on in the first round of a restart from what :meth:`done_in_round` gave; before its first step."""
+        with self._lock:
+            self._counter.go_on(steps=done["steps"], samples=done["samples"], tokens=done["tokens"])
 
     def count(self, *, samples: int, seconds: float, tokens: int = 0, loss: float | None = None) -> None:
         """Take note of a step, and report it without waiting.
 
-        With overlap, this merges what was sent when it is time to, and waits for it if it must; see RankSession.
+        With overlap, this merges what was sent when it is time to, and waits for it if it must; see Session.
         """
         super().count(samples=samples, seconds=seconds, tokens=tokens, loss=loss)
         if self._beside is not None:
@@ -422,6 +462,10 @@ class WorkerSession(RankSession):
 
     def ask(self, *, now: bool = False, epoch: bool = False, validate: bool = False, stop: bool = False) -> None:
         """Say what is to happen at the end of this round, and whether that is to be soon; the leader does."""
+        if self._group.leads:
+            round, steps = self._counter.round, self._counter.steps
+            wish = {"epoch": epoch, "validate": validate, "stop": stop}
+            self._post(EndRound(worker=self.worker, round=round, now=now, steps=steps, **wish))
 
     def end_round(self) -> None:
         """Send the pseudo-gradient. Without overlap, merge the answer too, and start the next round unless all halt."""
@@ -429,7 +473,8 @@ class WorkerSession(RankSession):
         if self.halted:
             return
         self._flush()
-        self._send_pseudo_gradient()
+        if self._group.leads:
+            self._send_pseudo_gradient()
         self._beside = 0
         if not self.overlap:
             self.merge_sent()
@@ -476,60 +521,24 @@ class WorkerSession(RankSession):
         if not self.over:
             self.pass_on(stop=True)
 
-    def _is_to_merge(self, beside: int) -> bool:
-        if self.overlap.follows_mean:
-            return self._group.any(self._need_not_train_on())
-        return beside >= self.overlap.longest(0)
-
-    def _need_not_train_on(self) -> bool:
-        """Whether to merge what is under way now, without a number of steps for it."""
-        return False
-
-    def _send_pseudo_gradient(self) -> None:
-        """Begin to send what the round's steps have made of its fragment."""
-
-    def _merge(self) -> None:
-        """Wait for the end of the round, let the trained weights follow, and begin the next one unless all halt."""
-
-    def _pass_on(self, *, stop: bool) -> None:
-        """Say that this worker is through with what all stood still for, and begin the next round."""
-
-
-class LeadingSession(LeadingRank[Exchanging], WorkerSession):
-    """The first rank of a worker that was launched with others. See :class:`LeadingRank` for the arguments."""
-
-    @property
-    def round(self) -> int:
-        """The round this worker is in."""
-        return self._counter.round
-
-    def done_in_round(self) -> dict[str, int]:
-        """What was done in this round, by name; where it has just begun, beside the last one's mean."""
-        with self._lock:
-            counter = self._counter
-            return {"steps": counter.steps, "samples": counter.samples, "tokens": counter.tokens}
-
-    def go_on(self, done: Mapping[str, int]) -> None:
-        """Count on in the first round of a restart from what :meth:`done_in_round` gave; before its first step."""
-        with self._lock:
-            self._counter.go_on(steps=done["steps"], samples=done["samples"], tokens=done["tokens"])
-
-    def ask(self, *, now: bool = False, epoch: bool = False, validate: bool = False, stop: bool = False) -> None:
-        """See WorkerSession."""
-        round, steps = self._counter.round, self._counter.steps
-        self._link.post(
-            EndRound(worker=self.worker, round=round, now=now, steps=steps, epoch=epoch, validate=validate, stop=stop)
-        )
+    def _post(self, *messages: Message) -> None:
+        self._link.post(*messages)
 
     def _begin(self) -> None:
-        self._link.post(JoinRounds(worker=self.worker))
+        self._post(JoinRounds(worker=self.worker))
         self._await_round()
 
     def _is_due(self) -> bool:
         with self._lock:
             return self._counter.due
 
+    def _is_to_merge(self, beside: int) -> bool:
+        if self.overlap.follows_mean:
+            return self._group.any(self._group.leads and self._need_not_train_on())
+        return beside >= self.overlap.longest(0)
+
     def _need_not_train_on(self) -> bool:
+        """Whether to merge what is under way now, without a number of steps for it."""
         sent = self._sent
         if sent is None or sent.steps_since >= sent.longest:
             return True
@@ -542,18 +551,21 @@ class LeadingSession(LeadingRank[Exchanging], WorkerSession):
             return ended is not None and (ended.halts or counter.next_round is not None or counter.finished)
 
     def _send_pseudo_gradient(self) -> None:
+        """Begin to send what the round's steps have made of its fragment."""
         with self._lock:
             said = self._counter.send()
-        self._link.post(said)
+        self._post(said)
         update, exchange = self._send(self._trained.fragment_of(said.round), said.round)
         self._sent = Sent(said=said, update=update, exchange=exchange, longest=self.overlap.longest(said.steps))
 
     def _merge(self) -> None:
+        """Wait for the end of the round, let the trained weights follow, and begin the next one unless all halt."""
         sent, self._sent = self._sent, None
         if sent is None:
             raise RuntimeError("Cannot merge a pseudo-gradient: none was sent.")
         mean, total = self._received(sent.exchange)
-        self._await(lambda: sent.round in self._round_ends, f"the end of round {sent.round}")
+        with self._timed("start_s"):
+            self._await(lambda: sent.round in self._round_ends, f"the end of round {sent.round}")
         ended = self.round_end = self._round_ends[sent.round]
         self.version = sent.round
         self._step(sent.update.fragment, mean, total, exactly=ended.halts)
@@ -566,17 +578,19 @@ class LeadingSession(LeadingRank[Exchanging], WorkerSession):
         self.over = ended.stop
 
     def _pass_on(self, *, stop: bool) -> None:
+        """Say that this worker is through with what all stood still for, and begin the next round."""
         ended = self.round_end
         self._timeline.stood("validation" if ended is not None and ended.validate else "end of the epoch")
-        self._link.post(PassedRoundEnd(worker=self.worker, round=0 if ended is None else ended.round, stop=stop))
+        self._post(PassedRoundEnd(worker=self.worker, round=0 if ended is None else ended.round, stop=stop))
         self._await_round()
 
     def _await_round(self) -> None:
-        self._await(lambda: self._counter.next_round is not None or self._counter.finished, "the next round")
+        with self._timed("start_s"):
+            self._await(lambda: self._counter.next_round is not None or self._counter.finished, "the next round")
         with self._lock:
             self.over = self._counter.finished
             if not self.over:
-                self._link.post(self._counter.start())
+                self._post(self._counter.start())
 
     def _send(self, fragment: int, round: int = 0) -> tuple[Contribution, Exchanging]:
         update = self._update(fragment, round)
@@ -584,28 +598,93 @@ class LeadingSession(LeadingRank[Exchanging], WorkerSession):
         return update, self._link.start(update)
 
     def _received(self, exchange: Exchanging) -> tuple[Tensor, int]:
-        began, since = time.monotonic(), self._timeline.now()
-        found = exchange.wait(self._timeout)
-        self.statistics.exchange_s += time.monotonic() - began
+        since = self._timeline.now()
+        with self._timed("exchange_s"):
+            found = exchange.wait(self._timeout)
         self._timeline.waiting("the mean", since)
         return found
 
 
 # ---------------------------------------------------------------------- in a coordinator's run
 
+_RECEIPT_S = 30.0  # for what is sent before the worker does something else, or goes
 
-class CoordinatedRounds(RankSession):
-    """One rank of a worker in a coordinator's run; by itself, one that follows. For the training thread, but ``fail``.
 
-    See :class:`RankSession` for the arguments.
+@dataclass(slots=True)
+class Place:
+    """Where a worker stands with its coordinator; all of it changes under the session's lock.
+
+    Attributes:
+        connected: Whether there is a connection.
+        joined: Whether this worker has said over it that it takes part.
+        welcome: The last one.
+        provides: Whether the coordinator asks for this worker's weights as the first ones: until it has some.
+        realign: Whether the state is needed before this worker can go on.
+        begun: Whether it has the run's weights.
+        away: Whether it pauses, or has left.
+        version: Of the weights here; the worker's other ranks hear of it when all that is to be done is done.
+        chain: Of the same.
+        ended: The last round that is known to have ended.
+        means: Of rounds that have ended, by round; on their way, or here.
+    """
+
+    connected: bool = False
+    joined: bool = False
+    welcome: Welcome | None = None
+    provides: bool = False
+    realign: bool = True
+    begun: bool = False
+    away: bool = False
+    version: int = 0
+    chain: str = START
+    ended: int = 0
+    means: dict[int, Future[Mean | None]] = field(default_factory=dict)
+
+
+class AwayError(Exception):
+    """There is no coordinator now, or none that knows what is asked for: the worker goes on alone."""
+
+
+class CoordinatedSession(Session[Upload]):
+    """One rank of a worker in a coordinator's run.
+
+    A round without a quorum changes no weights. What was done in it is *carried*: it stays in the local weights and in
+    the counts of samples, and the next update of the fragment has all of it.
+
+    Args:
+        transport: To the coordinator, on the first rank; its lock is the session's.
+        **given: See :class:`Session`.
 
     Attributes:
         leads: Whether this rank's worker validates, logs and saves for all, as far as this rank says it.
         last_round: Of the run, once it is over; also while this worker does something else.
     """
 
-    leads = False
-    last_round: int | None = None
+    _transport: CoordinatorTransport
+
+    def __init__(self, *, transport: CoordinatorTransport | None = None, **given: Any) -> None:
+        if transport is not None:
+            self._transport = transport
+            given |= {"lock": transport.changed, "timeline": transport.timeline}
+        super().__init__(**given)
+        self.leads = False
+        self.last_round: int | None = None
+        self._place = Place()
+        # The training thread's own.
+        self._carried_steps = self._carried_samples = 0  # from rounds without a quorum
+        # Steps beside the last mean, at most.
+        self._beside = 0 if self.overlap.follows_mean else self.overlap.longest(0)
+        self._carries = False  # what was trained, over to weights from before it
+        self._shown = ExitStack()
+
+    @property
+    def round(self) -> int:
+        """The round this worker is in."""
+        return self._place.version + 1 if self._group.leads else super().round
+
+    @property
+    def _fragments(self) -> range:
+        return range(len(self._trained.fragments))
 
     def synchronise(self) -> None:
         """Do what is due: send, merge, catch up, and begin the next round."""
@@ -632,79 +711,33 @@ class CoordinatedRounds(RankSession):
         """
         self._together(lambda: self._leave(quickly, for_all))
 
-    # As in RankSession, for the first rank alone.
-
-    def _synchronise(self) -> None:
-        """See :meth:`synchronise`."""
-
-    def _pause(self, shows: bool) -> None:
-        """See :meth:`pause`."""
-
-    def _resume(self) -> None:
-        """See :meth:`resume`."""
-
-    def _leave(self, quickly: bool, for_all: bool) -> None:
-        """See :meth:`leave`."""
-
-
-_RECEIPT_S = 30.0  # for what is sent before the worker does something else, or goes
-
-
-class CoordinatedSession(LeadingRank[CoordinatedExchange], CoordinatedRounds):
-    """The first rank of a worker in a coordinator's run.
-
-    A round without a quorum changes no weights. What was done in it is *carried*: it stays in the local weights and in
-    the counts of samples, and the next update of the fragment has all of it.
-
-    Lock: that of the transport, for what the client's thread changes.
-
-    Args:
-        transport: To the coordinator.
-        **given: See :class:`LeadingRank`.
-    """
-
-    def __init__(self, *, transport: CoordinatorTransport, **given: Any) -> None:
-        super().__init__(link=transport, lock=transport.changed, timeline=transport.timeline, **given)
-        self._transport = transport
-        # What follows changes under the lock.
-        self._begun = False  # has the run's weights
-        self._joined = False  # over this connection
-        self._away = False  # pauses, or has left
-        # The training thread's own.
-        self._carried_steps = self._carried_samples = 0  # from rounds without a quorum
-        # Steps beside the last mean, at most.
-        self._beside = 0 if self.overlap.follows_mean else self.overlap.longest(0)
-        self._carries = False  # what was trained, over to weights from before it
-        self._shown = ExitStack()
-
-    @property
-    def round(self) -> int:
-        """The round this worker is in."""
-        return self._transport.version + 1
-
-    @property
-    def _fragments(self) -> range:
-        return range(len(self._trained.fragments))
-
     # ------------------------------------------------------------------ the client's thread
+
+    def standing(self) -> tuple[int, str]:
+        """Version and chain of the weights here. For any thread."""
+        with self._lock:
+            return self._place.version, self._place.chain
 
     def welcomed(self, welcome: Welcome) -> None:
         """There is a connection, and maybe another coordinator."""
-        transport = self._transport
+        place = self._place
         with self._lock:
-            transport.welcomed(welcome, begun=self._begun)
-            self.worker, self.leads, self._joined = welcome.worker, welcome.leads, False
-            self._counter.worker = welcome.worker
+            place.connected, place.joined, place.welcome, place.provides = True, False, welcome, welcome.provide
+            place.realign = welcome.fetch or welcome.provide or not place.begun
+            place.ended = welcome.version
+            place.means.clear()
+            self.worker = self._counter.worker = welcome.worker
+            self.leads = welcome.leads
             if self._reported is not None:
                 self._reported = msgspec.structs.replace(self._reported, worker=self.worker)
-            if self._begun and not transport.realign and transport.ended == transport.version:
+            if place.begun and not place.realign and place.ended == place.version:
                 self._join()
             self._lock.notify_all()
 
     def lost(self) -> None:
         """There is no connection any more."""
         with self._lock:
-            self._transport.connected = self._joined = False
+            self._place.connected = self._place.joined = False
             self._lock.notify_all()
 
     def _hear(self, message: FromCoordinator | FromWorker) -> None:
@@ -712,7 +745,9 @@ class CoordinatedSession(LeadingRank[CoordinatedExchange], CoordinatedRounds):
         if isinstance(message, LeaderAppointed):
             self.leads = message.worker == self.worker
         elif isinstance(message, RoundEnded):
-            self._transport.round_ended(message.round)
+            self._place.ended = max(self._place.ended, message.round)
+            if message.round == self.round and not self._place.realign:
+                self._mean(message.round)
         if isinstance(message, TrainingOver) or (isinstance(message, RoundEnded) and message.stop):
             self.last_round = message.round
 
@@ -721,43 +756,128 @@ class CoordinatedSession(LeadingRank[CoordinatedExchange], CoordinatedRounds):
     def _together(self, work: Callable[[], None]) -> None:
         def done() -> None:
             work()
-            self.version, self.over = self._transport.version, self._over_here
+            self.version, self.over = self._place.version, self._over_here
 
         super()._together(done)
 
     def _post(self, *messages: FromWorker) -> None:
-        if self._joined:
+        if self._place.joined:
             self._transport.client.post(*messages)
 
     def _is_due(self) -> bool:
-        transport = self._transport
         with self._lock:
             if self._failure is not None or self._over_here:
                 return True
-            if not transport.connected:
+            if not self._place.connected:
                 return False
             if (sent := self._sent) is not None:
                 return sent.steps_since >= sent.longest or (self.overlap.follows_mean and self._is_concluded(sent))
-            return self._late or (self._joined and self._counter.due)
+            return self._late or (self._place.joined and self._counter.due)
 
-    def _is_concluded(self, sent: Sent[CoordinatedExchange]) -> bool:
+    def _is_concluded(self, sent: Sent[Upload]) -> bool:
         """Whether nothing is left to wait for before the next round, or to find out where the others are."""
-        transport = self._transport
-        if not sent.exchange.is_there():
+        if not self._is_there(sent):
             return False
         is_last = self.last_round is not None and sent.round >= self.last_round
-        told = max(self._counter.next_round or 0, transport.ended) > sent.round
-        return transport.realign or is_last or told
+        told = max(self._counter.next_round or 0, self._place.ended) > sent.round
+        return self._place.realign or is_last or told
+
+    def _is_there(self, sent: Sent[Upload]) -> bool:
+        """Whether the mean is there, and it is known what became of the update; or there is nothing to wait for."""
+        if self._place.realign or sent.exchange.failed:
+            return True
+        if not sent.exchange.receipt.done() or self._place.ended < sent.round:
+            return False
+        return sent.round != self.round or self._mean(sent.round).done()
 
     @property
     def _late(self) -> bool:
         """Whether the round that this worker is in is over, or another one."""
-        return self._transport.realign or self._transport.ended > self._transport.version
+        return self._place.realign or self._place.ended > self._place.version
+
+    @property
+    def _rewound(self) -> bool:
+        """Whether the coordinator has gone back behind this worker: to a state from before its last round."""
+        return self._place.realign and self._place.version > self._place.ended
 
     @property
     def _over_here(self) -> bool:
         """Whether the run is over, and nothing is left to merge."""
-        return self.last_round is not None and self._transport.version >= self.last_round
+        return self.last_round is not None and self._place.version >= self.last_round
+
+    # ------------------------------------------------------------------ what is waited for
+
+    def _while_connected(
+        self,
+        ready: Callable[[], bool],
+        what: str,
+        *,
+        timeout: float | None = None,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Wait until something is so; ``meanwhile`` is called about once a second.
+
+        Raises:
+            AwayError: If the connection is lost.
+            SchedulerTimeoutError: If it is not in time.
+        """
+        asked = time.monotonic()
+
+        def goes_on() -> bool:
+            nonlocal asked
+            if time.monotonic() - asked >= _LOOK_S:
+                asked = time.monotonic()
+                meanwhile()
+            return self._place.connected
+
+        if not self._await(ready, what, timeout=timeout, goes_on=goes_on):
+            raise AwayError
+
+    def _answer(self, future: Future[_T], what: str) -> _T:
+        try:
+            self._while_connected(future.done, what)
+        finally:
+            future.cancel()  # what is done stays so
+        return future.result()
+
+    def _mean(self, round: int) -> Future[Mean | None]:
+        """The mean of the round after this worker's version, once that has ended. With the lock held."""
+        means = self._place.means
+        if round not in means:
+            means[round] = self._transport.fetch_mean(round, self._place.chain)
+        return means[round]
+
+    def _next_mean(self) -> Mean | None:
+        """The same, waited for; ``None`` to take the state instead."""
+        round, place = self.round, self._place
+        with self._lock:
+            future = self._mean(round)
+        self._while_connected(lambda: future.done() or place.realign, f"the mean of round {round}")
+        mean = future.result() if future.done() and not future.cancelled() else None
+        if mean is None:
+            with self._lock:
+                if not place.connected:
+                    raise AwayError
+                place.realign = True
+            log.info("%s takes the global state: no mean of round %d follows its weights", self.worker, round)
+        return mean
+
+    def _mean_of(self, sent: Sent[Upload]) -> Mean | None:
+        """The mean of the round that an update was sent for; ``None`` if other rounds, or the state, come first."""
+        place, upload = self._place, sent.exchange
+        self._while_connected(
+            lambda: place.ended >= sent.round or place.realign or upload.failed, f"the end of round {sent.round}"
+        )
+        if upload.failed:
+            upload.receipt.result()  # raises
+        if place.realign or sent.round != self.round:
+            return None
+        return self._next_mean()
+
+    def _await_receipt(self, sent: Sent[Upload]) -> None:
+        """Wait for what becomes of an update, as long as there is a connection."""
+        with suppress(AwayError, SchedulerTimeoutError):
+            self._while_connected(sent.exchange.receipt.done, "the receipt of an update", timeout=_RECEIPT_S)
 
     # ------------------------------------------------------------------ the end of a round
 
@@ -768,7 +888,8 @@ class CoordinatedSession(LeadingRank[CoordinatedExchange], CoordinatedRounds):
                 self._start_round()
                 break
             except AwayError:
-                self._await(lambda: self._transport.connected, "the coordinator")
+                with self._timed("start_s"):
+                    self._await(lambda: self._place.connected, "the coordinator")
         self._changed.update(self._fragments)
 
     def _synchronise(self) -> None:
@@ -783,9 +904,8 @@ class CoordinatedSession(LeadingRank[CoordinatedExchange], CoordinatedRounds):
         try:
             sent = self._sent
             if sent is not None:
-                began = time.monotonic()
-                mean = sent.exchange.wait(self._timeout)
-                self.statistics.exchange_s += time.monotonic() - began
+                with self._timed("exchange_s"):
+                    mean = self._mean_of(sent)
                 if mean is not None:
                     self._merge(sent.round, mean)
             self._follow_others()
@@ -795,9 +915,9 @@ class CoordinatedSession(LeadingRank[CoordinatedExchange], CoordinatedRounds):
 
     def _send(self) -> bool:
         """Send what was trained in this round; returns if that was on before: no step depends on how it is after."""
-        transport, state, fragment = self._transport, self.state, self._trained.fragment_of(self.round)
+        state, fragment = self.state, self._trained.fragment_of(self.round)
         late = self._late
-        self._carries = transport.rewound
+        self._carries = self._rewound
         if self._carries or (late and not state.samples[fragment]):
             return False
         with self._lock:
@@ -813,8 +933,8 @@ class CoordinatedSession(LeadingRank[CoordinatedExchange], CoordinatedRounds):
             steps=said.steps + self._carried_steps,
             round_samples=said.samples + self._carried_samples,
         )
-        longest = self.overlap.longest(said.steps)
-        self._sent = Sent(said=said, update=update, exchange=transport.start(update), longest=longest)
+        upload = self._transport.start(update, lambda: self._place.ended < update.round)
+        self._sent = Sent(said=said, update=update, exchange=upload, longest=self.overlap.longest(said.steps))
         return not late
 
     def _merge(self, round: int, mean: Mean) -> None:
@@ -831,7 +951,9 @@ class CoordinatedSession(LeadingRank[CoordinatedExchange], CoordinatedRounds):
             self._beside = 0 if sent is None or sent.round != round else sent.steps_since
         if sent is not None and sent.round == round:
             self._sent = None
-            counts = sent.exchange.settle(total=mean.total, timeout=_RECEIPT_S)
+            if not mean.total or self._transport.wire.keeps_residuals:
+                self._await_receipt(sent)
+            counts = self._transport.settle(sent.exchange, total=mean.total)
             if mean.total or counts:
                 # Steps beside which it travelled are still to be sent.
                 self.state.taken(sent.update)
@@ -848,7 +970,10 @@ class CoordinatedSession(LeadingRank[CoordinatedExchange], CoordinatedRounds):
             self._carry(None)
         if mean.total or counts:
             self._step(fragment, mean.values, mean.total, exactly=False)
-        self._transport.took(round, mean)
+        place = self._place
+        with self._lock:
+            place.version, place.chain = round, mean.chain
+            place.means = {number: one for number, one in place.means.items() if number > round}
         self.statistics.rounds += 1
         if ended is not None:
             self.statistics.merged_samples += ended.samples
@@ -866,26 +991,26 @@ class CoordinatedSession(LeadingRank[CoordinatedExchange], CoordinatedRounds):
             AwayError: If the coordinator is away.
         """
         self.check()
-        transport = self._transport
+        place = self._place
         while self._late:
-            if transport.realign:
+            if place.realign:
                 sent, self._sent = self._sent, None
-                if sent is not None and transport.rewound:
-                    sent.exchange.uploading.cancel()
+                if sent is not None and self._rewound:
+                    sent.exchange.receipt.cancel()
                     self._carry(sent.said)
                     self._carries = True
                 self._align()
-            elif (mean := transport.mean(self.round, self._timeout)) is not None:
+            elif (mean := self._next_mean()) is not None:
                 self._merge(self.round, mean)
         with self._lock:
-            if not transport.connected:
+            if not place.connected:
                 raise AwayError
-            if not self._joined:
+            if not place.joined:
                 self._join()
 
     def _ask(self) -> None:
         """Say that this worker waits for a round: it may have been taken for lost. With the lock held."""
-        if not self._away:
+        if not self._place.away:
             self._post(JoinRounds(worker=self.worker))
 
     def _told_what_is_next(self) -> bool:
@@ -897,10 +1022,9 @@ class CoordinatedSession(LeadingRank[CoordinatedExchange], CoordinatedRounds):
         Raises:
             AwayError: If the coordinator is away.
         """
-        while not (self._over_here or self._away):
-            began = time.monotonic()
-            self._transport.wait(self._told_what_is_next, "the next round", self._timeout, meanwhile=self._ask)
-            self.statistics.start_s += time.monotonic() - began
+        while not (self._over_here or self._place.away):
+            with self._timed("start_s"):
+                self._while_connected(self._told_what_is_next, "the next round", meanwhile=self._ask)
             if self._late:
                 self._follow_others()
                 continue
@@ -912,14 +1036,22 @@ class CoordinatedSession(LeadingRank[CoordinatedExchange], CoordinatedRounds):
     # ------------------------------------------------------------------ where the others are
 
     def _align(self) -> None:
-        """Give the first weights, or take those that there are."""
-        transport, state = self._transport, self.state
-        if transport.provides:
-            transport.provide(pack_state(state.full_state()), self._timeout)
+        """Give the first weights, or take those that there are.
+
+        Raises:
+            AwayError: If the connection is lost, or there are still none.
+        """
+        transport, state, place = self._transport, self.state, self._place
+        if place.provides:
+            provided = transport.provide(pack_state(state.full_state()))
+            there = self._answer(provided, "the answer to the first weights")
+            with self._lock:
+                place.provides = not there
+            if not there:
+                raise AwayError
         # What was provided is fetched, too: all begin with what the coordinator has made of it.
-        began = time.monotonic()
-        payload, version, chain = transport.fetch_state(self._timeout)
-        self.statistics.exchange_s += time.monotonic() - began
+        with self._timed("exchange_s"):
+            payload, version, chain = self._answer(transport.fetch_state(), "the global weights")
         self._flush()
         # What was trained after a round that is to be repeated is not sent before: a worker has one update in a round.
         with state.carried() if self._carries else nullcontext():
@@ -930,9 +1062,10 @@ class CoordinatedSession(LeadingRank[CoordinatedExchange], CoordinatedRounds):
                 state.overwritten(fragment)
         self._carry(self._counter if self._carries else None)
         self._carries = False
-        transport.aligned(version, chain)
         with self._lock:
-            self._begun = True
+            place.version, place.chain, place.realign, place.begun = version, chain, False, True
+            place.ended = max(place.ended, version)
+            place.means.clear()
             self._counter = RoundCounter(self.worker)
             self._reported = None
 
@@ -943,9 +1076,9 @@ class CoordinatedSession(LeadingRank[CoordinatedExchange], CoordinatedRounds):
 
     def _join(self) -> None:
         """Say over this connection that this worker takes part, and how far it is. With the lock held."""
-        if self._away:
+        if self._place.away:
             return
-        self._joined = True
+        self._place.joined = True
         counter, round = self._counter, self.round
         message = JoinRounds(worker=self.worker)
         if counter.round == round and self._reported is not None and self._sent is None:
@@ -960,7 +1093,7 @@ class CoordinatedSession(LeadingRank[CoordinatedExchange], CoordinatedRounds):
         """The coordinator is away: take steps in the round that was sent, and send all of it again, or in the next."""
         sent, self._sent = self._sent, None
         if sent is not None:
-            sent.exchange.uploading.cancel()
+            sent.exchange.receipt.cancel()
         with self._lock:
             if sent is not None:
                 self._counter = self._counter.carried_into(sent.round, sent.said)
@@ -975,7 +1108,7 @@ class CoordinatedSession(LeadingRank[CoordinatedExchange], CoordinatedRounds):
         if self._sent is not None or self._counter.steps > (self._beside if self._trained.mixing else 0):
             self._hand_in()
         with self._lock:
-            self._away = True
+            self._place.away = True
             self._post(PauseRounds(worker=self.worker))
         if shows:
             self._shown.enter_context(self.state.shown())
@@ -984,10 +1117,11 @@ class CoordinatedSession(LeadingRank[CoordinatedExchange], CoordinatedRounds):
     def _resume(self) -> None:
         self._shown.close()
         self._timeline.stood("validation or another pause")
+        place = self._place
         with self._lock:
-            self._away = False
+            place.away = False
             self._post(ResumeRounds(worker=self.worker))
-            if self._transport.connected and not self._joined and not self._late:  # it was away meanwhile
+            if place.connected and not place.joined and not self._late:  # it was away meanwhile
                 self._join()
             stays = self._sent is None and not self._late and self._counter.round == self.round
         if not stays:
@@ -996,26 +1130,26 @@ class CoordinatedSession(LeadingRank[CoordinatedExchange], CoordinatedRounds):
 
     def _leave(self, quickly: bool, for_all: bool) -> None:
         self._shown.close()
-        transport, told = self._transport, None
-        while for_all and self.leads and transport.connected and not self._over_here:
-            if told is not transport.welcome:  # a coordinator that was started again knows of no wish
-                told, steps = transport.welcome, self._counter.steps
-                transport.client.post(EndRound(worker=self.worker, round=self.round, now=True, steps=steps, stop=True))
+        client, place, told = self._transport.client, self._place, None
+        while for_all and self.leads and place.connected and not self._over_here:
+            if told is not place.welcome:  # a coordinator that was started again knows of no wish
+                told, steps = place.welcome, self._counter.steps
+                client.post(EndRound(worker=self.worker, round=self.round, now=True, steps=steps, stop=True))
             if quickly:
                 break
             self._synchronise()  # each of them is bounded: to the run's last weights
         if self._failure is None:
-            if not quickly and self._sent is not None and transport.connected:
+            if not quickly and self._sent is not None and place.connected:
                 self._conclude()  # what travels beside the last steps
             self._hand_in()
             with self._lock:
-                self._away = True
-            if not quickly and self._sent is not None and transport.connected:
+                place.away = True
+            if not quickly and self._sent is not None and place.connected:
                 self._conclude()
             with self._lock:
                 self._post(LeaveRounds(worker=self.worker))
-            if transport.connected:
-                transport.client.flush(_RECEIPT_S / 3)
+            if place.connected:
+                client.flush(_RECEIPT_S / 3)
         self._sent = None
         self._take_global_weights()
 
@@ -1023,7 +1157,7 @@ class CoordinatedSession(LeadingRank[CoordinatedExchange], CoordinatedRounds):
         """Send what was trained so far in this round, and wait for the receipt, if there is a connection."""
         self._flush()
         unsent = self.state.samples[self._trained.fragment_of(self.round)]
-        if self._transport.connected and not self._over_here and self._sent is None and unsent:
+        if self._place.connected and not self._over_here and self._sent is None and unsent:
             self._send()
         if self._sent is not None:
-            self._sent.exchange.await_receipt(_RECEIPT_S)
+            self._await_receipt(self._sent)

@@ -36,7 +36,6 @@ from lightning_bytescheduler.diloco.coordinator_client import resolve_coordinato
 from lightning_bytescheduler.diloco.coordinator_protocol import wire_named
 from lightning_bytescheduler.diloco.epoch_shares import share_of, shared_loader
 from lightning_bytescheduler.diloco.fragments import TrainedWeights
-from lightning_bytescheduler.diloco.leader_only import for_leader_only, refuse_plateaus, seed_sampler
 from lightning_bytescheduler.diloco.options import (
     OPTIONS_ELSEWHERE,
     DiLoCoOptions,
@@ -49,8 +48,14 @@ from lightning_bytescheduler.diloco.performance_monitor import PerformanceMonito
 from lightning_bytescheduler.diloco.process_groups import JointCollectives, WorkerGroup, WorkerWorld, worker_name
 from lightning_bytescheduler.diloco.round_record import RECORD_NAME, RoundFile
 from lightning_bytescheduler.diloco.runtime import CoordinatedRuntime, LeadingRuntime, SessionRuntime
-from lightning_bytescheduler.diloco.session import SessionStatistics, WorkerSession
-from lightning_bytescheduler.diloco.training_loop import CoordinatedBoundaries, RoundBoundaries
+from lightning_bytescheduler.diloco.session import LaunchedSession, SessionStatistics
+from lightning_bytescheduler.diloco.training_loop import (
+    CoordinatedBoundaries,
+    RoundBoundaries,
+    for_leader_only,
+    refuse_plateaus,
+    seed_sampler,
+)
 from lightning_bytescheduler.diloco.worker_restart import Resumed, WorkerStates
 from lightning_bytescheduler.exceptions import UnsupportedError
 from lightning_bytescheduler.failures.board import FaultBoard
@@ -102,6 +107,16 @@ def open_rounds_file(trainer: pl.Trainer, *, append: bool) -> RoundFile:
         if trainer.is_global_zero:
             path = Path(folder) / RECORD_NAME
     return RoundFile(path, append=append, option="")
+
+
+@contextmanager
+def with_callbacks(trainer: pl.Trainer, added: list[pl.Callback]) -> Iterator[None]:
+    """Have the trainer call these before all others meanwhile."""
+    callbacks_of(trainer)[:0] = added
+    try:
+        yield
+    finally:
+        callbacks_of(trainer)[:] = [callback for callback in callbacks_of(trainer) if callback not in added]
 
 
 def refuse_searches(callbacks: Sequence[pl.Callback]) -> None:
@@ -282,7 +297,7 @@ class DiLoCoStrategy(RankStrategy):
         self._world: WorkerWorld | None = None
         self._joint: JointCollectives | None = None
         self._validates_together = False
-        self._runtime: SessionRuntime[WorkerSession] | CoordinatedRuntime | None = None
+        self._runtime: SessionRuntime[LaunchedSession] | CoordinatedRuntime | None = None
         self._kept_state: dict[str, Any] | None = None
         self._resumed: Resumed | None = None
         self._states: WorkerStates | None = None
@@ -291,9 +306,8 @@ class DiLoCoStrategy(RankStrategy):
         self._open = ExitStack()
         self._boundaries: RoundBoundaries | CoordinatedBoundaries | None = None
         self._statistics: SessionStatistics | None = None
-        self._file: RoundFile | None = None
+        self._idle = True  # nothing is under way in the groups
         self._slices: WorkerSlices | None = None
-        self._added: list[pl.Callback] = []
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -357,10 +371,10 @@ class DiLoCoStrategy(RankStrategy):
             refuse_searches(callbacks_of(trainer))
             if self._world is not None and self._world.workers == 1 and self._address is None:
                 rank_zero_info("diloco: 1 worker: there is nobody to average with, and outer steps are taken alone.")
-            self._added = [RoundHooks(self)]
+            added: list[pl.Callback] = [RoundHooks(self)]
             if not any(isinstance(callback, PerformanceMonitor) for callback in callbacks_of(trainer)):
-                self._added.append(PerformanceMonitor())
-            callbacks_of(trainer)[:0] = self._added
+                added.append(PerformanceMonitor())
+            self._open.enter_context(with_callbacks(trainer, added))
             self._open.enter_context(worker_signals(trainer, self.cluster_environment, together=self.inner_size > 1))
             self._share(trainer)
 
@@ -382,10 +396,15 @@ class DiLoCoStrategy(RankStrategy):
                 timeline=self._options.timeline,
                 begin=self.begin_rounds,
             )
+            self._open.callback(self._stop, coordinated)
         if trainer.datamodule is not None:  # type: ignore[attr-defined]  # a connector's
             from lightning_bytescheduler.diloco.worker_slices import worker_slices  # takes time
 
-            self._slices = worker_slices(trainer, world, coordinated, timeout=timeout, check=self._check_others)
+            self._slices = slices = worker_slices(
+                trainer, world, coordinated, timeout=timeout, check=self._check_others
+            )
+            if slices is not None:
+                self._open.callback(lambda: slices.close(failed=self._failed))
 
     def setup_distributed(self) -> None:
         """Make this worker's process groups, and those between workers."""
@@ -410,8 +429,13 @@ class DiLoCoStrategy(RankStrategy):
                 store=self._own_store(self.ranks, watch),
                 device_id=device if device.type != "cpu" else None,
             )
+        self._idle = True
+        self._open.callback(self._leave, self._world)
         self._joint = JointCollectives(self._world.everyone)
         self._board = FaultBoard.open(rank=self.global_rank, world_size=self.ranks, store=self._world.store)
+        self._open.callback(self._board.close)
+        if (gradients := self._gradients) is not None:
+            self._open.callback(lambda: gradients.release(failed=self._failed))
 
     def _meet_all(self, watch: RendezvousWatch | None, store: dist.Store, connected: bool) -> None:
         """Make sure with the other ranks that they are in the same training; before there are groups."""
@@ -475,37 +499,16 @@ class DiLoCoStrategy(RankStrategy):
             self._failed = False
 
     def _release(self) -> None:
+        """End what this fit has begun, the last first."""
         self._open.close()
-        states, self._states = self._states, None
-        self._resumed = self._next_epoch = None
-        if states is not None:
-            states.leave(failed=self._failed)
-        if self._boundaries is not None:
-            self._boundaries.detach()
-            self._boundaries = None
-        slices, self._slices = self._slices, None
-        if slices is not None:
-            slices.close(failed=self._failed)
-        runtime, self._runtime = self._runtime, None
-        idle = not self._failed
-        if runtime is not None:
-            idle = runtime.stop(failed=self._failed) and idle
-        if self._gradients is not None:
-            self._gradients.release(failed=self._failed)
-        board, self._board = self._board, None
-        if board is not None:
-            board.close()
-        file, self._file = self._file, None
-        if file is not None:
-            file.close()
-        trainer = None if self.lightning_module is None else self.lightning_module._trainer
-        for callback in self._added:
-            if trainer is not None and callback in callbacks_of(trainer):
-                callbacks_of(trainer).remove(callback)
-        world, self._world = self._world, None
-        self._added, self._kept_state, self._joint = [], None, None
-        if world is not None:
-            world.leave(idle=idle)
+        self._runtime = self._boundaries = self._states = self._slices = self._board = self._world = None
+        self._joint = self._resumed = self._next_epoch = self._kept_state = None
+
+    def _stop(self, runtime: SessionRuntime[Any]) -> None:
+        self._idle = runtime.stop(failed=self._failed) and self._idle
+
+    def _leave(self, world: WorkerWorld) -> None:
+        world.leave(idle=self._idle and not self._failed)
 
     def flush(self) -> None:
         """Bring the weights up to date, where the updates of their last step may still be on their way."""
@@ -627,7 +630,7 @@ class DiLoCoStrategy(RankStrategy):
         if isinstance(runtime, LeadingRuntime):
             if resumed is not None and resumed.own is not None and resumed.alike:
                 runtime.load_own_counts(resumed.own)
-            self._states = WorkerStates(
+            self._states = states = WorkerStates(
                 trainer,
                 runtime.session,
                 world,
@@ -636,7 +639,8 @@ class DiLoCoStrategy(RankStrategy):
                 numbers=numbers,
                 own_state=runtime.own_state,
             )
-            self._states.begun()
+            self._open.callback(lambda: states.leave(failed=self._failed))
+            states.begun()
 
     # ------------------------------------------------------------------ rounds (called by callbacks)
 
@@ -651,13 +655,15 @@ class DiLoCoStrategy(RankStrategy):
             with self._explained():
                 self._statistics = self._runtime.session.statistics
                 self._boundaries = self._runtime.begin(trainer, state)
+                self._open.callback(self._boundaries.detach)
             return
         timeout = self._longest_wait_s
         group = WorkerGroup(world.inside, timeout=timeout)
-        self._file = open_rounds_file(trainer, append=state is not None)
+        file = open_rounds_file(trainer, append=state is not None)
+        self._open.callback(file.close)
         overlap = options.run.overlap
         trained = TrainedWeights(module, fragments=options.run.fragments, overlaps=bool(overlap))
-        runtime: SessionRuntime[WorkerSession]
+        runtime: SessionRuntime[LaunchedSession]
         if group.leads:
             runtime = LeadingRuntime(
                 trained,
@@ -667,13 +673,14 @@ class DiLoCoStrategy(RankStrategy):
                 options=options,
                 timeout=timeout,
                 flush=self.flush,
-                on_round=self._file.write,
+                on_round=file.write,
             )
         else:
             name = worker_name(world.worker)
-            session = WorkerSession(worker=name, group=group, trained=trained, overlap=overlap, flush=self.flush)
+            session = LaunchedSession(worker=name, group=group, trained=trained, overlap=overlap, flush=self.flush)
             runtime = SessionRuntime(session, board)
         self._runtime = runtime
+        self._open.callback(self._stop, runtime)
         self._statistics = runtime.session.statistics
         self._boundaries = RoundBoundaries(
             trainer,
@@ -684,6 +691,7 @@ class DiLoCoStrategy(RankStrategy):
             explained=self._explained,
             shared_data=None if self._slices is None else self._slices.training,
         )
+        self._open.callback(self._boundaries.detach)
         with self._explained():
             runtime.start(state)
             self._begin_states(trainer, world, full=options.worker_states, timeout=timeout)

@@ -1,37 +1,40 @@
 """Where Lightning's training loop and the rounds of DiLoCo meet: after each batch, when all of its hooks have run.
 
-Lightning asks its epoch loop there whether to validate. The answer is given here instead: a pseudo-gradient is sent if
-it is due, and a validation, the end of an epoch or of the training happen at the end of a round, at the same one on all
-workers. What each worker would do by itself is only what it asks the others for.
+Lightning asks its epoch loop there whether to validate. Each kind of rounds takes the place of that decision: it counts
+steps from batches, sends what is due, and ends the loops. The ranks of one worker agree after each batch: what one of
+them would do, all do. From there on they make the same decisions, from what they have agreed on and what their session
+says, which is the same on all of them.
 
-The ranks of one worker agree after each batch: what one of them would do, all do. From there on they make the same
-decisions, from what they have agreed on and what their session says, which is the same on all of them.
+*Launched together* (``RoundBoundaries``), a validation, the end of an epoch or of the training happen at the end of a
+round, at the same one on all workers. What each worker would do by itself is only what it asks the others for.
 
-The place of the epoch loop's decision to validate, where rounds are looked after: what all kinds of rounds share.
-
-Lightning asks its epoch loop after each batch, when all of its hooks have run. Whoever takes that place counts steps
-from batches, agrees with the other ranks of its worker on what one of them would do, and ends the loops.
-
-Where Lightning's training loop and a coordinator's rounds meet: after each batch, when all of its hooks have run.
-
-Nobody stands still for anybody here: an epoch, a validation and the end of a fit are each worker's own. The leader's
-validations take place at the end of a round, when its weights are the global ones and nothing of it is under way, or at
-the end of its epoch, with what it has trained sent before. The others validate nothing.
-
-The ranks of one worker agree after each batch on what one of them would do, and what the first one knows.
+*In a coordinator's run* (``CoordinatedBoundaries``) nobody stands still for anybody: an epoch, a validation and the end
+of a fit are each worker's own. The leader's validations take place at the end of a round, when its weights are the
+global ones and nothing of it is under way, or at the end of its epoch, with what it has trained sent before. The others
+validate nothing: checkpoint callbacks and loggers are passed over on them, and ``EarlyStopping`` is where what it
+monitors is not there, as a metric of the validation. A ``ReduceLROnPlateau`` is refused. Where ``EarlyStopping`` stops
+the leader, all are to stop. Another worker may be appointed at any time, which is looked at with each call. What was to
+be logged of hyperparameters before is logged then.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+from torch.utils.data import DistributedSampler
+
+from lightning_bytescheduler.ddp.rank_strategy import callbacks_of
 from lightning_bytescheduler.diloco.process_groups import WorkerGroup
-from lightning_bytescheduler.diloco.session import CoordinatedRounds, RankSession, WorkerSession
-from lightning_bytescheduler.lightning_api import pl
+from lightning_bytescheduler.diloco.session import CoordinatedSession, LaunchedSession, Session
+from lightning_bytescheduler.exceptions import UnsupportedError
+from lightning_bytescheduler.lightning_api import Checkpoint, pl, rank_zero_info
 
 if TYPE_CHECKING:
     from lightning_bytescheduler.diloco.worker_restart import WorkerStates
@@ -50,7 +53,7 @@ class LoopBoundaries(ABC):
     def __init__(
         self,
         trainer: pl.Trainer,
-        session: RankSession,
+        session: Session[Any],
         *,
         group: WorkerGroup,
     ) -> None:
@@ -148,7 +151,7 @@ class RoundBoundaries(LoopBoundaries):
     def __init__(
         self,
         trainer: pl.Trainer,
-        session: WorkerSession,
+        session: LaunchedSession,
         *,
         group: WorkerGroup,
         first_worker: bool,
@@ -332,7 +335,7 @@ class CoordinatedBoundaries(LoopBoundaries):
     def __init__(
         self,
         trainer: pl.Trainer,
-        session: CoordinatedRounds,
+        session: CoordinatedSession,
         *,
         group: WorkerGroup,
         leads: bool = False,
@@ -422,3 +425,135 @@ class CoordinatedBoundaries(LoopBoundaries):
         if not self._left:
             self._left = True
             self._session.leave(quickly=quickly, for_all=self.ends_all and self.leads)
+
+
+# ---------------------------------------------------------------------- what is for the leader only
+
+_CHECKPOINT_HOOKS = (
+    "on_train_batch_end",
+    "on_train_epoch_end",
+    "on_validation_end",
+    "on_train_end",
+    "on_exception",
+)
+_Method: TypeAlias = Callable[..., Any]
+_LOGGING = ("log_metrics", "log_graph", "save", "after_save_checkpoint")
+
+
+@contextmanager
+def for_leader_only(
+    trainer: pl.Trainer, leads: Callable[[], bool], on_stop: Callable[[], None] = lambda: None
+) -> Iterator[None]:
+    """Pass over meanwhile what is the leader's, unless this worker leads.
+
+    Args:
+        trainer: Whose callbacks and loggers they are.
+        leads: Whether it does; the same on all ranks of a worker.
+        on_stop: Called when an ``EarlyStopping`` stops the worker that leads.
+    """
+    with ExitStack() as stack:
+
+        def replace(of: object, name: str, make: Callable[[_Method], _Method]) -> None:
+            stack.enter_context(_replaced(of, name, make))
+
+        def gated(own: _Method) -> _Method:
+            return lambda *values, **options: own(*values, **options) if leads() else None
+
+        for callback in callbacks_of(trainer):
+            if isinstance(callback, Checkpoint):
+                for hook in _CHECKPOINT_HOOKS:
+                    replace(callback, hook, gated)
+            elif isinstance(callback, pl.callbacks.EarlyStopping):
+                replace(callback, "_run_early_stopping_check", partial(_early_stopping, callback, leads, on_stop))
+        for logger in trainer.loggers:
+            hyperparameters = _Hyperparameters(leads)
+            replace(logger, "log_hyperparams", hyperparameters.keeping)
+            for name in _LOGGING:
+                replace(logger, name, hyperparameters.before)
+        yield
+
+
+@contextmanager
+def _replaced(of: object, name: str, make: Callable[[_Method], _Method]) -> Iterator[None]:
+    own, had = getattr(of, name, None), vars(of).get(name)
+    if own is not None:
+        vars(of)[name] = make(own)
+    try:
+        yield
+    finally:
+        vars(of).pop(name, None)
+        if had is not None:
+            vars(of)[name] = had
+
+
+def _early_stopping(
+    callback: pl.callbacks.EarlyStopping, leads: Callable[[], bool], on_stop: Callable[[], None], own: _Method
+) -> _Method:
+    def check(trainer: pl.Trainer) -> None:
+        if leads() or callback.monitor in trainer.callback_metrics:
+            stopped = trainer.should_stop
+            own(trainer)
+            if trainer.should_stop and not stopped and leads():
+                on_stop()
+
+    return check
+
+
+class _Hyperparameters:
+    """What was to be logged of them, by the worker that leads."""
+
+    def __init__(self, leads: Callable[[], bool]) -> None:
+        self._leads = leads
+        self._kept: list[Callable[[], Any]] = []
+
+    def keeping(self, own: _Method) -> _Method:
+        """The logger's method for them, for any worker."""
+
+        def keep(*values: Any, **options: Any) -> None:
+            self._kept.append(lambda: own(*values, **options))
+            self._catch_up()
+
+        return keep
+
+    def before(self, own: _Method) -> _Method:
+        """A method of the logger, for the worker that leads."""
+        return lambda *values, **options: own(*values, **options) if self._catch_up() else None
+
+    def _catch_up(self) -> bool:
+        while self._leads() and self._kept:
+            self._kept.pop(0)()
+        return self._leads()
+
+
+def refuse_plateaus(schedulers: Sequence[Any]) -> None:
+    """Refuse schedules that follow a metric.
+
+    Args:
+        schedulers: Lightning's configurations of them.
+
+    Raises:
+        UnsupportedError: Names the metric, and the way out.
+    """
+    for config in schedulers:
+        if config.reduce_on_plateau:
+            raise UnsupportedError(
+                f"ReduceLROnPlateau of {config.monitor!r} is not allowed with a coordinator: the leader alone "
+                "validates, and learning rates of workers would come to differ. Use a schedule of steps or epochs."
+            )
+
+
+_SEED = "PL_GLOBAL_SEED"  # where Lightning's seed_everything leaves it
+
+
+def seed_sampler(loader: object, worker: str) -> None:
+    """Have a worker go through a plain data loader in an order of its own, unless the user chose a seed."""
+    sampler = getattr(loader, "sampler", None)
+    if not isinstance(sampler, DistributedSampler):
+        return
+    if os.environ.get(_SEED):
+        rank_zero_info(
+            "diloco: each worker goes through all of its own data loader. Workers with the same data and the same "
+            "seed_everything(...) train on the same samples: give each another seed, or part of the data."
+        )
+    elif sampler.shuffle and not sampler.seed:
+        sampler.seed = int.from_bytes(hashlib.blake2b(worker.encode(), digest_size=4).digest(), "big")

@@ -45,7 +45,7 @@ from lightning_bytescheduler.ddp.rank_strategy import OUTER_STATE
 from lightning_bytescheduler.diloco.epoch_shares import share_of
 from lightning_bytescheduler.diloco.mailbox import Caller, Mailbox, await_key, connection_to
 from lightning_bytescheduler.diloco.process_groups import WorkerWorld, worker_name
-from lightning_bytescheduler.diloco.session import LeadingSession
+from lightning_bytescheduler.diloco.session import LaunchedSession
 from lightning_bytescheduler.exceptions import SchedulerTimeoutError
 from lightning_bytescheduler.lightning_api import pl, rank_zero_warn
 
@@ -222,10 +222,12 @@ class KeptStates:
 
     Args:
         count: How many.
+        limit: How long a moment is waited for before there is no answer, in seconds.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, *, limit: float) -> None:
         self._count = count
+        self._limit = limit
         self._changed = threading.Condition()
         # What follows changes under the condition.
         self._states: dict[Moment, tuple[dict[str, Any], bool]] = {}  # and whether that is all of it
@@ -277,6 +279,16 @@ class KeptStates:
             there = self._changed.wait_for(is_there, limit) and not self._closed
             return self._states[moment][0] if there else None
 
+    def answer(self, sender: str, text: str) -> bytes:
+        """Answer the writer; for a mailbox."""
+        asked = msgspec.json.decode(text, type=_Asked)
+        state = self.of(Moment(asked.rounds, asked.halted), self._limit, settled=asked.settled)
+        if state is None:
+            raise LookupError("it has not come to this moment")
+        file = io.BytesIO()
+        torch.save(state, file)  # raises where a schedule has what cannot be written
+        return file.getvalue()
+
     def close(self) -> None:
         """Nothing is given any more."""
         with self._changed:
@@ -284,54 +296,15 @@ class KeptStates:
             self._changed.notify_all()
 
 
-class StateService:
-    """Answers for a worker, on a thread named ``bytescheduler-outer-states``, until the writer is through.
+def answering(store: dist.Store, worker: str, kept: KeptStates) -> Mailbox:
+    """Answers for a worker, on a thread named ``bytescheduler-outer-states``."""
+    # If the store is gone, this worker's other mailbox knows, or the fit is over and the writer has ended.
+    return Mailbox(store, _mailbox(worker), thread="bytescheduler-outer-states", handle=kept.answer, on_error=_log_gone)
 
-    Args:
-        store: That all ranks share.
-        worker: The worker's name.
-        kept: Its states.
-        limit: How long a moment is waited for, in seconds.
-    """
 
-    def __init__(
-        self,
-        store: dist.Store,
-        worker: str,
-        kept: KeptStates,
-        *,
-        limit: float,
-    ) -> None:
-        self._kept = kept
-        self._limit = limit
-        self._store = connection_to(store)
-        # If the store is gone, this worker's other mailbox knows, or the fit is over and the writer has ended.
-        self._mailbox = Mailbox(
-            store, _mailbox(worker), thread="bytescheduler-outer-states", handle=self._answer, on_error=_log_gone
-        )
-
-    def await_writer(self, limit: float, check: Callable[[], None]) -> None:
-        """Stay until the writer asks for nothing any more.
-
-        Args:
-            limit: Longest wait, in seconds.
-            check: Called again and again; raises if it never will be through.
-        """
-        await_key(self._store, _OVER, limit=limit, check=check)
-
-    def stop(self, timeout: float) -> bool:
-        """End the thread; returns whether it ended within ``timeout`` seconds."""
-        self._kept.close()
-        return self._mailbox.stop(timeout)
-
-    def _answer(self, sender: str, text: str) -> bytes:
-        asked = msgspec.json.decode(text, type=_Asked)
-        state = self._kept.of(Moment(asked.rounds, asked.halted), self._limit, settled=asked.settled)
-        if state is None:
-            raise LookupError("it has not come to this moment")
-        file = io.BytesIO()
-        torch.save(state, file)  # raises where a schedule has what cannot be written
-        return file.getvalue()
+def await_writer(store: dist.Store, limit: float, check: Callable[[], None]) -> None:
+    """Wait until the writer asks for nothing any more; see ``await_key``."""
+    await_key(connection_to(store), _OVER, limit=limit, check=check)
 
 
 class StateCollection:
@@ -406,7 +379,7 @@ class WorkerStates:
     def __init__(
         self,
         trainer: pl.Trainer,
-        session: LeadingSession,
+        session: LaunchedSession,
         world: WorkerWorld,
         *,
         full: bool,
@@ -421,12 +394,13 @@ class WorkerStates:
         self._full = full
         self._timeout = timeout
         self._numbers = numbers
-        self._kept = KeptStates(2 if session.overlap else 1)
-        self._service: StateService | None = None
+        self._store = world.store
+        self._mailbox: Mailbox | None = None
         self._collection: StateCollection | None = None
         limit = _SHARE_OF_TIMEOUT * timeout
+        self._kept = KeptStates(2 if session.overlap else 1, limit=limit)
         if world.worker:
-            self._service = StateService(world.store, worker_name(world.worker), self._kept, limit=limit)
+            self._mailbox = answering(world.store, worker_name(world.worker), self._kept)
         else:
             others = [worker_name(number) for number in range(1, world.workers)]
             self._collection = StateCollection(world.store, others, limit=limit, check=self._session.check)
@@ -496,13 +470,14 @@ class WorkerStates:
         self._session.at_begin = None
         if self._collection is not None:
             self._collection.end()
-        if self._service is not None:
+        if self._mailbox is not None:
             if not failed:
                 try:
-                    self._service.await_writer(self._timeout, self._session.check)
+                    await_writer(self._store, self._timeout, self._session.check)
                 except Exception:
                     log.debug("The first worker is gone.", exc_info=True)
-            self._service.stop(_STOP_S)
+            self._kept.close()
+            self._mailbox.stop(_STOP_S)
 
     def _begun_after_batch(self) -> None:
         self._numbers = None

@@ -54,12 +54,15 @@ _NO_SESSION = 403  # of this run: the coordinator has given this worker up
 
 
 class WorkerSlices:
-    """One worker's way to the tracker, a ``TrackerHost``.
+    """One worker's way to the tracker: a ``TrackerHost``, and the ``TrackerClient`` of those that are not beside it.
 
     Args:
         data: Whose slices they are.
         timeout: Longest wait for an answer, in seconds.
         check: Raises what has ended the training, if anything.
+
+    Attributes:
+        closed: Whether nothing is to be asked any more.
     """
 
     waits = False
@@ -72,10 +75,15 @@ class WorkerSlices:
         self._timeout = timeout
         self._check = check
         self._server: Mailbox | None = None
-        self._client: _RemoteTracker | _CoordinatorTracker | None = None
+        self._asks = False
+        self.closed = False
 
     def connect(self, make: Callable[[], SliceTracker]) -> TrackerClient:
         """See ``TrackerHost``."""
+        raise NotImplementedError
+
+    def answer(self, message: Call) -> Reply:
+        """See ``TrackerClient``; waits for the network, so that it is for the plan's thread."""
         raise NotImplementedError
 
     @property
@@ -94,10 +102,9 @@ class WorkerSlices:
 
     def close(self, *, failed: bool) -> bool:
         """Stop answering and calling; bounded, idempotent. Returns whether the threads have ended."""
-        if self._client is None and self._server is None:
+        self.closed = True
+        if not self._asks and self._server is None:
             return True
-        if self._client is not None:
-            self._client.closed = True
         if failed and self.training is not None and not self.training.halt(self._halt_s):
             return False
         return self._server is None or self._server.stop(_MOMENT_S if failed else _STOP_S)
@@ -122,8 +129,9 @@ class SharedSlices(WorkerSlices):
         """See ``TrackerHost``. Worker 0 is waited for with the first call."""
         if self.worker != 0:
             name = worker_name(self.worker)
-            self._client = _RemoteTracker(Caller(self._store, sender=name, timeout=self._timeout, check=self._check))
-            return self._client
+            self._caller = Caller(self._store, sender=name, timeout=self._timeout, check=self._check)
+            self._asks = True
+            return self
         tracker = make()
         if self._server is None:
 
@@ -133,11 +141,17 @@ class SharedSlices(WorkerSlices):
             self._server = Mailbox(self._store, _MAILBOX, thread=_THREAD, handle=handle, on_error=_reading_ended)
         return tracker
 
+    def answer(self, message: Call) -> Reply:
+        """See WorkerSlices. Once closed, it only lets its worker leave."""
+        if self.closed and not isinstance(message, (JoinTracker, RequestSlice)):
+            return JoinAgain()  # the training is over, and worker 0 may have gone
+        return cast(Reply, decode(self._caller.call(_MAILBOX, encode(message))))
+
     def finish(self) -> None:
         """See WorkerSlices. Worker 0 waits for the others, which may be in their last step."""
         store = connection_to(self._store)
-        if self._client is not None:
-            self._client.closed = True
+        if self._asks:
+            self.closed = True
             store.set(f"{_OVER}/{self.worker}", "1")
         if self._server is not None:
             for worker in range(1, self.workers):
@@ -147,19 +161,6 @@ class SharedSlices(WorkerSlices):
 def _reading_ended(error: BaseException) -> None:
     if not isinstance(error, RuntimeError):  # else the store is gone, which the others find out by themselves
         log.error("Slices are handed out no more: %s", error)
-
-
-class _RemoteTracker:
-    """Once closed, it only lets its worker leave."""
-
-    def __init__(self, caller: Caller) -> None:
-        self._caller = caller
-        self.closed = False
-
-    def answer(self, message: Call) -> Reply:
-        if self.closed and not isinstance(message, (JoinTracker, RequestSlice)):
-            return JoinAgain()  # the training is over, and worker 0 may have gone
-        return cast(Reply, decode(self._caller.call(_MAILBOX, encode(message))))
 
 
 class CoordinatedSlices(WorkerSlices):
@@ -201,29 +202,16 @@ class CoordinatedSlices(WorkerSlices):
         client = self._connection()
         if client is None:
             raise UnsupportedError("Cannot take slices from the coordinator before this worker has joined.")
-        self._client = _CoordinatorTracker(client, timeout=self._timeout, check=self._check)
-        return self._client
+        self._client, self._asks = client, True
+        return self
 
     def finish(self) -> None:
         """See WorkerSlices; and give back what is held."""
         if self.training is not None:
             self.training.leave()
 
-
-class _CoordinatorTracker:
-    """Its calls wait for the network, so that they are for the plan's thread.
-
-    Attributes:
-        closed: Whether nothing is to be asked any more.
-    """
-
-    def __init__(self, client: CoordinatorClient, *, timeout: float, check: Callable[[], None]) -> None:
-        self.closed = False
-        self._client = client
-        self._timeout = timeout
-        self._check = check
-
     def answer(self, message: Call) -> Reply:
+        """See WorkerSlices."""
         if isinstance(message, JoinTracker):  # the coordinator knows this worker by the name that it gave itself
             message = msgspec.structs.replace(message, worker=self._client.worker)
         deadline = time.monotonic() + self._timeout

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lightning_bytescheduler.diloco.leader_only import refuse_plateaus
+from lightning_bytescheduler.diloco.training_loop import refuse_plateaus
 from lightning_bytescheduler.exceptions import UnsupportedError
 
 
