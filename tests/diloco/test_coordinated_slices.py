@@ -199,7 +199,7 @@ def test_the_ranks_of_a_worker_share_its_batches(
     check_epochs(trained, status)
     assert first.waits == second.waits
     assert first.batches
-    assert alone.batches
+    assert alone.batches or waits  # of two slices, the pair may get both
     assert first.waits or not waits
 
 
