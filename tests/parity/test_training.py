@@ -236,7 +236,7 @@ def test_switched_off_barrier_crossing(two_ranks: RankPool) -> None:
     ("recipe", "reason"),
     [
         pytest.param(Recipe(model=TwoOptimizers), "manual", id="manual-optimization"),
-        pytest.param(Recipe(model=partial(Tower, optimizer=LBFGS), steps=8), "LBFGS", id="LBFGS"),
+        pytest.param(Recipe(model=partial(Tower, optimizer=partial(LBFGS, max_iter=4)), steps=4), "LBFGS", id="LBFGS"),
         pytest.param(
             Recipe(model=Tower, ddp={"gradient_as_bucket_view": False}), "gradient_as_bucket_view", id="no-bucket-views"
         ),

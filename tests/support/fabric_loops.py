@@ -46,7 +46,7 @@ def tower(*, norm: bool = False) -> nn.Sequential:
     return nn.Sequential(*layers, nn.Linear(24, 3))
 
 
-def data(fabric: Fabric, batches: int = 12) -> list[tuple[Tensor, Tensor]]:
+def data(fabric: Fabric, batches: int = 9) -> list[tuple[Tensor, Tensor]]:
     """Batches of this rank."""
     generator = torch.Generator().manual_seed(11 + fabric.global_rank)
     return [(torch.randn(4, 12, generator=generator), torch.randn(4, 3, generator=generator)) for _ in range(batches)]
