@@ -32,13 +32,13 @@ import torch.distributed as dist  # noqa: E402
 
 from lightning_bytescheduler.collectives.groups import leave  # noqa: E402
 
-store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, timeout=timedelta(seconds=60))
+store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, timeout=timedelta(seconds=240))
 dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
 group = dist.new_group(backend="gloo")
 dist.all_reduce(torch.ones(1), group=group)
 if rank == 1:
     store.set("pid", str(os.getpid()))
-    time.sleep(60)
+    time.sleep(600)  # ended by the first, or by the test
     sys.exit()
 peer.append(int(store.get("pid")))
 for _ in range(3):

@@ -6,6 +6,7 @@ import threading
 from typing import Any
 
 from lightning_bytescheduler.collectives.transport import CodecThread
+from tests.support.waiting import WAIT
 
 
 class _SubTask:
@@ -34,10 +35,10 @@ def test_it_starts_with_the_first_work_and_goes_in_order() -> None:
     for number in range(50):
         codec.run(lambda number=number: seen.append(number), sub_task)  # type: ignore[misc]
     codec.run(done.set, sub_task)
-    assert done.wait(10)
+    assert done.wait(WAIT)
     assert seen == list(range(50))
     assert codec_threads()
-    assert codec.stop(10)
+    assert codec.stop(WAIT)
     assert not codec_threads()
     assert CodecThread(lambda error: error).stop(0.1), "one that has had nothing to do"
 
@@ -47,9 +48,9 @@ def test_what_cannot_be_encoded_fails_its_sub_task_with_what_is_found_out_about_
     codec = CodecThread(lambda error: found if isinstance(error, ZeroDivisionError) else error)
     sub_task: Any = _SubTask()
     codec.run(lambda: print(1 / 0), sub_task)
-    assert sub_task.ended.wait(10)
+    assert sub_task.ended.wait(WAIT)
     assert sub_task.failed == [found]
-    assert codec.stop(10)
+    assert codec.stop(WAIT)
 
 
 def test_stopping_waits_for_what_is_under_way_alone() -> None:
@@ -58,13 +59,13 @@ def test_stopping_waits_for_what_is_under_way_alone() -> None:
 
     def work() -> None:
         begun.set()
-        may_end.wait(10)
+        may_end.wait(WAIT)
 
     sub_task: Any = _SubTask()
     codec.run(work, sub_task)
     codec.run(lambda: left.append(1), sub_task)
-    assert begun.wait(10)
+    assert begun.wait(WAIT)
     assert not codec.stop(0.01)
     may_end.set()
-    assert codec.stop(10)
+    assert codec.stop(WAIT)
     assert not left

@@ -4,7 +4,6 @@ takes nothing from the host but what it is for, and each wait that is left out s
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -21,6 +20,7 @@ from lightning_bytescheduler.exceptions import SchedulerTimeoutError
 from lightning_bytescheduler.scheduler.core import ByteCore
 from lightning_bytescheduler.scheduler.task import CommTask, TaskKey
 from tests.support.fake_device import FakeBuffer, FakeDevice, FakeGroup, FakeStream
+from tests.support.waiting import WAIT, until
 
 CUDA = torch.device("cuda", 0)
 BACKENDS = ["nccl", "gloo"]
@@ -54,8 +54,8 @@ class Training:
 
     def __exit__(self, *_: object) -> None:
         self.group.link_open.set()
-        self.core.shutdown(timeout=5.0, drain=False)
-        assert self.streams.stop(2.0)
+        self.core.shutdown(timeout=WAIT, drain=False)
+        assert self.streams.stop(WAIT)
         self.cuda.__exit__()
 
     def ready(self) -> ReadyMark:
@@ -103,7 +103,7 @@ class Training:
         self.read.append(read)
         for layer in range(LAYERS):
             if tasks:
-                self.streams.join(tasks[layer], 10.0)
+                self.streams.join(tasks[layer], WAIT)
                 self.update(layer)
             self.use(layer, read)
 
@@ -116,10 +116,7 @@ class Training:
         return self.read
 
     def settle(self) -> None:
-        deadline = time.monotonic() + 10.0
-        while not self.cuda.idle():
-            assert time.monotonic() < deadline
-            time.sleep(1e-3)
+        until(self.cuda.idle)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -170,15 +167,11 @@ def no_wait_for_the_backend(patch: pytest.MonkeyPatch, training: Training) -> It
     ],
 )
 def test_every_wait_is_needed(backend: str, sabotage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = 0
-    for seed in range(12):
-        with (
-            Training(backend, seed) as training,
-            monkeypatch.context() as patch,
-            sabotage(patch, training),
-        ):
-            wrong += training.run() != RIGHT
-    assert wrong
+    def trained(seed: int) -> list[list[float]]:
+        with Training(backend, seed) as training, monkeypatch.context() as patch, sabotage(patch, training):
+            return training.run()
+
+    assert any(trained(seed) != RIGHT for seed in range(200)), "in no order of kernels, though one is soon found"
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -191,15 +184,12 @@ def test_priority_decides_among_the_gradients_that_exist(backend: str) -> None:
         training.cuda.training.enqueue(lambda: None, computed.is_set)
         training.buckets[0].do(lambda _: 1.0)
         first = training.enqueue(0, training.ready())
-        last = training.core._open_tasks
-        deadline = time.monotonic() + 10.0
-        while any(task.name == "bucket 2" for task in list(last.values())):
-            assert time.monotonic() < deadline
-            time.sleep(1e-3)
+        open_tasks = training.core._open_tasks
+        until(lambda: not any(task.name == "bucket 2" for task in list(open_tasks.values())))
         assert not first.ready
         assert len(training.group.works) == 1
         computed.set()
-        first.wait(10.0)
+        first.wait(WAIT)
 
 
 def test_a_gate_waits_for_the_launch_only() -> None:
@@ -210,7 +200,7 @@ def test_a_gate_waits_for_the_launch_only() -> None:
         # Credit lets two of three go; the gates of these two are passed although nothing arrives.
         sent = [task for task in tasks if task.priority in _launched(training, 2)]
         for task in sent:
-            training.streams.join(task, 10.0)
+            training.streams.join(task, WAIT)
             training.update(task.priority)
             training.use(task.priority, read)
         assert not any(task.done() for task in tasks)
@@ -223,13 +213,9 @@ def test_a_gate_waits_for_the_launch_only() -> None:
 
 def _launched(training: Training, count: int) -> set[int]:
     """Layers whose communication was launched, once there are ``count``."""
-    deadline = time.monotonic() + 10.0
-    while True:
-        waiting = {task.priority for task, known in list(training.streams._enqueued.items()) if known.known.is_set()}
-        if len(waiting) >= count:
-            return waiting
-        assert time.monotonic() < deadline
-        time.sleep(1e-3)
+    enqueued = training.streams._enqueued
+    until(lambda: sum(known.known.is_set() for known in list(enqueued.values())) >= count)
+    return {task.priority for task, known in list(enqueued.items()) if known.known.is_set()}
 
 
 def test_credit_returns_when_the_device_is_done() -> None:
@@ -237,12 +223,12 @@ def test_credit_returns_when_the_device_is_done() -> None:
         training.group.link_open.clear()
         tasks = training.backward()
         assert len(_launched(training, 2)) == 2
-        time.sleep(0.05)
+        training.core.launch_allowed()
         assert training.core.in_flight == 20
         assert len(training.group.works) == 2
         training.group.link_open.set()
         for task in tasks:
-            task.wait(10.0)
+            task.wait(WAIT)
         assert training.core.in_flight == 0
 
 
@@ -253,7 +239,7 @@ def test_with_gloo_a_gate_waits_until_the_result_is_on_its_way_to_the_device() -
         with pytest.raises(SchedulerTimeoutError, match=r"'bucket 0' was not sent within 0.05 s"):
             training.streams.join(tasks[0], 0.05)
         training.group.link_open.set()
-        training.streams.join(tasks[0], 10.0)
+        training.streams.join(tasks[0], WAIT)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -280,9 +266,9 @@ def test_what_follows_an_operation_is_part_of_it(backend: str) -> None:
 
         training.buckets[0].do(lambda _: 1.0)
         task = training.enqueue(0, training.ready(), operation=twice)
-        training.streams.join(task, 10.0)
+        training.streams.join(task, WAIT)
         training.update(0)
-        task.wait(10.0)
+        task.wait(WAIT)
         training.settle()
         assert training.weights[0] == 2 * 3 * 2 * 5
         assert (finished == ["bytescheduler-device"]) == (backend == "gloo")
@@ -294,15 +280,14 @@ def test_a_failure_reaches_whoever_waits_and_all_that_comes_after(backend: str) 
     with Training(backend, 0) as training:
         training.group.link_open.clear()
         tasks = training.backward()
-        while not training.group.works:
-            time.sleep(1e-3)
+        until(lambda: bool(training.group.works))
         training.group.works[0].fail(failure)
         training.group.link_open.set()
         for task in tasks:
             with pytest.raises(RuntimeError, match="remote process exited"):
-                task.wait(10.0)
+                task.wait(WAIT)
             with pytest.raises(RuntimeError, match="remote process exited"):
-                training.streams.join(task, 10.0)
+                training.streams.join(task, WAIT)
         assert training.errors == [failure]
         assert not training.streams._enqueued
 
@@ -312,7 +297,7 @@ def test_an_abort_wakes_a_gate_whose_task_was_never_sent() -> None:
         task = training.enqueue(0, never(training))
         threading.Timer(0.05, training.core.abort, [ValueError("enough")]).start()
         with pytest.raises(ValueError, match="enough"):
-            training.streams.join(task, 10.0)
+            training.streams.join(task, WAIT)
 
 
 def never(training: Training) -> ReadyMark:
@@ -326,7 +311,7 @@ def test_whoever_asked_is_told_once_where_a_stream_waits_for_the_result(backend:
     with Training(backend, 1) as training:
         training.buckets[0].do(lambda _: 1.0)
         task = training.enqueue(0, training.ready(), then=lambda: told.append(training.cuda.current_stream()))
-        task.wait(10.0)
+        task.wait(WAIT)
         assert told == [training.streams._arriving]
 
 
@@ -353,7 +338,7 @@ def test_what_a_tasks_end_calls_runs_beside_the_queues() -> None:
         )
         training.core.enqueue(task)
         task.notify_ready()
-        task.wait(10.0)
+        task.wait(WAIT)
         assert where == [training.streams._side]
         assert where[0] not in (training.streams._launching, training.streams._arriving)
 
@@ -361,17 +346,14 @@ def test_what_a_tasks_end_calls_runs_beside_the_queues() -> None:
 def test_the_thread_ends_although_the_device_never_gets_there() -> None:
     training = Training("nccl", 0)
     training.enqueue(0, never(training))
-    start = time.monotonic()
-    assert training.streams.stop(5.0)
-    assert time.monotonic() - start < 4.0
-    training.core.shutdown(timeout=5.0, drain=False)
+    assert training.streams.stop(WAIT)
+    training.core.shutdown(timeout=WAIT, drain=False)
 
 
 def test_an_error_while_something_is_told_is_not_lost() -> None:
     with Training("nccl", 0) as training:
         training.streams.when_ready(training.ready(), partial(divmod, 1, 0))
-        while not training.errors:
-            time.sleep(1e-3)
+        until(lambda: bool(training.errors))
         assert isinstance(training.errors[0], ZeroDivisionError)
 
 
@@ -388,7 +370,7 @@ def test_a_step_belongs_to_the_trainings_stream_and_its_reader_waits() -> None:
             with cuda.stream(side):
                 with training_stream.entered():
                     assert cuda.current_stream() is cuda.training
-                    training.streams.join(task, 10.0)
+                    training.streams.join(task, WAIT)
                     training.update(2)
                 training.use(2, read)
             training.use(2, read)

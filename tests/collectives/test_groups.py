@@ -16,13 +16,14 @@ from lightning_bytescheduler.collectives.groups import SchedulerGroups
 from tests.faults.ranks import quiet_environment
 from tests.scheduler.test_short_turns import SHORT, needs_support, turn
 from tests.support.rank_pool import RankPool, free_port, join_default_group, let_go, threads_at_ends
+from tests.support.waiting import WAIT
 
 
 def own_groups(rank: int) -> tuple[list[float], int]:
     """Both groups work, and leave nothing behind."""
     join_default_group(rank)
     try:
-        groups = SchedulerGroups.create(timeout=timedelta(seconds=20))
+        groups = SchedulerGroups.create(timeout=timedelta(seconds=WAIT))
         groups.warm_up(torch.device("cpu"))
         data = torch.tensor([float(rank + 1)])
         dist.all_reduce(data, group=groups.data)
@@ -41,7 +42,7 @@ def test_groups_work_and_leave_nothing_behind(two_plain_ranks: RankPool) -> None
 
 
 def training() -> SchedulerGroups:
-    groups = SchedulerGroups.create(timeout=timedelta(seconds=20))
+    groups = SchedulerGroups.create(timeout=timedelta(seconds=WAIT))
     groups.warm_up(torch.device("cpu"))
     let_go()
     groups.destroy()
@@ -66,10 +67,10 @@ def test_a_training_ends_the_threads_of_those_before_it(two_plain_ranks: RankPoo
 def leave_early(rank: int) -> float:
     """Leave while something is under way that nobody will join; returns how long that took, in seconds."""
     join_default_group(rank)
-    groups = SchedulerGroups.create(timeout=timedelta(seconds=20))
+    groups = SchedulerGroups.create(timeout=timedelta(seconds=WAIT))
     groups.warm_up(torch.device("cpu"))
     if rank == 0:
-        time.sleep(2.5)  # alive, and does not come
+        dist.barrier()  # alive, and does not come
     else:
         groups.data.allreduce([torch.zeros(4)])
         groups.control.broadcast([torch.zeros(4)], dist.BroadcastOptions())
@@ -79,6 +80,8 @@ def leave_early(rank: int) -> float:
     del groups
     gc.collect()
     took = time.monotonic() - start
+    if rank == 1:
+        dist.barrier()
     dist.destroy_process_group()
     return took
 
@@ -86,7 +89,7 @@ def leave_early(rank: int) -> float:
 def test_leaving_does_not_wait_for_what_nobody_will_join() -> None:
     # In processes of its own: what was abandoned stays for as long as they live.
     with RankPool(2) as pool:
-        assert max(pool.run(leave_early)) < 1.5
+        assert max(pool.run(leave_early)) < WAIT / 2
 
 
 def test_leaving_after_the_default_group_is_quiet(two_plain_ranks: RankPool) -> None:
@@ -106,7 +109,7 @@ def turns_of_new_threads(rank: int) -> set[int]:
     join_default_group(rank)
     try:
         before = set(os.listdir("/proc/self/task"))
-        groups = SchedulerGroups.create(timeout=timedelta(seconds=20))
+        groups = SchedulerGroups.create(timeout=timedelta(seconds=WAIT))
         groups.warm_up(torch.device("cpu"))
         found = {turn(int(thread)) for thread in set(os.listdir("/proc/self/task")) - before}
         time.sleep(0.1)  # gloo of torch 2.6 deadlocks where a group goes in the instant its last collective ends
@@ -135,7 +138,7 @@ def test_what_is_under_way_does_not_abort_an_interpreter_that_ends() -> None:
         for rank in range(2)
     ]
     try:
-        said = ranks[0].communicate(timeout=60)[1]
+        said = ranks[0].communicate(timeout=4 * WAIT)[1]
     finally:
         for rank in ranks:
             rank.kill()

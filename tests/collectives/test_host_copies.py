@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 from lightning_bytescheduler.collectives.host_copies import travel_by_host
 from lightning_bytescheduler.exceptions import SchedulerClosedError
 from tests.support.late_copies import LateCopies
+from tests.support.waiting import WAIT, until
 
 CPU = torch.device("cpu")
 
@@ -25,7 +25,7 @@ def errors() -> list[BaseException]:
 def copies(errors: list[BaseException]) -> Iterator[LateCopies]:
     made = LateCopies(CPU, errors.append)
     yield made
-    assert made.stop(5.0)
+    assert made.stop(WAIT)
 
 
 def test_a_copy_is_made_behind_what_writes_the_bucket_and_told_of_on_one_thread(copies: LateCopies) -> None:
@@ -48,7 +48,7 @@ def test_a_copy_is_made_behind_what_writes_the_bucket_and_told_of_on_one_thread(
     copies.when_made(made, then)
     assert not there.wait(0.05), "it has not been written"
     written.set()
-    assert there.wait(10.0)
+    assert there.wait(WAIT)
     assert told == [("bytescheduler-device", 7.0)]
     assert began == [7.0]
 
@@ -58,7 +58,7 @@ def test_what_is_put_back_is_there(copies: LateCopies) -> None:
     copy, _, made = copies.take_out(3, bucket)
     there = threading.Event()
     copies.when_made(made, there.set)
-    assert there.wait(10.0)
+    assert there.wait(WAIT)
     copy.mul_(2.0)
     copies.put_back(copy[2:4], bucket[2:4])
     assert bucket.tolist() == [0, 1, 4, 6, 4, 5], "a part, and nothing else"
@@ -78,9 +78,7 @@ def test_memory_is_used_again_for_the_same_bucket(copies: LateCopies) -> None:
 def test_what_goes_wrong_is_told(copies: LateCopies, errors: list[BaseException]) -> None:
     *_, made = copies.take_out(0, torch.ones(2))
     copies.when_made(made, lambda: 1 / 0)  # type: ignore[arg-type,return-value]
-    deadline = time.monotonic() + 10.0
-    while not errors and time.monotonic() < deadline:
-        time.sleep(1e-3)
+    until(lambda: bool(errors))
     assert [type(error) for error in errors] == [ZeroDivisionError]
 
 
@@ -97,10 +95,10 @@ def test_who_waits_for_the_way_back_learns_that_the_fit_has_ended() -> None:
 
     waiting = threading.Thread(target=put_back)
     waiting.start()
-    time.sleep(0.05)
+    waiting.join(0.05)
     assert waiting.is_alive()
-    assert copies.stop(5.0)
-    waiting.join(5.0)
+    assert copies.stop(WAIT)
+    waiting.join(WAIT)
     assert "on their way back to the device" in str(raised[0])
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -20,9 +18,10 @@ from lightning_bytescheduler.collectives.routing_group import ForeignCollectives
 from lightning_bytescheduler.exceptions import LaunchOrderError
 from lightning_bytescheduler.scheduler.core import ByteCore
 from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask, TaskKey
+from tests.support.waiting import WAIT, until
 
 
-@pytest.fixture(params=[False, True], ids=["near", "far"], autouse=True)
+@pytest.fixture(params=[False, True], ids=["near", "far"])
 def far(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether messages are expected ahead; for the ranks of each test."""
     found: bool = request.param
@@ -30,7 +29,7 @@ def far(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool
     return found
 
 
-def make_groups(world_size: int, timeout: float = 30.0) -> list[dist.ProcessGroup]:
+def make_groups(world_size: int, timeout: float = WAIT) -> list[dist.ProcessGroup]:
     master = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def make(rank: int) -> dist.ProcessGroup:
@@ -84,17 +83,18 @@ def ranks(world_size: int, *, credit: int = 10_000) -> Iterator[list[Rank]]:
         yield made
     finally:
         for rank in made:
-            rank.core.shutdown(timeout=5.0, drain=False)
+            rank.core.shutdown(timeout=WAIT, drain=False)
         leader, *followers = made
         assert isinstance(leader.order, DecidingOrder)
         leader.order.close()
         for follower in followers:
             assert isinstance(follower.order, FollowingOrder)
-            assert follower.order.wait_closed(5.0)
+            assert follower.order.wait_closed(WAIT)
             assert follower.order.closed
-        assert leader.order.wait_sent(5.0)
+        assert leader.order.wait_sent(WAIT)
 
 
+@pytest.mark.usefixtures("far")
 def test_followers_launch_what_rank_zero_launches_in_its_order() -> None:
     with ranks(3, credit=100) as made:
         tasks: list[list[CommTask]] = []
@@ -106,30 +106,35 @@ def test_followers_launch_what_rank_zero_launches_in_its_order() -> None:
                 mine[position * (7, 11, 13)[number] % 20].notify_ready()
         for mine in tasks:
             for task in mine:
-                task.wait(10.0)
+                task.wait(WAIT)
         assert made[0].launched == made[1].launched == made[2].launched
         assert len(made[0].launched) == 60
 
 
+@pytest.mark.usefixtures("far")
 def test_more_decisions_than_one_message_holds() -> None:
     with ranks(2) as made:
         tasks = [rank.task(0, 9_900) for rank in made]
         for task in tasks:
             task.notify_ready()
         for task in tasks:
-            task.wait(10.0)
+            task.wait(WAIT)
         assert made[1].launched == [f"1.0[{index}]" for index in range(99)]
 
 
+@pytest.mark.usefixtures("far")
 def test_a_follower_waits_for_its_own_data() -> None:
     with ranks(2) as made:
         leading, following = made[0].task(0, 100), made[1].task(0, 100)
         leading.notify_ready()
-        leading.wait(5.0)
-        time.sleep(0.2)
+        leading.wait(WAIT)
+        order = made[1].order
+        assert isinstance(order, FollowingOrder)
+        until(lambda: bool(order._decisions))
+        made[1].core.launch_allowed()
         assert not made[1].launched
         following.notify_ready()
-        following.wait(5.0)
+        following.wait(WAIT)
 
 
 def test_the_leader_may_change_its_partition_size_at_any_time() -> None:
@@ -140,7 +145,7 @@ def test_the_leader_may_change_its_partition_size_at_any_time() -> None:
             for task in tasks:
                 task.notify_ready()
             for task in tasks:
-                task.wait(5.0)
+                task.wait(WAIT)
         assert made[0].launched == made[1].launched
         assert [name.split("[")[0] for name in made[1].launched] == ["1.0"] * 3 + ["2.0"] * 7 + ["3.0"] * 3
 
@@ -152,7 +157,7 @@ def test_larger_parts_are_those_of_rank_zero() -> None:
             for task in tasks:
                 task.notify_ready()
             for task in tasks:
-                task.wait(5.0)
+                task.wait(WAIT)
                 assert task.sub_tasks[0].size == (334 if fold > 1 else 100)
         assert made[0].launched == made[1].launched
 
@@ -163,7 +168,7 @@ def test_another_model_is_an_error_that_says_so() -> None:
         leading.notify_ready()
         following.notify_ready()
         with pytest.raises(LaunchOrderError, match="Every rank must build the same model"):
-            following.wait(5.0)
+            following.wait(WAIT)
 
 
 def test_collectives_of_others_have_the_same_place_on_all_ranks() -> None:
@@ -183,7 +188,7 @@ def test_collectives_of_others_have_the_same_place_on_all_ranks() -> None:
         assert isinstance(leading, DecidingOrder)
         made[0].core.update_order(lambda: leading.submitted_everywhere(2))
         for task in tasks:
-            task.wait(10.0)
+            task.wait(WAIT)
         assert made[0].launched == made[1].launched == made[2].launched
         assert made[0].launched.count("foreign") == 2
 
@@ -199,7 +204,7 @@ def test_different_collectives_are_an_error_that_says_so() -> None:
         assert isinstance(leading, DecidingOrder)
         made[0].core.update_order(lambda: leading.submitted_everywhere(1))
         with pytest.raises(LaunchOrderError, match="As collective 1 of DDP's process group, rank 0 launches another"):
-            tasks[1].wait(5.0)
+            tasks[1].wait(WAIT)
 
 
 def test_followers_send_on_the_lane_that_rank_zero_chose(far: bool) -> None:
@@ -211,11 +216,11 @@ def test_followers_send_on_the_lane_that_rank_zero_chose(far: bool) -> None:
         theirs = [follower.task(0, 200), follower.task(1, 300)]
         for task in theirs:
             task.notify_ready()
-        for task in mine:
+        for count, task in zip((2, 5), mine, strict=True):
             task.notify_ready()
-            leader.core.launch_allowed()
+            until(lambda count=count: len(held) == count)  # type: ignore[misc]
         for task in theirs:
-            task.wait(10.0)
+            task.wait(WAIT)
         chosen = [sub.lane for task in mine for sub in task.sub_tasks]
         assert [sub.lane for task in theirs for sub in task.sub_tasks] == chosen == [0, 0, *([int(far)] * 3)]
         for sub in held:
@@ -231,10 +236,10 @@ def test_messages_are_not_kept_for_good(monkeypatch: pytest.MonkeyPatch) -> None
                 task.notify_ready()
         for mine in tasks:
             for task in mine:
-                task.wait(10.0)
+                task.wait(WAIT)
         order = made[0].order
         assert isinstance(order, DecidingOrder)
-        assert order.wait_sent(5.0)
+        assert order.wait_sent(WAIT)
         assert len(order._sent) <= 3 * 5
 
 
@@ -247,36 +252,32 @@ def test_a_message_is_sent_though_the_one_before_has_not_been_waited_for() -> No
     rooms = [launch_order._room() for _ in range(launch_order._EXPECTED)]
     works = [follower.recv([room], 0, launch_order._NUMBER) for room in rooms]
     deciding.close()
-    assert deciding.wait_sent(5.0)
+    assert deciding.wait_sent(WAIT)
     for work in works:
         work.wait()
     assert all(int(room[0, 0]) == launch_order._CLOSE for room in rooms)
 
 
 def test_a_follower_can_leave_before_rank_zero_does(far: bool) -> None:
-    leader, follower = make_groups(2, timeout=3.0)
+    leader, follower = make_groups(2, timeout=10 * WAIT)
     order = FollowingOrder(follower, pytest.fail, direct=far)
     order.start(lambda update: update())
-    time.sleep(0.2)
-    start = time.monotonic()
-    assert order.stop(2.0)
-    assert time.monotonic() - start < 1.5
+    assert order.stop(WAIT)
     assert not order.closed
     del leader
 
 
 def test_a_follower_that_was_never_started_stops() -> None:
-    leader, follower = make_groups(2, timeout=3.0)
-    assert FollowingOrder(follower, pytest.fail).stop(1.0)
+    leader, follower = make_groups(2)
+    assert FollowingOrder(follower, pytest.fail).stop(WAIT)
     del leader
 
 
+@pytest.mark.usefixtures("far")
 def test_the_followers_learn_that_rank_zero_is_gone() -> None:
     groups = make_groups(2)
     follower = Rank(1, groups[1])
-    threading.Timer(0.3, groups.clear).start()  # closes rank 0's connections, as the end of its process does
-    deadline = time.monotonic() + 5.0
-    while not follower.errors and time.monotonic() < deadline:
-        time.sleep(0.05)
+    groups.clear()  # closes rank 0's connections, as the end of its process does
+    until(lambda: bool(follower.errors))
     assert "Connection closed" in str(follower.errors[0]) or "reset by peer" in str(follower.errors[0])
-    follower.core.shutdown(timeout=2.0, drain=False)
+    follower.core.shutdown(timeout=WAIT, drain=False)

@@ -98,5 +98,3 @@ def probe_on(rank: int) -> LinkEstimate:
 def test_all_ranks_find_the_same_link(two_plain_ranks: RankPool) -> None:
     first, second = two_plain_ranks.run(probe_on)
     assert first == second
-    assert 0.0 < first.alpha < 1.0
-    assert 0.0 < first.beta < 1e-5

@@ -6,17 +6,17 @@ import time
 from datetime import timedelta
 from typing import Any
 
-import pytest
 import torch.distributed as dist
 
 from lightning_bytescheduler.collectives.number_exchange import AgreedValues
 from tests.support.rank_pool import RankPool, join_default_group, let_go
+from tests.support.waiting import WAIT
 
 
 def exchange(rank: int, steps: list[int], intervals: dict[int, int]) -> list[Any]:
     """What came into force before which step, where rank 0 wants ``[10 × step, -step]``."""
     join_default_group(rank)
-    values = AgreedValues(2, timeout=timedelta(seconds=20))
+    values = AgreedValues(2, timeout=timedelta(seconds=WAIT))
     taken = []
     for step in steps:
         if rank:
@@ -52,7 +52,7 @@ def test_exchanges_are_as_far_apart_as_rank_zero_wants(two_plain_ranks: RankPool
 
 def give_up(rank: int) -> tuple[float, bool]:
     join_default_group(rank)
-    values = AgreedValues(1, timeout=timedelta(seconds=20))
+    values = AgreedValues(1, timeout=timedelta(seconds=WAIT))
     values.before_step(1, [1])
     values.before_step(2, [2])
     if rank:
@@ -66,17 +66,16 @@ def give_up(rank: int) -> tuple[float, bool]:
     return took, values.before_step(4) is None
 
 
-@pytest.mark.timeout(60)
 def test_the_end_does_not_wait_for_a_rank_that_has_failed(two_plain_ranks: RankPool) -> None:
     (zero, _), (one, closed) = two_plain_ranks.run(give_up)
     assert closed
-    assert max(zero, one) < 5  # of 20 s
+    assert max(zero, one) < WAIT / 2
 
 
 def wait_in_vain(rank: int) -> str | None:
     join_default_group(rank)
     failures: list[BaseException] = []
-    values = AgreedValues(1, timeout=timedelta(seconds=60), failure=lambda: failures[0] if failures else None)
+    values = AgreedValues(1, timeout=timedelta(seconds=2 * WAIT), failure=lambda: failures[0] if failures else None)
     values.before_step(1, [1])
     error = None
     if rank:
@@ -96,6 +95,5 @@ def wait_in_vain(rank: int) -> str | None:
     return error
 
 
-@pytest.mark.timeout(50)
 def test_whoever_waits_comes_back_when_another_rank_has_failed(two_plain_ranks: RankPool) -> None:
     assert two_plain_ranks.run(wait_in_vain) == [None, "rank 0 is gone"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 
 from lightning_bytescheduler.exceptions import SchedulerClosedError
 from tests.support.simulated_device import DEVICE, LatePayloads, OnDevice
+from tests.support.waiting import WAIT, until
 
 
 @pytest.fixture
@@ -39,13 +39,9 @@ def test_a_mark_is_behind_what_the_current_stream_was_given(payloads: LatePayloa
     payloads.fake.training.enqueue(lambda: None, when=written.is_set)
     mark = payloads.mark()
     assert mark.event is not None
-    time.sleep(0.02)
     assert not mark.event.query()
     written.set()
-    deadline = time.monotonic() + 10.0
-    while not mark.event.query():
-        assert time.monotonic() < deadline
-        time.sleep(1e-3)
+    until(mark.event.query)
 
 
 def test_each_thread_has_a_stream_of_its_own_and_waits_for_that_alone(payloads: LatePayloads) -> None:
@@ -60,7 +56,7 @@ def test_each_thread_has_a_stream_of_its_own_and_waits_for_that_alone(payloads: 
     seen[0].enqueue(lambda: None, when=lambda: False)  # whatever comes behind that is not done
     other = threading.Thread(target=work)
     other.start()
-    other.join(10.0)
+    other.join(WAIT)
     assert not other.is_alive()
     assert seen[0] is seen[1]
     assert seen[2] is seen[3] is not seen[0]
@@ -81,7 +77,7 @@ def test_who_waits_for_the_device_learns_that_the_fit_has_ended(payloads: LatePa
     waiting.join(0.05)
     assert waiting.is_alive()
     payloads.stop()
-    waiting.join(10.0)
+    waiting.join(WAIT)
     assert "encoded or decoded on the device" in str(raised[0])
 
 

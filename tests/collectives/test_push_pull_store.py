@@ -22,8 +22,9 @@ from lightning_bytescheduler.exceptions import (
 )
 from tests.support.rank_pool import RankPool, join_default_group, let_go
 from tests.support.servers import started_servers
+from tests.support.waiting import WAIT
 
-SIZES: dict[str, Any] = {"partition_size": 300, "credit": 600, "timeout": timedelta(seconds=60)}
+SIZES: dict[str, Any] = {"partition_size": 300, "credit": 600, "timeout": timedelta(seconds=WAIT)}
 
 
 def pushed_by(rank: int, key: str, round: int) -> torch.Tensor:
@@ -74,7 +75,7 @@ def use_a_store(rank: int, ranks: int, servers: int, *, kill: bool = False) -> s
         dist.destroy_process_group()
     for thread in threading.enumerate():
         if thread.name.startswith("bytescheduler"):
-            thread.join(10.0)  # of a group whose connections were broken
+            thread.join(WAIT)  # of a group whose connections were broken
             assert not thread.is_alive(), thread.name
     return error
 
@@ -155,14 +156,14 @@ def test_a_push_is_sent_with_its_pull_and_by_priority(alone: PushPullStore, monk
     def held(group: Any, part: torch.Tensor, number: int, factor: float | None = None) -> Any:
         order.append(part[0].item())
         started.set()
-        assert go.wait(30)
+        assert go.wait(WAIT)
         return reduce(group, part, number, factor)
 
     monkeypatch.setattr(alone._push_pull, "reduce", held)
     alone.push("weight", torch.full((10, 5), 1.0), priority=5)
     assert not any(alone.placement.bytes_per_server)
     late = alone.pull("weight")
-    assert started.wait(30)
+    assert started.wait(WAIT)
     urgent = alone.push_pull("bias", torch.full((10,), 2.0), priority=1)
     go.set()
     assert torch.equal(urgent.wait(), torch.full((10,), 2.0))

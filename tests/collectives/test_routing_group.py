@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,6 +14,7 @@ from lightning_bytescheduler.collectives.routing_group import RoutingGroup
 from lightning_bytescheduler.exceptions import RankFailedError, SchedulerTimeoutError
 from lightning_bytescheduler.scheduler import ByteCore, MixedOrder
 from tests.support.fake_device import FakeBuffer, FakeDevice, FakeGroup, FakeStream
+from tests.support.waiting import WAIT, until
 
 
 class Ended:
@@ -27,7 +27,7 @@ class Ended:
 class Routed:
     """A routing group over one that is not there, and what it needs."""
 
-    def __init__(self, device: FakeDevice, *, timeout: float = 10.0) -> None:
+    def __init__(self, device: FakeDevice, *, timeout: float = WAIT) -> None:
         self.order = MixedOrder()
         self.core = ByteCore(partition_size=10, credit=10, order=self.order)
         self.carrier = FakeGroup(device, "nccl")
@@ -57,8 +57,8 @@ class Routed:
         self.core.update_order(lambda: self.order.submitted_everywhere(count))
 
     def close(self) -> None:
-        self.core.shutdown(timeout=5.0, drain=False)
-        self.group.uninstall(failed=True, timeout=1.0)
+        self.core.shutdown(timeout=WAIT, drain=False)
+        self.group.uninstall(failed=True, timeout=WAIT)
 
 
 def reduced(seed: int) -> float:
@@ -74,9 +74,7 @@ def reduced(seed: int) -> float:
     assert work.wait()
     read.do(lambda _: buffer.value)
     with device:
-        deadline = time.monotonic() + 10.0
-        while not device.idle() and time.monotonic() < deadline:
-            time.sleep(1e-3)
+        until(device.idle)
     routed.close()
     return read.value
 
@@ -93,7 +91,7 @@ def test_without_that_wait_the_result_is_another_one() -> None:
             waits(stream, event)
 
     with patch.object(FakeStream, "wait_event", hurried):
-        assert [reduced(seed) for seed in range(12)] != [6.0] * 12
+        assert any(reduced(seed) != 6.0 for seed in range(200)), "in no order of kernels, though one is soon found"
 
 
 def test_the_host_waits_for_a_turn_only_as_long_as_there_is_hope() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from lightning_bytescheduler.collectives.sending_turns import SendingTurns, turns_by_need
+from tests.support.waiting import WAIT
 
 
 class Link:
@@ -24,7 +25,7 @@ class Link:
         return self
 
     def wait(self, timeout: object = None) -> None:
-        assert self.open.wait(10)
+        assert self.open.wait(WAIT)
         if self.broken:
             raise RuntimeError("Connection closed by peer")
 
@@ -72,7 +73,7 @@ def test_a_stop_sends_nothing_more() -> None:
         turns.put(torch.zeros(1), 1, number)
     assert not turns.stop()
     link.open.set()
-    assert turns.stop(10.0)
+    assert turns.stop(WAIT)
     assert len(link.sent) <= 2
     assert not errors
 

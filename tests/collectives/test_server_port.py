@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import Iterator
 
 import pytest
 
 from lightning_bytescheduler.collectives import server_meeting
 from lightning_bytescheduler.collectives.server_meeting import ServerLine, ServerPort, SignedOn
+from tests.support.waiting import WAIT, until
 
 
 @pytest.fixture
@@ -20,16 +20,12 @@ def door() -> Iterator[ServerPort]:
     opened.close()
 
 
-def until(door: ServerPort, connections: int) -> int:
-    """Wait for that few connections, and return how many there are."""
-    deadline = time.monotonic() + 20.0
-    while (count := len(door._known) + len(door._strangers)) > connections and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return count
+def connected(door: ServerPort) -> int:
+    return len(door._known) + len(door._strangers)
 
 
 def stranger(door: ServerPort) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", door.own.port), timeout=10.0)
+    return socket.create_connection(("127.0.0.1", door.own.port), timeout=WAIT)
 
 
 def test_it_hangs_up_on_who_says_something_else(door: ServerPort) -> None:
@@ -42,7 +38,7 @@ def test_it_hangs_up_on_who_says_something_else(door: ServerPort) -> None:
         ServerLine(0, wrong)
     with stranger(door) as one:
         one.sendall(f"{own.token}and more".encode())
-        assert until(door, 1) == 1
+        until(lambda: connected(door) == 1)
     assert line.find_gone() is None
     door.close()
     gone = line.find_gone()
@@ -59,22 +55,22 @@ def test_many_strangers_that_say_nothing_take_no_workers_place(
     first = ServerLine(0, door.own)
     strangers = [stranger(door) for _ in range(100)]
     late = ServerLine(0, door.own)
-    assert 2 < until(door, 22) <= 22
+    until(lambda: 2 < connected(door) <= 22)
     assert first.find_gone() is None
     assert late.find_gone() is None
     for one in strangers:
         one.close()
     first.close()
     late.close()
-    assert until(door, 0) == 0
+    until(lambda: connected(door) == 0)
 
 
 def test_a_stranger_that_says_nothing_is_hung_up_on(door: ServerPort, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_meeting, "_PATIENCE_S", 0.1)
     line = ServerLine(0, door.own)
     with stranger(door) as one:
-        one.settimeout(20.0)
+        one.settimeout(WAIT)
         assert one.recv(1) == b""
-    assert until(door, 1) == 1
+    until(lambda: connected(door) == 1)
     line.close()
     assert line.find_gone() is None, "it was this side"

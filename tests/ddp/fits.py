@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -117,22 +117,6 @@ def train_alone(rank: int) -> tuple[list[str], str]:
     return lines, repr(strategy.plan)
 
 
-def fit_with_metrics(rank: int, log_metrics: bool) -> dict[str, float]:
-    """Returns what was logged last."""
-    strategy = ByteSchedulerStrategy(**SIZES, mode="overlapped", log_metrics=log_metrics)
-    trainer = trainer_with(rank, strategy, log_every_n_steps=4)
-    trainer.fit(Tower())
-    return {name: float(value) for name, value in trainer.callback_metrics.items()}
-
-
-def fit_and_say_waits(rank: int, path: str, mode: Any) -> tuple[float, list[str]]:
-    """Returns the metric of how long training waits, of all steps, and what was said."""
-    trainer = trainer_with(rank, ByteSchedulerStrategy(**SIZES, mode=mode, timeline=path), log_every_n_steps=_STEPS)
-    with said() as lines:
-        trainer.fit(Tower())
-    return float(trainer.callback_metrics["bytescheduler/exposed_communication_ms"]), lines
-
-
 class _Fails(Tower):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if batch_idx == 5:
@@ -158,14 +142,6 @@ def fit_with_timeline(rank: int, path: str, fail: bool) -> str | None:
     return None
 
 
-def profiled_spans(rank: int) -> list[str]:
-    """Names the profiler saw, of the scheduler's spans."""
-    trainer = trainer_with(rank, ByteSchedulerStrategy(**SIZES, mode="overlapped"))
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        trainer.fit(Tower())
-    return [event.key for event in profile.key_averages() if event.key.startswith("bytescheduler::")]
-
-
 class _Looks(Callback):
     """Reads the scheduler's state in the middle of a fit."""
 
@@ -186,6 +162,19 @@ class _Looks(Callback):
             self.seen = {"partition_size": core.partition_size, "credit": core.credit}
 
 
+def watch(rank: int, path: str, mode: Any, profiled: bool) -> dict[str, Any]:
+    """Fits with a timeline, metrics of all steps and perhaps a profiler; returns what metrics, lines and that say."""
+    trainer = trainer_with(rank, ByteSchedulerStrategy(**SIZES, mode=mode, timeline=path), log_every_n_steps=_STEPS)
+    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+    with said() as lines, profiler if profiled else nullcontext():
+        trainer.fit(Tower())
+    return {
+        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "lines": lines,
+        "profiled": {event.name for event in profiler.events() or ()} if profiled else set(),
+    }
+
+
 def observe(rank: int, options: dict[str, Any], environment: dict[str, str]) -> dict[str, Any]:
     """Fits with ``options`` under ``environment``; returns what could be seen during and after it."""
     before = dict(os.environ)
@@ -203,6 +192,7 @@ def observe(rank: int, options: dict[str, Any], environment: dict[str, str]) -> 
         "threads_during": look.threads,
         "threads_after": [t.name for t in threading.enumerate() if t.name.startswith("bytescheduler")],
         "switch_intervals": (look.switch_interval, sys.getswitchinterval()),  # during the fit and after it, in seconds
+        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
         "callbacks_after": [type(c).__name__ for c in trainer.callbacks],  # type: ignore[attr-defined]
         "reasons": strategy.plan.reasons,
         "deferred_share": 0.0 if strategy.statistics is None else strategy.statistics.deferred_share,

@@ -141,9 +141,18 @@ def used(found: Sequence[Seen], epoch: int, size: int) -> list[int]:
     return sorted(n for seen in found for batch in seen.batches[epoch] for n in batch)
 
 
-def test_shares_follow_pace_and_every_sample_is_used_once(two_ranks: RankPool) -> None:
-    again = {"reload_dataloaders_every_n_epochs": 2}
-    found = two_ranks.run(fit_balanced, size=16 * 25 + 7, seconds=[3.0, 1.0], epochs=3, trainer=again)
+SIZE = 16 * 25 + 7
+ANEW = {"reload_dataloaders_every_n_epochs": 2}
+
+
+@pytest.fixture(scope="module")
+def paced(two_ranks: RankPool) -> list[Seen]:
+    """Three epochs in which rank 0 takes three times as long for a sample."""
+    return two_ranks.run(fit_balanced, size=SIZE, seconds=[3.0, 1.0], epochs=3, trainer=ANEW)
+
+
+def test_shares_follow_pace_and_every_sample_is_used_once(paced: list[Seen]) -> None:
+    found = paced
     for seen in found:
         assert not seen.error
         assert "batches of 16 samples, by rank (4, 12), which saves 1.2e+04 ms a step" in seen.plan
@@ -157,13 +166,14 @@ def test_shares_follow_pace_and_every_sample_is_used_once(two_ranks: RankPool) -
     for epoch in range(1, 3):
         assert [len(seen.batches[epoch][0]) for seen in found] == [4, 12], "paces are kept, also by a loader made anew"
     for epoch in range(3):
-        assert used(found, epoch, 407) == list(range(407))
+        assert used(found, epoch, SIZE) == list(range(SIZE))
     assert found[0].batches[0] != found[0].batches[1]
 
 
-def test_the_training_does_not_depend_on_the_shares(two_ranks: RankPool) -> None:
+def test_the_training_does_not_depend_on_the_shares(two_ranks: RankPool, paced: list[Seen]) -> None:
     """It is one process's on the same batches, whoever computes which part of them."""
-    unequal, equal = (two_ranks.run(fit_balanced, size=16 * 25, seconds=s)[0] for s in ([3.0, 1.0], [1.0, 1.0]))
+    equal = two_ranks.run(fit_balanced, size=SIZE, seconds=[1.0, 1.0], epochs=3, trainer=ANEW)[0]
+    unequal = paced[0]
     assert (unequal.changes, equal.changes) == (1, 0)
     for name, weight in equal.weights.items():
         assert (unequal.weights[name] - weight).norm() <= 1e-5 * weight.norm(), name

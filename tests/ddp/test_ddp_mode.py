@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_bytescheduler.ddp.ddp_mode import SHOWN, ModeChoice, ModeFound, ModeTrial
@@ -135,7 +135,6 @@ def test_a_link_that_becomes_slow() -> None:
     assert fit.run(200).modes[1100:].count(True) == 5, "it was looked whether it still is"
 
 
-@settings(deadline=None)
 @given(
     ranks=st.integers(1, 3),
     overlapped=st.floats(0.4, 1.3),
@@ -164,7 +163,6 @@ def test_never_much_slower_than_the_better_way(
         assert fit.seconds <= 1.1 * overlapped * len(fit.modes), "and what is to be gained is gained"
 
 
-@settings(deadline=None)
 @given(choices=st.lists(st.tuples(st.booleans(), st.booleans()), max_size=60), slow=st.booleans())
 def test_followers_keep_step_whatever_rank_zero_chooses(choices: list[tuple[bool, bool]], slow: bool) -> None:
     one, other = (ModeTrial(overlapped=slow) for _ in range(2))

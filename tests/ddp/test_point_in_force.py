@@ -209,7 +209,7 @@ def test_a_record_that_cannot_be_written_is_no_reason_to_stop(tmp_path: Path) ->
     tuner.stop()
 
 
-@pytest.mark.parametrize("crash_after", [5, 35, 60, 200, 1500])
+@pytest.mark.parametrize("crash_after", [5, 60, 1500])
 def test_a_crash_at_any_time_and_a_resumed_fit_that_goes_on(crash_after: int) -> None:
     tuner = CreditTuner()
     fit = SimulatedFit(tuner, faster_with_more_credit).run(crash_after)

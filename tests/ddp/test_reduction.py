@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_bytescheduler.ddp.reduction import _shard_norms, total_norm
@@ -20,7 +20,6 @@ def cut(size: int, partition: int) -> CommTask:
     return task
 
 
-@settings(deadline=None, max_examples=80)
 @given(
     sizes=st.lists(st.integers(0, 9), min_size=1, max_size=8).filter(lambda sizes: sum(sizes) > 0),
     partition=st.integers(1, 40),

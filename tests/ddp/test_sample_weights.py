@@ -27,6 +27,7 @@ from tests.parity.weighted_fits import Case, fitted
 from tests.support.fit import SIZES, Recipe, Run, train
 from tests.support.models import Tower
 from tests.support.rank_pool import RankPool
+from tests.support.waiting import WAIT
 
 # ---------------------------------------------------------------------- options
 
@@ -324,7 +325,7 @@ def fit_with_late_counts(rank: int) -> tuple[list[bool], int]:
     def wait_late(*arguments: Any, **options: Any) -> None:
         wait_unless(*arguments, **options)
         first = not held  # which waits for its gradients
-        held.append(first or ended[len(held)].wait(20.0))
+        held.append(first or ended[len(held)].wait(WAIT))
 
     def made() -> TellsBackward:
         model = TellsBackward(dropout=0.0)
@@ -357,7 +358,7 @@ def test_an_exchange_that_fails_says_so_and_ends() -> None:
     with patch.object(number_exchange, "leave", lambda *_, **__: None):
         exchange = NumberExchange(group, 1, on_error=note)
         numbers = exchange.post([3])
-        assert told.wait(10.0)
+        assert told.wait(WAIT)
         assert str(said[0]) == "gone"
         assert not numbers.known
         with pytest.raises(RuntimeError, match="gone"):

@@ -15,7 +15,7 @@ from lightning_bytescheduler.cli import main
 from lightning_bytescheduler.ddp.agreed_sizes import AgreedSizes
 from lightning_bytescheduler.ddp.ddp_mode import ModeChoice, ModeTrial
 from lightning_bytescheduler.ddp.fit_report import announce
-from lightning_bytescheduler.ddp.tuned_fit import SHORTEST_FIT, likely_points, space_for
+from lightning_bytescheduler.ddp.tuned_fit import likely_points, space_for
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
 from lightning_bytescheduler.tuning import LinkEstimate, SchedulerSizes, SearchSpace, TuningPoint, read_record
 from tests.ddp.tuned_fits import Seen, record_of, tuned_fit
@@ -27,7 +27,7 @@ HASTY = {"trials": 2, "steps_per_trial": 4, "precision": 0.9, "warm_up": 2}
 
 
 def test_default_on(two_ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    zero, one = two_ranks.run(tuned_fit, steps=240, logs=str(tmp_path), slow=True)
+    zero, one = two_ranks.run(tuned_fit, steps=80, logs=str(tmp_path), slow=True)
     assert zero.points == one.points
     assert all(zero.is_tuned)
     assert zero.tuners == one.tuners == 1
@@ -56,13 +56,13 @@ def overlapping_from(rank: int, step: int) -> Seen:
         return ModeChoice(ddp_mode=at < step or rank > 0, trying=False)
 
     with patch.object(ModeTrial, "choose", choose):
-        return tuned_fit(rank, steps=160)
+        return tuned_fit(rank, steps=60)
 
 
 def test_tuned_from_when_on_overlap_pays(two_ranks: RankPool) -> None:
     zero, one = two_ranks.run(overlapping_from, step=8)
     assert zero.points == one.points
-    assert zero.is_tuned == one.is_tuned == [False] * 7 + [True] * 153
+    assert zero.is_tuned == one.is_tuned == [False] * 7 + [True] * 53
     assert zero.entries[0].kind == "start"
     assert one.entries == ()
     assert zero.left == one.left == []
@@ -72,9 +72,10 @@ def test_tuned_from_when_on_overlap_pays(two_ranks: RankPool) -> None:
     ("given", "tuned"),
     [
         ({"steps": 8}, False),
-        ({"steps": SHORTEST_FIT - 1, "slow": True}, False),
+        ({"steps": 19, "slow": True}, False),
+        ({"steps": 20, "slow": True}, True),
         ({"steps": 8, "tuner": {}}, True),
-        ({"steps": SHORTEST_FIT, "environment": {"CREDIT_TUNING": "0"}, "slow": True}, False),
+        ({"steps": 20, "environment": {"CREDIT_TUNING": "0"}, "slow": True}, False),
         ({"steps": 8, "environment": {"CREDIT_TUNING": "0"}, "tuner": {}, "options": {"tuning": "credit"}}, True),
         ({"steps": 8, "environment": {"PARTITION_TUNING": "1"}, "tuner": {}}, True),
         ({"steps": 8, "tuner": {}, "options": {"credit": 500}}, False),

@@ -1,7 +1,8 @@
-"""Fits that are tuned, run on every rank of a pool."""
+"""Fits that are tuned, run on every rank of a pool; trials are short, and so may fits be."""
 
 from __future__ import annotations
 
+import inspect
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_bytescheduler import ByteSchedulerStrategy, CreditTuner
 from lightning_bytescheduler.ddp import fit_report
+from lightning_bytescheduler.ddp import tuned_fit as tuned_fit_module
 from lightning_bytescheduler.ddp.tuned_fit import PointInForce
 from tests.ddp.fits import said, trainer_with
 from tests.support.models import Tower
@@ -100,6 +102,8 @@ def tuned_fit(
     with (
         patch.dict("os.environ", {"BYTESCHEDULER_CREDIT_TUNING": "", **given}),
         patch.object(fit_report, "is_slow", lambda *_, **__: slow and rank == 0),
+        patch.object(tuned_fit_module, "SHORTEST_FIT", 20),
+        patch.dict(inspect.unwrap(CreditTuner.__init__).__kwdefaults__, steps_per_trial=10),
         said() as seen.said,
     ):
         strategy = ByteSchedulerStrategy(**{"bucket_cap_mb": 0.002, **(options or {})})

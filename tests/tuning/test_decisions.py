@@ -19,6 +19,7 @@ from lightning_bytescheduler.tuning import (
 from lightning_bytescheduler.tuning.sizes import SearchSpace
 from tests.tuning.training import IDENTITY, OPTIONS, PARAMETERS, SPACE, START, Training, tuning
 
+SEEDS = [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 20))]
 FASTEST = 0.3
 OPTIMUM = TuningPoint(credit=1_048_576, partition_size=131_072)
 
@@ -40,7 +41,7 @@ def random_bowl(seed: int) -> Callable[[TuningPoint], float]:
     return bowl(optimum, a=a, b=b, c=c)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_a_noisy_function_is_solved_within_15_trials_and_the_budget(seed: int) -> None:
     seconds = random_bowl(seed)
     training = Training(tuning(), seconds, seed=seed)
@@ -83,7 +84,7 @@ def test_plain_ddp_wins_where_nothing_is_gained(ddp: float) -> None:
     assert training.point == PLAIN_DDP or training.decisions[-1] == PLAIN_DDP
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("noise", [0.003, 0.03])
 def test_plain_ddp_wins_among_equals_whatever_the_noise(seed: int, noise: float) -> None:
     training = Training(tuning(), lambda point: 0.3, seed=seed, noise=noise)

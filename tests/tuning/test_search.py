@@ -14,7 +14,7 @@ from tests.tuning.training import SPACE, START, trial
 GRID = SPACE.points(octaves=1.0)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10)
 @given(
     seen=st.lists(st.tuples(st.sampled_from(GRID), st.floats(1e-4, 100), st.floats(0, 0.5)), min_size=1, max_size=15),
     ddp=st.none() | st.floats(1e-4, 100),
