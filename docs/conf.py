@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 
 from docutils.nodes import Element
 from sphinx.addnodes import pending_xref
@@ -58,10 +59,12 @@ html_theme_options = {"navigation_with_keys": True}
 exclude_patterns: list[str] = []
 
 
-def _benchmarks_are_a_page(app: Sphinx, docname: str, source: list[str]) -> None:
-    """On a forge pages link to the benchmarks' README, which is no page of this folder; here it is included in one."""
-    if docname != "benchmarks-in-depth":
-        source[0] = source[0].replace("../benchmarks/README.md", "benchmarks-in-depth.md")
+_BENCHMARKS = re.compile(r"\[([^\]]*)\]\(\.\./benchmarks/README\.md[^)]*\)")
+
+
+def _benchmarks_are_in_the_repository(app: Sphinx, docname: str, source: list[str]) -> None:
+    """On a forge pages link to the benchmarks' README, which is no page of this site."""
+    source[0] = _BENCHMARKS.sub(r"\1 (`benchmarks/README.md` in the repository)", source[0])
 
 
 def _first_line_is_prose(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
@@ -77,6 +80,6 @@ def _types_may_have_no_page(app: Sphinx, env: BuildEnvironment, node: pending_xr
 
 def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
-    app.connect("source-read", _benchmarks_are_a_page)
+    app.connect("source-read", _benchmarks_are_in_the_repository)
     app.connect("autodoc-process-docstring", _first_line_is_prose, priority=400)  # before napoleon
     app.connect("missing-reference", _types_may_have_no_page, priority=900)  # after intersphinx

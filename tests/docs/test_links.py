@@ -29,5 +29,5 @@ def test_a_broken_link_is_found() -> None:
     page = Page(DOCS / "index.md")
     for target in ("nowhere.md", "options.md#nowhere", "#nowhere", "timeline.png#a", "../../outside", "http://a.b"):
         assert not _leads_somewhere(page, target)
-    for target in ("options.md", "options.md#credit", "../README.md", "timeline.png", "#use-it", "https://a.b/c#d"):
+    for target in ("options.md", "options.md#mode", "../README.md", "timeline.png", "#one-machine", "https://a.b/c#d"):
         assert _leads_somewhere(page, target)

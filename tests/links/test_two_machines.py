@@ -1,4 +1,4 @@
-"""A new user's first training on two machines, as docs/getting-started.md has it: by torchrun, and under SLURM."""
+"""A new user's first training on two machines, as docs/index.md has it: by torchrun, and under SLURM."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from benchmarks.shaped_link import ShapedLink
 pytestmark = [pytest.mark.root, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
-GUIDE = (ROOT / "docs" / "getting-started.md").read_text()
+GUIDE = (ROOT / "docs" / "index.md").read_text()
 
 MODEL = """
 import lightning as L

@@ -212,11 +212,12 @@ def test_a_measured_profile_and_all_that_a_link_can_be(tmp_path: Path, capsys: p
 
 
 def test_the_documentation_says_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = (Path(__file__).parents[2] / "docs" / "advise.md").read_text(encoding="utf-8")
-    section = text.partition("## Predict a network")[2].partition("\n## ")[0]
-    command, table, profile = re.findall(r"^```\w+\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
+    text = (Path(__file__).parents[2] / "docs" / "is-it-for-me.md").read_text(encoding="utf-8")
+    section = text.partition("## Two PCs and 1 GbE")[2]
+    command, table = re.findall(r"^```\w+\n(.*?)^```", section, re.DOTALL | re.MULTILINE)[:2]
+    (profile,) = re.findall(r"^```json\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     argv = command.split()[2:]
-    assert main(argv[: argv.index("--png")]) == 0
+    assert main(argv) == 0
     printed = rows(capsys.readouterr().out)
     claimed = {label: row for label, row in rows(table).items() if row and row[-1].endswith("x")}
     assert len(claimed) > 5
