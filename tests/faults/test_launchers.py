@@ -38,7 +38,7 @@ def launch(command: list[str], options: dict[str, Any], folder: Path) -> tuple[i
             stderr=subprocess.STDOUT,
         )
         try:
-            code = process.wait(180.0)
+            code = process.wait(480.0)
         finally:
             process.kill()
     text = log.read_text(errors="replace")
@@ -99,7 +99,7 @@ def test_a_taken_master_port_leaves_no_process_behind(tmp_path: Path) -> None:
             cwd=tmp_path,
             stdout=log,
             stderr=log,
-            timeout=180,
+            timeout=480,
         )
     text = (tmp_path / "log.txt").read_text(errors="replace")
     assert done.returncode == 1, text
