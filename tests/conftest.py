@@ -35,10 +35,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """No property fails because the machine is busy; all examples are for when all slow tests are run."""
-    examples = 100 if config.getoption("--slow") == "all" else 25
+    """No property fails because the machine is busy. New examples are for when all slow tests are run."""
+    everything = config.getoption("--slow") == "all"
     settings.register_profile(
-        "tests", deadline=None, max_examples=examples, suppress_health_check=[HealthCheck.too_slow]
+        "tests",
+        deadline=None,
+        derandomize=not everything,
+        max_examples=100 if everything else 25,
+        suppress_health_check=[HealthCheck.too_slow],
     )
     settings.load_profile("tests")
 

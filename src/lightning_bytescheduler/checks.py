@@ -201,7 +201,9 @@ def require_size(option: str, value: object) -> int:
         OptionError: If it is not; names ``option``.
     """
     if not is_whole(value, 1):
-        size = parameters_in(value) if isinstance(value, str) else None
+        # Of an option 512B are bytes; of a model they are billions.
+        text = re.sub(r"^\s*([\d_]+)\s*B\s*$", r"\1 bytes", value) if isinstance(value, str) else ""
+        size = parameters_in(text)
         hint = "" if size is None else f"{value} = {size:,} parameters: {option}={size:_}."
         raise OptionError(option, value, "a positive whole number of parameters", hint)
     return value

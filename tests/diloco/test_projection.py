@@ -6,7 +6,7 @@ import heapq
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lightning_bytescheduler.diloco.round_end import Pace, Projection, project
@@ -32,9 +32,9 @@ def played(to_go, paces, *, now=0.0, step_limit=None, time_limit=None) -> Projec
         if not heap:
             why = "idle"
             break
-        seconds = heap[0][0]
-        while heap and heap[0][0] <= seconds + 1e-9 * paces[heap[0][1]].step_seconds:
-            _, index = heapq.heappop(heap)
+        instant = heap[0][0]
+        while heap and heap[0][0] <= instant + 1e-9 * paces[heap[0][1]].step_seconds:
+            seconds, index = heapq.heappop(heap)
             pace = paces[index]
             steps[index] += 1
             if steps[index] > pace.sure:
@@ -72,6 +72,7 @@ PACES = st.lists(
     st.none() | st.integers(0, 4000),
     st.none() | st.floats(0.0, 50.0),
 )
+@example([Pace(batch_size=1, step_seconds=0.1, began=100.0)], 1000, 100.0, None, 0.5)  # rounding at a limit
 def test_it_is_what_playing_every_step_says(paces, to_go, now, step_limit, time_limit):
     paces = [replace(pace, began=min(pace.began, now)) for pace in paces]
     if time_limit is None and step_limit is None and any(pace.most is None for pace in paces):

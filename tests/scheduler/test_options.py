@@ -57,7 +57,15 @@ def test_an_empty_variable_is_none(value: str) -> None:
 
 @pytest.mark.parametrize(
     ("value", "size"),
-    [("8MB", 2_000_000), ("8 mb", 2_000_000), ("1MiB", 262_144), ("512kB", 128_000), ("4000 bytes", 1000), ("8M", 8e6)],
+    [
+        ("8MB", 2_000_000),
+        ("8 mb", 2_000_000),
+        ("1MiB", 262_144),
+        ("512kB", 128_000),
+        ("4000B", 1000),
+        ("4_000 bytes", 1000),
+        ("8M", 8e6),
+    ],
 )
 def test_other_units_are_converted(value: str, size: float) -> None:
     for make in (SchedulerOptions, SchedulerOptions.resolve):

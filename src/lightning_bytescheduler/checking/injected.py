@@ -102,7 +102,8 @@ def train_forked(trainer: Any, model: Any, data: dict[str, Any], spec: RunSpec, 
 def _strategy(spec: RunSpec, folder: Path, given: Any, *, forked: bool = False) -> Any:
     from lightning_bytescheduler.checking.recorder import left_out, strategy_for
 
-    (folder / LEFT_OUT).write_text(", ".join(left_out(given)))
+    if names := left_out(given):
+        (folder / LEFT_OUT).write_text(", ".join(names))
     try:
         return strategy_for(spec, given, forked=forked)
     except UnsupportedError as error:

@@ -261,7 +261,8 @@ def project(
         np.array([getattr(pace, name) for pace in paces], dtype=np.float64)
         for name in ("batch_size", "step_seconds", "sure")
     )
-    first = np.array([pace.finish(1, now) - now for pace in paces], dtype=np.float64)
+    begins = np.array([pace.finish(1, now) for pace in paces], dtype=np.float64)
+    first = begins - now
     left = np.array([math.inf if pace.left is None else pace.left for pace in paces], dtype=np.float64)
 
     def taken(moment: float) -> NDArray[np.float64]:
@@ -270,7 +271,7 @@ def project(
         return steps
 
     def last_end(steps: NDArray[np.float64]) -> float:
-        return float(np.max(np.where(steps > 0, first + (steps - 1) * seconds, 0.0), initial=0.0))
+        return float(np.max(np.where(steps > 0, begins + (steps - 1) * seconds - now, 0.0), initial=0.0))
 
     def why_stop(steps: NDArray[np.float64]) -> Literal["target", "steps", "time", "idle"] | None:
         # What workers are committed to is counted from the start, and not again when it ends.

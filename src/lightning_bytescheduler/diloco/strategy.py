@@ -500,9 +500,11 @@ class DiLoCoStrategy(RankStrategy):
 
     def _release(self) -> None:
         """End what this fit has begun, the last first."""
-        self._open.close()
-        self._runtime = self._boundaries = self._states = self._slices = self._board = self._world = None
-        self._joint = self._resumed = self._next_epoch = self._kept_state = None
+        try:
+            self._open.close()
+        finally:
+            self._runtime = self._boundaries = self._states = self._slices = self._board = self._world = None
+            self._joint = self._resumed = self._next_epoch = self._kept_state = None
 
     def _stop(self, runtime: SessionRuntime[Any]) -> None:
         self._idle = runtime.stop(failed=self._failed) and self._idle

@@ -44,6 +44,7 @@ COMPRESSIONS = (".gz", ".zst")
 """Suffixes of compressed files."""
 
 _INFLATED_BYTES = 256 * 1024
+_PARSES = 5  # of a header
 _SPACE = 32  # the last white space character of ASCII
 
 _decode_json = json.JSONDecoder().decode
@@ -264,13 +265,16 @@ class NpyHeader:
             if version not in ((1, 0), (2, 0)):
                 raise ValueError(f"Version {version} of .npy is not read; save the array again, without named fields.")
             read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-            try:
-                shape, fortran_order, dtype = read(file)
-            except SystemError:
-                # NumPy parses with `ast`, whose depth CPython up to 3.11 counts for all threads together: another one,
-                # or a finalizer, has parsed in the middle of it.
+            for again in range(_PARSES)[::-1]:
                 file.seek(np.lib.format.MAGIC_LEN)
-                shape, fortran_order, dtype = read(file)
+                try:
+                    shape, fortran_order, dtype = read(file)
+                    break
+                except SystemError:
+                    # NumPy parses with `ast`, whose depth CPython up to 3.11 counts for all threads together: another
+                    # one, or a finalizer, has parsed in the middle of it.
+                    if not again:
+                        raise
         except ValueError as error:
             if str(error).startswith("EOF"):
                 raise EOFError("The header of a .npy file is cut short.") from error
