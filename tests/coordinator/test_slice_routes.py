@@ -125,6 +125,9 @@ def test_who_answers_no_ping_as_a_round_begins_stands_still(tmp_path: Path) -> N
             sessions.append(joined.session)
             grants.append((await ask(worker, RequestSlice(session=joined.session, epoch=0))).grant)
         await ask(two, ReportProgress(session=sessions[1], grant=grants[1], trained=10))
+        for _ in range(80):  # longer than it may be silent
+            assert isinstance(await ask(two, RequestSlice(session=sessions[1], epoch=0)), AskLater)
+            await asyncio.sleep(0.05)
         reading[0].cancel()
         while isinstance(await ask(two, RequestSlice(session=sessions[1], epoch=0)), AskLater):
             await asyncio.sleep(0.05)

@@ -236,10 +236,9 @@ def test_the_next_coordinator_waits_for_one_that_ends(tmp_path):
     soon.join()
 
 
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_one_that_is_killed_does_not_keep_the_state_from_the_next(tmp_path, monkeypatch):
     monkeypatch.setattr(state_store, "_TAKEOVER_SECONDS", 0.1)
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("forkserver")
     ready, go_on = context.Event(), context.Event()
     process = context.Process(target=hold, args=(str(tmp_path), ready, go_on), daemon=True)
     process.start()

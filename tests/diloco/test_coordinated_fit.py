@@ -59,9 +59,7 @@ def test_the_largest_changes_alone_may_travel(overlap_steps: int | str, diloco_r
     with CoordinatorServer(
         coordinator_options(inner_steps=4, outer_steps=3, rounds={"start_workers": 2}, **sparse)
     ) as server:
-        workers = diloco_ranks.run(
-            fit_coordinated, url=server.url, options=sparse, default_root_dir=str(tmp_path), timeout=60.0
-        )
+        workers = diloco_ranks.run(fit_coordinated, url=server.url, options=sparse, default_root_dir=str(tmp_path))
         assert server.status().weights_version == 3
     assert_equal(*workers)
 
@@ -106,7 +104,7 @@ def fit_with_a_leader(rank: int, *, url: str, folder: str, inner: dict[str, Any]
 def test_the_leader_alone_validates_saves_and_logs_and_its_early_stopping_ends_all(
     diloco_ranks: RankPool, tmp_path: Path
 ) -> None:
-    with CoordinatorServer(coordinator_options(inner_steps=4, rounds={"start_workers": 2, "grace": 5.0})) as server:
+    with CoordinatorServer(coordinator_options(inner_steps=4, rounds={"start_workers": 2})) as server:
         results = diloco_ranks.run(fit_with_a_leader, url=server.url, folder=str(tmp_path))
         status = server.status()
     assert status.phase == "finished"  # though it has no last round of its own

@@ -206,7 +206,7 @@ def test_a_round_that_ends_while_its_last_update_is_sent_cuts_no_overlap_short(
     def send_and_sleep(session: CoordinatedSession) -> bool:
         travels, sent = send(session), session._sent
         assert sent is not None
-        session._while_connected(lambda: session._place.ended >= sent.round, "the end of the round", timeout=10.0)
+        session._while_connected(lambda: session._place.ended >= sent.round, "the end of the round", timeout=60.0)
         return travels
 
     monkeypatch.setattr(CoordinatedSession, "_send", send_and_sleep)
@@ -277,7 +277,7 @@ def test_with_tls_a_worker_knows_the_coordinator_and_is_known(
         worker(stranger.authority, made.clients["anna"]).checked()
     for files in (None, stranger.clients["eve"]):
         with pytest.raises((CoordinatorError, SchedulerTimeoutError), match=r"certificate that it knows|, if it asks"):
-            worker(made.authority, files, timeout=2.0).checked()
+            worker(made.authority, files, timeout=5.0).checked()
         assert "It may ask for a certificate that it knows" in caplog.text  # long before the timeout of a real run
         caplog.clear()
     assert worker(made.authority, made.clients["anna"]).checked().version == 2

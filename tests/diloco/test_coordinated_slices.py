@@ -198,8 +198,7 @@ def test_the_ranks_of_a_worker_share_its_batches(
     assert set(trained) == set(range(sum(counts)))
     check_epochs(trained, status)
     assert first.waits == second.waits
-    assert first.batches
-    assert alone.batches or waits  # of two slices, the pair may get both
+    assert (first.batches and alone.batches) or waits  # of two slices, one worker may get both
     assert first.waits or not waits
 
 

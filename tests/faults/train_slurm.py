@@ -61,7 +61,7 @@ def main(folder: Path, strategy: str) -> None:
         devices=int(os.environ["SLURM_NTASKS_PER_NODE"]),
         num_nodes=int(os.environ["SLURM_NNODES"]),
         strategy=made[strategy](),
-        max_epochs=2,
+        max_epochs={"bytescheduler": 2, "diloco": 4}[strategy],
         accumulate_grad_batches=2,
         default_root_dir=folder,
         limit_val_batches=0,
