@@ -201,9 +201,7 @@ def require_size(option: str, value: object) -> int:
         OptionError: If it is not; names ``option``.
     """
     if not is_whole(value, 1):
-        # Of an option 512B are bytes; of a model they are billions.
-        text = re.sub(r"^\s*([\d_]+)\s*B\s*$", r"\1 bytes", value) if isinstance(value, str) else ""
-        size = parameters_in(text)
+        size = parameters_in(value, billions=False) if isinstance(value, str) else None
         hint = "" if size is None else f"{value} = {size:,} parameters: {option}={size:_}."
         raise OptionError(option, value, "a positive whole number of parameters", hint)
     return value
@@ -512,12 +510,19 @@ def _number(text: str) -> int | float:
         return float(text)
 
 
-def parameters_in(text: str) -> int | None:
-    """How many parameters ``350M``, ``7B`` or ``100MB`` (of fp32 gradients) are; ``None`` if it is no size at all."""
+def parameters_in(text: str, *, billions: bool = True) -> int | None:
+    """How many parameters ``350M``, ``7B`` or ``100MB`` (of fp32 gradients) are; ``None`` if it is no size at all.
+
+    Args:
+        text: A number and its unit.
+        billions: Whether a lone ``B`` is billions, as of a model; else it is bytes.
+    """
     found = _SIZE.fullmatch(text.strip())
     if found is None or not (found[2] or found[3]):
         return None
-    prefix = (found[2] or "").lower().replace("b", "g")
+    prefix, unit = (found[2] or "").lower(), (found[3] or "").lower()
+    if prefix == "b":
+        prefix, unit = ("g", unit) if billions else ("", "b")
     number = float(found[1].replace("_", "")) * (1024 if prefix.endswith("i") else 1000) ** _PREFIXES.index(prefix[:1])
-    number /= _FLOAT_BYTES if (found[3] or "").lower().startswith("b") else 1
+    number /= _FLOAT_BYTES if unit.startswith("b") else 1
     return round(number) if 1 <= number < math.inf else None

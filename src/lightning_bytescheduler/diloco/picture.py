@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from lightning_bytescheduler.diloco.round_record import RECORD_NAME, Activity, RoundRecord, read_rounds, waiting_share
 from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.timeline.picture import INK, add_picture, among, headed, in_colours, page
+from lightning_bytescheduler.timeline.picture import INK, add_picture, add_record, among, headed, in_colours, page
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -166,11 +166,7 @@ def _label(axes: Axes, spans: Sequence[tuple[float, float]], row: int, *lines: s
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``lightning-bytescheduler rounds``."""
-    parser.add_argument(
-        "record",
-        metavar="RUN",
-        help=f"a run's folder, such as lightning_logs or lightning_logs/version_0, or its {RECORD_NAME}",
-    )
+    add_record(parser, RECORD_NAME)
     add_picture(parser, "rounds", of="rounds", default="all, and the last six in the picture")
 
 

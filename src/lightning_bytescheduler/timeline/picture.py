@@ -121,6 +121,12 @@ def ruled(ax: Axes) -> None:
     ax.spines[["top", "right"]].set_visible(False)
 
 
+def add_record(parser: argparse.ArgumentParser, name: str) -> None:
+    """Declare ``RUN``: the file ``name`` that a run has written, or a folder that it is in."""
+    folders = "a run's folder, such as lightning_logs or lightning_logs/version_0"
+    parser.add_argument("record", metavar="RUN", help=f"{folders}, or its {name}")
+
+
 def add_picture(parser: argparse.ArgumentParser, what: str, *, of: str = "", default: str = "") -> None:
     """Declare ``--png``, and where there is much to draw the option that says of which.
 

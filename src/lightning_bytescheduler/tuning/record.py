@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import msgspec
 
 from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.timeline.picture import INK, add_picture, headed, page, ruled
+from lightning_bytescheduler.timeline.picture import INK, add_picture, add_record, headed, page, ruled
 from lightning_bytescheduler.tuning.sizes import LinkEstimate, TuningPoint
 
 if TYPE_CHECKING:
@@ -306,11 +306,7 @@ def _short(point: TuningPoint) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument(
-        "record",
-        metavar="RUN",
-        help=f"a run's folder, such as lightning_logs or lightning_logs/version_0, or its {RECORD_NAME}",
-    )
+    add_record(parser, RECORD_NAME)
     add_picture(parser, "the last search")
 
 
