@@ -200,7 +200,7 @@ def test_the_processes_of_a_trainer_are_one_worker(inner: str, diloco_ranks: Ran
         assert [worker.ranks for worker in server.status().workers] in ([2], [])
         assert server.call(lambda: server.service.run.samples) == results[0].samples
     assert_equal(*results)
-    assert [result.rounds for result in results] == [3, 0]
+    assert [result.rounds for result in results] == [3, 3]
     assert [result.global_step for result in results] == [12, 12]
     assert results[0].samples == 12 * 2 * 4  # of both ranks
     assert all(result.notes for result in results)  # both validated

@@ -19,8 +19,7 @@ from lightning_bytescheduler.coordinator.service import CoordinatorServer
 from lightning_bytescheduler.coordinator.state_store import StateStore
 from lightning_bytescheduler.diloco import coordinator_client
 from lightning_bytescheduler.diloco.coordinator_protocol import LeaderAppointed
-from lightning_bytescheduler.diloco.coordinator_transport import Upload
-from lightning_bytescheduler.diloco.session import CoordinatedSession, Sent
+from lightning_bytescheduler.diloco.session import Sent, Session
 from lightning_bytescheduler.exceptions import CoordinatorError, OptionError, SchedulerTimeoutError
 from lightning_bytescheduler.serving import ServerAccess
 from tests.diloco.coordinated_fits import coordinator_options
@@ -201,35 +200,35 @@ def test_a_round_that_ends_while_its_last_update_is_sent_cuts_no_overlap_short(
     serve: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The thread that trains may get no time between sending and looking: the weights are not to depend on it."""
-    send = CoordinatedSession._send
+    send = Session._send
 
-    def send_and_sleep(session: CoordinatedSession) -> bool:
+    def send_and_sleep(session: Session) -> bool:
         travels, sent = send(session), session._sent
         assert sent is not None
         session._while_connected(lambda: session._place.ended >= sent.round, "the end of the round", timeout=60.0)
         return travels
 
-    monkeypatch.setattr(CoordinatedSession, "_send", send_and_sleep)
+    monkeypatch.setattr(Session, "_send", send_and_sleep)
     server = serve(inner_steps=5, equal_steps=True, overlap_steps=2, outer_steps=3)
     assert TrainsOnly(server.url, "one").checked().taken_at == [5, 7, 10, 12, 15, 17]
 
 
 def test_without_a_mean_a_worker_waits_after_half_of_its_round(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CoordinatedSession, "_is_there", lambda session, sent: False)
+    monkeypatch.setattr(Session, "_is_there", lambda session, sent: False)
     server = serve(inner_steps=10, equal_steps=True, overlap_steps="auto", outer_steps=3)
     assert TrainsOnly(server.url, "one").checked().taken_at == [10, 15, 20, 25, 30, 35]
 
 
 def test_a_worker_merges_at_the_step_after_which_the_mean_is_there(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    is_concluded, looks = CoordinatedSession._is_concluded, [0]
+    is_concluded, looks = Session._is_concluded, [0]
 
-    def after_three(session: CoordinatedSession, sent: Sent[Upload]) -> bool:
+    def after_three(session: Session, sent: Sent) -> bool:
         looks[0] += 1
         if looks[0] % 3:
             return False
         return session._lock.wait_for(lambda: is_concluded(session, sent), 20.0)
 
-    monkeypatch.setattr(CoordinatedSession, "_is_concluded", after_three)
+    monkeypatch.setattr(Session, "_is_concluded", after_three)
     server = serve(inner_steps=10, equal_steps=True, overlap_steps="auto", outer_steps=3)
     # Looked at where it sends, and after each step: two steps are beside each mean, and part of the next round.
     assert TrainsOnly(server.url, "one").checked().taken_at == [10, 12, 20, 22, 30, 32]

@@ -4,57 +4,59 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_bytescheduler.diloco.coordinator_protocol import FromWorker
 from lightning_bytescheduler.diloco.fragments import Overlap, TrainedWeights
-from lightning_bytescheduler.diloco.messages import Message, RoundEnded, SendNow, StartRound, TrainingOver
-from lightning_bytescheduler.diloco.outer_optimizer import Contribution, OuterState
+from lightning_bytescheduler.diloco.messages import RoundEnded, SendNow, StartRound, TrainingOver
+from lightning_bytescheduler.diloco.outer_optimizer import Contribution, Mean, OuterState, Upload
 from lightning_bytescheduler.diloco.process_groups import WorkerGroup
-from lightning_bytescheduler.diloco.session import LaunchedSession
+from lightning_bytescheduler.diloco.session import Session
 from lightning_bytescheduler.exceptions import OptionError, SchedulerTimeoutError
 
 AUTO = Overlap(steps="auto")
 
 
-class Sending:
-    """A pseudo-gradient on its way; its mean is there once the test has set it."""
-
-    def __init__(self, contribution: Contribution) -> None:
-        self.contribution = contribution
-        self.mean: tuple[Tensor, int] | None = None
-
-    def is_there(self) -> bool:
-        return self.mean is not None
-
-    def wait(self, timeout: float) -> tuple[Tensor, int]:
-        if self.mean is None:
-            raise SchedulerTimeoutError("the mean")
-        return self.mean
-
-
 class Kept:
-    """A transport that keeps what it is given."""
+    """A way to the others that keeps what it is given; a mean is there once the test has set it."""
+
+    keeps_residuals = False
 
     def __init__(self) -> None:
-        self.posted: list[Message] = []
-        self.started: list[Sending] = []
+        self.posted: list[FromWorker] = []
+        self.sent: list[Contribution] = []
+        self.means: list[Future[Mean]] = []
 
-    def post(self, *messages: Message) -> None:
+    def post(self, *messages: FromWorker) -> None:
         self.posted += messages
 
-    def start(self, contribution: Contribution) -> Sending:
-        self.started.append(Sending(contribution))
-        return self.started[-1]
-
-    def abort(self, cause: BaseException) -> None:
-        pass
-
-    def stop(self, timeout: float) -> bool:
+    def flush(self, timeout: float) -> bool:
         return True
+
+    def start(self, contribution: Contribution, wanted: Callable[[], bool] = bool) -> Upload:
+        self.sent.append(contribution)
+        self.means.append(Future())
+        return Upload(fragment=contribution.fragment, receipt=self.means[-1])
+
+    def settle(self, upload: Upload, *, total: int) -> bool:
+        return True
+
+    def fetch_mean(self, round: int, chain: str) -> Future[Any]:
+        return next(mean for sent, mean in zip(self.sent, self.means, strict=True) if sent.round == round)
+
+
+@dataclass
+class Sending:
+    """A pseudo-gradient on its way."""
+
+    contribution: Contribution
+    mean: Future[Mean]
 
 
 class Worker:
@@ -73,32 +75,45 @@ class Worker:
         self.module = model()
         self.transport = Kept()
         weights = trained(self.module, fragments)
-        self.session = LaunchedSession(
+        self.session = Session(
             worker=self.name,
             group=WorkerGroup() if group is None else group,
             trained=weights,
             state=OuterState(weights, weighting="samples", lr=None, momentum=None, factory=None),
             link=self.transport,
+            exchange=self.transport,
             overlap=overlap,
             flush=lambda: None,
             timeout=0.02,
         )
         self._random = torch.Generator().manual_seed(number)
+        self.session.stand_at(0)
         self.session.receive(StartRound(round=1))
         if begins:
             self.session.begin()
 
     def step(self, times: int = 1) -> None:
         for _ in range(times):
-            with torch.no_grad():
-                for parameter in self.module.parameters():
-                    parameter.sub_(0.1 * torch.rand(parameter.shape, generator=self._random))
-            self.session.count(samples=2, seconds=0.1)
+            self.count()
+            if self.session.is_to_merge():
+                self.session.synchronise()
+
+    def count(self) -> None:
+        with torch.no_grad():
+            for parameter in self.module.parameters():
+                parameter.sub_(0.1 * torch.rand(parameter.shape, generator=self._random))
+        self.session.count(samples=2, seconds=0.1)
 
     def send(self, *, after: int) -> Sending:
         self.step(after)
-        self.session.end_round()
-        return self.transport.started[-1]
+        self.session.receive(SendNow(round=self.session.round))
+        assert self.session.is_due()
+        self.session.synchronise()
+        return self.last
+
+    @property
+    def last(self) -> Sending:
+        return Sending(self.transport.sent[-1], self.transport.means[-1])
 
     @property
     def rounds(self) -> int:
@@ -118,19 +133,19 @@ def trained(module: nn.Module, fragments: int = 1) -> TrainedWeights:
     return TrainedWeights(module, fragments=fragments, overlaps=True)
 
 
-def mean_of(sent: Sequence[Sending]) -> tuple[Tensor, int]:
+def mean_of(sent: Sequence[Sending]) -> Mean:
     total = sum(one.contribution.weight for one in sent)
     weighted = [one.contribution.pseudo_gradient * one.contribution.weight for one in sent]
-    return torch.stack(weighted).sum(0) / total, total
+    return Mean(values=torch.stack(weighted).sum(0) / total, total=total)
 
 
 def ended(round: int, **halts: bool) -> RoundEnded:
-    return RoundEnded(round=round, samples=1, shares={}, **halts)
+    return RoundEnded(round=round, samples=1, shares={}, halts=bool(halts), **halts)
 
 
 def conclude(worker: Worker, sent: Sending, **halts: bool) -> None:
     """All that a worker waits for arrives."""
-    sent.mean = mean_of([sent])
+    sent.mean.set_result(mean_of([sent]))
     worker.session.receive(ended(sent.contribution.round, **halts))
     worker.session.receive(StartRound(round=sent.contribution.round + 1))
 
@@ -149,7 +164,7 @@ def test_a_worker_merges_at_the_first_step_after_the_mean_has_come(beside: int) 
 
 
 ARRIVALS: dict[str, Callable[[Worker, Sending], None]] = {
-    "the mean": lambda worker, sent: setattr(sent, "mean", mean_of([sent])),
+    "the mean": lambda worker, sent: sent.mean.set_result(mean_of([sent])),
     "the end of the round": lambda worker, sent: worker.session.receive(ended(1)),
     "the next round": lambda worker, sent: worker.session.receive(StartRound(round=2)),
 }
@@ -173,7 +188,7 @@ def test_after_half_of_its_round_it_waits() -> None:
     worker = Worker()
     worker.send(after=9)
     worker.step(3)
-    with pytest.raises(SchedulerTimeoutError, match="the mean"):
+    with pytest.raises(SchedulerTimeoutError, match="the end of round 1"):
         worker.step()
 
 
@@ -218,7 +233,7 @@ def test_where_all_stand_still_no_next_round_is_waited_for() -> None:
     worker = Worker()
     sent = worker.send(after=10)
     worker.step()
-    sent.mean = mean_of([sent])
+    sent.mean.set_result(mean_of([sent]))
     worker.session.receive(ended(1, validate=True))
     worker.step()
     assert (worker.rounds, worker.session.halted) == (1, True)
@@ -228,7 +243,7 @@ def test_where_all_stand_still_no_next_round_is_waited_for() -> None:
 def test_the_last_round_is_merged_too() -> None:
     worker = Worker()
     sent = worker.send(after=10)
-    sent.mean = mean_of([sent])
+    sent.mean.set_result(mean_of([sent]))
     worker.session.receive(ended(1))
     worker.session.receive(TrainingOver(round=1))
     worker.step()
@@ -240,9 +255,9 @@ def test_what_it_is_told_beside_the_mean_of_the_next_end_holds_when_said_again()
     sent = worker.send(after=10)
     conclude(worker, sent)
     worker.session.receive(SendNow(round=2))  # of a round that has not begun here
-    assert not worker.session.is_due()
     worker.step()
     assert worker.rounds == 1
+    assert not worker.session.is_due()
     worker.session.receive(SendNow(round=2))
     assert worker.session.is_due()
 
@@ -259,7 +274,7 @@ def test_workers_that_merge_at_different_steps_have_the_same_global_weights(frag
         for worker, exchange, count in zip((fast, slow), sent, counts, strict=True):
             worker.step(count)
             assert worker.rounds == round - 1
-            exchange.mean = mean
+            exchange.mean.set_result(mean)
             worker.session.receive(ended(round))
             worker.session.receive(StartRound(round=round + 1))
             worker.step()
@@ -267,7 +282,7 @@ def test_workers_that_merge_at_different_steps_have_the_same_global_weights(frag
         assert all(map(torch.equal, fast.weights, slow.weights))
     own = [list(worker.module.parameters()) for worker in (fast, slow)]
     assert not all(map(torch.equal, *own))
-    samples = [sum(one.contribution.weight for one in worker.transport.started) for worker in (fast, slow)]
+    samples = [sum(one.weight for one in worker.transport.sent) for worker in (fast, slow)]
     if fragments == 1:  # each step counts in one round
         assert samples == [2 * 5 * 30, 2 * 5 * 10]
 
@@ -312,35 +327,39 @@ def test_all_ranks_of_a_worker_merge_after_the_same_step() -> None:
     seen: dict[int, list[int]] = {0: [], 1: []}
     arrives = {1: 2, 2: 0, 3: 4}  # steps beside each round's mean
 
-    def train(session: LaunchedSession, rank: int, step: Callable[[], None], arrive: Callable[[], None]) -> None:
+    def train(
+        session: Session, rank: int, step: Callable[[], None], send: Callable[[], None], arrive: Callable[[], None]
+    ) -> None:
         try:
             session.begin()
             for round, beside in arrives.items():
                 for _ in range(10):
                     step()
                     assert not session.is_due()
-                session.end_round()
+                send()
                 for count in range(beside + 1):
                     if count == beside:
                         arrive()
                     step()
+                    if session.is_to_merge():
+                        session.synchronise()
                     seen[rank].append(session.statistics.rounds)
                 assert session.statistics.rounds == round
         except BaseException as error:
             errors.append(error)
             shared["barrier"].abort()
 
-    follower = LaunchedSession(
+    follower = Session(
         worker="worker0", group=Pair(1, shared), trained=trained(module), overlap=AUTO, flush=lambda: None
     )
     other = threading.Thread(
         target=train,
-        args=(follower, 1, lambda: follower.count(samples=2, seconds=0.1), lambda: None),
+        args=(follower, 1, lambda: follower.count(samples=2, seconds=0.1), follower.synchronise, lambda: None),
         daemon=True,
     )
     other.start()
     leading = Worker(group=Pair(0, shared), begins=False)
-    train(leading.session, 0, leading.step, lambda: conclude(leading, leading.transport.started[-1]))
+    train(leading.session, 0, leading.count, leading.session.synchronise, lambda: conclude(leading, leading.last))
     other.join(60.0)
     assert not errors
     assert seen[0] == seen[1] == [0, 0, 1, 2, 2, 2, 2, 2, 3]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import Future
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_bytescheduler.compression.wire_format import WireFormat
+from lightning_bytescheduler.diloco.outer_optimizer import Contribution, Mean
 from lightning_bytescheduler.diloco.process_groups import WorkerWorld
 from lightning_bytescheduler.diloco.pseudo_gradient_exchange import PseudoGradientExchange
 from tests.support.plain_mean import PlainMean
@@ -20,25 +22,32 @@ def pseudo_gradient_of(rank: int, size: int) -> Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(rank)) * 10.0 ** (rank - 1)
 
 
+def start(ends: PseudoGradientExchange, fragment: int, values: Tensor, *, weight: int, round: int = 0) -> Future[Mean]:
+    update = Contribution(worker="w", round=round, fragment=fragment, pseudo_gradient=values, weight=weight)
+    return ends.start(update).receipt
+
+
 def exchange(rank: int, size: int, weights: list[int], wire_dtype: str, partition_size: int) -> tuple[Tensor, int]:
     world = WorkerWorld.join(rank=rank, size=len(weights), backend="gloo", timeout=None)
+    heard: list[Contribution] = []
     ends = PseudoGradientExchange(
         world.leaders,
         wire=WireFormat(dtype=wire_dtype),
         partition_size=partition_size,
         credit=2 * partition_size,
         on_error=lambda error: error,
+        arrived=heard.append,
     )
-    heard: list[BaseException | None] = []
-    first = ends.start("a", pseudo_gradient_of(rank, size), weight=weights[rank], on_end=heard.append)
-    second = ends.start("b", pseudo_gradient_of(rank, size), weight=weights[rank], on_end=heard.append)
-    second.wait(60.0)
-    mean, total = first.wait(60.0)
+    first = start(ends, 0, pseudo_gradient_of(rank, size), weight=weights[rank])
+    second = start(ends, 1, pseudo_gradient_of(rank, size), weight=weights[rank], round=3)
+    assert ends.fetch_mean(3, "") is second
+    second.result(60.0)
+    mean = first.result(60.0)
     idle = ends.stop(60.0)
     dist.barrier()
     world.leave(idle=idle)
-    assert heard == [None, None]
-    return mean, total
+    assert [update.round for update in heard] == [3]  # the other one is of no round
+    return mean.values, mean.total
 
 
 def exact(size: int, weights: list[int]) -> Tensor:
@@ -92,12 +101,11 @@ def exchanges(rank: int, size: int, wire: WireFormat, rounds: int, broken: int |
             assert ends.stop(60.0)
             ends = PseudoGradientExchange(world.leaders, **options)
             ends.load_state_dict(state)
-        for name in ("a", "b"):  # fragments, whose residuals are apart
+        for fragment in range(2):  # whose residuals are apart
             parts = [torch.randn(size, generator=torch.Generator().manual_seed(3 * round + r)) + 0.2 for r in range(3)]
             weights = [1, 0 if round == 1 else 2, 5]
-            exchange = ends.start(name, parts[rank], weight=weights[rank], on_end=lambda error: None)
-            mean, _ = exchange.wait(60.0)
-            if name == "a":
+            mean = start(ends, fragment, parts[rank], weight=weights[rank]).result(60.0).values
+            if fragment == 0:
                 received += mean
                 wanted += sum(part * weight for part, weight in zip(parts, weights, strict=True)) / sum(weights)
     state = ends.state_dict()
@@ -118,8 +126,10 @@ def test_what_is_lost_in_a_round_is_sent_in_a_later_one(
         found = three_plain_ranks.run(exchanges, size=size, wire=wire, rounds=rounds, broken=broken)
         received, wanted, _ = found[0]
         assert all(torch.equal(received, other) for other, _, _ in found)
-        mean = sum(state["mean"]["a"] for _, _, state in found)  # each shard has one owner
-        own = sum(state["own"]["a"] * weight for weight, (_, _, state) in zip((1, 2, 5), found, strict=True)) / 8
+        mean = sum(state["mean"]["fragment 0"] for _, _, state in found)  # each shard has one owner
+        own = (
+            sum(state["own"]["fragment 0"] * weight for weight, (_, _, state) in zip((1, 2, 5), found, strict=True)) / 8
+        )
         # Round 1 had other weights, so that residuals of before count a little differently there.
         error = received + mean + own - wanted
         assert error.abs().mean() < 0.1 * wanted.abs().mean()
@@ -135,7 +145,7 @@ def changed_apart(rank: int) -> Tensor:
     own = torch.full((84,), 0.01)
     if rank < 2:
         own[rank::28] = 7.0
-    mean, _ = ends.start("a", own, weight=1, on_end=lambda error: None).wait(60.0)
+    mean = start(ends, 0, own, weight=1).result(60.0).values
     idle = ends.stop(60.0)
     dist.barrier()
     world.leave(idle=idle)
@@ -176,7 +186,7 @@ def diverged(rank: int) -> str:
     )
     pseudo_gradient = torch.tensor([math.nan])
     with pytest.raises(ValueError, match="infinities or NaN") as caught:
-        ends.start("a", pseudo_gradient, weight=1, on_end=lambda error: None).wait(60.0)
+        start(ends, 0, pseudo_gradient, weight=1).result(60.0)
     ends.stop(60.0)
     dist.barrier()
     world.leave(idle=True)

@@ -11,9 +11,8 @@ import hashlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
@@ -37,14 +36,11 @@ from lightning_bytescheduler.diloco.coordinator_protocol import (
     chain_after,
     update_path,
 )
-from lightning_bytescheduler.diloco.outer_optimizer import Contribution
+from lightning_bytescheduler.diloco.outer_optimizer import Contribution, Mean, Upload
 from lightning_bytescheduler.diloco.outer_timeline import OuterTimeline
 from lightning_bytescheduler.exceptions import CoordinatorError
 
 log = logging.getLogger(__name__)
-
-START = "0" * 32
-"""The chain before the first round."""
 
 _T = TypeVar("_T")
 _ASK_AGAIN_S = 0.2
@@ -52,41 +48,6 @@ _ASK_AGAIN_MOST_S = 5.0
 _NOT_NOW = 409
 _WRONG_WEIGHTS = (413, 422)
 _CODEC = "bytescheduler-coordinator-codec"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mean:
-    """Of a round that has ended.
-
-    Attributes:
-        values: Flat, fp32; empty if nothing was merged.
-        total: The sum of the weights.
-        chain: Of the weights that it is a part of.
-    """
-
-    values: Tensor
-    total: int
-    chain: str
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class Upload:
-    """An update that is on its way.
-
-    Attributes:
-        fragment: That it is of.
-        receipt: What becomes of it; nothing if it was not taken.
-        residual: What was left out of it; set by the thread that encodes it, before it is sent.
-    """
-
-    fragment: int
-    receipt: Future[UpdateReceipt | None] = field(init=False)
-    residual: Tensor | None = None
-
-    @property
-    def failed(self) -> bool:
-        """Whether the connection has ended for good."""
-        return self.receipt.done() and not self.receipt.cancelled() and self.receipt.exception() is not None
 
 
 class CoordinatorTransport:
@@ -102,7 +63,6 @@ class CoordinatorTransport:
         client: As given.
         wire: As given.
         timeline: As given.
-        changed: Notified when something is there.
         residuals: What was left out of updates that count, by fragment; replaced, never changed.
     """
 
@@ -120,14 +80,19 @@ class CoordinatorTransport:
             self._digest: Callable[[Any], str] = xxh3_128_hexdigest
         self.client = client
         self.timeline = OuterTimeline() if timeline is None else timeline
-        self.changed = threading.Condition()
         self.wire = wire
         self._sizes = sizes
         self.residuals: dict[int, Tensor | None] = {}
         self._codec = ThreadPoolExecutor(1, thread_name_prefix=_CODEC)
+        self._lock = threading.Lock()
         self._coding: Future[Any] | None = None  # the last that it was given
 
-    def start(self, contribution: Contribution, wanted: Callable[[], bool]) -> Upload:
+    @property
+    def keeps_residuals(self) -> bool:
+        """See ``Exchange``."""
+        return self.wire.keeps_residuals
+
+    def start(self, contribution: Contribution, wanted: Callable[[], bool] = lambda: True) -> Upload:
         """Begin to encode and upload an update, until there is an answer.
 
         Args:
@@ -135,7 +100,7 @@ class CoordinatorTransport:
             wanted: Whether to ask again where its round has not begun at the coordinator.
         """
         upload = Upload(fragment=contribution.fragment)
-        upload.receipt = self._start(self._upload(contribution, upload, wanted))
+        upload.receipt = self.client.start(self._upload(contribution, upload, wanted))
         return upload
 
     def settle(self, upload: Upload, *, total: int) -> bool:
@@ -149,7 +114,7 @@ class CoordinatorTransport:
         Returns:
             Whether the update is part of a sum, as far as that is known; asked only where something depends on it.
         """
-        if total and not self.wire.keeps_residuals:
+        if total and not self.keeps_residuals:
             return True
         known = upload.receipt.done() and not upload.receipt.cancelled() and not upload.failed
         receipt = upload.receipt.result() if known else None
@@ -164,18 +129,18 @@ class CoordinatorTransport:
 
     def fetch_mean(self, round: int, chain: str) -> Future[Mean | None]:
         """The mean of a round that has ended, if it follows weights of that chain."""
-        return self._start(self._fetch_mean(round, chain))
+        return self.client.start(self._fetch_mean(round, chain))
 
     def fetch_state(self) -> Future[tuple[bytes, int, str]]:
         """The global state as it is now, as ``outer_optimizer`` reads it; its version and its chain."""
-        return self._start(self._state())
+        return self.client.start(self._state())
 
     def provide(self, payload: bytes) -> Future[bool]:
         """Send this worker's weights as the first ones; whether there are some then.
 
         It fails with a ``CoordinatorError`` if they are refused for what is in them.
         """
-        return self._start(self._provide(payload))
+        return self.client.start(self._provide(payload))
 
     def stop(self, timeout: float) -> bool:
         """End the connection and the threads; returns whether they ended within ``timeout`` seconds."""
@@ -183,21 +148,12 @@ class CoordinatorTransport:
         ended = self.client.stop(timeout)
         self._codec.shutdown(wait=False, cancel_futures=True)
         # What is being encoded can't be interrupted, and takes seconds for a large model: it is left to end by itself.
-        with self.changed:
+        with self._lock:
             coding = self._coding
         if coding is None or not wait([coding], max(deadline - time.monotonic(), 0.0)).not_done:
             self._codec.shutdown(wait=True)  # of an idle thread
             return ended
         return False
-
-    def _start(self, work: Coroutine[Any, Any, _T]) -> Future[_T]:
-        future = self.client.start(work)
-        future.add_done_callback(self._notify)
-        return future
-
-    def _notify(self, _: object) -> None:
-        with self.changed:
-            self.changed.notify_all()
 
     # ------------------------------------------------------------------ coroutines
 
@@ -282,7 +238,7 @@ class CoordinatorTransport:
             answer = await self.client.request("GET", STATE_PATH)
             if answer.status == 200:
                 version = int(answer.headers.get(VERSION_HEADER, "0"))
-                return answer.body, version, answer.headers.get(CHAIN_HEADER, START)
+                return answer.body, version, answer.headers.get(CHAIN_HEADER, "0" * 32)
             log.debug("coordinator: no state yet: %s", answer.words)
             await asyncio.sleep(_ASK_AGAIN_S)
 
@@ -297,6 +253,6 @@ class CoordinatorTransport:
 
     async def _coded(self, function: Callable[..., _T], *arguments: object) -> _T:
         coding = self._codec.submit(function, *arguments)
-        with self.changed:
+        with self._lock:
             self._coding = coding
         return await asyncio.wrap_future(coding)

@@ -251,6 +251,7 @@ class RoundEnded(AnyMessage, frozen=True, kw_only=True):
         epoch: See :class:`EndRound`.
         validate: See :class:`EndRound`.
         stop: See :class:`EndRound`.
+        halts: Whether all workers stand still here until each one has said that it has passed.
     """
 
     round: _Count
@@ -260,11 +261,7 @@ class RoundEnded(AnyMessage, frozen=True, kw_only=True):
     epoch: bool = False
     validate: bool = False
     stop: bool = False
-
-    @property
-    def halts(self) -> bool:
-        """Whether all workers stand still here until each one has said that it has passed."""
-        return self.epoch or self.validate or self.stop
+    halts: bool = False
 
 
 class TrainingOver(AnyMessage, frozen=True, kw_only=True):

@@ -12,8 +12,9 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -187,6 +188,41 @@ class Contribution:
     tokens: int = 0
     steps: int = 0
     round_samples: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mean:
+    """Of a round that has ended.
+
+    Attributes:
+        values: Flat, fp32; empty if nothing was merged.
+        total: The sum of the weights.
+        chain: Of the weights that it is a part of, in a coordinator's run.
+    """
+
+    values: Tensor
+    total: int
+    chain: str = ""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Upload:
+    """An update that is on its way.
+
+    Attributes:
+        fragment: That it is of.
+        receipt: What becomes of it: a coordinator's receipt, or nothing if it was not taken; among peers, the mean.
+        residual: What was left out of it; set by the thread that encodes it, before it is sent.
+    """
+
+    fragment: int
+    receipt: Future[Any] = field(default_factory=Future)
+    residual: Tensor | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether there will be no answer, as the way to the others is gone for good."""
+        return self.receipt.done() and not self.receipt.cancelled() and self.receipt.exception() is not None
 
 
 class OuterState:

@@ -20,7 +20,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from lightning_bytescheduler.checks import require_size
 from lightning_bytescheduler.collectives.completion import CompletionThread
 from lightning_bytescheduler.collectives.operations import StartedOperation, shard_of
 from lightning_bytescheduler.compression.wire_format import WireFormat
+from lightning_bytescheduler.diloco.outer_optimizer import Contribution, Mean, Upload
 from lightning_bytescheduler.diloco.outer_timeline import OuterTimeline
 from lightning_bytescheduler.diloco.weighted_mean import WeightedMean
 from lightning_bytescheduler.exceptions import SchedulerTimeoutError
@@ -83,6 +85,7 @@ class PseudoGradientExchange:
         credit: What may be in flight at once, in parameters.
         timeline: Where spans go.
         on_error: Called with what a message failed with, on the completion thread; returns the error to raise.
+        arrived: Called with each update of a round whose mean is there, before it is handed out, on another thread.
     """
 
     def __init__(
@@ -94,6 +97,7 @@ class PseudoGradientExchange:
         credit: int,
         timeline: OuterTimeline | None = None,
         on_error: Callable[[BaseException], BaseException],
+        arrived: Callable[[Contribution], object] = lambda _: None,
     ) -> None:
         self._group = group
         self._wire = wire
@@ -105,28 +109,36 @@ class PseudoGradientExchange:
         self._started = 0
         self._numbers = 0
         self._residuals: dict[str, _Residuals] = {}  # by name of the pseudo-gradient
+        self._arrived = arrived
+        self._means: dict[int, Future[Mean | None]] = {}  # that nobody has asked for, by round
 
     @property
     def abort_cause(self) -> BaseException | None:
         """Why nothing is exchanged any more, or ``None``."""
         return self._core.abort_cause
 
-    def start(
-        self, name: str, pseudo_gradient: Tensor, *, weight: int, on_end: Callable[[BaseException | None], None]
-    ) -> Exchange:
-        """Begin to exchange a pseudo-gradient; returns at once. For one thread.
+    @property
+    def keeps_residuals(self) -> bool:
+        """See ``Exchange``; here only the workers themselves need to know."""
+        return False
+
+    def start(self, contribution: Contribution, wanted: Callable[[], bool] = lambda: True) -> Upload:
+        """Begin to exchange a fragment; returns at once. For one thread.
 
         Args:
-            name: Shown in logs; what is lost is sent with the next of that name, which must not be under way yet.
-            pseudo_gradient: Flat, fp32, on the CPU. Not to be changed before the exchange has ended.
-            weight: Of this worker's, in the mean.
-            on_end: Called once it has ended, with the error if it has failed, on another thread.
+            contribution: The next one of its fragment comes when this one's mean is there.
+            wanted: Is not asked: all workers are there, or the job ends.
+
+        Returns:
+            Its receipt is the mean.
         """
-        exchange = Exchange(
+        upload, pseudo_gradient = Upload(fragment=contribution.fragment), contribution.pseudo_gradient
+        name = f"fragment {contribution.fragment}"
+        swap = _Swap(
             group=self._group,
             own=pseudo_gradient,
             result=torch.empty_like(pseudo_gradient),
-            weight=weight,
+            weight=contribution.weight,
             wire=self._wire,
             residuals=self._residuals_of(name, pseudo_gradient) if self._wire.keeps_residuals else None,
             name=name,
@@ -137,20 +149,39 @@ class PseudoGradientExchange:
 
         def launch(sub: SubCommTask) -> None:
             number = first + _NUMBERS_PER_PART * sub.index
-            self._completion.watch(exchange.start(sub.offset, sub.size, number, index=sub.index), sub)
+            self._completion.watch(swap.start(sub.offset, sub.size, number, index=sub.index), sub)
 
-        task = exchange.task = CommTask(
+        def end(task: CommTask) -> None:
+            if task.error is not None:
+                upload.receipt.set_exception(task.error)
+                return
+            if contribution.round:
+                self._arrived(contribution)
+            upload.receipt.set_result(Mean(values=swap.result, total=swap.total))
+
+        task = CommTask(
             name,
             pseudo_gradient.numel(),
             launch=launch,
             key=TaskKey(self._started),
             wire_bytes=self._wire.payload_bytes(pseudo_gradient.numel()) / pseudo_gradient.numel(),
-            on_end=lambda task: on_end(task.error),
+            on_end=end,
         )
+        if contribution.round:
+            self._means[contribution.round] = upload.receipt
+        upload.receipt.set_running_or_notify_cancel()  # an exchange that all have begun is not called off
         self._core.enqueue(task)
         self._numbers += _NUMBERS_PER_PART * len(task.sub_tasks)
         task.notify_ready()
-        return exchange
+        return upload
+
+    def settle(self, upload: Upload, *, total: int) -> bool:
+        """See ``Exchange``: what all were waited for is part of the mean."""
+        return True
+
+    def fetch_mean(self, round: int, chain: str) -> Future[Mean | None]:
+        """See ``Exchange``; it comes by itself."""
+        return self._means.pop(round, None) or Future()
 
     def state_dict(self) -> dict[str, Any]:
         """What was not sent yet, of this worker, and what rounding draws from: tensors and primitives only."""
@@ -206,7 +237,7 @@ class _Residuals:
 
 
 @dataclass(slots=True, kw_only=True)
-class Exchange:
+class _Swap:
     """One worker's side of the exchange of one pseudo-gradient, which is on its way.
 
     Attributes:
@@ -219,7 +250,6 @@ class Exchange:
         timeline: Where spans go.
         residuals: What was not sent before, where the wire keeps that.
         total: Sum of all weights, once a part is there. If it is 0, the mean is all zeros.
-        task: What the scheduler sends.
     """
 
     group: dist.ProcessGroup
@@ -231,27 +261,6 @@ class Exchange:
     timeline: OuterTimeline
     residuals: _Residuals | None = None
     total: int = 0
-    task: CommTask = field(init=False)
-
-    def is_there(self) -> bool:
-        """Whether all workers' pseudo-gradients are here, or the exchange has failed."""
-        return self.task.done()
-
-    def wait(self, timeout: float) -> tuple[Tensor, int]:
-        """Wait for all workers' pseudo-gradients.
-
-        Args:
-            timeout: Longest wait in seconds.
-
-        Returns:
-            The weighted mean, flat, and the sum of the weights.
-
-        Raises:
-            SchedulerTimeoutError: If it is not there in time.
-            BaseException: What the exchange has failed with.
-        """
-        self.task.wait(timeout)
-        return self.result, self.total
 
     def start(self, offset: int, size: int, number: int, *, index: int) -> StartedOperation:
         """Exchange one part of the pseudo-gradient.

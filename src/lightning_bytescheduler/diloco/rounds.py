@@ -274,6 +274,7 @@ class BatchSchedulerThread:
             epoch="epoch" in self._wishes,
             validate="validate" in self._wishes,
             stop="stop" in self._wishes or self._rounds.scheduler.finished,
+            halts=bool(self._wishes) or self._rounds.scheduler.finished,
         )
         self._wishes = set()
         for worker in self._workers:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import InvalidStateError
 from contextlib import suppress
 from functools import cached_property
-from typing import Any, Generic, TypeVar
+from typing import Any, cast
 
 import msgspec
 from torch import nn
@@ -25,11 +25,12 @@ from lightning_bytescheduler.__about__ import __version__
 from lightning_bytescheduler.diloco.coordinator_client import CoordinatorAddress, CoordinatorClient
 from lightning_bytescheduler.diloco.coordinator_protocol import (
     PROTOCOL,
+    FromWorker,
     Hello,
     ModelParameter,
     RunOptions,
 )
-from lightning_bytescheduler.diloco.coordinator_transport import START, CoordinatorTransport
+from lightning_bytescheduler.diloco.coordinator_transport import CoordinatorTransport
 from lightning_bytescheduler.diloco.fragments import TrainedWeights
 from lightning_bytescheduler.diloco.mailbox import Mailbox, Postman
 from lightning_bytescheduler.diloco.messages import LeaveRounds, Message, PseudoGradientArrived, decode
@@ -37,14 +38,10 @@ from lightning_bytescheduler.diloco.options import DiLoCoOptions
 from lightning_bytescheduler.diloco.outer_optimizer import Contribution, OuterState
 from lightning_bytescheduler.diloco.outer_timeline import OuterTimeline, beside
 from lightning_bytescheduler.diloco.process_groups import WorkerGroup, WorkerWorld, worker_name
-from lightning_bytescheduler.diloco.pseudo_gradient_exchange import (
-    Exchange,
-    PseudoGradientExchange,
-    outer_sizes,
-)
+from lightning_bytescheduler.diloco.pseudo_gradient_exchange import PseudoGradientExchange, outer_sizes
 from lightning_bytescheduler.diloco.round_record import RoundRecord
 from lightning_bytescheduler.diloco.rounds import BatchSchedulerThread
-from lightning_bytescheduler.diloco.session import CoordinatedSession, LaunchedSession, Session
+from lightning_bytescheduler.diloco.session import START, Session
 from lightning_bytescheduler.diloco.training_loop import CoordinatedBoundaries
 from lightning_bytescheduler.exceptions import RankFailedError
 from lightning_bytescheduler.failures.board import FaultBoard
@@ -60,10 +57,7 @@ _SCHEDULER = "scheduler"  # its mailbox
 _NOTHING_UNSENT: Mapping[str, Any] = {"workers": 0, "rank": 0, "own": {}, "mean": {}}
 
 
-_Session = TypeVar("_Session", bound=Session[Any])
-
-
-class SessionRuntime(Generic[_Session]):
+class SessionRuntime:
     """A session, watched by the fault board. By itself that of a rank whose leader speaks for it: there are no threads.
 
     Args:
@@ -75,10 +69,10 @@ class SessionRuntime(Generic[_Session]):
         state: The global weights, on a rank that leads its worker.
     """
 
-    session: _Session
+    session: Session
     state: OuterState | None = None
 
-    def __init__(self, session: _Session, board: FaultBoard) -> None:
+    def __init__(self, session: Session, board: FaultBoard) -> None:
         self.session = session
         self._board = board
         board.watch(self)
@@ -87,8 +81,7 @@ class SessionRuntime(Generic[_Session]):
 
     def rank_failed(self, fault: RankFailedError, step: int | None) -> None:
         """Stop: another rank has failed."""
-        if self._begun:
-            self.session.fail(fault)
+        self._end_session(fault)
 
     def own_failure(self) -> BaseException | None:
         """What has stopped this rank, on whichever thread."""
@@ -124,9 +117,13 @@ class SessionRuntime(Generic[_Session]):
 
     def fail(self, error: BaseException) -> None:
         """Stop for good, because of this rank's failure or another's."""
+        self._end_session(error)
+        self.stop(failed=True)
+
+    def _end_session(self, error: BaseException) -> None:
+        """Nothing is to be expected of the others any more."""
         if self._begun:
             self.session.fail(error)
-        self.stop(failed=True)
 
     def stop(self, *, failed: bool) -> bool:
         """Stop every thread; bounded, never raises, idempotent.
@@ -141,37 +138,21 @@ class SessionRuntime(Generic[_Session]):
         return not failed
 
 
-class _Mail:
-    """A ``Link`` between ranks that were launched together.
+class _ToHost:
+    """A ``Link`` between ranks that were launched together."""
 
-    Args:
-        postman: Carries messages.
-        exchange: Carries pseudo-gradients; every worker starts the same ones in the same order.
-    """
-
-    def __init__(self, postman: Postman, exchange: PseudoGradientExchange) -> None:
+    def __init__(self, postman: Postman) -> None:
         self._postman = postman
-        self._exchange = exchange
 
-    def post(self, *messages: Message) -> None:
+    def post(self, *messages: FromWorker) -> None:
         for message in messages:
-            self._postman.post(_SCHEDULER, message)
+            self._postman.post(_SCHEDULER, cast(Message, message))  # only a coordinator's workers say others
 
-    def start(self, contribution: Contribution) -> Exchange:
-        """See ``Link``; tells the batch scheduler when the mean is there."""
-
-        def arrived(error: BaseException | None) -> None:
-            if error is None and contribution.round:
-                self.post(PseudoGradientArrived(worker=contribution.worker, round=contribution.round))
-
-        name = f"fragment {contribution.fragment}"
-        return self._exchange.start(name, contribution.pseudo_gradient, weight=contribution.weight, on_end=arrived)
-
-    def abort(self, cause: BaseException) -> None:
-        self._exchange.abort(cause)
+    def flush(self, timeout: float) -> bool:
+        return True  # the postman ends with all that it was given
 
 
-class LeadingRuntime(SessionRuntime[LaunchedSession]):
+class LeadingRuntime(SessionRuntime):
     """A leader's threads and connections.
 
     Args:
@@ -219,14 +200,16 @@ class LeadingRuntime(SessionRuntime[LaunchedSession]):
             credit=credit,
             timeline=self.timeline,
             on_error=self._on_error,
+            arrived=self._arrived,
         )
         self.state = OuterState(trained, weighting=options.run.weighting, **options.outer_step)
-        session = LaunchedSession(
+        session = Session(
             worker=self._name,
             group=group,
             trained=trained,
             state=self.state,
-            link=_Mail(self._postman, self._exchange),
+            link=_ToHost(self._postman),
+            exchange=self._exchange,
             overlap=options.run.overlap,
             flush=flush,
             timeout=timeout,
@@ -255,6 +238,7 @@ class LeadingRuntime(SessionRuntime[LaunchedSession]):
             self._exchange.load_state_dict(state.get("unsent", _NOTHING_UNSENT))
         if self._scheduler is not None:
             self._scheduler.start(None if state is None else state["rounds"])
+        self.session.stand_at(0 if state is None else state["rounds"]["round"])
         self.session.begin()
 
     def state_dict(self) -> dict[str, Any] | None:
@@ -287,6 +271,13 @@ class LeadingRuntime(SessionRuntime[LaunchedSession]):
             self.state.load_counts(state)
         if self.session.overlap and "begun_with" in state:
             self.session.go_on(state["begun_with"])
+
+    def _arrived(self, update: Contribution) -> None:
+        self._postman.post(_SCHEDULER, PseudoGradientArrived(worker=update.worker, round=update.round))
+
+    def _end_session(self, error: BaseException) -> None:
+        super()._end_session(error)
+        self._exchange.abort(error)
 
     def own_failure(self) -> BaseException | None:
         """What has stopped the exchange, on whichever thread."""
@@ -335,7 +326,7 @@ class LeadingRuntime(SessionRuntime[LaunchedSession]):
             heard = RuntimeError(f"nothing was heard of {names} for long")
             found = self._board.diagnose(heard, silence=self._silence)
             if isinstance(found, RankFailedError):
-                self.session.fail(found)
+                self._end_session(found)
 
         self._examining = threading.Thread(target=examine, name="bytescheduler-outer-examine", daemon=True)
         self._examining.start()
@@ -348,7 +339,7 @@ class LeadingRuntime(SessionRuntime[LaunchedSession]):
         if is_communication_error(cause):
             cause = RankFailedError(None, f"it could not be told which; here that broke: {error}")
             cause.__cause__ = error
-        self.session.fail(cause)
+        self._end_session(cause)
         return cause
 
 
@@ -360,7 +351,7 @@ class _Place(msgspec.Struct, frozen=True):
     leads: bool
 
 
-class CoordinatedRuntime(SessionRuntime[CoordinatedSession]):
+class CoordinatedRuntime(SessionRuntime):
     """See the module.
 
     Args:
@@ -447,7 +438,7 @@ class CoordinatedRuntime(SessionRuntime[CoordinatedSession]):
             "flush": self._flush,
         }
         if self.client is None:
-            self.session = CoordinatedSession(trained=trained, **common)
+            self.session = Session(trained=trained, **common)
             return
         self.state = OuterState(
             trained, weighting=options.weighting, lr=options.outer_lr, momentum=options.outer_momentum, factory=None
@@ -457,8 +448,15 @@ class CoordinatedRuntime(SessionRuntime[CoordinatedSession]):
         self._transport = CoordinatorTransport(
             self.client, wire=options.wire, sizes=trained.sizes, timeline=self._timeline
         )
-        self.session = CoordinatedSession(
-            trained=trained, state=self.state, transport=self._transport, timeout=self._timeout, **common
+        self.session = Session(
+            trained=trained,
+            state=self.state,
+            link=self.client,
+            exchange=self._transport,
+            source=self._transport,
+            timeout=self._timeout,
+            timeline=self._timeline,
+            **common,
         )
         self.check()
         self.client.listen(self.session)

@@ -5,22 +5,25 @@ is said to other workers is the business of the worker's first rank, which count
 when it is time to, and merges what the others make of it. The worker's other ranks follow: they hear in an ``Outcome``
 what the first one has done, and get its weights, bit for bit.
 
-There are two roads to the others. Both end a round with the same: a weighted mean that every worker has the same bits
-of, with which each takes the outer step itself.
+A session has two ways to the others. Messages go over a ``Link``: a mailbox of ranks that were launched together, or a
+coordinator's WebSocket. Pseudo-gradients go through an ``Exchange``: among those ranks, or up to a coordinator and down
+from it. Either way a round ends with a weighted mean that every worker has the same bits of, with which each takes the
+outer step itself.
 
-*Launched together* (``LaunchedSession``): all live or the job ends, and all stand still where one of them has an
-epoch's end, a validation, or its own end. The training thread waits for other workers at two places only: for a
-pseudo-gradient that is to be merged now, and for the start of a round. Where a merge follows the mean
-(``overlap_steps="auto"``, see ``fragments.py``), the leader alone looks whether it is there, after each step beside it,
-and the others hear what it has seen. All of them ask after the same steps, as they have sent after the same one, and
-have been told since that nothing is to be merged yet.
+The training thread looks at the end of each batch whether there is something to do, which takes no message. If there
+is, it sends what it has trained, waits for the end of the round, takes the outer steps that it is behind, and begins
+the next round. With ``overlap_steps`` it takes steps beside what it has sent; where a merge follows the mean
+(``"auto"``, see ``fragments.py``), the leader alone sees whether that is there, and the others hear what it has seen.
 
-*A coordinator's run* (``CoordinatedSession``), where workers come and go: the training thread looks at the end of each
-batch whether there is something to do, which takes no message. If there is, it sends what it has trained, waits for the
-end of the round, takes the outer steps that it is behind, and begins the next round. Nobody stands still for another
-worker's epoch or validation, and a worker's own end ends it alone. While the coordinator is away there is nothing to
-do: the worker takes steps on the weights it has, and what was sent without an answer is sent again with what was
-trained since. Samples are counted as sent when the round that they were sent for is part of the weights here.
+*Who stands still.* A round's end may say that it ``halts``: all workers stand still there until each has passed it, as
+where ranks that were launched together validate, end an epoch, or stop. Then all fragments are synchronised.
+
+*A coordinator's run*, where workers come and go. Nobody stands still for another worker's epoch or validation, and a
+worker's own end ends it alone. While the coordinator is away there is nothing to do: the worker takes steps on the
+weights it has, and what was sent without an answer is sent again with what was trained since. Samples are counted as
+sent when the round that they were sent for is part of the weights here. A round without a quorum changes no weights.
+What was done in it is *carried*: it stays in the local weights and in the counts of samples, and the next update of the
+fragment has all of it.
 
 All but ``receive``, ``welcomed``, ``lost`` and ``fail`` is called by the training thread. One lock is held for looking
 and noting; nothing is called with it held that takes another lock, but what posts to others, which takes none that is
@@ -31,17 +34,15 @@ from __future__ import annotations
 
 import logging
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from threading import Condition
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 import torch
-from torch import Tensor
 
 from lightning_bytescheduler.diloco.coordinator_protocol import (
     FromCoordinator,
@@ -51,13 +52,11 @@ from lightning_bytescheduler.diloco.coordinator_protocol import (
     ResumeRounds,
     Welcome,
 )
-from lightning_bytescheduler.diloco.coordinator_transport import START, CoordinatorTransport, Mean, Upload
 from lightning_bytescheduler.diloco.fragments import Overlap, TrainedWeights
 from lightning_bytescheduler.diloco.messages import (
     EndRound,
     JoinRounds,
     LeaveRounds,
-    Message,
     PassedRoundEnd,
     RoundEnded,
     RoundStatus,
@@ -66,18 +65,75 @@ from lightning_bytescheduler.diloco.messages import (
     StepReport,
     TrainingOver,
 )
-from lightning_bytescheduler.diloco.outer_optimizer import Contribution, OuterState, pack_state, unpack_state
+from lightning_bytescheduler.diloco.outer_optimizer import (
+    Contribution,
+    Mean,
+    OuterState,
+    Upload,
+    pack_state,
+    unpack_state,
+)
 from lightning_bytescheduler.diloco.outer_timeline import OuterTimeline
 from lightning_bytescheduler.diloco.process_groups import WorkerGroup
 from lightning_bytescheduler.diloco.round_counter import RoundCounter
-from lightning_bytescheduler.exceptions import SchedulerTimeoutError
+from lightning_bytescheduler.exceptions import SchedulerTimeoutError, UnsupportedError
 
 log = logging.getLogger(__name__)
 
+START = "0" * 32
+"""The chain before the first round."""
+
 _T = TypeVar("_T")
-_E = TypeVar("_E")  # carries a pseudo-gradient
 _KEPT_ENDS = 16
 _LOOK_S = 1.0
+_RECEIPT_S = 30.0  # for what is sent before the worker does something else, or goes
+
+
+class Link(Protocol):
+    """A worker's way to what decides about rounds."""
+
+    def post(self, *messages: FromWorker) -> None:
+        """Send messages; at once, never blocks."""
+
+    def flush(self, timeout: float) -> bool:
+        """Wait until all that was posted is heard; returns whether it was, in time."""
+
+
+class Exchange(Protocol):
+    """A worker's way to the others' pseudo-gradients. Only what the futures are of takes time."""
+
+    @property
+    def keeps_residuals(self) -> bool:
+        """Whether something is left out of what is sent, to be sent later."""
+
+    def start(self, contribution: Contribution, wanted: Callable[[], bool] = lambda: True) -> Upload:
+        """Begin to send an update.
+
+        Args:
+            contribution: The update.
+            wanted: Whether to try on where the others have not begun its round.
+        """
+
+    def settle(self, upload: Upload, *, total: int) -> bool:
+        """The round of an update is over; returns whether the update is part of a sum, as far as that is known.
+
+        Args:
+            upload: The update, whose receipt is not waited for any more.
+            total: The sum of the weights in the mean of its round.
+        """
+
+    def fetch_mean(self, round: int, chain: str) -> Future[Mean | None]:
+        """The mean of a round that has ended, if it follows weights of that chain."""
+
+
+class GlobalState(Protocol):
+    """Where a worker that is far behind takes the global weights from; ranks launched together need none."""
+
+    def provide(self, payload: bytes) -> Future[bool]:
+        """Send this worker's weights as the first ones; whether there are some then."""
+
+    def fetch_state(self) -> Future[tuple[bytes, int, str]]:
+        """The global state as it is now, its version and its chain."""
 
 
 @dataclass(slots=True)
@@ -85,10 +141,10 @@ class SessionStatistics:
     """Where a worker's time went.
 
     Attributes:
-        rounds: That have ended.
+        rounds: That have become part of the weights here.
         steps: Taken.
         samples: Processed.
-        merged_samples: Of all workers, in rounds that have ended.
+        merged_samples: Of all workers, in these rounds.
         exchange_s: That the training thread waited for pseudo-gradients, its own and the others'.
         start_s: That it waited for a round to start.
     """
@@ -108,30 +164,36 @@ class Outcome(msgspec.Struct, frozen=True):
         changed: Fragments whose weights it has others of now.
         version: Rounds that are part of the global weights.
         over: Whether training is over.
+        halted: Whether all workers stand still.
         ended: The last round's end.
+        rounds: See :class:`SessionStatistics`.
+        merged_samples: See there.
     """
 
     changed: list[int]
     version: int
     over: bool
+    halted: bool
     ended: RoundEnded | None
+    rounds: int
+    merged_samples: int
 
 
 @dataclass(slots=True, kw_only=True)
-class Sent(Generic[_E]):
+class Sent:
     """A pseudo-gradient that is on its way.
 
     Attributes:
         said: Of the round in which it was made.
         update: What is sent.
-        exchange: Carries it.
+        upload: Carries it.
         longest: Steps beside it after which the worker waits.
         steps_since: Steps taken beside it.
     """
 
     said: SendingPseudoGradient
     update: Contribution
-    exchange: _E
+    upload: Upload
     longest: int
     steps_since: int = 0
 
@@ -141,8 +203,43 @@ class Sent(Generic[_E]):
         return self.said.round
 
 
-class Session(ABC, Generic[_E]):
-    """One rank of a worker in one training: what is the same on either road to the others.
+@dataclass(slots=True)
+class Place:
+    """Where a worker stands with the others; all of it changes under the session's lock.
+
+    Attributes:
+        connected: Whether there is a connection.
+        joined: Whether this worker has said over it that it takes part.
+        welcome: The last one.
+        provides: Whether the coordinator asks for this worker's weights as the first ones: until it has some.
+        realign: Whether the state is needed before this worker can go on.
+        begun: Whether it has the run's weights.
+        away: Whether it pauses, or has left.
+        version: Of the weights here; the worker's other ranks hear of it when all that is to be done is done.
+        chain: Of the same.
+        ended: The last round that is known to have ended.
+        means: Of rounds that have ended, by round; on their way, or here.
+    """
+
+    connected: bool = False
+    joined: bool = False
+    welcome: Welcome | None = None
+    provides: bool = False
+    realign: bool = True
+    begun: bool = False
+    away: bool = False
+    version: int = 0
+    chain: str = START
+    ended: int = 0
+    means: dict[int, Future[Mean | None]] = field(default_factory=dict)
+
+
+class AwayError(Exception):
+    """There is no coordinator now, or none that knows what is asked for: the worker goes on alone."""
+
+
+class Session:
+    """One rank of a worker in one training.
 
     What has a name that begins with an underscore is the first rank's business, often the only one's.
 
@@ -151,10 +248,12 @@ class Session(ABC, Generic[_E]):
         group: The worker's ranks.
         trained: What is trained.
         overlap: When what was sent is merged.
-        flush: Called on the training thread before weights are read or replaced: brings them up to date.
-        state: The global weights, on the first rank.
+        flush: Called on the training thread, of each rank, before weights are read or replaced: brings them up to date.
+        state: The global weights, on the first rank; as the next two.
+        link: To what decides about rounds.
+        exchange: Carries pseudo-gradients.
+        source: Where the global weights are, if they are to be fetched before there is a first round.
         timeout: Longest wait for the other workers, in seconds.
-        lock: Of what other threads bring; notified of it.
         timeline: Where spans go.
 
     Attributes:
@@ -165,9 +264,16 @@ class Session(ABC, Generic[_E]):
         round_end: The last one.
         version: Rounds that are part of the global weights, as all ranks of the worker know it.
         over: Whether training is over, as all ranks of the worker know it.
+        halted: Whether all workers stand still at the end of a round, as all ranks of the worker know it.
+        leads: Whether this rank's worker validates, logs and saves for all in a coordinator's run, as far as this rank
+            says it.
+        last_round: Of the run, once it is over; also while this worker does something else.
+        at_begin: Called where a round has begun right after a merge, with nothing of it done yet.
     """
 
     state: OuterState
+    _link: Link
+    _exchange: Exchange
 
     def __init__(
         self,
@@ -178,8 +284,10 @@ class Session(ABC, Generic[_E]):
         overlap: Overlap,
         flush: Callable[[], None],
         state: OuterState | None = None,
+        link: Link | None = None,
+        exchange: Exchange | None = None,
+        source: GlobalState | None = None,
         timeout: float = 0.0,
-        lock: Condition | None = None,
         timeline: OuterTimeline | None = None,
     ) -> None:
         self.worker = worker
@@ -187,28 +295,41 @@ class Session(ABC, Generic[_E]):
         self.statistics = SessionStatistics()
         self.round_end: RoundEnded | None = None
         self.version = 0
-        self.over = False
-        if state is not None:
-            self.state = state
+        self.over = self.halted = self.leads = False
+        self.last_round: int | None = None
+        self.at_begin: Callable[[], None] | None = None
+        if state is not None and link is not None and exchange is not None:
+            self.state, self._link, self._exchange = state, link, exchange
+        self._source = source
         self._group = group
         self._trained = trained
         self._flush = flush
         self._timeout = timeout
         self._timeline = OuterTimeline(worker=worker) if timeline is None else timeline
         self._changed: set[int] = set()  # fragments whose weights the worker's other ranks do not have yet
-        self._sent: Sent[_E] | None = None
-        self._lock = Condition() if lock is None else lock
+        self._sent: Sent | None = None
+        self._carried_steps = self._carried_samples = 0  # from rounds without a quorum
+        # Steps beside the last mean, at most.
+        self._beside = 0 if overlap.follows_mean else overlap.longest(0)
+        self._carries = False  # what was trained, over to weights from before it
+        self._shown = ExitStack()
+        self._lock = Condition()
         # What follows changes under the lock.
         self._failure: BaseException | None = None
         self._counter = RoundCounter(worker)
         self._round_ends: dict[int, RoundEnded] = {}
         self._left: int | None = None
         self._reported: StepReport | None = None
+        self._place = Place(realign=source is not None)
 
     @property
     def round(self) -> int:
         """The round this worker is in."""
-        return self.version + 1
+        return (self._place.version if self._group.leads else self.version) + 1
+
+    @property
+    def _fragments(self) -> range:
+        return range(len(self._trained.fragments))
 
     def progress(self) -> dict[str, float]:
         """How the rounds go, by name; what is not known on this rank is left out."""
@@ -220,11 +341,62 @@ class Session(ABC, Generic[_E]):
             found |= {"share": self.round_end.shares.get(self.worker, 0.0), **self.round_end.metrics}
         return found
 
+    # ------------------------------------------------------------------ other threads
+
+    def stand_at(self, version: int) -> None:
+        """The others are there, and all have the same weights, which so many rounds are part of; before they begin."""
+        place = self._place
+        place.connected = place.begun = True
+        place.version = place.ended = version
+
+    def standing(self) -> tuple[int, str]:
+        """Version and chain of the weights here. For any thread."""
+        with self._lock:
+            return self._place.version, self._place.chain
+
+    def welcomed(self, welcome: Welcome) -> None:
+        """There is a connection, and maybe another coordinator."""
+        place = self._place
+        with self._lock:
+            place.connected, place.joined, place.welcome, place.provides = True, False, welcome, welcome.provide
+            place.realign = welcome.fetch or welcome.provide or not place.begun
+            place.ended = welcome.version
+            place.means.clear()
+            self.worker = self._counter.worker = welcome.worker
+            self.leads = welcome.leads
+            if self._reported is not None:
+                self._reported = msgspec.structs.replace(self._reported, worker=self.worker)
+            if place.begun and not place.realign and place.ended == place.version:
+                self._join()
+            self._lock.notify_all()
+
+    def lost(self) -> None:
+        """There is no connection any more."""
+        with self._lock:
+            self._place.connected = self._place.joined = False
+            self._lock.notify_all()
+
     def receive(self, message: FromCoordinator | FromWorker) -> None:
         """Take in what the batch scheduler, or the coordinator, says. For any thread."""
         with self._lock:
             self._hear(message)
             self._lock.notify_all()
+
+    def _hear(self, message: FromCoordinator | FromWorker) -> None:
+        if isinstance(message, LeaderAppointed):
+            self.leads = message.worker == self.worker
+        elif isinstance(message, RoundStatus):
+            self._left = message.left
+        elif isinstance(message, RoundEnded):
+            self._round_ends[message.round] = message
+            self._round_ends = dict(list(self._round_ends.items())[-_KEPT_ENDS:])
+            self._place.ended = max(self._place.ended, message.round)
+            if message.round == self.round and not self._place.realign:
+                self._mean(message.round)
+        elif not isinstance(message, (PauseRounds, ResumeRounds)):
+            self._counter.receive(message)
+        if isinstance(message, TrainingOver) or (isinstance(message, RoundEnded) and message.stop):
+            self.last_round = message.round
 
     def fail(self, error: BaseException) -> None:
         """Nothing is to be expected of the others any more: raise ``error`` from whatever is waited for."""
@@ -238,6 +410,12 @@ class Session(ABC, Generic[_E]):
         """Raise what another thread or rank has failed with, if any."""
         if self._failure is not None:
             raise self._failure
+
+    def _notify(self, _: object = None) -> None:
+        with self._lock:
+            self._lock.notify_all()
+
+    # ------------------------------------------------------------------ all ranks of the worker
 
     def begin(self) -> None:
         """Join, and wait for the first round."""
@@ -262,39 +440,125 @@ class Session(ABC, Generic[_E]):
         """Whether there is something to do before another step is taken: as the leader knows it now."""
         return self._group.any(self._group.leads and self._is_due())
 
+    def synchronise(self) -> None:
+        """Do what is due: send, merge, catch up, and begin the next round."""
+        self._together(self._synchronise)
+
+    def end_round(
+        self, *, for_all: bool = True, epoch: bool = False, validate: bool = False, stop: bool = False
+    ) -> None:
+        """End the round and merge it; a no-op where all stand still at its end already.
+
+        Args:
+            for_all: Whether to ask the others to end it now.
+            epoch: Whether an epoch is to end with it, for which all stand still; as for the next two.
+            validate: Whether the weights are to be validated after it.
+            stop: Whether training is to end with it.
+        """
+
+        def end() -> None:
+            if self._sent is not None:
+                self._conclude()
+            if self.halted or self._over_here:  # another worker was first
+                return
+            if for_all:
+                self.ask(now=True, epoch=epoch, validate=validate, stop=stop)
+            self._send()
+            self._conclude()
+
+        self._together(end)
+
+    def is_to_merge(self) -> bool:
+        """Whether what was sent is to be merged before another step is taken: as the leader knows it now."""
+        return self._group.any(self._group.leads and self._sent is not None and self._is_due())
+
+    def merge_sent(self) -> None:
+        """Merge what is under way, if anything is."""
+        self._together(lambda: self._conclude() if self._sent is not None else None)
+
+    def ask(self, *, now: bool = False, epoch: bool = False, validate: bool = False, stop: bool = False) -> None:
+        """Say what is to happen at the end of this round, and whether that is to be soon; the leader does."""
+        if self._group.leads:
+            wish = {"epoch": epoch, "validate": validate, "stop": stop}
+            self._post(EndRound(worker=self.worker, round=self.round, now=now, steps=self._counter.steps, **wish))
+
+    def pass_on(self, *, stop: bool = False) -> bool:
+        """Go on after everybody stood still, or stop if any worker does; returns whether training goes on."""
+        if self.halted and not self.over:
+            self._together(lambda: self._pass_on(stop=stop))
+        return not self.over
+
+    def finish(self) -> None:
+        """End the training for all workers, of which none leaves before."""
+        if not self.over and not self.halted:
+            self.end_round(stop=True)
+        self.pass_on(stop=True)
+
+    def pause(self, *, shows: bool = True) -> None:
+        """Send what was trained, and do something else until :meth:`resume`; the others go on.
+
+        Args:
+            shows: Whether to have the global weights meanwhile.
+        """
+        self._together(lambda: self._pause(shows))
+
+    def resume(self) -> None:
+        """Go on with the rounds: where the others are by now."""
+        self._together(self._resume)
+
+    def leave(self, *, quickly: bool, for_all: bool = False) -> None:
+        """Take part no more, and have the global weights. What was trained counts.
+
+        Args:
+            quickly: Whether not to wait for the end of the round.
+            for_all: Whether this worker leads, and the training of all is to end with this round.
+        """
+        self._together(lambda: self._leave(quickly, for_all))
+
+    def done_in_round(self) -> dict[str, int]:
+        """What was done in this round, by name; where it has just begun, beside the last one's mean. On the leader."""
+        with self._lock:
+            counter = self._counter
+            return {"steps": counter.steps, "samples": counter.samples, "tokens": counter.tokens}
+
+    def go_on(self, done: Mapping[str, int]) -> None:
+        """Count on in the first round of a restart from what :meth:`done_in_round` gave; before its first step."""
+        with self._lock:
+            self._counter.go_on(steps=done["steps"], samples=done["samples"], tokens=done["tokens"])
+
     def _together(self, work: Callable[[], None]) -> None:
         """The first rank does it; the others hear what has become of it, and get the weights that it has changed."""
+        before, known = self.version, self.statistics
+        if self._failure is None:
+            self._flush()
         if self._group.leads:
             work()
-            outcome = Outcome(sorted(self._changed), self.version, self.over, self.round_end)
+            self.version, self.over = self._place.version, self._over_here
+            outcome = Outcome(
+                sorted(self._changed),
+                self.version,
+                self.over,
+                self.halted,
+                self.round_end,
+                known.rounds,
+                known.merged_samples,
+            )
             self._group.tell(msgspec.json.encode(outcome).decode())
         else:
             outcome = msgspec.json.decode(self._group.tell(), type=Outcome)
-            self.version, self.over, self.round_end = outcome.version, outcome.over, outcome.ended
+            self.version, self.over, self.halted = outcome.version, outcome.over, outcome.halted
+            self.round_end, known.rounds, known.merged_samples = outcome.ended, outcome.rounds, outcome.merged_samples
         self._changed.clear()
         for fragment in outcome.changed:
             self._group.share(self._trained.of(fragment))
+        if self.version > before and self.at_begin is not None and not (self.halted or self.over):
+            self.at_begin()
 
-    @abstractmethod
-    def _begin(self) -> None:
-        """Become one of the workers, and begin the first round."""
+    # ------------------------------------------------------------------ a step
 
-    @abstractmethod
-    def _is_due(self) -> bool:
-        """Whether there is something to do now."""
-
-    @abstractmethod
-    def _post(self, *messages: Message) -> None:
-        """Say something to what decides about rounds; at once, never blocks."""
-
-    def _hear(self, message: FromCoordinator | FromWorker) -> None:
-        if isinstance(message, RoundEnded):
-            self._round_ends[message.round] = message
-            self._round_ends = dict(list(self._round_ends.items())[-_KEPT_ENDS:])
-        elif isinstance(message, RoundStatus):
-            self._left = message.left
-        elif not isinstance(message, (LeaderAppointed, PauseRounds, ResumeRounds)):
-            self._counter.receive(message)
+    def _post(self, *messages: FromWorker) -> None:
+        if self._place.joined:
+            self._link.post(*messages)
 
     def _report(self, *, samples: int, seconds: float, tokens: int, loss: float | None) -> None:
         self._timeline.trained(self.round)
@@ -308,25 +572,51 @@ class Session(ABC, Generic[_E]):
         if self._sent is not None:
             self._sent.steps_since += 1
 
-    def _update(self, fragment: int, round: int, *, steps: int = 0, round_samples: int = 0) -> Contribution:
-        with self._timeline.doing("pseudo-gradient"):
-            pseudo_gradient, weight = self.state.pseudo_gradient(fragment)
-        return Contribution(
-            worker=self.worker,
-            round=round,
-            fragment=fragment,
-            pseudo_gradient=pseudo_gradient,
-            weight=weight,
-            samples=self.state.samples[fragment],
-            tokens=self.state.tokens[fragment],
-            steps=steps,
-            round_samples=round_samples,
-        )
+    def _is_due(self) -> bool:
+        with self._lock:
+            if self._failure is not None or self._over_here:
+                return True
+            if not self._place.connected:
+                return False
+            if (sent := self._sent) is not None:
+                return sent.steps_since >= sent.longest or (self.overlap.follows_mean and self._is_concluded(sent))
+            return self._late or (self._place.joined and self._counter.due)
 
-    def _step(self, fragment: int, mean: Tensor, total: int, *, exactly: bool) -> None:
-        with self._timeline.doing("outer step"):
-            self.state.merge(fragment, mean, total=total, exactly=exactly)
-        self._changed.add(fragment)
+    def _is_concluded(self, sent: Sent) -> bool:
+        """Whether nothing is left to wait for before the next round, or to find out where the others are."""
+        if not self._is_there(sent):
+            return False
+        is_last = self.last_round is not None and sent.round >= self.last_round
+        ended = self._round_ends.get(sent.round)
+        # Where all stand still, no round is begun before all have passed that.
+        halts = ended is not None and ended.halts
+        told = max(self._counter.next_round or 0, self._place.ended) > sent.round
+        return self._place.realign or is_last or halts or told
+
+    def _is_there(self, sent: Sent) -> bool:
+        """Whether the mean is there, and it is known what became of the update; or there is nothing to wait for."""
+        if self._place.realign or sent.upload.failed:
+            return True
+        if not sent.upload.receipt.done() or self._place.ended < sent.round:
+            return False
+        return sent.round != self.round or self._mean(sent.round).done()
+
+    @property
+    def _late(self) -> bool:
+        """Whether the round that this worker is in is over, or another one."""
+        return self._place.realign or self._place.ended > self._place.version
+
+    @property
+    def _rewound(self) -> bool:
+        """Whether the coordinator has gone back behind this worker: to a state from before its last round."""
+        return self._place.realign and self._place.version > self._place.ended
+
+    @property
+    def _over_here(self) -> bool:
+        """Whether the run is over, and nothing is left to merge."""
+        return self.last_round is not None and self._place.version >= self.last_round
+
+    # ------------------------------------------------------------------ what is waited for
 
     def _await(
         self,
@@ -363,450 +653,6 @@ class Session(ABC, Generic[_E]):
         self._timeline.waiting(what, since)
         return True
 
-    @contextmanager
-    def _timed(self, kind: str) -> Iterator[None]:
-        """Count the time meanwhile among the statistics."""
-        began = time.monotonic()
-        yield
-        setattr(self.statistics, kind, getattr(self.statistics, kind) + time.monotonic() - began)
-
-
-# ---------------------------------------------------------------------- launched together
-
-
-class Exchanging(Protocol):
-    """A pseudo-gradient that is on its way between workers launched together."""
-
-    def is_there(self) -> bool:
-        """Whether :meth:`wait` would return, or raise, at once. Looks only."""
-
-    def wait(self, timeout: float) -> tuple[Tensor, int]:
-        """Wait for the weighted mean, flat, and the sum of the weights.
-
-        Args:
-            timeout: Longest wait in seconds.
-
-        Raises:
-            SchedulerTimeoutError: If it is not there in time.
-            BaseException: What the exchange has failed with.
-        """
-
-
-class Link(Protocol):
-    """A worker's way to the others that were launched with it. Nothing but what :meth:`start` returns waits."""
-
-    def post(self, *messages: Message) -> None:
-        """Send messages to what decides about rounds; at once, never blocks."""
-
-    def start(self, contribution: Contribution) -> Exchanging:
-        """Begin to exchange a fragment; returns at once."""
-
-    def abort(self, cause: BaseException) -> None:
-        """Fail everything that is under way, and whatever is started later. For any thread."""
-
-
-class LaunchedSession(Session[Exchanging]):
-    """One rank of a worker launched with others.
-
-    Args:
-        link: To the others, on the first rank.
-        **given: See :class:`Session`.
-
-    Attributes:
-        halted: Whether all workers stand still at the end of a round.
-        at_begin: Called where a round has begun right after a merge, with nothing of it done yet.
-    """
-
-    _link: Link
-
-    def __init__(self, *, link: Link | None = None, **given: Any) -> None:
-        super().__init__(**given)
-        self.halted = False
-        self.at_begin: Callable[[], None] | None = None
-        self._beside: int | None = None  # steps beside a pseudo-gradient that is not merged yet
-        if link is not None:
-            self._link = link
-
-    @property
-    def round(self) -> int:
-        """The round this worker is in."""
-        return self._counter.round if self._group.leads else super().round
-
-    def fail(self, error: BaseException) -> None:
-        """See Session."""
-        super().fail(error)
-        if self._group.leads:
-            self._link.abort(error)
-
-    def done_in_round(self) -> dict[str, int]:
-        """What was done in this round, by name; where it has just begun, beside the last one's mean. On the leader."""
-        with self._lock:
-            counter = self._counter
-            return {"steps": counter.steps, "samples": counter.samples, "tokens": counter.tokens}
-
-    def go_on(self, done: Mapping[str, int]) -> None:
-        """Count on in the first round of a restart from what :meth:`done_in_round` gave; before its first step."""
-        with self._lock:
-            self._counter.go_on(steps=done["steps"], samples=done["samples"], tokens=done["tokens"])
-
-    def count(self, *, samples: int, seconds: float, tokens: int = 0, loss: float | None = None) -> None:
-        """Take note of a step, and report it without waiting.
-
-        With overlap, this merges what was sent when it is time to, and waits for it if it must; see Session.
-        """
-        super().count(samples=samples, seconds=seconds, tokens=tokens, loss=loss)
-        if self._beside is not None:
-            self._beside += 1
-            if self._is_to_merge(self._beside):
-                self.merge_sent()
-
-    def ask(self, *, now: bool = False, epoch: bool = False, validate: bool = False, stop: bool = False) -> None:
-        """Say what is to happen at the end of this round, and whether that is to be soon; the leader does."""
-        if self._group.leads:
-            round, steps = self._counter.round, self._counter.steps
-            wish = {"epoch": epoch, "validate": validate, "stop": stop}
-            self._post(EndRound(worker=self.worker, round=round, now=now, steps=steps, **wish))
-
-    def end_round(self) -> None:
-        """Send the pseudo-gradient. Without overlap, merge the answer too, and start the next round unless all halt."""
-        self.merge_sent()
-        if self.halted:
-            return
-        self._flush()
-        if self._group.leads:
-            self._send_pseudo_gradient()
-        self._beside = 0
-        if not self.overlap:
-            self.merge_sent()
-
-    def merge_sent(self) -> None:
-        """Merge what is under way, if anything is."""
-        if self._beside is None:
-            return
-        self._beside = None
-        self._flush()
-        self._together(self._merge)
-        if self.round_end is None:
-            raise RuntimeError("The leader told of no round's end.")
-        self.statistics.rounds += 1
-        self.statistics.merged_samples += self.round_end.samples
-        # Where all stand still, all fragments are synchronised, and everybody has the global weights.
-        self.halted = self.round_end.halts
-        if not self.halted and not self.over and self.at_begin is not None:
-            self.at_begin()
-
-    def end_round_for_all(self, *, epoch: bool = False, validate: bool = False, stop: bool = False) -> None:
-        """End the round for all workers, with something that all of them stand still for."""
-        self.merge_sent()
-        if self.halted:  # another worker was first
-            return
-        self.ask(now=True, epoch=epoch, validate=validate, stop=stop)
-        self.end_round()
-        self.merge_sent()
-
-    def pass_on(self, *, stop: bool = False) -> bool:
-        """Go on after everybody stood still, or stop if any worker does; returns whether training goes on."""
-        if self.over or not self.halted:
-            return not self.over
-        self.halted = False
-        self._together(lambda: self._pass_on(stop=stop))
-        return not self.over
-
-    def finish(self) -> None:
-        """End the training for all workers."""
-        if self.over:
-            return
-        if self._beside is not None or not self.halted:
-            self.end_round_for_all(stop=True)
-        if not self.over:
-            self.pass_on(stop=True)
-
-    def _post(self, *messages: Message) -> None:
-        self._link.post(*messages)
-
-    def _begin(self) -> None:
-        self._post(JoinRounds(worker=self.worker))
-        self._await_round()
-
-    def _is_due(self) -> bool:
-        with self._lock:
-            return self._counter.due
-
-    def _is_to_merge(self, beside: int) -> bool:
-        if self.overlap.follows_mean:
-            return self._group.any(self._group.leads and self._need_not_train_on())
-        return beside >= self.overlap.longest(0)
-
-    def _need_not_train_on(self) -> bool:
-        """Whether to merge what is under way now, without a number of steps for it."""
-        sent = self._sent
-        if sent is None or sent.steps_since >= sent.longest:
-            return True
-        if not sent.exchange.is_there():
-            return False
-        counter = self._counter
-        with self._lock:
-            ended = self._round_ends.get(sent.round)
-            # Where all stand still, no round is begun before all have passed that.
-            return ended is not None and (ended.halts or counter.next_round is not None or counter.finished)
-
-    def _send_pseudo_gradient(self) -> None:
-        """Begin to send what the round's steps have made of its fragment."""
-        with self._lock:
-            said = self._counter.send()
-        self._post(said)
-        update, exchange = self._send(self._trained.fragment_of(said.round), said.round)
-        self._sent = Sent(said=said, update=update, exchange=exchange, longest=self.overlap.longest(said.steps))
-
-    def _merge(self) -> None:
-        """Wait for the end of the round, let the trained weights follow, and begin the next one unless all halt."""
-        sent, self._sent = self._sent, None
-        if sent is None:
-            raise RuntimeError("Cannot merge a pseudo-gradient: none was sent.")
-        mean, total = self._received(sent.exchange)
-        with self._timed("start_s"):
-            self._await(lambda: sent.round in self._round_ends, f"the end of round {sent.round}")
-        ended = self.round_end = self._round_ends[sent.round]
-        self.version = sent.round
-        self._step(sent.update.fragment, mean, total, exactly=ended.halts)
-        if not ended.halts:
-            self._await_round()
-            return
-        others = [(fragment, self._send(fragment)[1]) for fragment in self._trained.others(sent.round)]
-        for fragment, exchange in others:
-            self._step(fragment, *self._received(exchange), exactly=True)
-        self.over = ended.stop
-
-    def _pass_on(self, *, stop: bool) -> None:
-        """Say that this worker is through with what all stood still for, and begin the next round."""
-        ended = self.round_end
-        self._timeline.stood("validation" if ended is not None and ended.validate else "end of the epoch")
-        self._post(PassedRoundEnd(worker=self.worker, round=0 if ended is None else ended.round, stop=stop))
-        self._await_round()
-
-    def _await_round(self) -> None:
-        with self._timed("start_s"):
-            self._await(lambda: self._counter.next_round is not None or self._counter.finished, "the next round")
-        with self._lock:
-            self.over = self._counter.finished
-            if not self.over:
-                self._post(self._counter.start())
-
-    def _send(self, fragment: int, round: int = 0) -> tuple[Contribution, Exchanging]:
-        update = self._update(fragment, round)
-        self.state.taken(update)
-        return update, self._link.start(update)
-
-    def _received(self, exchange: Exchanging) -> tuple[Tensor, int]:
-        since = self._timeline.now()
-        with self._timed("exchange_s"):
-            found = exchange.wait(self._timeout)
-        self._timeline.waiting("the mean", since)
-        return found
-
-
-# ---------------------------------------------------------------------- in a coordinator's run
-
-_RECEIPT_S = 30.0  # for what is sent before the worker does something else, or goes
-
-
-@dataclass(slots=True)
-class Place:
-    """Where a worker stands with its coordinator; all of it changes under the session's lock.
-
-    Attributes:
-        connected: Whether there is a connection.
-        joined: Whether this worker has said over it that it takes part.
-        welcome: The last one.
-        provides: Whether the coordinator asks for this worker's weights as the first ones: until it has some.
-        realign: Whether the state is needed before this worker can go on.
-        begun: Whether it has the run's weights.
-        away: Whether it pauses, or has left.
-        version: Of the weights here; the worker's other ranks hear of it when all that is to be done is done.
-        chain: Of the same.
-        ended: The last round that is known to have ended.
-        means: Of rounds that have ended, by round; on their way, or here.
-    """
-
-    connected: bool = False
-    joined: bool = False
-    welcome: Welcome | None = None
-    provides: bool = False
-    realign: bool = True
-    begun: bool = False
-    away: bool = False
-    version: int = 0
-    chain: str = START
-    ended: int = 0
-    means: dict[int, Future[Mean | None]] = field(default_factory=dict)
-
-
-class AwayError(Exception):
-    """There is no coordinator now, or none that knows what is asked for: the worker goes on alone."""
-
-
-class CoordinatedSession(Session[Upload]):
-    """One rank of a worker in a coordinator's run.
-
-    A round without a quorum changes no weights. What was done in it is *carried*: it stays in the local weights and in
-    the counts of samples, and the next update of the fragment has all of it.
-
-    Args:
-        transport: To the coordinator, on the first rank; its lock is the session's.
-        **given: See :class:`Session`.
-
-    Attributes:
-        leads: Whether this rank's worker validates, logs and saves for all, as far as this rank says it.
-        last_round: Of the run, once it is over; also while this worker does something else.
-    """
-
-    _transport: CoordinatorTransport
-
-    def __init__(self, *, transport: CoordinatorTransport | None = None, **given: Any) -> None:
-        if transport is not None:
-            self._transport = transport
-            given |= {"lock": transport.changed, "timeline": transport.timeline}
-        super().__init__(**given)
-        self.leads = False
-        self.last_round: int | None = None
-        self._place = Place()
-        # The training thread's own.
-        self._carried_steps = self._carried_samples = 0  # from rounds without a quorum
-        # Steps beside the last mean, at most.
-        self._beside = 0 if self.overlap.follows_mean else self.overlap.longest(0)
-        self._carries = False  # what was trained, over to weights from before it
-        self._shown = ExitStack()
-
-    @property
-    def round(self) -> int:
-        """The round this worker is in."""
-        return self._place.version + 1 if self._group.leads else super().round
-
-    @property
-    def _fragments(self) -> range:
-        return range(len(self._trained.fragments))
-
-    def synchronise(self) -> None:
-        """Do what is due: send, merge, catch up, and begin the next round."""
-        self._together(self._synchronise)
-
-    def pause(self, *, shows: bool = True) -> None:
-        """Send what was trained, and do something else until :meth:`resume`.
-
-        Args:
-            shows: Whether to have the global weights meanwhile.
-        """
-        self._together(lambda: self._pause(shows))
-
-    def resume(self) -> None:
-        """Go on with the rounds: where the others are by now."""
-        self._together(self._resume)
-
-    def leave(self, *, quickly: bool, for_all: bool = False) -> None:
-        """Take part no more, and have the global weights. What was trained counts.
-
-        Args:
-            quickly: Whether not to wait for the end of the round.
-            for_all: Whether this worker leads, and the training of all is to end with this round.
-        """
-        self._together(lambda: self._leave(quickly, for_all))
-
-    # ------------------------------------------------------------------ the client's thread
-
-    def standing(self) -> tuple[int, str]:
-        """Version and chain of the weights here. For any thread."""
-        with self._lock:
-            return self._place.version, self._place.chain
-
-    def welcomed(self, welcome: Welcome) -> None:
-        """There is a connection, and maybe another coordinator."""
-        place = self._place
-        with self._lock:
-            place.connected, place.joined, place.welcome, place.provides = True, False, welcome, welcome.provide
-            place.realign = welcome.fetch or welcome.provide or not place.begun
-            place.ended = welcome.version
-            place.means.clear()
-            self.worker = self._counter.worker = welcome.worker
-            self.leads = welcome.leads
-            if self._reported is not None:
-                self._reported = msgspec.structs.replace(self._reported, worker=self.worker)
-            if place.begun and not place.realign and place.ended == place.version:
-                self._join()
-            self._lock.notify_all()
-
-    def lost(self) -> None:
-        """There is no connection any more."""
-        with self._lock:
-            self._place.connected = self._place.joined = False
-            self._lock.notify_all()
-
-    def _hear(self, message: FromCoordinator | FromWorker) -> None:
-        super()._hear(message)
-        if isinstance(message, LeaderAppointed):
-            self.leads = message.worker == self.worker
-        elif isinstance(message, RoundEnded):
-            self._place.ended = max(self._place.ended, message.round)
-            if message.round == self.round and not self._place.realign:
-                self._mean(message.round)
-        if isinstance(message, TrainingOver) or (isinstance(message, RoundEnded) and message.stop):
-            self.last_round = message.round
-
-    # ------------------------------------------------------------------ a step
-
-    def _together(self, work: Callable[[], None]) -> None:
-        def done() -> None:
-            work()
-            self.version, self.over = self._place.version, self._over_here
-
-        super()._together(done)
-
-    def _post(self, *messages: FromWorker) -> None:
-        if self._place.joined:
-            self._transport.client.post(*messages)
-
-    def _is_due(self) -> bool:
-        with self._lock:
-            if self._failure is not None or self._over_here:
-                return True
-            if not self._place.connected:
-                return False
-            if (sent := self._sent) is not None:
-                return sent.steps_since >= sent.longest or (self.overlap.follows_mean and self._is_concluded(sent))
-            return self._late or (self._place.joined and self._counter.due)
-
-    def _is_concluded(self, sent: Sent[Upload]) -> bool:
-        """Whether nothing is left to wait for before the next round, or to find out where the others are."""
-        if not self._is_there(sent):
-            return False
-        is_last = self.last_round is not None and sent.round >= self.last_round
-        told = max(self._counter.next_round or 0, self._place.ended) > sent.round
-        return self._place.realign or is_last or told
-
-    def _is_there(self, sent: Sent[Upload]) -> bool:
-        """Whether the mean is there, and it is known what became of the update; or there is nothing to wait for."""
-        if self._place.realign or sent.exchange.failed:
-            return True
-        if not sent.exchange.receipt.done() or self._place.ended < sent.round:
-            return False
-        return sent.round != self.round or self._mean(sent.round).done()
-
-    @property
-    def _late(self) -> bool:
-        """Whether the round that this worker is in is over, or another one."""
-        return self._place.realign or self._place.ended > self._place.version
-
-    @property
-    def _rewound(self) -> bool:
-        """Whether the coordinator has gone back behind this worker: to a state from before its last round."""
-        return self._place.realign and self._place.version > self._place.ended
-
-    @property
-    def _over_here(self) -> bool:
-        """Whether the run is over, and nothing is left to merge."""
-        return self.last_round is not None and self._place.version >= self.last_round
-
-    # ------------------------------------------------------------------ what is waited for
-
     def _while_connected(
         self,
         ready: Callable[[], bool],
@@ -833,7 +679,15 @@ class CoordinatedSession(Session[Upload]):
         if not self._await(ready, what, timeout=timeout, goes_on=goes_on):
             raise AwayError
 
+    @contextmanager
+    def _timed(self, kind: str) -> Iterator[None]:
+        """Count the time meanwhile among the statistics."""
+        began = time.monotonic()
+        yield
+        setattr(self.statistics, kind, getattr(self.statistics, kind) + time.monotonic() - began)
+
     def _answer(self, future: Future[_T], what: str) -> _T:
+        future.add_done_callback(self._notify)
         try:
             self._while_connected(future.done, what)
         finally:
@@ -844,7 +698,8 @@ class CoordinatedSession(Session[Upload]):
         """The mean of the round after this worker's version, once that has ended. With the lock held."""
         means = self._place.means
         if round not in means:
-            means[round] = self._transport.fetch_mean(round, self._place.chain)
+            means[round] = self._exchange.fetch_mean(round, self._place.chain)
+            means[round].add_done_callback(self._notify)
         return means[round]
 
     def _next_mean(self) -> Mean | None:
@@ -862,9 +717,9 @@ class CoordinatedSession(Session[Upload]):
             log.info("%s takes the global state: no mean of round %d follows its weights", self.worker, round)
         return mean
 
-    def _mean_of(self, sent: Sent[Upload]) -> Mean | None:
+    def _mean_of(self, sent: Sent) -> Mean | None:
         """The mean of the round that an update was sent for; ``None`` if other rounds, or the state, come first."""
-        place, upload = self._place, sent.exchange
+        place, upload = self._place, sent.upload
         self._while_connected(
             lambda: place.ended >= sent.round or place.realign or upload.failed, f"the end of round {sent.round}"
         )
@@ -874,10 +729,10 @@ class CoordinatedSession(Session[Upload]):
             return None
         return self._next_mean()
 
-    def _await_receipt(self, sent: Sent[Upload]) -> None:
+    def _await_receipt(self, sent: Sent) -> None:
         """Wait for what becomes of an update, as long as there is a connection."""
         with suppress(AwayError, SchedulerTimeoutError):
-            self._while_connected(sent.exchange.receipt.done, "the receipt of an update", timeout=_RECEIPT_S)
+            self._while_connected(sent.upload.receipt.done, "the receipt of an update", timeout=_RECEIPT_S)
 
     # ------------------------------------------------------------------ the end of a round
 
@@ -894,7 +749,6 @@ class CoordinatedSession(Session[Upload]):
 
     def _synchronise(self) -> None:
         self.check()
-        self._flush()
         travels = self._sent is None and self._send() and self.overlap and not self._counter.closes
         if not travels:
             self._conclude()
@@ -909,7 +763,8 @@ class CoordinatedSession(Session[Upload]):
                 if mean is not None:
                     self._merge(sent.round, mean)
             self._follow_others()
-            self._start_round()
+            if not self.halted:
+                self._start_round()
         except AwayError:
             self._go_on_alone()
 
@@ -933,9 +788,29 @@ class CoordinatedSession(Session[Upload]):
             steps=said.steps + self._carried_steps,
             round_samples=said.samples + self._carried_samples,
         )
-        upload = self._transport.start(update, lambda: self._place.ended < update.round)
-        self._sent = Sent(said=said, update=update, exchange=upload, longest=self.overlap.longest(said.steps))
+        upload = self._start(update)
+        self._sent = Sent(said=said, update=update, upload=upload, longest=self.overlap.longest(said.steps))
         return not late
+
+    def _start(self, update: Contribution) -> Upload:
+        upload = self._exchange.start(update, lambda: self._place.ended < update.round)
+        upload.receipt.add_done_callback(self._notify)
+        return upload
+
+    def _update(self, fragment: int, round: int, *, steps: int = 0, round_samples: int = 0) -> Contribution:
+        with self._timeline.doing("pseudo-gradient"):
+            pseudo_gradient, weight = self.state.pseudo_gradient(fragment)
+        return Contribution(
+            worker=self.worker,
+            round=round,
+            fragment=fragment,
+            pseudo_gradient=pseudo_gradient,
+            weight=weight,
+            samples=self.state.samples[fragment],
+            tokens=self.state.tokens[fragment],
+            steps=steps,
+            round_samples=round_samples,
+        )
 
     def _merge(self, round: int, mean: Mean) -> None:
         """Take the outer step of a round, and let the trained weights follow.
@@ -946,14 +821,15 @@ class CoordinatedSession(Session[Upload]):
         fragment = self._trained.fragment_of(round)
         with self._lock:
             ended = self._round_ends.get(round)
+        halts = ended is not None and ended.halts
         sent, counts = self._sent, False
         if self.overlap.follows_mean:
             self._beside = 0 if sent is None or sent.round != round else sent.steps_since
         if sent is not None and sent.round == round:
             self._sent = None
-            if not mean.total or self._transport.wire.keeps_residuals:
+            if not mean.total or self._exchange.keeps_residuals:
                 self._await_receipt(sent)
-            counts = self._transport.settle(sent.exchange, total=mean.total)
+            counts = self._exchange.settle(sent.upload, total=mean.total)
             if mean.total or counts:
                 # Steps beside which it travelled are still to be sent.
                 self.state.taken(sent.update)
@@ -969,7 +845,7 @@ class CoordinatedSession(Session[Upload]):
             self.state.overwritten(fragment)
             self._carry(None)
         if mean.total or counts:
-            self._step(fragment, mean.values, mean.total, exactly=False)
+            self._step(fragment, mean, exactly=halts)
         place = self._place
         with self._lock:
             place.version, place.chain = round, mean.chain
@@ -978,6 +854,23 @@ class CoordinatedSession(Session[Upload]):
         if ended is not None:
             self.statistics.merged_samples += ended.samples
             self.round_end = ended
+        self.halted = halts
+        if halts:
+            self._synchronise_others(round)
+
+    def _step(self, fragment: int, mean: Mean, *, exactly: bool) -> None:
+        with self._timeline.doing("outer step"):
+            self.state.merge(fragment, mean.values, total=mean.total, exactly=exactly)
+        self._changed.add(fragment)
+
+    def _synchronise_others(self, round: int) -> None:
+        """All stand still, with the same weights: synchronise the fragments that the round is not of."""
+        updates = [self._update(fragment, 0) for fragment in self._trained.others(round)]
+        for update, upload in [(update, self._start(update)) for update in updates]:
+            self.state.taken(update)
+            with self._timed("exchange_s"):
+                self._while_connected(upload.receipt.done, f"the mean of fragment {update.fragment}")
+            self._step(update.fragment, upload.receipt.result(), exactly=True)
 
     def _carry(self, done: SendingPseudoGradient | RoundCounter | None) -> None:
         """A round is over that has changed nothing, and what was done in it is sent later. With None, all counts."""
@@ -996,7 +889,7 @@ class CoordinatedSession(Session[Upload]):
             if place.realign:
                 sent, self._sent = self._sent, None
                 if sent is not None and self._rewound:
-                    sent.exchange.receipt.cancel()
+                    sent.upload.receipt.cancel()
                     self._carry(sent.said)
                     self._carries = True
                 self._align()
@@ -1010,7 +903,7 @@ class CoordinatedSession(Session[Upload]):
 
     def _ask(self) -> None:
         """Say that this worker waits for a round: it may have been taken for lost. With the lock held."""
-        if not self._place.away:
+        if not self._place.away and self._source is not None:
             self._post(JoinRounds(worker=self.worker))
 
     def _told_what_is_next(self) -> bool:
@@ -1021,6 +914,7 @@ class CoordinatedSession(Session[Upload]):
 
         Raises:
             AwayError: If the coordinator is away.
+            UnsupportedError: If ranks that were launched together have loaded other checkpoints.
         """
         while not (self._over_here or self._place.away):
             with self._timed("start_s"):
@@ -1032,6 +926,11 @@ class CoordinatedSession(Session[Upload]):
                 if not self._over_here and self._counter.next_round == self.round:
                     self._post(self._counter.start())
                     break
+                if self._source is None and not self._over_here:
+                    raise UnsupportedError(
+                        f"Round {self._counter.next_round} begins, and the weights of {self.worker} are those of round "
+                        f"{self.round}: give all ranks the same ckpt_path, of a file that each of them can read."
+                    )
 
     # ------------------------------------------------------------------ where the others are
 
@@ -1041,9 +940,11 @@ class CoordinatedSession(Session[Upload]):
         Raises:
             AwayError: If the connection is lost, or there are still none.
         """
-        transport, state, place = self._transport, self.state, self._place
+        source, state, place = self._source, self.state, self._place
+        if source is None:
+            raise RuntimeError("The mean of a round is missing, and there is no state to take instead.")
         if place.provides:
-            provided = transport.provide(pack_state(state.full_state()))
+            provided = source.provide(pack_state(state.full_state()))
             there = self._answer(provided, "the answer to the first weights")
             with self._lock:
                 place.provides = not there
@@ -1051,8 +952,7 @@ class CoordinatedSession(Session[Upload]):
                 raise AwayError
         # What was provided is fetched, too: all begin with what the coordinator has made of it.
         with self._timed("exchange_s"):
-            payload, version, chain = self._answer(transport.fetch_state(), "the global weights")
-        self._flush()
+            payload, version, chain = self._answer(source.fetch_state(), "the global weights")
         # What was trained after a round that is to be repeated is not sent before: a worker has one update in a round.
         with state.carried() if self._carries else nullcontext():
             state.load_state_dict(unpack_state(payload, state.full_state()))
@@ -1093,7 +993,7 @@ class CoordinatedSession(Session[Upload]):
         """The coordinator is away: take steps in the round that was sent, and send all of it again, or in the next."""
         sent, self._sent = self._sent, None
         if sent is not None:
-            sent.exchange.receipt.cancel()
+            sent.upload.receipt.cancel()
         with self._lock:
             if sent is not None:
                 self._counter = self._counter.carried_into(sent.round, sent.said)
@@ -1102,8 +1002,15 @@ class CoordinatedSession(Session[Upload]):
 
     # ------------------------------------------------------------------ doing something else, and going
 
+    def _pass_on(self, *, stop: bool) -> None:
+        """Say that this worker is through with what all stood still for, and begin the next round."""
+        ended = self.round_end
+        self._timeline.stood("validation" if ended is not None and ended.validate else "end of the epoch")
+        self._post(PassedRoundEnd(worker=self.worker, round=self._place.version, stop=stop))
+        self.halted = False
+        self._start_round()
+
     def _pause(self, shows: bool) -> None:
-        self._flush()
         # Neither what was carried alone, nor the few steps beside the last mean, which mixing keeps for the next round.
         if self._sent is not None or self._counter.steps > (self._beside if self._trained.mixing else 0):
             self._hand_in()
@@ -1130,11 +1037,11 @@ class CoordinatedSession(Session[Upload]):
 
     def _leave(self, quickly: bool, for_all: bool) -> None:
         self._shown.close()
-        client, place, told = self._transport.client, self._place, None
+        place, told = self._place, None
         while for_all and self.leads and place.connected and not self._over_here:
             if told is not place.welcome:  # a coordinator that was started again knows of no wish
                 told, steps = place.welcome, self._counter.steps
-                client.post(EndRound(worker=self.worker, round=self.round, now=True, steps=steps, stop=True))
+                self._link.post(EndRound(worker=self.worker, round=self.round, now=True, steps=steps, stop=True))
             if quickly:
                 break
             self._synchronise()  # each of them is bounded: to the run's last weights
@@ -1149,13 +1056,12 @@ class CoordinatedSession(Session[Upload]):
             with self._lock:
                 self._post(LeaveRounds(worker=self.worker))
             if place.connected:
-                client.flush(_RECEIPT_S / 3)
+                self._link.flush(_RECEIPT_S / 3)
         self._sent = None
         self._take_global_weights()
 
     def _hand_in(self) -> None:
         """Send what was trained so far in this round, and wait for the receipt, if there is a connection."""
-        self._flush()
         unsent = self.state.samples[self._trained.fragment_of(self.round)]
         if self._place.connected and not self._over_here and self._sent is None and unsent:
             self._send()

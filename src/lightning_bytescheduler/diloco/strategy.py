@@ -48,7 +48,7 @@ from lightning_bytescheduler.diloco.performance_monitor import PerformanceMonito
 from lightning_bytescheduler.diloco.process_groups import JointCollectives, WorkerGroup, WorkerWorld, worker_name
 from lightning_bytescheduler.diloco.round_record import RECORD_NAME, RoundFile
 from lightning_bytescheduler.diloco.runtime import CoordinatedRuntime, LeadingRuntime, SessionRuntime
-from lightning_bytescheduler.diloco.session import LaunchedSession, SessionStatistics
+from lightning_bytescheduler.diloco.session import Session, SessionStatistics
 from lightning_bytescheduler.diloco.training_loop import (
     CoordinatedBoundaries,
     RoundBoundaries,
@@ -297,7 +297,7 @@ class DiLoCoStrategy(RankStrategy):
         self._world: WorkerWorld | None = None
         self._joint: JointCollectives | None = None
         self._validates_together = False
-        self._runtime: SessionRuntime[LaunchedSession] | CoordinatedRuntime | None = None
+        self._runtime: SessionRuntime | None = None
         self._kept_state: dict[str, Any] | None = None
         self._resumed: Resumed | None = None
         self._states: WorkerStates | None = None
@@ -506,7 +506,7 @@ class DiLoCoStrategy(RankStrategy):
             self._runtime = self._boundaries = self._states = self._slices = self._board = self._world = None
             self._joint = self._resumed = self._next_epoch = self._kept_state = None
 
-    def _stop(self, runtime: SessionRuntime[Any]) -> None:
+    def _stop(self, runtime: SessionRuntime) -> None:
         self._idle = runtime.stop(failed=self._failed) and self._idle
 
     def _leave(self, world: WorkerWorld) -> None:
@@ -665,7 +665,7 @@ class DiLoCoStrategy(RankStrategy):
         self._open.callback(file.close)
         overlap = options.run.overlap
         trained = TrainedWeights(module, fragments=options.run.fragments, overlaps=bool(overlap))
-        runtime: SessionRuntime[LaunchedSession]
+        runtime: SessionRuntime
         if group.leads:
             runtime = LeadingRuntime(
                 trained,
@@ -679,7 +679,7 @@ class DiLoCoStrategy(RankStrategy):
             )
         else:
             name = worker_name(world.worker)
-            session = LaunchedSession(worker=name, group=group, trained=trained, overlap=overlap, flush=self.flush)
+            session = Session(worker=name, group=group, trained=trained, overlap=overlap, flush=self.flush)
             runtime = SessionRuntime(session, board)
         self._runtime = runtime
         self._open.callback(self._stop, runtime)

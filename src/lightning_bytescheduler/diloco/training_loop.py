@@ -32,7 +32,7 @@ from torch.utils.data import DistributedSampler
 
 from lightning_bytescheduler.ddp.rank_strategy import callbacks_of
 from lightning_bytescheduler.diloco.process_groups import WorkerGroup
-from lightning_bytescheduler.diloco.session import CoordinatedSession, LaunchedSession, Session
+from lightning_bytescheduler.diloco.session import Session
 from lightning_bytescheduler.exceptions import UnsupportedError
 from lightning_bytescheduler.lightning_api import Checkpoint, pl, rank_zero_info
 
@@ -53,12 +53,12 @@ class LoopBoundaries(ABC):
     def __init__(
         self,
         trainer: pl.Trainer,
-        session: Session[Any],
+        session: Session,
         *,
         group: WorkerGroup,
     ) -> None:
         self._trainer = trainer
-        self._counts = session
+        self._session = session
         self._group = group
         self._loop: Any = trainer.fit_loop.epoch_loop  # its decision is not a public method
         self._own_decision: Callable[..., bool] = self._loop._should_check_val_fx
@@ -74,7 +74,7 @@ class LoopBoundaries(ABC):
         """Begin to decide."""
         self._loop._should_check_val_fx = self._after_batch
         self._began = time.monotonic()
-        if self._counts.over:
+        if self._session.over:
             self._stop()
 
     def detach(self) -> None:
@@ -90,7 +90,7 @@ class LoopBoundaries(ABC):
 
     def before_epoch(self) -> bool:
         """Returns whether all ranks of this worker train on; called by those that would."""
-        self._ended = self._group.any(self._counts.over)
+        self._ended = self._group.any(self._session.over)
         return not self._ended
 
     def before_end(self) -> None:
@@ -117,7 +117,7 @@ class LoopBoundaries(ABC):
             self._global_step = trainer.global_step
             self._loss = losses / measured if measured else None
             seconds = time.monotonic() - self._began
-            self._counts.count(samples=round(samples), seconds=seconds, tokens=round(tokens), loss=self._loss)
+            self._session.count(samples=round(samples), seconds=seconds, tokens=round(tokens), loss=self._loss)
             self._samples = self._tokens = 0
         return agreed
 
@@ -151,7 +151,7 @@ class RoundBoundaries(LoopBoundaries):
     def __init__(
         self,
         trainer: pl.Trainer,
-        session: LaunchedSession,
+        session: Session,
         *,
         group: WorkerGroup,
         first_worker: bool,
@@ -160,7 +160,6 @@ class RoundBoundaries(LoopBoundaries):
         shared_data: TrackedTraining | None = None,
     ) -> None:
         super().__init__(trainer, session, group=group)
-        self._session = session
         self._first_worker = first_worker
         self._together = together
         self._explained = explained
@@ -249,6 +248,8 @@ class RoundBoundaries(LoopBoundaries):
         used_up = own_epoch and self._has_batch and loop.batch_progress.current.ready < trainer.num_training_batches
         self._has_batch = False
         wants_validation, stops, epoch, used_up = self._agree(stepped, data_fetcher, own_epoch, used_up)
+        if stepped and session.overlap and session.is_to_merge():
+            session.synchronise()
         stop = stops or self._reaches_limit(epoch and not (used_up and self._awaits_others()))
         if self._shared_data is not None and (epoch or stop or session.is_due()):
             self._shared_data.settle()
@@ -256,13 +257,13 @@ class RoundBoundaries(LoopBoundaries):
             self._end_epoch_for_all(used_up=used_up, validate=wants_validation)
             self._epoch_to_end = session.round_end is not None and not session.round_end.epoch
         elif stop:
-            session.end_round_for_all(epoch=epoch, validate=wants_validation, stop=stop)
+            session.end_round(epoch=epoch, validate=wants_validation, stop=stop)
             self._epoch_to_end = epoch and session.round_end is not None and not session.round_end.epoch
         else:
             if wants_validation and self._first_worker:
                 session.ask(validate=True)
             if stepped and not session.halted and session.is_due():
-                session.end_round()
+                session.synchronise()
         if stepped:
             self._began = time.monotonic()
         return session.halted and self._halt(own_epoch)
@@ -291,10 +292,9 @@ class RoundBoundaries(LoopBoundaries):
         session = self._session
         session.merge_sent()
         while used_up and self._awaits_others():
-            session.end_round()
-            session.merge_sent()
+            session.end_round(for_all=False)
         if not session.halted and not session.over:
-            session.end_round_for_all(epoch=True, validate=validate)
+            session.end_round(epoch=True, validate=validate)
 
     def _halt(self, own_epoch_ends: bool) -> bool:
         """All workers stand still: do here what the end of this round is for. Returns whether to validate."""
@@ -335,7 +335,7 @@ class CoordinatedBoundaries(LoopBoundaries):
     def __init__(
         self,
         trainer: pl.Trainer,
-        session: CoordinatedSession,
+        session: Session,
         *,
         group: WorkerGroup,
         leads: bool = False,
@@ -343,7 +343,6 @@ class CoordinatedBoundaries(LoopBoundaries):
         super().__init__(trainer, session, group=group)
         self.leads = leads
         self.ends_all = False
-        self._session = session
         self._wants_validation = False
         self._validates = False
         self._left = False

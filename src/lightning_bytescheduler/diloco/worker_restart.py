@@ -45,7 +45,7 @@ from lightning_bytescheduler.ddp.rank_strategy import OUTER_STATE
 from lightning_bytescheduler.diloco.epoch_shares import share_of
 from lightning_bytescheduler.diloco.mailbox import Caller, Mailbox, await_key, connection_to
 from lightning_bytescheduler.diloco.process_groups import WorkerWorld, worker_name
-from lightning_bytescheduler.diloco.session import LaunchedSession
+from lightning_bytescheduler.diloco.session import Session
 from lightning_bytescheduler.exceptions import SchedulerTimeoutError
 from lightning_bytescheduler.lightning_api import pl, rank_zero_warn
 
@@ -379,7 +379,7 @@ class WorkerStates:
     def __init__(
         self,
         trainer: pl.Trainer,
-        session: LaunchedSession,
+        session: Session,
         world: WorkerWorld,
         *,
         full: bool,
