@@ -18,7 +18,7 @@ from lightning_bytescheduler.diloco.messages import RoundEnded, SendNow, StartRo
 from lightning_bytescheduler.diloco.outer_optimizer import Contribution, Mean, OuterState, Upload
 from lightning_bytescheduler.diloco.process_groups import WorkerGroup
 from lightning_bytescheduler.diloco.session import Session
-from lightning_bytescheduler.exceptions import OptionError, SchedulerTimeoutError
+from lightning_bytescheduler.exceptions import OptionError, SchedulerTimeoutError, UnsupportedError
 
 AUTO = Overlap(steps="auto")
 
@@ -70,6 +70,7 @@ class Worker:
         fragments: int = 1,
         group: WorkerGroup | None = None,
         begins: bool = True,
+        first: int = 1,
     ) -> None:
         self.name = f"worker{number}"
         self.module = model()
@@ -88,7 +89,7 @@ class Worker:
         )
         self._random = torch.Generator().manual_seed(number)
         self.session.stand_at(0)
-        self.session.receive(StartRound(round=1))
+        self.session.receive(StartRound(round=first))
         if begins:
             self.session.begin()
 
@@ -148,6 +149,12 @@ def conclude(worker: Worker, sent: Sending, **halts: bool) -> None:
     sent.mean.set_result(mean_of([sent]))
     worker.session.receive(ended(sent.contribution.round, **halts))
     worker.session.receive(StartRound(round=sent.contribution.round + 1))
+
+
+def test_a_worker_that_has_loaded_another_checkpoint_than_the_others_is_told() -> None:
+    worker = Worker(begins=False, first=5)
+    with pytest.raises(UnsupportedError, match="Round 5 begins, and the weights of worker0 are those of round 1: give"):
+        worker.session.begin()
 
 
 @pytest.mark.parametrize("beside", [1, 3])
