@@ -28,7 +28,7 @@ from benchmarks.rank import _end_with_parent
 from benchmarks.visits import Visits, grid
 from lightning_bytescheduler import ByteSchedulerStrategy, CreditTuner
 from lightning_bytescheduler.ddp import runtime
-from lightning_bytescheduler.tuning import PLAIN_DDP, LinkEstimate, TuningPoint
+from lightning_bytescheduler.tuning.sizes import PLAIN_DDP, LinkEstimate, TuningPoint
 
 __all__: list[str] = []
 
@@ -59,11 +59,11 @@ class Timed(CreditTuner):
         self._at = super().begin(**given)
         return self._at
 
-    def step_took(self, step: int, seconds: float, *, as_decided: bool) -> None:
+    def step_took(self, step: int, seconds: float, *, as_decided: bool, hideable: float | None = None) -> None:
         if as_decided:
             self._at = self.current
         self.steps.append((self._at, seconds))
-        super().step_took(step, seconds, as_decided=as_decided)
+        super().step_took(step, seconds, as_decided=as_decided, hideable=hideable)
 
 
 def run(fit: dict[str, Any], model: L.LightningModule, tuner: Timed, known: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Sequence
 
 from lightning_bytescheduler import CreditTuner
-from lightning_bytescheduler.tuning import SearchSpace, TuningPoint
+from lightning_bytescheduler.tuning.sizes import SearchSpace, TuningPoint
 
 __all__ = ["Visits", "grid"]
 
@@ -56,7 +56,7 @@ class Visits(CreditTuner):
         lap, position = divmod(self._visit, len(self._points))
         return self._points[position if lap % 2 == 0 else -1 - position]
 
-    def step_took(self, step: int, seconds: float, *, as_decided: bool) -> None:
+    def step_took(self, step: int, seconds: float, *, as_decided: bool, hideable: float | None = None) -> None:
         """See `CreditTuner`."""
         if self._warm_up:
             self._warm_up -= 1

@@ -15,7 +15,7 @@ import lightning_bytescheduler
 from lightning_bytescheduler.__about__ import __version__
 from lightning_bytescheduler.cli import main
 from lightning_bytescheduler.timeline.timeline import COMMUNICATION, COMPUTE, GATE, STEP, Timeline
-from lightning_bytescheduler.tuning import TrialEntry, append_entries
+from lightning_bytescheduler.tuning.record import TrialEntry, append_entries
 from tests.diloco.records import written
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.tuning import _options, fits_of, main, rows_of
 from benchmarks.visits import Visits, grid
-from lightning_bytescheduler.tuning import PLAIN_DDP, SearchSpace, TuningPoint
+from lightning_bytescheduler.tuning.sizes import PLAIN_DDP, SearchSpace, TuningPoint
 
 A, B = (TuningPoint(credit=size, partition_size=size) for size in (100, 200))
 

@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -18,7 +18,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_bytescheduler import ByteSchedulerStrategy
 from lightning_bytescheduler.ddp import fit_report
-from lightning_bytescheduler.ddp.ddp_mode import ModeChoice, ModeFound, ModeTrial
+from lightning_bytescheduler.tuning import credit_tuner
+from lightning_bytescheduler.tuning.search import CreditTuning
 from tests.support.fit import SIZES
 from tests.support.models import Tower
 
@@ -66,46 +67,39 @@ def said() -> Iterator[list[str]]:
             logger.removeHandler(handler)
 
 
-class _Finds(ModeTrial):
-    """Finds what it is told before steps 5, 10, 15 ...: how long steps took, each way."""
+class Paced(CreditTuning):
+    """Is told how long steps take, whatever they took.
 
-    def __init__(self, ddp_ms: list[float], overlapped_ms: list[float], **given: Any) -> None:
-        super().__init__(**given)
-        self._founds = list(zip(ddp_ms, overlapped_ms, strict=True))
-        self.next_look = 5
+    Args:
+        ddp_ms: Milliseconds of a step as DDP's.
+        overlapped_ms: The same of an overlapped one.
+        hideable_ms: Of a step as DDP's.
+    """
 
-    def choose(self, step: int, exposed: Sequence[float]) -> ModeChoice:
-        ddp_ms, overlapped_ms = self._founds[min(step // 5, len(self._founds)) - 1]
-        return ModeChoice(ddp_mode=ddp_ms < overlapped_ms, trying=False)
+    def __init__(self, *args: Any, ddp_ms: float, overlapped_ms: float, hideable_ms: float, **given: Any) -> None:
+        super().__init__(*args, **given)
+        self._ms = {True: ddp_ms, False: overlapped_ms}
+        self._hideable_ms = hideable_ms
+        self._here = self.current
 
-    def follow(self, step: int, choice: ModeChoice, exposed: Sequence[float]) -> ModeFound | None:
-        before = self.in_force
-        super().follow(step, choice, exposed)
-        self.next_look = step + 5
-        if step > 5 * len(self._founds):
-            return None
-        ddp_ms, overlapped_ms = self._founds[step // 5 - 1]
-        changed = step == 5 or before.ddp_mode != choice.ddp_mode
-        return ModeFound(choice.ddp_mode, ddp_ms / 1e3, overlapped_ms / 1e3, 0.0, changed=changed)
+    def step_took(self, step: int, seconds: float, *, hideable: float | None = None) -> None:
+        if step >= self.in_force_from:
+            self._here = self.current
+        super().step_took(step, self._ms[self._here.is_plain_ddp] / 1e3, hideable=self._hideable_ms / 1e3)
 
 
-def say_what_is_found(rank: int, ddp_ms: list[float], overlapped_ms: list[float]) -> tuple[list[str], list[str]]:
-    """What a fit says, and the plan's words after each look."""
-    paces: list[str] = []
-
-    class Reads(Callback):
-        def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-            plan = strategy.plan
-            if trainer.global_step % 5 == 0 and plan is not None:
-                paces.append(plan.pace)
-
+def say_what_is_found(rank: int, steps: int, **pace: float) -> tuple[list[str], str]:
+    """What a fit says whose steps take what :class:`Paced` is told, and the plan's words in the end."""
     strategy = ByteSchedulerStrategy(**SIZES, tuning=False)
-    made = partial(_Finds, ddp_ms, overlapped_ms)
-    steps = 5 * len(ddp_ms) + 5
-    trainer = trainer_with(rank, strategy, max_steps=steps, max_epochs=-1, callbacks=[Reads()])
-    with patch.object(fit_report, "ModeTrial", made), said() as lines:
-        trainer.fit(Tower())
-    return lines, paces[:-1]
+    trainer = trainer_with(rank, strategy, max_steps=steps, max_epochs=-1)
+    with (
+        patch.object(credit_tuner, "CreditTuning", partial(Paced, **pace)),
+        patch.object(fit_report, "is_slow", lambda *_, **__: False),
+        said() as lines,
+    ):
+        trainer.fit(Tower(samples=2000))
+    assert strategy.plan is not None
+    return lines, strategy.plan.pace
 
 
 def train_alone(rank: int) -> tuple[list[str], str]:

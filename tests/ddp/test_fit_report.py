@@ -10,16 +10,13 @@ import pytest
 
 from lightning_bytescheduler import OverlapPlan
 from lightning_bytescheduler.ddp.agreed_sizes import AgreedSizes
-from lightning_bytescheduler.ddp.ddp_mode import ModeFound
 from lightning_bytescheduler.ddp.fit_report import (
     codec_cost,
-    first_pace,
-    reason_for,
-    say_found,
     say_start,
     summary_of,
 )
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
+from lightning_bytescheduler.ddp.tuned_fit import first_pace
 from lightning_bytescheduler.scheduler.options import policy_of
 from lightning_bytescheduler.tuning.sizes import LinkEstimate, SchedulerSizes
 from tests.ddp.fits import said, say_what_is_found, train_alone
@@ -39,33 +36,8 @@ def lines(caplog: pytest.LogCaptureFixture) -> Any:
         yield heard
 
 
-def found(ddp_mode: bool, ddp_mode_s: float, overlapped_s: float, exposed_s: float = 0.0, **given: Any) -> ModeFound:
-    return ModeFound(ddp_mode, ddp_mode_s, overlapped_s, exposed_s, **given)
-
-
-@pytest.mark.parametrize(
-    ("seen", "reason"),
-    [
-        (found(True, 0.0349, 0.0372), "synchronised steps are fastest so far (34.9 ms against 37.2 ms overlapped)"),
-        (found(True, 0.0349, 0.0347), "overlapped steps are hardly faster (34.7 ms against 34.9 ms synchronised)"),
-        (found(False, 0.1234, 0.0372), "overlapped steps are fastest so far (37.2 ms against 123 ms synchronised)"),
-        (
-            found(True, 0.0376, NAN, 0.0012),
-            "1.2 ms of a step's 37.6 ms could be hidden: too little",
-        ),
-        (
-            found(True, 0.0376, NAN, 0.0052, to_be_tried=True),
-            "5.2 ms of a step's 37.6 ms could be hidden: overlap is tried soon",
-        ),
-        (found(True, NAN, NAN, math.inf), "it is not known what could be hidden"),
-    ],
-)
-def test_reasons_have_the_figures(seen: ModeFound, reason: str) -> None:
-    assert reason_for(seen) == reason
-
-
 def test_how_steps_begin_is_one_line(lines: list[str]) -> None:
-    pace = first_pace("auto", slow=False, tuned=False)
+    pace = first_pace("auto", slow=False, as_ddp=True)
     say_start(
         OverlapPlan(steps="overlapped", as_ddp=True, pace=pace), AGREED, world_size=2, nbytes=6_320_000, tuned=False
     )
@@ -74,7 +46,7 @@ def test_how_steps_begin_is_one_line(lines: list[str]) -> None:
         "taken as DDP takes them, because nothing has been measured yet; overlap is tried if training is seen to wait "
         "for gradients."
     ]
-    pace = first_pace("auto", slow=True, tuned=True)
+    pace = first_pace("auto", slow=True, as_ddp=False)
     say_start(OverlapPlan(steps="overlapped", pace=pace), AGREED, world_size=2, nbytes=6_320_000, tuned=True)
     assert lines[1].partition(". ")[2] == (
         "Steps overlap, because the link is slow for this model: gradients travel under the backward and the next "
@@ -82,23 +54,12 @@ def test_how_steps_begin_is_one_line(lines: list[str]) -> None:
         "once. How much travels at once is tuned while training."
     )
     unmeasured = AgreedSizes(sizes=AGREED.sizes, link=None)
-    pace = first_pace("ddp", slow=False, tuned=False)
+    pace = first_pace("ddp", slow=False, as_ddp=True)
     say_start(OverlapPlan(steps="overlapped", as_ddp=True, pace=pace), unmeasured, world_size=4, nbytes=1, tuned=False)
     assert lines[2] == "bytescheduler: 4 ranks. Steps are taken as DDP takes them, because mode='ddp'."
     plan = OverlapPlan(steps="synchronised", reasons=("there is no optimizer (make one)",))
     say_start(plan, AGREED, world_size=4, nbytes=1, tuned=False)
     assert lines[3:] == ["bytescheduler: steps are synchronised, because there is no optimizer (make one)."]
-
-
-def test_what_is_found_is_one_line(lines: list[str]) -> None:
-    say_found(found(True, 0.0349, 0.0372), stays=True, tuned=False)
-    say_found(found(False, 0.0372, 0.0349), stays=False, tuned=True)
-    assert lines == [
-        "bytescheduler: steps stay as DDP takes them: synchronised steps are fastest so far (34.9 ms against 37.2 ms "
-        "overlapped).",
-        "bytescheduler: steps are from here on overlapped: overlapped steps are fastest so far (34.9 ms against 37.2 "
-        "ms synchronised). How much travels at once is tuned while training.",
-    ]
 
 
 def test_the_end_of_a_fit_is_a_line_where_something_was_scheduled() -> None:
@@ -122,26 +83,49 @@ def test_codecs_that_take_longer_than_what_they_save_are_a_line() -> None:
     assert codec_cost(counted, None, 2) == codec_cost(SchedulerStatistics(), link, 2) == ""
 
 
-def test_compressed_steps_are_not_called_those_of_ddp(lines: list[str]) -> None:
-    say_found(found(True, 0.0349, 0.0372), stays=True, tuned=False, compressed=True)
+def test_compressed_steps_are_not_called_those_of_ddp() -> None:
     plan = OverlapPlan(steps="overlapped", as_ddp=True, compressed={"weight": "int8"})
-    for line in (lines[0], plan.summary(), repr(plan)):
+    for line in (plan.summary(), repr(plan)):
         assert "synchronised" in line
         assert "DDP" not in line
 
 
-def test_a_decision_is_told_once_and_the_plan_has_the_last_figures(two_ranks: RankPool) -> None:
-    ddp_ms, overlapped_ms = [40, 41, 42, 30], [50, 51, 20, 60]
-    (lines, paces), (others, _) = two_ranks.run(say_what_is_found, ddp_ms=ddp_ms, overlapped_ms=overlapped_ms)
+@pytest.mark.parametrize(
+    ("pace", "found"),
+    [
+        (
+            {"ddp_ms": 40.0, "overlapped_ms": 30.0, "hideable_ms": 1.0},
+            "stay synchronised: 1.0 ms of a step's 40.0 ms could be hidden: too little",
+        ),
+        (
+            {"ddp_ms": 40.0, "overlapped_ms": 30.0, "hideable_ms": 4.0},
+            "stay synchronised: 4.0 ms of a step's 40.0 ms could be hidden: overlap is tried soon",
+        ),
+        (
+            {"ddp_ms": 40.0, "overlapped_ms": 30.0, "hideable_ms": math.inf},
+            "are from here on overlapped: overlapped steps with credit 800, partition 400 are fastest (30.0 ms against "
+            "40.0 ms synchronised), after 2 trials",
+        ),
+        (
+            {"ddp_ms": 40.0, "overlapped_ms": 50.0, "hideable_ms": 20.0},
+            "are from here on synchronised: synchronised steps are fastest (40.0 ms against 50.0 ms overlapped), after "
+            "2 trials",
+        ),
+        (
+            {"ddp_ms": 40.0, "overlapped_ms": 39.9, "hideable_ms": 20.0},
+            "are from here on synchronised: overlapped steps are hardly faster (39.9 ms against 40.0 ms synchronised), "
+            "after 2 trials",
+        ),
+    ],
+)
+def test_a_decision_is_told_once_with_its_figures(two_ranks: RankPool, pace: dict[str, float], found: str) -> None:
+    (lines, last), (others, _) = two_ranks.run(say_what_is_found, steps=30, **pace)
     assert others == []
-    assert [line.partition(":")[2].split(":")[0] for line in lines[1:4]] == [
-        " steps stay as DDP takes them",  # and the second time in the same way is no news
-        " steps are from here on overlapped",
-        " steps are from here on as DDP takes them",
-    ]
     assert "2 ranks" in lines[0]
-    assert [line.partition(";")[0] for line in lines[4:]] == ["bytescheduler: 25 steps, 5 of them overlapped"]
-    assert [pace.partition("(")[2].split(" ms")[0] for pace in paces] == ["40.0", "41.0", "20.0", "30.0"]
+    assert lines[1] == f"bytescheduler: steps {found}."
+    assert last == found.partition(": ")[2], "the plan has the same words"
+    (end,) = lines[2:] or [""]
+    assert end == "" or end.endswith(f"; {last}.")
 
 
 def test_one_rank_is_told_that_there_is_nothing_to_schedule() -> None:

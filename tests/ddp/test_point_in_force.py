@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_bytescheduler import CreditTuner, OptionError
-from lightning_bytescheduler.ddp.tuned_fit import PointInForce
-from lightning_bytescheduler.tuning import PLAIN_DDP, SearchSpace, TuningIdentity, TuningPoint, read_record
+from lightning_bytescheduler.ddp.point_in_force import PointInForce
+from lightning_bytescheduler.tuning.record import TuningIdentity, read_record
+from lightning_bytescheduler.tuning.sizes import PLAIN_DDP, SearchSpace, TuningPoint
 
 PARAMETERS = 6_250_000
 IDENTITY = TuningIdentity(parameters=PARAMETERS, bytes_per_parameter=4, workers=4, backend="gloo")
@@ -27,12 +30,12 @@ class OneRank:
         self._next = 0
         self._posted: tuple[list[int], int] | None = None
 
-    def before_step(self, step: int, wanted: Sequence[int], *, interval: int) -> list[int] | None:
+    def before_step(self, step: int, wanted: Sequence[int], *, interval: int, seen: Sequence[int]) -> list[int] | None:
         if step < self._next:
             return None
         agreed, apart = self._posted or (None, 1)
         self._next = step + apart
-        self._posted = list(wanted), interval
+        self._posted = [*wanted, *seen], interval
         self.exchanges.append(step)
         return agreed
 
@@ -52,7 +55,6 @@ class SimulatedFit:
         self.points: list[TuningPoint] = []
         self.changes: list[TuningPoint] = []
         self.values = OneRank()
-        self.trainer: Any = SimpleNamespace(log_every_n_steps=50, global_step=0)
         first = tuner.begin(
             **{
                 "space": SPACE,
@@ -61,6 +63,7 @@ class SimulatedFit:
                 "guesses": (),
                 "given": (),
                 "plain_ddp": True,
+                "as_ddp": False,
                 "folder": None if folder is None else str(folder),
                 **given,
             }
@@ -71,6 +74,7 @@ class SimulatedFit:
             point=first,
             tuner=tuner,
             on_change=self.changes.append,
+            device=torch.device("cpu"),
             clock=lambda: self.now,
         )
 
@@ -86,10 +90,10 @@ class SimulatedFit:
             self.in_force.before_forward(self.step)
             self.in_force.before_forward(self.step)  # accumulated gradients
             self.points.append(self.point)
+            if self.in_force.ddp_mode:
+                self.in_force.add_exposed(math.inf)
             # Steps differ a little, as they do.
             self.now += self.seconds(self.point) * (1 + 0.001 * (self.step % 7))
-            self.trainer.global_step += 1
-            self.tuner.on_train_batch_end(self.trainer, None, None, None, 0)  # type: ignore[arg-type]
         return self
 
 
@@ -299,12 +303,18 @@ def test_the_next_fit_goes_on_with_what_this_one_knows(tuner: CreditTuner) -> No
 def test_what_others_try_in_overlapped_steps_does_not_hold_up_plain_ddp(point: TuningPoint, told: list[int]) -> None:
     steps: list[int] = []
     tuner: Any = SimpleNamespace(
-        current=point, is_settled=False, step_took=lambda step, seconds, as_decided: steps.append(step)
+        current=point, is_settled=False, step_took=lambda step, seconds, **_: steps.append(step)
     )
     core: Any = SimpleNamespace(credit=0, partition_size=0)
     values: Any = OneRank()
     in_force = PointInForce(
-        core=core, values=values, point=point, tuner=tuner, on_change=lambda _: None, others_try=lambda: True
+        core=core,
+        values=values,
+        point=point,
+        tuner=tuner,
+        on_change=lambda _: None,
+        device=torch.device("cpu"),
+        others_try=lambda: True,
     )
     for step in range(1, 6):
         in_force.before_forward(step)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,11 +14,13 @@ import torch
 
 from lightning_bytescheduler.cli import main
 from lightning_bytescheduler.ddp.agreed_sizes import AgreedSizes
-from lightning_bytescheduler.ddp.ddp_mode import ModeChoice, ModeTrial
 from lightning_bytescheduler.ddp.fit_report import announce
-from lightning_bytescheduler.ddp.tuned_fit import likely_points, space_for
+from lightning_bytescheduler.ddp.tuned_fit import first_guess, space_for
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
-from lightning_bytescheduler.tuning import LinkEstimate, SchedulerSizes, SearchSpace, TuningPoint, read_record
+from lightning_bytescheduler.tuning import credit_tuner
+from lightning_bytescheduler.tuning.record import read_record
+from lightning_bytescheduler.tuning.sizes import LinkEstimate, SchedulerSizes, SearchSpace, TuningPoint
+from tests.ddp.fits import Paced
 from tests.ddp.tuned_fits import Seen, record_of, tuned_fit
 from tests.support.rank_pool import RankPool
 
@@ -29,7 +32,8 @@ HASTY = {"trials": 2, "steps_per_trial": 4, "precision": 0.9, "warm_up": 2}
 def test_default_on(two_ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     zero, one = two_ranks.run(tuned_fit, steps=80, logs=str(tmp_path), slow=True)
     assert zero.points == one.points
-    assert all(zero.is_tuned)
+    assert all(zero.is_decided)
+    assert all(zero.tunes_sizes[:20])
     assert zero.tuners == one.tuners == 1
     assert zero.left == one.left == []
     assert len(set(zero.points[:20])) == 1, "nothing changes in a run of a few steps"
@@ -49,21 +53,25 @@ def test_default_on(two_ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureF
     assert "plain DDP" in capsys.readouterr().out
 
 
-def overlapping_from(rank: int, step: int) -> Seen:
-    """A fit on a fast link in which rank 0 finds before ``step`` that overlapped steps pay."""
-
-    def choose(trial: ModeTrial, at: int, exposed: Any) -> ModeChoice:
-        return ModeChoice(ddp_mode=at < step or rank > 0, trying=False)
-
-    with patch.object(ModeTrial, "choose", choose):
+def overlapping_soon(rank: int) -> Seen:
+    """A fit on a fast link in which overlapped steps pay."""
+    paced = partial(Paced, ddp_ms=40.0, overlapped_ms=30.0, hideable_ms=20.0)
+    with patch.object(credit_tuner, "CreditTuning", paced):
         return tuned_fit(rank, steps=60)
 
 
 def test_tuned_from_when_on_overlap_pays(two_ranks: RankPool) -> None:
-    zero, one = two_ranks.run(overlapping_from, step=8)
+    zero, one = two_ranks.run(overlapping_soon)
     assert zero.points == one.points
-    assert zero.is_tuned == one.is_tuned == [False] * 7 + [True] * 53
-    assert zero.entries[0].kind == "start"
+    assert all(zero.is_decided)
+    first = zero.points.index(next(point for point in zero.points if point != (0, 0)))
+    assert first < 10
+    assert (0, 0) not in zero.points[first:]
+    assert (
+        zero.tunes_sizes == [False] * first + [True] * (60 - first) or zero.tunes_sizes[first + 1 :].count(False) == 0
+    )
+    assert [entry.kind for entry in zero.entries[:2]] == ["start", "guess"]
+    assert len({entry.credit for entry in zero.entries}) > 2, "other credits are tried"
     assert one.entries == ()
     assert zero.left == one.left == []
 
@@ -84,8 +92,9 @@ def test_tuned_from_when_on_overlap_pays(two_ranks: RankPool) -> None:
     ],
 )
 def test_what_is_tuned(two_ranks: RankPool, given: dict[str, Any], tuned: bool) -> None:
-    for seen in two_ranks.run(tuned_fit, **given):
-        assert set(seen.is_tuned) == {tuned}
+    zero, one = two_ranks.run(tuned_fit, **given)
+    assert any(zero.tunes_sizes) == tuned
+    for seen in (zero, one):
         assert seen.tuners == (1 if "tuner" in given or "environment" not in given else 0)
         assert seen.left == []
 
@@ -144,21 +153,12 @@ def test_the_start_is_in_the_space(credit: bool, partition: bool, parameters: in
 
 
 @pytest.mark.parametrize("alpha", [1e-5, 1e-3, 1e-2])
-def test_a_closed_form_is_among_the_first_guesses(alpha: float) -> None:
+def test_the_first_guess_is_a_closed_form(alpha: float) -> None:
     parameters, link = 20_000_000, LinkEstimate(alpha=alpha, beta=1e-8)
     space = SearchSpace.for_model(parameters)
-    start = TuningPoint(credit=space.credits[1], partition_size=space.partitions[1])
-    guesses = likely_points(
-        space,
-        layer_bytes=[4_000_000] * 20,
-        bucket_bytes=1 << 20,
-        link=link,
-        workers=4,
-        backend="gloo",
-        start=start,
-    )
-    assert all(point in space for point in guesses)
-    best = math.sqrt(alpha * parameters / (4e-8))
-    nearest = min(guesses, key=lambda point: abs(math.log2(point.sizes[1] / best)))
+    (guess,) = first_guess(space, parameters, link, TuningPoint(credit=space.credits[1], partition_size=1024))
+    assert guess in space
     low, high = space.partitions
-    assert abs(math.log2(nearest.sizes[1] / min(max(best, low), high))) <= 0.5
+    best = min(max(math.sqrt(alpha * parameters / 4e-8), low), high)
+    assert abs(math.log2(guess.sizes[1] / best)) <= 0.1
+    assert first_guess(space, parameters, link, guess) == (), "what is measured anyway is no guess"

@@ -15,7 +15,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning_bytescheduler import ByteSchedulerStrategy, CreditTuner
 from lightning_bytescheduler.ddp import fit_report
 from lightning_bytescheduler.ddp import tuned_fit as tuned_fit_module
-from lightning_bytescheduler.ddp.tuned_fit import PointInForce
+from lightning_bytescheduler.ddp.point_in_force import PointInForce
 from tests.ddp.fits import said, trainer_with
 from tests.support.models import Tower
 
@@ -25,7 +25,8 @@ class Seen:
     """What a rank saw.
 
     Attributes:
-        is_tuned: In each step.
+        is_decided: In each step, whether rank 0 decides from step to step how it is taken.
+        tunes_sizes: In each step, whether sizes are searched; on rank 0.
         points: In force in each step; (0, 0) for plain DDP.
         tuners: Among the callbacks in mid-fit.
         left: Of ours after the fit: callbacks and threads.
@@ -36,7 +37,8 @@ class Seen:
         plan: In words, at the end.
     """
 
-    is_tuned: list[bool] = field(default_factory=list)
+    is_decided: list[bool] = field(default_factory=list)
+    tunes_sizes: list[bool] = field(default_factory=list)
     points: list[tuple[int, int]] = field(default_factory=list)
     tuners: int = 0
     left: list[str] = field(default_factory=list)
@@ -56,7 +58,8 @@ class _Looks(Callback):
         assert isinstance(strategy, ByteSchedulerStrategy)
         assert strategy.runtime is not None
         engine, core = strategy.runtime.engine, strategy.runtime.core
-        self._seen.is_tuned.append(isinstance(engine.mode, PointInForce))
+        self._seen.is_decided.append(isinstance(engine.mode, PointInForce))
+        self._seen.tunes_sizes.append(strategy._tuning.tunes_now)
         self._seen.points.append((0, 0) if engine.mode.ddp_mode else (core.credit, core.partition_size))
         tuners = [callback for callback in trainer.callbacks if isinstance(callback, CreditTuner)]  # type: ignore[attr-defined]
         self._seen.tuners = len(tuners)

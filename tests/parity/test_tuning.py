@@ -12,7 +12,9 @@ import pytest
 from torch.optim import AdamW
 
 from lightning_bytescheduler.ddp.engine import GradientEngine
-from lightning_bytescheduler.tuning import PLAIN_DDP, CreditTuning, TuningPoint, credit_tuner
+from lightning_bytescheduler.tuning import credit_tuner
+from lightning_bytescheduler.tuning.search import CreditTuning
+from lightning_bytescheduler.tuning.sizes import PLAIN_DDP, TuningPoint
 from tests.parity.checks import DDP, assert_same, train_on
 from tests.support.fit import SIZES, Outcome, Recipe, Run, train
 from tests.support.models import Tower
@@ -43,7 +45,7 @@ class Restless(CreditTuning):
     def is_settled(self) -> bool:
         return self._calls % 40 >= 30
 
-    def step_took(self, step: int, seconds: float, *, counts: bool = True) -> None:
+    def step_took(self, step: int, seconds: float, *, hideable: float | None = None) -> None:
         assert seconds > 0
         self._calls += 1
         self._left -= 1

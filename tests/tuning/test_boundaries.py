@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_bytescheduler.tuning.decisions import DriftDetector
 from lightning_bytescheduler.tuning.record import StepTimeEstimate, TuningIdentity
+from lightning_bytescheduler.tuning.search import DriftDetector
 from lightning_bytescheduler.tuning.sizes import LinkEstimate
 
 

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from lightning_bytescheduler import CreditTuner, OptionError, UnsupportedError
-from lightning_bytescheduler.tuning import TrialEntry
-from lightning_bytescheduler.tuning.record import standing_of
+from lightning_bytescheduler.tuning.record import TrialEntry, standing_of
 from tests.ddp.fits import said
 
 
@@ -103,7 +102,6 @@ START, DDP = entry("start", 37.2), entry("ddp", 34.9, credit=None)
 @pytest.mark.parametrize(
     ("entries", "words"),
     [
-        ((), "the fastest credit is searched while training"),
         (
             (START,),
             "overlapped steps with credit 4,000, partition 1,000 are fastest so far (37.2 ms); 1 of 3 trials made",
@@ -128,6 +126,10 @@ START, DDP = entry("start", 37.2), entry("ddp", 34.9, credit=None)
             "synchronised steps are fastest (35.0 ms against 37.0 ms overlapped), after 2 trials",
         ),
         (
+            (DDP, entry("guess", 34.7), entry("chosen", 34.9, credit=None)),
+            "overlapped steps are hardly faster (34.7 ms against 34.9 ms synchronised), after 2 trials",
+        ),
+        (
             (START, DDP, entry("chosen", 35.0, credit=None), entry("drift", 70.0), entry("start", 70.0, search=1)),
             "overlapped steps with credit 4,000, partition 1,000 are fastest so far (70.0 ms); 1 of 3 trials made",
         ),
@@ -137,16 +139,47 @@ def test_what_it_has_come_to_so_far(entries: tuple[TrialEntry, ...], words: str)
     assert standing_of(entries, 3) == words
 
 
+class Fake:
+    """A search that decides what a test says, at each step."""
+
+    standing = "so it stands"
+    in_force_from = 0
+
+    def __init__(self, *steps: tuple[tuple[TrialEntry, ...], tuple[bool, bool] | None, bool]) -> None:
+        self.entries: tuple[TrialEntry, ...] = ()
+        self.verdict: tuple[bool, bool] | None = None
+        self.is_settled = False
+        self.tunes_sizes = True
+        self._steps = list(steps)
+
+    def step_took(self, *_: Any, **__: Any) -> None:
+        new, self.verdict, self.is_settled = self._steps.pop(0)
+        self.entries += new
+
+
 def test_what_is_decided_is_told_once_and_trials_are_not() -> None:
     tuner = CreditTuner(trials=3)
-    chosen, drift, failed = entry("chosen", 34.9, credit=None), entry("drift", 70.0, credit=None), entry("failed", 34.9)
-    tuner._tuning = SimpleNamespace(entries=(START, DDP, chosen, drift, failed))  # type: ignore[assignment]
+    failed = entry("failed", 34.9)
+    tuner._tuning = Fake(  # type: ignore[assignment]
+        ((), None, False),
+        ((), (True, False), True),
+        ((START, DDP), (True, False), True),
+        ((), (False, True), False),
+        ((), (False, True), False),
+        ((entry("chosen", 34.9, credit=None),), (True, True), True),
+        ((), (True, True), True),
+        ((entry("drift", 70.0),), None, False),
+        ((failed,), (True, True), True),
+    )
     with said() as lines:
-        for one in (START, DDP, chosen, drift, failed):
-            tuner._tell(one)
+        for step in range(9):
+            tuner.step_took(step, 1.0, as_decided=True)
     assert lines == [
-        "bytescheduler: tuning is done: synchronised steps are fastest (34.9 ms against 37.2 ms overlapped), after 2 "
-        "trials.",
+        "bytescheduler: steps stay synchronised: so it stands.",
+        "bytescheduler: steps are from here on overlapped: so it stands. How much travels at once is tuned while "
+        "training.",
+        "bytescheduler: steps are from here on synchronised: so it stands.",
         "bytescheduler: steps have changed, to 70.0 ms: tuning begins anew.",
         "bytescheduler: no more is tried, as no next point could be computed (ValueError: boom).",
+        "bytescheduler: steps are from here on synchronised: so it stands.",
     ]

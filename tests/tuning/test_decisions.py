@@ -8,15 +8,9 @@ from collections.abc import Callable
 import pytest
 
 from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.tuning import (
-    PLAIN_DDP,
-    LinkEstimate,
-    TrialEntry,
-    TuningIdentity,
-    TuningOptions,
-    TuningPoint,
-)
-from lightning_bytescheduler.tuning.sizes import SearchSpace
+from lightning_bytescheduler.tuning.record import TrialEntry, TuningIdentity
+from lightning_bytescheduler.tuning.search import TuningOptions
+from lightning_bytescheduler.tuning.sizes import PLAIN_DDP, LinkEstimate, SearchSpace, TuningPoint
 from tests.tuning.training import IDENTITY, OPTIONS, PARAMETERS, SPACE, START, Training, tuning
 
 SEEDS = [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 20))]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.tuning import LinkEstimate, default_sizes
+from lightning_bytescheduler.tuning.sizes import LinkEstimate, default_sizes
 
 KIB, MIB = 1024, 1024 * 1024
 NAN, INF = float("nan"), float("inf")

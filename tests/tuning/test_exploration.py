@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_bytescheduler.tuning import PLAIN_DDP, TuningOptions, TuningPoint, decisions
-from lightning_bytescheduler.tuning.decisions import Exploration
+from lightning_bytescheduler.tuning import search
+from lightning_bytescheduler.tuning.search import Exploration, TuningOptions
+from lightning_bytescheduler.tuning.sizes import PLAIN_DDP, TuningPoint
 from tests.tuning.test_decisions import OPTIMUM, bowl
 from tests.tuning.training import SPACE, START, Training, trial, tuning
 
@@ -14,7 +15,7 @@ def test_a_search_that_fails_ends_with_the_best_so_far(monkeypatch: pytest.Monke
     def fail(*args, **kwargs):
         raise ValueError("not positive definite")
 
-    monkeypatch.setattr(decisions, "propose", fail)
+    monkeypatch.setattr(search, "propose", fail)
     training = Training(tuning(), bowl(OPTIMUM)).run(500)
     assert training.tuning.is_settled
     failed = [entry for entry in training.tuning.entries if entry.kind == "failed"]

@@ -4,9 +4,8 @@ import random
 
 import pytest
 
-from lightning_bytescheduler.tuning.decisions import Confirmation, DriftDetector, Exploration, Turn
 from lightning_bytescheduler.tuning.record import StepTimeEstimate, is_clearly_slower
-from lightning_bytescheduler.tuning.search import TuningOptions
+from lightning_bytescheduler.tuning.search import Confirmation, DriftDetector, Exploration, TuningOptions, Turn
 from lightning_bytescheduler.tuning.sizes import PLAIN_DDP, TuningPoint
 from tests.tuning.training import SPACE, START, trial
 

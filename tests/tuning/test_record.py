@@ -8,8 +8,17 @@ from pathlib import Path
 import pytest
 
 from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.tuning import PLAIN_DDP, SearchSpace, TrialEntry, TuningPoint, append_entries, read_record
-from lightning_bytescheduler.tuning.record import RECORD_NAME, add_arguments, draw_tuning, fixed_options, tables
+from lightning_bytescheduler.tuning.record import (
+    RECORD_NAME,
+    TrialEntry,
+    add_arguments,
+    append_entries,
+    draw_tuning,
+    fixed_options,
+    read_record,
+    tables,
+)
+from lightning_bytescheduler.tuning.sizes import PLAIN_DDP, SearchSpace, TuningPoint
 from tests.tuning.test_decisions import OPTIMUM, bowl
 from tests.tuning.training import PARAMETERS, START, Training, tuning
 

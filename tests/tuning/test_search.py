@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.tuning import PLAIN_DDP, SearchSpace, TuningPoint, first_guesses
-from lightning_bytescheduler.tuning.search import distance, propose
+from lightning_bytescheduler.tuning.search import propose
+from lightning_bytescheduler.tuning.sizes import PLAIN_DDP, SearchSpace, TuningPoint, distance
 from tests.tuning.training import SPACE, START, trial
 
 GRID = SPACE.points(octaves=1.0)
@@ -85,21 +85,3 @@ def test_misuse() -> None:
     for nothing in ([], [trial(PLAIN_DDP, 0.3)]):
         with pytest.raises(OptionError, match="at least one of a point with sizes"):
             propose(SPACE, nothing)
-
-
-def test_guesses_are_the_best_predicted_and_apart() -> None:
-    def seconds(point: TuningPoint) -> float:
-        return 1 + distance(point, START)
-
-    first, second = first_guesses(SPACE, seconds)
-    assert distance(first, START) == min(distance(point, START) for point in GRID)
-    assert distance(first, second) >= 1.5
-    assert first in SPACE
-    tie, *_ = first_guesses(SPACE, lambda point: 1.0)
-    assert tie.sizes == min(point.sizes for point in GRID), "of equals the one with least in flight"
-
-
-def test_guesses_of_a_prediction_that_is_none() -> None:
-    for nothing in (math.nan, 0.0, -1.0, None):
-        with pytest.raises(OptionError, match="predicted_seconds"):
-            first_guesses(SPACE, dict.fromkeys(GRID, nothing).__getitem__)

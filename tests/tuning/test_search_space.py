@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 
 from lightning_bytescheduler.checks import ARCHITECTURES
 from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.tuning import PLAIN_DDP, SearchSpace, TuningPoint
-from lightning_bytescheduler.tuning.sizes import ALIGNMENT
+from lightning_bytescheduler.tuning.sizes import ALIGNMENT, PLAIN_DDP, SearchSpace, TuningPoint
 
 MILLION = 1_000_000
 

@@ -6,15 +6,9 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from lightning_bytescheduler.tuning import (
-    CreditTuning,
-    TrialEntry,
-    TuningIdentity,
-    TuningOptions,
-    TuningPoint,
-    prepare,
-)
-from lightning_bytescheduler.tuning.sizes import SearchSpace
+from lightning_bytescheduler.tuning.record import TrialEntry, TuningIdentity
+from lightning_bytescheduler.tuning.search import CreditTuning, TuningOptions, prepare
+from lightning_bytescheduler.tuning.sizes import SearchSpace, TuningPoint
 
 prepare()
 

@@ -11,8 +11,8 @@ Lock order: posted numbers have their own lock, held only to read and to record;
 
 *Numbers that rank 0 changes during training* (:class:`AgreedValues`), and that every rank uses from the same step on.
 Every rank calls `before_step` for each step, in order, on one thread. At some of these calls, the exchanges, rank 0
-posts its next values and the others post the receive, without waiting. At the next exchange every rank applies the
-values posted at the last one. The message has usually arrived by then, so a wait is only for a rank that is a whole
+posts its next values and the others their part of the message, without waiting. At the next exchange every rank applies
+the values posted at the last one. The message has usually arrived by then, so a wait is only for a rank that is a whole
 interval behind.
 
 Why ranks agree:
@@ -22,6 +22,8 @@ Why ranks agree:
   step of the next exchange from a message that all of them have read.
 * Values posted at one exchange take effect at the next one, in the same call on every rank. Rank 0 also reads the
   message that it has sent, not its newest wish.
+* A message is an all-reduce that keeps the least of each number. What rank 0 alone says is the largest there is on the
+  others. So it also brings the least of what all ranks have seen.
 * The messages travel on a group without other use, so they match by their number. It is gloo's, as reading numbers from
   a GPU's memory would wait for all work queued there.
 """
@@ -40,7 +42,10 @@ from lightning_bytescheduler.collectives.groups import leave
 from lightning_bytescheduler.collectives.operations import ends_within, wait_unless
 from lightning_bytescheduler.scheduler.short_turns import prefer_short_turns
 
-__all__ = ["AgreedValues", "NumberExchange", "PostedNumbers"]
+__all__ = ["MOST", "AgreedValues", "NumberExchange", "PostedNumbers"]
+
+MOST = 2**62
+"""The largest number that :class:`AgreedValues` exchanges."""
 
 _WAIT_SLICE = timedelta(milliseconds=200)
 _ARRIVAL_S = 1.0
@@ -200,21 +205,26 @@ class AgreedValues:
     ) -> None:
         self._count = count
         self._failure = failure
+        self._decides = dist.get_rank() == 0
         self._group: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=timeout)
         self._posted: tuple[dist.Work | None, torch.Tensor] | None = None
         self._step = 0
         self._next_exchange = 0
 
-    def before_step(self, step: int, wanted: Sequence[int] | None = None, *, interval: int = 1) -> list[int] | None:
+    def before_step(
+        self, step: int, wanted: Sequence[int] | None = None, *, interval: int = 1, seen: Sequence[int] = ()
+    ) -> list[int] | None:
         """Take part in an exchange, if there is one before this step.
 
         Args:
             step: Number of the step that begins. Repeated calls for a step do nothing.
             wanted: Rank 0's values; ignored on other ranks.
             interval: Rank 0's wish: steps between exchanges, 1 or more, once this message is read.
+            seen: This rank's observations, as many on all ranks.
 
         Returns:
-            The values to apply now, on all ranks; ``None`` if there is no exchange, or this is the first one.
+            The values to apply now, on all ranks, and after them the least of each observation; ``None`` if there is no
+            exchange, or this is the first one.
 
         Raises:
             RuntimeError: If another rank is gone.
@@ -230,10 +240,11 @@ class AgreedValues:
             work, message = self._posted
             if work is not None:
                 wait_unless(work, self._failure, look_every=_WAIT_SLICE)
-            *agreed, apart = message.tolist()
+            apart, *agreed = message.tolist()
         self._next_exchange = step + apart
-        message = torch.tensor([*(wanted or [0] * self._count), interval], dtype=torch.int64, device="cpu")
-        self._posted = dist.broadcast(message, src=0, group=self._group, async_op=True), message
+        said = [interval, *wanted] if wanted is not None and self._decides else [MOST] * (1 + self._count)
+        message = torch.tensor([*said, *seen], dtype=torch.int64, device="cpu")
+        self._posted = dist.all_reduce(message, dist.ReduceOp.MIN, group=self._group, async_op=True), message
         return agreed
 
     def close(self) -> None:

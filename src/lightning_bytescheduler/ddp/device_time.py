@@ -1,4 +1,4 @@
-"""Measures the computing time of batches on a GPU with the GPU's own events, for shares by pace.
+"""Measures steps, and the computing time of batches on a GPU with the GPU's own events, for shares by pace.
 
 The host runs ahead of a GPU, so its clock is of no use here. Events are recorded on the training's stream: when the
 forward pass of a batch begins, around each wait for gradients, and when the last gradient of the batch is complete. The
@@ -14,13 +14,11 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-
-__all__ = ["DeviceTime"]
 
 _UNDER_WAY = 64  # batches that the host may be ahead
 
@@ -107,3 +105,34 @@ class DeviceTime:
         event = self._cuda.Event(enable_timing=True)
         event.record(self._cuda.current_stream(self._device))
         return event
+
+
+class StepTimer:
+    """Times one engine's steps, from one forward pass to the next.
+
+    On a GPU it records events on the training's stream, as the host may be whole steps ahead, and reads them once the
+    GPU has passed them.
+    """
+
+    def __init__(self, device: torch.device, clock: Callable[[], float], *, cuda: Any = torch.cuda) -> None:
+        self._device = device
+        self._clock = clock
+        self._cuda = cuda
+        self._began: Any = clock() if device.type != "cuda" else None
+        self._unread: deque[tuple[int, Any, Any]] = deque()
+
+    def begin(self, step: int, seen: Callable[[int, float], None]) -> None:
+        """Begin ``step``; ``seen`` gets numbers and seconds of earlier steps that are known."""
+        if self._device.type != "cuda":
+            now = self._clock()
+            seen(step - 1, now - self._began)
+            self._began = now
+            return
+        now = self._cuda.Event(enable_timing=True)
+        now.record(self._cuda.current_stream(self._device))
+        if self._began is not None:
+            self._unread.append((step - 1, self._began, now))
+        self._began = now
+        while self._unread and self._unread[0][2].query():
+            ended, start, end = self._unread.popleft()
+            seen(ended, start.elapsed_time(end) / 1e3)

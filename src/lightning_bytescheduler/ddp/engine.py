@@ -36,10 +36,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_bytescheduler.ddp.ddp_arguments import refuse_join, refuse_steps_in_backward
-from lightning_bytescheduler.ddp.ddp_mode import StepMode
 from lightning_bytescheduler.ddp.gates import FirstUseObserver
 from lightning_bytescheduler.ddp.merged_buckets import DdpModeStep
 from lightning_bytescheduler.ddp.overlapped_step import OverlappedStep
+from lightning_bytescheduler.ddp.point_in_force import StepMode
 from lightning_bytescheduler.ddp.sample_weights import NOTHING
 from lightning_bytescheduler.ddp.steps import ForwardPass, StepContext, StepListener, SynchronisedStep, TrainingStep
 from lightning_bytescheduler.timeline.timeline import COMPUTE
@@ -171,7 +171,7 @@ class GradientEngine:
             )
         context, options, number = self.context, self.options, self.context.step.number + 1
         context.weight = None if context.weights is None else context.weights.begin_step()
-        as_ddp = number > 1 and self.mode.begin_step(number)
+        as_ddp = number > 1 and self.mode.ddp_mode
         routing = context.transport.routing
         if routing is not None and as_ddp and context.merges:
             routing.go_direct()
@@ -207,7 +207,7 @@ class GradientEngine:
         layers = None if context.compression is None else context.compression.layers
         context.waiting = self.mode.may_wait or layers is not None
         try:
-            self.mode = self.mode.before_forward(step.number + 1)
+            self.mode.before_forward(step.number + 1)
             if layers is not None:  # only one setting is tried at a time
                 counts = step.kind == OverlappedStep.kind or not self.options.overlapped
                 layers.before_step(step.number + 1, counts=counts and not (layers.is_settled and self.mode.tries))

@@ -60,6 +60,7 @@ from lightning_bytescheduler.ddp.runtime import SchedulerRuntime
 from lightning_bytescheduler.ddp.sample_weights import Weighting
 from lightning_bytescheduler.ddp.sparse_gradients import sparse_layers
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
+from lightning_bytescheduler.ddp.tuned_fit import FitTuning
 from lightning_bytescheduler.ddp.uneven_data import DrawnBatches, DrawnLoader, gather_lengths
 from lightning_bytescheduler.exceptions import UnsupportedError
 from lightning_bytescheduler.failures.board import FaultBoard
@@ -115,7 +116,8 @@ class ModuleGradients(DecidedSteps):
     """The scheduler of one module, from its wrapping to the last step."""
 
     def __init__(self, module: nn.Module, strategy: ByteSchedulerFabricStrategy, board: FaultBoard) -> None:
-        super().__init__(strategy, strategy._options, own_buckets=strategy._own_buckets)
+        tuning = FitTuning(strategy._options, timeout=strategy._timeout)
+        super().__init__(strategy, strategy._options, own_buckets=strategy._own_buckets, tuning=tuning)
         check_module(module)
         check_hooks(module)
         self._batches = batches = strategy._batches
@@ -255,6 +257,7 @@ class ModuleGradients(DecidedSteps):
     def close(self, *, failed: bool) -> None:
         """Stop every thread and make every parameter plain again; bounded, idempotent."""
         self._plan = self.plan
+        self._tuning.end([])
         runtime, self.runtime = self.runtime, None
         if runtime is not None:
             runtime.close(failed=failed)

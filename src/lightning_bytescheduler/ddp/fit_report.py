@@ -8,7 +8,6 @@ between steps, or unseen, costs overlap or exactness; it is named once.
 from __future__ import annotations
 
 import logging
-import math
 import os
 import sys
 from collections import Counter
@@ -17,21 +16,19 @@ from dataclasses import replace
 from types import FrameType
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import nn
 
 from lightning_bytescheduler.checks import some_of
 from lightning_bytescheduler.ddp.agreed_sizes import AgreedSizes
 from lightning_bytescheduler.ddp.compressed_reduction import GradientCompression
-from lightning_bytescheduler.ddp.compression_rules import AUTO
-from lightning_bytescheduler.ddp.ddp_mode import ModeFound, ModeTrial, StepMode, TriedMode
 from lightning_bytescheduler.ddp.engine import EngineOptions
 from lightning_bytescheduler.ddp.merged_buckets import merged_bytes
 from lightning_bytescheduler.ddp.plan import OverlapPlan, names_of
+from lightning_bytescheduler.ddp.point_in_force import StepMode
 from lightning_bytescheduler.ddp.runtime import SchedulerRuntime
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
 from lightning_bytescheduler.ddp.steps import StepListener
+from lightning_bytescheduler.ddp.tuned_fit import FitTuning
 from lightning_bytescheduler.lightning_api import (
     DDPStrategy,
     FabricDDPStrategy,
@@ -40,8 +37,8 @@ from lightning_bytescheduler.lightning_api import (
     rank_zero_info,
     rank_zero_warn,
 )
-from lightning_bytescheduler.scheduler.options import MODES, POLICIES, SchedulerOptions, SchedulingPolicy, policy_of
-from lightning_bytescheduler.tuning.sizes import LinkEstimate, is_slow
+from lightning_bytescheduler.scheduler.options import POLICIES, SchedulerOptions, SchedulingPolicy, policy_of
+from lightning_bytescheduler.tuning.sizes import LinkEstimate, TuningPoint, is_slow
 
 log = logging.getLogger(__name__)
 
@@ -121,46 +118,6 @@ def say_start(
     if agreed.far:
         facts += _FAR
     rank_zero_info(f"bytescheduler: {facts}{steps}{sizes}{_TUNED if tuned else ''}")
-
-
-def say_found(found: ModeFound, *, stays: bool, tuned: bool, compressed: bool = False) -> None:
-    """Report how steps are taken from here on, and why."""
-    as_ddp = "synchronised, with compressed gradients" if compressed else "as DDP takes them"
-    way = as_ddp if found.ddp_mode else "overlapped"
-    when = "stay" if stays else "are from here on"
-    rank_zero_info(f"bytescheduler: steps {when} {way}: {reason_for(found)}.{_TUNED if tuned else ''}")
-
-
-def first_pace(mode: str, *, slow: bool, tuned: bool) -> str:
-    """Return in a few words why steps begin as they do.
-
-    Args:
-        mode: Rank 0's option ``mode``.
-        slow: Whether the link is known to be slow for the model.
-        tuned: Whether sizes are tuned from the start.
-    """
-    if mode != "auto":
-        return f"mode={mode!r}"
-    if slow:
-        return "the link is slow for this model"
-    if tuned:
-        return "tuning begins with them"
-    return "nothing has been measured yet; overlap is tried if training is seen to wait for gradients"
-
-
-def reason_for(found: ModeFound) -> str:
-    """Return in a few words why steps are taken as they are."""
-    if found.compared:
-        overlapped, as_ddp = f"{_ms(found.overlapped_s)} ms", f"{_ms(found.ddp_mode_s)} ms"
-        if not found.ddp_mode:
-            return f"overlapped steps are fastest so far ({overlapped} against {as_ddp} synchronised)"
-        if found.overlapped_s < found.ddp_mode_s:
-            return f"overlapped steps are hardly faster ({overlapped} against {as_ddp} synchronised)"
-        return f"synchronised steps are fastest so far ({as_ddp} against {overlapped} overlapped)"
-    if math.isfinite(found.exposed_s):
-        so = "overlap is tried soon" if found.to_be_tried else "too little"
-        return f"{_ms(found.exposed_s)} ms of a step's {_ms(found.ddp_mode_s)} ms could be hidden: {so}"
-    return "it is not known what could be hidden"
 
 
 def summary_of(statistics: SchedulerStatistics, finding: str) -> str | None:
@@ -292,25 +249,29 @@ def _reader(frame: FrameType | None) -> str | None:
 
 
 class DecidedSteps:
-    """Holds the plan of a fit, and decides with the other ranks which steps are as DDP's.
+    """Holds the plan of a fit, and decides with the other ranks which steps are as DDP's, before the first step.
 
-    They agree before the first step, and again on what they observe. A Trainer's fit and a Fabric module share this
-    class; only a Trainer's fit also tunes sizes.
+    A Trainer's fit and a Fabric module share this class; only a Trainer's fit also tunes sizes.
     """
 
     runtime: SchedulerRuntime | None = None
     statistics: SchedulerStatistics | None = None
 
     def __init__(
-        self, strategy: DDPStrategy | FabricDDPStrategy, options: SchedulerOptions, *, own_buckets: bool
+        self,
+        strategy: DDPStrategy | FabricDDPStrategy,
+        options: SchedulerOptions,
+        *,
+        own_buckets: bool,
+        tuning: FitTuning,
     ) -> None:
         self._strategy: Any = strategy
         self._options = options
         self._own_buckets = own_buckets
+        self._tuning = tuning
         self._compression: GradientCompression | None = None
         self._plan: OverlapPlan | None = None
         self._reads: SeenReads | None = None  # if steps overlap
-        self._finding = ""  # what was measured to be fastest
 
     def _so_far(self, module: nn.Module | None, **facts: Any) -> OverlapPlan | None:
         """Return the plan of the current or last fit with its results so far; ``None`` before the first fit."""
@@ -322,6 +283,7 @@ class DecidedSteps:
                 facts["gated_at_start"] = names_of(module, context.unseen)
                 facts["held_elsewhere"] = names_of(module, context.held_elsewhere)
                 facts["opened_for"] = dict(context.opened_for)
+            facts["pace"] = self._tuning.standing or plan.pace
             facts["early_readers"], facts["whole_steps"] = dict(reads.steps), dict(reads.whole_steps)
             facts["read_unseen"] = dict(reads.unseen)
             updated = statistics is not None and statistics.updates
@@ -334,88 +296,43 @@ class DecidedSteps:
         agree = strategy.reduce_boolean_decision
         if not agree(plan.overlapped) and plan.overlapped:  # all ranks must send the same
             plan = OverlapPlan(steps="synchronised", reasons=("another rank cannot let its steps overlap",))
-        self._sharded = agree(plan.gradients == "reduce-scatter", all=False)
+        sharded = agree(plan.gradients == "reduce-scatter", all=False)
         if runtime.weights is not None:
             plan = replace(plan, weighting="samples")
         if compression is not None:
             plan = replace(plan, compressed=compression.compressed, compression_ratio=compression.ratio)
-        names = {id(p): name for name, p in module.named_parameters()}
-        self._reads = self._seen_reads(names) if plan.overlapped else None
+        self._plan = plan
         nbytes = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
-        link, self._finding = runtime.agreed.link, ""
+        link, device = runtime.agreed.link, strategy.root_device
+        if plan.overlapped:
+            slow = link is not None and is_slow(link, nbytes=nbytes, busy_processor=device.type == "cpu")
+            mode, pace = self._tuning.begin(module, runtime, device, self._point_changed, slow=slow, in_shards=sharded)
+        else:
+            # Partitions by priority bring nothing to a synchronised step; they are used only if the user asked for it.
+            by_itself = self._options.mode == "auto" and self._options.cross_barrier
+            mode, pace = StepMode(agree(self._options.mode == "ddp" or by_itself)), ""
+            self._tuning.say_untuned("steps cannot overlap")
+        self._plan = replace(plan, as_ddp=mode.ddp_mode, pace=pace)
+        names = {id(p): name for name, p in module.named_parameters()}
+        trainer = getattr(module, "_trainer", None)
+        self._reads = SeenReads(names, strategy.global_rank, trainer) if plan.overlapped else None
         runtime.engine.begin_fit(
             EngineOptions(
                 overlapped=plan.overlapped,
-                mode=self._decide_mode(plan, link, nbytes),
-                sharded=self._sharded,
+                mode=mode,
+                sharded=sharded,
                 unseen=frozenset(unseen),
-                merged_bytes=0 if self._own_buckets else merged_bytes(strategy.root_device, link),
+                merged_bytes=0 if self._own_buckets else merged_bytes(device, link),
                 processors=own_processors(strategy.num_processes),
             ),
             self._reads,
         )
-        ranks, tuned, policy = runtime.group.size(), bool(self._tuned()), self._options.policy
-        plan = self._plan or plan
-        say_start(plan, runtime.agreed, ranks, nbytes, tuned=tuned, policy=policy, compression=compression)
+        ranks, tuned, policy = runtime.group.size(), self._tuning.tunes_now, self._options.policy
+        say_start(self._plan, runtime.agreed, ranks, nbytes, tuned=tuned, policy=policy, compression=compression)
 
-    def _seen_reads(self, names: Mapping[int, str]) -> SeenReads:
-        return SeenReads(names, self._strategy.global_rank)
-
-    def _tuned(self) -> str:
-        """Return the result of tuning so far, in words; empty if nothing is tuned."""
-        return ""
-
-    def _tunes_at_once(self, *, slow: bool) -> bool:
-        """Whether this rank wants sizes tuned from the first step on."""
-        return False
-
-    def _begin_tuning(self) -> StepMode | None:
-        """Begin to tune sizes; every rank calls this before the same step. ``None`` if nothing is tuned."""
-        return None
-
-    def _decide_mode(self, plan: OverlapPlan, link: LinkEstimate | None, nbytes: int) -> StepMode:
-        """Agree on how steps are taken before the first one, and store the plan.
-
-        Args:
-            plan: The plan that all ranks have agreed on.
-            link: The measured link, if any.
-            nbytes: Bytes of all gradients.
-        """
-        self._plan, mode, device = plan, self._options.mode, self._strategy.root_device  # rank 0's mode counts
-        if not plan.overlapped:
-            # Partitions by priority bring nothing to a synchronised step; they are used only if the user asked for it.
-            agree = self._strategy.reduce_boolean_decision
-            found = StepMode(agree(mode == "ddp" or (mode == "auto" and self._options.cross_barrier)))
-            self._plan = replace(plan, as_ddp=found.ddp_mode)
-            return found
-        slow = link is not None and is_slow(link, nbytes=nbytes, busy_processor=device.type == "cpu")
-        finds_layers = set(plan.compressed.values()) == {AUTO}
-        numbers = [MODES.index(mode), slow, self._tunes_at_once(slow=slow), finds_layers]
-        message = torch.tensor(numbers, dtype=torch.int64, device=device)
-        dist.broadcast(message, src=0)
-        mode, (slow, at_once, finds_layers) = MODES[int(message[0])], map(bool, message[1:].tolist())
-        tuned = self._begin_tuning() if at_once else None
-        self._plan = replace(self._plan, pace=first_pace(mode, slow=slow, tuned=tuned is not None))
-        if tuned is not None:
-            return tuned
-        self._plan = replace(self._plan, as_ddp=mode == "ddp" or (mode == "auto" and not slow))
-        if mode == "auto":
-            return TriedMode(ModeTrial(overlapped=slow, finds_layers=finds_layers), device, self._mode_found)
-        return StepMode(mode == "ddp")
-
-    def _mode_found(self, found: ModeFound) -> StepMode | None:
-        """Store and report a result; every rank calls this before the same step."""
-        reason, plan = reason_for(found), self._plan
-        news = found.changed or (found.compared and not self._finding)
-        self._finding = reason if found.compared else ""
-        if plan is not None:
-            self._plan = replace(plan, as_ddp=found.ddp_mode, pace=reason)
-        tuned = self._begin_tuning() if found.changed and not found.ddp_mode else None
-        if news:
-            stays = plan is not None and plan.as_ddp == found.ddp_mode
-            compressed = plan is not None and bool(plan.compressed)
-            say_found(found, stays=stays, tuned=tuned is not None, compressed=compressed)
-        return tuned
+    def _point_changed(self, point: TuningPoint) -> None:
+        if self._plan is not None:
+            self._plan = replace(self._plan, as_ddp=point.is_plain_ddp)
 
 
 def own_processors(ranks_on_host: int) -> int:

@@ -6,7 +6,7 @@ to the user.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -30,11 +30,9 @@ from lightning_bytescheduler.ddp.compressed_layers import CompressedLayers
 from lightning_bytescheduler.ddp.compressed_reduction import GradientCompression, has_no_gradient
 from lightning_bytescheduler.ddp.compression_rules import CompressionRules, names_that_count
 from lightning_bytescheduler.ddp.ddp_arguments import check_hooks, check_module
-from lightning_bytescheduler.ddp.ddp_mode import StepMode
 from lightning_bytescheduler.ddp.deferred_optimizer import deferring, followed_by, loss_scale_of
 from lightning_bytescheduler.ddp.fit_report import (
     DecidedSteps,
-    SeenReads,
     announce,
     codec_cost,
     summary_of,
@@ -60,7 +58,6 @@ from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.lightning_api import DDPStrategy, pl, rank_zero_info, rank_zero_warn
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
 from lightning_bytescheduler.timeline.timeline import Timeline
-from lightning_bytescheduler.tuning.sizes import TuningPoint
 
 __all__ = ["ScheduledGradients"]
 
@@ -79,7 +76,7 @@ class ScheduledGradients(DecidedSteps):
     """One strategy's scheduler, for all its fits.
 
     Args:
-        tuning: Finds sizes during training, if anything does.
+        tuning: Decides how steps are taken; one that searches no sizes if ``None``.
         rules: Which gradients travel compressed, if any.
         counter: Makes the counter of a rank's samples, if gradients are weighted by them.
         await_batch: Waits until the other ranks have begun the present batch, too.
@@ -98,7 +95,8 @@ class ScheduledGradients(DecidedSteps):
         servers: ServerOptions | None = None,
         await_batch: Callable[[], None] = lambda: None,
     ) -> None:
-        super().__init__(strategy, options, own_buckets=own_buckets)
+        tuning = FitTuning(options, timeout=timeout) if tuning is None else tuning
+        super().__init__(strategy, options, own_buckets=own_buckets, tuning=tuning)
         self.residuals = Residuals()
         self._buffers: BufferBroadcast | None = None
         self._await_batch = await_batch
@@ -107,7 +105,6 @@ class ScheduledGradients(DecidedSteps):
         self._servers = ServerOptions() if servers is None else servers
         self._placed: PlacedParts | None = None
         self._timeout = timeout
-        self._tuning = tuning
         self._lost_weights: SchedulerClosedError | None = None
         self._known: set[int] = set()  # ids of parameters that DDP averages, and of those warned of
         self._epoch_begins = False
@@ -116,8 +113,6 @@ class ScheduledGradients(DecidedSteps):
     def plan(self) -> OverlapPlan | None:
         """What overlaps in the current or last fit, and why not; ``None`` before the first."""
         facts: dict[str, Any] = {} if self._placed is None else {"placement": self._placed.so_far}
-        if self._reads is not None and (tuned := self._tuned()):
-            facts["pace"] = tuned
         return self._so_far(self._strategy.lightning_module, **facts)
 
     def remember(self, plan: OverlapPlan | None, statistics: SchedulerStatistics | None) -> None:
@@ -260,11 +255,6 @@ class ScheduledGradients(DecidedSteps):
             has_servers=self._servers.used,
         )
         self._begin_steps(module, plan, runtime, unseen)
-        if self._reads is None and self._tuning is not None:
-            self._tuning.say_untuned("steps cannot overlap")
-
-    def _seen_reads(self, names: Mapping[int, str]) -> SeenReads:
-        return SeenReads(names, self._strategy.global_rank, self._strategy.lightning_module.trainer)
 
     def train_alone(self, plan: OverlapPlan) -> None:
         """Begin a fit on one rank, with ``plan``; nothing is sent."""
@@ -274,20 +264,9 @@ class ScheduledGradients(DecidedSteps):
     def say_end(self) -> None:
         """Report the end of a fit, if anything was scheduled."""
         if self.statistics is not None and self.runtime is not None:
-            line = summary_of(self.statistics, self._tuned() or self._finding)
+            line = summary_of(self.statistics, self._tuning.standing)
             if line is not None:
                 rank_zero_info(f"bytescheduler: {line}")
-
-    def _tunes_at_once(self, *, slow: bool) -> bool:
-        tuning = self._tuning
-        return tuning is not None and (self._options.mode != "auto" or slow or tuning.begins_at_once)
-
-    def _begin_tuning(self) -> StepMode | None:
-        module, runtime = self._strategy.lightning_module, self.runtime
-        if self._tuning is None or module is None or runtime is None:
-            return None
-        device = self._strategy.root_device
-        return self._tuning.begin(module, runtime, device, self._point_changed, in_shards=self._sharded)
 
     def all_left(self, add_up: Callable[[torch.Tensor], object], *, keep: bool) -> dict[str, Any] | None:
         """See :meth:`Residuals.total`."""
@@ -302,6 +281,7 @@ class ScheduledGradients(DecidedSteps):
     def release(self, *, failed: bool) -> None:
         """Stop every thread and make every parameter plain again; bounded, idempotent."""
         self._plan = self.plan  # while the engine still knows the names
+        self._tuning.end([])
         compression, self._compression = self._compression, None
         if failed:  # ranks may have residuals of different steps
             self.residuals = Residuals()
@@ -433,13 +413,6 @@ class ScheduledGradients(DecidedSteps):
         """Wait for all gradients and apply every pending update; the weights are final afterwards."""
         if self.runtime is not None:
             self.runtime.engine.flush()
-
-    def _tuned(self) -> str:
-        return "" if self._tuning is None else self._tuning.standing
-
-    def _point_changed(self, point: TuningPoint) -> None:
-        if self._plan is not None:
-            self._plan = replace(self._plan, as_ddp=point.is_plain_ddp)
 
 
 def _trained(module: pl.LightningModule) -> dict[str, nn.Parameter]:

@@ -1,7 +1,8 @@
-"""Tunes credit and partition size while ``fit`` runs, on rank 0: times steps, and keeps the record.
+"""Chooses credit, partition size and plain DDP while ``fit`` runs, on rank 0: keeps the record, and says what it does.
 
-What it decides comes into force on all ranks before the same step (``ddp/tuned_fit.py``). Some of its steps, a dozen or
-so, wait ten milliseconds for what the search proposes; what that needs is imported before the fit.
+What it decides comes into force on all ranks before the same step (``ddp/point_in_force.py``). Some of its steps, a
+dozen or so, wait ten milliseconds for what the search proposes; what that needs is imported before the fit, unless
+steps begin as DDP's.
 """
 
 from __future__ import annotations
@@ -16,15 +17,8 @@ from lightning_bytescheduler.checks import options_by_name, require_new_file, re
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 from lightning_bytescheduler.lightning_api import pl, rank_zero_info, rank_zero_warn
 from lightning_bytescheduler.registration import require_same_package
-from lightning_bytescheduler.tuning.decisions import CreditTuning
-from lightning_bytescheduler.tuning.record import (
-    RECORD_NAME,
-    TrialEntry,
-    TuningIdentity,
-    append_entries,
-    standing_of,
-)
-from lightning_bytescheduler.tuning.search import TuningOptions, prepare
+from lightning_bytescheduler.tuning.record import RECORD_NAME, TrialEntry, TuningIdentity, append_entries
+from lightning_bytescheduler.tuning.search import CreditTuning, TuningOptions, prepare
 from lightning_bytescheduler.tuning.sizes import SearchSpace, TuningPoint
 
 STATE_KEY = "bytescheduler_tuning"
@@ -85,7 +79,7 @@ class CreditTuner(pl.Callback):
         self._tuning: CreditTuning | None = None
         self._state: dict[str, Any] | None = None  # to go on from
         self._is_open = False  # between begin and stop
-        self._told = 0  # entries
+        self._said: tuple[bool, bool] | None = None  # the last verdict that was told
 
     # What the strategy calls, on rank 0.
 
@@ -98,6 +92,7 @@ class CreditTuner(pl.Callback):
         guesses: tuple[TuningPoint, ...],
         given: Collection[str],
         plain_ddp: bool,
+        as_ddp: bool,
         folder: str | None,
     ) -> TuningPoint:
         """Begin a fit, from a checkpoint's state or the last fit's if there is one.
@@ -109,6 +104,7 @@ class CreditTuner(pl.Callback):
             guesses: What to try first.
             given: Of ``"credits"`` and ``"partitions"``, what was chosen by hand.
             plain_ddp: Whether steps as DDP's are among the candidates.
+            as_ddp: Whether to begin with them.
             folder: Of the record, unless the user has named a file.
 
         Returns:
@@ -116,17 +112,17 @@ class CreditTuner(pl.Callback):
         """
         self.stop()
         file = self._record_option or (None if folder is None else os.path.join(folder, RECORD_NAME))
-        self._record = None if file is None else Path(file)
-        self._told = 0
-        prepare()
+        self._record, self._said = None if file is None else Path(file), None
         options = replace(self._options, plain_ddp=plain_ddp)
-        tuning = CreditTuning(space, start=start, identity=identity, guesses=guesses, options=options)
+        tuning = CreditTuning(space, start=start, identity=identity, guesses=guesses, options=options, as_ddp=as_ddp)
         state, self._state = self._state, None
         try:
             if state is not None and tuning.load_state_dict(state, given=given):
                 rank_zero_info(f"bytescheduler: tuning goes on from where it was, with {tuning.current}.")
         except OptionError as error:
             rank_zero_warn(f"The tuning in the checkpoint cannot be read, and begins anew: {error}")
+        if tuning.tunes_sizes and not tuning.current.is_plain_ddp:
+            prepare()
         self._tuning, self._is_open = tuning, True
         return tuning.current
 
@@ -150,19 +146,19 @@ class CreditTuner(pl.Callback):
         return self._tuning is not None and self._tuning.is_settled
 
     @property
+    def tunes_sizes(self) -> bool:
+        """Whether there is more than one credit or partition size to choose from."""
+        return self._tuning is not None and self._tuning.tunes_sizes
+
+    @property
     def entries(self) -> tuple[TrialEntry, ...]:
         """What was tried and chosen in this fit, or the last one, in order; empty on ranks above 0."""
         return () if self._tuning is None else self._tuning.entries
 
     @property
     def standing(self) -> str:
-        """What the search has come to so far, in words; empty on ranks above 0 and before the first fit."""
-        tuning = self._tuning
-        if tuning is None:
-            return ""
-        if tuning.is_settled and not any(entry.is_trial for entry in tuning.entries):
-            return f"{tuning.current} was fastest before"
-        return standing_of(tuning.entries, self._options.trials)
+        """What the search has come to so far, in words; empty on ranks above 0 and while nothing is known."""
+        return "" if self._tuning is None else self._tuning.standing
 
     @property
     def _begun(self) -> CreditTuning:
@@ -170,24 +166,51 @@ class CreditTuner(pl.Callback):
             raise UnsupportedError("CreditTuner decides nothing outside of a fit that ByteSchedulerStrategy tunes.")
         return self._tuning
 
-    def step_took(self, step: int, seconds: float, *, as_decided: bool) -> None:
-        """Take down how long a step took, from its forward pass to the next step's.
+    def step_took(self, step: int, seconds: float, *, as_decided: bool, hideable: float | None = None) -> None:
+        """Take down how long a step took, from its forward pass to the next step's; decide, and write and say what.
 
         Args:
             step: Its number.
-            seconds: Of this rank's clock.
+            seconds: Of this rank's clock, or its GPU's.
             as_decided: Whether it was taken at `current`.
+            hideable: Seconds that overlap could hide in a typical step as DDP's; ``None`` if that is not known.
         """
+        tuning, known = self._begun, len(self.entries)
         # Exchanges are rare while nothing is tried, so the first decision after that comes into force late.
-        if as_decided or step < self._begun.in_force_from:
-            self._begun.step_took(step, seconds)
+        if not (as_decided or step < tuning.in_force_from):
+            return
+        tuning.step_took(step, seconds, hideable=hideable)
+        new = tuning.entries[known:]
+        self._write(new)
+        for entry in new:
+            if entry.kind == "drift":
+                self._said = None
+                ms = 1e3 * entry.step_seconds
+                rank_zero_info(f"bytescheduler: steps have changed, to {ms:.1f} ms: tuning begins anew.")
+            elif entry.kind == "failed":
+                rank_zero_info(f"bytescheduler: no more is tried, as no next point could be computed ({entry.note}).")
+        verdict = tuning.verdict
+        if verdict is not None and verdict != self._said:
+            as_ddp, compared = self._said = verdict
+            way = f"{'are from here on' if compared else 'stay'} {'synchronised' if as_ddp else 'overlapped'}"
+            searches = tuning.tunes_sizes and not as_ddp and not tuning.is_settled
+            more = " How much travels at once is tuned while training." if searches else ""
+            rank_zero_info(f"bytescheduler: steps {way}: {tuning.standing}.{more}")
 
     def stop(self) -> None:
-        """Complete the record; what is known is kept for the next fit. Idempotent."""
+        """Keep what is known for the next fit. Idempotent."""
         if self._is_open:
             self._is_open = False
             self._state = self._begun.state_dict()
-            self._write(self._new_entries())
+
+    def _write(self, entries: tuple[TrialEntry, ...]) -> None:
+        if not entries or self._record is None:
+            return
+        try:
+            append_entries(self._record, entries)
+        except OSError as error:
+            rank_zero_warn(f"The record of the tuning is no longer written, as {self._record} failed: {error}")
+            self._record = None
 
     # Lightning's hooks.
 
@@ -217,15 +240,6 @@ class CreditTuner(pl.Callback):
                 allowed = f"a file that can be written ({error.strerror})"
                 raise OptionError("record", self._record_option, allowed) from error
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Write down what was tried."""
-        new = self._new_entries()
-        self._write(new)
-        for entry in new:
-            self._tell(entry)
-
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
@@ -240,29 +254,3 @@ class CreditTuner(pl.Callback):
     ) -> None:
         """Keep the state for `begin`."""
         self._state = checkpoint.get(STATE_KEY, self._state)
-
-    # What is told to whom.
-
-    def _new_entries(self) -> tuple[TrialEntry, ...]:
-        new = self.entries[self._told :]
-        self._told += len(new)
-        return new
-
-    def _write(self, entries: tuple[TrialEntry, ...]) -> None:
-        if not entries or self._record is None:
-            return
-        try:
-            append_entries(self._record, entries)
-        except OSError as error:
-            rank_zero_warn(f"The record of the tuning is no longer written, as {self._record} failed: {error}")
-            self._record = None
-
-    def _tell(self, entry: TrialEntry) -> None:
-        if entry.kind == "chosen":
-            rank_zero_info(f"bytescheduler: tuning is done: {standing_of(self.entries, self._options.trials)}.")
-        elif entry.kind == "drift":
-            rank_zero_info(
-                f"bytescheduler: steps have changed, to {1e3 * entry.step_seconds:.1f} ms: tuning begins anew."
-            )
-        elif entry.kind == "failed":
-            rank_zero_info(f"bytescheduler: no more is tried, as no next point could be computed ({entry.note}).")

@@ -151,21 +151,22 @@ def standing_of(entries: Sequence[TrialEntry], most: int = 0) -> str:
     """What is fastest so far in the last search, against what, and after how many trials; of ``most``, if given."""
     entries = [entry for entry in entries if entry.search == entries[-1].search]
     trials = [entry for entry in entries if entry.is_trial]
-    if not trials:
-        return "the fastest credit is searched while training"
     chosen = next((entry for entry in reversed(entries) if entry.kind == "chosen"), None)
-    measured = [entry for entry in trials if entry.outcome == "measured"] or trials
+    measured = [entry for entry in trials if entry.outcome == "measured"] or entries
     best = chosen or min(measured, key=lambda entry: entry.step_seconds)
     as_ddp = best.point.is_plain_ddp
     others = [entry for entry in entries if entry.point.is_plain_ddp != as_ddp]
     again = [entry for entry in others if entry.kind == "confirm"]  # in turns: these can be compared
-    others = again or [entry for entry in others if entry.is_trial]
-    against = ""
-    if others:
-        way = "overlapped" if as_ddp else "synchronised"
-        against = f" against {1e3 * min(entry.step_seconds for entry in others):.1f} ms {way}"
-    way = "synchronised steps" if as_ddp else f"overlapped steps with {best.point}"
-    words = f"{way} are fastest{'' if chosen else ' so far'} ({1e3 * best.step_seconds:.1f} ms{against})"
+    other_ms = [1e3 * entry.step_seconds for entry in again or others if entry.is_trial or again]
+    ms = 1e3 * best.step_seconds
+    if as_ddp and other_ms and min(other_ms) < ms:
+        words = f"overlapped steps are hardly faster ({min(other_ms):.1f} ms against {ms:.1f} ms synchronised)"
+    else:
+        way, other = (
+            ("synchronised steps", "overlapped") if as_ddp else (f"overlapped steps with {best.point}", "synchronised")
+        )
+        against = f" against {min(other_ms):.1f} ms {other}" if other_ms else ""
+        words = f"{way} are fastest{'' if chosen else ' so far'} ({ms:.1f} ms{against})"
     if chosen or not most:
         return f"{words}, after {len(trials)} trial{'s' * (len(trials) > 1)}"
     return f"{words}; {'trials are used up' if len(trials) >= most else f'{len(trials)} of {most} trials made'}"

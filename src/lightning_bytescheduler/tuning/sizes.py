@@ -238,6 +238,15 @@ class SearchSpace:
         )
 
 
+def distance(one: TuningPoint, other: TuningPoint) -> float:
+    """How far apart two points are: doublings of the size that differs more.
+
+    Raises:
+        OptionError: If one of them is plain DDP.
+    """
+    return max(abs(math.log2(a / b)) for a, b in zip(one.sizes, other.sizes, strict=True))
+
+
 def _steps(low: int, high: int, octaves: float) -> Iterator[int]:
     """From low to high in equal factors, rounded to the alignment; the ends are what they are."""
     count = max(math.ceil(math.log2(high / low) / octaves), 1)
