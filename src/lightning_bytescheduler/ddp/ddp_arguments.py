@@ -15,7 +15,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_bytescheduler.checks import did_you_mean, is_finite, require_bool, require_one_of, require_whole
+from lightning_bytescheduler.checks import (
+    did_you_mean,
+    is_finite,
+    require_bool,
+    require_known,
+    require_one_of,
+    require_whole,
+)
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 from lightning_bytescheduler.lightning_api import (
     CheckpointIO,
@@ -106,6 +113,37 @@ def check_ddp_options(options: Mapping[str, object], *, scheduled: bool = True) 
             raise OptionError(name, options[name], "a function, or None")
     if options.get("model_averaging_period") is not None:
         require_whole("model_averaging_period", options["model_averaging_period"], 1)
+
+
+def check_options(
+    of: type,
+    given: Mapping[str, object],
+    *,
+    ddp: Mapping[str, object],
+    launch: Mapping[str, object],
+    elsewhere: Mapping[str, str],
+    example: str = "partition_size=131_072",
+) -> None:
+    """Refuse options of a strategy that it does not know, or with values that Lightning or DDP would misread.
+
+    Args:
+        of: The class of the strategy.
+        given: Its ``**kwargs``.
+        ddp: Further options of DistributedDataParallel.
+        launch: Options of DDPStrategy that do not go there.
+        elsewhere: What to say of options that other classes have.
+        example: One of the class's own options with a value, as it is written.
+
+    Raises:
+        OptionError: Names the option, its value and what is allowed.
+        UnsupportedError: Names the option that cannot be honoured, the reason and the way out.
+    """
+    own = [name for name in inspect.signature(of).parameters if name != "kwargs"]
+    # LightningCLI passes what the strategy says itself
+    named = {name: value for name, value in given.items() if name not in SAID_BY_THE_STRATEGY}
+    require_known(named, [*own, *_ddp_parameters(), *_HOOKS], of=of.__name__, elsewhere=elsewhere)
+    check_ddp_options({**given, **ddp})
+    check_launch_options(launch, strategy=of.__name__, example=example)
 
 
 _PLUGINS = {

@@ -16,14 +16,13 @@ Only the first module that is set up has its gradients scheduled; DDP reduces th
 from __future__ import annotations
 
 import atexit
-import inspect
 import logging
 import os
 import sys
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -32,20 +31,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_bytescheduler.checks import require_known
 from lightning_bytescheduler.collectives.groups import SchedulerGroups
 from lightning_bytescheduler.ddp.agreed_sizes import agree_on_sizes
-from lightning_bytescheduler.ddp.ddp_arguments import (
-    SAID_BY_THE_STRATEGY,
-    check_ddp_options,
-    check_hooks,
-    check_launch_options,
-    check_module,
-    known_ddp_options,
-)
+from lightning_bytescheduler.ddp.ddp_arguments import SAID_BY_THE_STRATEGY, check_hooks, check_module, check_options
 from lightning_bytescheduler.ddp.deferred_optimizer import deferred_step, followed_by, is_enabled
 from lightning_bytescheduler.ddp.fit_position import introduce, parameter_facts
-from lightning_bytescheduler.ddp.fit_report import DecidedSteps, announce
+from lightning_bytescheduler.ddp.fit_report import DecidedSteps
 from lightning_bytescheduler.ddp.partial_step import wants_whole_steps
 from lightning_bytescheduler.ddp.plan import (
     OverlapPlan,
@@ -56,7 +47,6 @@ from lightning_bytescheduler.ddp.plan import (
     unseen_parameters,
 )
 from lightning_bytescheduler.ddp.rank_strategy import JoinedRanks, PublishesFailures
-from lightning_bytescheduler.ddp.runtime import SchedulerRuntime
 from lightning_bytescheduler.ddp.sample_weights import Weighting
 from lightning_bytescheduler.ddp.sparse_gradients import sparse_layers
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
@@ -66,7 +56,6 @@ from lightning_bytescheduler.exceptions import UnsupportedError
 from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.failures.rendezvous import Introduction, hold_roll_call
 from lightning_bytescheduler.lightning_api import (
-    PACKAGE,
     CheckpointIO,
     ClusterEnvironment,
     FabricDDPStrategy,
@@ -79,10 +68,7 @@ from lightning_bytescheduler.lightning_api import (
 )
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
 
-__all__ = ["ByteSchedulerFabricStrategy", "ModuleGradients", "ScheduledDataParallel"]
-
 _END_S = 10.0  # seconds to wait for the other ranks to end, too
-_OTHERS_TOO = "the optimizer has parameters of something else, too"
 
 _ELSEWHERE = dict.fromkeys(
     ("tuning", "log_metrics", "compression", "compression_min_size", "batch_size", "servers"),
@@ -106,9 +92,7 @@ class ScheduledDataParallel(DistributedDataParallel):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """See DistributedDataParallel."""
         gradients = self.__dict__.get("_bytescheduler")
-        if gradients is None or not torch.is_grad_enabled():
-            return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
-        with gradients.forward():
+        with nullcontext() if gradients is None or not torch.is_grad_enabled() else gradients.forward():
             return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
 
 
@@ -116,31 +100,20 @@ class ModuleGradients(DecidedSteps):
     """The scheduler of one module, from its wrapping to the last step."""
 
     def __init__(self, module: nn.Module, strategy: ByteSchedulerFabricStrategy, board: FaultBoard) -> None:
-        tuning = FitTuning(strategy._options, timeout=strategy._timeout)
-        super().__init__(strategy, strategy._options, own_buckets=strategy._own_buckets, tuning=tuning)
+        timeout, options = strategy._timeout, strategy._options
+        tuning = FitTuning(options, timeout=timeout)
+        super().__init__(strategy, options, own_buckets=strategy._own_buckets, tuning=tuning)
         check_module(module)
         check_hooks(module)
         self._batches = batches = strategy._batches
         self._module = weakref.ref(module)
         self._wrapper: weakref.ref[ScheduledDataParallel] | None = None
         self._parameters = set(map(id, module.parameters()))
-        parameters = [p for p in module.parameters() if p.requires_grad]
         self._has_run = False  # whether a forward pass ran since the last backward pass
-        timeout, device = strategy._timeout, strategy.root_device
+        parameters = [p for p in module.parameters() if p.requires_grad]
         groups = SchedulerGroups.create(timeout=timeout, sparse=bool(sparse_layers(module)), counts=batches is not None)
-        agreed = agree_on_sizes(groups, self._options, parameters, device)
-        self.runtime = SchedulerRuntime(
-            groups=groups,
-            board=board,
-            agreed=agreed,
-            options=self._options,
-            parameters=parameters,
-            device=device,
-            timeout=timeout,
-            counter=batches,
-        )
-        self.statistics = self.runtime.statistics
-        announce(self._options, agreed)
+        agreed = agree_on_sizes(groups, options, parameters, strategy.root_device)
+        self._open(groups, board, agreed, parameters, timeout=timeout, counter=batches)
 
     def wrap(self, module: nn.Module, device_ids: list[int] | None) -> ScheduledDataParallel:
         """Wrap the module with DDP whose gradients go to the scheduler."""
@@ -163,12 +136,8 @@ class ModuleGradients(DecidedSteps):
         """What overlaps, and why not; ``None`` before the first step."""
         return self._so_far(self._module())
 
-    def trains(self, optimizer: Optimizer) -> bool:
-        """Whether ``optimizer`` has a parameter of this module."""
-        return any(id(p) in self._parameters for group in optimizer.param_groups for p in group["params"])
-
-    def _alone_in(self, optimizer: Optimizer) -> bool:
-        return all(id(p) in self._parameters for group in optimizer.param_groups for p in group["params"])
+    def _has(self, optimizer: Optimizer) -> set[bool]:
+        return {id(p) in self._parameters for group in optimizer.param_groups for p in group["params"]}
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -183,65 +152,75 @@ class ModuleGradients(DecidedSteps):
         if runtime is not None:
             runtime.engine.end_forward()
 
-    def backward(self, loss: Tensor, take: Callable[[], None]) -> None:
-        """Take a backward pass of this module or another; all ranks begin it, unless its weight is zero."""
+    @contextmanager
+    def backward(self, loss: Tensor) -> Iterator[bool]:
+        """Wrap a backward pass of this module or another; all ranks begin it. Yields whether to take it."""
         runtime, wrapper = self.runtime, None if self._wrapper is None else self._wrapper()
         if runtime is None:
-            take()
+            yield True
             return
         engine, weights, has_run, self._has_run = runtime.engine, runtime.weights, self._has_run, False
         if has_run:
             engine.look()
         if self._batches is None or weights is None:
             with engine.backward():
-                take()
+                yield True
             return
         weights.begin_batch(None)
-        if not weights.leaves_out(communicates=wrapper is None or wrapper.require_backward_grad_sync):
+        if weights.leaves_out(communicates=wrapper is None or wrapper.require_backward_grad_sync):
+            yield False  # its weight is zero
+        else:
             with engine.backward(), weights.backward(loss):
-                take()
+                yield True
         self._batches.end_backward()
 
-    def step(self, take: Callable[..., Any], optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
-        """Defer the optimizer's step if its gradients are in flight; otherwise take it.
+    def step(
+        self, take: Callable[..., Any], optimizer: Optimizer, closure: Callable[[], Any] | None, *, deferrable: bool
+    ) -> Any:
+        """Defer the optimizer's step if its gradients are in flight; otherwise take it, with final gradients.
 
         Args:
             take: The strategy's own step; called with a closure or ``None``.
             optimizer: The optimizer.
             closure: Computes loss and gradients; may be ``None``.
+            deferrable: Whether nothing but a closure was given to the step.
         """
         runtime = self.runtime
-        if runtime is None:
+        has = self._has(optimizer)
+        if runtime is None or True not in has:
             return take(closure)
         engine = runtime.engine
-        if engine.options.overlapped:
-            why_whole = wants_whole_steps(optimizer) if self._alone_in(optimizer) else _OTHERS_TOO
+        if engine.options.overlapped and deferrable:
+            why_whole = wants_whole_steps(optimizer)
+            if False in has:
+                why_whole = "the optimizer has parameters of something else, too"
             if why_whole is None:
                 with deferred_step(optimizer, engine):
                     return take(closure)
             if self._reads is not None:
                 self._reads.stepped_whole(why_whole)
-        output = take_final(take, closure, engine.flush)
-        engine.count_whole_step(optimizer)
+        if closure is None:
+            engine.flush()
+        output = take(None if closure is None else followed_by(engine.flush, closure))
+        if deferrable:
+            engine.count_whole_step(optimizer)
+        if self._plan is None:
+            self._decide(optimizer)
         return output
-
-    def flush(self) -> None:
-        """Wait for all gradients and apply every pending update."""
-        if self.runtime is not None:
-            self.runtime.engine.flush()
 
     def clip_value(self, optimizer: Optimizer, limit: float) -> bool:
         """Clip gradients by value when they have arrived; ``False`` if the caller has to clip now."""
+        runtime = self.runtime
         return (
-            self.runtime is not None
-            and self._alone_in(optimizer)
-            and self.runtime.engine.context.step.clip_value(optimizer, limit)
+            runtime is not None
+            and False not in self._has(optimizer)
+            and runtime.engine.context.step.clip_value(optimizer, limit)
         )
 
-    def decide(self, optimizer: Optimizer) -> None:
+    def _decide(self, optimizer: Optimizer) -> None:
         """Decide with the other ranks what overlaps, after the first step."""
         module, runtime, strategy = self._module(), self.runtime, self._strategy
-        if module is None or runtime is None or self._plan is not None:
+        if module is None or runtime is None:
             return
         bucket_views = strategy._ddp_kwargs.get("gradient_as_bucket_view", True)
         reasons = [
@@ -256,19 +235,7 @@ class ModuleGradients(DecidedSteps):
 
     def close(self, *, failed: bool) -> None:
         """Stop every thread and make every parameter plain again; bounded, idempotent."""
-        self._plan = self.plan
-        self._tuning.end([])
-        runtime, self.runtime = self.runtime, None
-        if runtime is not None:
-            runtime.close(failed=failed)
-
-
-def take_final(take: Callable[..., Any], closure: Callable[[], Any] | None, settle: Callable[[], None]) -> Any:
-    """Take a step with final gradients, including those that a closure computes."""
-    if closure is None:
-        settle()
-        return take(None)
-    return take(followed_by(settle, closure))
+        self._close(self.plan, failed=failed)
 
 
 def _precision_reasons(plugin: FabricPrecision) -> list[str]:
@@ -346,10 +313,7 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
         gradient_as_bucket_view: bool = True,
         **kwargs: Any,
     ) -> None:
-        own = [name for name in inspect.signature(ByteSchedulerFabricStrategy).parameters if name != "kwargs"]
-        require_known(kwargs, [*own, *known_ddp_options()], of="ByteSchedulerFabricStrategy", elsewhere=_ELSEWHERE)
         buckets = {"bucket_cap_mb": bucket_cap_mb, "gradient_as_bucket_view": gradient_as_bucket_view}
-        check_ddp_options({**kwargs, **buckets})
         launch: dict[str, Any] = {
             "accelerator": accelerator,
             "parallel_devices": parallel_devices,
@@ -360,7 +324,7 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
             "timeout": timeout,
             "start_method": start_method,
         }
-        check_launch_options(launch, strategy="ByteSchedulerFabricStrategy", example="partition_size=131_072")
+        check_options(ByteSchedulerFabricStrategy, kwargs, ddp=buckets, launch=launch, elsewhere=_ELSEWHERE)
         self._options = SchedulerOptions.resolve(
             partition_size=partition_size,
             credit=credit,
@@ -375,15 +339,11 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
         self._batches: DrawnBatches | None = None
         self._own_buckets = bucket_cap_mb is not None or kwargs.get("bucket_cap_mb_list") is not None
         self._gradients: ModuleGradients | None = None
-        self._excepthook: Callable[..., Any] | None = None
-        self._exiting = self._lost_at_exit = self._trains = False
+        self._until_end = ExitStack()  # what ends with the training
+        self._trains = False
         super().__init__(**launch, **kwargs)
         self._ddp_kwargs.update(buckets)
-        for name in SAID_BY_THE_STRATEGY:
-            self._ddp_kwargs.pop(name, None)
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} of {PACKAGE!r}>"
+        self._ddp_kwargs = {k: v for k, v in self._ddp_kwargs.items() if k not in SAID_BY_THE_STRATEGY}
 
     @property
     def statistics(self) -> SchedulerStatistics | None:
@@ -413,14 +373,14 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
         if self.world_size == 1 or self._board is not None:
             return
         self._failed = False
-        atexit.register(self._exit_with_failure)  # runs after later registered handlers
         self._board = FaultBoard.open(rank=self.global_rank, world_size=self.world_size)
         facts = {**self._facts_of(self._options), **self._weighting.facts, "precision": type(self.precision).__name__}
         own = introduce(self.global_rank, "bytescheduler in Fabric", facts)
         self._meet("options", own, connected=self._just_connected)
         if self._weighting.by_samples:
             self._batches = DrawnBatches(self._weighting.samples, self.global_rank)
-        self._publish_uncaught()
+        self._until_end.enter_context(_uncaught_published(weakref.ref(self)))
+        self._until_end.callback(atexit.unregister, self._end_at_exit)
         self._end_before_exit()
 
     def _know_ranks(self) -> None:
@@ -473,28 +433,24 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
         if not self._trains:  # another rank may load a checkpoint that this one does not
             self._trains = True
             self._meet("the first backward pass", Introduction(rank=self.global_rank, facts={}))
-        own_backward = super().backward
-        with self._explained():
-            if self._gradients is None:
-                own_backward(tensor, module, *args, **kwargs)
-            else:
-                self._gradients.backward(tensor, lambda: own_backward(tensor, module, *args, **kwargs))
+        with (
+            self._explained(),
+            nullcontext(True) if self._gradients is None else self._gradients.backward(tensor) as taken,
+        ):
+            if taken:
+                super().backward(tensor, module, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Take the step, or defer it if its gradients are in flight. See DDPStrategy."""
-        gradients, own_step = self._gradients, super().optimizer_step
-        closure = kwargs.pop("closure", None)
+        own_step, closure = super().optimizer_step, kwargs.pop("closure", None)
 
         def take(closure: Callable[[], Any] | None) -> Any:
-            given = kwargs if closure is None else {**kwargs, "closure": closure}
-            return own_step(optimizer, **given)
+            return own_step(optimizer, **kwargs, **({} if closure is None else {"closure": closure}))
 
-        if gradients is None or not gradients.trains(optimizer):
+        if self._gradients is None:
             return take(closure)
         with self._explained():
-            output = take_final(take, closure, self.flush) if kwargs else gradients.step(take, optimizer, closure)
-            gradients.decide(optimizer)
-        return output
+            return self._gradients.step(take, optimizer, closure, deferrable=not kwargs)
 
     def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float | int) -> None:
         """Clip gradients now, or when they have arrived. See DDPStrategy."""
@@ -507,23 +463,25 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
         with self._explained():
             return super().clip_gradients_norm(*args, **kwargs)
 
+    def all_reduce(self, *args: Any, **kwargs: Any) -> Any:
+        """See DDPStrategy."""
+        with self._explained():
+            return super().all_reduce(*args, **kwargs)
+
     def flush(self) -> None:
         """Wait for all gradients and apply every pending update; the weights are final afterwards."""
         with self._explained():
             if self._gradients is not None:
                 self._gradients.flush()
 
-    # ------------------------------------------------------------------ other ranks
-
-    def all_reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        """See DDPStrategy."""
-        with self._explained():
-            return super().all_reduce(tensor, *args, **kwargs)
+    # ------------------------------------------------------------------ checkpoints
 
     def save_checkpoint(self, path: Any, state: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
         """See DDPStrategy. Another rank's failure does not end this process while it saves."""
         self.flush()
-        self._check_weights()
+        for runtime in self._runtimes():
+            if runtime.lost_weights is not None:
+                raise runtime.lost_weights
         with nullcontext() if self._board is None else self._board.patient():
             super().save_checkpoint(path, dict(state), *args, **kwargs)
 
@@ -533,16 +491,7 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
             self._compare_checkpoints(path)
         return super().load_checkpoint(path, state, *args, **kwargs)
 
-    def _check_weights(self) -> None:
-        for runtime in self._runtimes():
-            if runtime.lost_weights is not None:
-                raise runtime.lost_weights
-
-    # ------------------------------------------------------------------ end and failures
-
-    def _runtimes(self) -> Iterable[SchedulerRuntime]:
-        runtime = None if self._gradients is None else self._gradients.runtime
-        return () if runtime is None else (runtime,)
+    # ------------------------------------------------------------------ end
 
     def end(self, patience: float = _END_S) -> None:
         """Land pending updates and stop every thread; every rank does so. Modules go on as plain ones.
@@ -553,40 +502,29 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
         Raises:
             RankFailedError: If another rank has failed, and with it the last step.
         """
-        board = self._board
+        board, in_order = self._board, False
         if board is None:
             return
-        in_order = False
         try:
             if not self._failed:
                 self.flush()
-                in_order = self._all_end(board, patience)
+                if self._gradients is not None:  # each rank waits for the others while it stops, if they end, too
+                    place, own = board.meeting_place("end"), Introduction(rank=self.global_rank, facts={})
+                    ranks = board.world_size
+                    with suppress(Exception):
+                        hold_roll_call(place, own, world_size=ranks, timeout=patience, failure=self._no_hope)
+                        in_order = True
         except BaseException as error:
             self.publish_failure(error)
             raise
         finally:
-            self._forget_exceptions()
-            atexit.unregister(self._end_at_exit)
-            if not self._exiting:
-                atexit.unregister(self._exit_with_failure)
+            self._until_end.close()
             self._board = None
             if self._gradients is not None:
                 self._gradients.close(failed=not in_order)
             board.close()
 
-    def end_of_worker(self) -> None:
-        """See JoinedRanks; ends in order."""
-        self.end()
-
-    def _all_end(self, board: FaultBoard, patience: float) -> bool:
-        """Whether all ranks end now, so that each can wait for the others while it stops."""
-        if self._gradients is None:
-            return True
-        place, own = board.meeting_place("end"), Introduction(rank=self.global_rank, facts={})
-        with suppress(Exception):
-            hold_roll_call(place, own, world_size=board.world_size, timeout=patience, failure=self._no_hope)
-            return True
-        return False
+    end_of_worker = end
 
     def teardown(self) -> None:
         """See DDPStrategy. Fabric never calls this; a script may, and otherwise the process does the same at exit."""
@@ -599,35 +537,38 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
         atexit.register(self._end_at_exit)
 
     def _end_at_exit(self) -> None:
-        self._exiting = True
         try:
             self.end()
         except Exception as error:  # the script has ended without its last step
-            self._lost_at_exit = True
+            _lost_at_exit.append(error)
             traceback.print_exception(error)
 
-    def _exit_with_failure(self) -> None:
-        """Exit with status 1, as Python's exit status ignores failures at exit."""
-        if self._lost_at_exit:
-            logging.shutdown()
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(1)
 
-    def _publish_uncaught(self) -> None:
-        strategy, before = weakref.ref(self), sys.excepthook
+_lost_at_exit: list[Exception] = []
 
-        def publish(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-            ours = strategy()
-            if ours is not None:
-                with suppress(Exception):
-                    ours.publish_failure(error)
-            before(kind, error, trace)
 
-        self._before_hook, self._excepthook = before, publish
-        sys.excepthook = publish
+@atexit.register  # before all that a script registers: it runs after that
+def _exit_with_failure() -> None:
+    """Exit with status 1, as Python's exit status ignores failures at exit."""
+    if _lost_at_exit:
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
 
-    def _forget_exceptions(self) -> None:
-        if self._excepthook is not None and sys.excepthook is self._excepthook:
-            sys.excepthook = self._before_hook
-        self._excepthook = None
+
+@contextmanager
+def _uncaught_published(of: weakref.ref[ByteSchedulerFabricStrategy]) -> Iterator[None]:
+    before = sys.excepthook
+
+    def publish(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        strategy = of()
+        if strategy is not None:
+            with suppress(Exception):
+                strategy.publish_failure(error)
+        before(kind, error, trace)
+
+    sys.excepthook = publish
+    yield
+    if sys.excepthook is publish:
+        sys.excepthook = before

@@ -13,12 +13,14 @@ import sys
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+from datetime import timedelta
 from types import FrameType
 from typing import Any
 
 from torch import nn
 
 from lightning_bytescheduler.checks import some_of
+from lightning_bytescheduler.collectives.groups import SchedulerGroups
 from lightning_bytescheduler.ddp.agreed_sizes import AgreedSizes
 from lightning_bytescheduler.ddp.compressed_reduction import GradientCompression
 from lightning_bytescheduler.ddp.engine import EngineOptions
@@ -29,6 +31,7 @@ from lightning_bytescheduler.ddp.runtime import SchedulerRuntime
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
 from lightning_bytescheduler.ddp.steps import StepListener
 from lightning_bytescheduler.ddp.tuned_fit import FitTuning
+from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.lightning_api import (
     DDPStrategy,
     FabricDDPStrategy,
@@ -272,6 +275,45 @@ class DecidedSteps:
         self._compression: GradientCompression | None = None
         self._plan: OverlapPlan | None = None
         self._reads: SeenReads | None = None  # if steps overlap
+
+    def _open(
+        self,
+        groups: SchedulerGroups,
+        board: FaultBoard,
+        agreed: AgreedSizes,
+        parameters: list[nn.Parameter],
+        *,
+        timeout: timedelta | None,
+        **more: Any,
+    ) -> None:
+        """Make the runtime; ``more`` is for :class:`SchedulerRuntime`."""
+        device = self._strategy.root_device
+        self.runtime = SchedulerRuntime(
+            groups=groups,
+            board=board,
+            agreed=agreed,
+            options=self._options,
+            parameters=parameters,
+            device=device,
+            timeout=timeout,
+            **more,
+        )
+        self.statistics = self.runtime.statistics
+        announce(self._options, agreed)
+
+    def flush(self) -> None:
+        """Wait for all gradients and apply every pending update; the weights are final afterwards."""
+        if self.runtime is not None:
+            self.runtime.engine.flush()
+
+    def _close(self, plan: OverlapPlan | None, *, failed: bool) -> SchedulerRuntime | None:
+        """Keep ``plan``, stop every thread, and return the runtime that was; bounded, idempotent."""
+        self._plan = plan
+        self._tuning.end([])
+        runtime, self.runtime = self.runtime, None
+        if runtime is not None:
+            runtime.close(failed=failed)
+        return runtime
 
     def _so_far(self, module: nn.Module | None, **facts: Any) -> OverlapPlan | None:
         """Return the plan of the current or last fit with its results so far; ``None`` before the first fit."""

@@ -98,12 +98,18 @@ class JoinedRanks:
     _ddp_kwargs: dict[str, Any]
     _timeout: timedelta | None
 
+    _gradients: Any = None  # if ByteScheduler carries the gradients
     _board: FaultBoard | None = None
     _failed: bool = False
     _just_connected: bool = False
 
+    def __repr__(self) -> str:
+        # The other Lightning package's Trainer takes this class for a wrong name, and shows only this.
+        return f"<{type(self).__name__} of {PACKAGE!r}>"
+
     def _runtimes(self) -> Iterable[SchedulerRuntime]:
-        return ()
+        runtime = None if self._gradients is None else self._gradients.runtime
+        return () if runtime is None else (runtime,)
 
     def end_of_worker(self) -> None:
         """Called when a process that a launcher started has finished its function."""
@@ -367,10 +373,6 @@ class RankStrategy(JoinedRanks, DDPStrategy):
                 rank_zero_warn(sentence)
         super().__init__(**options)
 
-    def __repr__(self) -> str:
-        # The other Lightning package's Trainer takes this class for a wrong name, and shows only this.
-        return f"<{type(self).__name__} of {PACKAGE!r}>"
-
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
         if isinstance(self._launcher, _MultiProcessingLauncher):
@@ -493,10 +495,6 @@ class RankStrategy(JoinedRanks, DDPStrategy):
         if isinstance(exception, SIGTERMException) and exception.code is None:
             ends_by_sigterm(exception, self.global_rank)
         super().publish_failure(exception)
-
-    def _runtimes(self) -> Iterable[SchedulerRuntime]:
-        runtime = None if self._gradients is None else self._gradients.runtime
-        return () if runtime is None else (runtime,)
 
 
 def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:

@@ -33,7 +33,6 @@ from lightning_bytescheduler.ddp.ddp_arguments import check_hooks, check_module
 from lightning_bytescheduler.ddp.deferred_optimizer import deferring, followed_by, loss_scale_of
 from lightning_bytescheduler.ddp.fit_report import (
     DecidedSteps,
-    announce,
     codec_cost,
     summary_of,
 )
@@ -47,7 +46,6 @@ from lightning_bytescheduler.ddp.plan import (
     unseen_parameters,
 )
 from lightning_bytescheduler.ddp.residuals import Residuals
-from lightning_bytescheduler.ddp.runtime import SchedulerRuntime
 from lightning_bytescheduler.ddp.sample_weights import NOTHING, SampleCounter
 from lightning_bytescheduler.ddp.sparse_gradients import sparse_layers
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
@@ -165,20 +163,16 @@ class ScheduledGradients(DecidedSteps):
             agreed = replace(agreed, sizes=replace(agreed.sizes, bucket_bytes=chosen))
         joined = self._servers.join(groups, board, self._strategy, timeout=self._timeout, say=rank_zero_info)
         self._placed = None if joined is None else joined.push_pull.shares
-        self.runtime = SchedulerRuntime(
-            groups=groups,
-            board=board,
-            agreed=agreed,
-            options=self._options,
-            parameters=parameters,
-            device=device,
+        self._open(
+            groups,
+            board,
+            agreed,
+            parameters,
             timeout=self._timeout,
             compression=None if self._rules is None else partial(self._compress, self._rules, module),
             counter=None if self._counter is None else self._counter(groups.rank),
             servers=joined,
         )
-        self.statistics = self.runtime.statistics
-        announce(self._options, agreed)
 
     def _compress(
         self,
@@ -280,17 +274,15 @@ class ScheduledGradients(DecidedSteps):
 
     def release(self, *, failed: bool) -> None:
         """Stop every thread and make every parameter plain again; bounded, idempotent."""
-        self._plan = self.plan  # while the engine still knows the names
-        self._tuning.end([])
+        plan = self.plan  # while the engine still knows the names
         compression, self._compression = self._compression, None
         if failed:  # ranks may have residuals of different steps
             self.residuals = Residuals()
         buffers, self._buffers = self._buffers, None
         if buffers is not None:
             buffers.close(failed=failed)
-        runtime, self.runtime = self.runtime, None
+        runtime = self._close(plan, failed=failed)
         if runtime is not None:
-            runtime.close(failed=failed)
             self._lost_weights = runtime.lost_weights
         if compression is not None and not failed:
             compression.forget_not_applied()
@@ -408,11 +400,6 @@ class ScheduledGradients(DecidedSteps):
             return output
         with deferring(optimizer, engine, self._strategy.precision_plugin):
             return take(closure)
-
-    def flush(self) -> None:
-        """Wait for all gradients and apply every pending update; the weights are final afterwards."""
-        if self.runtime is not None:
-            self.runtime.engine.flush()
 
 
 def _trained(module: pl.LightningModule) -> dict[str, nn.Parameter]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -15,14 +14,13 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from lightning_bytescheduler.checks import require_bool, require_known
+from lightning_bytescheduler.checks import require_bool
 from lightning_bytescheduler.ddp.balanced_batches import BatchSharing, loader_resumes
 from lightning_bytescheduler.ddp.compression_rules import CompressionRules
 from lightning_bytescheduler.ddp.ddp_arguments import (
     ELSEWHERE,
     SAID_BY_THE_STRATEGY,
-    check_ddp_options,
-    known_ddp_options,
+    check_options,
 )
 from lightning_bytescheduler.ddp.fit_position import (
     FitPosition,
@@ -56,8 +54,6 @@ from lightning_bytescheduler.lightning_api import (
     rank_zero_info,
 )
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
-
-__all__ = ["ByteSchedulerStrategy", "SchedulerHooks"]
 
 log = logging.getLogger(__name__)
 
@@ -177,21 +173,15 @@ class ByteSchedulerStrategy(RankStrategy):
         **kwargs: Any,
     ) -> None:
         require_bool("log_metrics", log_metrics)
-        own = [name for name in inspect.signature(ByteSchedulerStrategy).parameters if name != "kwargs"]
-        # LightningCLI passes these
-        named = {name: value for name, value in kwargs.items() if name not in SAID_BY_THE_STRATEGY}
-        require_known(named, [*own, *known_ddp_options()], of="ByteSchedulerStrategy", elsewhere=_ELSEWHERE)
-        check_ddp_options(
-            {
-                **kwargs,
-                "ddp_comm_state": ddp_comm_state,
-                "ddp_comm_hook": ddp_comm_hook,
-                "ddp_comm_wrapper": ddp_comm_wrapper,
-                "model_averaging_period": model_averaging_period,
-                "bucket_cap_mb": bucket_cap_mb,
-                "gradient_as_bucket_view": gradient_as_bucket_view,
-            }
-        )
+        ddp = {
+            "ddp_comm_state": ddp_comm_state,
+            "ddp_comm_hook": ddp_comm_hook,
+            "ddp_comm_wrapper": ddp_comm_wrapper,
+            "model_averaging_period": model_averaging_period,
+            "bucket_cap_mb": bucket_cap_mb,
+            "gradient_as_bucket_view": gradient_as_bucket_view,
+        }
+        check_options(ByteSchedulerStrategy, kwargs, ddp=ddp, launch={}, elsewhere=_ELSEWHERE)
         self._options = SchedulerOptions.resolve(
             partition_size=partition_size,
             credit=credit,
