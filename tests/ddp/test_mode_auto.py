@@ -251,6 +251,7 @@ def test_a_resumed_fit_begins_as_it_was_decided(exposed: float) -> None:
     fit.tuner.on_save_checkpoint(None, None, checkpoint)  # type: ignore[arg-type]
     tuner = CreditTuner()
     tuner.on_load_checkpoint(None, None, checkpoint)  # type: ignore[arg-type]
+    assert checkpoint["bytescheduler_tuning"]["settled"] == (exposed > 0), "what was never tried was not chosen"
     first = tuner.begin(
         space=ONE_POINT,
         start=START,

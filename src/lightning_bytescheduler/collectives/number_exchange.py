@@ -34,6 +34,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,8 +42,6 @@ import torch.distributed as dist
 from lightning_bytescheduler.collectives.groups import leave
 from lightning_bytescheduler.collectives.operations import ends_within, wait_unless
 from lightning_bytescheduler.scheduler.short_turns import prefer_short_turns
-
-__all__ = ["MOST", "AgreedValues", "NumberExchange", "PostedNumbers"]
 
 MOST = 2**62
 """The largest number that :class:`AgreedValues` exchanges."""
@@ -129,9 +128,7 @@ class NumberExchange:
         self._on_error = on_error
         self._failure = failure
         self._stopping = threading.Event()
-        self._posted: queue.SimpleQueue[tuple[dist.Work, list[torch.Tensor], PostedNumbers] | None] = (
-            queue.SimpleQueue()
-        )
+        self._posted: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._last: dist.Work | None = None
         self._thread = threading.Thread(target=self._run, name="bytescheduler-counts", daemon=True)
         self._thread.start()
@@ -141,15 +138,11 @@ class NumberExchange:
 
         Raises:
             RuntimeError: If the exchange is closed, or a connection broke.
-            ValueError: If there are not ``width`` numbers.
         """
         if self._group is None:
             raise RuntimeError("Numbers were posted to an exchange that is closed.")
-        if len(numbers) != self._width:
-            raise ValueError(f"{len(numbers)} numbers were posted where {self._width} are expected.")
         rows = list(torch.zeros(self._size, self._width, dtype=torch.int64).unbind())
-        own = torch.tensor(numbers, dtype=torch.int64)
-        work = self._group.allgather([rows], [own])
+        work = self._group.allgather([rows], [torch.tensor(numbers, dtype=torch.int64)])
         self._last = work
         posted = PostedNumbers()
         self._posted.put((work, rows, posted))
@@ -242,7 +235,7 @@ class AgreedValues:
                 wait_unless(work, self._failure, look_every=_WAIT_SLICE)
             apart, *agreed = message.tolist()
         self._next_exchange = step + apart
-        said = [interval, *wanted] if wanted is not None and self._decides else [MOST] * (1 + self._count)
+        said = [interval, *(wanted or ())] if self._decides else [MOST] * (1 + self._count)
         message = torch.tensor([*said, *seen], dtype=torch.int64, device="cpu")
         self._posted = dist.all_reduce(message, dist.ReduceOp.MIN, group=self._group, async_op=True), message
         return agreed

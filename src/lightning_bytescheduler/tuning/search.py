@@ -805,8 +805,8 @@ class CreditTuning:
             steps=self._steps,
             lost_seconds=self._exploration.lost,
             trials=self._exploration.trials,
-            settled=self.is_settled,
-            current=self._current if best is None or self.is_settled else best.point,
+            settled=self._phase == "settled",
+            current=self._current if best is None or self._phase == "settled" else best.point,
         )
         state: dict[str, Any] = msgspec.to_builtins(kept)
         return state
