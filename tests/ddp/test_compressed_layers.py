@@ -169,12 +169,16 @@ def test_ranks_that_follow_do_as_rank_0_says_whatever_they_see() -> None:
     said: list[list[int] | None] = []
 
     class Leading(OneRank):
-        def before_step(self, step: int, wanted: Sequence[int], *, interval: int) -> list[int] | None:
-            said.append(super().before_step(step, wanted, interval=interval))
+        def before_step(
+            self, step: int, wanted: Sequence[int], *, interval: int, seen: Sequence[int] = ()
+        ) -> list[int] | None:
+            said.append(super().before_step(step, wanted, interval=interval, seen=seen))
             return said[-1]
 
     class Following(OneRank):
-        def before_step(self, step: int, wanted: Sequence[int], *, interval: int) -> list[int] | None:
+        def before_step(
+            self, step: int, wanted: Sequence[int], *, interval: int, seen: Sequence[int] = ()
+        ) -> list[int] | None:
             assert list(wanted) == [0], "nothing is asked of it"
             return said[-1]
 

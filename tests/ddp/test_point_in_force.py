@@ -30,7 +30,9 @@ class OneRank:
         self._next = 0
         self._posted: tuple[list[int], int] | None = None
 
-    def before_step(self, step: int, wanted: Sequence[int], *, interval: int, seen: Sequence[int]) -> list[int] | None:
+    def before_step(
+        self, step: int, wanted: Sequence[int], *, interval: int, seen: Sequence[int] = ()
+    ) -> list[int] | None:
         if step < self._next:
             return None
         agreed, apart = self._posted or (None, 1)

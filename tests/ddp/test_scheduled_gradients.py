@@ -11,7 +11,7 @@ import pytest
 import torch
 from lightning.pytorch.plugins.precision import Precision
 
-from lightning_bytescheduler.ddp import scheduled_gradients
+from lightning_bytescheduler.ddp import fit_report, scheduled_gradients
 from lightning_bytescheduler.ddp.agreed_sizes import AgreedSizes
 from lightning_bytescheduler.ddp.scheduled_gradients import ScheduledGradients
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
@@ -57,7 +57,7 @@ def test_buckets_that_were_chosen_are_those_that_count(monkeypatch: pytest.Monke
     sizes = SchedulerSizes(partition_size=10, credit=20, bucket_bytes=1000)
     monkeypatch.setattr(scheduled_gradients, "agree_on_sizes", lambda *_, **__: AgreedSizes(sizes=sizes, link=None))
     monkeypatch.setattr(scheduled_gradients, "SchedulerGroups", SimpleNamespace(create=lambda **_: None))
-    monkeypatch.setattr(scheduled_gradients, "SchedulerRuntime", made)
+    monkeypatch.setattr(fit_report, "SchedulerRuntime", made)
     module = _Model()
     module.trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     strategy: Any = SimpleNamespace(

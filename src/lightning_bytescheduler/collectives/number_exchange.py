@@ -142,10 +142,8 @@ class NumberExchange:
         if self._group is None:
             raise RuntimeError("Numbers were posted to an exchange that is closed.")
         rows = list(torch.zeros(self._size, self._width, dtype=torch.int64).unbind())
-        work = self._group.allgather([rows], [torch.tensor(numbers, dtype=torch.int64)])
-        self._last = work
-        posted = PostedNumbers()
-        self._posted.put((work, rows, posted))
+        posted, self._last = PostedNumbers(), self._group.allgather([rows], [torch.tensor(numbers, dtype=torch.int64)])
+        self._posted.put((self._last, rows, posted))
         return posted
 
     def close(self, timeout: float) -> None:
