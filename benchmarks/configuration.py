@@ -11,7 +11,6 @@ from lightning_bytescheduler.simulation import (
     LinkModel,
     ModelProfile,
     Schedule,
-    clipped_bound,
     ddp_bound,
     lower_bound,
     network_profile,
@@ -88,7 +87,6 @@ class Configuration:
         return {
             "any order": lower_bound(profile, link),
             "barrier": ddp_bound(profile, link),
-            "norm clipping": clipped_bound(profile, link),
         }
 
     def predictions(self, compute_seconds: float) -> dict[str, float]:
@@ -102,6 +100,6 @@ class Configuration:
             "ddp": Schedule.ddp(),
             **{f"ddp, {size} MB buckets": Schedule.ddp(bucket_bytes=size * 1024 * 1024) for size in DDP_BUCKETS},
             "bytescheduler, overlapped": chosen_schedule(profile, link),
-            "bytescheduler, norm clipping": chosen_schedule(profile, link, clipping=True),
+            "bytescheduler, norm clipping": chosen_schedule(profile, link, in_shards=True),
         }
         return {name: simulate(profile, link, schedule) for name, schedule in schedules.items()}

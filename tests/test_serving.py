@@ -60,7 +60,7 @@ async def served(access: ServerAccess, **options):
     application.router.add_route("*", "/{path:.*}", answer)
     runner = web.AppRunner(application, access_log=None, shutdown_timeout=1.0)
     await runner.setup()
-    await web.TCPSite(runner, access.host, 0, ssl_context=access.tls(refusals)).start()
+    await web.TCPSite(runner, access.host, 0, ssl_context=access.tls()).start()
     try:
         yield runner.addresses[0][1], refusals, reached
     finally:
@@ -112,18 +112,16 @@ def test_tls_and_certificates_of_clients(certificates):
         )
 
     async def attempt():
-        async with served(access(certificates, client_authority=authority)) as (port, refusals, reached):
+        async with served(access(certificates, client_authority=authority)) as (port, _, reached):
             assert await ask(port, tls=client(certificates, "anna"), headers=RIGHT) == (200, "ok")
-            for tls, reason in (
-                (client_tls(authority=authority), "no_certificate"),
-                (client(certificates, "old"), "certificate"),
-                (client(certificates / "foreign", "eve"), "certificate"),
-                (None, "plain_text"),
+            for tls in (
+                client_tls(authority=authority),
+                client(certificates, "old"),
+                client(certificates / "foreign", "eve"),
+                None,
             ):
-                before = refusals.counts().get(reason, 0)
                 with pytest.raises(aiohttp.ClientError):
                     await ask(port, tls=tls, headers=RIGHT)
-                assert refusals.counts()[reason] > before  # more than one where the client tries again
             # A certificate alone is not enough.
             assert (await ask(port, tls=client(certificates, "anna")))[0] == 401
             assert reached == ["/"]

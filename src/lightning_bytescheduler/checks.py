@@ -367,16 +367,12 @@ def records_in(run: str | os.PathLike[str], name: str) -> list[Path]:
         OptionError: If there is no such record; says where it was looked for.
     """
     path = Path(run)
+    if path.is_file():
+        return [path]
     if not path.is_dir():
-        if path.exists():
-            return [path]
         places = f"lightning_logs, lightning_logs/version_0 or {name}"
         raise OptionError("RUN", os.fspath(run), f"a file or a folder that is there, such as {places}")
-    direct = path / name
-    if direct.is_file():
-        return [direct]
-    patterns = (f"version_*/{name}", f"*/version_*/{name}", f"*/{name}", f"*/*/version_*/{name}")
-    found = {file for pattern in patterns for file in path.glob(pattern) if file.is_file()}
+    found = [file for depth in ("", "*/", "*/*/", "*/*/*/") for file in path.glob(depth + name) if file.is_file()]
     if not found:
         raise OptionError("RUN", os.fspath(run), f"a folder with {name} in it, or in one of its folders version_*")
     return sorted(found, key=lambda file: (file.stat().st_mtime_ns, os.fspath(file)), reverse=True)

@@ -4,11 +4,16 @@ Nothing else here imports Lightning. :mod:`~lightning_bytescheduler.registration
 with this module it is decided.
 """
 
+import ast
+import importlib
+import inspect
+import sys
 from typing import TYPE_CHECKING
 
 from lightning_bytescheduler.registration import choose_package
 
 PACKAGE = choose_package()
+_OTHER_NAMES = {"pytorch": "pytorch_lightning", "fabric": "lightning_fabric"}
 
 if TYPE_CHECKING or PACKAGE == "lightning":
     import lightning.pytorch as pl
@@ -37,28 +42,10 @@ if TYPE_CHECKING or PACKAGE == "lightning":
     from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
     from lightning.pytorch.utilities.seed import isolate_rng
 else:
-    import pytorch_lightning as pl
-    from lightning_fabric import Fabric
-    from lightning_fabric.plugins import CheckpointIO, ClusterEnvironment, TorchCheckpointIO
-    from lightning_fabric.plugins.collectives.torch_collective import default_pg_timeout
-    from lightning_fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
-    from lightning_fabric.plugins.precision import MixedPrecision as FabricMixedPrecision
-    from lightning_fabric.plugins.precision import Precision as FabricPrecision
-    from lightning_fabric.strategies import DDPStrategy as FabricDDPStrategy
-    from lightning_fabric.strategies.launchers import _MultiProcessingLauncher as _FabricLauncher
-    from lightning_fabric.utilities.distributed import _init_dist_connection
-    from lightning_fabric.utilities.seed import reset_seed
-    from pytorch_lightning.callbacks import Checkpoint
-    from pytorch_lightning.loggers import Logger
-    from pytorch_lightning.loggers.logger import DummyLogger
-    from pytorch_lightning.plugins.precision import MixedPrecision, Precision
-    from pytorch_lightning.strategies import DDPStrategy, SingleDeviceStrategy, Strategy, StrategyRegistry
-    from pytorch_lightning.strategies.launchers import _MultiProcessingLauncher
-    from pytorch_lightning.trainer import trainer as trainer_module
-    from pytorch_lightning.trainer.states import RunningStage, TrainerFn
-    from pytorch_lightning.utilities import CombinedLoader, GradClipAlgorithmType
-    from pytorch_lightning.utilities.exceptions import SIGTERMException
-    from pytorch_lightning.utilities.memory import garbage_collection_cuda, is_oom_error
-    from pytorch_lightning.utilities.model_helpers import is_overridden
-    from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
-    from pytorch_lightning.utilities.seed import isolate_rng
+    # The list above, read once more in the other package's names.
+    pl = importlib.import_module("pytorch_lightning")
+    for _line in ast.walk(ast.parse(inspect.getsource(sys.modules[__name__]))):
+        if isinstance(_line, ast.ImportFrom) and (_line.module or "").startswith("lightning."):
+            _, _part, *_rest = _line.module.split(".")
+            _there = importlib.import_module(".".join([_OTHER_NAMES[_part], *_rest]))
+            globals().update({_name.asname or _name.name: getattr(_there, _name.name) for _name in _line.names})

@@ -46,15 +46,6 @@ _SHUTDOWN_SECONDS = 2.0  # for requests under way
 _LINGER_SECONDS = 1.0  # that a refused body, or what follows a closed WebSocket, keeps its handler in memory
 _IDLE_SECONDS = 75.0  # of a connection, between two requests
 _Server = TypeVar("_Server", bound="BackgroundServer")
-_TLS_REASONS = {
-    "HTTP_REQUEST": "plain_text",
-    "HTTPS_PROXY_REQUEST": "plain_text",
-    "WRONG_VERSION_NUMBER": "plain_text",
-    "PEER_DID_NOT_RETURN_A_CERTIFICATE": "no_certificate",
-    "CERTIFICATE_VERIFY_FAILED": "certificate",
-}
-"""OpenSSL's reasons for a handshake that fails, as they are counted; others are ``handshake``."""
-
 
 # ── Who is refused ───────────────────────────────────────────────────────────
 
@@ -152,11 +143,8 @@ class ServerAccess:
         given = (authorization or "").encode("utf-8", "surrogateescape")
         return hmac.compare_digest(given, f"{_BEARER}{self.token}".encode())
 
-    def tls(self, refusals: Refusals | None = None) -> ssl.SSLContext | None:
+    def tls(self) -> ssl.SSLContext | None:
         """What serves with the certificate; None without one. TLS 1.2 at least.
-
-        Args:
-            refusals: Where handshakes that fail are counted.
 
         Raises:
             OptionError: If a file cannot be read, or the certificate and the key do not belong together.
@@ -169,25 +157,7 @@ class ServerAccess:
         if self.client_authority is not None:
             _load_authority(context, "client_authority", self.client_authority)
             context.verify_mode = ssl.CERT_REQUIRED
-        if refusals is not None:
-            context.sslobject_class = _counting(refusals)
         return context
-
-
-def _counting(refusals: Refusals) -> type[ssl.SSLObject]:
-    """A connection of TLS that counts itself when its handshake fails: asyncio tells nobody."""
-
-    class CountedConnection(ssl.SSLObject):
-        def do_handshake(self) -> None:
-            try:
-                super().do_handshake()
-            except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
-                raise
-            except ssl.SSLError as error:
-                refusals.count(_TLS_REASONS.get(error.reason or "", "handshake"))
-                raise
-
-    return CountedConnection
 
 
 def client_tls(
@@ -462,7 +432,7 @@ class BackgroundServer:
         runner = web.AppRunner(
             await self.application(),
             access_log=None,
-            logger=_http_log(self.refusals),
+            logger=_http_log(),
             shutdown_timeout=_SHUTDOWN_SECONDS,
             keepalive_timeout=_IDLE_SECONDS,
             lingering_time=_LINGER_SECONDS,
@@ -470,7 +440,7 @@ class BackgroundServer:
         await runner.setup()
         host, port = self._access.host, self._port
         try:
-            await web.TCPSite(runner, host, port, ssl_context=self._access.tls(self.refusals)).start()
+            await web.TCPSite(runner, host, port, ssl_context=self._access.tls()).start()
         except BaseException as error:
             await self.stop()
             await runner.cleanup()
@@ -484,17 +454,11 @@ class BackgroundServer:
         return runner
 
 
-def _http_log(refusals: Refusals) -> logging.Logger:
-    """What aiohttp logs to: what is no HTTP is counted, and said once a minute, so that nobody can fill the log."""
+def _http_log() -> logging.Logger:
+    """What aiohttp logs to: not what is no HTTP, or anyone could fill the log."""
     from aiohttp.http_exceptions import HttpProcessingError
-
-    def passes(record: logging.LogRecord) -> bool:
-        if not record.exc_info or not isinstance(record.exc_info[1], HttpProcessingError):
-            return True
-        refusals.count("http")
-        return False
 
     logger = logging.Logger(f"{__name__}.http")
     logger.parent = log
-    logger.addFilter(passes)
+    logger.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError)))
     return logger

@@ -26,7 +26,6 @@ def test_totals_and_bounds(network: str, ratio: float, workers: int) -> None:
     bounds = configuration.bounds(profile.compute_seconds)
     longest = max(profile.compute_seconds, configuration.communication_seconds)
     assert longest < bounds["any order"] <= bounds["barrier"] < longest * 2.0
-    assert bounds["norm clipping"] >= bounds["any order"] * (1 - 1e-12)
 
 
 def test_a_round_trip_makes_bounds_longer_but_not_the_computation() -> None:
@@ -93,6 +92,6 @@ def test_what_is_predicted_lies_above_its_bound_and_in_its_order() -> None:
     seconds = configuration.profile.compute_seconds
     predicted, bounds = configuration.predictions(seconds), configuration.bounds(seconds)
     assert bounds["any order"] < predicted["bytescheduler, overlapped"] < predicted["ddp, 1 MB buckets"]
-    assert bounds["norm clipping"] < predicted["bytescheduler, norm clipping"] < predicted["ddp, 1 MB buckets"]
+    assert bounds["any order"] < predicted["bytescheduler, norm clipping"] < predicted["ddp, 1 MB buckets"]
     assert predicted["ddp, 1 MB buckets"] < predicted["ddp"]
     assert predicted.keys() <= CONTENDERS.keys()

@@ -80,7 +80,7 @@ def made_up_status(workers: int = 8, rounds: int = 40, *, seed: int = 7) -> RunS
             "left": 2,
             "expired": 4,
             "refused_token": 3,
-            "refused_plain_text": 1,
+            "refused_host": 1,
             "updates_added": 312,
             "updates_late": 5,
             "rounds": rounds,

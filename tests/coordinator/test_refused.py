@@ -51,7 +51,7 @@ def test_a_connection_that_answers_no_ping_has_not_said_anything_wrong():
         assert server.status().counters.get("wrong_frames", 0) == 0
 
 
-def test_what_is_no_http_is_counted_and_logged_once(caplog):
+def test_what_is_no_http_does_not_fill_the_log(caplog):
     async def send(port: int) -> None:
         for _ in range(5):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -63,6 +63,4 @@ def test_what_is_no_http_is_counted_and_logged_once(caplog):
 
     with caplog.at_level(logging.WARNING), CoordinatorServer(options_of()) as server:
         asyncio.run(send(int(server.url.rpartition(":")[2])))
-        assert server.status().counters["refused_http"] == 5
-    assert [record.getMessage() for record in caplog.records] == ["Refused: http (1 so far for this reason)."]
-    assert not any(record.exc_info for record in caplog.records)
+    assert not caplog.records

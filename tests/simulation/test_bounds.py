@@ -4,11 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_bytescheduler.exceptions import UnsupportedError
-from lightning_bytescheduler.simulation import LinkModel, ModelProfile, clipped_bound, ddp_bound, lower_bound
+from lightning_bytescheduler.simulation import LinkModel, ModelProfile, ddp_bound, lower_bound
 from tests.simulation.profiles import all_reduce_links, links, model, models, plain_link, unhurried
 
-BOUNDS = [lower_bound, ddp_bound, clipped_bound]
+BOUNDS = [lower_bound, ddp_bound]
 CLOSE = 1 + 1e-9
 
 
@@ -32,31 +31,10 @@ def test_by_hand(layers: list[tuple[int, float, float]], bound: float, ddp: floa
     assert ddp_bound(model(layers), plain_link()) == ddp
 
 
-@pytest.mark.parametrize(
-    ("layers", "bound"),
-    [
-        # All of it hidden but for the first layer: B + c_1 + F.
-        ([(4, 1, 2), (2, 1, 2), (2, 1, 2)], 6 + 4 + 3),
-        # Much to send: C + b_L + f_L is the last of the three terms.
-        ([(20, 1, 2), (20, 1, 2), (20, 1, 2)], 60 + 2 + 1),
-        # A first layer worth nothing and a long forward pass: b_L + C/2 + c_1/2 + F.
-        ([(2, 10, 1), (20, 10, 1)], 1 + 11 + 1 + 20),
-        # A short forward pass: B + c_1 + F.
-        ([(2, 0.5, 20), (20, 0.5, 20)], 40 + 2 + 1),
-        # The first layer has no parameters, so that the norm is known, and all is gathered, during its backward pass.
-        ([(0, 1, 30), (4, 1, 2)], 34),
-    ],
-)
-def test_clipping_by_hand(layers: list[tuple[int, float, float]], bound: float) -> None:
-    assert clipped_bound(model(layers), plain_link()) == bound
-
-
 def test_messages_cost_latency_once() -> None:
     profile = model([(10, 1, 2), (10, 1, 2)])  # b_L + C + f_L = 23
     assert lower_bound(profile, plain_link(latency=1.5)) == 23 + 3
     assert ddp_bound(profile, plain_link(latency=1.5)) == 2 + 20 + 2 + 3
-    # Clipped, all 20 bytes are in one message each way: b_L, C/2 twice, half of the latency and f_L.
-    assert clipped_bound(profile, plain_link(latency=1.5)) == 2 + 2 * 10 + 1.5 + 1
 
 
 @unhurried
@@ -64,13 +42,6 @@ def test_messages_cost_latency_once() -> None:
 def test_order_among_bounds(profile: ModelProfile, link: LinkModel) -> None:
     assert profile.compute_seconds <= lower_bound(profile, link) * CLOSE
     assert lower_bound(profile, link) <= ddp_bound(profile, link) * CLOSE
-
-
-@unhurried
-@given(profile=models, link=all_reduce_links)
-def test_clipping_costs_no_more_than_ddp_and_the_norm(profile: ModelProfile, link: LinkModel) -> None:
-    # The norm has a message of its own.
-    assert clipped_bound(profile, link) <= (ddp_bound(profile, link) + link.latency_seconds) * CLOSE
 
 
 @unhurried
@@ -108,8 +79,3 @@ def test_order_alone_wins_a_third_at_most() -> None:
 @given(profile=models, link=links)
 def test_order_never_wins_more_than_the_forward_pass(profile: ModelProfile, link: LinkModel) -> None:
     assert ddp_bound(profile, link) <= (lower_bound(profile, link) + profile.forward_seconds) * CLOSE
-
-
-def test_clipping_takes_an_all_reduce() -> None:
-    with pytest.raises(UnsupportedError, match="use 'allreduce'"):
-        clipped_bound(model([(1, 1, 1)]), plain_link(architecture="ps"))

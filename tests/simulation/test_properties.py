@@ -13,13 +13,11 @@ from lightning_bytescheduler.simulation import (
     LinkModel,
     ModelProfile,
     Schedule,
-    clipped_bound,
     ddp_bound,
     lower_bound,
     simulate,
 )
 from tests.simulation.profiles import (
-    all_reduce_links,
     links,
     model,
     models,
@@ -48,12 +46,6 @@ def by_priority(partition: int) -> Schedule:
 def test_no_schedule_beats_the_bound(profile: ModelProfile, link: LinkModel, schedule: Schedule) -> None:
     bound = ddp_bound if schedule.barrier else lower_bound
     assert bound(profile, link) <= seconds(profile, link, schedule) * CLOSE
-
-
-@unhurried
-@given(profile=models, link=all_reduce_links, schedule=schedules)
-def test_no_schedule_with_clipping_beats_its_bound(profile: ModelProfile, link: LinkModel, schedule: Schedule) -> None:
-    assert clipped_bound(profile, link) <= seconds(profile, link, replace(schedule, clipping=True)) * CLOSE
 
 
 @unhurried
@@ -88,13 +80,6 @@ def test_ddp_with_a_bucket_for_each_layer_is_its_formula(
     assert seconds(profile, link, Schedule.ddp(bucket_bytes=1)) == pytest.approx(formula)
     # Gathering layers only delays them.
     assert seconds(profile, link, Schedule.ddp(bucket_bytes=bucket)) * CLOSE >= formula
-
-
-@unhurried
-@given(profile=models, link=silent_links, partition=partitions)
-def test_clipping_is_half_a_partition_from_its_bound(profile: ModelProfile, link: LinkModel, partition: int) -> None:
-    early = seconds(profile, link, replace(by_priority(partition), clipping=True))
-    assert early <= (clipped_bound(profile, link) + partition * link.seconds_per_byte / 2) * CLOSE
 
 
 @unhurried

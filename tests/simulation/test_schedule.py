@@ -61,7 +61,6 @@ def test_ddp_s_default_buckets_of_vgg16() -> None:
         ],
         ({"first_bucket_bytes": 5}, "first_bucket_bytes=5 .* left out where bucket_bytes is"),
         ({"barrier": 1}, "barrier=1 .* True or False"),
-        ({"clipping": "late"}, "clipping='late' .* True or False"),
     ],
 )
 def test_a_schedule_that_cannot_be_is_refused(options: dict[str, Any], reason: str) -> None:

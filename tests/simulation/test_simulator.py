@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 
-from lightning_bytescheduler.exceptions import UnsupportedError
 from lightning_bytescheduler.simulation import (
     LinkModel,
     ModelProfile,
@@ -15,7 +14,7 @@ from lightning_bytescheduler.simulation import (
     network_profile,
     simulate,
 )
-from tests.simulation.profiles import CONTRIVED, links, model, models, plain_link, sizes, unhurried
+from tests.simulation.profiles import links, model, models, plain_link, sizes, unhurried
 
 FIFO = Schedule()  # without a window all is sent as it comes
 
@@ -114,23 +113,8 @@ def test_push_and_pull_overlap_where_pieces_are_small() -> None:
     assert simulate(profile, link, by_priority(10, 1000)) == 2 + 100 + 1 + 10 + 1
 
 
-def test_clipping_waits_for_the_norm() -> None:
-    # Reduce-scatters take 5 and 1. Gathered early, the last layer's all-gather fits in before the first layer's.
-    profile = model([(2, 4, 11), (10, 4, 1)])
-    link = plain_link(latency=0.5)  # each half of an all-reduce takes 0.5 to arrive, the norm 1
-    reduced = 1 + 11 + 1 + 0.5
-    # The first layer's all-gather goes out while the norm is made.
-    assert simulate(profile, link, replace(by_priority(100, 100), clipping=True)) == reduced + max(1.0, 1 + 0.5) + 8
-
-
-def test_clipping_takes_an_all_reduce() -> None:
-    with pytest.raises(UnsupportedError, match="architecture='ps': use 'allreduce'"):
-        simulate(CONTRIVED, plain_link(architecture="ps"), Schedule(clipping=True))
-
-
-@pytest.mark.parametrize("clipping", [False, True])
-def test_layers_without_parameters_wait_for_nothing(clipping: bool) -> None:
-    schedule = Schedule(clipping=clipping)
+def test_layers_without_parameters_wait_for_nothing() -> None:
+    schedule = Schedule()
     assert simulate(model([(0, 1, 2), (0, 3, 4)]), plain_link(), schedule) == 10
 
 

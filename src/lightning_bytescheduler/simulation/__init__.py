@@ -3,7 +3,7 @@
 from lightning_bytescheduler.simulation.link import LinkModel
 from lightning_bytescheduler.simulation.prediction import Expectation, MeasuredStep, Prediction, predict
 from lightning_bytescheduler.simulation.profiles import NETWORKS, LayerProfile, ModelProfile, network_profile
-from lightning_bytescheduler.simulation.simulator import Schedule, clipped_bound, ddp_bound, lower_bound, simulate
+from lightning_bytescheduler.simulation.simulator import Schedule, ddp_bound, lower_bound, simulate
 
 __all__ = [
     "NETWORKS",
@@ -14,7 +14,6 @@ __all__ = [
     "ModelProfile",
     "Prediction",
     "Schedule",
-    "clipped_bound",
     "ddp_bound",
     "lower_bound",
     "network_profile",

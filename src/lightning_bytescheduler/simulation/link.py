@@ -33,7 +33,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from lightning_bytescheduler.checks import (
     ARCHITECTURES,
@@ -173,49 +173,29 @@ def _count(number: int, of: str) -> str:
     return f"{number:,} {of}{'' if number == 1 else 's'}"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CodecPace:
-    """How small and how fast a compressor is, on one core.
+class Codec(NamedTuple):
+    """How small and how fast a compressor is.
 
     Attributes:
-        name: As of ``compression``.
         ratio: How many times smaller fp32 gradients get.
-        compress: Bytes of fp32 a second, with error feedback.
-        read: The same, of reading.
+        seconds_per_byte: Of fp32 gradient, on one core of each rank: compressed once, with error feedback, read twice.
     """
 
-    name: str
     ratio: float
-    compress: float
-    read: float
-
-    @property
-    def seconds_per_byte(self) -> float:
-        """Of gradient, on each rank."""
-        return 1 / self.compress + 2 / self.read
+    seconds_per_byte: float
 
 
-CODECS = (
-    CodecPace(name="bf16", ratio=2.0, compress=2120e6, read=12270e6),
-    CodecPace(name="int8", ratio=3.94, compress=1651e6, read=8856e6),
-    CodecPace(name="int4", ratio=7.53, compress=1488e6, read=4277e6),
-)
-"""As ``python -m benchmarks.codecs`` measured them on one core with AVX-512, int8 and int4 rounded to nearest; see the
-documentation of compression."""
+CODECS = {"int8": Codec(3.94, 0.83e-9), "int4": Codec(7.53, 1.14e-9)}
+"""As ``python -m benchmarks.codecs`` measured them on one core with AVX-512, rounded to nearest."""
 
 
-def compressed_link(link: LinkModel, codec: CodecPace, share: float = 1.0) -> LinkModel:
+def compressed_link(link: LinkModel, codec: Codec, share: float = 1.0) -> LinkModel:
     """A link on which gradients as they are take as long as on ``link`` with ``share`` of them compressed."""
     exact = link.seconds_per_byte
     if not exact:
         return link
     smaller = max(exact / codec.ratio, codec.seconds_per_byte)
     return replace(link, bandwidth=link.bandwidth * exact / ((1 - share) * exact + share * smaller))
-
-
-def break_even_bandwidth(link: LinkModel, codec: CodecPace) -> float:
-    """Bytes a second of the link on which codecs take as long as sending gradients as they are; it pays below."""
-    return link.seconds_per_byte * link.bandwidth / codec.seconds_per_byte
 
 
 # ── Rates and times as texts ────────────────────────────────────────────────────────────────────────

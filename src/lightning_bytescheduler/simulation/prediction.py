@@ -10,24 +10,16 @@ import json
 import math
 import os
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning_bytescheduler.checks import require_one_of, some_of
 from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.simulation.link import (
-    CODECS,
-    CodecPace,
-    LinkModel,
-    break_even_bandwidth,
-    compressed_link,
-    network_in_words,
-    rate_in_words,
-)
+from lightning_bytescheduler.simulation.link import CODECS, LinkModel, compressed_link, network_in_words
 from lightning_bytescheduler.simulation.profiles import ModelProfile
-from lightning_bytescheduler.simulation.simulator import Schedule, clipped_bound, lower_bound, simulate
+from lightning_bytescheduler.simulation.simulator import Schedule, lower_bound, simulate
 from lightning_bytescheduler.timeline.picture import INK, headed, in_colours, page, ruled
 from lightning_bytescheduler.tuning.sizes import LinkEstimate, default_sizes
 
@@ -41,7 +33,7 @@ BYTESCHEDULER = "bytescheduler"
 BEST = "bytescheduler, best sizes"
 SERVERS = "bytescheduler, servers"
 AUTO = "bytescheduler, auto"
-FIXED = {codec: f"bytescheduler, {codec}" for codec in ("int8", "int4")}
+FIXED = {codec: f"bytescheduler, {codec}" for codec in CODECS}
 """Strategies that compress all gradients, by what in."""
 DILOCO = "diloco"
 ALONE = "one worker alone"
@@ -151,9 +143,7 @@ class Prediction:
     @property
     def ceiling_seconds(self) -> float:
         """Seconds that no order of these bytes can get a step below."""
-        measured = self.measured
-        clips = measured.norm_needed_by and not measured.synchronised_because and self.link.architecture == "allreduce"
-        return (clipped_bound if clips else lower_bound)(measured.profile, self.link)
+        return lower_bound(self.measured.profile, self.link)
 
     @property
     def limited_by(self) -> str:
@@ -345,13 +335,6 @@ class Prediction:
             )
         if link.servers > link.workers:
             yield f"{link.servers} servers count as {link.workers}: more than one for each worker change nothing."
-        for expected in self.expectations:
-            if expected.strategy == AUTO and link.architecture == "allreduce":  # servers do not go with it
-                pays = [f"{codec.name} below {rate_in_words(break_even_bandwidth(link, codec))}" for codec in CODECS]
-                yield (
-                    f"compression='auto' compresses {expected.compressed_share:.0%} of the bytes here. Codecs of one "
-                    f"core pay on links: {', '.join(pays)}."
-                )
         yield "* Another training than ddp's: compare the losses."
         if measured.unused:
             yield (
@@ -420,36 +403,18 @@ def _compressed(measured: MeasuredStep, link: LinkModel) -> Iterator[Expectation
     def step_on(other: LinkModel) -> float:
         return _scheduled(AUTO, measured, other).step_seconds
 
-    by_name = {codec.name: codec for codec in CODECS}
-    seconds, share = auto_step(step_on, measured.profile.compute_seconds, link, by_name["int4"])
+    compute, (seconds, share) = measured.profile.compute_seconds, (step_on(link), 0.0)
+    for part in range(1, _PARTS + 1) if seconds > _HIDES * compute else ():
+        seconds, share = min(
+            (seconds, share), (step_on(compressed_link(link, CODECS["int4"], part / _PARTS)), part / _PARTS)
+        )
+        if seconds <= _LEFT * compute:
+            break
     yield Expectation(strategy=AUTO, step_seconds=seconds, same_training=not share, compressed_share=share)
     for name, strategy in FIXED.items():
         # Of gradients in two bytes, half as many times fewer.
-        codec = replace(by_name[name], ratio=by_name[name].ratio * 0.5 / measured.compressed_share)
+        codec = CODECS[name]._replace(ratio=CODECS[name].ratio * 0.5 / measured.compressed_share)
         yield Expectation(strategy=strategy, step_seconds=step_on(compressed_link(link, codec)), same_training=False)
-
-
-def auto_step(
-    step_on: Callable[[LinkModel], float], compute: float, link: LinkModel, codec: CodecPace
-) -> tuple[float, float]:
-    """The step with as little compressed as it takes to hide the communication: its seconds, and the share of bytes.
-
-    Args:
-        step_on: Seconds of a step on a link.
-        compute: Seconds of a step that never waits.
-        link: The network.
-        codec: Of what travels compressed.
-    """
-    found = (step_on(link), 0.0)
-    if found[0] <= _HIDES * compute or compressed_link(link, codec).bandwidth <= link.bandwidth:
-        return found
-    for part in range(1, _PARTS + 1):
-        seconds = step_on(compressed_link(link, codec, part / _PARTS))
-        if seconds < found[0]:
-            found = (seconds, part / _PARTS)
-        if seconds <= _LEFT * compute:
-            break
-    return found
 
 
 def _scheduled(
@@ -467,8 +432,8 @@ def _scheduled(
 def _schedules(measured: MeasuredStep, link: LinkModel) -> Iterator[Schedule]:
     """With the strategy's own sizes first, and then with others."""
     waits = _waits_for_all(measured, link)
-    clipping = bool(measured.norm_needed_by) and not waits
-    found = _sizes(measured.profile, link, clipping=clipping, busy_processor=measured.device == "cpu")
+    in_shards = bool(measured.norm_needed_by) and not waits
+    found = _sizes(measured.profile, link, in_shards=in_shards, busy_processor=measured.device == "cpu")
     return (replace(schedule, barrier=waits) for schedule in found)
 
 
@@ -483,29 +448,20 @@ def best_ddp(profile: ModelProfile, link: LinkModel) -> Expectation:
     return _best(DDP_BEST, profile, link.without_servers, schedules)
 
 
-def best_scheduled(profile: ModelProfile, link: LinkModel, *, clipping: bool = False) -> Expectation:
-    """ByteScheduler with the best of several sizes; those that the strategy would choose are among them.
-
-    Args:
-        profile: The model.
-        link: The network.
-        clipping: See ``Schedule``.
-
-    Raises:
-        UnsupportedError: If norm clipping meets a link that pushes and pulls.
-    """
-    return _best(BEST, profile, link, _sizes(profile, link, clipping=clipping))
+def best_scheduled(profile: ModelProfile, link: LinkModel) -> Expectation:
+    """ByteScheduler with the best of several sizes; those that the strategy would choose are among them."""
+    return _best(BEST, profile, link, _sizes(profile, link))
 
 
 def chosen_schedule(
-    profile: ModelProfile, link: LinkModel, *, clipping: bool = False, busy_processor: bool = False
+    profile: ModelProfile, link: LinkModel, *, in_shards: bool = False, busy_processor: bool = False
 ) -> Schedule:
     """What the strategy would choose by itself for this model, if it measured this link.
 
     Args:
         profile: The model.
         link: The network.
-        clipping: See ``Schedule``.
+        in_shards: Whether the norm of all gradients is needed, so that they are reduced in shards.
         busy_processor: Whether the model computes on the processor.
     """
     sizes = default_sizes(
@@ -514,7 +470,7 @@ def chosen_schedule(
         # A lone worker has nothing to measure; any sizes are good then.
         link=LinkEstimate(alpha=link.latency_seconds, beta=link.seconds_per_byte or 1 / link.bandwidth),
         busy_processor=busy_processor,
-        in_shards=clipping,
+        in_shards=in_shards,
         architecture=link.architecture,
     )
     coarser = 1
@@ -524,21 +480,20 @@ def chosen_schedule(
         partition_bytes=coarser * sizes.partition_size * _WIDTH,
         credit_bytes=coarser * sizes.credit * _WIDTH,
         bucket_bytes=sizes.bucket_bytes,
-        clipping=clipping,
     )
 
 
 def _sizes(
-    profile: ModelProfile, link: LinkModel, *, clipping: bool = False, busy_processor: bool = False
+    profile: ModelProfile, link: LinkModel, *, in_shards: bool = False, busy_processor: bool = False
 ) -> Iterator[Schedule]:
-    yield chosen_schedule(profile, link, clipping=clipping, busy_processor=busy_processor)
+    yield chosen_schedule(profile, link, in_shards=in_shards, busy_processor=busy_processor)
     # What the link carries in the time in which a lone piece is under way but not on the link.
     hidden = int(link.latency_seconds / link.seconds_per_byte) if link.seconds_per_byte else 0
     for partition in _PARTITIONS:
         if partition * _MOST_PIECES < profile.parameter_bytes and partition != _PARTITIONS[-1]:
             continue
         for window in sorted({hidden + link.stages * partition, profile.parameter_bytes or 1}):
-            yield Schedule(partition_bytes=partition, credit_bytes=window, bucket_bytes=partition, clipping=clipping)
+            yield Schedule(partition_bytes=partition, credit_bytes=window, bucket_bytes=partition)
 
 
 def _best(strategy: str, profile: ModelProfile, link: LinkModel, schedules: Iterable[Schedule]) -> Expectation:

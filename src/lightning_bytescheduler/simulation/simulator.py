@@ -3,8 +3,8 @@ r"""How long a training step takes on a modelled link: played event by event, an
 **Played** (`simulate`). A worker computes forward and backward passes in turn. A bucket whose gradients are complete is
 cut into pieces; pieces are launched by priority while credit lasts, pass the link one after the other
 in the order of launch, arrive a latency later and return their credit. A layer's forward pass waits for its bucket.
-With servers a piece passes two stages, each with half of the latency. With clipping, each piece passes twice:
-reduce-scattered, then gathered. When gradients are sent is a :class:`Schedule`: DDP's, or one that is compared with it.
+With servers a piece passes two stages, each with half of the latency. When gradients are sent is a :class:`Schedule`:
+DDP's, or one that is compared with it.
 
 Workers are alike, so that one stands for all, and the time a simulation takes does not depend on their number.
 Deterministic. What happens at one moment is all seen before anything is launched at that moment.
@@ -37,28 +37,15 @@ cost at most one partition more: the one on the link when something more urgent 
 ``T >= F + max over k of (r_k + C_k)``, by the same argument with ``q = F`` for all layers; attained by sending
 gradients as they come. ``k = 1`` and ``k = L`` give ``F + max(B + c_1, b_L + C)``.
 
-**With norm clipping** (`clipped_bound`). Gradients are reduce-scattered (``c_j/2``), the global norm is made of
-the parts, updates happen after that, and an all-gather (``c_j/2``) brings each layer's result to everybody.
-Take any ``i <= k``. Of layers 1 to k all reduce-scatters, and of layers 1 to i all all-gathers, come before the
-forward pass of layer i: the reduce-scatters because no update precedes the norm, and the norm follows all of
-them. None of these starts before ``r_k`` (an all-gather follows the reduce-scatter of its own layer), and at
-least ``q_i`` comes after the last of them: that is an all-gather of layers 1 to i, or a reduce-scatter, which
-even all of ``F`` follows. Hence
-
-    T >= max over i <= k of (r_k + C_k/2 + C_i/2 + q_i).
-
-``i = k = 1``: ``B + c_1 + F``. ``i = 1, k = L``: ``b_L + C/2 + c_1/2 + F``; all reduce-scatters and the first
-all-gather end before the first forward pass. ``i = k = L``: ``b_L + C + f_L``. This too is attained, by the
-same theorem: reduce-scatters first, and all-gathers by priority whenever none of them is ready, *also before
-the norm is known*; the clipping factor is applied where the gradient arrives. As ``C_i <= C_k`` and
-``q_i <= F``, it is never above the bound of DDP.
+**With norm clipping** gradients are reduce-scattered (``c_j/2``), the norm is made of the parts, and an all-gather
+(``c_j/2``) brings each layer's result to everybody, also before the norm is known: the factor is applied where the
+gradient arrives. Only the reduce-scatters have to come before all of the forward pass. So the bound has one more term,
+about ``b_L + C/2 + c_1/2 + F``. That is the largest only where ``C/2 > B`` and ``F > C/2``, so where a forward pass
+takes longer than the backward pass. Models do not, and clipping is taken to cost nothing.
 
 **Costs of messages.** After its last byte has left, a message takes the link's latency to arrive; of several in flight
-only the last one's shows, so each bound grows by one latency: half of it for the
-reduce-scatters and half for the all-gathers where these follow each other. (In between, the link is free for others: a
-collective taken apart hides its latency better, so `clipped_bound` can be below `lower_bound` by half of a latency.)
-The norm costs one collective of next to no bytes. With servers the pushes alone are counted, so that bound is not
-attained: the last partition is still to be pulled.
+only the last one's shows, so each bound grows by one latency. With servers the pushes alone are counted, so that bound
+is not attained: the last partition is still to be pulled.
 """
 
 from __future__ import annotations
@@ -69,7 +56,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from lightning_bytescheduler.checks import require_bool, require_whole
-from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
+from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.simulation.link import LinkModel
 from lightning_bytescheduler.simulation.profiles import ModelProfile
 
@@ -77,7 +64,6 @@ _DDP_BUCKET_BYTES = 25 * 1024 * 1024
 _DDP_FIRST_BUCKET_BYTES = 1024 * 1024
 """DDP's first bucket where no size was asked for: small, so that communication starts early."""
 
-_REDUCE, _GATHER = 0, 1  # which of a piece's two passages, with clipping; reductions go first
 _FACT, _DECISION = 0, 1  # at one moment, what happened goes before what is decided on it
 
 
@@ -111,7 +97,6 @@ class Schedule:
             may; of those that wait, what the forward pass needs first goes first. ``None`` sends everything as it
             comes.
         barrier: The forward pass waits for everything.
-        clipping: Whether the norm is clipped: gradients are reduce-scattered, and gathered before the norm is known.
 
     Raises:
         OptionError: Names the value that is not allowed.
@@ -122,7 +107,6 @@ class Schedule:
     partition_bytes: int | None = None
     credit_bytes: int | None = None
     barrier: bool = False
-    clipping: bool = False
 
     def __post_init__(self) -> None:
         for option in ("bucket_bytes", "first_bucket_bytes", "partition_bytes", "credit_bytes"):
@@ -131,7 +115,6 @@ class Schedule:
         if self.first_bucket_bytes is not None and self.bucket_bytes is None:
             raise OptionError("first_bucket_bytes", self.first_bucket_bytes, "left out where bucket_bytes is")
         require_bool("barrier", self.barrier)
-        require_bool("clipping", self.clipping)
 
     @classmethod
     def ddp(cls, *, bucket_bytes: int | None = None) -> Schedule:
@@ -176,19 +159,13 @@ def simulate(profile: ModelProfile, link: LinkModel, schedule: Schedule) -> floa
         profile: The model.
         link: The network.
         schedule: When gradients are sent.
-
-    Raises:
-        UnsupportedError: If norm clipping meets a link that pushes and pulls.
     """
-    if schedule.clipping:
-        _require_all_reduce(link)
     return _Simulation(profile, link, schedule).run()
 
 
 class _Piece(NamedTuple):
     """Of those that wait, the least goes first."""
 
-    passage: int
     urgency: int
     number: int
     bucket: int  # its priority
@@ -214,8 +191,6 @@ class _Simulation:
         self._in_flight_bytes = 0
         self._in_flight = 0
         self._missing = {bucket: len(pieces) for bucket, pieces in self._pieces_of.items()}  # that have not arrived
-        self._reductions_missing = sum(self._missing.values()) if schedule.clipping else 0
-        self._norm_known = not self._reductions_missing
         # Computing.
         self._waiting: int | None = None  # the layer whose forward pass cannot start
         self._ended = False
@@ -239,7 +214,7 @@ class _Simulation:
 
     def _end_backward(self, layer: int) -> None:
         for size in self._pieces_of.get(layer, ()):
-            self._enqueue(_REDUCE, layer, size)
+            self._enqueue(layer, size)
         if layer:
             self._backward(layer - 1)
         else:
@@ -257,14 +232,14 @@ class _Simulation:
     def _is_open(self, layer: int) -> bool:
         if self._schedule.barrier and self._missing:
             return False
-        return self._norm_known and self._opens_with.get(layer) not in self._missing
+        return self._opens_with.get(layer) not in self._missing
 
     # Communication.
 
-    def _enqueue(self, passage: int, bucket: int, size: int) -> None:
+    def _enqueue(self, bucket: int, size: int) -> None:
         self._queued += 1
         urgency = 0 if self._schedule.credit_bytes is None else bucket
-        heapq.heappush(self._queue, _Piece(passage, urgency, self._queued, bucket, size))
+        heapq.heappush(self._queue, _Piece(urgency, self._queued, bucket, size))
         self._decide()
 
     def _decide(self) -> None:
@@ -289,34 +264,20 @@ class _Simulation:
         if stage == self._link.stages:
             self._arrive(piece)
             return
-        share = 0.5 if self._schedule.clipping else 1.0
         on_link = self._link.seconds_per_byte / (1 - self._link.idle)
-        self._free_at[stage] = max(self._free_at[stage], self._now) + share * piece.size * on_link
-        latency = share * self._link.latency_seconds / self._link.stages
+        self._free_at[stage] = max(self._free_at[stage], self._now) + piece.size * on_link
+        latency = self._link.latency_seconds / self._link.stages
         self._at(self._free_at[stage] + latency, lambda: self._pass(piece, stage + 1))
 
     def _arrive(self, piece: _Piece) -> None:
         self._in_flight -= 1
         self._in_flight_bytes -= piece.size
         self._decide()
-        if self._schedule.clipping and piece.passage == _REDUCE:
-            self._enqueue(_GATHER, piece.bucket, piece.size)
-            self._reductions_missing -= 1
-            if not self._reductions_missing:
-                self._at(self._now + self._link.latency_seconds, self._know_norm)
-            return
         self._missing[piece.bucket] -= 1
         if not self._missing[piece.bucket]:
             del self._missing[piece.bucket]
-            self._reconsider()
-
-    def _know_norm(self) -> None:
-        self._norm_known = True
-        self._reconsider()
-
-    def _reconsider(self) -> None:
-        if self._waiting is not None:
-            self._forward(self._waiting)
+            if self._waiting is not None:
+                self._forward(self._waiting)
 
 
 # ── Bounds ──────────────────────────────────────────────────────────────────────────────────────────
@@ -345,39 +306,6 @@ def ddp_bound(profile: ModelProfile, link: LinkModel) -> float:
     return max(profile.backward_seconds, max(arrived, default=0.0)) + profile.forward_seconds
 
 
-def clipped_bound(profile: ModelProfile, link: LinkModel) -> float:
-    """Seconds that a step with norm clipping takes at least, with any overlap.
-
-    Args:
-        profile: The model.
-        link: The network; with an all-reduce.
-
-    Raises:
-        UnsupportedError: If the link pushes and pulls.
-    """
-    _require_all_reduce(link)
-    half, forward = link.latency_seconds / 2, profile.forward_seconds
-    prefixes = list(_prefixes(profile))
-    if not prefixes:
-        return profile.compute_seconds
-    # The sum of the workers' parts of the squared norm is next to no bytes.
-    known = max(p.release + p.seconds(link, share=0.5) for p in prefixes) + half + link.latency_seconds
-    # Before backward has ended, if the first layers have no parameters.
-    best = max(profile.backward_seconds, known) + forward
-    busy = 0.0  # the largest r_k + C_k/2 of the layers from here on
-    for p in reversed(prefixes):
-        mine = p.seconds(link, share=0.5)
-        busy = max(busy, p.release + mine)
-        best = max(best, busy + mine + half + p.tail)
-    return best
-
-
-def _require_all_reduce(link: LinkModel) -> None:
-    """Refuse a link that pushes and pulls, for what takes an all-reduce apart."""
-    if link.architecture == "ps":
-        raise UnsupportedError("Norm clipping is not modelled for architecture='ps': use 'allreduce'.")
-
-
 class _Prefix(NamedTuple):
     """Layers 1 to k: when the first of their gradients is complete, their bytes, and the forward pass from k on."""
 
@@ -385,9 +313,9 @@ class _Prefix(NamedTuple):
     bytes: int
     tail: float
 
-    def seconds(self, link: LinkModel, share: float = 1.0) -> float:
-        """How long these layers occupy the link, with ``share`` of a collective's bytes."""
-        return share * self.bytes * link.seconds_per_byte
+    def seconds(self, link: LinkModel) -> float:
+        """How long these layers occupy the link."""
+        return self.bytes * link.seconds_per_byte
 
 
 def _prefixes(profile: ModelProfile) -> Iterator[_Prefix]:
