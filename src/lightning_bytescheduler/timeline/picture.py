@@ -7,7 +7,6 @@ picture is drawn. Limits: two or three steps make a readable picture, a hundred 
 from __future__ import annotations
 
 import argparse
-import heapq
 import itertools
 import os
 from collections import Counter
@@ -23,24 +22,13 @@ from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.timeline.timeline import (
     COMMUNICATION,
     COMPUTE,
-    COPY_TO_DEVICE,
-    COPY_TO_HOST,
-    GATE,
     INNER,
-    LOCAL_BROADCAST,
-    LOCAL_REDUCE,
-    PULL,
-    PUSH,
-    REPLY,
     STEP,
-    SUM,
     Cover,
     Interval,
     Span,
     Trace,
     TraceSummary,
-    covered,
-    intersection,
     intervals,
     length,
     read_timeline,
@@ -55,16 +43,6 @@ INK = "#26323d"
 _DOTS_PER_INCH = 130
 _FORWARD, _BACKWARD, _WAIT, _UPDATE = "#3f86d1", "#e58f2a", "#d7263d", "#2e8b57"
 _BETWEEN, _SENT = "#6c7a86", "#6b5b95"
-_STAGES = {
-    COPY_TO_HOST: "#d9a441",
-    LOCAL_REDUCE: "#c08457",
-    PUSH: "#6b5b95",
-    SUM: "#8d99a6",
-    REPLY: "#b2a1d6",
-    PULL: "#2f8f9d",
-    LOCAL_BROADCAST: "#7fb069",
-    COPY_TO_DEVICE: "#3f7d58",
-}
 _STEPS_SHOWN = 3
 _CROWDED = 150  # bars in a row: white edges would hide them
 _LETTER = 0.0095  # width of a bold letter, and some air, as a share of the width of the axes
@@ -221,28 +199,20 @@ def _choose(trace: Trace, asked: tuple[int, int] | None) -> tuple[list[int], Int
 
 
 def _typical(known: Sequence[int], trace: Trace, durations: Mapping[int, float]) -> list[int]:
-    """Return up to three neighbouring steps of the kind that most are of, as long as most, near the middle."""
+    """Up to three neighbouring steps of the kind that most are of, as long as most, near the middle."""
     kinds = trace.kinds()
     counts = Counter(kinds.get(step, "") for step in known)
     most = max(counts, key=lambda kind: (counts[kind], kind == "overlapped"))
-    passes = covered(trace.select(COMPUTE))
-    # What waits outside of a pass is no part of a step: a validation, a checkpoint, somebody who reads weights.
-    outside = {gate.step for gate in trace.select(GATE) if not intersection(passes, intervals([gate]))}
+    typical = median(durations[step] for step in known if kinds.get(step, "") == most)
+    size = min(_STEPS_SHOWN, len(known))
+    runs = [list(known[at : at + size]) for at in range(len(known) - size + 1)]
 
-    def unlike(run: list[int]) -> tuple[bool, bool, int]:
-        return any(kinds.get(step, "") != most for step in run), not outside.isdisjoint(run), -len(run)
-
-    sizes = range(1, _STEPS_SHOWN + 1)
-    runs = [list(known[at : at + size]) for size in sizes for at in range(len(known) - size + 1)]
-    best = min(map(unlike, runs))
-    runs = [run for run in runs if unlike(run) == best]
-    typical = median(durations[step] for run in runs for step in run)
-
-    def unsteadiness(run: int) -> tuple[float, int]:
+    def unlike(run: int) -> tuple[int, float, int]:
+        others = sum(kinds.get(step, "") != most for step in runs[run])
         deviation = sum(abs(durations[step] - typical) for step in runs[run]) / typical
-        return round(deviation, 2), abs(run - len(runs) // 2)  # rounded: among equally steady ones, the middle counts
+        return others, round(deviation, 2), abs(run - len(runs) // 2)  # rounded: among steady ones, the middle counts
 
-    return runs[min(range(len(runs)), key=unsteadiness)]
+    return runs[min(range(len(runs)), key=unlike)]
 
 
 def _clip(trace: Trace, window: Interval) -> Trace:
@@ -258,14 +228,11 @@ def _clip(trace: Trace, window: Interval) -> Trace:
 
 def _rows(spans: Iterable[Span]) -> list[int]:
     """Give each span, in the order of their starts, the lowest free row: as few rows as possible."""
-    free: list[int] = []
-    busy: list[tuple[float, int]] = []
+    ends: list[float] = []
     rows: list[int] = []
     for span in spans:
-        while busy and busy[0][0] <= span.start:
-            heapq.heappush(free, heapq.heappop(busy)[1])
-        row = heapq.heappop(free) if free else len(busy)
-        heapq.heappush(busy, (span.end, row))
+        row = next((row for row, end in enumerate(ends) if end <= span.start), len(ends))
+        ends[row : row + 1] = [span.end]
         rows.append(row)
     return rows
 
@@ -273,16 +240,14 @@ def _rows(spans: Iterable[Span]) -> list[int]:
 def _draw(figure: Figure, trace: Trace, subject: str, steps: Sequence[int]) -> None:
     sent = trace.select(COMMUNICATION)
     rows = _rows(sent)
-    stages = {name: times for name in _STAGES if (times := covered(trace.select(name)))}
     heights = {
         "compute": 1.0,
         "waits, updates": 0.6,
         "communication": 0.8,
         "messages\nin flight": min(max(rows, default=0) + 1, 6) * 0.6,
-        **{name.replace(" ", "\n"): 0.4 for name in stages},
     }
     axes: list[Axes] = list(figure.subplots(len(heights), 1, sharex=True, height_ratios=list(heights.values())))
-    compute, waits, cover, network = axes[:4]
+    compute, waits, cover, network = axes
     for ax, label in zip(axes, heights, strict=True):
         ax.set_ylabel(label, rotation="horizontal", ha="right", va="center")
         ax.yaxis.set_label_coords(-0.03, 0.5)
@@ -308,8 +273,6 @@ def _draw(figure: Figure, trace: Trace, subject: str, steps: Sequence[int]) -> N
     _draw_sub_tasks(network, sent, rows)
     if not sent:
         network.text(0.5, 0.5, "none", transform=network.transAxes, ha="center", va="center", color=INK)
-    for row, name in zip(axes[4:], stages, strict=True):
-        _bars(row, stages[name], _STAGES[name])
     axes[-1].set_xlabel("time (ms)")
     axes[-1].xaxis.set_major_formatter(lambda seconds, _: f"{seconds * 1e3:g}")
     finding, figures = _finding(found, trace.summary().exposed_seconds / len(steps), end / len(steps))
@@ -344,34 +307,28 @@ def _mark_steps(axes: Sequence[Axes], passes: Iterable[Span], steps: Sequence[in
 
 
 def _draw_sub_tasks(ax: Axes, sent: Sequence[Span], rows: Sequence[int]) -> None:
-    import numpy as np  # comes with matplotlib
-    from matplotlib import colormaps
-    from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import Normalize
+    from matplotlib.collections import PolyCollection
 
     given = [float(span.args["priority"]) for span in sent if "priority" in span.args]
     first, last = min(given, default=0.0), max(given, default=0.0)
-    scale = ScalarMappable(Normalize(first, max(last, first + 1)), colormaps["viridis"])
-    colours = [
-        tuple(scale.to_rgba(np.asarray(float(span.args["priority"])))) if "priority" in span.args else _SENT
-        for span in sent
-    ]
-    crowded = max((rows.count(row) for row in set(rows)), default=0) > _CROWDED
-    for row in sorted(set(rows)):
-        members = [i for i, its_row in enumerate(rows) if its_row == row]
-        ax.broken_barh(
-            [(sent[i].start, sent[i].end - sent[i].start) for i in members],
-            (row + 0.06, 0.88),
-            facecolors=[colours[i] for i in members],
-            edgecolors="none" if crowded else "white",
-            linewidths=0.0 if crowded else 0.4,
-        )
+    crowded = max(Counter(rows).values(), default=0) > _CROWDED
+    bars = PolyCollection(
+        [
+            [(span.start, row + 0.06), (span.start, row + 0.94), (span.end, row + 0.94), (span.end, row + 0.06)]
+            for span, row in zip(sent, rows, strict=True)
+        ],
+        edgecolors="none" if crowded else "white",
+        linewidths=0.0 if crowded else 0.4,
+        facecolors=_SENT,
+    )
+    ax.add_collection(bars, autolim=False)
     ax.set_ylim(max(rows, default=0) + 1.05, -0.05)
     if first == last:
         return
-    bar = ax.figure.colorbar(scale, cax=ax.inset_axes((1.012, 0.0, 0.012, 1.0)), ticks=[first, last])
-    bar.ax.set_yticklabels([f"{first:g} first layers", f"{last:g} last layers"])
-    bar.ax.invert_yaxis()
+    bars.set(array=[span.args.get("priority", last) for span in sent], cmap="viridis", clim=(first, last))
+    scale = ax.figure.colorbar(bars, cax=ax.inset_axes((1.012, 0.0, 0.012, 1.0)), ticks=[first, last])
+    scale.ax.set_yticklabels([f"{first:g} first layers", f"{last:g} last layers"])
+    scale.ax.invert_yaxis()
 
 
 def _bars(ax: Axes, times: Sequence[Interval], colour: str, label: str = "") -> None:

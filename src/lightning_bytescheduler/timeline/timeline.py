@@ -19,7 +19,6 @@ import atexit
 import itertools
 import logging
 import math
-import operator
 import os
 import threading
 import time
@@ -52,18 +51,8 @@ COPY_TO_HOST: Final = "copy to host"
 """A bucket is copied from a GPU to host memory, where that is where it travels from."""
 COPY_TO_DEVICE: Final = "copy to device"
 """The mean of a part of a bucket is copied back."""
-PUSH: Final = "push"
-"""A sub-task is on its way to a parameter server."""
-PULL: Final = "pull"
-"""It has left, and its sum is waited for, and comes back."""
-SUM: Final = "sum"
-"""It is added up in this process, and what others push of it is waited for."""
 REPLY: Final = "reply"
 """A sum that was formed in this process is on its way to another."""
-LOCAL_REDUCE: Final = "local reduce"
-"""The ranks of a node send a sub-task to the one of them that pushes it, which adds it up."""
-LOCAL_BROADCAST: Final = "local broadcast"
-"""That one sends the mean to the others; there, from when their own part had left."""
 INNER: Final = "inner"
 """A step of a worker that trains in rounds."""
 STILL: Final = "still"
@@ -150,7 +139,6 @@ class Timeline:
         self._ids = itertools.count(1)
         self._flush_lock = threading.Lock()
         self._recording = True
-        self._warned_unencodable = False
         self._process = os.getpid()
         self._tail = 0  # where the file's closing tail begins
         try:
@@ -186,7 +174,7 @@ class Timeline:
             start: When it began, in seconds of ``clock``.
             end: When it ended, in seconds of ``clock``.
             lane: The row it is drawn on, e.g. "training thread".
-            args: Details shown on a click. Copied; what JSON cannot hold is written as its ``str``.
+            args: Details shown on a click. Copied; what JSON does not know is written as its ``str``.
         """
         self._record(_Event("X", name, category, start, end, lane, dict(args) if args else None))
 
@@ -281,32 +269,20 @@ class Timeline:
         self._tail += len(events)
 
     def _format(self, event: _Event, lines: list[bytes]) -> None:
-        try:
-            # Whole microseconds: a double resolves an epoch timestamp to 0.25 us, so a viewer that adds ts
-            # and dur could see a child end after its parent. Rounding both ends to integers keeps what nests
-            # nested.
-            start = self._microseconds(event.start)
-            end = max(start, self._microseconds(event.end))
-            fields: dict[str, Any] = {"name": event.name, "ph": event.phase, "ts": start, "pid": self.rank}
-            fields |= {"cat": event.category, "tid": self._lane(event.lane, lines)}
-            closing: dict[str, Any] | None = None
-            if event.phase == "X":
-                fields["dur"] = end - start
-            else:
-                # The rank is in the id, as some viewers match ids across the processes of a merged trace.
-                fields["id"] = hex(self.rank << 40 | next(self._ids))
-                closing = fields | {"ph": "e", "ts": end}
-            if event.args:
-                # JSON has no NaN and no infinity.
-                odd = {k: str(v) for k, v in event.args.items() if isinstance(v, float) and not math.isfinite(v)}
-                fields["args"] = event.args | odd
-            encoded = [_encode(one) for one in (fields, closing) if one is not None]
-        except (msgspec.MsgspecError, TypeError, ValueError, OverflowError, RecursionError) as error:
-            if not self._warned_unencodable:
-                self._warned_unencodable = True
-                _logger.warning("The timeline %s leaves out events such as %r: %s", self.path, event, error)
+        # Whole microseconds: a double resolves an epoch timestamp to 0.25 us, so a viewer that adds ts and dur may see
+        # a child end after its parent. Rounding both ends to integers keeps what nests nested.
+        start = self._microseconds(event.start)
+        end = max(start, self._microseconds(event.end))
+        fields: dict[str, Any] = {"name": event.name, "ph": event.phase, "ts": start, "pid": self.rank}
+        fields |= {"cat": event.category, "tid": self._lane(event.lane, lines)}
+        if event.phase == "X":
+            fields["dur"] = end - start
         else:
-            lines.extend(encoded)
+            # The rank is in the id, as some viewers match ids across the processes of a merged trace.
+            fields["id"] = hex(self.rank << 40 | next(self._ids))
+        lines.append(_encode(fields | ({"args": event.args} if event.args else {})))
+        if event.phase == "b":
+            lines.append(_encode(fields | {"ph": "e", "ts": end}))
 
     def _microseconds(self, seconds: float) -> int:
         return self._wall_origin + round((seconds - self._clock_origin) * 1e6)
@@ -323,15 +299,7 @@ class Timeline:
         return _encode({"name": what, "ph": "M", "pid": self.rank, "tid": tid, "args": {"name": name}})
 
 
-def _plain(value: object) -> int | str:
-    """Turn what JSON does not know into an integer (numpy's, a tensor of one) or text."""
-    try:
-        return operator.index(value)  # type: ignore[arg-type]  # raises TypeError for what is not an integer
-    except TypeError:
-        return str(value)
-
-
-_encode = msgspec.json.Encoder(enc_hook=_plain).encode
+_encode = msgspec.json.Encoder(enc_hook=str).encode
 
 
 # ── Read back ───────────────────────────────────────────────────────────────────────────────────────
