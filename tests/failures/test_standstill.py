@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import threading
-import time
-import traceback
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from msgspec.structs import replace
 
@@ -22,9 +17,8 @@ from lightning_bytescheduler.failures.standstill import (
     explain_death,
     find_standstill,
     wait_of,
-    waiting_for_a_batch,
+    waiting,
 )
-from tests.support.rank_pool import RankPool
 
 TRAINS = Standing(place="in epoch 0, batch 4", steps=3, launched=20, batches=4, epoch_batches=4, launched_at_batch=20)
 GRADIENTS = replace(TRAINS, steps=4, awaited_step=4)  # waits for those of the step it has handed over
@@ -40,34 +34,27 @@ def test_it_travels_as_text() -> None:
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "certain"),
+    ("one", "other"),
     [
-        (GRADIENTS, COLLECTIVE, True),  # each can go on only after the other
-        (GRADIENTS, replace(COLLECTIVE, launched=20), True),  # what this one passed was what begins a batch
-        (GRADIENTS, replace(COLLECTIVE, launched=19), False),  # this one has passed what nobody leaves alone
-        (GRADIENTS, NEXT_BATCH, True),
-        (COLLECTIVE, replace(COLLECTIVE, collective="barrier"), True),
-        (COLLECTIVE, NEXT_BATCH, True),
-        (replace(COLLECTIVE, launched=22), COLLECTIVE, False),
-        (GRADIENTS, ENDED, True),
-        (NEXT_BATCH, ENDED, True),
-        (AHEAD, COLLECTIVE, True),
-        (AHEAD, replace(COLLECTIVE, batches=4), True),  # both have begun four, and this one begins the fifth
-        (
-            GRADIENTS,
-            replace(AHEAD, steps=3),
-            True,
-        ),  # of who begins a batch that this one has not
-        (AHEAD, ENDED, True),
+        (GRADIENTS, COLLECTIVE),  # each can go on only after the other
+        (GRADIENTS, replace(COLLECTIVE, launched=20)),  # what this one passed was what begins a batch
+        (GRADIENTS, NEXT_BATCH),
+        (COLLECTIVE, replace(COLLECTIVE, collective="barrier")),
+        (COLLECTIVE, NEXT_BATCH),
+        (GRADIENTS, ENDED),
+        (NEXT_BATCH, ENDED),
+        (AHEAD, COLLECTIVE),
+        (AHEAD, replace(COLLECTIVE, batches=4)),  # both have begun four, and this one begins the fifth
+        (GRADIENTS, replace(AHEAD, steps=3)),  # of who begins a batch that this one has not
+        (AHEAD, ENDED),
     ],
 )
-def test_ranks_that_wait_for_each_other(one: Standing, other: Standing, certain: bool) -> None:
+def test_ranks_that_wait_for_each_other(one: Standing, other: Standing) -> None:
     for standings in ({0: one, 1: other}, {0: other, 1: one}):
         found = find_standstill(standings)
         assert found is not None
-        assert found.certain == certain
-        assert "rank 0 " in found.text
-        assert "rank 1 " in found.text
+        assert "rank 0 " in found
+        assert "rank 1 " in found
 
 
 @pytest.mark.parametrize(
@@ -108,7 +95,7 @@ def test_who_begins_the_last_batch_has_not_fewer() -> None:
     last = replace(AHEAD, batches=3, epoch_batches=3, is_last=True)
     found = find_standstill({0: COLLECTIVE, 1: last, 2: last})
     assert found is not None
-    assert "in different places" in found.text
+    assert "in different places" in found
 
 
 @pytest.mark.parametrize(
@@ -129,9 +116,9 @@ def test_who_begins_the_last_batch_has_not_fewer() -> None:
 def test_uneven_data_is_told_from_skipped_collectives(one: Standing, other: Standing, uneven: bool) -> None:
     found = find_standstill({0: one, 1: other})
     assert found is not None
-    assert ("different numbers of batches" in found.text) == uneven
-    assert ("use_distributed_sampler" in found.text) == uneven
-    assert ("sync_dist" in found.text) != uneven
+    assert ("different numbers of batches" in found) == uneven
+    assert ("use_distributed_sampler" in found) == uneven
+    assert ("sync_dist" in found) != uneven
 
 
 @pytest.mark.parametrize(("batches", "stopped"), [(3, True), (12, False)])
@@ -139,7 +126,7 @@ def test_a_rank_that_stopped_by_itself_is_told_from_one_without_data(batches: in
     ended = replace(ENDED, batches=batches, epoch_batches=batches, expected=12)
     standstill = find_standstill({0: replace(NEXT_BATCH, batches=batches, expected=12), 1: ended})
     assert standstill is not None
-    assert ("trainer.should_stop" in standstill.text) == stopped
+    assert ("trainer.should_stop" in standstill) == stopped
 
 
 def test_each_rank_is_described() -> None:
@@ -226,14 +213,6 @@ def test_what_the_numbers_prove_is_believed_after_seconds(clock: Clock) -> None:
     after = seen_after(clock, own, other)
     assert after is not None
     assert 3.0 <= after <= 5.5
-
-
-def test_what_a_dead_network_could_look_like_is_watched_for_longer(clock: Clock) -> None:
-    own, other = signs()
-    other.tell(replace(IN_BARRIER, launched=19))
-    after = seen_after(clock, own, other)
-    assert after is not None
-    assert 15.0 <= after <= 17.5
 
 
 def test_every_change_begins_it_anew(clock: Clock) -> None:
@@ -326,70 +305,15 @@ def test_a_rank_is_silent_when_it_has_missed_five_beats(clock: Clock) -> None:
 # What a thread waits in.
 
 
-def begins_batch(*, outside: bool = False) -> None:
-    with waiting_for_a_batch(outside=outside):
-        dist.broadcast(torch.zeros(1), src=1)
-
-
-def _places(rank: int) -> list[Wait | None]:
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
-    alone = dist.new_group([0, 1])
-    main, seen, store = threading.get_ident(), [], dist.distributed_c10d._get_default_store()
-    calls: list[Callable[[], object]] = [
-        dist.barrier,
-        lambda: dist.all_reduce(torch.zeros(1)),
-        lambda: dist.all_reduce(torch.zeros(1), group=dist.group.WORLD),
-        lambda: dist.all_reduce(torch.zeros(1), group=alone),
-        lambda: dist.broadcast_object_list([None], src=1),
-        begins_batch,
-        partial(begins_batch, outside=True),
-    ]
-
-    def look(number: int) -> None:
-        """At rank 0, once it is in a collective, which it does not leave before rank 1 comes."""
-        while not any(frame.name in ("barrier", "all_reduce", "broadcast") for frame in stack_of(main)):
-            time.sleep(0.001)
-        seen.append(wait_of(main))
-        store.set(f"looked {number}", "")
-
-    for number, call in enumerate(calls):
-        if rank == 0:
-            looking = threading.Thread(target=look, args=(number,), daemon=True)
-            looking.start()
-            call()
-            looking.join()
-        else:
-            store.wait([f"looked {number}"])
-            call()
-    looking = threading.Thread(target=lambda: seen.append(wait_of(main)))
-    looking.start()
-    looking.join()  # not in a collective
-    dist.destroy_process_group(alone)
-    return seen
-
-
-def stack_of(thread: int) -> list[traceback.FrameSummary]:
-    frame = standstill.frame_of(thread)
-    return traceback.extract_stack(frame) if frame is not None else []
-
-
-def test_only_collectives_of_the_default_group_count(two_plain_ranks: RankPool) -> None:
-    seen, _ = two_plain_ranks.run(_leaving)
-    reduces = Wait("all_reduce", False)
-    sends = Wait("broadcast", False)
-    begins, begins_outside = Wait("broadcast", True), Wait("broadcast", True, outside=True)
-    assert seen == [Wait("barrier", False), reduces, reduces, None, sends, begins, begins_outside, None]
-
-
-def _leaving(rank: int) -> list[Wait | None]:
-    try:
-        return _places(rank)
-    finally:
-        time.sleep(0.1)
-        dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("thread", [0, -1])
-def test_a_thread_that_is_gone_waits_for_nothing(thread: int) -> None:
+def test_a_thread_says_what_it_waits_in() -> None:
+    thread = threading.get_ident()
+    with waiting("all_reduce"):
+        assert wait_of(thread) == Wait("all_reduce")
+        with waiting("broadcast", begins_batch=True, outside=True):
+            assert wait_of(thread) == Wait("broadcast", begins_batch=True, outside=True)
+        assert wait_of(thread) == Wait("all_reduce")
+        assert wait_of(0) is None
+    assert wait_of(thread) is None
+    with pytest.raises(ValueError, match="boom"), waiting("barrier"):
+        raise ValueError("boom")
     assert wait_of(thread) is None

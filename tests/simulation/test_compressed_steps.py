@@ -23,7 +23,7 @@ def test_what_hides_is_left_alone() -> None:
 
 def test_as_little_as_hides_the_rest() -> None:
     seconds, share = auto(0.375e9)  # exact gradients take twice as long as the computation
-    assert seconds <= 1.01 * 0.2
+    assert seconds <= 1.05 * 0.2
     assert share is not None
     assert (1 - 1 / 2) < share < 0.8
 

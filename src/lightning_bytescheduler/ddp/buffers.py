@@ -36,7 +36,7 @@ from torch.nn.parallel.distributed import _BufferCommHookLocation
 from lightning_bytescheduler.collectives.groups import leave
 from lightning_bytescheduler.collectives.operations import broadcast_from_first, wait_unless
 from lightning_bytescheduler.exceptions import UnsupportedError
-from lightning_bytescheduler.failures.standstill import waiting_for_a_batch
+from lightning_bytescheduler.failures.standstill import waiting
 from lightning_bytescheduler.scheduler.short_turns import short_turns
 
 __all__ = ["BufferBroadcast"]
@@ -241,7 +241,7 @@ class BufferBroadcast:
 
         Rank 0 may not have begun this batch, and begins it without this rank: the values may still be on their way.
         """
-        with waiting_for_a_batch(outside=True):
+        with waiting("broadcast", begins_batch=True, outside=True):
             wait_unless(work, self._failure, look_every=_LOOK_EVERY)
 
     def _end_all(self) -> None:

@@ -52,6 +52,7 @@ from lightning_bytescheduler.failures.rendezvous import (
     name_incarnation,
     require_alike,
 )
+from lightning_bytescheduler.failures.standstill import waiting
 from lightning_bytescheduler.lightning_api import (
     PACKAGE,
     ClusterEnvironment,
@@ -239,26 +240,26 @@ class JoinedRanks:
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """See DDPStrategy. After a failure it does not wait: saving a checkpoint on exception must not hang."""
         if not self._failed:
-            with self._explained():
+            with self._explained(waits_in="barrier"):
                 super().barrier(*args, **kwargs)  # type: ignore[misc]
 
     def broadcast(self, obj: _T, src: int = 0) -> _T:
         """See DDPStrategy. After a failure it returns this rank's own ``obj``."""
         if self._failed:
             return obj
-        with self._explained():
+        with self._explained(waits_in="broadcast"):
             sent: _T = super().broadcast(obj, src)  # type: ignore[misc]
         return sent
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """See DDPStrategy."""
-        with self._explained():
+        with self._explained(waits_in="all_gather" if group is None else ""):
             gathered: Tensor = super().all_gather(tensor, group, sync_grads)  # type: ignore[misc]
         return gathered
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """See DDPStrategy."""
-        with self._explained():
+        with self._explained(waits_in="all_reduce"):
             agreed: bool = super().reduce_boolean_decision(decision, all)  # type: ignore[misc]
         return agreed
 
@@ -285,10 +286,15 @@ class JoinedRanks:
         """End this rank's other communication because of ``cause``."""
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Turn an error that follows from another rank's failure into one that names the rank."""
+    def _explained(self, *, waits_in: str = "") -> Iterator[None]:
+        """Turn an error that follows from another rank's failure into one that names the rank.
+
+        Args:
+            waits_in: The collective of the default group inside of it, for the other ranks to know.
+        """
         try:
-            yield
+            with waiting(waits_in) if waits_in else nullcontext():
+                yield
         except Exception as error:
             cause = self._explain(error)
             if cause is error:
@@ -482,7 +488,7 @@ class RankStrategy(JoinedRanks, DDPStrategy):
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """See DDPStrategy."""
-        with self._explained():
+        with self._explained(waits_in="all_reduce" if group is None else ""):
             return super().reduce(tensor, group, reduce_op)
 
     def on_exception(self, exception: BaseException) -> None:

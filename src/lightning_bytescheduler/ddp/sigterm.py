@@ -36,7 +36,7 @@ from lightning_bytescheduler.collectives.groups import leave
 from lightning_bytescheduler.collectives.operations import broadcast_from_first, ends_within, wait_unless
 from lightning_bytescheduler.failures.agreed_stop import AgreedStop
 from lightning_bytescheduler.failures.board import FaultBoard
-from lightning_bytescheduler.failures.standstill import break_connections, waiting_for_a_batch
+from lightning_bytescheduler.failures.standstill import break_connections, waiting
 from lightning_bytescheduler.lightning_api import ClusterEnvironment, SIGTERMException, SLURMEnvironment, TrainerFn, pl
 from lightning_bytescheduler.scheduler.short_turns import short_turns
 
@@ -218,7 +218,7 @@ class SigtermForAll:
         def begins_batch() -> None:
             self.begin_batch()
             if self._group is None:
-                with waiting_for_a_batch(outside=False):
+                with waiting("broadcast", begins_batch=True):
                     together()
                 return
             self.await_batch_begun()  # the last batch may have had no backward pass
@@ -243,7 +243,7 @@ class SigtermForAll:
             BaseException: The reason if it never will.
         """
         if self._begun is not None:
-            with self._strategy._explained(), waiting_for_a_batch(outside=True):
+            with self._strategy._explained(), waiting("broadcast", begins_batch=True, outside=True):
                 wait_unless(self._begun, lambda: self._board.fault, look_every=_LOOK_EVERY)
             self._begun = None
 

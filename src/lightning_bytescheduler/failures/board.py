@@ -423,7 +423,7 @@ class FaultBoard:
             if notice is not None:
                 self._learn(notice)
             elif standstill is not None and self._notice is None and self._outgoing is None:
-                found = RanksDivergedError(standstill.text)
+                found = RanksDivergedError(standstill)
                 self._learn(FaultNotice.of(found, by=self.rank))
                 self._post(found)
 

@@ -9,11 +9,9 @@ something which another one can reach only after it has got what *it* waits for,
 but looks at the others only when it has been waiting for a while itself, or somebody wants to know why a collective
 failed, so that a training which goes on costs the store nothing more.
 
-A wait of this package says so itself (:func:`waiting_for_a_batch`). A collective of the default group may be anybody's,
-of Lightning, torchmetrics or the user, so one look at where the training thread stands tells whether it is inside of
-one (:func:`wait_of`), which costs that thread nothing. Limits: what is not recognised, such as a wait for a handle of
-an asynchronous call, counts as not waiting; with NCCL the host hardly ever waits inside a collective, so that little is
-seen there.
+A wait says so itself (:func:`waiting`): those of this package and the strategies' collectives, which are Lightning's.
+A collective that a project calls by itself, as with ``torch.distributed``, counts as not waiting: nothing is concluded
+then, and the wait ends with its timeout, whose error says where the ranks are.
 
 Ends a process whose training thread does not notice that training is over.
 
@@ -25,7 +23,6 @@ process too; this one says first why, and where the thread was.
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import sys
@@ -34,10 +31,8 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from itertools import permutations
-from types import FrameType
 from typing import NamedTuple
 
 import torch
@@ -50,30 +45,6 @@ log = logging.getLogger(__name__)
 
 _PATIENCE_S = 5.0
 _LAST_WORDS_S = 1.0
-
-_collecting = threading.Lock()  # held while collection of garbage is put off
-
-
-def frame_of(thread: int) -> FrameType | None:
-    """Where a thread is, or ``None`` if there is none such.
-
-    Until Python 3.12 the interpreter holds a lock of its own while it answers, and may collect garbage meanwhile. What
-    a destructor does then, such as joining a thread that wants that lock, never ends: all threads stood still for good.
-    So there is no collection meanwhile. Source: CPython's issue 106883.
-
-    Args:
-        thread: Its identifier, as of :func:`threading.get_ident`.
-    """
-    if sys.version_info >= (3, 12):
-        return sys._current_frames().get(thread)
-    with _collecting:
-        enabled = gc.isenabled()
-        gc.disable()
-        try:
-            return sys._current_frames().get(thread)
-        finally:
-            if enabled:
-                gc.enable()
 
 
 class Watchdog:
@@ -118,19 +89,18 @@ class Watchdog:
         if self._why is None or self._disarmed or self._suspended or time.monotonic() < self._since + self._patience:
             return
         self._disarmed = True
-        # On a thread of its own: the stuck thread may hold the lock of a stream whose other end does not read.
+        # On a thread of its own: the stuck thread may hold the lock of a stream whose other end does not read, and asking
+        # for frames may collect garbage, whose destructors may wait for good. Source: CPython's issue 106883.
         reporter = threading.Thread(target=self._report, name="bytescheduler-last-words", daemon=True)
         reporter.start()
         reporter.join(_LAST_WORDS_S)
         self._end(1)
 
     def _report(self) -> None:
-        frame = frame_of(self._thread)
-        place = "" if frame is None else "".join(traceback.format_stack(frame))
-        why = (self._why or "").rstrip(".")
+        frame = sys._current_frames().get(self._thread)
         log.critical(
             "%s. The training thread did not come back within %g s, so its process is ended. It was at:\n%s",
-            why, self._patience, place,
+            (self._why or "").rstrip("."), self._patience, "".join(traceback.format_stack(frame)) if frame else "",
         )  # fmt: skip
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):  # closed, or replaced by something that cannot
@@ -152,21 +122,10 @@ _ALIKE = (
     "alone does or skips, such as self.log(sync_dist=True), self.all_gather or a barrier under a condition. Layers "
     "that one rank uses and another one does not need find_unused_parameters=True."
 )
-_MUTUAL = ("all_gather", "all_gather_into_tensor", "all_reduce", "all_to_all", "barrier", "reduce_scatter")
-"""Collectives that no rank gets through before all have come."""
-
-_COLLECTIVES = {
-    ("torch.distributed.distributed_c10d", name): name
-    for name in (
-        *("all_gather", "all_gather_into_tensor", "all_reduce", "all_to_all", "barrier", "broadcast"),
-        "reduce_scatter",
-    )
-} | {("torch.nn.parallel.distributed", "_distributed_broadcast_coalesced"): "broadcast"}
 _UNUSED_NUMBER = 2**30  # no message has it
 
 _CURIOUS_S = 1.0  # of waiting, before the others are looked at
-_CERTAIN_S = 3.0
-_UNCERTAIN_S = 15.0
+_CERTAIN_S = 3.0  # that they have stood where they are
 _BEATS_MISSED = 5
 _FRESH_BEATS = 8
 _LOOK_S = 0.5
@@ -250,20 +209,6 @@ class Standing(StoreMessage, frozen=True, kw_only=True):
         return f"is {self.place}{waits} ({batches}, {self.batches} in all, and handed over {self.steps} gradients)"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Standstill:
-    """Ranks that wait for each other for good.
-
-    Attributes:
-        certain: Whether the numbers alone prove it. Otherwise a network that lets nothing through for a while would
-            look the same, and it has to be seen for longer.
-        text: Where each rank stands, what led to it, and the ways out.
-    """
-
-    certain: bool
-    text: str
-
-
 def explain_death(standings: Mapping[int, Standing]) -> str:
     """Say where ranks stood before one of them died, and that uneven data may be the reason, if it may; else nothing.
 
@@ -279,23 +224,21 @@ def explain_death(standings: Mapping[int, Standing]) -> str:
     return f"{where} {_EVEN}" if _uneven(standings) else where
 
 
-def find_standstill(standings: Mapping[int, Standing]) -> Standstill | None:
+def find_standstill(standings: Mapping[int, Standing]) -> str | None:
     """Tell whether the ranks wait for each other for good.
 
     Args:
         standings: Of all ranks, each known to have stayed the same for a while.
 
     Returns:
-        ``None`` if they may go on: if one of them is not waiting, or will get what it waits for.
+        Where each rank stands, what led to it, and the ways out; ``None`` if they may go on: if one of them is not
+        waiting, or will get what it waits for.
     """
     pairs = list(permutations(standings.values(), 2))
-    if any(_waits_for_the_gone(one, other) for one, other in pairs):
-        return Standstill(certain=True, text=_explain(standings))
-    if not all(standing.ended or standing.waits for standing in standings.values()):
-        return None  # whoever computes may still come
-    for proof, certain in ((_crossed, True), (_passed_by, False)):
-        if any(proof(one, other) for one, other in pairs):
-            return Standstill(certain=certain, text=_explain(standings))
+    # Whoever computes may still come, but nothing comes of who has ended.
+    all_wait = all(standing.ended or standing.waits for standing in standings.values())
+    if any(_waits_for_the_gone(*pair) or (all_wait and _crossed(*pair)) for pair in pairs):
+        return _explain(standings)
     return None
 
 
@@ -326,14 +269,6 @@ def _crossed(one: Standing, other: Standing) -> bool:
     if one.collective and other.collective and one.launched == other.launched:
         return one.collective != other.collective or one.begins_batch != other.begins_batch
     return False
-
-
-def _passed_by(one: Standing, other: Standing) -> bool:
-    """The other is still inside of a collective that nobody leaves before all have come, and this one is beyond it."""
-    if one.ended or other.ended or other.collective not in _MUTUAL or one.launched < other.launched:
-        return False
-    gradients = one.awaited_step > other.steps
-    return gradients or (bool(one.collective) and one.launched > other.launched)
 
 
 def _explain(standings: Mapping[int, Standing]) -> str:
@@ -367,7 +302,7 @@ def _has_fewer(one: Standing, other: Standing) -> bool:
 
 
 class Wait(NamedTuple):
-    """Inside of what a thread is; as attributes of :class:`Standing`.
+    """For what a thread waits; as attributes of :class:`Standing`.
 
     Attributes:
         collective: Its name.
@@ -381,37 +316,31 @@ class Wait(NamedTuple):
     outside: bool = False
 
 
-_for_a_batch: dict[int, bool] = {}  # by thread: whether outside of the default group
+_waits: dict[int, Wait] = {}  # by thread
 
 
 @contextmanager
-def waiting_for_a_batch(*, outside: bool) -> Iterator[None]:
-    """This thread waits meanwhile for others to begin a batch, or for what they send as they do.
-
-    Args:
-        outside: Of the default group.
-    """
+def waiting(collective: str, *, begins_batch: bool = False, outside: bool = False) -> Iterator[None]:
+    """This thread waits meanwhile for the other ranks; see :class:`Wait`."""
     thread = threading.get_ident()
-    _for_a_batch[thread] = outside
+    before = _waits.get(thread)
+    _waits[thread] = Wait(collective, begins_batch, outside)
     try:
         yield
     finally:
-        del _for_a_batch[thread]
+        if before is None:
+            del _waits[thread]
+        else:
+            _waits[thread] = before
 
 
 def wait_of(thread: int) -> Wait | None:
-    """What a thread has said that it waits for, or the collective of the default group that it is inside of.
+    """What a thread has said that it waits for.
 
     Args:
         thread: Its identifier, as of :func:`threading.get_ident`.
     """
-    if _for_a_batch.get(thread):
-        return Wait("broadcast", begins_batch=True, outside=True)
-    frame = frame_of(thread)
-    name = frame and _COLLECTIVES.get((str(frame.f_globals.get("__name__")), frame.f_code.co_name))
-    if frame is None or name is None or not any(frame.f_locals.get("group") is one for one in (None, dist.group.WORLD)):
-        return None
-    return Wait(name, begins_batch=thread in _for_a_batch)
+    return _waits.get(thread)
 
 
 def break_connections(group: dist.ProcessGroup) -> None:
@@ -452,11 +381,11 @@ class VitalSigns:
         self._beats: dict[int, tuple[int, float]] = {}  # count, and when it was first seen
         self._stands: dict[int, tuple[Standing, float]] = {}  # and since when it has been the same
 
-    def beat(self, standing: Standing) -> Standstill | None:
+    def beat(self, standing: Standing) -> str | None:
         """Show that this rank is alive, and where it stands; look at the others if somebody wants to know, or it waits.
 
         Returns:
-            Ranks that wait for each other for good, if they are seen to.
+            That the ranks wait for each other for good, if they are seen to; see :func:`find_standstill`.
         """
         now = time.monotonic()
         if standing != self._told:
@@ -514,14 +443,12 @@ class VitalSigns:
                 stands[rank] = (standing, known[1] if known is not None and standing.is_as(known[0]) else now)
         self._beats, self._stands, self._examined_at = beats, stands, now
 
-    def _standstill(self, own: Standing, now: float) -> Standstill | None:
+    def _standstill(self, own: Standing, now: float) -> str | None:
         if len(self._stands) < len(self._others):
             return None  # somebody is not there yet
         fresh = _FRESH_BEATS * self._period
         if any(now > self._beats[rank][1] + fresh for rank, (one, _) in self._stands.items() if not one.ended):
             return None  # what was told may be out of date
         found = find_standstill({**self.standings(), self._rank: own})
-        if found is None:
-            return None
         same_since = max(self._told_at, *(since for _, since in self._stands.values()))
-        return found if now >= same_since + (_CERTAIN_S if found.certain else _UNCERTAIN_S) else None
+        return found if now >= same_since + _CERTAIN_S else None

@@ -47,8 +47,7 @@ _EQUAL = 1.03  # steps that differ by less than this are the same, as far as a m
 _DILOCO_OVERHEAD = 0.05  # of the computation, that exchanges may add to it
 _LONG_HOP_SECONDS = 1e-3
 _NAME_LENGTH = 40  # letters
-_HIDES = 1.05  # times the computation: up to there, ``"auto"`` leaves gradients as they are
-_LEFT = 1.01  # times the computation, that it compresses down to
+_HIDES = 1.05  # times the computation: ``"auto"`` compresses until a step takes no longer
 _PARTS = 20  # of the gradients, that it may compress
 _POINTS = 10  # on either side of the given bandwidth
 _COLOURS = {1: "#3f86d1", 4: "#e58f2a", 16: "#2e8b57"}  # by times as many workers
@@ -403,13 +402,12 @@ def _compressed(measured: MeasuredStep, link: LinkModel) -> Iterator[Expectation
     def step_on(other: LinkModel) -> float:
         return _scheduled(AUTO, measured, other).step_seconds
 
-    compute, (seconds, share) = measured.profile.compute_seconds, (step_on(link), 0.0)
-    for part in range(1, _PARTS + 1) if seconds > _HIDES * compute else ():
-        seconds, share = min(
-            (seconds, share), (step_on(compressed_link(link, CODECS["int4"], part / _PARTS)), part / _PARTS)
-        )
-        if seconds <= _LEFT * compute:
+    seconds, share = step_on(link), 0.0
+    for part in range(1, _PARTS + 1):
+        if seconds <= _HIDES * measured.profile.compute_seconds:
             break
+        smaller = compressed_link(link, CODECS["int4"], part / _PARTS)
+        seconds, share = min((seconds, share), (step_on(smaller), part / _PARTS))
     yield Expectation(strategy=AUTO, step_seconds=seconds, same_training=not share, compressed_share=share)
     for name, strategy in FIXED.items():
         # Of gradients in two bytes, half as many times fewer.
