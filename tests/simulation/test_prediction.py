@@ -33,8 +33,6 @@ from lightning_bytescheduler.simulation.prediction import (
     FIXED,
     SERVERS,
     MeasuredStep,
-    best_ddp,
-    best_scheduled,
     chosen_schedule,
 )
 from tests.simulation.profiles import links, models
@@ -90,7 +88,8 @@ def test_each_line_can_be_simulated_again(vgg16: ModelProfile) -> None:
 def test_what_vgg16_gains(vgg16: ModelProfile) -> None:
     def gain(gigabits: float) -> float:
         link = LinkModel(workers=4, bandwidth=gigabits * GIGABIT)
-        return best_ddp(vgg16, link).step_seconds / best_scheduled(vgg16, link).step_seconds
+        found = predict(vgg16, link)
+        return found.of(DDP_BEST).step_seconds / found.of(BEST).step_seconds
 
     # Communication takes as long as computation at 33 Gbit/s; the most is won there, and it is nearly all of 4/3.
     assert 1.29 < gain(33) < 4 / 3
@@ -102,7 +101,7 @@ def test_what_vgg16_gains(vgg16: ModelProfile) -> None:
 
 def test_best_sizes_follow_the_network(vgg16: ModelProfile) -> None:
     def best(link: LinkModel) -> tuple[int, int]:
-        schedule = best_scheduled(vgg16, link).schedule
+        schedule = predict(vgg16, link).of(BEST).schedule
         assert schedule is not None
         return schedule.partition_bytes or 0, schedule.credit_bytes or 0
 
@@ -177,7 +176,7 @@ def test_the_bound_holds_for_the_built_in_networks() -> None:
         profile = network_profile(name)
         for gigabits in (1, 10, 100):
             link = LinkModel(workers=256, bandwidth=gigabits * GIGABIT, latency=5e-6)
-            best = best_scheduled(profile, link).step_seconds
+            best = predict(profile, link).of(BEST).step_seconds
             bound = lower_bound(profile, link)
             assert bound / CLOSE <= best <= 1.05 * bound
 
@@ -364,24 +363,26 @@ def test_a_picture(tmp_path: Path, suffix: str) -> None:
     if suffix == "png":
         assert content.startswith(b"\x89PNG")
     else:
-        assert all(text in content for text in (b"4,096 workers", b"uniform (100 MB of gradients", b"1.00x"))
+        assert all(
+            text in content
+            for text in (b"256 workers are", b"uniform (100 MB of gradients", b"diloco *", b"one worker alone")
+        )
 
 
 @pytest.mark.usefixtures("few_points")
 def test_a_picture_is_about_the_given_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: dict[int, list[float]] = {}
+    found = predict(UNIFORM, LinkModel(workers=6, bandwidth=62.5e6, architecture="ps", servers=3))
+    seen = []
 
-    def noted(_: Any, here: Any, curves: Any) -> None:
-        seen.update({count: [point.bandwidth for point in curve] for count, curve in curves.items()})
-        assert here.bandwidth == 62.5e6
+    def noted(model: Any, link: LinkModel) -> Prediction:
+        seen.append(link)
+        return predict(model, link)
 
-    monkeypatch.setattr("lightning_bytescheduler.simulation.prediction._draw", noted)
-    predict(UNIFORM, LinkModel(workers=6, bandwidth=62.5e6)).draw(tmp_path / "p.png")
-    assert list(seen) == [6, 24, 96]
-    rates = seen[6]
-    assert rates[0] == pytest.approx(6.25e6)
-    assert rates[len(rates) // 2] == 62.5e6
-    assert rates[-1] == pytest.approx(625e6)
+    monkeypatch.setattr("lightning_bytescheduler.simulation.prediction.predict", noted)
+    found.draw(tmp_path / "p.svg")
+    assert [link.bandwidth for link in seen] == pytest.approx([6.25e6, 62.5e6, 625e6])
+    assert {(link.workers, link.servers) for link in seen} == {(6, 3)}
+    assert "bytescheduler, servers" in (tmp_path / "p.svg").read_text(encoding="utf-8")
 
 
 @pytest.mark.usefixtures("few_points")
@@ -392,21 +393,6 @@ def test_a_picture_leads_with_one_machine_where_that_is_best(tmp_path: Path) -> 
     assert "Train on one machine: 4 workers are slower" in drawn
     assert "bandwidth of each worker" in drawn
     assert "(Mbit/s)" in drawn
-    assert all(f"{count} workers" in drawn for count in (4, 16, 64))
-
-
-@pytest.mark.usefixtures("few_points")
-def test_a_picture_keeps_spare_servers_in_proportion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = predict(UNIFORM, LinkModel(workers=8, bandwidth=1.0, architecture="ps", servers=4))
-    seen = set()
-
-    def bound(profile: ModelProfile, link: LinkModel) -> float:
-        seen.add((link.workers, link.servers))
-        return lower_bound(profile, link)
-
-    monkeypatch.setattr("lightning_bytescheduler.simulation.prediction.lower_bound", bound)
-    found.draw(tmp_path / "p.png")
-    assert seen == {(8, 4), (32, 16), (128, 64)}
 
 
 @pytest.mark.usefixtures("few_points")

@@ -89,8 +89,8 @@ class Watchdog:
         if self._why is None or self._disarmed or self._suspended or time.monotonic() < self._since + self._patience:
             return
         self._disarmed = True
-        # On a thread of its own: the stuck thread may hold the lock of a stream whose other end does not read, and asking
-        # for frames may collect garbage, whose destructors may wait for good. Source: CPython's issue 106883.
+        # On a thread of its own: the stuck thread may hold the lock of a stream that is not read, and asking for frames
+        # may collect garbage, whose destructors may wait for good. Source: CPython's issue 106883.
         reporter = threading.Thread(target=self._report, name="bytescheduler-last-words", daemon=True)
         reporter.start()
         reporter.join(_LAST_WORDS_S)

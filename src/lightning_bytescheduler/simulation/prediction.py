@@ -10,17 +10,17 @@ import json
 import math
 import os
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from lightning_bytescheduler.checks import require_one_of, some_of
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.simulation.link import CODECS, LinkModel, compressed_link, network_in_words
 from lightning_bytescheduler.simulation.profiles import ModelProfile
 from lightning_bytescheduler.simulation.simulator import Schedule, lower_bound, simulate
-from lightning_bytescheduler.timeline.picture import INK, headed, in_colours, page, ruled
+from lightning_bytescheduler.timeline.picture import INK, headed, page, ruled
 from lightning_bytescheduler.tuning.sizes import LinkEstimate, default_sizes
 
 if TYPE_CHECKING:
@@ -49,9 +49,15 @@ _LONG_HOP_SECONDS = 1e-3
 _NAME_LENGTH = 40  # letters
 _HIDES = 1.05  # times the computation: ``"auto"`` compresses until a step takes no longer
 _PARTS = 20  # of the gradients, that it may compress
-_POINTS = 10  # on either side of the given bandwidth
-_COLOURS = {1: "#3f86d1", 4: "#e58f2a", 16: "#2e8b57"}  # by times as many workers
-_LINE_LENGTH = 84  # letters
+_POINTS = 6  # on either side of the given bandwidth
+_DRAWN = {
+    DDP_BEST: "#9aa7b2",
+    BEST: "#3f86d1",
+    SERVERS: "#8456b5",
+    FIXED["int8"]: "#e58f2a",
+    DILOCO: "#2e8b57",
+}
+_LINE_LENGTH = 100  # letters
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -228,7 +234,7 @@ class Prediction:
         Path(file).write_text(json.dumps(self.figures(), indent=1) + "\n", encoding="utf-8")
 
     def draw(self, out: str | os.PathLike[str]) -> None:
-        """Draw what a tenth to ten times the bandwidth would bring, and 4 and 16 times as many workers and servers.
+        """Draw what strategies would make of a tenth to ten times the bandwidth.
 
         Args:
             out: The file to write; its suffix names the format (png, svg, pdf, ...). Parent directories are created.
@@ -239,23 +245,51 @@ class Prediction:
             OSError: If the file cannot be written.
         """
         profile, link = self.measured.profile, self.link
-        rates = [link.bandwidth * 10 ** (exponent / _POINTS) for exponent in range(-_POINTS, _POINTS + 1)]
-        links = [replace(link, workers=link.workers * times, servers=link.servers * times) for times in _COLOURS]
-        curves = {one.workers: [_point(profile, replace(one, bandwidth=rate)) for rate in rates] for one in links}
         name = profile.name if len(profile.name) <= _NAME_LENGTH else f"{profile.name[: _NAME_LENGTH - 1]}…"
         subject = (
-            f"{name} ({profile.parameter_bytes / 1e6:,.4g} MB of gradients, a step computes "
-            f"{profile.compute_seconds * 1e3:,.4g} ms); {network_in_words(link)}, "
-            f"{'parameter servers' if link.architecture == 'ps' else 'ring'}"
+            f"{name} ({profile.parameter_bytes / 1e6:,.4g} MB of gradients, computes {_ms(self.compute_seconds)} a step); "
+            f"{network_in_words(link)}"
         )
-        with page(out, "Drawing a prediction", 9.5, 5.4) as figure:
-            from matplotlib.lines import Line2D
+        with page(out, "Drawing a prediction", 9.5, 5.6) as figure:
+            ax = figure.subplots()
+            self._draw_speeds(ax)
+            ax.set_title("\n".join(textwrap.wrap(subject, _LINE_LENGTH)), loc="left", fontsize=10, color=INK)
+            headed(figure, self._heading(), 13)
 
-            here, ax = _point(profile, link), figure.subplots()
-            _draw(ax, here, curves)
-            headed(figure, "\n".join([here.found(link.workers), *textwrap.wrap(subject, _LINE_LENGTH)]), 12.5)
-            bound = Line2D([], [], color=INK, linestyle=":", label="no order can do better")
-            in_colours(figure, {}, *ax.get_legend_handles_labels()[0], bound)
+    def _heading(self) -> str:
+        ddp, own = self.of(DDP_BEST).step_seconds, self.of(BEST).step_seconds
+        times = f"{ddp / own:.2f}x as fast as ddp" if ddp / own >= 1.005 else "as fast as ddp"
+        speed, workers = self.speedup(min(ddp, own)), self.link.workers
+        if self.alone_is_faster:
+            return f"Train on one machine: {workers:,} workers are slower ({speed:.2f}x); bytescheduler is {times}"
+        return f"bytescheduler is {times}; {workers:,} workers are {speed:.2f}x as fast as one"
+
+    def _draw_speeds(self, ax: Axes) -> None:
+        """Draw how many times as fast as one worker all are, over bandwidth, a line for each strategy."""
+        from matplotlib.ticker import LogLocator
+
+        factors = [10 ** (exponent / _POINTS) for exponent in range(-_POINTS, _POINTS + 1)]
+        found = [predict(self.measured, replace(self.link, bandwidth=self.link.bandwidth * one)) for one in factors]
+        unit, bits = ("Gbit/s", 1e9) if self.link.bandwidth * 8 >= 1e9 else ("Mbit/s", 1e6)
+        rates, here = [one.link.bandwidth * 8 / bits for one in found], self.link.bandwidth * 8 / bits
+        for one in self.expectations:
+            if one.strategy in _DRAWN:
+                speeds = [at.speedup(at.of(one.strategy).step_seconds) for at in found]
+                label = one.strategy if one.same_training else f"{one.strategy} *"
+                ax.plot(rates, speeds, color=_DRAWN[one.strategy], linewidth=2.2, label=label)
+                ax.plot([here], [self.speedup(one.step_seconds)], "o", color=_DRAWN[one.strategy], markeredgecolor=INK)
+        ceiling = [at.speedup(at.ceiling_seconds) for at in found]
+        ax.plot(rates, ceiling, color=INK, linestyle=":", linewidth=1, label="no order of ddp's bytes can do better")
+        ax.axhline(1, color=INK, linestyle="--", linewidth=0.8, label="one worker alone")
+        ax.axvline(here, color=INK, linewidth=0.8, alpha=0.4)
+        ax.set_xscale("log")
+        ax.set_ylim(0, 1.25 * self.link.workers)
+        ax.set_xlabel(f"bandwidth of each worker's link ({unit}); * is another training than ddp's")
+        ax.set_ylabel("times as fast as one worker")
+        ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        ax.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+        ax.legend(loc="upper left", frameon=False, ncols=2)
+        ruled(ax)
 
     def table(self) -> list[tuple[str, ...]]:
         """The figures as rows of text, headings first."""
@@ -379,7 +413,9 @@ def check(link: LinkModel) -> None:
 def _expectations(measured: MeasuredStep, given: LinkModel) -> Iterator[Expectation]:
     profile, link = measured.profile, given.without_servers
     yield _best(DDP, profile, link, [Schedule.ddp()])
-    yield best_ddp(profile, link)
+    # DDP with the best of several bucket sizes, its default among them.
+    buckets = [Schedule.ddp(), *(Schedule.ddp(bucket_bytes=size) for size in _DDP_BUCKETS)]
+    yield _best(DDP_BEST, profile, link, buckets)
     schedules = list(_schedules(measured, link))
     yield _scheduled(BYTESCHEDULER, measured, link, schedules[:1])
     yield _scheduled(BEST, measured, link, schedules)
@@ -440,17 +476,6 @@ def _waits_for_all(measured: MeasuredStep, link: LinkModel) -> bool:
     return bool(measured.synchronised_because or (measured.norm_needed_by and link.architecture == "ps"))
 
 
-def best_ddp(profile: ModelProfile, link: LinkModel) -> Expectation:
-    """DDP with the best of several bucket sizes, its default among them, and an all-reduce."""
-    schedules = [Schedule.ddp(), *(Schedule.ddp(bucket_bytes=size) for size in _DDP_BUCKETS)]
-    return _best(DDP_BEST, profile, link.without_servers, schedules)
-
-
-def best_scheduled(profile: ModelProfile, link: LinkModel) -> Expectation:
-    """ByteScheduler with the best of several sizes; those that the strategy would choose are among them."""
-    return _best(BEST, profile, link, _sizes(profile, link))
-
-
 def chosen_schedule(
     profile: ModelProfile, link: LinkModel, *, in_shards: bool = False, busy_processor: bool = False
 ) -> Schedule:
@@ -508,72 +533,3 @@ def _exchange_seconds(profile: ModelProfile, link: LinkModel) -> float:
 def _ms(seconds: float) -> str:
     """For example ``12.3 ms``."""
     return f"{seconds * 1e3:,.1f} ms"
-
-
-# ── The picture ─────────────────────────────────────────────────────────────────────────────────────
-
-
-class _Point(NamedTuple):
-    """What a network makes of a step.
-
-    Attributes:
-        bandwidth: Bytes per second.
-        gain: How many times as fast as ddp with its best buckets bytescheduler is.
-        most: What no order gets above.
-        speed: How many times as fast as one worker all are.
-    """
-
-    bandwidth: float
-    gain: float
-    most: float
-    speed: float
-
-    def found(self, workers: int) -> str:
-        """The heading."""
-        times = f"{self.gain:.2f}x as fast as ddp" if self.gain >= 1.005 else "as fast as ddp"
-        if self.speed < 1:
-            return f"Train on one machine: {workers:,} workers are slower ({self.speed:.2f}x); bytescheduler is {times}"
-        return f"bytescheduler is {times}; {workers:,} workers are {self.speed:.2f}x as fast as one"
-
-
-def _point(profile: ModelProfile, link: LinkModel) -> _Point:
-    ddp, scheduled = best_ddp(profile, link).step_seconds, best_scheduled(profile, link).step_seconds
-    speed = link.workers * profile.compute_seconds / scheduled
-    return _Point(link.bandwidth, ddp / scheduled, ddp / lower_bound(profile, link), speed)
-
-
-def _draw(ax: Axes, here: _Point, curves: Mapping[int, Sequence[_Point]]) -> None:
-    """Draw the speed-up over DDP over bandwidth, a line for each number of workers."""
-    from matplotlib.ticker import LogLocator
-
-    unit, bits = ("Gbit/s", 1e9) if here.bandwidth * 8 >= 1e9 else ("Mbit/s", 1e6)
-    # The later, the thinner, so that lines on top of each other are all seen.
-    for colour, width, (count, points) in zip(_COLOURS.values(), (4.4, 3.0, 1.6), curves.items(), strict=True):
-        rates = [point.bandwidth * 8 / bits for point in points]
-        ax.plot(rates, [point.gain for point in points], color=colour, linewidth=width, label=f"{count:,} workers")
-        ax.plot(rates, [point.most for point in points], color=INK, linewidth=1, linestyle=":")
-    at = here.bandwidth * 8 / bits
-    ax.axvline(at, color=INK, linewidth=0.8, alpha=0.4)
-    ax.plot(
-        [at], [here.gain], "o", markersize=10, color=_COLOURS[1], markeredgecolor=INK, label="this network", zorder=5
-    )
-    ax.annotate(
-        f"{here.gain:.2f}x",
-        (at, here.gain),
-        xytext=(-8, 8),  # curves rise to the right
-        textcoords="offset points",
-        ha="right",
-        fontsize=12,
-        weight="bold",
-        color=INK,
-    )
-    ax.set_title("How many times as fast as ddp with its best buckets", loc="left", color=INK)
-    highest = max(ax.get_ylim()[1], 1.1)
-    ax.set_ylim(1.0 - 0.03 * (highest - 1.0), highest + 0.08 * (highest - 1.0))
-    ax.yaxis.set_major_formatter("{x:.2f}x")
-    ax.set_xscale("log")
-    ax.set_xlabel(f"bandwidth of each worker's link ({unit})")
-    ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    ax.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
-    ax.xaxis.set_minor_formatter("")
-    ruled(ax)

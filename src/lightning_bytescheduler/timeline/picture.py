@@ -22,6 +22,7 @@ from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.timeline.timeline import (
     COMMUNICATION,
     COMPUTE,
+    GATE,
     INNER,
     STEP,
     Cover,
@@ -29,6 +30,8 @@ from lightning_bytescheduler.timeline.timeline import (
     Span,
     Trace,
     TraceSummary,
+    covered,
+    intersection,
     intervals,
     length,
     read_timeline,
@@ -203,16 +206,24 @@ def _typical(known: Sequence[int], trace: Trace, durations: Mapping[int, float])
     kinds = trace.kinds()
     counts = Counter(kinds.get(step, "") for step in known)
     most = max(counts, key=lambda kind: (counts[kind], kind == "overlapped"))
-    typical = median(durations[step] for step in known if kinds.get(step, "") == most)
+    # What waits outside of a pass is no part of a step: a validation, a checkpoint, somebody who reads weights.
+    passes = covered(trace.select(COMPUTE))
+    outside = {gate.step for gate in trace.select(GATE) if not intersection(passes, intervals([gate]))}
+
+    def unlike(run: list[int]) -> int:
+        return sum(kinds.get(step, "") != most or step in outside for step in run)
+
     size = min(_STEPS_SHOWN, len(known))
     runs = [list(known[at : at + size]) for at in range(len(known) - size + 1)]
+    least = min(map(unlike, runs))
+    runs = [run for run in runs if unlike(run) == least]
+    typical = median(durations[step] for run in runs for step in run)
 
-    def unlike(run: int) -> tuple[int, float, int]:
-        others = sum(kinds.get(step, "") != most for step in runs[run])
+    def unsteadiness(run: int) -> tuple[float, int]:
         deviation = sum(abs(durations[step] - typical) for step in runs[run]) / typical
-        return others, round(deviation, 2), abs(run - len(runs) // 2)  # rounded: among steady ones, the middle counts
+        return round(deviation, 2), abs(run - len(runs) // 2)  # rounded: among equally steady ones, the middle counts
 
-    return runs[min(range(len(runs)), key=unlike)]
+    return runs[min(range(len(runs)), key=unsteadiness)]
 
 
 def _clip(trace: Trace, window: Interval) -> Trace:
