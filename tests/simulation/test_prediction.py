@@ -363,10 +363,8 @@ def test_a_picture(tmp_path: Path, suffix: str) -> None:
     if suffix == "png":
         assert content.startswith(b"\x89PNG")
     else:
-        assert all(
-            text in content
-            for text in (b"256 workers are", b"uniform (100 MB of gradients", b"diloco *", b"one worker alone")
-        )
+        words = (b"256 workers are", b"uniform (100 MB of gradients", b"diloco *", b"one worker alone")
+        assert all(text in content for text in words)
 
 
 @pytest.mark.usefixtures("few_points")

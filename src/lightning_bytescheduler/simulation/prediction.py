@@ -246,10 +246,8 @@ class Prediction:
         """
         profile, link = self.measured.profile, self.link
         name = profile.name if len(profile.name) <= _NAME_LENGTH else f"{profile.name[: _NAME_LENGTH - 1]}…"
-        subject = (
-            f"{name} ({profile.parameter_bytes / 1e6:,.4g} MB of gradients, computes {_ms(self.compute_seconds)} a step); "
-            f"{network_in_words(link)}"
-        )
+        size = f"{profile.parameter_bytes / 1e6:,.4g} MB of gradients"
+        subject = f"{name} ({size}, computes {_ms(self.compute_seconds)} a step); {network_in_words(link)}"
         with page(out, "Drawing a prediction", 9.5, 5.6) as figure:
             ax = figure.subplots()
             self._draw_speeds(ax)
@@ -288,7 +286,7 @@ class Prediction:
         ax.set_ylabel("times as fast as one worker")
         ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         ax.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
-        ax.legend(loc="upper left", frameon=False, ncols=2)
+        ax.legend(loc="upper left", edgecolor="none", framealpha=0.9, ncols=2)
         ruled(ax)
 
     def table(self) -> list[tuple[str, ...]]:
