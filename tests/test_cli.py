@@ -48,7 +48,6 @@ EXPECTED = {
     "communication": "0.180 s",
     "under backward": "0.150 s (83%)",
     "under forward": "0.012 s (7%)",
-    "under the next step's forward": "0.012 s (7%)",
     "hidden": "90%",
     "training waits": "0.008 s (2.7 ms a step)",
     "at gates": "0.008 s (2.7 ms a step)",

@@ -13,6 +13,7 @@ from lightning_bytescheduler.predicting.predict import (
     WatchedParameter,
     WatchedStep,
     make_profile,
+    typical,
 )
 from lightning_bytescheduler.simulation import ModelProfile
 
@@ -39,7 +40,7 @@ def figures(profile: ModelProfile) -> list[tuple[str, int, float, float]]:
 def test_layers_in_the_order_of_first_use() -> None:
     # Registered as b, a; a is used first.
     watched = step({0: 7.0, 1: 2.0}, {0: 5.0, 1: 18.0})
-    profile = make_profile("m", parameters(("b", 30), ("a", 10)), [watched], TIMES)
+    profile = make_profile("m", parameters(("b", 30), ("a", 10)), watched, TIMES)
     assert profile.name == "m"
     assert figures(profile) == [
         (BETWEEN_STEPS, 0, 2.0 + 2.0, 2.0),  # the step's rest, and what comes before a and after its gradient
@@ -51,27 +52,27 @@ def test_layers_in_the_order_of_first_use() -> None:
 
 def test_shares_come_from_watched_steps_and_the_sum_from_the_others() -> None:
     watched = step({0: 2.0, 1: 7.0}, {0: 18.0, 1: 5.0}, scale=3.0)  # watching has made them slow
-    profile = make_profile("m", parameters(("a", 10), ("b", 30)), [watched], TIMES)
+    profile = make_profile("m", parameters(("a", 10), ("b", 30)), watched, TIMES)
     assert [seconds for *_, seconds in figures(profile)] == pytest.approx([2.0, 13.0, 5.0])
     assert profile.compute_seconds == pytest.approx(TIMES.step)
 
 
 def test_parameters_of_a_module_are_one_layer_if_nothing_else_is_used_between() -> None:
     watched = step({0: 1.0, 1: 1.5, 2: 3.0, 3: 6.0}, {0: 16.0, 1: 15.0, 2: 12.0, 3: 4.0})
-    profile = make_profile("m", parameters(("a", 8), ("a", 2), ("b", 1), ("a", 5)), [watched], TIMES)
+    profile = make_profile("m", parameters(("a", 8), ("a", 2), ("b", 1), ("a", 5)), watched, TIMES)
     assert [entry[:2] for entry in figures(profile)[1:]] == [("a", 10), ("b", 1), ("a", 5)]
 
 
 def test_a_layer_is_complete_when_its_last_gradient_and_all_later_layers_are() -> None:
     # The gradient of the middle layer comes after the first's, as if its work had been put off.
     watched = step({0: 0.0, 1: 2.0, 2: 4.0}, {0: 10.0, 1: 15.0, 2: 5.0})
-    profile = make_profile("m", parameters(("a", 1), ("b", 1), ("c", 1)), [watched], TIMES)
+    profile = make_profile("m", parameters(("a", 1), ("b", 1), ("c", 1)), watched, TIMES)
     assert [seconds for *_, seconds in figures(profile)] == [5.0, 0.0, 10.0, 5.0]
 
 
 def test_what_is_read_unseen_comes_first() -> None:
     watched = step({1: 4.0}, {0: 6.0, 1: 9.0})
-    profile = make_profile("m", parameters(("compiled", 1), ("seen", 3)), [watched], TIMES)
+    profile = make_profile("m", parameters(("compiled", 1), ("seen", 3)), watched, TIMES)
     assert figures(profile) == [
         (BETWEEN_STEPS, 0, 2.0, 11.0),
         (READ_UNSEEN, 1, 4.0 + 1.0, 0.0),
@@ -81,41 +82,26 @@ def test_what_is_read_unseen_comes_first() -> None:
 
 def test_what_is_unused_is_sent_at_once_and_not_updated() -> None:
     watched = step({1: 4.0}, {1: 9.0})
-    profile = make_profile("m", parameters(("never", 50), ("used", 3)), [watched], TIMES)
+    profile = make_profile("m", parameters(("never", 50), ("used", 3)), watched, TIMES)
     assert figures(profile)[1:] == [("used", 3, 6.0 + 4.0, 9.0), (UNUSED, 50, 0.0, 0.0)]
     assert profile.parameter_bytes == 53
 
 
 def test_a_parameter_that_is_used_without_a_gradient_keeps_its_place() -> None:
     watched = step({0: 3.0, 1: 5.0}, {1: 9.0})
-    profile = make_profile("m", parameters(("read only", 1), ("b", 3)), [watched], TIMES)
+    profile = make_profile("m", parameters(("read only", 1), ("b", 3)), watched, TIMES)
     assert [entry[0] for entry in figures(profile)] == [BETWEEN_STEPS, "read only", "b"]
 
 
-def test_medians_leave_out_a_disturbed_step() -> None:
-    calm = step({0: 2.0, 1: 7.0}, {0: 18.0, 1: 5.0})
-    disturbed = WatchedStep(forward=90.0, backward=99.0, first_use={0: 80.0, 1: 81.0}, gradient={0: 98.0, 1: 1.0})
-    of_all = make_profile("m", parameters(("a", 1), ("b", 1)), [calm, disturbed, calm], TIMES)
-    assert of_all == make_profile("m", parameters(("a", 1), ("b", 1)), [calm], TIMES)
-
-
-def test_what_few_steps_use_is_unused() -> None:
-    with_it, without = step({0: 1.0, 1: 2.0}, {0: 9.0, 1: 8.0}), step({0: 1.0}, {0: 9.0})
-    profile = make_profile("m", parameters(("a", 1), ("b", 1)), [with_it, without, without], TIMES)
-    assert [entry[0] for entry in figures(profile)] == [BETWEEN_STEPS, "a", UNUSED]
+def test_a_typical_step_is_no_disturbed_one() -> None:
+    odd = StepParts(forward=90.0, backward=5.0, update=3.0, step=100.0)
+    assert typical([TIMES, odd, TIMES], lambda step: step.step) == TIMES
 
 
 @pytest.mark.parametrize("watched", [step({0: 1.0}, {}), step({}, {})])
 def test_without_a_gradient_there_is_nothing_to_send(watched: WatchedStep) -> None:
     with pytest.raises(UnsupportedError, match="No parameter of the module gets a gradient"):
-        make_profile("m", parameters(("a", 1)), [watched], TIMES)
-
-
-def test_a_typical_step() -> None:
-    odd = StepParts(forward=90.0, backward=5.0, update=3.0, step=100.0)
-    typical = StepParts.typical([TIMES, odd, TIMES])
-    assert (typical.forward, typical.backward, typical.update, typical.step) == pytest.approx((10, 20, 4, 36))
-    assert typical.rest == pytest.approx(2.0)
+        make_profile("m", parameters(("a", 1)), watched, TIMES)
 
 
 seconds = st.floats(0.001, 50.0)
@@ -131,21 +117,20 @@ times = st.builds(
 
 
 @given(
-    times=st.lists(times, min_size=1, max_size=5),
+    times=times,
     moments=st.lists(
         st.tuples(st.integers(1, 99), st.none() | st.floats(0, 12), st.floats(0, 22)), min_size=1, max_size=6
     ),
 )
 def test_whatever_was_seen_the_sum_is_the_step_and_no_byte_is_lost(
-    times: list[StepParts], moments: list[tuple[int, float | None, float]]
+    times: StepParts, moments: list[tuple[int, float | None, float]]
 ) -> None:
     watched = step(
         {key: use for key, (_, use, _) in enumerate(moments) if use is not None},
         {key: ready for key, (_, _, ready) in enumerate(moments)},
     )
-    typical = StepParts.typical(times)
     layers = parameters(*((f"layer {key}", size) for key, (size, _, _) in enumerate(moments)))
-    profile = make_profile("m", layers, [watched], typical)
-    assert profile.compute_seconds == pytest.approx(typical.step)
-    assert profile.backward_seconds == pytest.approx(typical.backward)
+    profile = make_profile("m", layers, watched, times)
+    assert profile.compute_seconds == pytest.approx(times.step)
+    assert profile.backward_seconds == pytest.approx(times.backward)
     assert profile.parameter_bytes == sum(size for size, _, _ in moments)

@@ -91,7 +91,6 @@ def test_summary_of_two_steps() -> None:
     assert summary.communication_seconds == 12 + 9 + 20
     assert summary.under_forward == 4
     assert summary.under_backward == 12 + 10
-    assert summary.under_next_forward == 4
     assert summary.hidden_share == pytest.approx((4 + 12 + 10) / 41)
     assert summary.exposed_seconds == summary.gate_seconds == 3
     assert summary.step_seconds == 1
@@ -111,17 +110,6 @@ def test_summary_of_steps_as_ddps() -> None:
     assert summary.hidden_share == pytest.approx(10 / 19)
     assert summary.kinds == {"synchronised": 1, "as DDP's": 1}
     assert summary.total_bytes == 100
-
-
-def test_only_the_forward_of_the_very_next_step_counts_as_next() -> None:
-    summary = trace(
-        span(COMMUNICATION, 0, 10, step=3),
-        span(COMPUTE, 0, 2, "forward", step=3),
-        span(COMPUTE, 2, 5, "forward", step=4),
-        span(COMPUTE, 5, 9, "forward", step=5),
-    ).summary()
-    assert summary.under_forward == 9
-    assert summary.under_next_forward == 3
 
 
 def test_summary_of_nothing() -> None:
@@ -169,10 +157,6 @@ def test_summary_agrees_with_brute_force(drawn: list[tuple[tuple[str, str], int,
     assert summary.hidden_share == pytest.approx(len(hidden) / len(sent) if sent else 0)
     assert summary.exposed_seconds == summary.gate_seconds == sum(s.end - s.start for s in spans if s.category == GATE)
     assert summary.step_seconds == len(covered(STEP))
-    assert summary.under_next_forward == sum(
-        len(covered(COMMUNICATION, step=step) & covered(COMPUTE, "forward", step + 1) - covered(GATE))
-        for step in range(4)
-    )
     assert summary.total_bytes == sum(one.args["bytes"] for one in spans if one.category == COMMUNICATION)
 
 
@@ -190,7 +174,7 @@ def test_what_a_timeline_wrote_is_read_back(tmp_path: Path) -> None:
     assert (queued.start, queued.end, queued.step) == (1.5, 2.0, None)
     assert found.select(COMPUTE, "forward") == [forward]
     assert found.select(COMPUTE, "backward") == []
-    assert found.summary().under_next_forward == 1.5
+    assert found.summary().under_forward == 1.5
 
 
 def test_an_empty_timeline_is_read(tmp_path: Path) -> None:

@@ -23,13 +23,12 @@ import contextlib
 import copy
 import itertools
 import logging
-import statistics
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -69,6 +68,7 @@ _MOMENTS = 5  # of a step
 _COMPRESSED_WIDTH = 2  # bytes of a bf16 value
 _MOST_STEPS_FOR_EACH = 10
 _ACCELERATORS = {"cpu": "cpu", "cuda": "gpu"}
+_Step = TypeVar("_Step")
 
 
 def predict(
@@ -221,10 +221,11 @@ def measure_step(
         if not strategy.complete:
             raise OptionError("data", data, "batches that can be iterated over again: there were too few to measure")
         optimizers, precision = strategy.optimizers, trainer.precision_plugin
-        times = StepParts.typical(strategy.times)
+        times = typical(strategy.times, lambda step: step.step)
+        watched = typical(strategy.watched, lambda step: step.forward + step.backward)
         return MeasuredStep(
-            profile=make_profile(type(module).__name__, strategy.parameters(), strategy.watched, times),
-            waiting=statistics.median(strategy.waiting),
+            profile=make_profile(type(module).__name__, strategy.parameters(), watched, times),
+            waiting=times.waiting,
             device=device.type,
             compressed_share=strategy.compressed_share(),
             unused=strategy.unused(),
@@ -388,7 +389,6 @@ class ObservedDevice(SingleDeviceStrategy):
 
     Attributes:
         times: Of the steps that were only timed.
-        waiting: Of those steps, seconds spent waiting for data.
         watched: What was seen in the others.
     """
 
@@ -410,7 +410,6 @@ class ObservedDevice(SingleDeviceStrategy):
         self._first_use: dict[int, Any] = {}
         self._gradient: dict[int, Any] = {}
         self.times: list[StepParts] = []
-        self.waiting: list[float] = []
         self.watched: list[WatchedStep] = []
 
     @property
@@ -531,10 +530,10 @@ class ObservedDevice(SingleDeviceStrategy):
             ready = {key: seconds(began, moment) for key, moment in self._gradient.items()}
             self.watched.append(WatchedStep(forward=forward, backward=backward, first_use=first_use, gradient=ready))
             return
-        update, whole = seconds(gradients, updated), seconds(begun, now)
-        self.times.append(StepParts(forward=forward, backward=backward, update=update, step=whole))
+        update, step = seconds(gradients, updated), seconds(begun, now)
         # On a device that is behind, waiting for data can be hidden.
-        self.waiting.append(min(waited - self._waited_before, whole - forward - backward - update))
+        waiting = min(waited - self._waited_before, step - forward - backward - update)
+        self.times.append(StepParts(step=step, forward=forward, backward=backward, update=update, waiting=waiting))
 
 
 # ── A profile of them ───────────────────────────────────────────────────────────────────────────────
@@ -545,32 +544,28 @@ class StepParts:
     """Seconds of a step, from the start of a forward pass to the start of the next.
 
     Attributes:
+        step: All of it; what is not in the following lies between steps.
         forward: ``training_step``.
         backward: The backward pass.
         update: Clipping and the optimizer's step.
-        step: All of it; what is not in the above lies between steps.
+        waiting: Of what lies between steps, for data.
     """
 
+    step: float
     forward: float
     backward: float
     update: float
-    step: float
-
-    @classmethod
-    def typical(cls, steps: Sequence[StepParts]) -> StepParts:
-        """The median of several steps, its parts in proportion to the medians of their shares."""
-        step = statistics.median(times.step for times in steps)
-        forward, backward, update, rest = (
-            statistics.median(getattr(times, part) / times.step for times in steps)
-            for part in ("forward", "backward", "update", "rest")
-        )
-        unit = step / (forward + backward + update + rest)  # medians of shares need not add up to 1
-        return cls(forward=unit * forward, backward=unit * backward, update=unit * update, step=step)
+    waiting: float = 0.0
 
     @property
     def rest(self) -> float:
         """What lies between two steps: waiting for data, hooks, logging."""
         return max(0.0, self.step - self.forward - self.backward - self.update)
+
+
+def typical(steps: Sequence[_Step], seconds: Callable[[_Step], float]) -> _Step:
+    """The step that took neither longer nor shorter than half of the others."""
+    return sorted(steps, key=seconds)[len(steps) // 2]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -606,7 +601,7 @@ class WatchedStep:
 
 
 def make_profile(
-    name: str, parameters: Sequence[WatchedParameter], steps: Sequence[WatchedStep], times: StepParts
+    name: str, parameters: Sequence[WatchedParameter], step: WatchedStep, times: StepParts
 ) -> ModelProfile:
     """Put a profile together; its layers take ``times.step`` together.
 
@@ -617,16 +612,15 @@ def make_profile(
     Args:
         name: Of the model.
         parameters: All that are trained, each once.
-        steps: At least one.
+        step: What was seen of one.
         times: Of a step in which nothing was watched.
 
     Raises:
         UnsupportedError: If no parameter gets a gradient.
     """
-    forward = statistics.median(step.forward for step in steps)
-    backward = statistics.median(step.backward for step in steps)
-    first_use = {p.key: _median(p.key, [step.first_use for step in steps]) for p in parameters}
-    gradient = {p.key: _median(p.key, [step.gradient for step in steps]) for p in parameters}
+    forward, backward = step.forward, step.backward
+    first_use = {p.key: step.first_use.get(p.key) for p in parameters}
+    gradient = {p.key: step.gradient.get(p.key) for p in parameters}
     if all(moment is None for moment in gradient.values()):
         raise UnsupportedError(
             "No parameter of the module gets a gradient, so there is nothing to send: let training_step return a loss "
@@ -680,9 +674,3 @@ def _layers(
         layers.append(layer(name, members, first_use[members[0].key] or 0.0))
     # At the very end of the forward pass, so that they take none of it.
     return [*layers, layer(UNUSED, unused, float("inf"))] if unused else layers
-
-
-def _median(key: int, seen: Sequence[Mapping[int, float]]) -> float | None:
-    """The median over the steps, if more than half of them saw it."""
-    moments = [moment for step in seen if (moment := step.get(key)) is not None]
-    return statistics.median(moments) if 2 * len(moments) > len(seen) else None

@@ -399,7 +399,6 @@ def _figures_of(summary: TraceSummary) -> list[tuple[str, str]]:
         ("communication", f"{summary.communication_seconds:.3f} s"),
         ("  under backward", share(summary.under_backward)),
         ("  under forward", share(summary.under_forward)),
-        ("  under the next step's forward", share(summary.under_next_forward)),
         ("  hidden", f"{summary.hidden_share:.0%}"),
         ("training waits", waits(summary.exposed_seconds)),
         ("  at gates", waits(summary.gate_seconds)),

@@ -22,7 +22,7 @@ import math
 import os
 import threading
 import time
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -397,10 +397,8 @@ class TraceSummary:
 
     Attributes:
         communication_seconds: Time in which any sub-task was in flight.
-        under_forward: Part of it during a forward pass that was not waiting.
+        under_forward: Part of it during a forward pass that was not waiting; it is of the step before.
         under_backward: Part of it during a backward pass that was not waiting.
-        under_next_forward: Time in which a sub-task of step k was in flight during the forward pass of step
-            k + 1 and this was not waiting.
         hidden_share: Share of ``communication_seconds`` during a forward or backward pass that was not
             waiting, from 0 to 1; 0 without communication.
         exposed_seconds: Time in which training waited for gradients, as the log and the metrics have it.
@@ -416,7 +414,6 @@ class TraceSummary:
     communication_seconds: float
     under_forward: float
     under_backward: float
-    under_next_forward: float
     hidden_share: float
     exposed_seconds: float
     gate_seconds: float
@@ -476,7 +473,6 @@ class Trace:
             communication_seconds=seconds,
             under_forward=length(cover.forward),
             under_backward=length(cover.backward),
-            under_next_forward=_under_next(sent, self.select(COMPUTE, "forward"), covered(self.waits())),
             hidden_share=hidden / seconds if seconds else 0.0,
             exposed_seconds=length(intervals(self.waits())),
             gate_seconds=length(intervals(self.select(GATE))),
@@ -496,21 +492,6 @@ def intervals(spans: Iterable[Span]) -> list[Interval]:
 def covered(spans: Iterable[Span]) -> list[Interval]:
     """Return the time in which any of some spans went on, as a union (see ``union``)."""
     return union(intervals(spans))
-
-
-def _under_next(sent: Iterable[Span], forward: Iterable[Span], waiting: Sequence[Interval]) -> float:
-    def by_step(spans: Iterable[Span]) -> defaultdict[int, list[Span]]:
-        found: defaultdict[int, list[Span]] = defaultdict(list)
-        for span in spans:
-            if span.step is not None:
-                found[span.step].append(span)
-        return found
-
-    passes = by_step(forward)
-    return math.fsum(
-        length(intersection(subtract(covered(spans), waiting), covered(passes[step + 1])))
-        for step, spans in by_step(sent).items()
-    )
 
 
 def read_timeline(path: str | os.PathLike[str]) -> Trace:
