@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from lightning_bytescheduler.checking.runs import RankRecord, RunResult, RunSpec
+from lightning_bytescheduler.checking.report import RankRecord, RunResult, RunSpec
 
 __all__ = ["Trainings", "made"]
 

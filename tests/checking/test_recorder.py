@@ -10,7 +10,7 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_bytescheduler import ByteSchedulerStrategy, UnsupportedError
 from lightning_bytescheduler.checking.recorder import digest, left_out, strategy_for
-from lightning_bytescheduler.checking.runs import RunSpec
+from lightning_bytescheduler.checking.report import RunSpec
 
 
 @pytest.mark.parametrize("given", ["ddp", "bytescheduler", "bytescheduler_spawn", "ddp_find_unused_parameters_true"])

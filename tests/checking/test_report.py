@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_bytescheduler.checking.report import compare, first_difference, investigate
-from lightning_bytescheduler.checking.runs import RankRecord, RunSpec
+from lightning_bytescheduler.checking.report import RankRecord, RunSpec, compare, first_difference, investigate
 from tests.checking.runs import NAMES, Trainings, made
 
 

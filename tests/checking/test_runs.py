@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_bytescheduler.checking import runs
-from lightning_bytescheduler.checking.runs import (
+from lightning_bytescheduler.checking import check as runs
+from lightning_bytescheduler.checking.check import (
     RankRecord,
     RunSpec,
     end_processes,

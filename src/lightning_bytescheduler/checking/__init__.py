@@ -2,9 +2,9 @@
 
 A room of its own, as it imports the strategies, which know nothing of it, and as it runs in three kinds of processes:
 
-- the command, or a notebook's process (``check.py``), has runs made and compared and the answer put into words
+- the command, or a notebook's process (``check.py``), starts the user's command once per run, with
+  ``site/sitecustomize.py`` on its path, or forks the notebook; has runs compared and the answer put into words
   (``report.py``, which knows neither Lightning nor processes);
-- ``runs.py`` starts the user's command once per run, with ``site/sitecustomize.py`` on its path, or forks the notebook;
 - in every Python process of the user's, that file registers our strategies; the registration reads the run from an
   environment variable and has ``injected.py`` replace the strategy, and ``recorder.py`` write down what the fit did.
 

@@ -21,9 +21,9 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
+from typing import Literal
 
 from lightning_bytescheduler.__about__ import __version__
-from lightning_bytescheduler.checking.runs import RunResult, RunSpec, StrategyName
 from lightning_bytescheduler.checks import some_of
 
 _ROUNDING = 0.01
@@ -38,6 +38,96 @@ _LIMITS = (
     "Checkpoints went to a temporary folder, loggers were replaced, validation took at most 2 batches.",
     "Step times are those of deterministic algorithms, without cudnn.benchmark: on a GPU yours may be shorter.",
 )
+
+
+StrategyName = Literal["ddp", "configured", "strict", "undeferred"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSpec:
+    """How a run is made.
+
+    Attributes:
+        strategy: ``"ddp"``; ``"configured"``, ``bytescheduler`` with the script's options or its defaults;
+            ``"strict"``, always overlapped, each tensor behind a gate of its own and sizes that do not follow the link;
+            ``"undeferred"``, the same with every update in the step itself, so that no read comes before it.
+        steps: Optimizer steps after which the fit is stopped.
+        seed: Of all random numbers; each rank adds its own number.
+        devices: What replaces the Trainer's ``devices``, if anything.
+        traced: Write down a digest of every weight after each step.
+    """
+
+    strategy: StrategyName
+    steps: int
+    seed: int = 20240
+    devices: int | None = None
+    traced: bool = False
+
+    @property
+    def scheduled(self) -> bool:
+        """Whether ``bytescheduler`` trains."""
+        return self.strategy != "ddp"
+
+
+@dataclass(kw_only=True, slots=True)
+class RankRecord:
+    """What one rank wrote down. Digests and numbers are texts: equal texts are equal bits.
+
+    Attributes:
+        rank: The rank.
+        world_size: How many there are.
+        steps: Optimizer steps that were taken.
+        losses: The loss of each batch, by ``float.hex``; none where ``training_step`` returns none.
+        loss_steps: For each of them, how many optimizer steps had been taken before its forward pass.
+        initial: Digests of the weights when training began, by name.
+        weights: Digests of weights and buffers at the end, by name.
+        optimizer: Digests of the optimizers' state and hyperparameters at the end, by name.
+        metrics: Logged metrics at the end and each time they were logged, by name and time.
+        seconds: Of each optimizer step.
+        trace: Of a traced run: for each step its digests of weights.
+        plan: What overlapped, in words; empty under ``ddp``.
+        needs_norm: Whether updates needed to know the norm of all gradients.
+        as_ddp: Whether steps were taken as DDP takes them at the end.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    steps: int = 0
+    losses: list[str] = field(default_factory=list)
+    loss_steps: list[int] = field(default_factory=list)
+    initial: dict[str, str] = field(default_factory=dict)
+    weights: dict[str, str] = field(default_factory=dict)
+    optimizer: dict[str, str] = field(default_factory=dict)
+    metrics: dict[str, str] = field(default_factory=dict)
+    seconds: list[float] = field(default_factory=list)
+    trace: dict[int, dict[str, str]] = field(default_factory=dict)
+    plan: str = ""
+    needs_norm: bool = False
+    as_ddp: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """How a run ended.
+
+    Attributes:
+        spec: How it was made.
+        ranks: What each rank wrote down, by rank; empty unless all did.
+        refused: Why the training cannot be checked, in words; empty if it can.
+        error: What it failed with, in words; empty if it did not.
+        left_out: Options of the script's strategy that it did not have.
+    """
+
+    spec: RunSpec
+    ranks: list[RankRecord] = field(default_factory=list)
+    refused: str = ""
+    error: str = ""
+    left_out: str = ""
+
+    @property
+    def first(self) -> RankRecord:
+        """What rank 0 wrote down."""
+        return self.ranks[0]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -253,7 +253,7 @@ class JoinedRanks:
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """See DDPStrategy."""
-        with self._explained(waits_in="all_gather" if group is None else ""):
+        with self._explained(waits_in="all_gather" if group in (None, dist.group.WORLD) else ""):
             gathered: Tensor = super().all_gather(tensor, group, sync_grads)  # type: ignore[misc]
         return gathered
 
@@ -488,7 +488,7 @@ class RankStrategy(JoinedRanks, DDPStrategy):
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """See DDPStrategy."""
-        with self._explained(waits_in="all_reduce" if group is None else ""):
+        with self._explained(waits_in="all_reduce" if group in (None, dist.group.WORLD) else ""):
             return super().reduce(tensor, group, reduce_op)
 
     def on_exception(self, exception: BaseException) -> None:
