@@ -1,11 +1,7 @@
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
 from hypothesis import given
 
-from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.simulation import ModelProfile, Schedule, network_profile
 from tests.simulation.profiles import model, models, schedules, unhurried
 
@@ -49,20 +45,3 @@ def test_ddp_s_default_buckets_of_vgg16() -> None:
     # The last layer (fc8) alone, fc7 alone, fc6 alone as larger than a bucket, then convolutions.
     assert [bucket.layers for bucket in buckets[:3]] == [(15,), (14,), (13,)]
     assert len(buckets) == 6
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        *[
-            ({"bucket_bytes": 5, option: bad}, f"{option}=.* a whole number, 1 or more")
-            for option in ("bucket_bytes", "first_bucket_bytes", "partition_bytes", "credit_bytes")
-            for bad in (0, -1, 1.5, True, "1")
-        ],
-        ({"first_bucket_bytes": 5}, "first_bucket_bytes=5 .* left out where bucket_bytes is"),
-        ({"barrier": 1}, "barrier=1 .* True or False"),
-    ],
-)
-def test_a_schedule_that_cannot_be_is_refused(options: dict[str, Any], reason: str) -> None:
-    with pytest.raises(OptionError, match=rf"^{reason}"):
-        Schedule(**options)

@@ -55,8 +55,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lightning_bytescheduler.checks import require_bool, require_whole
-from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.simulation.link import LinkModel
 from lightning_bytescheduler.simulation.profiles import ModelProfile
 
@@ -97,9 +95,6 @@ class Schedule:
             may; of those that wait, what the forward pass needs first goes first. ``None`` sends everything as it
             comes.
         barrier: The forward pass waits for everything.
-
-    Raises:
-        OptionError: Names the value that is not allowed.
     """
 
     bucket_bytes: int | None = None
@@ -107,14 +102,6 @@ class Schedule:
     partition_bytes: int | None = None
     credit_bytes: int | None = None
     barrier: bool = False
-
-    def __post_init__(self) -> None:
-        for option in ("bucket_bytes", "first_bucket_bytes", "partition_bytes", "credit_bytes"):
-            if getattr(self, option) is not None:
-                require_whole(option, getattr(self, option), 1)
-        if self.first_bucket_bytes is not None and self.bucket_bytes is None:
-            raise OptionError("first_bucket_bytes", self.first_bucket_bytes, "left out where bucket_bytes is")
-        require_bool("barrier", self.barrier)
 
     @classmethod
     def ddp(cls, *, bucket_bytes: int | None = None) -> Schedule:
