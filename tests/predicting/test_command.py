@@ -200,7 +200,7 @@ def test_a_measured_profile_and_all_that_a_link_can_be(tmp_path: Path, capsys: p
     file = tmp_path / "measured.json"
     file.write_text(json.dumps(asdict(network_profile("uniform"))))
     link = ["--workers", "8", "--bandwidth", "1gbit", "--latency", "50us"]
-    servers = ["--architecture", "ps", "--servers", "8"]
+    servers = ["--servers", "8"]
     more = ["--compute", "1s", "--gradient-clip-val", "1", "--json", str(tmp_path / "all.json")]
     assert main(["predict", "--profile", str(file), *link, *servers, *more]) == 0
     output = capsys.readouterr().out
@@ -268,10 +268,10 @@ def test_help_names_the_networks(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (["--profile", "vgg16", *FAST, "--latency", "20mbit"], "--latency='20mbit'"),
         (["--profile", "vgg16", *FAST, "--compute", "0s"], "--compute='0s'"),
-        (["--profile", "vgg16", *FAST, "--servers", "1"], "0 unless architecture is 'ps'"),
-        (["--profile", "vgg16", *FAST, "--algorithm", "push_pull"], "servers are an architecture, --architecture ps"),
+        (["--profile", "vgg16", *FAST, "--servers", "-1"], "servers=-1"),
+        (["--profile", "vgg16", *FAST, "--algorithm", "push_pull"], "--servers 0 or more are parameter servers"),
         (["--profile", "vgg16", *FAST, "--idle", "0"], "there is no option --idle any more"),
-        (["--profile", "vgg16", *FAST, "--architecture", "push_pull"], "It is called 'ps'."),
+        (["--profile", "vgg16", *FAST, "--architecture", "ps"], "--servers 0 or more are parameter servers"),
         (["--profile", "vgg16", *FAST, "--policy", "fifo"], "there is no option --policy any more"),
         (["--profile", "uniform", *FAST, "--png", "{file}.xyz"], "{file}.xyz"),
     ],

@@ -51,7 +51,6 @@ server_links = st.builds(
     workers=st.sampled_from([2, 3, 8]),
     bandwidth=st.floats(0.5, 100),
     latency=st.sampled_from([0.0, 0.3]),
-    architecture=st.just("ps"),
     servers=st.integers(0, 2),
 )
 links = st.one_of(all_reduce_links, server_links)

@@ -54,7 +54,6 @@ def test_bounds_grow_with_what_makes_a_network_slow(
         workers=link.workers,
         bandwidth=link.bandwidth / factor,
         latency=link.latency * factor,
-        architecture=link.architecture,
         servers=link.servers,
     )
     for bound in BOUNDS:

@@ -7,7 +7,7 @@ import pytest
 from lightning_bytescheduler.simulation import Schedule, lower_bound, simulate
 from tests.simulation.profiles import CONTRIVED, plain_link
 
-PUSH_PULL = plain_link(architecture="ps")
+PUSH_PULL = plain_link(servers=0)
 
 
 @pytest.mark.parametrize("barrier", [False, True])

@@ -25,12 +25,12 @@ def test_all_reduce_sends_almost_twice_the_bytes(workers: int, factor: float) ->
 def test_latency_is_that_of_the_hops_that_follow_each_other(workers: int, hops: int) -> None:
     link = LinkModel(workers=workers, bandwidth=1.0, latency=0.5)
     assert link.latency_seconds == hops * 0.5
-    assert replace(link, architecture="ps").latency_seconds == (2 * 0.5 if workers > 1 else 0)
+    assert replace(link, servers=0).latency_seconds == (2 * 0.5 if workers > 1 else 0)
 
 
 def test_servers_cost_what_byteps_states() -> None:
     def factor(workers: int, spare: int) -> float:
-        link = LinkModel(workers=workers, bandwidth=1.0, architecture="ps", servers=spare)
+        link = LinkModel(workers=workers, bandwidth=1.0, servers=spare)
         return link.seconds_per_byte
 
     assert factor(1, 0) == factor(1, 1) == 0
@@ -44,7 +44,7 @@ def test_servers_cost_what_byteps_states() -> None:
 @given(workers=st.integers(3, 5000), data=st.data())
 def test_each_spare_server_helps(workers: int, data: st.DataObject) -> None:
     spare = data.draw(st.integers(1, workers))
-    more, fewer = (LinkModel(workers=workers, bandwidth=1.0, architecture="ps", servers=k) for k in (spare, spare - 1))
+    more, fewer = (LinkModel(workers=workers, bandwidth=1.0, servers=k) for k in (spare, spare - 1))
     assert more.seconds_per_byte < fewer.seconds_per_byte
 
 
@@ -65,8 +65,6 @@ def test_a_measured_link_costs_what_was_measured(workers: int, alpha: float, bet
         *[("bandwidth", bad, "a finite number of bytes per second, more than 0") for bad in (0, -1.0, NAN, INF)],
         ("bandwidth", "1", "a rate with its unit, such as 1Gbit/s or 1Mbit/s"),
         *[("latency", bad, "a finite number of seconds, 0 or more") for bad in (-1e-9, NAN, INF, None, True)],
-        ("architecture", "star", "one of 'allreduce', 'ps'"),
-        ("servers", 1, "0 unless architecture is 'ps'"),
         ("servers", -1, "a whole number, 0 or more"),
         ("messages_in_flight", 0, "a whole number, 1 or more"),
     ],
@@ -78,18 +76,16 @@ def test_a_link_that_cannot_be_is_refused(option: str, value: Any, allowed: str)
 
 
 def test_more_servers_than_workers_count_as_many_as_there_are_workers() -> None:
-    more, as_many = (LinkModel(workers=4, bandwidth=1.0, architecture="ps", servers=k) for k in (5, 4))
+    more, as_many = (LinkModel(workers=4, bandwidth=1.0, servers=k) for k in (5, 4))
     assert more.seconds_per_byte == as_many.seconds_per_byte == 1
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"algorithm": "push_pull"}, "servers are an architecture, architecture='ps'."),
-        ({"architecture": "push_pull"}, "It is called 'ps'."),
-        ({"architecture": "Push_Pull"}, "It is called 'ps'."),
-        ({"architecture": "all_reduce"}, "It is called 'allreduce'."),
-        ({"spare_servers": 2}, "It is servers, with architecture='ps', as of the strategy."),
+        ({"algorithm": "push_pull"}, "servers=0 or more are parameter servers."),
+        ({"architecture": "ps"}, "Leave it out for all-reduce; servers=0 or more are parameter servers."),
+        ({"spare_servers": 2}, "It is servers, as of the strategy."),
     ],
 )
 def test_other_words_are_told_the_right_one(options: dict[str, Any], says: str) -> None:

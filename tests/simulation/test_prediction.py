@@ -315,7 +315,7 @@ def test_networks_in_words(bandwidth: float, latency: float, words: str) -> None
 
 
 def test_servers_are_advised_where_they_help() -> None:
-    link = LinkModel(workers=4, bandwidth=BALANCED / 4, architecture="ps", servers=6)
+    link = LinkModel(workers=4, bandwidth=BALANCED / 4, servers=6)
     given, without = (predict(UNIFORM, each) for each in (link, link.without_servers))
     assert given.of(SERVERS).step_seconds < given.of(BYTESCHEDULER).step_seconds
     assert SERVERS not in [one.strategy for one in without.expectations]
@@ -369,7 +369,7 @@ def test_a_picture(tmp_path: Path, suffix: str) -> None:
 
 @pytest.mark.usefixtures("few_points")
 def test_a_picture_is_about_the_given_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = predict(UNIFORM, LinkModel(workers=6, bandwidth=62.5e6, architecture="ps", servers=3))
+    found = predict(UNIFORM, LinkModel(workers=6, bandwidth=62.5e6, servers=3))
     seen = []
 
     def noted(model: Any, link: LinkModel) -> Prediction:

@@ -24,12 +24,12 @@ def test_steps_are_those_that_were_measured() -> None:
         for ratio, speed in zip((2, 8), map(float, measured), strict=True):
             here = Configuration(network="uniform", ratio=ratio, workers=4, mbit=300.0, megabytes=15.0)
             profile, link = here.profile, here.link
-            served = replace(link, architecture="ps", servers=0 if servers == "no" else int(servers))
+            served = replace(link, servers=0 if servers == "no" else int(servers))
             reduced, pushed = (simulate(profile, one, chosen_schedule(profile, one)) for one in (link, served))
             assert reduced / pushed == pytest.approx(speed, rel=0.05)
 
 
 def test_only_links_to_spare_servers_wait_for_each_other() -> None:
-    servers = replace(LINK, architecture="ps", servers=2)
+    servers = replace(LINK, servers=2)
     assert servers.idle > 0
     assert servers.without_servers.idle == replace(servers, servers=0).idle == LINK.idle == 0

@@ -107,7 +107,7 @@ def test_the_backend_s_limit_of_messages_holds_too() -> None:
 
 
 def test_push_and_pull_overlap_where_pieces_are_small() -> None:
-    link = plain_link(architecture="ps", latency=1.0)
+    link = plain_link(servers=0, latency=1.0)
     profile = model([(100, 1, 1)])
     assert simulate(profile, link, FIFO) == 2 + 100 + 1 + 100 + 1
     assert simulate(profile, link, by_priority(10, 1000)) == 2 + 100 + 1 + 10 + 1

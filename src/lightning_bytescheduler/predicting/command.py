@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lightning_bytescheduler.checks import ARCHITECTURES, closest, named, parameters_in, require_whole
+from lightning_bytescheduler.checks import closest, named, parameters_in, require_whole
 from lightning_bytescheduler.exceptions import ByteSchedulerError, OptionError, UnsupportedError
 from lightning_bytescheduler.simulation.link import RATES, TIMES, LinkModel, require_duration
 from lightning_bytescheduler.simulation.prediction import MeasuredStep, Prediction, predict
@@ -24,7 +24,7 @@ from lightning_bytescheduler.simulation.profiles import NETWORKS, ModelProfile, 
 
 _OF_PROFILES = ("profile", "compute")
 _OF_MODULES = ("device", "precision", "steps")
-_OF_LINKS = ("workers", "bandwidth", "latency", "architecture", "servers")
+_OF_LINKS = ("workers", "bandwidth", "latency", "servers")
 _PRECISIONS = ("32-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true", "64-true", "32", "16", "bf16", "64")
 _GPT = ("gpt", "gpt2", "gpt2small")  # which `transformer` is
 
@@ -57,15 +57,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--bandwidth", "--link", metavar="RATE", help=f"of each worker's link, each way, such as {RATES}")
     add("--latency", metavar="TIME", help=f"of one hop, half of the round trip that ping shows, such as {TIMES}")
     add(
-        "--architecture",
-        metavar="NAME",
-        help=f"who reduces gradients: {' or '.join(ARCHITECTURES)}, parameter servers (default: allreduce)",
-    )
-    add(
         "--servers",
         type=int,
         metavar="K",
-        help="spare machines that are servers, for --architecture ps (default: 0, one beside each worker)",
+        help="parameter servers average gradients, K of them on spare machines; with 0 one beside each worker "
+        "(default: an all-reduce)",
     )
     add("--device", metavar="DEVICE", help="cpu, cuda or such as cuda:1 (default: cuda if there is one)")
     add(

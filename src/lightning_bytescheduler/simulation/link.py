@@ -1,11 +1,11 @@
 """What it costs to reduce gradients over a network.
 
 Every worker has one link of ``bandwidth`` bytes per second in each direction. Reducing ``s`` bytes over ``n``
-workers then occupies that link, by architecture, for
+workers then occupies that link
 
-- ``allreduce``: ``2(n-1)/n × s/bandwidth``, a reduce-scatter and an all-gather of equal cost around a ring, whose
+- in an all-reduce for ``2(n-1)/n × s/bandwidth``, a reduce-scatter and an all-gather of equal cost around a ring, whose
   ``2(n-1)`` hops follow each other.
-- ``ps``, parameter servers: a push and a pull, two messages deep, each at ``2n(n-1)/(n² + kn − 2k) × s/bandwidth`` with
+- with parameter servers for a push and a pull, two messages deep, each at ``2n(n-1)/(n² + kn − 2k) × s/bandwidth`` with
   ``k`` servers beside the workers (BytePS, section 4.1). That is the rate at which both can run at once, one
   partition being pulled while the next is pushed. For ``k = n`` this is exact. With fewer servers, where
   workers push and serve over one link, a lone partition would be a little faster than modelled. In a step that is
@@ -33,20 +33,15 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from lightning_bytescheduler.checks import (
-    ARCHITECTURES,
     options_by_name,
-    require_one_of,
     require_positive,
     require_seconds,
     require_whole,
 )
 from lightning_bytescheduler.exceptions import OptionError
-
-Architecture = Literal["allreduce", "ps"]
-"""Who reduces gradients: the workers among themselves, or parameter servers; ``checks.ARCHITECTURES``."""
 
 _IDLE_WITH_SPARE_SERVERS = 0.08
 """So that steps played are those measured within 5%: 4 workers, 0, 2 and 4 servers, see docs/parameter_servers.md."""
@@ -64,10 +59,9 @@ class LinkModel:
         workers: How many take part.
         bandwidth: Bytes per second of each worker's link, in each direction.
         latency: Seconds of one hop, from one worker to another.
-        architecture: ``"allreduce"`` or ``"ps"``.
-        servers: Servers on machines of their own, with architecture ``"ps"``; where there are none, one beside each
-            worker sums. More than one for each worker change nothing, because from there on the workers' own links are
-            the limit.
+        servers: Where gradients are averaged by parameter servers, how many are on machines of their own, as of the
+            strategy; with 0 one beside each worker sums. More than one for each worker change nothing, because from
+            there on the workers' own links are the limit. ``None`` for an all-reduce.
         messages_in_flight: Collectives that the backend carries at once, such as 1 for one NCCL stream and 2
             for gloo's two threads; ``None`` for no limit.
 
@@ -78,8 +72,7 @@ class LinkModel:
     workers: int
     bandwidth: float
     latency: float = 0.0
-    architecture: Architecture = "allreduce"
-    servers: int = 0
+    servers: int | None = None
     messages_in_flight: int | None = None
 
     def __init__(
@@ -88,22 +81,18 @@ class LinkModel:
         workers: int,
         bandwidth: float | str,
         latency: float | str = 0.0,
-        architecture: str = "allreduce",
-        servers: int = 0,
+        servers: int | None = None,
         messages_in_flight: int | None = None,
     ) -> None:
         require_whole("workers", workers, 1)
-        require_one_of("architecture", architecture, ARCHITECTURES)
-        require_whole("servers", servers, 0)
-        if servers and architecture != "ps":
-            raise OptionError("servers", servers, "0 unless architecture is 'ps'")
+        if servers is not None:
+            require_whole("servers", servers, 0)
         if messages_in_flight is not None:
             require_whole("messages_in_flight", messages_in_flight, 1)
         values = {
             "workers": workers,
             "bandwidth": require_rate("bandwidth", bandwidth),
             "latency": require_duration("latency", latency),
-            "architecture": architecture,
             "servers": servers,
             "messages_in_flight": messages_in_flight,
         }
@@ -126,22 +115,28 @@ class LinkModel:
         return cls(workers=workers, bandwidth=hops / workers / beta, latency=alpha / hops)
 
     @property
+    def architecture(self) -> str:
+        """Who averages: ``"allreduce"``, the workers among themselves, or ``"ps"``, parameter servers."""
+        return "allreduce" if self.servers is None else "ps"
+
+    @property
     def stages(self) -> int:
         """How many parts of the network each message passes, one after the other: with servers, a push and a pull."""
-        return 2 if self.architecture == "ps" else 1
+        return 1 if self.servers is None else 2
 
     @property
     def without_servers(self) -> LinkModel:
         """The same network, on which workers reduce among themselves."""
-        return replace(self, architecture="allreduce", servers=0)
+        return replace(self, servers=None)
 
     @property
     def seconds_per_byte(self) -> float:
         """How long reducing one byte occupies the link; with servers, in each of its two stages."""
-        n, k = self.workers, min(self.servers, self.workers)
+        n = self.workers
         if n == 1:
             return 0.0
-        if self.architecture == "ps":
+        if self.servers is not None:
+            k = min(self.servers, n)
             return 2 * n * (n - 1) / (n * n + k * n - 2 * k) / self.bandwidth
         return 2 * (n - 1) / n / self.bandwidth
 
@@ -158,13 +153,13 @@ class LinkModel:
         """Latency of a whole collective: what it takes beyond occupying the link."""
         if self.workers == 1:
             return 0.0
-        return 2 * self.latency * (1 if self.architecture == "ps" else self.workers - 1)
+        return 2 * self.latency * (self.workers - 1 if self.servers is None else 1)
 
 
 def network_in_words(link: LinkModel) -> str:
     """For example ``4 workers and 2 servers, 500 Mbit/s each way, 0.2 ms a hop``."""
     hop = f", {duration_in_words(link.latency)} a hop" if link.latency else ""
-    servers = f" and {_count(link.servers, 'spare server')}" if link.architecture == "ps" else ""
+    servers = f" and {_count(link.servers, 'spare server')}" if link.servers is not None else ""
     idle = f", idle for {link.idle:.0%} of the time" if link.idle else ""
     return f"{_count(link.workers, 'worker')}{servers}, {rate_in_words(link.bandwidth)} each way{hop}{idle}"
 

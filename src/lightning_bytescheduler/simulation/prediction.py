@@ -175,7 +175,7 @@ class Prediction:
         if self.alone_is_faster:
             argument = "devices=1"
         elif recommended.strategy == SERVERS:
-            argument = f"strategy=ByteSchedulerStrategy(servers={min(self.link.servers, self.link.workers)})"
+            argument = f"strategy=ByteSchedulerStrategy(servers={min(self.link.servers or 0, self.link.workers)})"
         elif recommended.strategy == DDP_BEST and recommended.bucket_bytes is not None:
             argument = f"strategy=DDPStrategy(bucket_cap_mb={recommended.bucket_bytes / _MIB:g})"
         else:
@@ -364,7 +364,7 @@ class Prediction:
                 f"Best sizes: partition_size={best.partition_bytes // _WIDTH}, credit={best.credit_bytes // _WIDTH}, "
                 f"bucket_cap_mb={(best.bucket_bytes or 0) / _MIB:.3g}; tuning='both' finds them while it trains."
             )
-        if link.servers > link.workers:
+        if (link.servers or 0) > link.workers:
             yield f"{link.servers} servers count as {link.workers}: more than one for each worker change nothing."
         yield "* Another training than ddp's: compare the losses."
         if measured.unused:
