@@ -54,7 +54,7 @@ def test_one_batch_more_is_named_with_the_counts_and_the_ways_out(nursery: Nurse
     accumulates: Case = ({"accumulate": 4}, {1: {"batches": 3}})
     ended, saving, drifted, accumulating = run(nursery, tmp_path, at_the_end, at_a_checkpoint, as_ddp, accumulates)
     check(ended, UNEVEN, "has ended epoch 0 after 4 batches, 4 in all", "has begun 4 of 5 batches of epoch 0")
-    check(saving, UNEVEN, "has ended epoch 0 after 4 batches", "waits in barrier", "to begin its batch 5 of epoch 0")
+    check(saving, UNEVEN, "has ended epoch 0 after 4 batches", "waits in all_reduce", "to begin its batch 5 of epoch 0")
     check(drifted, UNEVEN, "has ended epoch 1 after 3 batches, 6 in all")
     check(accumulating, UNEVEN)
     for ranks in (ended, saving, drifted):

@@ -21,11 +21,22 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
-import msgspec
-
-from lightning_bytescheduler.checking.report import CheckReport, RankRecord, RunResult, RunSpec, investigate
+from lightning_bytescheduler.checking.report import (
+    LEFT_OUT,
+    OUTPUT,
+    PROGRESS,
+    REFUSED,
+    STARTED,
+    CheckReport,
+    RankRecord,
+    RunResult,
+    RunSpec,
+    investigate,
+    keep,
+    kept,
+)
 from lightning_bytescheduler.checks import is_whole, require_positive, require_whole
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 from lightning_bytescheduler.registration import CHECK_VARIABLE, require_same_package
@@ -36,23 +47,7 @@ if TYPE_CHECKING:
 _STEPS = 50
 _TIMEOUT = 600.0
 _TERMINATED = 128 + signal.SIGTERM  # as a shell says of what that ended
-_Kept = TypeVar("_Kept")
-
-STARTED = "started.txt"
-"""Made in a run's folder when Lightning was imported."""
-
-PROGRESS = "progress.txt"
-"""Where rank 0 says after which step it stands."""
-
-OUTPUT = "output.txt"
-"""What a run prints."""
-
-LEFT_OUT = "left_out.txt"
-"""Says which options of the script's strategy no run has."""
-
 _RUN = "run.json"
-_REFUSED = "refused.txt"  # says why the training cannot be checked
-
 _SITE = Path(__file__).parent / "site"  # goes on the path of the user's processes
 _POLL_SECONDS = 0.1
 _LATE_SECONDS = 20.0  # for late ranks' records after rank 0 has ended, and for processes to end after all records
@@ -203,18 +198,6 @@ def _refuse_ranks(instead: str) -> None:
 # ── Runs ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def keep(value: object, path: Path) -> None:
-    """Write a run or a record down; what is there is whole."""
-    draft = path.with_suffix(".part")
-    draft.write_bytes(msgspec.json.encode(value))
-    draft.replace(path)
-
-
-def kept(of: type[_Kept], path: Path) -> _Kept:
-    """What :func:`keep` has written."""
-    return msgspec.json.decode(path.read_bytes(), type=of)
-
-
 Poll = Callable[[], "int | None"]
 """Says what a run's first process exited with, ``None`` while it runs."""
 
@@ -321,7 +304,7 @@ def result_of(spec: RunSpec, folder: Path, *, code: int | None, timeout: float) 
     if _are_all(records):
         ranks = sorted((kept(RankRecord, path) for path in records), key=lambda record: record.rank)
         return RunResult(spec=spec, ranks=ranks, left_out=_text(folder / LEFT_OUT))
-    if refused := _text(folder / _REFUSED):
+    if refused := _text(folder / REFUSED):
         return RunResult(spec=spec, refused=refused)
     if code is None:
         where = _text(folder / PROGRESS) or "before its first step"
@@ -336,17 +319,6 @@ def result_of(spec: RunSpec, folder: Path, *, code: int | None, timeout: float) 
     lines = [line.rstrip().rpartition("\r")[2] for line in _text(folder / OUTPUT).split("\n")]
     tail = [f"  | {line}" for line in lines if line][-_LOG_LINES:]
     return RunResult(spec=spec, error="\n".join([error, *tail]))
-
-
-def refuse(folder: Path, reason: str) -> NoReturn:
-    """End this process, as the training cannot be checked."""
-    (folder / _REFUSED).write_text(reason)
-    raise SystemExit(2)
-
-
-def record_path(folder: Path, record: RankRecord) -> Path:
-    """Where a rank's record goes; its name tells how many there are to be."""
-    return folder / f"rank{record.rank}of{record.world_size}.json"
 
 
 def _records(folder: Path) -> list[Path]:

@@ -23,8 +23,7 @@ import numpy
 import torch
 
 from lightning_bytescheduler import registration
-from lightning_bytescheduler.checking.check import LEFT_OUT, OUTPUT, STARTED, kept, refuse
-from lightning_bytescheduler.checking.report import RunSpec
+from lightning_bytescheduler.checking.report import LEFT_OUT, OUTPUT, STARTED, RunSpec, kept, refuse
 from lightning_bytescheduler.exceptions import UnsupportedError
 
 

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_bytescheduler.checking.check import PROGRESS, keep, record_path
-from lightning_bytescheduler.checking.report import RankRecord, RunSpec
+from lightning_bytescheduler.checking.report import PROGRESS, RankRecord, RunSpec, keep, record_path
 from lightning_bytescheduler.ddp.rank_strategy import callbacks_of
 from lightning_bytescheduler.ddp.strategy import ByteSchedulerStrategy
 from lightning_bytescheduler.exceptions import UnsupportedError

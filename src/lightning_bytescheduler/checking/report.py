@@ -1,6 +1,6 @@
 """Which runs a check makes, what follows from what they leave behind, and the words for it.
 
-Pure: how a run is made is handed in.
+Knows neither Lightning nor processes: how a run is made is handed in.
 
 ``ddp``, ``bytescheduler`` as configured, ``ddp`` again (is it reproducible? and is one run slower than the other?), and
 ``bytescheduler`` at its strictest. Where both ``ddp`` runs are the same and the others are too, that is all.
@@ -21,7 +21,10 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
-from typing import Literal
+from pathlib import Path
+from typing import Literal, NoReturn, TypeVar
+
+import msgspec
 
 from lightning_bytescheduler.__about__ import __version__
 from lightning_bytescheduler.checks import some_of
@@ -40,6 +43,7 @@ _LIMITS = (
 )
 
 
+_Kept = TypeVar("_Kept")
 StrategyName = Literal["ddp", "configured", "strict", "undeferred"]
 
 
@@ -128,6 +132,47 @@ class RunResult:
     def first(self) -> RankRecord:
         """What rank 0 wrote down."""
         return self.ranks[0]
+
+
+# In a run's folder.
+
+STARTED = "started.txt"
+"""Made in a run's folder when Lightning was imported."""
+
+PROGRESS = "progress.txt"
+"""Where rank 0 says after which step it stands."""
+
+OUTPUT = "output.txt"
+"""What a run prints."""
+
+LEFT_OUT = "left_out.txt"
+"""Says which options of the script's strategy no run has."""
+
+REFUSED = "refused.txt"
+"""Says why the training cannot be checked."""
+
+
+def keep(value: object, path: Path) -> None:
+    """Write a run or a record down; what is there is whole."""
+    draft = path.with_suffix(".part")
+    draft.write_bytes(msgspec.json.encode(value))
+    draft.replace(path)
+
+
+def kept(of: type[_Kept], path: Path) -> _Kept:
+    """What :func:`keep` has written."""
+    return msgspec.json.decode(path.read_bytes(), type=of)
+
+
+def refuse(folder: Path, reason: str) -> NoReturn:
+    """End this process, as the training cannot be checked."""
+    (folder / REFUSED).write_text(reason)
+    raise SystemExit(2)
+
+
+def record_path(folder: Path, record: RankRecord) -> Path:
+    """Where a rank's record goes; its name tells how many there are to be."""
+    return folder / f"rank{record.rank}of{record.world_size}.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
