@@ -26,7 +26,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn
 
 import msgspec
 
@@ -67,18 +67,6 @@ _TAIL: Final = b'\n],"displayTimeUnit":"ms"}\n'
 _logger = logging.getLogger(__name__)
 
 
-class _Event(NamedTuple):
-    """What a recording call keeps; formatting waits for the flush."""
-
-    phase: Literal["X", "b"]
-    name: str
-    category: str
-    start: float
-    end: float
-    lane: str
-    args: dict[str, Any] | None
-
-
 def timeline_path(path: str | os.PathLike[str], rank: int) -> Path:
     """Return the file a rank writes to when the timeline is asked for at ``path``.
 
@@ -100,10 +88,8 @@ def timeline_path(path: str | os.PathLike[str], rank: int) -> Path:
 class Timeline:
     """A Chrome trace of one rank, cheap to record to from any thread.
 
-    Recording appends a tuple (about a microsecond). Formatting and writing happen in ``flush``, which
-    ``close``, the exit of the interpreter and every ``SPOOL_EVENTS``-th event call. Such a spool takes some
-    tens of milliseconds in the thread that happens to record then; to choose the moment yourself, call
-    ``flush`` at a calm one.
+    Recording takes some microseconds. Writing happens in ``flush``, which ``close``, the exit of the interpreter and
+    every ``SPOOL_EVENTS``-th event call.
 
     The file is a complete JSON object after construction and after every flush, so it opens while the run
     goes on and after it died. Should the disk fill up, the timeline logs one warning, keeps what it has
@@ -134,9 +120,9 @@ class Timeline:
         self.rank = rank
         self._clock_origin = clock()
         self._wall_origin = round(wall_clock() * 1e6)
-        self._events: deque[_Event] = deque()
-        self._lanes: dict[str, int] = {}
-        self._ids = itertools.count(1)
+        self._events: deque[bytes] = deque()
+        self._lanes: dict[str, int] = {}  # their thread ids in the file
+        self._ids, self._lane_ids = itertools.count(1), itertools.count(1)
         self._flush_lock = threading.Lock()
         self._recording = True
         self._process = os.getpid()
@@ -174,9 +160,9 @@ class Timeline:
             start: When it began, in seconds of ``clock``.
             end: When it ended, in seconds of ``clock``.
             lane: The row it is drawn on, e.g. "training thread".
-            args: Details shown on a click. Copied; what JSON does not know is written as its ``str``.
+            args: Details shown on a click; what JSON does not know is written as its ``str``.
         """
-        self._record(_Event("X", name, category, start, end, lane, dict(args) if args else None))
+        self._record("X", name, category, start, end, lane, args)
 
     def overlapping(
         self,
@@ -202,7 +188,7 @@ class Timeline:
             args: As in ``span``. The summary and the picture read, from sub-tasks in flight, ``bytes``,
                 ``priority`` (lowest first; left out where there is none), ``step``, ``task`` and ``partition``.
         """
-        self._record(_Event("b", name, category, start, end, lane, dict(args) if args else None))
+        self._record("b", name, category, start, end, lane, args)
 
     def flush(self) -> None:
         """Write everything recorded so far; does nothing after ``close``, or in a forked child."""
@@ -226,10 +212,29 @@ class Timeline:
             self._file.close()
         atexit.unregister(self.close)
 
-    def _record(self, event: _Event) -> None:
+    def _record(
+        self, phase: str, name: str, category: str, start: float, end: float, lane: str, args: Mapping[str, Any] | None
+    ) -> None:
         if not self._recording:
             return
-        self._events.append(event)  # atomic: recording takes no lock
+        encoded = []
+        if lane not in self._lanes:
+            self._lanes.setdefault(lane, next(self._lane_ids))
+            encoded.append(self._metadata("thread_name", lane, tid=self._lanes[lane]))
+        # Whole microseconds: a double resolves an epoch timestamp to 0.25 us, so a viewer that adds ts and dur may see
+        # a child end after its parent. Rounding both ends to integers keeps what nests nested.
+        begun = self._microseconds(start)
+        ended = max(begun, self._microseconds(end))
+        fields = {"name": name, "ph": phase, "ts": begun, "pid": self.rank, "cat": category, "tid": self._lanes[lane]}
+        if phase == "X":
+            fields["dur"] = ended - begun
+        else:
+            # The rank is in the id, as some viewers match ids across the processes of a merged trace.
+            fields["id"] = hex(self.rank << 40 | next(self._ids))
+        encoded.append(_encode({**fields, "args": args} if args else fields))
+        if phase == "b":
+            encoded.append(_encode({**fields, "ph": "e", "ts": ended}))
+        self._events.append(b"".join(b",\n" + line for line in encoded))  # atomic: recording takes no lock
         # One thread spools and the others go on: the communication thread must not wait for another's disk.
         if len(self._events) > SPOOL_EVENTS:
             if os.getpid() != self._process:  # a forked child shares the file's position with its parent
@@ -241,14 +246,12 @@ class Timeline:
                     self._flush_lock.release()
 
     def _write_buffered(self) -> None:
-        """Format and write the buffer. The caller holds the lock, so nobody else pops."""
-        lines: list[bytes] = []
-        for _ in range(len(self._events)):
-            self._format(self._events.popleft(), lines)
+        """Write the buffer. The caller holds the lock, so nobody else pops."""
+        lines = b"".join(self._events.popleft() for _ in range(len(self._events)))
         if not lines or self._file.closed:
             return
         try:
-            self._write(b"".join(b",\n" + line for line in lines))
+            self._write(lines)
         except BaseException as error:  # a full disk, which still has room for the old tail, or a Ctrl-C in the middle
             self._file.truncate(self._tail)
             self._file.seek(self._tail)
@@ -268,32 +271,8 @@ class Timeline:
             remaining = remaining[self._file.write(remaining) :]
         self._tail += len(events)
 
-    def _format(self, event: _Event, lines: list[bytes]) -> None:
-        # Whole microseconds: a double resolves an epoch timestamp to 0.25 us, so a viewer that adds ts and dur may see
-        # a child end after its parent. Rounding both ends to integers keeps what nests nested.
-        start = self._microseconds(event.start)
-        end = max(start, self._microseconds(event.end))
-        fields: dict[str, Any] = {"name": event.name, "ph": event.phase, "ts": start, "pid": self.rank}
-        fields |= {"cat": event.category, "tid": self._lane(event.lane, lines)}
-        if event.phase == "X":
-            fields["dur"] = end - start
-        else:
-            # The rank is in the id, as some viewers match ids across the processes of a merged trace.
-            fields["id"] = hex(self.rank << 40 | next(self._ids))
-        lines.append(_encode(fields | ({"args": event.args} if event.args else {})))
-        if event.phase == "b":
-            lines.append(_encode(fields | {"ph": "e", "ts": end}))
-
     def _microseconds(self, seconds: float) -> int:
         return self._wall_origin + round((seconds - self._clock_origin) * 1e6)
-
-    def _lane(self, lane: str, lines: list[bytes]) -> int:
-        """Return the lane's thread id, introducing it in the file the first time."""
-        tid = self._lanes.get(lane)
-        if tid is None:
-            tid = self._lanes[lane] = len(self._lanes) + 1
-            lines.append(self._metadata("thread_name", lane, tid=tid))
-        return tid
 
     def _metadata(self, what: str, name: str, *, tid: int) -> bytes:
         return _encode({"name": what, "ph": "M", "pid": self.rank, "tid": tid, "args": {"name": name}})
