@@ -247,13 +247,15 @@ def test_ddp_with_other_buckets_is_enough_where_it_is_nearly_as_fast() -> None:
 
 
 def test_clipping_takes_other_sizes_and_is_said() -> None:
-    clipped = of(norm_needed_by=("gradient norm clipping",))
-    sizes = chosen_schedule(UNIFORM, clipped.link, in_shards=True, busy_processor=True)
-    assert sizes != chosen_schedule(UNIFORM, clipped.link, busy_processor=True)
-    assert clipped.of(BYTESCHEDULER).schedule == sizes
-    assert clipped.of(DDP) == of().of(DDP)
+    link = LinkModel(workers=4, bandwidth=BALANCED, latency=1e-4)
+    clipped = predict(MeasuredStep(profile=UNIFORM, norm_needed_by=("gradient norm clipping",)), link)
+    plain = predict(UNIFORM, link)
+    assert clipped.of(BYTESCHEDULER).schedule == chosen_schedule(UNIFORM, link, in_shards=True)
+    assert plain.of(BYTESCHEDULER).schedule == chosen_schedule(UNIFORM, link)
+    assert clipped.of(BYTESCHEDULER).schedule != plain.of(BYTESCHEDULER).schedule
+    assert clipped.of(DDP) == plain.of(DDP)
     assert "because of gradient norm clipping" in str(clipped)
-    assert "norm" not in str(of())
+    assert "norm" not in str(plain)
 
 
 def test_synchronised_steps_are_not_overlapped() -> None:
