@@ -194,14 +194,21 @@ def signs() -> tuple[VitalSigns, Other]:
 
 
 def seen_after(
-    clock: Clock, own: VitalSigns, other: Other, *, limit: float = 30.0, beats: bool = True, **changes: Any
+    clock: Clock,
+    own: VitalSigns,
+    other: Other,
+    *,
+    limit: float = 30.0,
+    beats: bool = True,
+    examine: bool = False,
+    **changes: Any,
 ) -> float | None:
     """Seconds until it is believed."""
     start = clock.now
     while clock.now < start + limit:
         if beats:
             other.beat()
-        if own.beat(replace(WAITING, **changes)) is not None:
+        if own.beat(replace(WAITING, **changes), examine=examine) is not None:
             return clock.now - start
         clock.now += 0.25
     return None
@@ -264,42 +271,39 @@ def test_a_rank_that_has_told_nothing_yet_is_waited_for(clock: Clock) -> None:
 def test_a_standstill_is_found_while_somebody_examines(clock: Clock) -> None:
     own, other = signs()
     other.tell(IN_BARRIER)
-    with own.examined():
-        after = seen_after(clock, own, other)
+    after = seen_after(clock, own, other, examine=True)
     assert after is not None
     assert 3.0 <= after <= 5.5
 
 
 def test_who_examines_gets_to_know_what_all_told_last(clock: Clock) -> None:
     own, other = signs()
-    with own.examined():
-        own.beat(WAITING)
-        assert own.standings() == {}
-        other.tell(replace(IN_BARRIER, doing="sending", place="in epoch 0, batch 3"))
-        own.beat(WAITING)
-        assert own.standings() == {0: WAITING, 1: replace(IN_BARRIER, doing="sending", place="in epoch 0, batch 3")}
-        assert own.whereabouts().endswith("rank 1: sending, in epoch 0, batch 3")
+    own.beat(WAITING, examine=True)
+    assert own.standings() == {}
+    other.tell(replace(IN_BARRIER, doing="sending", place="in epoch 0, batch 3"))
+    own.beat(WAITING, examine=True)
+    assert own.standings() == {0: WAITING, 1: replace(IN_BARRIER, doing="sending", place="in epoch 0, batch 3")}
+    assert own.whereabouts().endswith("rank 1: sending, in epoch 0, batch 3")
 
 
 def test_a_rank_is_silent_when_it_has_missed_five_beats(clock: Clock) -> None:
     own, other = signs()
     idle = replace(WAITING, awaited_step=0)
-    with own.examined():
-        for _ in range(4):  # late, but not silent
-            other.beat()
-            for _ in range(5):
-                own.beat(idle)
-                assert own.silent() == []
-                clock.now += 0.25
-        own.beat(idle)
-        assert own.silent() == []
-        clock.now += 0.25
-        own.beat(idle)
-        assert own.silent() == [1]
-        assert own.silent(at_least=2.0) == []
+    for _ in range(4):  # late, but not silent
         other.beat()
-        own.beat(idle)
-        assert own.silent() == []
+        for _ in range(5):
+            own.beat(idle, examine=True)
+            assert own.silent() == []
+            clock.now += 0.25
+    own.beat(idle, examine=True)
+    assert own.silent() == []
+    clock.now += 0.25
+    own.beat(idle, examine=True)
+    assert own.silent() == [1]
+    assert own.silent(at_least=2.0) == []
+    other.beat()
+    own.beat(idle, examine=True)
+    assert own.silent() == []
 
 
 # What a thread waits in.

@@ -98,8 +98,8 @@ def told(batches: int) -> threading.Event:
     """Set once this rank has told the others that it has begun so many batches."""
     beat, told = VitalSigns.beat, threading.Event()
 
-    def telling(signs: VitalSigns, standing: Standing) -> Any:
-        found = beat(signs, standing)
+    def telling(signs: VitalSigns, standing: Standing, **options: Any) -> Any:
+        found = beat(signs, standing, **options)
         if standing.epoch_batches >= batches:
             told.set()
         return found

@@ -24,8 +24,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Protocol
 
 import torch.distributed as dist
@@ -47,7 +47,7 @@ from lightning_bytescheduler.failures.standstill import (
 log = logging.getLogger(__name__)
 
 _PERIOD_S = 0.25
-_HURRY_S = 0.05  # between two looks while somebody waits for the others
+_HURRIES = 5  # times as often it looks while somebody waits for the others
 _LINGER_S = 2.0
 _GOODBYE_S = 5.0
 _STOP_S = 2.0
@@ -124,7 +124,7 @@ class FaultBoard:
         self._ready_to_leave = False  # knows of the failure, or leaves in order
         self._left = False  # and has said so
         self._present: set[int] = set(others)  # ranks that have not
-        self._awaiting_others = False
+        self._askers = 0  # threads that wait for what the watcher learns
         self._urgent = False
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="bytescheduler-fault-watch", daemon=True)
@@ -232,7 +232,7 @@ class FaultBoard:
             Whether this rank's failure is now the published one; ``False`` if another was first.
         """
         deadline = time.monotonic() + _LINGER_S
-        with self._changed:
+        with self._asking():
             if self._notice is None:
                 self._post(error, patience=patience)
             if self._outgoing is None:
@@ -240,7 +240,7 @@ class FaultBoard:
             while self._published is None and self._within(deadline):
                 pass
             while self._published and not patience and self._present:
-                if not self._within(deadline, awaiting_others=True):
+                if not self._within(deadline):
                     break
             return bool(self._published)
 
@@ -271,7 +271,7 @@ class FaultBoard:
             return error
         deadline = time.monotonic() + max(timeout, 8 * self._period, silence + 3 * self._period)
         broken = f"here that broke: {brief(error)}"
-        with self._changed, self._vital_signs.examined():
+        with self._asking():
             while self.fault is None and not self._store_lost:
                 silent = self._vital_signs.silent(silence)
                 if len(silent) == 1 or (silent and time.monotonic() >= deadline):
@@ -306,14 +306,14 @@ class FaultBoard:
             return True  # a forked child ends: thread and connection are its parent's
         self._watchdog.disarm()
         now = time.monotonic()
-        with self._changed, self._vital_signs.examined():
+        with self._asking():
             if not self._closing:
                 self._ready_to_leave = True
                 self._wake()
                 while behind := self._left_behind():
                     alive = behind.difference(self._vital_signs.silent())
                     deadline = now + (timeout if alive or not self.hopeless else _LINGER_S)
-                    if not self._within(deadline, awaiting_others=True):
+                    if not self._within(deadline):
                         break
                 self._closing = True
                 self._wake()
@@ -335,7 +335,7 @@ class FaultBoard:
         if _WHERE in str(error):
             return error
         deadline = time.monotonic() + _LOCATE_S
-        with self._changed, self._vital_signs.examined():
+        with self._asking():
             while self.fault is None and not self._vital_signs.standings() and self._within(deadline):
                 pass
             if self.fault is not None:
@@ -351,14 +351,22 @@ class FaultBoard:
         self._urgent = True
         self._changed.notify_all()
 
-    def _within(self, deadline: float, *, awaiting_others: bool = False) -> bool:
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        """Under the condition, wait meanwhile for what the thread learns: it looks at the others, and often."""
+        with self._changed:
+            self._askers += 1
+            self._wake()
+            try:
+                yield
+            finally:
+                self._askers -= 1
+
+    def _within(self, deadline: float) -> bool:
         """Wait for the thread's next round; ``False`` if that is too late, or nothing will come of it."""
         left = deadline - time.monotonic()
         if left <= 0 or self._store_lost or self._closing or not self._thread.is_alive():
             return False
-        if awaiting_others and not self._awaiting_others:
-            self._awaiting_others = True
-            self._wake()
         self._changed.wait(min(left, self._period))
         return True
 
@@ -388,8 +396,8 @@ class FaultBoard:
         while True:
             with self._changed:
                 if not self._urgent:
-                    hurry = self._awaiting_others or any(stop.urgent for stop in self._stops)
-                    self._changed.wait(_HURRY_S if hurry else self._period)
+                    hurry = self._askers or any(stop.urgent for stop in self._stops)
+                    self._changed.wait(self._period / _HURRIES if hurry else self._period)
                 self._urgent = False
                 closing = self._closing
             self._talk()
@@ -401,20 +409,20 @@ class FaultBoard:
                 return
 
     def _talk(self) -> None:
-        if self._store_lost or (self._left and not self._awaiting_others):
+        if self._store_lost or (self._left and not self._askers):
             return
         if self._presence.gone():
             self._lose_store()
             return
         try:
-            standstill = self._vital_signs.beat(self._stand())
+            standstill = self._vital_signs.beat(self._stand(), examine=bool(self._askers))
             for stop in self._stops:
                 stop.look()
             notice = self._exchange_notices()
             if self._ready_to_leave and not self._left:
                 self._store.set(f"left/{self.rank}", "")
                 self._left = True
-            left = {r for r in self._present if self._store.check([f"left/{r}"])} if self._awaiting_others else set()
+            left = {r for r in self._present if self._store.check([f"left/{r}"])} if self._askers else set()
         except RuntimeError:
             self._lose_store()
             return

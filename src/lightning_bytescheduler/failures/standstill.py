@@ -375,14 +375,17 @@ class VitalSigns:
         self._every = max(_LOOK_S, len(others) / 64)  # spares the store's host when there are many ranks
         self._told: Standing | None = None
         self._told_at = 0.0
-        self._examiners = 0
         self._examined_at = 0.0
         self._looked_at = 0.0  # for a standstill
         self._beats: dict[int, tuple[int, float]] = {}  # count, and when it was first seen
         self._stands: dict[int, tuple[Standing, float]] = {}  # and since when it has been the same
 
-    def beat(self, standing: Standing) -> str | None:
-        """Show that this rank is alive, and where it stands; look at the others if somebody wants to know, or it waits.
+    def beat(self, standing: Standing, *, examine: bool = False) -> str | None:
+        """Show that this rank is alive, and where it stands; look at the others if it has waited for a while.
+
+        Args:
+            standing: Where it stands.
+            examine: Look at them in any case.
 
         Returns:
             That the ranks wait for each other for good, if they are seen to; see :func:`find_standstill`.
@@ -395,24 +398,13 @@ class VitalSigns:
             self._told = standing
         self._store.add(f"alive/{self._rank}", 1)
         waits = standing.waits and now >= self._told_at + _CURIOUS_S
-        if waits and now >= self._looked_at + self._every:
+        if examine or (waits and now >= self._looked_at + self._every):
             self._looked_at = now
             self._examine(now)
-            return self._standstill(standing, now)
-        if self._examiners:
-            self._examine(now)
-        elif not waits:
+            return self._standstill(standing, now) if waits else None
+        if not waits:
             self._beats, self._stands = {}, {}
         return None
-
-    @contextmanager
-    def examined(self) -> Iterator[None]:
-        """Have :meth:`beat` look at the other ranks meanwhile."""
-        self._examiners += 1
-        try:
-            yield
-        finally:
-            self._examiners -= 1
 
     def silent(self, at_least: float = 0.0) -> list[int]:
         """Ranks that have missed five beats since they have been looked at, and none came for ``at_least`` seconds."""
