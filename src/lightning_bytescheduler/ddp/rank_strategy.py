@@ -254,14 +254,12 @@ class JoinedRanks:
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """See DDPStrategy."""
         with self._explained(waits_in="all_gather" if group in (None, dist.group.WORLD) else ""):
-            gathered: Tensor = super().all_gather(tensor, group, sync_grads)  # type: ignore[misc]
-        return gathered
+            return super().all_gather(tensor, group, sync_grads)  # type: ignore[misc, no-any-return]
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """See DDPStrategy."""
         with self._explained(waits_in="all_reduce"):
-            agreed: bool = super().reduce_boolean_decision(decision, all)  # type: ignore[misc]
-        return agreed
+            return super().reduce_boolean_decision(decision, all)  # type: ignore[misc, no-any-return]
 
     def publish_failure(self, exception: BaseException) -> None:
         """Tell the other ranks once why this rank fails, or report here which other rank has failed."""
