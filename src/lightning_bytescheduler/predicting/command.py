@@ -82,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--png",
         metavar="OUT",
-        help="draw the speed-up around this bandwidth, for N, 4N and 16N workers, to this file: a .png, .svg or .pdf "
+        help="draw how fast each kind of strategy is around this bandwidth, to this file: a .png, .svg or .pdf "
         "(needs the extra 'plots')",
     )
 
