@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from lightning_bytescheduler.__about__ import __version__
-from lightning_bytescheduler.checks import closest, gone, importing, records_in, require_new_file, require_suffix
+from lightning_bytescheduler.checks import closest, gone, records_in, require_new_file
 from lightning_bytescheduler.exceptions import ByteSchedulerError, OptionError
 
 _PROGRAM = "lightning-bytescheduler"
@@ -195,7 +195,9 @@ class _Outputs:
             path = Path(require_new_file(f"--{name}", value))
             setattr(options, name, str(path))
             if name == "png":
-                _require_picture(path)
+                from lightning_bytescheduler.timeline.picture import require_picture
+
+                require_picture("--png", path)
             if path in self._there:
                 raise OptionError(f"--{name}", value, "another file than the other output's")
             self._there[path] = path.exists()
@@ -204,13 +206,6 @@ class _Outputs:
         """Print which were written."""
         for path, was_there in self._there.items():
             print(f"{'Replaced' if was_there else 'Wrote'} {path}")
-
-
-def _require_picture(path: Path) -> None:
-    with importing("A picture", extra="plots"):
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    require_suffix("--png", path, FigureCanvasAgg(Figure()).get_supported_filetypes())
 
 
 def _show(module: Any, options: argparse.Namespace) -> int:

@@ -51,6 +51,24 @@ _CROWDED = 150  # bars in a row: white edges would hide them
 _LETTER = 0.0095  # width of a bold letter, and some air, as a share of the width of the axes
 
 
+def require_picture(option: str, out: str | os.PathLike[str], what: str = "A picture") -> Path:
+    """Return ``out`` as a path if a picture can be written in the format that its suffix names.
+
+    Args:
+        option: Its name.
+        out: The file.
+        what: Is drawn, as the subject of a sentence.
+
+    Raises:
+        ImportError: If matplotlib is not installed; the message names the extra to install.
+        OptionError: If matplotlib does not know the suffix; names ``option``.
+    """
+    with importing(what, extra="plots"):
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    return require_suffix(option, out, FigureCanvasAgg(Figure()).get_supported_filetypes())
+
+
 @contextmanager
 def page(out: str | os.PathLike[str], what: str, width: float, height: float) -> Iterator[Figure]:
     """A figure to draw on; written to ``out`` when that has ended.
@@ -66,11 +84,10 @@ def page(out: str | os.PathLike[str], what: str, width: float, height: float) ->
         OptionError: If matplotlib does not know the suffix of ``out``.
         OSError: If ``out`` cannot be written.
     """
-    with importing(what, extra="plots"):
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
+    target = require_picture("out", out, what)
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(width, height), layout="constrained")
-    target = require_suffix("out", out, FigureCanvasAgg(figure).get_supported_filetypes())
     yield figure
     target.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(target, dpi=_DOTS_PER_INCH)
