@@ -58,8 +58,6 @@ from lightning_bytescheduler.ddp.aliases import note_script
 from lightning_bytescheduler.ddp.compiled_calls import open_everything, resume
 from lightning_bytescheduler.ddp.gates import GatedParameter, any_closed, open_gates
 
-__all__ = ["Watching", "watch_entry_points"]
-
 _FUNCTION = torch.autograd.Function
 _IN_PYTHON = isinstance(vars(_FUNCTION)["apply"], classmethod)
 _OWNER, _NAME = (utils, "unwrap_dead_wrappers") if _IN_PYTHON else (_FUNCTION, "apply")

@@ -9,12 +9,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from lightning_bytescheduler.checks import some_of
-from lightning_bytescheduler.collectives.operations import shards_over
 from lightning_bytescheduler.ddp.aliases import AliasDetector
 from lightning_bytescheduler.ddp.compiled_calls import compiled_calls_are_seen
 from lightning_bytescheduler.ddp.compression_rules import AUTO
@@ -270,59 +268,6 @@ def unseen_parameters(model: nn.Module) -> set[int]:
     return unseen | {id(p) for p in model.parameters() if not can_be_gated(p)}
 
 
-def make_plan(
-    module: pl.LightningModule,
-    optimizers: Sequence[Optimizer],
-    plugin: Precision,
-    *,
-    cross_barrier: bool,
-    bucket_views: bool,
-    group: dist.ProcessGroup,
-    device: torch.device,
-    unseen: Iterable[int] = (),
-    held: Iterable[int] = (),
-    whole_matrices: bool = False,
-    has_servers: bool = False,
-) -> OverlapPlan:
-    """Make this rank's plan for a Trainer's fit.
-
-    Args:
-        module: The module that is trained.
-        optimizers: All optimizers.
-        plugin: Precision plugin.
-        cross_barrier: The option.
-        bucket_views: DDP's ``gradient_as_bucket_view``.
-        group: The scheduler's data group.
-        device: Where gradients live.
-        unseen: Ids of parameters that may be read without a touch.
-        held: Ids of parameters whose memory other code can read.
-        whole_matrices: Whether gradients travel as factors of matrices, which cannot be reduced in shards.
-        has_servers: Whether parameter servers average gradients.
-    """
-    reasons = ["optimization is manual (automatic optimization keeps the overlap)"]
-    if module.automatic_optimization:
-        reasons = optimizer_reasons(optimizers)
-    reasons += option_reasons(cross_barrier=cross_barrier, bucket_views=bucket_views)
-    reasons += [*precision_reasons(plugin, optimizers), *model_reasons(module)]
-    needed_by = norm_needed_by(module, plugin)
-    if needed_by and not shards_over(group, device):
-        reasons.append(
-            f"{' and '.join(needed_by)} on {device.type} needs all gradients before a step, and "
-            f"{dist.get_backend(group)} cannot reduce in shards there (process_group_backend='nccl' keeps the overlap)"
-        )
-    if needed_by and has_servers:
-        reasons.append(
-            f"{' and '.join(needed_by)} needs all gradients before a step, and parameter servers tell no norms "
-            "before (leaving servers out keeps the overlap)"
-        )
-    if needed_by and whole_matrices:
-        reasons.append(
-            f"{' and '.join(needed_by)} needs all gradients before a step, and compression='powersgd' cannot reduce in "
-            "shards (another compression keeps the overlap)"
-        )
-    return plan_of(module, reasons, unseen=unseen, held=held, norm_needed_by=needed_by)
-
-
 def plan_of(
     module: nn.Module,
     reasons: Sequence[str],
@@ -336,8 +281,8 @@ def plan_of(
     Args:
         module: The module that is trained.
         reasons: Why steps cannot overlap; empty if they can.
-        unseen: See :func:`make_plan`.
-        held: See :func:`make_plan`.
+        unseen: Ids of parameters that may be read without a touch.
+        held: Ids of parameters whose memory other code can read.
         norm_needed_by: What needs the norm of all gradients before an update.
     """
     if reasons:

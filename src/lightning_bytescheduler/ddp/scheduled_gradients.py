@@ -23,6 +23,7 @@ from lightning_bytescheduler.checks import some_of
 from lightning_bytescheduler.collectives.groups import SchedulerGroups
 from lightning_bytescheduler.collectives.host_copies import travel_by_host
 from lightning_bytescheduler.collectives.number_exchange import AgreedValues
+from lightning_bytescheduler.collectives.operations import shards_over
 from lightning_bytescheduler.collectives.push_pull import PlacedParts
 from lightning_bytescheduler.ddp.agreed_sizes import agree_on_sizes
 from lightning_bytescheduler.ddp.buffers import BufferBroadcast
@@ -40,9 +41,13 @@ from lightning_bytescheduler.ddp.parameter_servers import ServerOptions
 from lightning_bytescheduler.ddp.partial_step import wants_whole_steps
 from lightning_bytescheduler.ddp.plan import (
     OverlapPlan,
-    make_plan,
     may_drop_gradients,
+    model_reasons,
     norm_needed_by,
+    optimizer_reasons,
+    option_reasons,
+    plan_of,
+    precision_reasons,
     unseen_parameters,
 )
 from lightning_bytescheduler.ddp.residuals import Residuals
@@ -234,20 +239,30 @@ class ScheduledGradients(DecidedSteps):
         if module is None or runtime is None:
             return
         check_hooks(module)
-        unseen = unseen_parameters(module)
-        plan = make_plan(
-            module,
-            self._strategy.optimizers,
-            self._strategy.precision_plugin,
-            cross_barrier=self._options.cross_barrier,
-            bucket_views=self._strategy._ddp_kwargs.get("gradient_as_bucket_view", True),
-            group=runtime.group,
-            device=runtime.wire_device,
-            unseen=unseen,
-            held=runtime.engine.context.find_held(),
-            whole_matrices=self._rules is not None and self._rules.whole_matrices,
-            has_servers=self._servers.used,
-        )
+        strategy, wire, unseen = self._strategy, runtime.wire_device, unseen_parameters(module)
+        plugin = strategy.precision_plugin
+        reasons = ["optimization is manual (automatic optimization keeps the overlap)"]
+        if module.automatic_optimization:
+            reasons = optimizer_reasons(strategy.optimizers)
+        bucket_views = strategy._ddp_kwargs.get("gradient_as_bucket_view", True)
+        reasons += option_reasons(cross_barrier=self._options.cross_barrier, bucket_views=bucket_views)
+        reasons += [*precision_reasons(plugin, strategy.optimizers), *model_reasons(module)]
+        needed_by = norm_needed_by(module, plugin)
+        before = f"{' and '.join(needed_by)} needs all gradients before a step, and"
+        on_wire = f"{' and '.join(needed_by)} on {wire.type} needs all gradients before a step, and"
+        if needed_by and not shards_over(runtime.group, wire):
+            reasons.append(
+                f"{on_wire} {dist.get_backend(runtime.group)} cannot reduce in shards there "
+                "(process_group_backend='nccl' keeps the overlap)"
+            )
+        if needed_by and self._servers.used:
+            reasons.append(f"{before} parameter servers tell no norms before (leaving servers out keeps the overlap)")
+        if needed_by and self._rules is not None and self._rules.whole_matrices:
+            reasons.append(
+                f"{before} compression='powersgd' cannot reduce in shards (another compression keeps the overlap)"
+            )
+        held = runtime.engine.context.find_held()
+        plan = plan_of(module, reasons, unseen=unseen, held=held, norm_needed_by=needed_by)
         self._begin_steps(module, plan, runtime, unseen)
 
     def train_alone(self, plan: OverlapPlan) -> None:

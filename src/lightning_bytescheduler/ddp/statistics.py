@@ -9,8 +9,6 @@ from dataclasses import dataclass, fields
 
 import torch
 
-__all__ = ["SchedulerStatistics", "profiled"]
-
 
 @contextmanager
 def profiled(name: str) -> Iterator[None]:

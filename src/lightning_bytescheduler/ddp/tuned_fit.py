@@ -16,6 +16,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -109,13 +110,13 @@ class FitTuning:
         first = PLAIN_DDP
         if decides and dist.get_rank() == 0:
             asked = tunes and (self._tuner is not self._own or self._options.tunes_partition)
-            if tunes and self._tuner is not None:
-                self._deciding = self._tuner
-            else:
+            self._deciding = self._tuner if tunes else None
+            if self._deciding is None:
                 self._deciding = self._own = self._own or CreditTuner()
                 folder = None
+            problem = self._problem(module, runtime, tunes=tunes, in_shards=in_shards)
             as_ddp = mode == "auto" and not slow and not asked
-            first = self._first_point(self._deciding, module, runtime, folder, tunes, as_ddp, in_shards)
+            first = self._deciding.begin(**problem, plain_ddp=mode == "auto", as_ddp=as_ddp, folder=folder)
         message = torch.tensor([MODES.index(mode), decides, slow, *first.numbers], dtype=torch.int64, device=device)
         dist.broadcast(message, src=0)
         number, decides, slow, *sizes = message.tolist()
@@ -164,31 +165,24 @@ class FitTuning:
         if self._own in callbacks:
             callbacks.remove(self._own)
 
-    def _first_point(
-        self,
-        tuner: CreditTuner,
-        module: nn.Module,
-        runtime: SchedulerRuntime,
-        folder: str | None,
-        tunes: bool,
-        as_ddp: bool,
-        in_shards: bool,
-    ) -> TuningPoint:
+    def _problem(self, module: nn.Module, runtime: SchedulerRuntime, *, tunes: bool, in_shards: bool) -> dict[str, Any]:
+        """Return what a tuner has to know of the model and the link."""
         options, sizes, link = self._options, runtime.agreed.sizes, runtime.agreed.link
         trained = [p for p in module.parameters() if p.requires_grad]
-        width = max(p.element_size() for p in trained)
-        count = sum(p.numel() for p in trained)
+        width, count = max(p.element_size() for p in trained), sum(p.numel() for p in trained)
         start = TuningPoint(credit=sizes.credit, partition_size=sizes.partition_size)
-        space = SearchSpace(credits=(start.sizes[0],) * 2, partitions=(start.sizes[1],) * 2)
+        space = SearchSpace(credits=(sizes.credit,) * 2, partitions=(sizes.partition_size,) * 2)
         if tunes:
             # DDP gives a parameter above its limit a bucket of its own.
             largest_bucket = max(sizes.bucket_bytes // width, *(p.numel() for p in trained), 1)
             space = space_for(count, start, options, largest_bucket=largest_bucket, architecture=runtime.architecture)
         by_hand = {"credits": options.credit, "partitions": options.partition_size}
-        return tuner.begin(
-            space=space,
-            start=start,
-            identity=TuningIdentity(
+        return {
+            "space": space,
+            "start": start,
+            "guesses": () if link is None or not space.tunes_partitions else first_guess(space, count, link, start),
+            "given": [name for name, size in by_hand.items() if size is not None],
+            "identity": TuningIdentity(
                 parameters=count,
                 bytes_per_parameter=width,
                 workers=dist.get_world_size(),
@@ -196,12 +190,7 @@ class FitTuning:
                 link=link,
                 in_shards=in_shards,
             ),
-            guesses=() if link is None or not space.tunes_partitions else first_guess(space, count, link, start),
-            given=[name for name, size in by_hand.items() if size is not None],
-            plain_ddp=options.mode == "auto",
-            as_ddp=as_ddp,
-            folder=folder,
-        )
+        }
 
 
 def first_pace(mode: str, *, slow: bool, as_ddp: bool) -> str:

@@ -117,7 +117,7 @@ class CreditTuner(pl.Callback):
         tuning = CreditTuning(space, start=start, identity=identity, guesses=guesses, options=options, as_ddp=as_ddp)
         state, self._state = self._state, None
         try:
-            if state is not None and tuning.load_state_dict(state, given=given):
+            if state is not None and tuning.load_state_dict(state, given=given) and state["trials"]:
                 rank_zero_info(f"bytescheduler: tuning goes on from where it was, with {tuning.current}.")
         except OptionError as error:
             rank_zero_warn(f"The tuning in the checkpoint cannot be read, and begins anew: {error}")
@@ -125,11 +125,6 @@ class CreditTuner(pl.Callback):
             prepare()
         self._tuning, self._is_open = tuning, True
         return tuning.current
-
-    @property
-    def knows_something(self) -> bool:
-        """Whether there is a state to go on from: a checkpoint's, or the last fit's."""
-        return self._state is not None
 
     @property
     def current(self) -> TuningPoint:

@@ -279,14 +279,11 @@ class Confirmation:
         rounds, turns = divmod(self._turns_taken, max(len(self._points), 1))
         if len(self._points) < 2 or rounds >= _MOST_ROUNDS:
             return True
-        return rounds >= _ROUNDS and not turns and not self._is_undecided()
-
-    def _is_undecided(self) -> bool:
-        times = self.times()
-        plain = times.get(PLAIN_DDP)
-        if plain is None:
+        if rounds < _ROUNDS or turns:
             return False
-        return self.winner().is_plain_ddp and min(time.seconds for time in times.values()) < _WORTH_IT * plain.seconds
+        times = self.times()
+        fastest, plain = min(time.seconds for time in times.values()), times.get(PLAIN_DDP)
+        return plain is None or not self.winner().is_plain_ddp or fastest >= _WORTH_IT * plain.seconds
 
     @property
     def point(self) -> TuningPoint:
