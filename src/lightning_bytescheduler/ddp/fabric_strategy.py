@@ -468,12 +468,6 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
         with self._explained():
             return super().all_reduce(*args, **kwargs)
 
-    def flush(self) -> None:
-        """Wait for all gradients and apply every pending update; the weights are final afterwards."""
-        with self._explained():
-            if self._gradients is not None:
-                self._gradients.flush()
-
     # ------------------------------------------------------------------ checkpoints
 
     def save_checkpoint(self, path: Any, state: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:

@@ -112,6 +112,12 @@ class JoinedRanks:
         runtime = None if self._gradients is None else self._gradients.runtime
         return () if runtime is None else (runtime,)
 
+    def flush(self) -> None:
+        """Wait for all gradients and apply every pending update; the weights are final afterwards."""
+        with self._explained():
+            if self._gradients is not None:
+                self._gradients.flush()
+
     def end_of_worker(self) -> None:
         """Called when a process that a launcher started has finished its function."""
 

@@ -468,11 +468,6 @@ class ByteSchedulerStrategy(RankStrategy):
         self._tuning.end([] if trainer is None else callbacks_of(trainer))
         self._hooks = None
 
-    def flush(self) -> None:
-        """Wait for all gradients and apply every pending update; the weights are final afterwards."""
-        with self._explained():
-            self._gradients.flush()
-
     def compression_state(self) -> dict[str, Any] | None:
         """Return the residuals of error feedback for a checkpoint; all ranks call this together."""
         if self._rules is None or self._failed or not dist.is_initialized():
