@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 
 from lightning_bytescheduler.ddp import deferred_optimizer as loss_scaler_module
 from lightning_bytescheduler.ddp import overlapped_step as overlapped_module
-from lightning_bytescheduler.ddp import plan as planning_module
 from lightning_bytescheduler.ddp import runtime as runtime_module
 from lightning_bytescheduler.ddp import scheduled_gradients as scheduled_module
 from lightning_bytescheduler.ddp.aliases import AliasDetector
@@ -175,7 +174,7 @@ def nothing_lands_after_a_failure(module: LightningModule) -> Iterator[None]:
 def everything_is_deferred(module: LightningModule) -> Iterator[None]:
     """Believe that any optimizer steps each parameter on its own."""
     with (
-        patch.object(planning_module, "optimizer_reasons", lambda _: []),
+        patch.object(scheduled_module, "optimizer_reasons", lambda _: []),
         patch.object(overlapped_module, "wants_whole_steps", lambda *_: None),
         patch.object(scheduled_module, "wants_whole_steps", lambda *_: None),
     ):
