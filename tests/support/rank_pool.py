@@ -36,10 +36,20 @@ from torch.distributed.rendezvous import rendezvous
 
 __all__ = ["RankPool", "RanksFailed", "free_port", "let_go", "show_stacks", "threads_at_ends"]
 
-_PRELOADED = ("lightning.pytorch", "torch.distributed")
+_PRELOADED = (
+    "lightning.pytorch",
+    "torch.distributed",
+    "lightning_bytescheduler.ddp.fabric_strategy",
+    "lightning_bytescheduler.ddp.strategy",
+    "lightning_bytescheduler.diloco.strategy",
+    "lightning_bytescheduler.tuning.credit_tuner",
+    "tests.support.fit",
+    "tests.support.models",
+)
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # ranks share the machine's cores
 _GRACE_S = 5.0  # for the other ranks to answer too, once one has failed
 _STOP_S = 5.0
+_START_S = 300.0  # bounds a fork server that does not start
 
 
 def let_go() -> None:
@@ -101,6 +111,7 @@ class RankPool:
     Args:
         world_size: Number of ranks.
         preloaded: Modules that the fork server imports once for all ranks, if this pool is the first to start.
+            Importing one starts no thread.
     """
 
     def __init__(self, world_size: int, *, preloaded: Sequence[str] = _PRELOADED) -> None:
@@ -194,6 +205,20 @@ class RankPool:
                 process.start()
             theirs.close()
             self._ranks.append(_Rank(process, ours, stacks))
+        self._await_start(time.monotonic() + _START_S)
+
+    def _await_start(self, deadline: float) -> None:
+        """Have no call's timeout be about what is imported."""
+        for number, rank in enumerate(self._ranks):
+            try:
+                if rank.pipe.poll(max(0.0, deadline - time.monotonic())):
+                    rank.pipe.recv_bytes()
+                    continue
+                report = f"Rank {number} of {self.world_size} has not started within {_START_S:g} s."
+            except (EOFError, OSError):
+                report = f"Rank {number} of {self.world_size} did not start. {self._epitaph(rank)}"
+            self.stop(grace=0.0)
+            raise RanksFailed(report)
 
     def _collect(self, answers: dict[int, tuple[bool, Any]], deadline: float) -> None:
         """Fill in the answers that come before ``deadline``, or soon after the first failure."""
@@ -282,6 +307,7 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection, stacks: str)
     stack_file = open(stacks, "w")  # noqa: SIM115  # open for as long as the process lives
     _stack_files.append(stack_file)
     gc.freeze()  # modules: what is collected is what tests have made
+    pipe.send_bytes(b"ready")
     while True:
         try:
             message = pipe.recv_bytes()

@@ -3,12 +3,14 @@ from __future__ import annotations
 import os
 import random
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from tests.support import rank_pool
 from tests.support.rank_pool import RankPool, RanksFailed, show_stacks
 
 
@@ -46,6 +48,10 @@ def segfault_on(rank: int, bad: int) -> int:
     return rank
 
 
+def not_imported(rank: int, modules: tuple[str, ...]) -> list[str]:
+    return [module for module in modules if module not in sys.modules]
+
+
 def return_a_lambda(rank: int) -> Any:
     return lambda: rank
 
@@ -62,6 +68,10 @@ def test_runs_on_all_ranks_in_processes_that_stay(pool: RankPool) -> None:
     assert [result[:2] for result in first] == [(0, "0"), (1, "1")]
     assert [result[1] for result in second] == ["2", "2"]
     assert [result[2] for result in first] == [result[2] for result in second]
+
+
+def test_ranks_are_forked_with_everything_imported(pool: RankPool) -> None:
+    assert pool.run(not_imported, modules=rank_pool._PRELOADED) == [[], []]
 
 
 def test_what_was_run_before_is_answered_from_memory(pool: RankPool) -> None:
