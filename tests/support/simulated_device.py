@@ -18,7 +18,6 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
 
 from lightning_bytescheduler.collectives.host_copies import PayloadCopies
 from lightning_bytescheduler.compression import dense
@@ -80,13 +79,12 @@ class _Simulated(TorchDispatchMode):
 
 def _done(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     name, asked = func._schema.name, kwargs.get("device")
-    tensors = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, Tensor)]
-    here = [tensor for tensor in tensors if isinstance(tensor, OnDevice)]
-    if here and name not in _COPIES and any(t.dim() and not isinstance(t, OnDevice) for t in tensors):
+    met: list[Tensor] = []
+    inner_args = [_contents(value, met) for value in args]
+    inner_kwargs = {key: _contents(value, met) for key, value in kwargs.items()}
+    here = any(isinstance(tensor, OnDevice) for tensor in met)
+    if here and name not in _COPIES and any(t.dim() and not isinstance(t, OnDevice) for t in met):
         raise RuntimeError(f"{name}: expected all tensors to be on the same device.")
-    inner_args, inner_kwargs = tree_map(
-        lambda value: value.contents if isinstance(value, OnDevice) else value, (args, dict(kwargs))
-    )
     if asked is not None:
         inner_kwargs["device"] = "cpu"
     found = func(*inner_args, **inner_kwargs)
@@ -96,7 +94,25 @@ def _done(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         return args[0]
     if (torch.device(asked) != DEVICE) if asked is not None else not here:
         return found
-    return tree_map(lambda value: OnDevice(value) if isinstance(value, Tensor) else value, found)
+    return _there_again(found)
+
+
+def _contents(value: Any, met: list[Tensor]) -> Any:
+    """What it is in host memory; its tensors are added to ``met``. Torch's tree_map takes longer than the work."""
+    if isinstance(value, Tensor):
+        met.append(value)
+        return value.contents if isinstance(value, OnDevice) else value
+    if isinstance(value, (list, tuple)):
+        return type(value)(_contents(one, met) for one in value)
+    return value
+
+
+def _there_again(found: Any) -> Any:
+    if isinstance(found, Tensor):
+        return OnDevice(found)
+    if isinstance(found, (list, tuple)):
+        return type(found)(_there_again(one) for one in found)
+    return found
 
 
 @contextmanager
