@@ -108,8 +108,8 @@ class WritesThroughAlias(KeepsAliases):
     [
         (data, "before"),
         (detached, "backward"),
-        (state_dict, "batch end"),
-        (arrays, "before"),
+        pytest.param(state_dict, "batch end", marks=pytest.mark.slow),
+        pytest.param(arrays, "before", marks=pytest.mark.slow),
         (flat_views, "batch end"),
     ],
     ids=lambda value: getattr(value, "__name__", value),

@@ -26,9 +26,9 @@ STATIC, UNUSED = {"static_graph": True}, {"find_unused_parameters": True}
 @pytest.mark.parametrize(
     ("checkpointed", "ddp"),
     [
-        pytest.param(None, {}, id="kept"),
+        pytest.param(None, {}, id="kept", marks=pytest.mark.slow),
         pytest.param("reentrant", STATIC, id="reentrant-static-graph"),
-        pytest.param("not reentrant", UNUSED, id="not-reentrant-find-unused"),
+        pytest.param("not reentrant", UNUSED, id="not-reentrant-find-unused", marks=pytest.mark.slow),
     ],
 )
 def test_transformer_with_activations(two_ranks: RankPool, checkpointed: str | None, ddp: dict[str, bool]) -> None:

@@ -193,7 +193,7 @@ class CountsGraphs(Callback):
     ("model", "backend", "opened"),
     [
         pytest.param(CompiledBlock, "eager", 0, id="block", marks=pytest.mark.slow),
-        pytest.param(CompiledBlock, "aot_eager", 0, id="block-with-compiled-backward"),
+        pytest.param(CompiledBlock, "aot_eager", 0, id="block-with-compiled-backward", marks=pytest.mark.slow),
         pytest.param(CompiledInPlace, "eager", 0, id="in-place", marks=pytest.mark.slow),
         pytest.param(CompiledMethod, "eager", 0, id="method", marks=pytest.mark.slow),
         pytest.param(whole, "eager", 0, id="whole", marks=pytest.mark.slow),

@@ -69,7 +69,8 @@ def test_the_same_bits_however_steps_are_taken(two_ranks: RankPool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("codec", "precision"), [("int8", "bf16-true"), ("topk:0.2", "64-true"), ("powersgd:1", "bf16-true")]
+    ("codec", "precision"),
+    [("int8", "bf16-true"), pytest.param("topk:0.2", "64-true", marks=pytest.mark.slow), ("powersgd:1", "bf16-true")],
 )
 def test_a_precision_that_changes_the_default_dtype(two_ranks: RankPool, codec: str, precision: str) -> None:
     """While a forward pass is under way: then gradients are decoded."""
@@ -390,8 +391,8 @@ class Drops(Callback):
     ("codec", "model", "callbacks"),
     [
         ("topk:0.05", SkipsBeforeStep, ()),
-        ("powersgd:1", SkipsAfterBackward, ()),
-        ("topk:0.05", SkipsInsteadOfClipping, ()),
+        pytest.param("powersgd:1", SkipsAfterBackward, (), marks=pytest.mark.slow),
+        pytest.param("topk:0.05", SkipsInsteadOfClipping, (), marks=pytest.mark.slow),
         ("powersgd:1", SkipsInBackward, ()),
         ("topk:0.05", SkipsInClosure, ()),
         ("powersgd:1", Skips, (Drops,)),
@@ -417,12 +418,12 @@ def what_is_left(trainer: Trainer, model: Any) -> None:
 @pytest.mark.parametrize(
     ("codec", "model"),
     [
-        ("topk:0.05", TwoLosses),
+        pytest.param("topk:0.05", TwoLosses, marks=pytest.mark.slow),
         ("int4", TwoLosses),
-        ("powersgd:1", TwoLosses),
+        pytest.param("powersgd:1", TwoLosses, marks=pytest.mark.slow),
         ("powersgd:1", Toggles),
         ("int4", StepsByItself),
-        ("topk:0.05", Zeroes),
+        pytest.param("topk:0.05", Zeroes, marks=pytest.mark.slow),
         ("powersgd:1", Accumulates),
     ],
 )

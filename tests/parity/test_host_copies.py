@@ -67,7 +67,7 @@ def test_a_spare_server_gives_ddps_bits_and_stages_follow_each_other(two_ranks: 
     ("options", "trainer"),
     [
         pytest.param(INT8, {}, id="int8"),
-        pytest.param({**INT8, "compression": "topk:0.1"}, {}, id="topk"),
+        pytest.param({**INT8, "compression": "topk:0.1"}, {}, id="topk", marks=pytest.mark.slow),
         pytest.param(INT8, {"gradient_clip_val": 0.05}, id="int8, clipped by norm, in shards"),
         pytest.param({**PS, "compression": "int8", "compression_min_size": 40}, {}, id="int8 at servers"),
     ],

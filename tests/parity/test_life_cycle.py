@@ -110,7 +110,10 @@ def fit_others_in_between(trainer: Trainer, module: Any) -> None:
     module.notes.append((other.losses, sums(other.parameters())))
 
 
-@pytest.mark.parametrize("after", [evaluate, fit_further, fit_with_another_trainer, fit_others_in_between])
+@pytest.mark.parametrize(
+    "after",
+    [evaluate, pytest.param(fit_further, marks=pytest.mark.slow), fit_with_another_trainer, fit_others_in_between],
+)
 def test_after_a_fit(two_ranks: RankPool, after: Any) -> None:
     recipe = Recipe(model=model, steps=STEPS, after=after)
     assert_same_as_ddp(two_ranks, recipe, overlap=False, broken=nothing_lands_at_the_end)

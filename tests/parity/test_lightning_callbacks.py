@@ -31,7 +31,7 @@ from tests.support.rank_pool import RankPool
 
 adamw = partial(AdamW, lr=0.005)
 model = partial(Tower, optimizer=adamw)
-STEPS = 24
+STEPS = 12
 EPOCHS = {"max_epochs": 4, "limit_train_batches": 6}
 
 
@@ -60,7 +60,7 @@ class WritesCheckpointsWithWeights(Callback):
     """`trainer.save_checkpoint(weights_only=True)` in mid-epoch, and the module's state dict in a callback's state."""
 
     def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx % 5 == 2:
+        if batch_idx % 3 == 2:
             saved = trainer._checkpoint_connector.dump_checkpoint(weights_only=True)
             module.notes.append(tensors_by_key(saved["state_dict"]))
 
@@ -73,7 +73,7 @@ def ema(**options: Any) -> Any:
 
 def test_checkpoints_in_mid_epoch(two_ranks: RankPool, tmp_path: Path) -> None:
     """The same keys and the same tensors, whoever wrote them."""
-    saves = partial(NotesCheckpoints, tmp_path, every_n_train_steps=5, save_top_k=-1, filename="{step}")
+    saves = partial(NotesCheckpoints, tmp_path, every_n_train_steps=3, save_top_k=-1, filename="{step}")
     recipe = Recipe(model=model, steps=STEPS, callbacks=(saves,), trainer={"enable_checkpointing": True})
     ddp, _ = assert_same_as_ddp(two_ranks, recipe, network="late", broken=blind_to_weights_and_state)
     assert len(ddp[0].notes) == 4
@@ -86,7 +86,11 @@ def test_checkpoint_of_the_weights_alone(two_ranks: RankPool) -> None:
     assert_same_as_ddp(two_ranks, recipe, network="late", broken=blind_to_weights_and_state)
 
 
-@pytest.mark.parametrize("options", [{"update_every_n_steps": 3}, {"update_starting_at_epoch": 1}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"update_every_n_steps": 3}, pytest.param({"update_starting_at_epoch": 1}, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_exponential_moving_average(two_ranks: RankPool, options: dict[str, int]) -> None:
     """With validation in mid-epoch, which swaps the average in and out."""
     trainer = {**EPOCHS, "val_check_interval": 4, "limit_val_batches": 1.0}
@@ -95,7 +99,7 @@ def test_exponential_moving_average(two_ranks: RankPool, options: dict[str, int]
 
 
 def test_moving_average_in_a_checkpoint(two_ranks: RankPool, tmp_path: Path) -> None:
-    saves = partial(NotesCheckpoints, tmp_path, every_n_train_steps=5, save_top_k=-1, filename="{step}")
+    saves = partial(NotesCheckpoints, tmp_path, every_n_train_steps=3, save_top_k=-1, filename="{step}")
     recipe = Recipe(model=model, steps=STEPS, callbacks=(ema(), saves), trainer={"enable_checkpointing": True})
     ddp, _ = assert_same_as_ddp(two_ranks, recipe, network="late", broken=blind_between_steps)
     assert "/current_model_state/layers.0.weight" in ddp[0].notes[0][1]
@@ -116,7 +120,9 @@ class PrunesLayers(ModelPruning):
         )
 
 
-@pytest.mark.parametrize("lottery", [False, True], ids=["pruned", "rewound"])
+@pytest.mark.parametrize(
+    "lottery", [pytest.param(False, id="pruned"), pytest.param(True, id="rewound", marks=pytest.mark.slow)]
+)
 def test_pruning(two_ranks: RankPool, lottery: bool) -> None:
     """Weights are computed from parameters and masks from the first epoch's end on; some go back to their start."""
     recipe = Recipe(model=model, steps=-1, callbacks=(partial(PrunesLayers, lottery=lottery),), trainer=EPOCHS)
@@ -172,9 +178,9 @@ class OutOfTime(Timer):
 
 
 def test_out_of_time_in_mid_epoch(two_ranks: RankPool) -> None:
-    out_of_time = partial(OutOfTime, {"seconds": 21}, interval="step")
+    out_of_time = partial(OutOfTime, {"seconds": 11}, interval="step")
     ddp, _ = assert_same_as_ddp(two_ranks, Recipe(model=model, steps=100, callbacks=(out_of_time,)))
-    assert len(ddp[0].losses) == 21
+    assert len(ddp[0].losses) == 11
 
 
 class HasRate(Tower):
@@ -194,7 +200,7 @@ class NotesRate(Callback):
 def find_rate_then_fit(trainer: Trainer, module: Any) -> None:
     """With the Tuner, between two fits."""
     trainer.fit_loop.epoch_loop.max_steps = 2 * STEPS
-    finder = Tuner(trainer).lr_find(module, num_training=30, early_stop_threshold=None)
+    finder = Tuner(trainer).lr_find(module, num_training=20, early_stop_threshold=None)
     assert finder is not None
     module.notes.append((finder.results, module.lr))
     trainer.fit(module)
@@ -203,7 +209,7 @@ def find_rate_then_fit(trainer: Trainer, module: Any) -> None:
 def test_learning_rate_finder(two_ranks: RankPool, tmp_path: Path) -> None:
     """It trains, goes back to the weights it started from, and trains again."""
     trainer = {"default_root_dir": tmp_path}
-    finds = partial(LearningRateFinder, num_training_steps=30, early_stop_threshold=None)
+    finds = partial(LearningRateFinder, num_training_steps=20, early_stop_threshold=None)
     recipe = Recipe(model=HasRate, steps=STEPS, callbacks=(finds, NotesRate), trainer=trainer)
     ddp, _ = assert_same_as_ddp(two_ranks, recipe, network="late", broken=blind_between_steps)
     assert ddp[0].notes[-1] != 0.001
@@ -213,7 +219,7 @@ def test_tuner_finds_a_learning_rate(two_ranks: RankPool, tmp_path: Path) -> Non
     recipe = Recipe(model=HasRate, steps=STEPS, after=find_rate_then_fit, trainer={"default_root_dir": tmp_path})
     ddp, _ = assert_same_as_ddp(two_ranks, recipe, network="late", broken=blind_to_weights_and_state)
     results, rate = ddp[0].notes[-1]
-    assert len(results["lr"]) == 30
+    assert len(results["lr"]) == 20
     assert rate != 0.001
 
 

@@ -78,7 +78,13 @@ class OverForeignMemory(Tower):
 
 @pytest.mark.parametrize(
     ("lay", "later"),
-    [(numpys, True), (dlpack, False), (buffer, False), (file, True), (another_process, False)],
+    [
+        (numpys, True),
+        pytest.param(dlpack, False, marks=pytest.mark.slow),
+        (buffer, False),
+        (file, True),
+        (another_process, False),
+    ],
     ids=lambda value: getattr(value, "__name__", "later" if value else "from the start"),
 )
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable")

@@ -60,13 +60,15 @@ class KeepsStep(SGD):
 @pytest.mark.parametrize(
     "optimizer",
     [
-        pytest.param(partial(SGD, lr=0.05, momentum=0.9, weight_decay=0.01), id="SGD-momentum-decay"),
+        pytest.param(
+            partial(SGD, lr=0.05, momentum=0.9, weight_decay=0.01), id="SGD-momentum-decay", marks=pytest.mark.slow
+        ),
         pytest.param(partial(Adam, lr=0.005), id="Adam"),
-        pytest.param(partial(AdamW, lr=0.005, foreach=True), id="AdamW-foreach"),
+        pytest.param(partial(AdamW, lr=0.005, foreach=True), id="AdamW-foreach", marks=pytest.mark.slow),
     ],
 )
 def test_several_epochs(two_ranks: RankPool, optimizer: Any) -> None:
-    recipe = Recipe(model=partial(Tower, optimizer=optimizer, samples=64), steps=30)
+    recipe = Recipe(model=partial(Tower, optimizer=optimizer, samples=64), steps=20)
     assert_same_as_ddp(two_ranks, recipe)
 
 
@@ -103,6 +105,7 @@ def wavy(step: int) -> float:
             partial(SGD, lr=0.05, momentum=0.9),
             partial(OneCycleLR, max_lr=0.02, total_steps=80),
             id="SGD-one-cycle-with-momentum",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             partial(AdamW, lr=0.005), partial(OneCycleLR, max_lr=0.02, total_steps=80), id="AdamW-one-cycle-with-betas"
@@ -113,7 +116,7 @@ def wavy(step: int) -> float:
 )
 def test_schedule_that_steps_with_every_step(two_ranks: RankPool, optimizer: Any, schedule: Any) -> None:
     """The schedule has moved on when a deferred update happens: hyperparameters are those of the step."""
-    recipe = Recipe(model=partial(Tower, optimizer=optimizer, schedule=schedule), steps=20)
+    recipe = Recipe(model=partial(Tower, optimizer=optimizer, schedule=schedule), steps=12)
     _, ours = assert_same_as_ddp(two_ranks, recipe)
     assert not [w for outcome in ours for w in outcome.warnings if "lr_scheduler" in w]
 

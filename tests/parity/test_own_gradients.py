@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_bytescheduler.ddp.own_gradients import OwnGradients
 from tests.parity.checks import DDP, assert_overlapped, assert_same, train_on
-from tests.parity.own_gradients import OWN, HookKeeps, HookReads, HookReadsLater, HookWrites
+from tests.parity.own_gradients import OWN, HookKeeps, HookReads, HookReadsLater, HookWrites, SetGradients
 from tests.support.fit import SIZES, Recipe, Run, differences
 from tests.support.models import Tower
 from tests.support.rank_pool import RankPool
@@ -44,19 +44,25 @@ def means_stay_in_buckets(module: LightningModule) -> Iterator[None]:
 
 @pytest.mark.parametrize("model", OWN.values(), ids=OWN)
 def test_they_are_as_with_ddp(two_ranks: RankPool, model: Any) -> None:
-    runs = [
-        DDP,
-        Run(),
-        Run(sabotage=means_stay_in_buckets if model is HookKeeps else views_of_buckets),
-        Run(options={**SIZES, "mode": "ddp"}),
-        Run(options={**SIZES, "cross_barrier": False}),
-    ]
-    ddp, ours, without, *others = train_on(two_ranks, Recipe(model=model, steps=12), *runs)
-    for other in (ours, *others):
-        assert_same(ddp, other)
+    broken = Run(sabotage=means_stay_in_buckets if model is HookKeeps else views_of_buckets)
+    ddp, ours, without = train_on(two_ranks, Recipe(model=model, steps=12), DDP, Run(), broken)
+    assert_same(ddp, ours)
     assert any(differences(one, other) for one, other in zip(ddp, without, strict=True))
     if model in (HookReads, HookWrites):
         assert_overlapped(ours, share=0.9)
+
+
+@pytest.mark.parametrize("options", [{"mode": "ddp"}, {"cross_barrier": False}], ids=str)
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(model, id=name, marks=() if model in (HookKeeps, SetGradients) else pytest.mark.slow)
+        for name, model in OWN.items()
+    ],
+)
+def test_so_they_are_where_backward_passes_wait(two_ranks: RankPool, model: Any, options: dict[str, Any]) -> None:
+    ddp, ours = train_on(two_ranks, Recipe(model=model, steps=12), DDP, Run(options={**SIZES, **options}))
+    assert_same(ddp, ours)
 
 
 def test_who_begins_later_is_told(two_ranks: RankPool) -> None:
@@ -86,7 +92,7 @@ def own_of(strategy: Any) -> OwnGradients:
 
 @pytest.mark.parametrize("clipped", [{}, {"gradient_clip_val": 0.1}, {"accumulate_grad_batches": 2}], ids=str)
 def test_nothing_is_copied_where_nobody_keeps_them(two_ranks: RankPool, clipped: dict[str, Any]) -> None:
-    recipe = Recipe(model=Tower, steps=20, trainer=clipped, callbacks=(SeesNoCopies,))
+    recipe = Recipe(model=Tower, steps=12, trainer=clipped, callbacks=(SeesNoCopies,))
     runs = [Run(), Run(options={**SIZES, "mode": "ddp"})]
     ours, _ = train_on(two_ranks, recipe, *runs)
     assert_overlapped(ours)

@@ -35,13 +35,24 @@ def test_what_it_adds_to_is_the_mean(two_ranks: RankPool, model: Any) -> None:
         DDP,
         Run(options={**sizes, "mode": "overlapped"}),
         Run(options={**sizes, "mode": "overlapped"}, sabotage=broken or passes_meet_nothing),
-        Run(options={**sizes, "mode": "ddp"}),
-        Run(options={**sizes, "cross_barrier": False}),
     ]
-    ddp, ours, without, *others = train_on(two_ranks, recipe, *runs)
-    for other in (ours, *others):
-        assert_same(ddp, other)
+    ddp, ours, without = train_on(two_ranks, recipe, *runs)
+    assert_same(ddp, ours)
     assert any(differences(one, other) for one, other in zip(ddp, without, strict=True))
+
+
+@pytest.mark.parametrize("options", [{"mode": "ddp"}, {"cross_barrier": False}], ids=str)
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(model, id=name, marks=() if name in ("before-step", "two-losses") else pytest.mark.slow)
+        for name, model in ADDS.items()
+    ],
+)
+def test_so_it_is_where_backward_passes_wait(two_ranks: RankPool, model: Any, options: dict[str, Any]) -> None:
+    sizes = {} if model is Smallest else dict(SIZES)
+    ddp, ours = train_on(two_ranks, Recipe(model=model, steps=12), DDP, Run(options={**sizes, **options}))
+    assert_same(ddp, ours)
 
 
 def test_it_is_said(two_ranks: RankPool) -> None:

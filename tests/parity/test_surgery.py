@@ -220,7 +220,17 @@ class Operates(Callback):
             module.notes.append(shown(trainer.optimizers[0]))
 
 
-@pytest.mark.parametrize("operation", SURGERY.values(), ids=list(SURGERY))
+QUICK = {"new_state", "dict_update", "one_more_group", "parameters_edited", "by_vars", "swapped_in_strategy"}
+QUICK |= {"other_class", "stepped_by_hand", "hooked", "clips_by_hand", "wrapped", "swapped for SAM"}
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        pytest.param(operation, id=name, marks=() if name in QUICK else pytest.mark.slow)
+        for name, operation in SURGERY.items()
+    ],
+)
 def test_surgery(two_ranks: RankPool, operation: Any) -> None:
     recipe = Recipe(model=model, steps=STEPS, callbacks=(partial(Operates, operation),))
     assert_same_as_ddp(two_ranks, recipe, overlap=False)

@@ -170,18 +170,18 @@ class VectorisedOverWeights(Tower):
 
 
 KNOWN_BEFOREHAND = [
-    pytest.param(Scripted, id="scripted"),
+    pytest.param(Scripted, id="scripted", marks=pytest.mark.slow),
     pytest.param(Traced, id="traced"),
-    pytest.param(partial(Compiled, in_place=False), id="compiled"),
+    pytest.param(partial(Compiled, in_place=False), id="compiled", marks=pytest.mark.slow),
     pytest.param(partial(Compiled, in_place=True), id="compiled-in-place"),
     pytest.param(partial(KeepsAlias, as_buffer=True), id="alias-in-a-buffer"),
-    pytest.param(partial(KeepsAlias, as_buffer=False), id="alias-in-a-list"),
-    pytest.param(FrozenTwin, id="frozen-twin"),
+    pytest.param(partial(KeepsAlias, as_buffer=False), id="alias-in-a-list", marks=pytest.mark.slow),
+    pytest.param(FrozenTwin, id="frozen-twin", marks=pytest.mark.slow),
     pytest.param(OtherParameterClass, id="parameter-class"),
 ]
 FOUND_IN_THE_FIRST_STEP = [
     pytest.param(ScriptedFunction, id="scripted-function"),
-    pytest.param(CompiledFunction, id="compiled-function"),
+    pytest.param(CompiledFunction, id="compiled-function", marks=pytest.mark.slow),
     pytest.param(ImpoliteInputs, id="tensor-class"),
     pytest.param(SilentInside, id="silent-code"),
 ]
@@ -200,7 +200,7 @@ def test_with_gradients_of_a_second_pass(two_ranks: RankPool) -> None:
     assert_same_as_ddp(two_ranks, recipe, options=SIZES, overlap=False)
 
 
-@pytest.mark.parametrize("model", KNOWN_BEFOREHAND[::3])
+@pytest.mark.parametrize("model", KNOWN_BEFOREHAND[1::3])
 def test_in_validation(two_ranks: RankPool, model: Any) -> None:
     trainer = {"val_check_interval": 3, "limit_val_batches": 1.0}
     recipe = Recipe(model=partial(model, optimizer=adamw), steps=STEPS, trainer=trainer)

@@ -104,9 +104,11 @@ def constant(optimizer: Optimizer) -> Any:
     ("model", "overlap", "broken"),
     [
         pytest.param(HooksOfTheModule, True, blind_between_steps, id="weights-at-every-hook"),
-        pytest.param(LooksBeforeTheStep, False, blind_to_gradients, id="everything-before-the-step"),
+        pytest.param(
+            LooksBeforeTheStep, False, blind_to_gradients, id="everything-before-the-step", marks=pytest.mark.slow
+        ),
         pytest.param(LooksAfterBackward, False, blind_to_gradients, id="gradients-after-backward"),
-        pytest.param(ClipsByHand, False, blind_to_gradients, id="clips-by-hand"),
+        pytest.param(ClipsByHand, False, blind_to_gradients, id="clips-by-hand", marks=pytest.mark.slow),
         pytest.param(
             partial(StepsScheduleByWeights, schedule=constant), True, blind_between_steps, id="schedule-by-weights"
         ),
