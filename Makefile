@@ -1,6 +1,8 @@
 # Everything runs in .venv, which is made on first use and made anew when what it is made from changes.
 # Needs only make and Python >= 3.10:   make demo   |   make test   |   make lint   |   make docs   |   make bench   |   make clean
 # With another Python:                  make test PYTHON=/path/to/python3.12
+# With another torch, in an environment of its own beside .venv:
+#                                       make test TORCH=2.14.1
 # A part of the tests:                  make test PYTEST_ARGS="tests/scheduler -k credit"
 # Random trainings against DDP:         make fuzz FUZZ_ARGS="--seed 7 --count 50"
 
@@ -13,10 +15,11 @@
 #                                       make ray
 
 PYTHON ?= python3
-# Two files of tests at a time, as ranks wait for one another for half of a training. Failures have bounds on time, and
-# workers of unequal speed are told apart by it: their tests have only their like beside them. What is measured on a
-# link has nothing beside it.
-ROOMS_OF_TIME := $(addprefix tests/,collectives diloco failures faults)
+TORCH ?=
+# Three files of tests at a time for two cores, as ranks wait for one another for part of a training; in the order of the
+# rooms, whose last have the shortest tests, so that the cores are done together. What is measured on a link has nothing
+# beside it.
+AT_A_TIME := -n 3 --dist loadfile --no-loadscope-reorder
 ROOMS_OF_LINKS := tests/links
 # What runs Lightning's own tests; .ci/run has its tests take turns.
 ROOM_OF_SUITE := tests/lightning_suite
@@ -31,14 +34,15 @@ CHECKOUT ?=
 SUITE_ARGS ?=
 FUZZ_ARGS ?=
 
-VENV := .venv
+VENV := $(if $(TORCH),build/torch-$(TORCH),.venv)
+CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 SUITE := build/lightning-suite
 MODELS := build/real-models
 RAY := build/ray
 RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip --disable-pip-version-check --no-input
-# -qq: warnings are left out, errors are not.
-INSTALL := $(PIP) install -qq -c constraints.txt
+# -qq: warnings are left out, errors are not. Python compiles what it imports; pip would compile three times as much.
+INSTALL := $(PIP) install -qq --no-compile -c $(CONSTRAINTS)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -64,9 +68,8 @@ demo: $(VENV)/.demo
 
 test: $(VENV)/.dev
 ifeq ($(strip $(PYTEST_ARGS)),)
-	$(RUN) -m pytest --slow "$(SLOW)" -n 2 --dist loadfile $(patsubst %,--ignore=%,$(ROOMS_OF_TIME) $(ROOMS_OF_LINKS) $(ROOM_OF_SUITE) \
-	  $(ROOM_OF_MODELS) $(ROOM_OF_RAY))
-	$(RUN) -m pytest --slow "$(SLOW)" -n 2 --dist loadfile $(ROOMS_OF_TIME)
+	$(RUN) -m pytest --slow "$(SLOW)" $(AT_A_TIME) \
+	  $(patsubst %,--ignore=%,$(ROOMS_OF_LINKS) $(ROOM_OF_SUITE) $(ROOM_OF_MODELS) $(ROOM_OF_RAY))
 	$(RUN) -m pytest --slow "$(SLOW)" $(ROOMS_OF_LINKS)
 else
 	$(RUN) -m pytest $(PYTEST_ARGS)
@@ -127,6 +130,7 @@ $(VENV)/.base: pyproject.toml constraints.txt
 	@echo "Making $(VENV) with $$("$(PYTHON)" --version)"
 	@rm -rf $(VENV)
 	@"$(PYTHON)" -m venv $(VENV)
+	$(if $(TORCH),@sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt >$(CONSTRAINTS))
 	@$(INSTALL) hatchling
 	@touch $@
 
