@@ -72,7 +72,10 @@ def test_several_epochs(two_ranks: RankPool, optimizer: Any) -> None:
     assert_same_as_ddp(two_ranks, recipe)
 
 
-@pytest.mark.parametrize("name", OTHERS)
+# The others are in rows of the matrix, too.
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ("Muon", "RMSprop") else pytest.mark.slow) for name in OTHERS]
+)
 def test_every_other_per_parameter_optimizer(two_ranks: RankPool, name: str) -> None:
     if not hasattr(torch.optim, name):
         pytest.skip(f"this version of torch has no {name}")

@@ -101,7 +101,7 @@ def _closes(trainer: Trainer, model: Any) -> None:
         ("overlapped", {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"}, False),
         ("overlapped", {"accumulate_grad_batches": 2}, True),
         ("ddp", {}, True),
-        ("auto", {}, False),
+        pytest.param("auto", {}, False, marks=pytest.mark.slow),
     ],
 )
 def test_all_of_it_is_ddps(two_ranks: RankPool, mode: str, trainer: dict[str, Any], sparse: bool) -> None:
