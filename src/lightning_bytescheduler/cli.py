@@ -327,7 +327,7 @@ _COMMANDS = {
         "Run a parameter server for a training with ByteSchedulerStrategy(servers=...), until that "
         "is over. It finds the training by its MASTER_ADDR and MASTER_PORT.",
         "--master-addr node0 --master-port 29500",
-        "ddp.encoded_sums",
+        "collectives.server_command",
     ),
     "certificates": _Command(
         "make certificates for a coordinator and its workers",

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_bytescheduler.collectives import device_streams
+from lightning_bytescheduler.collectives import device_streams, operations
 from lightning_bytescheduler.collectives.device_streams import DeviceStreams, ReadyMark
-from lightning_bytescheduler.collectives.operations import StartedOperation, all_reduce
+from lightning_bytescheduler.collectives.operations import StartedOperation
 from lightning_bytescheduler.ddp.steps import TrainingStream
 from lightning_bytescheduler.exceptions import SchedulerTimeoutError
 from lightning_bytescheduler.scheduler.core import ByteCore
@@ -26,6 +26,9 @@ CUDA = torch.device("cuda", 0)
 BACKENDS = ["nccl", "gloo"]
 STEPS, LAYERS = 4, 3
 RIGHT = [[float(layer + sum(10 * s + layer for s in range(step))) for layer in range(LAYERS)] for step in range(STEPS)]
+
+
+all_reduce = partial(operations.all_reduce, factor=0.5)
 
 
 class Training:

@@ -88,7 +88,7 @@ def test_sums_are_formed_in_the_order_of_ranks_whoever_pushes(ranks: list[NodePu
         # Another rank is last in each round.
         started = at_once(
             [
-                partial(lambda one, part, n: ended(one.reduce(one.group, part, n)), one, part, number)
+                partial(lambda one, part, n: ended(one.reduce(one.group, part, n, 1 / 6)), one, part, number)
                 for one, part in zip(ranks, parts, strict=True)
             ]
         )
@@ -108,7 +108,7 @@ def test_a_rank_that_has_gone_ends_all_that_waits_for_it(ranks: list[NodePushPul
 
     def wait(one: NodePushPull) -> None:
         try:
-            ended(one.reduce(one.group, torch.ones(10), 1))
+            ended(one.reduce(one.group, torch.ones(10), 1, 1 / 6))
         finally:  # as a strategy does that has an error
             one.close(idle=False)
 

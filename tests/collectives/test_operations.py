@@ -51,11 +51,11 @@ def run_operations(rank: int, world_size: int) -> list[str]:
     wrong: list[str] = []
     number = 0
 
-    def run(operation: Any, part: torch.Tensor) -> None:
+    def run(operation: Any, part: torch.Tensor, *factor: float) -> None:
         nonlocal number
         number += 1
         sub_task: Any = _SubTask()
-        thread.watch(operation(group, part, number), sub_task)
+        thread.watch(operation(group, part, number, *factor), sub_task)
         assert sub_task.ended.wait(WAIT)
         assert sub_task.error is None, sub_task.error
 
@@ -67,10 +67,10 @@ def run_operations(rank: int, world_size: int) -> list[str]:
                 mean = torch.stack([part.double() for part in scaled]).sum(0)
                 near = 2e-2 if kind is torch.bfloat16 else 1e-6
                 whole, sharded = parts[rank].clone(), parts[rank].clone()
-                run(operations.all_reduce, whole)
+                run(operations.all_reduce, whole, 1.0 / world_size)
                 straight = parts[rank].clone()
-                run(operations.reduce_scatter, sharded)
-                run(operations.all_reduce_in_shards, straight)
+                run(operations.reduce_scatter, sharded, 1.0 / world_size)
+                run(operations.all_reduce_in_shards, straight, 1.0 / world_size)
                 first, end = shard_of(size, rank, world_size)
                 if not torch.allclose(whole.double(), mean, rtol=near, atol=near):
                     wrong.append(f"all-reduce of {size} {kind}")
@@ -79,7 +79,7 @@ def run_operations(rank: int, world_size: int) -> list[str]:
                 if world_size == 2 and not torch.equal(sharded[first:end], whole[first:end]):
                     wrong.append(f"reduce-scatter of {size} {kind} has other bits than all-reduce")
                 direct, in_order = parts[rank].clone(), scaled[0].clone()
-                run(operations.all_reduce_direct, direct)
+                run(operations.all_reduce_direct, direct, 1.0 / world_size)
                 for part in scaled[1:]:
                     in_order += part
                 if not torch.equal(direct, in_order):
@@ -131,7 +131,7 @@ def await_what_never_comes(rank: int) -> None:
     if rank == 0:
         thread = CompletionThread(lambda error: error, group)
         sub_task: Any = _SubTask()
-        thread.watch(operations.reduce_scatter(group, torch.zeros(10), 1), sub_task)
+        thread.watch(operations.reduce_scatter(group, torch.zeros(10), 1, 0.5), sub_task)
         until(lambda: thread._awaits_message)
         assert thread.stop(WAIT)
         assert not sub_task.ended.is_set()

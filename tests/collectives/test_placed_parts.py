@@ -40,16 +40,3 @@ def test_expected_shares_are_those_that_come_out(how: str, servers: int) -> None
         placed.next(1)
     shares = [has / 3000 for has in placed.so_far.bytes_per_server]
     assert shares == pytest.approx(server_weights(4, servers), abs=0.08)
-
-
-def test_a_part_stays_at_its_server_where_that_keeps_what_is_left() -> None:
-    placed = PlacedParts("balanced", workers=2, servers=1, kept=True)
-    found = []
-    for parts in (PARTS, PARTS[::-1]):  # whatever is launched first
-        where = {}
-        for tensor, part in parts:
-            placed.expect(tensor, part)
-            where[tensor, part] = placed.next(8)
-        found.append(where)
-    assert found[0] == found[1]
-    assert {*found[0].values()} == {0, 1, 2}

@@ -153,7 +153,7 @@ def test_a_push_is_sent_with_its_pull_and_by_priority(alone: PushPullStore, monk
     started, go, order = threading.Event(), threading.Event(), []
     reduce = alone._push_pull.reduce
 
-    def held(group: Any, part: torch.Tensor, number: int, factor: float | None = None) -> Any:
+    def held(group: Any, part: torch.Tensor, number: int, factor: float) -> Any:
         order.append(part[0].item())
         started.set()
         assert go.wait(WAIT)

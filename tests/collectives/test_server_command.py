@@ -7,7 +7,6 @@ import argparse
 import pytest
 
 from lightning_bytescheduler.collectives import server_command
-from lightning_bytescheduler.ddp.encoded_sums import EncodedSums
 from lightning_bytescheduler.exceptions import RankFailedError
 
 
@@ -42,6 +41,6 @@ def test_nothing_is_waited_for_at_the_end(
     monkeypatch.setattr(server_command.os, "_exit", leave)
     monkeypatch.setattr(server_command.torch, "set_num_threads", lambda _: None)
     with pytest.raises(Left):
-        server_command.run(argparse.Namespace(master_addr="127.0.0.1", master_port=1, timeout=1.0), sums=EncodedSums)
+        server_command.run(argparse.Namespace(master_addr="127.0.0.1", master_port=1, timeout=1.0))
     assert codes == [code]
     assert capsys.readouterr().out.strip() == said

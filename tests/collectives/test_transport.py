@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -72,7 +73,7 @@ def test_what_is_urgent_arrives_while_another_lane_is_held_up(lane: int) -> None
         for rank, transport in enumerate(made):
             holding = held[rank]
             transport.send(torch.zeros(4), before, lambda *_, h=holding: StartedOperation([h], messages=True))
-            transport.send(tensors[rank], urgent[rank], transport.all_reduce)
+            transport.send(tensors[rank], urgent[rank], partial(transport.all_reduce, factor=0.5))
         if lane == 0:
             assert not urgent[0].ended.wait(0.3)
             for holding in held:

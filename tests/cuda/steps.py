@@ -155,8 +155,7 @@ class Scheduled:
         if rules is None:
             return None
         named = {str(position): parameter for position, parameter in enumerate(parameters)}
-        ranks = self.groups.data.size()
-        return GradientCompression(rules, named, Residuals(), statistics=self.statistics, ranks=ranks)
+        return GradientCompression(rules, named, Residuals(), statistics=self.statistics)
 
     def _route(self, device: torch.device) -> RoutingGroup | None:
         if self.groups.reports is None or dist.group.WORLD is None:

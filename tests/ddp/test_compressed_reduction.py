@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,19 +16,16 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_bytescheduler.collectives.groups import leave
+from lightning_bytescheduler.collectives.host_copies import HostPayloads
 from lightning_bytescheduler.collectives.launch_order import DecidingOrder, FollowingOrder
-from lightning_bytescheduler.collectives.push_pull import PlacedParts, PushPull
-from lightning_bytescheduler.collectives.server_meeting import Announcement, connect
-from lightning_bytescheduler.collectives.summing_server import SummingServer, await_goodbyes
 from lightning_bytescheduler.collectives.transport import GradientTransport
 from lightning_bytescheduler.compression.dense import Dense
-from lightning_bytescheduler.ddp.compressed_bucket import CompressedBucket
+from lightning_bytescheduler.ddp.compressed_bucket import CompressedBucket, Piece
 from lightning_bytescheduler.ddp.compressed_reduction import CompressedReduction, GradientCompression
 from lightning_bytescheduler.ddp.compression_rules import CompressionRules
-from lightning_bytescheduler.ddp.encoded_pieces import Piece, left_on_servers
-from lightning_bytescheduler.ddp.encoded_sums import EncodedSums
 from lightning_bytescheduler.ddp.reduction import GradientBucket, ShardedReduction, StepTasks
 from lightning_bytescheduler.ddp.residuals import Residuals
+from lightning_bytescheduler.ddp.sample_weights import EqualWeight
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
 from lightning_bytescheduler.scheduler.core import ByteCore
 from tests.support.rank_pool import RankPool, join_default_group, let_go
@@ -58,7 +52,6 @@ class Result:
     norms: list[list[float]]
     statistics: SchedulerStatistics
     kept: dict[str, Array] = field(default_factory=dict)  # residuals when the step after an overflow begins
-    at_servers: dict[str, Array] = field(default_factory=dict)  # what they have left; on rank 0
 
 
 def reduce_all(rank: int, jobs: list[dict[str, Any]]) -> list[Result]:
@@ -102,62 +95,6 @@ class Scripted:
         return self.step % 3 != 1
 
 
-class Served:
-    """One rank's side of parameter servers; the spare ones run in rank 0's process."""
-
-    fits = itertools.count(1)
-
-    def __init__(self, rank: int, servers: int) -> None:
-        fit = next(self.fits)
-        announced = Announcement(fit=fit, rails=((0, 1),), servers=servers)
-
-        def join(store: dist.Store, rank: int) -> dist.ProcessGroup:
-            (group,) = connect(
-                store,
-                announced,
-                [announced.rail(0, rank)],
-                rank=rank,
-                wait=WAIT,
-                timeout=timedelta(seconds=WAIT),
-                failure=lambda: None,
-            )
-            return group
-
-        # Each with a connection of its own: who waits for a key keeps others from asking.
-        ranks = dist.distributed_c10d._get_default_store()
-        if rank == 0:
-            self._kept = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            ranks.set(f"served {fit}", str(self._kept.port))
-        connected = partial(dist.TCPStore, "127.0.0.1", int(ranks.get(f"served {fit}")), is_master=False)
-        store, *stores = [connected() for _ in range(1 + (servers if rank == 0 else 0))]
-        threads = [threading.Thread(target=self._serve, args=(join, one, 2 + n)) for n, one in enumerate(stores)]
-        for thread in threads:
-            thread.start()
-        shares = PlacedParts(workers=2, servers=servers, kept=True)
-        if not servers:  # one part at one server, the next at the next: the owners of shards
-            shares._place = lambda tensor, part: part % 2
-        self.push_pull = PushPull(join(store, rank), range(2), shares)
-        self._threads = threads
-        self._rank = rank
-
-    def _serve(self, join: Callable[..., dist.ProcessGroup], store: dist.Store, rank: int) -> None:
-        await_goodbyes([SummingServer(join(store, rank), range(2), encoded=EncodedSums(rank))], lambda: False)
-
-    def left(self, loss_scale: float) -> dict[str, Array]:
-        found = {}
-        for name, size in _SIZES.items() if self._rank == 0 else ():
-            left = left_on_servers(self.push_pull.ask, name, size, loss_scale)
-            if left is not None:
-                found[name] = left.numpy()
-        return found
-
-    def leave(self) -> None:
-        self.push_pull.close(idle=True)
-        for thread in self._threads:
-            thread.join(WAIT)
-            assert not thread.is_alive()
-
-
 def reduce_steps(
     rank: int,
     group: dist.ProcessGroup,
@@ -169,15 +106,8 @@ def reduce_steps(
     min_size: int = _MIN_SIZE,
     overflow: int = 0,
     weighted: bool = False,
-    servers: int | None = None,
-    partition: int = _PARTITION,
 ) -> Result:
-    """Average some buckets, of gradients that only step and rank tell, and return all of it.
-
-    Args:
-        servers: Parameter servers, of which rank 0 runs the spare ones; ``None`` for a reduction in shards.
-        partition: Largest part.
-    """
+    """Average some buckets, of gradients that only step and rank tell, and return all of it."""
     parameters = {name: nn.Parameter(torch.zeros(size)) for name, size in _SIZES.items()}
     residuals, statistics = Residuals(), SchedulerStatistics()
     rules = CompressionRules.resolve(compression, min_size)
@@ -189,10 +119,8 @@ def reduce_steps(
         residuals,
         statistics=statistics,
         loss_scale=lambda: scale if overflow else None,
-        ranks=2,
         layers=Scripted() if compression == "auto" else None,  # type: ignore[arg-type]
     )
-    device = torch.device("cpu")
 
     def failed(error: BaseException) -> BaseException:
         core.abort(error)
@@ -200,12 +128,11 @@ def reduce_steps(
 
     # Norms and gathers become ready in another order on each rank: one rank decides, as in a fit.
     order = DecidingOrder(control, failed) if rank == 0 else FollowingOrder(control, failed)
-    core = ByteCore(partition_size=partition, credit=2 * partition, order=order)
+    core = ByteCore(partition_size=_PARTITION, credit=2 * _PARTITION, order=order)
     if isinstance(order, FollowingOrder):
         order.start(core.update_order)
 
-    served = None if servers is None else Served(rank, servers)
-    transport = GradientTransport(group, failed, device, None if served is None else served.push_pull)
+    transport = GradientTransport(group, failed, torch.device("cpu"))
     result = Result([], {}, [], statistics)
     try:
         for step in range(1, steps + 1):
@@ -218,11 +145,11 @@ def reduce_steps(
             if spoil and step in spoil and rank == 1:
                 buffer[5] = spoil[step]
             bucket = GradientBucket(0, list(parameters.values()), buffer, priority=0)
-            weight = Counts(step, rank) if weighted else None
-            if weight is not None and not weight.factor:
+            weight: Any = Counts(step, rank) if weighted else EqualWeight(2)
+            if not weight.factor:
                 buffer.fill_(torch.nan)  # the mean over no sample
-            kind: Any = ShardedReduction if sharded else CompressedReduction
-            reduction = kind(StepTasks(core, transport, step, device, weight), known)
+            tasks = StepTasks(core, transport, step, weight)
+            reduction = ShardedReduction(tasks, known.encoded) if sharded else CompressedReduction(tasks, known)
             task = reduction.reduce(bucket)
             reduction.close()
             task.wait(WAIT)
@@ -230,8 +157,6 @@ def reduce_steps(
                 reduction.norms.wait(WAIT)
                 result.norms.append([reduction.norm(parameter) for parameter in parameters.values()])
             result.means.append(buffer.numpy())
-        if served is not None:
-            result.at_servers = served.left(residuals.loss_scale)
     finally:
         core.shutdown(timeout=WAIT)
         if isinstance(order, DecidingOrder):
@@ -241,8 +166,6 @@ def reduce_steps(
             order.wait_closed(WAIT)
             order.stop(WAIT)
         transport.stop_encoding(WAIT)
-        if served is not None:
-            served.leave()
         transport.stop(WAIT)
     result.residuals = {name: residuals.of(name, _SIZES[name]).numpy() for name in ("a", "c")}
     return result
@@ -305,7 +228,6 @@ def by_numpy(steps: int) -> tuple[list[Array], list[Array]]:
 _STEPS = 5  # one more than what ranks count goes through
 _LONG = 8
 _MIXED: list[Any] = ["bf16", "onebit", "topk:0.05", {"a": "int8:stochastic", "c": "int4"}]
-_WHOLE = sum(_SIZES.values())
 _SPOILED = {2: float("inf"), 3: float("nan")}
 
 
@@ -321,13 +243,6 @@ def results(two_plain_ranks: RankPool) -> dict[str, list[Result]]:
         "auto in shards": {"steps": _STEPS, "compression": "auto", "sharded": True},
         "left out": {"steps": 4, "compression": "int4", "overflow": 3},
         "three": {"steps": 2, "compression": "int4"},
-        "shards": {"steps": _STEPS, "compression": "int8", "partition": _WHOLE},
-        "colocated": {"steps": _STEPS, "compression": "int8", "servers": 0, "partition": -(-_WHOLE // 2)},
-        "served": {"steps": _LONG, "compression": "int8", "servers": 2},
-        **{f"served {mixed}": {"steps": _STEPS, "compression": mixed, "servers": 2} for mixed in _MIXED},
-        "served, spoiled": {"steps": 3, "compression": "int8", "servers": 2, "spoil": _SPOILED},
-        "served, left out": {"steps": 3, "compression": "int4", "servers": 2, "overflow": 2},
-        "served, before": {"steps": 1, "compression": "int4", "servers": 2, "overflow": 9},
         "weighted": {"steps": _STEPS, "compression": "int4", "weighted": True},
         "weighted, in shards": {"steps": _STEPS, "compression": "topk:0.05", "weighted": True, "sharded": True},
         "weighted, auto": {"steps": _STEPS, "compression": "auto", "weighted": True},
@@ -345,79 +260,6 @@ def test_it_is_the_algorithm_as_numpy_has_it(results: dict[str, list[Result]]) -
     for rank, result in enumerate((first, second)):
         assert np.allclose(result.residuals["a"], residuals[rank][:700], rtol=1e-5, atol=1e-4)
         assert np.allclose(result.residuals["c"], residuals[rank][730:], rtol=1e-5, atol=1e-4)
-
-
-def at_a_server(steps: int) -> list[Array]:
-    """Means by step, of sums that are formed by a server: error feedback in both directions, written down once more."""
-    size = sum(_SIZES.values())
-    residuals, servers = [np.zeros(size, np.float32) for _ in range(2)], np.zeros(size, np.float32)
-    edges = np.cumsum([0, *_SIZES.values()])
-    part = -(-size // -(-size // _PARTITION))
-    means = []
-    for step in range(1, steps + 1):
-        halves = [gradient(step, rank) * np.float32(0.5) for rank in range(2)]
-        mean = halves[0] + halves[1]
-        for name, first, end in zip(_SIZES, edges[:-1], edges[1:], strict=True):
-            for low in range(0, size, part):
-                here = slice(max(first, low), min(end, low + part, size))
-                if _SIZES[name] < _MIN_SIZE or here.start >= here.stop:
-                    continue
-                total = np.zeros_like(mean[here])
-                for rank in range(2):
-                    share = halves[rank][here] + residuals[rank][here]
-                    residuals[rank][here] = share - int8(share)
-                    total += int8(share)
-                total += servers[here]
-                mean[here] = int8(total)
-                servers[here] = total - mean[here]
-        means.append(mean)
-    return means
-
-
-def test_servers_encode_sums_with_what_they_had_left(results: dict[str, list[Result]]) -> None:
-    first, second = results["served"]
-    for step, mean in enumerate(at_a_server(_LONG)):
-        assert np.array_equal(first.means[step], second.means[step])
-        assert np.allclose(first.means[step], mean, rtol=1e-5, atol=1e-5)
-
-
-def test_where_ranks_are_the_servers_parts_are_shards(results: dict[str, list[Result]]) -> None:
-    for ours, shards in zip(results["colocated"], results["shards"], strict=True):
-        assert all(np.array_equal(a, b) for a, b in zip(ours.means, shards.means, strict=True))
-        assert all(np.array_equal(left, shards.residuals[name]) for name, left in ours.residuals.items())
-
-
-@pytest.mark.parametrize("compression", _MIXED)
-def test_nothing_is_lost_between_ranks_and_servers(results: dict[str, list[Result]], compression: Any) -> None:
-    ours = results[f"served {compression}"]
-    assert all(np.array_equal(a, b) for a, b in zip(ours[0].means, ours[1].means, strict=True))
-    applied = np.sum([mean.astype(np.float64) for mean in ours[0].means], axis=0)
-    gradients = np.sum([gradient(step, rank) / 2 for step in range(1, _STEPS + 1) for rank in range(2)], axis=0)
-    for name, here in (("a", slice(0, 700)), ("c", slice(730, None))):
-        at_server = ours[0].at_servers[name].astype(np.float64)
-        left = at_server + ours[0].residuals[name] + ours[1].residuals[name]
-        assert np.allclose(applied[here] + left, gradients[here], rtol=1e-5, atol=1e-5)
-        assert np.abs(at_server).max() > 0
-
-
-def test_a_server_takes_back_what_a_step_that_is_left_out_changed(results: dict[str, list[Result]]) -> None:
-    """Step 2 is found to have overflowed when step 3 begins, under half the loss scale."""
-    after, before = results["served, left out"], results["served, before"]
-    mean = gradient(3, 0).astype(np.float64) / 2 + gradient(3, 1) / 2
-    for name, here in (("a", slice(0, 700)), ("c", slice(730, None))):
-        left, had = (
-            sum(one.residuals[name].astype(np.float64) for one in each) + each[0].at_servers[name]
-            for each in (after, before)
-        )
-        assert np.allclose(after[0].means[2][here] + left, mean[here] + had / 2, rtol=1e-5, atol=1e-5)
-
-
-def test_what_is_not_finite_passes_a_server_and_leaves_it_as_it_was(results: dict[str, list[Result]]) -> None:
-    for result in results["served, spoiled"]:
-        for step in (1, 2):
-            assert not np.isfinite(result.means[step][5])
-            assert np.isfinite(result.means[step][700:]).all()
-        assert all(np.isfinite(left).all() for left in (*result.residuals.values(), *result.at_servers.values()))
 
 
 @pytest.mark.parametrize("compression", _MIXED)
@@ -500,14 +342,18 @@ def test_a_step_that_is_left_out_takes_no_residuals_with_it(results: dict[str, l
             assert np.array_equal(kept[name], before / 2), name
 
 
+def add_left(bucket: torch.Tensor, piece: Piece, weight: Any) -> None:
+    known: Any = SimpleNamespace(failure=lambda: None, with_residual=lambda piece, make: piece)
+    CompressedBucket(bucket, [piece], known, weight, HostPayloads()).add_left()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_gradient_takes_of_what_was_left_what_its_digits_can_hold(dtype: torch.dtype) -> None:
     """The rest stays: a small one would be lost in each step, else."""
     left = torch.tensor([1e-4, 0.25, 3.0, 1e-4])
     gradient = torch.tensor([1.0, 1.0, 1.0, 0.0], dtype=dtype)
     residual, bucket = left.clone(), gradient.clone()
-    observer: Any = SimpleNamespace(ranks=2, loss_scale=None)
-    CompressedBucket(bucket, [Piece(0, 4, Dense("int8", "nearest"), residual)], observer).add_left()
+    add_left(bucket, Piece(0, 4, Dense("int8", "nearest"), residual), EqualWeight(2))
     taken = (bucket.float() - gradient.float()) / 2
     torch.testing.assert_close(taken + residual, left, rtol=1e-6, atol=1e-7)
     assert torch.equal(residual[1:3], torch.zeros(2))
@@ -516,8 +362,7 @@ def test_a_gradient_takes_of_what_was_left_what_its_digits_can_hold(dtype: torch
 
 def test_what_a_gradient_cannot_take_at_all_stays() -> None:
     gradient, left = torch.tensor([65000.0, 1.0], dtype=torch.float16), torch.tensor([60000.0, 0.5])
-    observer: Any = SimpleNamespace(ranks=1, loss_scale=None)
-    CompressedBucket(gradient, [Piece(0, 2, Dense("int8", "nearest"), left)], observer).add_left()
+    add_left(gradient, Piece(0, 2, Dense("int8", "nearest"), left), EqualWeight(1))
     assert gradient.tolist() == [65000.0 - 8, 1.0]  # as fp16 has it
     assert left.tolist() == [60000.0, 0.5]
 
@@ -526,8 +371,6 @@ def test_what_a_gradient_cannot_take_at_all_stays() -> None:
 def test_what_is_left_is_noted_where_nothing_of_it_is_sent_as_it_is(idle: bool, factor: float) -> None:
     """What was noted before is of another step."""
     left, before = torch.full((2,), 5.0), torch.zeros(2)
-    observer: Any = SimpleNamespace(ranks=1, loss_scale=None, failure=lambda: None)
     weight: Any = SimpleNamespace(factor=factor, wait=lambda failure: None)
-    piece = Piece(0, 2, Dense("int8", "nearest"), left, before, idle=idle)
-    CompressedBucket(torch.ones(2), [piece], observer, weight=weight).add_left()
+    add_left(torch.ones(2), Piece(0, 2, Dense("int8", "nearest"), left, before, idle=idle), weight)
     assert before.tolist() == left.tolist() == [5.0, 5.0]

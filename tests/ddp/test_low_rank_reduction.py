@@ -22,6 +22,7 @@ from lightning_bytescheduler.ddp.compressed_reduction import CompressedReduction
 from lightning_bytescheduler.ddp.compression_rules import CompressionRules
 from lightning_bytescheduler.ddp.reduction import GradientBucket, StepTasks
 from lightning_bytescheduler.ddp.residuals import Residuals
+from lightning_bytescheduler.ddp.sample_weights import EqualWeight
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
 from lightning_bytescheduler.scheduler.core import ByteCore
 from tests.support.rank_pool import RankPool, join_default_group, let_go
@@ -91,10 +92,10 @@ def reduce_steps(
                 parts[1][3, 3] = torch.inf
             buffer = torch.cat([part.reshape(-1) for part in parts]).to(dtype)
             bucket = GradientBucket(0, list(parameters.values()), buffer, priority=0)
-            weight: Any = Counts(step, rank) if weighted else None
-            if weight is not None and not weight.factor:
+            weight: Any = Counts(step, rank) if weighted else EqualWeight(ranks)
+            if not weight.factor:
                 buffer.fill_(torch.nan)  # the mean over no sample
-            tasks = StepTasks(core, transport, step, torch.device("cpu"), weight)
+            tasks = StepTasks(core, transport, step, weight)
             task = CompressedReduction(tasks, known).reduce(bucket)
             task.wait(WAIT)
             assert len(task.sub_tasks) > 1, "factors are cut into parts as any other tensor is"
@@ -230,7 +231,7 @@ def test_a_step_that_is_left_out_takes_nothing_that_was_left_of_a_matrix() -> No
     )
     known.begin_step()
     residuals.of("weight", 2000).fill_(3.0)
-    assert known.in_factors(GradientBucket(0, [weight], torch.zeros(2000), 0), 1) is not None
+    assert known.in_factors(GradientBucket(0, [weight], torch.zeros(2000), 0), 1, EqualWeight(1)) is not None
     residuals.of("weight", 2000).fill_(5.0)  # what the step leaves
     scale = 4.0
     known.begin_step()

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lightning_bytescheduler.ddp.merged_buckets import MergedBuckets, merged_bytes
-from lightning_bytescheduler.ddp.steps import BucketFutures
+from lightning_bytescheduler.ddp.sample_weights import EqualWeight
 from lightning_bytescheduler.exceptions import RankFailedError
 from lightning_bytescheduler.tuning.sizes import LinkEstimate
 from tests.support.waiting import WAIT, until
@@ -22,6 +22,8 @@ MIB = 1024 * 1024
 
 
 class Work:
+    """Ends when its future does; to wait for it without a limit blocks a stream, not the host, as on NCCL."""
+
     def __init__(self) -> None:
         self.future: torch.futures.Future[Any] = torch.futures.Future()
         self.waited_for = threading.Event()
@@ -34,6 +36,8 @@ class Work:
 
     def wait(self, timeout: timedelta | None = None) -> None:
         self.waited_for.set()
+        if timeout is None and not self.future.done():
+            return
         if not self.future.done():
             threading.Event().wait(0.001)
             raise RuntimeError("the slice ran out")
@@ -64,8 +68,12 @@ class Group:
 
 
 def merged_on(group: Any, device: torch.device, *, limit: int) -> MergedBuckets:
-    """As on that device, but with futures that this build of torch has."""
-    return MergedBuckets(group, device, BucketFutures(CPU), limit=limit)
+    return MergedBuckets(group, device, EqualWeight(2), limit=limit)
+
+
+def send(merged: MergedBuckets, *buffers: torch.Tensor) -> None:
+    for buffer in buffers:
+        merged.send(None, buffer)
 
 
 @pytest.mark.parametrize(
@@ -78,9 +86,9 @@ def test_neighbours_travel_together_unless_they_are_large(
     group: Any = Group(at_once=True)
     merged = merged_on(group, device, limit=limit)
     buffers = [torch.full((200_000,), 2.0) for _ in range(4)]
-    futures = [merged.reduce(buffer, index=number, last=number == 3) for number, buffer in enumerate(buffers)]
+    send(merged, *buffers)
+    merged.finish()
     assert [count for count, _ in group.sent] == messages
-    assert all(future.value() is buffer for future, buffer in zip(futures, buffers, strict=True))
     assert all((buffer == 1.0).all() for buffer in buffers)
     assert not merged.under_way
 
@@ -98,58 +106,40 @@ def test_numbers_that_never_come_are_not_waited_for() -> None:
     """The other rank failed before this pass began: nothing ends this step but what ended the scheduler."""
     group, weight = cast(Any, Group(at_once=True)), cast(Any, NeverKnown())
     gone = RankFailedError(1, "it is gone")
-    merged = MergedBuckets(group, CPU, BucketFutures(CPU), limit=0, weight=weight, failure=lambda: gone)
+    merged = MergedBuckets(group, CPU, weight, limit=0, failure=lambda: gone)
+    send(merged, torch.ones(4))
     with pytest.raises(RankFailedError):
-        merged.reduce(torch.ones(4), index=0, last=True)
+        merged.finish()
 
 
-def test_on_a_gpu_ddp_waits() -> None:
+def test_on_a_gpu_the_stream_waits() -> None:
     group: Any = Group()
     merged = merged_on(group, GPU, limit=0)
-    futures = [merged.reduce(torch.ones(4), index=number, last=number == 1) for number in range(2)]
+    send(merged, torch.ones(4), torch.ones(4))
+    assert merged.finish() == math.inf, "the host cannot know"
+    assert all(work.waited_for.is_set() for _, work in group.sent)
     assert merged.under_way
-    assert not any(future.done() for future in futures)
     for _, work in group.sent:
         work.future.set_result(None)
-    assert all(future.done() for future in futures)
     assert not merged.under_way
-    assert merged.hideable_s == math.inf, "nobody knows"
 
 
-def test_on_a_cpu_the_last_hook_waits_for_all() -> None:
+def test_on_a_cpu_the_host_waits_for_all() -> None:
     group: Any = Group()
     merged = merged_on(group, CPU, limit=0)
-    assert merged.reduce(torch.ones(4), index=0, last=False).done(), "DDP waits for nothing"
+    send(merged, torch.ones(4), torch.ones(4))
     assert merged.under_way
-    done: list[Any] = []
-    last = threading.Thread(target=lambda: done.append(merged.reduce(torch.ones(4), index=1, last=True)))
+    done: list[float] = []
+    last = threading.Thread(target=lambda: done.append(merged.finish()))
     last.start()
     assert group.sent[0][1].waited_for.wait(WAIT)
     group.sent[0][1].future.set_result(None)
-    until(lambda: len(group.sent) == 2)
     assert group.sent[1][1].waited_for.wait(WAIT)
     assert not done
     group.sent[1][1].future.set_result(None)
     last.join(WAIT)
-    assert done
     assert not merged.under_way
-    assert 0 <= merged.hideable_s < math.inf
-
-
-def test_a_failure_elsewhere_wakes_whoever_waits() -> None:
-    group: Any = Group()
-    merged = merged_on(group, GPU, limit=0)
-    arrived, open_ = (merged.reduce(torch.ones(4), index=number, last=False) for number in range(2))
-    group.sent[0][1].future.set_result(None)
-    merged.fail(RankFailedError(1, "boom"))
-    assert torch.equal(arrived.wait(), torch.full((4,), 0.5))
-    late = merged.reduce(torch.ones(4), index=2, last=True)
-    for future in (open_, late):
-        with pytest.raises(RankFailedError, match="boom"):
-            future.wait()
-    assert len(group.sent) == 2, "nothing more is sent"
-    group.sent[1][1].future.set_result(None)  # what arrives after all does no harm
-    assert not merged.under_way
+    assert 0 <= done[0] < math.inf
 
 
 def test_a_failure_elsewhere_wakes_the_last_hook() -> None:
@@ -159,7 +149,8 @@ def test_a_failure_elsewhere_wakes_the_last_hook() -> None:
 
     def hook() -> None:
         try:
-            merged.reduce(torch.ones(4), index=0, last=True)
+            send(merged, torch.ones(4))
+            merged.finish()
         except RankFailedError as error:
             raised.append(error)
 
@@ -171,18 +162,19 @@ def test_a_failure_elsewhere_wakes_the_last_hook() -> None:
     waiting.join(WAIT)
     assert len(raised) == 1
     with pytest.raises(RankFailedError, match="boom"):
-        merged.reduce(torch.ones(4), index=1, last=True)
+        send(merged, torch.ones(4))
     assert len(group.sent) == 1, "nothing more is sent"
 
 
 def test_what_fails_itself_is_said() -> None:
     group: Any = Group()
     merged = merged_on(group, CPU, limit=0)
-    merged.reduce(torch.ones(4), index=0, last=False)
+    send(merged, torch.ones(4))
     group.sent[0][1].future.set_exception(ValueError("connection closed"))  # type: ignore[arg-type]
     group.at_once = True
+    send(merged, torch.ones(4))
     with pytest.raises(ValueError, match="connection closed"):
-        merged.reduce(torch.ones(4), index=1, last=True)
+        merged.finish()
 
 
 @pytest.mark.parametrize(

@@ -123,15 +123,6 @@ def test_a_checkpoint_after_an_overflow_has_what_there_was_before_at_the_scale_o
     assert state["residuals"]["one"].tolist() == [2.5, 2.5]
 
 
-def test_what_servers_have_left_is_not_taken_back_with_the_last_gradient() -> None:
-    residuals = kept(may_be_dropped=True)
-    residuals.elsewhere = lambda name, size, scale: torch.full((size,), 3.0)
-    residuals.take_over()
-    residuals.take_back({"one"})
-    assert residuals.of("one", 2).tolist() == [3.0, 3.0]
-    assert residuals.of("other", 2).tolist() == [8.0, 8.0]
-
-
 SHAPES: dict[str, tuple[int, ...]] = {"one": (2,), "new": (3,), "as": (3, 2)}
 
 

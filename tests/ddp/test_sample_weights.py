@@ -21,7 +21,7 @@ from torch import nn
 from lightning_bytescheduler import ByteSchedulerStrategy, OptionError, PerformanceMonitor
 from lightning_bytescheduler.collectives import number_exchange
 from lightning_bytescheduler.collectives.number_exchange import NumberExchange, PostedNumbers
-from lightning_bytescheduler.ddp.sample_weights import SampleCounter, SampleWeights, StepWeight
+from lightning_bytescheduler.ddp.sample_weights import SampleCounter, SampledWeight, SampleWeights, StepWeight
 from lightning_bytescheduler.exceptions import RankFailedError, RanksDifferError, UnsupportedError
 from tests.parity.weighted_fits import Case, fitted
 from tests.support.fit import SIZES, Recipe, Run, train
@@ -188,7 +188,7 @@ def test_factors_of_all_ranks_make_a_mean(batches: list[list[int]]) -> None:
     counted = 0.0
     for rank in range(3):
         own = [batch[rank] for batch in batches]
-        weight = StepWeight([(batch[rank], posted(*batch)) for batch in batches])
+        weight = SampledWeight([(batch[rank], posted(*batch)) for batch in batches])
         first = next((number for number in own if number), 0)
         counted += sum(weight.factor * number / first for number in own) if first else weight.factor
     assert counted == pytest.approx(len(batches) if total else 0.0)
@@ -196,7 +196,7 @@ def test_factors_of_all_ranks_make_a_mean(batches: list[list[int]]) -> None:
 
 @given(st.integers(1, 1 << 30), st.integers(1, 9), st.integers(2, 64))
 def test_where_counts_are_equal_the_factor_is_ddps_to_the_last_bit(number: int, batches: int, ranks: int) -> None:
-    weight = StepWeight([(number, posted(*[number] * ranks))] * batches)
+    weight = SampledWeight([(number, posted(*[number] * ranks))] * batches)
     assert weight.factor == 1.0 / ranks
 
 
@@ -294,7 +294,7 @@ def test_what_an_epoch_leaves_of_a_step_is_none_of_the_next() -> None:
 
 
 def test_a_step_without_any_sample_has_no_gradient() -> None:
-    assert StepWeight([(0, posted(0, 0))]).factor == 0.0
+    assert SampledWeight([(0, posted(0, 0))]).factor == 0.0
 
 
 # ---------------------------------------------------------------------- who waits

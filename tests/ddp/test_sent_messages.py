@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from lightning_bytescheduler.ddp import merged_buckets
-from lightning_bytescheduler.ddp.merged_buckets import BucketFutures, MergedBuckets, SentMessages
+from lightning_bytescheduler.ddp.merged_buckets import MergedBuckets, SentMessages
+from lightning_bytescheduler.ddp.sample_weights import EqualWeight
+from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
 from lightning_bytescheduler.timeline.timeline import COMMUNICATION, Span, Timeline, read_timeline
 
 
@@ -54,17 +56,17 @@ class Steps:
             clock=lambda: self.now,
             timeline=self.timeline,
             device=torch.device("cpu"),
-            transport=SimpleNamespace(streams=streams),
+            statistics=SchedulerStatistics(),
+            transport=SimpleNamespace(streams=streams, wire_share=1.5),
         )
         group: Any = self.group
         device: Any = SimpleNamespace(type="any")  # nothing is waited for on the host
         group._get_backend = lambda _: SimpleNamespace(name=lambda: "any")
-        record = SentMessages(context, 7, 1.5).sending
-        self._merged = MergedBuckets(group, device, BucketFutures(torch.device("cpu")), record=record)
+        self._merged = MergedBuckets(group, device, EqualWeight(4), record=SentMessages(context, 7).sending)
 
     def send(self, *buffers: torch.Tensor) -> None:
         """All of them in one message."""
-        self._merged._send_together([(buffer, torch.futures.Future()) for buffer in buffers], 0.25)
+        self._merged._send_together(list(buffers), 0.25)
 
     def spans(self) -> list[Span]:
         self.timeline.close()

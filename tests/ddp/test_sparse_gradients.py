@@ -105,13 +105,13 @@ def _bucket(value: float) -> Tensor:
 def test_what_waits_for_a_bucket_can_be_called_off() -> None:
     groups = _pair()
     ours = SparseGradients(groups[0])
-    first = ours.reduce(_bucket(2.0))
-    other = SparseGradients(groups[1]).reduce(_bucket(4.0))
+    first = ours.reduce(_bucket(2.0), 0.5)
+    other = SparseGradients(groups[1]).reduce(_bucket(4.0), 0.5)
     assert torch.equal(first.wait().to_dense(), other.wait().to_dense())
     assert first.wait().to_dense()[1].item() == 3.0
     until(lambda: not ours.under_way)  # torch completes the future first
     ours.call_off()  # nothing is under way, and nothing breaks
-    alone = ours.reduce(_bucket(1.0))
+    alone = ours.reduce(_bucket(1.0), 0.5)
     assert ours.under_way
     caller = threading.Timer(0.05, ours.call_off)
     caller.start()

@@ -69,7 +69,6 @@ def test_a_spare_server_gives_ddps_bits_and_stages_follow_each_other(two_ranks: 
         pytest.param(INT8, {}, id="int8"),
         pytest.param({**INT8, "compression": "topk:0.1"}, {}, id="topk", marks=pytest.mark.slow),
         pytest.param(INT8, {"gradient_clip_val": 0.05}, id="int8, clipped by norm, in shards"),
-        pytest.param({**PS, "compression": "int8", "compression_min_size": 40}, {}, id="int8 at servers"),
     ],
 )
 def test_compressed_gradients_have_the_same_bits(

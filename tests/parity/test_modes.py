@@ -107,13 +107,13 @@ def test_synchronised_steps_are_ddps_too(two_ranks: RankPool) -> None:
 def sent_together(rank: int, recipe: Recipe, **ddp: Any) -> list[int]:
     """How many buckets each message of some steps as DDP's had."""
     counts: list[int] = []
-    send = MergedBuckets._send
+    send = MergedBuckets._form
 
     def counted(self: MergedBuckets) -> None:
         counts.append(len(self._waiting))
         send(self)
 
-    with patch.object(MergedBuckets, "_send", counted):
+    with patch.object(MergedBuckets, "_form", counted):
         train(rank, recipe, Run(options={**SIZES, "mode": "ddp", **ddp}))
     return counts
 

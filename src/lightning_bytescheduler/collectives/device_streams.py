@@ -160,29 +160,19 @@ class ReadyMark:
 class _Enqueued:
     """How much of a task's result is enqueued on the arriving stream."""
 
-    __slots__ = ("_once", "_then", "event", "known", "missing")
+    __slots__ = ("event", "known", "missing")
 
-    def __init__(self, size: int, then: Callable[[], None] | None) -> None:
+    def __init__(self, size: int) -> None:
         self.missing = size
         self.event: torch.cuda.Event | None = None
         self.known = threading.Event()  # set when all is enqueued or the task has ended
-        self._then = then
-        self._once = threading.Lock()
 
     def add(self, size: int, event: torch.cuda.Event) -> None:
         """Add a part that arrives before ``event``. Parts are added in order, so the last event covers all."""
         self.missing -= size
         self.event = event
         if not self.missing:
-            self.tell()
-
-    def tell(self) -> None:
-        if self._once.acquire(blocking=False):
-            try:
-                if self._then is not None:
-                    self._then()
-            finally:
-                self.known.set()
+            self.known.set()
 
 
 class _SentPart:
@@ -246,21 +236,15 @@ class DeviceStreams:
         """Call ``then`` on the polling thread when the device has passed ``mark``; for any thread."""
         self._poller.await_mark(mark, then, self._on_error)
 
-    def expect(self, task: CommTask, then: Callable[[], None] | None = None) -> None:
-        """Register a task for :meth:`join`, before any of it is sent; :meth:`forget` has to follow.
-
-        Args:
-            task: The task.
-            then: Called once, when all sub-tasks are launched and the current stream waits for their results, or when
-                the task has failed before.
-        """
-        self._enqueued[task] = _Enqueued(task.size, then)
+    def expect(self, task: CommTask) -> None:
+        """Register a task for :meth:`join`, before any of it is sent; :meth:`forget` has to follow."""
+        self._enqueued[task] = _Enqueued(task.size)
 
     def forget(self, task: CommTask) -> None:
         """Drop a task that has ended, and wake its waiters."""
         enqueued = self._enqueued.pop(task, None)
         if enqueued is not None:
-            enqueued.tell()
+            enqueued.known.set()
 
     def send(
         self, part: torch.Tensor, sub_task: SubCommTask, operation: Operation, number: int, ready: ReadyMark | None

@@ -40,7 +40,7 @@ from torch import Tensor
 from lightning_bytescheduler.collectives.device_streams import DevicePoller, ReadyMark
 from lightning_bytescheduler.exceptions import SchedulerClosedError
 
-__all__ = ["HostCopies", "PayloadCopies", "travel_by_host"]
+__all__ = ["HostCopies", "HostPayloads", "PayloadCopies", "travel_by_host"]
 
 _LOOK_AGAIN_S = 5e-5
 
@@ -130,7 +130,36 @@ class HostCopies:
 _GRACE_S = 1.0  # for copies in flight when something fails, as their memory may be released then
 
 
-class PayloadCopies:
+class HostPayloads:
+    """Payloads of gradients in host memory, where nothing is copied; :class:`PayloadCopies` is for a device's.
+
+    Attributes:
+        device: Where codecs work.
+    """
+
+    device = torch.device("cpu")
+
+    def working(self) -> AbstractContextManager[None]:
+        """Wrap a thread's work on a part; it is complete on exit."""
+        return nullcontext()
+
+    def to_host(self, payload: Tensor) -> Tensor:
+        """Return a payload in host memory, complete when :meth:`working` is left."""
+        return payload
+
+    def to_device(self, payload: Tensor) -> Tensor:
+        """Return a payload on the device, for the next work within :meth:`working`."""
+        return payload
+
+    def bring_back(self, payload: Tensor, there: Tensor) -> None:
+        """Fill ``there``, on the device, with a result in host memory; within :meth:`working`."""
+
+    def memory(self, elements: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+        """Return host memory with fast copies."""
+        return torch.empty(elements, dtype=dtype, device="cpu", pin_memory=self.device.type == "cuda")
+
+
+class PayloadCopies(HostPayloads):
     """Copies of payloads between a device and host memory, and the streams of codecs."""
 
     def __init__(self, device: torch.device, *, cuda: Any = torch.cuda) -> None:
@@ -169,16 +198,16 @@ class PayloadCopies:
         return context
 
     def to_host(self, payload: Tensor) -> Tensor:
-        """Return a copy in host memory, complete when :meth:`working` is left."""
+        """See :class:`HostPayloads`."""
         return self._copied(payload, self.memory(payload.numel(), payload.dtype))
 
     def to_device(self, payload: Tensor) -> Tensor:
-        """Return a copy on the device, for the next work within :meth:`working`."""
+        """See :class:`HostPayloads`."""
         return self._copied(payload, torch.empty_like(payload, device=self.device))
 
-    def memory(self, elements: int, dtype: torch.dtype = torch.uint8) -> Tensor:
-        """Return host memory with fast copies."""
-        return torch.empty(elements, dtype=dtype, device="cpu", pin_memory=self.device.type == "cuda")
+    def bring_back(self, payload: Tensor, there: Tensor) -> None:
+        """See :class:`HostPayloads`."""
+        there.copy_(self.to_device(payload))
 
     def stop(self) -> None:
         """End all waits for the device."""

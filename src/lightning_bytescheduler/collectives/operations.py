@@ -10,14 +10,15 @@ and its all-to-all is slower than the link. On NCCL the native ones are used. Ea
 Every operation is started under the core's launching lock, in one order on all ranks. So a running number matches an
 operation's messages on all of them.
 
-The module also has two calls on groups that torch does not know by name, and waits for a training thread.
+The module also has two calls on groups that torch does not know by name, waits for a training thread, and names for a
+profiler.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -28,6 +29,16 @@ import torch.distributed as dist
 from lightning_bytescheduler.scheduler.task import Passage
 
 _LOOK_AGAIN_S = 0.002
+
+
+@contextmanager
+def profiled(name: str) -> Iterator[None]:
+    """Show the work inside under ``name`` if ``torch.profiler`` is running; costs nothing otherwise."""
+    if torch.autograd.profiler._is_profiler_enabled:
+        with torch.autograd.profiler.record_function(name):
+            yield
+    else:
+        yield
 
 
 def broadcast_from_first(group: dist.ProcessGroup, tensor: torch.Tensor) -> dist.Work:
@@ -134,8 +145,8 @@ class Pull:
 Operation = Callable[[dist.ProcessGroup, torch.Tensor, int], StartedOperation]
 """Starts on (group, part of a buffer, number of the operation)."""
 
-Averaging = Callable[[dist.ProcessGroup, torch.Tensor, int, float | None], StartedOperation]
-"""An operation that also gets this rank's weight in the mean; ``None`` for equal weights."""
+Averaging = Callable[[dist.ProcessGroup, torch.Tensor, int, float], StartedOperation]
+"""An operation that also gets this rank's weight in the mean; 1 / ranks if all weigh the same."""
 
 
 def shard_of(size: int, rank: int, world_size: int) -> tuple[int, int]:
@@ -157,26 +168,22 @@ def scale(part: torch.Tensor, factor: float) -> None:
         part.zero_()
 
 
-def all_reduce(
-    group: dist.ProcessGroup, part: torch.Tensor, number: int, factor: float | None = None
-) -> StartedOperation:
+def all_reduce(group: dist.ProcessGroup, part: torch.Tensor, number: int, factor: float) -> StartedOperation:
     """Average ``part`` over all ranks, in place, with this rank's weight ``factor``."""
-    scale(part, 1.0 / group.size() if factor is None else factor)
+    scale(part, factor)
     return StartedOperation([group.allreduce([part])])
 
 
-def reduce_scatter(
-    group: dist.ProcessGroup, part: torch.Tensor, number: int, factor: float | None = None
-) -> StartedOperation:
+def reduce_scatter(group: dist.ProcessGroup, part: torch.Tensor, number: int, factor: float) -> StartedOperation:
     """Average this rank's shard of ``part`` over all ranks, in place; the rest keeps local values.
 
     Args:
         group: The data group.
         part: Part of a buffer.
         number: Number of the operation.
-        factor: This rank's weight; equal weights if ``None``.
+        factor: This rank's weight in the mean.
     """
-    scale(part, 1.0 / group.size() if factor is None else factor)
+    scale(part, factor)
     if part.device.type == "cuda":
         return _native_reduce_scatter(group, part)
     own = _shard(group, part, group.rank())
@@ -202,9 +209,7 @@ def all_gather(group: dist.ProcessGroup, part: torch.Tensor, number: int) -> Sta
     return _gather(group, part, number, _expect_shards(group, part, number))
 
 
-def all_reduce_in_shards(
-    group: dist.ProcessGroup, part: torch.Tensor, number: int, factor: float | None = None
-) -> StartedOperation:
+def all_reduce_in_shards(group: dist.ProcessGroup, part: torch.Tensor, number: int, factor: float) -> StartedOperation:
     """Average ``part`` over all ranks, in place, in two halves that go straight to their targets.
 
     For links with high latency: gloo's own all-reduce sends ``2(n-1)`` messages one after the other around a ring, and
@@ -216,7 +221,7 @@ def all_reduce_in_shards(
         group: The data group; gloo.
         part: Part of a buffer.
         number: Number of the operation.
-        factor: This rank's weight; equal weights if ``None``.
+        factor: This rank's weight in the mean.
     """
     scattered = reduce_scatter(group, part, number, factor)
     means = _expect_shards(group, part, number)  # after the shards, as messages of one number are in order
@@ -229,9 +234,7 @@ def all_reduce_in_shards(
     return replace(scattered, finish=gather)
 
 
-def all_reduce_direct(
-    group: dist.ProcessGroup, part: torch.Tensor, number: int, factor: float | None = None
-) -> StartedOperation:
+def all_reduce_direct(group: dist.ProcessGroup, part: torch.Tensor, number: int, factor: float) -> StartedOperation:
     """Average a small ``part`` over all ranks, in place: each rank sends all of it to all others and sums by itself.
 
     One round of messages instead of two, for ``n/2`` times the bytes. All sum in the order of ranks, so that they get
@@ -241,9 +244,9 @@ def all_reduce_direct(
         group: The data group; gloo.
         part: Part of a buffer.
         number: Number of the operation.
-        factor: This rank's weight; equal weights if ``None``.
+        factor: This rank's weight in the mean.
     """
-    scale(part, 1.0 / group.size() if factor is None else factor)
+    scale(part, factor)
     received = {rank: torch.empty_like(part) for rank in others_of(group)}
     works = [group.recv([values], rank, number) for rank, values in received.items()]
     works += [group.send([part], rank, number) for rank in received]

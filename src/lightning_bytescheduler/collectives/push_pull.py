@@ -22,8 +22,6 @@ those of two need not, so a separate thread waits for each server.
 
 from __future__ import annotations
 
-import bisect
-import itertools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache
@@ -33,13 +31,11 @@ import torch.distributed as dist
 
 from lightning_bytescheduler.collectives.groups import abandon
 from lightning_bytescheduler.collectives.operations import Pull, StartedOperation, scale
-from lightning_bytescheduler.collectives.sending_turns import OnSent, SendingTurns, turns_by_need
+from lightning_bytescheduler.collectives.sending_turns import SendingTurns, turns_by_need
 from lightning_bytescheduler.collectives.summing_server import (
     CLOSING,
     DTYPES,
-    ENCODED,
     HEADER_TAG,
-    QUESTION,
     Coming,
     OnReply,
     SummingServer,
@@ -51,8 +47,6 @@ from lightning_bytescheduler.scheduler.task import Passage
 __all__ = ["PlacedParts", "PushPull"]
 
 _CLOSE = timedelta(seconds=5)
-_QUESTIONS = 1 << 30  # larger than any number of an operation
-_BY_PART, _BY_TENSOR = 0.6180339887498949, 0.7548776662466927
 _THREADS_S = 2.0  # waits end at once in a group without connections
 
 
@@ -63,20 +57,16 @@ class PlacedParts:
     uses the numbers of bucket and part, so that a part stays at one server while sizes stay.
 
     Args:
-        kept: Whether servers keep residuals of parts, which affect the bits. Parts are then placed by their numbers, in
-            proportion to the shares, so that they stay at one server; by bytes, the order of launches could move them.
         nodes: The ranks of each node, if one of them pushes for all; the nodes are then the workers.
     """
 
-    def __init__(
-        self, how: str = PLACEMENTS[0], *, workers: int, servers: int, kept: bool = False, nodes: Nodes = ()
-    ) -> None:
+    def __init__(self, how: str = PLACEMENTS[0], *, workers: int, servers: int, nodes: Nodes = ()) -> None:
         self.weights = server_weights(workers, servers)
         self.bytes_per_server = [0] * len(self.weights)
         self._made = how, workers, servers
         self._nodes = nodes
         self._usable = [server for server, weight in enumerate(self.weights) if weight]
-        self._place: Callable[[int, int], int] | None = _spread(self.weights) if kept else None
+        self._place: Callable[[int, int], int] | None = None
         if how == "mixed":
             self._place = cache(lambda tensor, part: mixed_server(tensor, part, workers, servers))
         self._part = 0, 0
@@ -99,13 +89,6 @@ class PlacedParts:
             server = self._place(*self._part)
         held[server] += nbytes
         return server
-
-
-def _spread(weights: Sequence[float]) -> Callable[[int, int], int]:
-    """Return a placement by number: multiples of an irrational number are spread more evenly than hashes."""
-    edges = [*itertools.accumulate(weights)]
-    last = max(server for server, weight in enumerate(weights) if weight)
-    return lambda tensor, part: min(bisect.bisect(edges, (part * _BY_PART + tensor * _BY_TENSOR) % 1.0), last)
 
 
 class PushPull:
@@ -131,7 +114,6 @@ class PushPull:
         self._workers = self._averaged = workers = len(ranks)
         self._servers = servers = group.size() - workers
         self._rank = group.rank()
-        self._questions = itertools.count(_QUESTIONS)
         here = any(shares.weights[servers:])
         self._colocated = SummingServer(group, ranks, own=self._rank) if here else None
         spare = [workers + server for server in range(servers)]
@@ -148,26 +130,21 @@ class PushPull:
         n, spare = self._workers, sum(self.shares.weights[: self._servers])
         return (spare * n + (1 - spare) * 2 * (n - 1)) / self._averaged
 
-    def reduce(
-        self, group: dist.ProcessGroup, part: torch.Tensor, number: int, factor: float | None = None
-    ) -> StartedOperation:
+    def reduce(self, group: dist.ProcessGroup, part: torch.Tensor, number: int, factor: float) -> StartedOperation:
         """Average ``part`` over all workers, in place, with this worker's weight ``factor``.
 
         Args:
             group: Not used; the servers' group has other ranks.
             part: Part of a gradient, on a CPU.
             number: Number of the operation, the same on all workers.
-            factor: This worker's weight; equal weights if ``None``.
+            factor: This worker's weight in the mean.
 
         Raises:
             UnsupportedError: If servers cannot sum the type of ``part``.
         """
         if part.dtype not in DTYPES:
             raise UnsupportedError(f"Parameter servers do not add up gradients of {part.dtype}. Leave servers out.")
-        if factor is None:
-            part.mul_(1.0 / self._averaged)
-        else:
-            scale(part, factor)
+        scale(part, factor)
         return self.start(part, number)
 
     def start(self, part: torch.Tensor, number: int) -> StartedOperation:
@@ -182,7 +159,8 @@ class PushPull:
         if (own := self.adds_up(server)) is not None:
             return own.push_own(number, part)
         pull = Pull(self.group.recv([part], server, number), self._timeout)
-        self._push(part, server, number, DTYPES.index(part.dtype), passage.sent)
+        header = torch.tensor([number, part.numel(), DTYPES.index(part.dtype)])
+        self._pushes.put(part, server, number, self.group.send([header], server, HEADER_TAG), passage.sent)
         return pull
 
     def expect(self, tensor: int, part: int) -> None:
@@ -198,48 +176,10 @@ class PushPull:
         """Return ``server``, from :meth:`next_server`, if it is in this process; otherwise ``None``."""
         return self._colocated if server == self._rank else None
 
-    def exchange(self, server: int, number: int, message: torch.Tensor, reply: torch.Tensor, on_sent: OnSent) -> Pull:
-        """Push an encoded message to ``server``, and pull the result.
-
-        Args:
-            server: From :meth:`next_server`.
-            number: Number of the operation, the same on all workers.
-            message: The message to push, uint8.
-            reply: Memory for the result, uint8; the result may be shorter.
-            on_sent: Called when the push has left.
-        """
-        pull = Pull(self.group.recv([reply], server, number), self._timeout)
-        self._push(message, server, number, ENCODED, on_sent)
-        return pull
-
-    def ask(self, question: torch.Tensor, nbytes: int) -> list[torch.Tensor]:
-        """Return the spare servers' answers to a question, while nothing is in flight.
-
-        Args:
-            question: The question, uint8.
-            nbytes: Most bytes of an answer.
-
-        Raises:
-            RuntimeError: If a connection has ended.
-        """
-        number = next(self._questions)
-        answers = [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(self._servers)]
-        works = []
-        for server, answer in enumerate(answers, self._workers):
-            works.append(self.group.recv([answer], server, number))
-            self._push(question, server, number, QUESTION)
-        for work in works:
-            work.wait(self._timeout)
-        return answers
-
     def watch_replies(self, on_reply: OnReply) -> None:
         """Call ``on_reply`` for each sum that leaves this process, if workers are also servers."""
         if self._colocated is not None:
             self._colocated.on_reply = on_reply
-
-    def _push(self, message: torch.Tensor, server: int, number: int, kind: int, on_sent: OnSent | None = None) -> None:
-        header = torch.tensor([number, message.numel(), kind])
-        self._pushes.put(message, server, number, self.group.send([header], server, HEADER_TAG), on_sent)
 
     def close(self, *, idle: bool) -> None:
         """Tell the servers that no more comes from here, and leave the group; bounded.

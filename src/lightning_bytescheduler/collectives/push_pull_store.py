@@ -38,7 +38,7 @@ from lightning_bytescheduler.exceptions import (
 from lightning_bytescheduler.failures.messages import brief, is_communication_error
 from lightning_bytescheduler.scheduler.core import ByteCore
 from lightning_bytescheduler.scheduler.placement import Placement, chosen_placement
-from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask, TaskKey
+from lightning_bytescheduler.scheduler.task import CommTask, TaskKey
 
 __all__ = ["PulledTensor", "PushPullStore"]
 
@@ -275,9 +275,6 @@ class PushPullStore:
         buffer = out.detach().view(-1)
         operation = partial(self._push_pull.reduce, factor=1.0)
 
-        def send(sub_task: SubCommTask) -> None:
-            self._transport.send(buffer[sub_task.offset : sub_task.offset + sub_task.size], sub_task, operation)
-
         def keep(task: CommTask) -> None:
             if task.error is None and task.key.step > known.kept:
                 known.kept = task.key.step
@@ -286,7 +283,7 @@ class PushPullStore:
         task = CommTask(
             f"{key}, round {known.round + 1}",
             buffer.numel(),
-            launch=send,
+            launch=partial(self._transport.launch, buffer, operation, None, None),
             priority=priority,
             key=TaskKey(known.round + 1, 0, known.number),
             wire_bytes=self._push_pull.wire_share * buffer.element_size(),

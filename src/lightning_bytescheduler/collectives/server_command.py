@@ -26,7 +26,7 @@ from lightning_bytescheduler.collectives.server_meeting import (
     require_same_version,
     sign_on,
 )
-from lightning_bytescheduler.collectives.summing_server import SummingServer, SumsOfEncoded, await_goodbyes
+from lightning_bytescheduler.collectives.summing_server import SummingServer, await_goodbyes
 from lightning_bytescheduler.exceptions import OptionError, RankFailedError, RanksDifferError, SchedulerTimeoutError
 from lightning_bytescheduler.failures.messages import brief
 from lightning_bytescheduler.failures.rendezvous import StorePresence
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(options: argparse.Namespace, *, sums: Callable[[int], SumsOfEncoded]) -> int:
+def run(options: argparse.Namespace) -> int:
     """Serve until the training is over; returns the exit code."""
     host = options.master_addr or os.environ.get("MASTER_ADDR")
     port = options.master_port or os.environ.get("MASTER_PORT")
@@ -59,7 +59,7 @@ def run(options: argparse.Namespace, *, sums: Callable[[int], SumsOfEncoded]) ->
     torch.set_num_threads(1)  # sums of different parts run concurrently
     code = 0
     try:
-        serve(str(host), require_whole("MASTER_PORT", int(port), 1), timeout=options.timeout, say=_say, sums=sums)
+        serve(str(host), require_whole("MASTER_PORT", int(port), 1), timeout=options.timeout, say=_say)
     except RankFailedError as error:
         _say(f"The training has ended: {error}")
         code = 1
@@ -77,14 +77,7 @@ def _say(text: str) -> None:
     print(text, flush=True)
 
 
-def serve(
-    host: str,
-    port: int,
-    *,
-    timeout: float = 1800.0,
-    say: Callable[[str], object],
-    sums: Callable[[int], SumsOfEncoded],
-) -> None:
+def serve(host: str, port: int, *, timeout: float = 1800.0, say: Callable[[str], object]) -> None:
     """Serve one fit after the other, until the training's rendezvous store is gone.
 
     Args:
@@ -92,7 +85,6 @@ def serve(
         port: ``MASTER_PORT`` of the training.
         timeout: Longest wait for the training to begin, in seconds.
         say: Called with messages for the user.
-        sums: Makes the sums of encoded pushes of a fit, from this process's number among all encoders.
 
     Raises:
         SchedulerTimeoutError: If there is no training in time.
@@ -121,10 +113,7 @@ def serve(
                 say(f"Fit {last} could not be connected to: {brief(error).rstrip('.')}. The next fit is waited for.")
                 continue
             say(f"Fit {last}: serving {fit.workers} workers, with {fit.servers} servers in all.")
-            servers = [
-                SummingServer(group, rail, encoded=sums(fit.workers + number))
-                for group, rail in zip(groups, fit.rails, strict=True)
-            ]
+            servers = [SummingServer(group, rail) for group, rail in zip(groups, fit.rails, strict=True)]
             door.doing = partial(_doing, servers)
             try:
                 await_goodbyes(servers, presence.gone)

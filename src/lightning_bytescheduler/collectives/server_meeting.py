@@ -387,7 +387,6 @@ def join_servers(
     layout: NodeLayout,
     *,
     placement: str,
-    kept: bool = False,
     timeout: timedelta,
     failure: Callable[[], BaseException | None] = lambda: None,
     say: Callable[[str], object],
@@ -399,7 +398,6 @@ def join_servers(
         spare: Number of servers on separate machines; more than one per node are ignored.
         layout: Which workers are on one node and push as one.
         placement: One of ``scheduler.placement.PLACEMENTS``.
-        kept: See :class:`PlacedParts`.
         timeout: Longest wait for servers, and for each message.
         failure: Called while waiting; returns the reason if others will not come.
         say: Called on rank 0 with messages for the user.
@@ -436,7 +434,7 @@ def join_servers(
             raise
         raise cause from error
     nodes, ranks = layout.nodes if grouped else (), layout.rails[layout.local_rank]
-    placed = PlacedParts(placement, workers=pushers, servers=servers, kept=kept, nodes=nodes)
+    placed = PlacedParts(placement, workers=pushers, servers=servers, nodes=nodes)
     if grouped:
         joined.push_pull = NodePushPull(made[0], made[1], ranks, placed, timeout)
     else:

@@ -7,8 +7,7 @@ a sum has the same bits in each run; early parts wait. The memory in use is at m
 credit times their number.
 
 A worker that is also a server has a :class:`SummingServer` in its process. Its own parts are not sent: see
-:meth:`SummingServer.push_own`. It also sums encoded parts itself; for other servers :class:`SumsOfEncoded` does, as
-encoded messages describe themselves.
+:meth:`SummingServer.push_own`.
 
 A part that does not match another worker's part of the same number is refused: the server ends and names the worker. It
 also ends when a worker dies. It then breaks all connections but lives on for a few seconds, so that workers find that
@@ -23,7 +22,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,9 +37,6 @@ HEADER_TAG = 0  # operations are numbered from 1
 HEADER_WORDS = 3  # int64: number of the operation, elements, index of the type
 CLOSING = -1  # in place of a number: nothing more comes from this worker
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
-ENCODED = len(DTYPES)  # in place of a type: bytes that SumsOfEncoded can read
-QUESTION = ENCODED + 1  # to SumsOfEncoded, from one worker
-_KINDS = QUESTION + 1
 _HEADERS_AHEAD = 16
 _LARGEST = 2**34  # elements; no gradient is larger
 _GOODBYES_S = 5.0
@@ -52,42 +48,14 @@ OnReply = Callable[[int, int, int, float, float], object]
 """Called with (worker, number of the operation, bytes, start, end) of a sum that was sent, on the sending thread."""
 
 
-_Combine = Callable[[list[torch.Tensor]], torch.Tensor]
-
-
-class SumsOfEncoded(Protocol):
-    """Sums encoded messages; called on several threads, for one sum on one thread at a time."""
-
-    def added(self, total: Any, message: torch.Tensor) -> Any:
-        """Add a worker's message to the total of lower ranks, ``None`` at first; called in the order of ranks."""
-
-    def reply(self, total: Any) -> torch.Tensor:
-        """Return the message for all workers, once all have pushed: flat, uint8."""
-
-    def answer(self, message: torch.Tensor) -> torch.Tensor:
-        """Return the answer to a worker's question; called while no sum is in progress."""
-
-
-class _SumsOfNumbers:
-    """Sums unencoded parts, like :class:`SumsOfEncoded`."""
-
-    def added(self, total: Any, message: torch.Tensor) -> torch.Tensor:
-        return message if total is None else total.add_(message)
-
-    def reply(self, total: torch.Tensor) -> torch.Tensor:
-        return total
-
-
 class _Sum:
-    __slots__ = ("added", "early", "elements", "first", "kind", "lock", "since", "sums", "total")
+    __slots__ = ("added", "early", "elements", "first", "kind", "lock", "since", "total")
 
-    def __init__(self, elements: int, kind: int, first: int, encoded: SumsOfEncoded | None) -> None:
-        # None if the worker in this process sums.
-        self.sums: SumsOfEncoded | _SumsOfNumbers | None = encoded if kind == ENCODED else _SumsOfNumbers()
+    def __init__(self, elements: int, kind: int, first: int) -> None:
         self.elements = elements
         self.kind = kind
         self.first = first  # the worker that has announced it first
-        self.total: Any = None
+        self.total: torch.Tensor | None = None
         self.added = 0
         self.early: dict[int, torch.Tensor] = {}
         self.lock = threading.Lock()
@@ -123,34 +91,24 @@ class SummingServer:
     Args:
         group: Workers 0 to n-1, then the servers; gloo, without other use.
         own: The worker in this process, if any.
-        encoded: Sums encoded parts; a worker in this process does that itself, see :meth:`push_own`.
 
     Attributes:
         on_reply: Called for each sum that has left; may be set at any time.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        ranks: Sequence[int],
-        *,
-        own: int = _NONE,
-        encoded: SumsOfEncoded | None = None,
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], *, own: int = _NONE) -> None:
         self._ranks = ranks
-        self._encoded = encoded
         self.on_reply: OnReply | None = None
         self._group = group
         self._workers = workers = len(ranks)
         self._own = own
-        # By number: how the sum is made or where it goes, and its waiter.
-        self._own_sums: dict[int, tuple[_Combine | torch.Tensor, Coming]] = {}
+        self._own_sums: dict[int, tuple[torch.Tensor, Coming]] = {}  # by number: where the sum goes, and its waiter
         others = [rank for rank in range(workers) if rank != own]
         # Each server begins with another worker, given by its position.
         turns = sorted(others, key=lambda rank: (rank - group.rank()) % workers)
         self._lock = threading.Lock()  # guards the sums in progress; nothing is called with it held
         self._sums: dict[int, _Sum] = {}
-        self._pushed: list[queue.SimpleQueue[tuple[int, _Sum | None, torch.Tensor, dist.Work] | None]] = [
+        self._pushed: list[queue.SimpleQueue[tuple[int, _Sum, torch.Tensor, dist.Work] | None]] = [
             queue.SimpleQueue() for _ in range(workers)
         ]
         lost = partial(self._lost, None, "a sum could not be sent to it")
@@ -181,13 +139,12 @@ class SummingServer:
             lacks = [self._ranks[one] for one in range(oldest.added, self._workers) if one not in oldest.early]
         return tuple(lacks), time.monotonic() - oldest.since
 
-    def push_own(self, number: int, here: torch.Tensor | _Combine) -> Coming:
+    def push_own(self, number: int, here: torch.Tensor) -> Coming:
         """Add a part of the worker in this process.
 
         Args:
             number: Number of the operation.
-            here: The part, which the sum replaces. For an encoded part: called once, on any thread, with the other
-                workers' pushes, the next worker's first; returns their result.
+            here: The part, which the sum replaces.
 
         Raises:
             UnsupportedError: If another worker's push of that number is of another kind.
@@ -199,11 +156,8 @@ class SummingServer:
         if self._failure is not None:
             own.end(self._failure)
             return own
-        if isinstance(here, torch.Tensor):
-            elements, kind, part = here.numel(), DTYPES.index(here.dtype), here.clone()
-        else:
-            elements, kind, part = 1, ENCODED, torch.empty(0, dtype=torch.uint8)
-        self._add(self._own, number, self._sum_of(self._own, number, elements, kind), part)
+        summed = self._sum_of(self._own, number, here.numel(), DTYPES.index(here.dtype))
+        self._add(self._own, number, summed, here.clone())
         return own
 
     def finish(self, timeout: float) -> bool:
@@ -261,25 +215,18 @@ class SummingServer:
         finally:
             self._pushed[rank].put(None)  # it ends the summing thread
 
-    def _announced(
-        self, rank: int, number: int, elements: int, kind: int
-    ) -> tuple[int, _Sum | None, torch.Tensor, dist.Work]:
-        name = self._ranks[rank]
-        if not (number > 0 and 0 < elements <= _LARGEST and 0 <= kind < _KINDS):
+    def _announced(self, rank: int, number: int, elements: int, kind: int) -> tuple[int, _Sum, torch.Tensor, dist.Work]:
+        if not (number > 0 and 0 < elements <= _LARGEST and 0 <= kind < len(DTYPES)):
             raise UnsupportedError(
-                f"Rank {name} has announced operation {number} of {elements} elements of type {kind}."
+                f"Rank {self._ranks[rank]} has announced operation {number} of {elements} elements of type {kind}."
             )
-        if self._encoded is None and (kind == QUESTION or (kind == ENCODED and self._own == _NONE)):
-            raise UnsupportedError(f"Rank {name} pushes compressed gradients, and this server adds up no such.")
-        summed = None if kind == QUESTION else self._sum_of(rank, number, elements, kind)
-        part = torch.empty(elements, dtype=DTYPES[kind] if kind < ENCODED else torch.uint8)
+        summed = self._sum_of(rank, number, elements, kind)
+        part = torch.empty(elements, dtype=DTYPES[kind])
         return number, summed, part, self._group.recv([part], rank, number)
 
     def _sum_of(self, rank: int, number: int, elements: int, kind: int) -> _Sum:
-        if kind == ENCODED:
-            elements = 0  # ranks may need different numbers of bytes
         with self._lock:
-            summed = self._sums.setdefault(number, _Sum(elements, kind, rank, self._encoded))
+            summed = self._sums.setdefault(number, _Sum(elements, kind, rank))
         if (summed.elements, summed.kind) != (elements, kind):
             raise UnsupportedError(
                 f"Rank {self._ranks[rank]} pushes {_in_words(elements, kind)} as operation {number}, but rank "
@@ -292,10 +239,7 @@ class SummingServer:
         while (pushed := self._pushed[rank].get()) is not None:
             number, summed, part, work = pushed
             work.wait(PATIENCE)
-            if summed is None and self._encoded is not None:
-                self._replies.put(self._encoded.answer(part), rank, number)
-            elif summed is not None:
-                self._add(rank, number, summed, part)
+            self._add(rank, number, summed, part)
         with self._lock:
             self._adding -= 1
             last = not self._adding
@@ -307,36 +251,20 @@ class SummingServer:
         """Record what ``rank`` has pushed, and reply if it is the last."""
         with summed.lock:
             summed.early[rank] = part
-            while summed.sums is not None and summed.added in summed.early:
-                self._add_next(number, summed, summed.sums)
-            complete = summed.added + len(summed.early) == self._workers
-        if not complete:
+            while (following := summed.early.pop(summed.added, None)) is not None:
+                summed.total = following if summed.total is None else summed.total.add_(following)
+                summed.added += 1
+            total = summed.total if summed.added == self._workers else None
+        if total is None:
             return
         with self._lock:
             del self._sums[number]
             here, own = self._own_sums.pop(number, (None, None))
-        if summed.sums is not None:
-            total = summed.sums.reply(summed.total)
-        elif here is None or isinstance(here, torch.Tensor):
-            return  # it has failed
-        else:
-            others = [(self._own + distance) % self._workers for distance in range(1, self._workers)]
-            total = here([summed.early[other] for other in others])
         self._reply(total, number)
-        if isinstance(here, torch.Tensor):
+        if here is not None:
             here.copy_(total)
         if own is not None:
             own.end()
-
-    def _add_next(self, number: int, summed: _Sum, sums: SumsOfEncoded | _SumsOfNumbers) -> None:
-        try:
-            summed.total = sums.added(summed.total, summed.early.pop(summed.added))
-        except (ValueError, RuntimeError) as error:
-            worker = self._ranks[summed.added]
-            raise UnsupportedError(
-                f"What rank {worker} pushes as operation {number} cannot be added up: {brief(error)}"
-            ) from error
-        summed.added += 1
 
     def _reply(self, message: torch.Tensor, number: int) -> None:
         told = self.on_reply
@@ -380,4 +308,4 @@ def await_goodbyes(servers: Sequence[SummingServer], gone: Callable[[], bool]) -
 
 
 def _in_words(elements: int, kind: int) -> str:
-    return "something encoded" if kind >= ENCODED else f"{elements} elements of {DTYPES[kind]}"
+    return f"{elements} elements of {DTYPES[kind]}"

@@ -31,6 +31,7 @@ from lightning_bytescheduler.collectives.operations import (
     all_reduce,
     all_reduce_in_shards,
     ending_with,
+    profiled,
 )
 from lightning_bytescheduler.collectives.push_pull import PushPull
 from lightning_bytescheduler.collectives.routing_group import RoutingGroup
@@ -38,7 +39,7 @@ from lightning_bytescheduler.failures.messages import is_communication_error
 from lightning_bytescheduler.scheduler.short_turns import prefer_short_turns
 from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask
 
-__all__ = ["CodecThread", "EncodedStart", "GradientTransport", "ReadyMark", "ServedStart"]
+__all__ = ["CodecThread", "EncodedStart", "GradientTransport", "ReadyMark"]
 
 
 class CodecThread:
@@ -89,9 +90,6 @@ _GATHERS = -1  # of the first lane; -2 for the second
 
 EncodedStart = Callable[[dist.ProcessGroup, SubCommTask, int], StartedOperation]
 """Encodes and starts sends on (group, sub-task, number of the operation); only messages between two ranks."""
-
-ServedStart = Callable[[PushPull, int, SubCommTask, int], StartedOperation]
-"""Encodes and starts a push on (servers, rank of one of them, sub-task, number of the operation)."""
 
 
 class GradientTransport:
@@ -145,6 +143,34 @@ class GradientTransport:
         else:
             messages = group if push_pull is None else push_pull.group
             self._completions = [(group, CompletionThread(on_error, messages))]
+
+    def launch(
+        self,
+        buffer: torch.Tensor,
+        operation: Operation,
+        ready: ReadyMark | None,
+        on_part: Callable[[SubCommTask], None] | None,
+        sub_task: SubCommTask,
+    ) -> None:
+        """Launch a sub-task of a task whose data is ``buffer``; bound to the first four, it is the task's ``launch``.
+
+        Args:
+            buffer: The task's data, flat, to send and receive in place.
+            operation: From :mod:`~lightning_bytescheduler.collectives.operations`.
+            ready: When the buffer is complete; ``None`` if it is, or came from this transport.
+            on_part: Called with the sub-task when its result has arrived, before it is notified; on a CPU.
+            sub_task: Notified when the result has arrived.
+        """
+        part = buffer[sub_task.offset : sub_task.offset + sub_task.size]
+        with profiled(f"bytescheduler::start {sub_task.name}"):
+            self.send(part, sub_task, operation, ready, None if on_part is None else partial(on_part, sub_task))
+
+    def launch_encoded(
+        self, start: EncodedStart, on_part: Callable[[SubCommTask], None] | None, sub_task: SubCommTask
+    ) -> None:
+        """Launch a sub-task whose data ``start`` encodes; see :meth:`launch` and :meth:`send_encoded`."""
+        with profiled(f"bytescheduler::start {sub_task.name}"):
+            self.send_encoded(sub_task, start, None if on_part is None else partial(on_part, sub_task))
 
     def send(
         self,
@@ -222,24 +248,6 @@ class GradientTransport:
         group, completion = self._completions[sub_task.lane]
         encoded = partial(start, group, sub_task, self._started)
         self._codec.run(partial(_encode, encoded, completion.reserve(sub_task), last), sub_task)
-
-    def send_served(
-        self, sub_task: SubCommTask, nbytes: int, start: ServedStart, last: Callable[[], None] | None = None
-    ) -> None:
-        """Encode a sub-task's data, push it to its server and pull the result; see :meth:`send_encoded`.
-
-        Raises:
-            RuntimeError: If there are no servers.
-        """
-        servers = self.push_pull
-        if servers is None:
-            raise RuntimeError("There are no parameter servers.")
-        self._started += 1
-        servers.expect(sub_task.parent.key.bucket, sub_task.index)
-        server = servers.next_server(nbytes)  # chosen here, in launch order
-        place = self._lane(server, self._completions[0][1]).reserve(sub_task)
-        push = partial(start, servers, server, sub_task, self._started)
-        self._codec.run(partial(_encode, push, place, last), sub_task)
 
     @property
     def all_reduce(self) -> Averaging:

@@ -23,14 +23,14 @@ use it keeps its residual.
 Source: error feedback in both directions: Tang et al., "DoubleSqueeze", ICML 2019. Reduce-scatter and all-gather of
 compressed shards: BytePS, and Zhong et al., "Compressed Communication for Distributed Training".
 
-Threads: ``CompressedBucket.scatter``, ``.gather`` and ``.serve`` run on the codec thread. What follows them runs on the
-completion thread, once everything sent in the same part is encoded, or on the threads that hold a sum. Residuals are
-created on the codec thread, or by the training thread before a bucket is sent; on a GPU before the event that marks the
-gradient as complete. Parts do not overlap, so threads share only counters, which have their own lock.
+Threads: ``CompressedBucket.scatter`` and ``.gather`` run on the codec thread. What follows them runs on the completion
+thread, once everything sent in the same part is encoded. Residuals are created on the codec thread; those of matrices,
+and of buckets that travel exact, by the training thread before a bucket is sent, on a GPU before the event that marks
+the gradient as complete. Parts do not overlap, so threads share only counters, which have their own lock.
 
-On a GPU all arithmetic runs where gradients are, and only payloads are copied (``host_copies.py``). Buckets for
-parameter servers are copied whole. Decoding uses only operations with one correct result, so that different processors
-get the same bits; matrix products of factors are the exception.
+On a GPU all arithmetic runs where gradients are, and only payloads are copied (``host_copies.py``). Decoding uses only
+operations with one correct result, so that different processors get the same bits; matrix products of factors are the
+exception.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_bytescheduler.collectives.host_copies import PayloadCopies
+from lightning_bytescheduler.collectives.host_copies import HostPayloads, PayloadCopies
+from lightning_bytescheduler.collectives.operations import profiled
 from lightning_bytescheduler.compression.powersgd import Matrix, PowerSGD
-from lightning_bytescheduler.ddp.compressed_bucket import CompressedBucket
+from lightning_bytescheduler.ddp.compressed_bucket import CompressedBucket, Piece
 from lightning_bytescheduler.ddp.compressed_layers import CompressedLayers
 from lightning_bytescheduler.ddp.compression_rules import AUTO, CompressionRules
-from lightning_bytescheduler.ddp.encoded_pieces import Piece
 from lightning_bytescheduler.ddp.low_rank_reduction import LowRankBucket, Rest, reduce_in_factors
 from lightning_bytescheduler.ddp.reduction import AllReduction, GradientBucket, StepTasks
-from lightning_bytescheduler.ddp.residuals import Layout, LeftElsewhere, Residuals
+from lightning_bytescheduler.ddp.residuals import Layout, Residuals
 from lightning_bytescheduler.ddp.sample_weights import StepWeight
-from lightning_bytescheduler.ddp.statistics import SchedulerStatistics, profiled
+from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
 from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask
 from lightning_bytescheduler.timeline.timeline import CODEC, Timeline
 
@@ -81,8 +81,7 @@ class GradientCompression:
     Attributes:
         ratio: How many times fewer bytes travel for all gradients together, as far as that does not depend on their
             values.
-        loss_scale: The factor of losses in the present step; ``None`` if it never changes.
-        copies: Copies payloads, if gradients are encoded on a device.
+        copies: Copies payloads between the device where gradients are encoded and host memory.
         left_out: Names of parameters with residuals in the checkpoint that are not compressed now.
     """
 
@@ -95,7 +94,6 @@ class GradientCompression:
         statistics: SchedulerStatistics,
         timeline: Timeline | None = None,
         loss_scale: Callable[[], float | None] = lambda: None,
-        ranks: int = 1,
         layers: CompressedLayers | None = None,
         failure: Callable[[], BaseException | None] = lambda: None,
         idle: Callable[[nn.Parameter], bool] = lambda parameter: False,
@@ -106,15 +104,13 @@ class GradientCompression:
         self.clock = clock
         self._idle = idle
         self._seen = seen
-        self.ranks = ranks
         self.layers = layers
         self.failure = failure
         self._residuals = residuals
         self._statistics = statistics
         self._timeline = timeline
         self._loss_scale = loss_scale
-        self.loss_scale: float | None = None
-        self.copies: PayloadCopies | None = None
+        self.copies = HostPayloads()
         self._lock = threading.Lock()  # guards the counters, which two threads update
         codecs = {name: rules.codec_for(name, parameter) for name, parameter in parameters.items()}
         self._codecs = {id(parameters[name]): (name, codec) for name, codec in codecs.items() if codec is not None}
@@ -164,9 +160,9 @@ class GradientCompression:
         Returns:
             Copies payloads to and from host memory.
         """
-        self.copies = PayloadCopies(device)
-        self._residuals.live_on(self.copies.device)
-        return self.copies
+        self.copies = copies = PayloadCopies(device)
+        self._residuals.live_on(device)
+        return copies
 
     def leave_device(self) -> None:
         """Move residuals to host memory at the end of a fit; nothing may be in flight."""
@@ -183,23 +179,22 @@ class GradientCompression:
         if self._statistics.steps >= _SEEN_STEPS:
             self._seen()
             self._seen = lambda: None
-        self.loss_scale = self._loss_scale()
-        self._residuals.begin_step(self.loss_scale, self._dropped, self.not_applied())
+        self._residuals.begin_step(self._loss_scale(), self._dropped, self.not_applied())
         self._stepped.clear()
         self._dropped.clear()
         if self._residuals.may_be_dropped:
             with torch._C.DisableTorchFunctionSubclass():
                 self._versions = {name: parameter._version for name, parameter in self._parameters.items()}
 
-    def encoded(self, bucket: GradientBucket, weight: StepWeight | None = None) -> CompressedBucket | None:
-        """See :class:`~lightning_bytescheduler.ddp.reduction.Encoder`."""
+    def encoded(self, bucket: GradientBucket, weight: StepWeight) -> CompressedBucket | None:
+        """Return the encoded form of a bucket in a step with this rank's ``weight``; ``None`` if it travels exact."""
         codecs = (self._codecs.get(id(parameter), ("", None))[1] for parameter in bucket.parameters)
         buffer, layers = bucket.buffer, self.layers
         nbytes = buffer.numel() * buffer.element_size()
         exact = layers is not None and not layers.include(bucket.index, nbytes)
         if buffer.is_complex() or all(codec is None or isinstance(codec, PowerSGD) for codec in codecs):
             return None
-        pieces = list(self._pieces(bucket.parameters, make=not exact))
+        pieces = list(self._pieces(bucket.parameters))
         fold = 1 if layers is None else _FOLD
         encoded = CompressedBucket(buffer, pieces, self, weight, self.copies, fold)
         if exact:
@@ -209,7 +204,7 @@ class GradientCompression:
 
     def stays_on_device(self, bucket: GradientBucket) -> bool:
         """Whether a bucket is encoded on its device, so that it need not be copied to host memory."""
-        if self.copies is None or bucket.buffer.is_complex():
+        if not isinstance(self.copies, PayloadCopies) or bucket.buffer.is_complex():
             return False
         return any(id(parameter) in self._codecs for parameter in bucket.parameters)
 
@@ -226,23 +221,11 @@ class GradientCompression:
         residual, before = self._residuals.to_change(piece.name, size)
         return replace(piece, residual=residual, before=before)
 
-    def sums_elsewhere(self, left: LeftElsewhere) -> None:
-        """Take residuals of sums from servers that encode them."""
-        self._residuals.elsewhere = left
-
     def forget_not_applied(self) -> None:
         """Restore residuals of gradients that were never applied, as a fit ends; nothing may be in flight."""
         self._residuals.take_back(self.not_applied())
 
-    def end(self, *, takes_over: bool) -> None:
-        """End the use of servers. To take over their residuals, nothing may be in flight."""
-        if takes_over:
-            self._residuals.take_over()
-        self._residuals.elsewhere = None
-
-    def in_factors(
-        self, bucket: GradientBucket, ranks: int, weight: StepWeight | None = None
-    ) -> tuple[LowRankBucket, Rest] | None:
+    def in_factors(self, bucket: GradientBucket, ranks: int, weight: StepWeight) -> tuple[LowRankBucket, Rest] | None:
         """Split a bucket into matrices that travel as factors and the rest; ``None`` if it has no such matrix."""
         matrices, others = [], []
         at = 0
@@ -268,16 +251,14 @@ class GradientCompression:
         made = LowRankBucket(bucket.buffer, matrices, ranks, self, weight, self.copies)
         return made, Rest(bucket.buffer, others)
 
-    def _pieces(self, parameters: Iterable[nn.Parameter], *, make: bool) -> Iterator[Piece]:
+    def _pieces(self, parameters: Iterable[nn.Parameter]) -> Iterator[Piece]:
         at = 0
         for parameter in parameters:
             with torch._C.DisableTorchFunctionSubclass():
                 size = parameter.numel()
             name, codec = self._codecs.get(id(parameter), ("", None))
             codec = None if isinstance(codec, PowerSGD) else codec  # a part of a matrix travels uncompressed
-            piece = Piece(at, at + size, codec, None, name=name, idle=codec is not None and self._idle(parameter))
-            # On a device the encoding thread creates the residual on its own stream.
-            yield piece if self.copies is not None else self.with_residual(piece, make=make)
+            yield Piece(at, at + size, codec, name=name, idle=codec is not None and self._idle(parameter))
             at += size
 
     @contextmanager
@@ -310,8 +291,7 @@ def _is_dropped(gradient: Tensor | None) -> bool:
 class CompressedReduction:
     """Encoded reduce-scatter and all-gather by priority; an all-reduce for buckets that travel uncompressed.
 
-    With parameter servers, push and pull replace all of them. See
-    :class:`~lightning_bytescheduler.ddp.reduction.Reduction`.
+    See :class:`~lightning_bytescheduler.ddp.reduction.Reduction`.
 
     Args:
         on_host: Copies a bucket on a device to the host, so that it can travel uncompressed.
@@ -337,9 +317,6 @@ class CompressedReduction:
         encoded = self._compression.encoded(bucket, tasks.weight)
         if encoded is None:
             return self._as_it_is.reduce(self._on_host(bucket) if bucket.exists is None else bucket, on_end)
-        if tasks.served:
-            send = tasks.encoded_for_servers(encoded.serve, buffer.element_size())
-            return tasks.enqueue_whole(bucket, send, tasks.mark(bucket), on_end)
         return tasks.enqueue_halves(bucket, buffer, encoded, scatter_priority=bucket.priority, on_end=on_end)
 
     def close(self) -> None:

@@ -37,11 +37,12 @@ from torch.optim import Optimizer
 
 from lightning_bytescheduler.ddp.ddp_arguments import refuse_join, refuse_steps_in_backward
 from lightning_bytescheduler.ddp.gates import FirstUseObserver
-from lightning_bytescheduler.ddp.merged_buckets import DdpModeStep
+from lightning_bytescheduler.ddp.merged_buckets import MergedBuckets
 from lightning_bytescheduler.ddp.overlapped_step import OverlappedStep
+from lightning_bytescheduler.ddp.plain_step import PlainStep, ScheduledBuckets
 from lightning_bytescheduler.ddp.point_in_force import StepMode
 from lightning_bytescheduler.ddp.sample_weights import NOTHING
-from lightning_bytescheduler.ddp.steps import ForwardPass, StepContext, StepListener, SynchronisedStep, TrainingStep
+from lightning_bytescheduler.ddp.steps import ForwardPass, StepContext, StepListener, TrainingStep
 from lightning_bytescheduler.timeline.timeline import COMPUTE
 
 __all__ = ["EngineOptions", "GradientEngine"]
@@ -170,27 +171,22 @@ class GradientEngine:
                 "self.manual_backward(loss) instead of loss.backward(), or use cross_barrier=False."
             )
         context, options, number = self.context, self.options, self.context.step.number + 1
-        context.weight = None if context.weights is None else context.weights.begin_step()
+        weight = None if context.weights is None else context.weights.begin_step()
+        context.weight = weight or context.equal_weight
         as_ddp = number > 1 and self.mode.ddp_mode
         routing = context.transport.routing
         if routing is not None and as_ddp and context.merges:
             routing.go_direct()
         elif routing is not None:
             routing.go_in_order()
-        if as_ddp and not context.merges:
-            context.step = SynchronisedStep(context, number, self._position_of, self.mode.add_exposed)
-        elif as_ddp:
-            context.step = DdpModeStep(
-                context,
-                number,
-                merged_bytes=options.merged_bytes,
-                processors=options.processors,
-                on_exposed=self.mode.add_exposed,
-            )
-        elif number > 1 and options.overlapped:
+        if as_ddp and context.merges:
+            merged = MergedBuckets.of(context, number, limit=options.merged_bytes, processors=options.processors)
+            context.step = PlainStep(context, number, merged, self.mode.add_exposed)
+        elif number > 1 and options.overlapped and not as_ddp:
             context.step = OverlappedStep(context, number, self._position_of, sharded=options.sharded)
         else:
-            context.step = SynchronisedStep(context, number, self._position_of)
+            scheduled = ScheduledBuckets(context, number, self._position_of)
+            context.step = PlainStep(context, number, scheduled, self.mode.add_exposed if as_ddp else None)
         if context.compression is not None:
             # If the plan cannot overlap, all steps are as DDP's and compressed.
             context.compression.begin_step(as_ddp=as_ddp and options.overlapped)

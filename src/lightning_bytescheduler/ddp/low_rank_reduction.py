@@ -21,13 +21,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_bytescheduler.collectives.host_copies import PayloadCopies
+from lightning_bytescheduler.collectives.host_copies import HostPayloads
 from lightning_bytescheduler.collectives.operations import (
     StartedOperation,
     all_reduce_direct,
@@ -51,8 +50,8 @@ class LowRankBucket:
 
     Args:
         buffer: The flat gradient; the matrices' places are filled with the mean.
-        weight: This rank's weight, known before anything is sent; equal weights if ``None``.
-        copies: Copies factors to and from host memory, if ``buffer`` is on a device.
+        weight: This rank's weight, known before anything is sent.
+        copies: Copies factors between ``buffer``'s device and host memory.
     """
 
     def __init__(
@@ -61,8 +60,8 @@ class LowRankBucket:
         matrices: Sequence[Matrix],
         ranks: int,
         observer: WorkObserver,
-        weight: StepWeight | None = None,
-        copies: PayloadCopies | None = None,
+        weight: StepWeight,
+        copies: HostPayloads,
     ) -> None:
         self._buffer = buffer
         self._copies = copies
@@ -95,38 +94,30 @@ class LowRankBucket:
         """Sum a part of all P over the ranks; an ``EncodedStart``."""
         if not self._have_left:
             self._have_left = True
-            factor = 1.0 / self._ranks if self._weight is None else self._weight.factor
-            with self._observer.working("encode", sub_task), self._on_device():
+            with self._observer.working("encode", sub_task), self._copies.working():
                 for matrix, left, _ in self._factors:
-                    matrix.begin(self._buffer, factor, left)
-                if self._copies is not None:
-                    self._sent_lefts = self._copies.to_host(self.lefts)
+                    matrix.begin(self._buffer, self._weight.factor, left)
+                self._sent_lefts = self._copies.to_host(self.lefts)
         return _mean(group, self._sent_lefts, sub_task, number)
 
     def right(self, group: dist.ProcessGroup, sub_task: SubCommTask, number: int) -> StartedOperation:
         """Sum a part of all Q over the ranks; an ``EncodedStart``, after all of :meth:`left`."""
         if not self._have_right:
             self._have_right = True
-            with self._observer.working("reduce", sub_task), self._on_device():
-                if self._copies is not None:
-                    self.lefts.copy_(self._copies.to_device(self._sent_lefts))
+            with self._observer.working("reduce", sub_task), self._copies.working():
+                self._copies.bring_back(self._sent_lefts, self.lefts)
                 for matrix, left, right in self._factors:
                     matrix.go_on(left, right)
-                if self._copies is not None:
-                    self._sent_rights = self._copies.to_host(self.rights)
+                self._sent_rights = self._copies.to_host(self.rights)
         return _mean(group, self._sent_rights, sub_task, number)
 
     def place(self, last: SubCommTask, rest: Rest) -> None:
         """Write the means of matrices and rest into the buffer; after all of :meth:`right`."""
-        with self._observer.working("decode", last) as squares, self._on_device():
+        with self._observer.working("decode", last) as squares, self._copies.working():
             rest.put_back()
-            if self._copies is not None:
-                self.rights.copy_(self._copies.to_device(self._sent_rights))
+            self._copies.bring_back(self._sent_rights, self.rights)
             for matrix, left, right in self._factors:
                 squares.append(matrix.end_with(self._buffer, self._ranks, left, right))
-
-    def _on_device(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._copies is None else self._copies.working()
 
 
 def reduce_in_factors(
@@ -152,14 +143,13 @@ def reduce_in_factors(
         return tasks.enqueue(
             f"bucket {bucket.index} {name}",
             factors,
-            tasks.encoded(start),
+            tasks.encoded(start, on_part),
             phase=phase,
             index=bucket.index,
             priority=bucket.priority,
             # Unencoded matrices would travel once to their owners and once to all.
             wire_share=share * matrices.elements / factors.numel() * bucket.buffer.element_size() / 4,
             on_end=on_end,
-            on_part=on_part,
         )
 
     def ended(task: CommTask) -> None:
@@ -218,6 +208,6 @@ def _mean(group: dist.ProcessGroup, factors: Tensor, sub_task: SubCommTask, numb
     direct = others * sub_task.size * width
     if direct * (1 - 2 / group.size()) <= _DIRECT:
         sub_task.encoded_bytes = direct
-        return all_reduce_direct(group, part, number)
+        return all_reduce_direct(group, part, number, 1.0 / group.size())
     sub_task.encoded_bytes = in_shards
-    return all_reduce_in_shards(group, part, number)
+    return all_reduce_in_shards(group, part, number, 1.0 / group.size())

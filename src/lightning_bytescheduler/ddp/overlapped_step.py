@@ -40,6 +40,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_bytescheduler.collectives.operations import profiled
 from lightning_bytescheduler.ddp.aliases import state_is_kept
 from lightning_bytescheduler.ddp.gates import OpeningKind, arm, can_be_gated, disarm, gate_of
 from lightning_bytescheduler.ddp.gradient_transforms import PendingScale, StepTransforms, Unscale
@@ -53,7 +54,6 @@ from lightning_bytescheduler.ddp.partial_step import (
     wants_whole_steps,
 )
 from lightning_bytescheduler.ddp.reduction import GradientBucket
-from lightning_bytescheduler.ddp.statistics import profiled
 from lightning_bytescheduler.ddp.steps import StepContext, TrainingStep
 from lightning_bytescheduler.scheduler.task import CommTask
 from lightning_bytescheduler.timeline.timeline import STEP

@@ -40,16 +40,15 @@ from lightning_bytescheduler.collectives.operations import (
     reduce_scatter,
     shard_of,
 )
-from lightning_bytescheduler.collectives.transport import EncodedStart, GradientTransport, ReadyMark, ServedStart
+from lightning_bytescheduler.collectives.transport import EncodedStart, GradientTransport, ReadyMark
 from lightning_bytescheduler.ddp.compressed_bucket import CompressedBucket
 from lightning_bytescheduler.ddp.sample_weights import StepWeight
-from lightning_bytescheduler.ddp.statistics import profiled
 from lightning_bytescheduler.scheduler.core import ByteCore
 from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask, TaskKey
 
 OnPart = Callable[[SubCommTask], None]
-Send = Callable[[SubCommTask, Callable[[], None] | None], None]
-"""Sends a part; its second argument is called when the result has arrived."""
+Launch = Callable[[SubCommTask], None]
+"""Sends a part; see :class:`CommTask`."""
 
 _BEFORE_GATHERS = 1 << 40  # subtracted from a position in the forward pass: more urgent than any position
 
@@ -105,11 +104,12 @@ class GradientBucket:
         return first <= gradient.data_ptr() < first + self.buffer.numel() * self.buffer.element_size()
 
 
-class Encoder(Protocol):
-    """Decides which gradients travel encoded."""
+Encode = Callable[[GradientBucket, StepWeight], CompressedBucket | None]
+"""Returns the encoded form of a bucket for one step with this rank's weight; ``None`` if it travels exact."""
 
-    def encoded(self, bucket: GradientBucket, weight: StepWeight | None) -> CompressedBucket | None:
-        """Return the encoded form of ``bucket`` for one step with this rank's ``weight``; ``None`` for none."""
+
+def exact(bucket: GradientBucket, weight: StepWeight) -> None:
+    """Encode nothing; an :data:`Encode`."""
 
 
 class Reduction(Protocol):
@@ -120,7 +120,7 @@ class Reduction(Protocol):
 
         Args:
             bucket: The next bucket.
-            on_end: Called once when the task has ended; on a GPU earlier, when the current stream waits for that.
+            on_end: Called once when the task has ended; not where streams wait.
 
         Returns:
             The task that ends when the buffer holds the mean.
@@ -139,8 +139,19 @@ class AllReduction:
     def reduce(self, bucket: GradientBucket, on_end: Callable[[CommTask], None] | None = None) -> CommTask:
         """See :class:`Reduction`."""
         tasks, ready = self._tasks, self._tasks.mark(bucket)
-        send = tasks.as_it_is(bucket.buffer, tasks.averaging(tasks.all_reduce), ready)
-        return tasks.enqueue_whole(bucket, send, ready, on_end)
+        task = tasks.enqueue(
+            f"bucket {bucket.index}",
+            bucket.buffer,
+            tasks.averaged(bucket.buffer, tasks.all_reduce, ready, bucket.on_part),
+            phase=Phase.REDUCE,
+            index=bucket.index,
+            priority=bucket.priority,
+            wire_share=tasks.wire_share,
+            on_end=on_end,
+            joinable=True,
+        )
+        tasks.notify_ready(task, ready)
+        return task
 
     def close(self) -> None:
         """See :class:`Reduction`."""
@@ -155,16 +166,16 @@ class ShardedReduction:
     A lock guards what both threads use; nothing is called with it held.
 
     Args:
-        encoder: Decides what travels encoded, if anything.
+        encode: Decides what travels encoded.
 
     Attributes:
         norms: The exchange; it ends when every parameter's norm is known. ``None`` before :meth:`close`.
     """
 
-    def __init__(self, tasks: StepTasks, encoder: Encoder | None = None) -> None:
+    def __init__(self, tasks: StepTasks, encode: Encode = exact) -> None:
         self.norms: CommTask | None = None
         self._tasks = tasks
-        self._encoder = encoder
+        self._encode = encode
         self._rank = tasks.rank
         self._position: dict[int, int] = {}  # index of each parameter, by its id
         self._lock = threading.Lock()
@@ -183,7 +194,7 @@ class ShardedReduction:
             sizes = [2 * p.numel() if p.is_complex() else p.numel() for p in parameters]
         if buffer.is_complex():  # its norm is that of all real and imaginary parts
             buffer = torch.view_as_real(buffer).view(-1)
-        encoded = None if self._encoder is None else self._encoder.encoded(bucket, tasks.weight)
+        encoded = self._encode(bucket, tasks.weight)
         with self._lock:
             self._under_way += 1
         return tasks.enqueue_halves(
@@ -276,7 +287,7 @@ class StepTasks:
 
     Args:
         step: Number of the step, the same on all ranks.
-        weight: This rank's weight; equal weights if ``None``.
+        weight: This rank's weight.
     """
 
     def __init__(
@@ -284,17 +295,15 @@ class StepTasks:
         core: ByteCore,
         transport: GradientTransport,
         step: int,
-        device: torch.device,
-        weight: StepWeight | None = None,
+        weight: StepWeight,
     ) -> None:
         self.core = core
         self.step = step
-        self.device = device
+        self.device = transport.wire_device
         self.rank = transport.group.rank()
         self.world_size = transport.group.size()
         self.all_reduce = transport.all_reduce
         self.wire_share = transport.wire_share
-        self.served = transport.push_pull is not None
         self.weight = weight
         self._transport = transport
 
@@ -302,37 +311,36 @@ class StepTasks:
         """Return the mark at which the contents of a bucket are complete."""
         return bucket.exists or self._transport.mark(bucket.buffer)
 
-    def averaging(self, operation: Averaging) -> Operation:
-        """Bind this rank's weight to ``operation``; it is known when the task starts, see :meth:`notify_ready`."""
+    def averaged(
+        self, buffer: torch.Tensor, operation: Averaging, ready: ReadyMark, on_part: OnPart | None = None
+    ) -> Launch:
+        """Return :meth:`as_it_is` with this rank's weight, which is known when the task starts."""
         weight = self.weight
 
         def weighted(group: dist.ProcessGroup, part: torch.Tensor, number: int) -> StartedOperation:
-            return operation(group, part, number, None if weight is None else weight.factor)
+            return operation(group, part, number, weight.factor)
 
-        return weighted
+        return self.as_it_is(buffer, weighted, ready, on_part)
 
-    def as_it_is(self, buffer: torch.Tensor, operation: Operation, ready: ReadyMark | None = None) -> Send:
-        """Return a ``Send`` that runs ``operation`` on each part of ``buffer``, which is complete at ``ready``."""
+    def as_it_is(
+        self,
+        buffer: torch.Tensor,
+        operation: Operation,
+        ready: ReadyMark | None = None,
+        on_part: OnPart | None = None,
+    ) -> Launch:
+        """Return what runs ``operation`` on each part of ``buffer``; see :meth:`GradientTransport.launch`."""
+        return partial(self._transport.launch, buffer, operation, ready, on_part)
 
-        def send(sub_task: SubCommTask, last: Callable[[], None] | None) -> None:
-            part = buffer[sub_task.offset : sub_task.offset + sub_task.size]
-            self._transport.send(part, sub_task, operation, ready, last)
-
-        return send
-
-    def encoded(self, start: EncodedStart) -> Send:
-        """Return a ``Send`` that encodes and sends parts with ``start``."""
-        return lambda sub_task, last: self._transport.send_encoded(sub_task, start, last)
-
-    def encoded_for_servers(self, start: ServedStart, width: int) -> Send:
-        """Return a ``Send`` that encodes parts of ``width`` bytes per element and pushes them with ``start``."""
-        return lambda sub_task, last: self._transport.send_served(sub_task, sub_task.size * width, start, last)
+    def encoded(self, start: EncodedStart, on_part: OnPart | None = None) -> Launch:
+        """Return what encodes and sends parts with ``start``."""
+        return partial(self._transport.launch_encoded, start, on_part)
 
     def enqueue(
         self,
         name: str,
         buffer: torch.Tensor,
-        send: Send,
+        launch: Launch,
         *,
         fold: int = 1,
         phase: Phase,
@@ -341,7 +349,6 @@ class StepTasks:
         wire_share: float,
         cut_like: CommTask | None = None,
         on_end: Callable[[CommTask], None] | None = None,
-        on_part: OnPart | None = None,
         joinable: bool = False,
     ) -> CommTask:
         """Enqueue a task.
@@ -349,23 +356,21 @@ class StepTasks:
         Args:
             name: Name of the task.
             buffer: The data to send.
-            send: Sends each part.
+            launch: Sends each part.
             fold: See :class:`CommTask`.
             phase: Phase of the step.
             index: Index of the bucket.
             priority: See :class:`CommTask`.
             wire_share: Bytes that each rank sends per byte of ``buffer``, unencoded.
             cut_like: See :meth:`ByteCore.enqueue`.
-            on_end: See :class:`CommTask`. For a joinable task on a GPU: called when the current stream waits for the
-                result, or when the task has failed before.
-            on_part: See :class:`GradientBucket`.
+            on_end: See :class:`CommTask`; not for a joinable task on a GPU.
             joinable: Whether streams that wait for the result may use it, see :meth:`GradientTransport.join`.
         """
         streams = self._transport.streams if joinable else None
         task = CommTask(
             name,
             buffer.numel(),
-            launch=partial(_start, send, on_part),
+            launch=launch,
             priority=priority,
             key=TaskKey(self.step, phase, index),
             wire_bytes=wire_share * buffer.element_size(),
@@ -373,32 +378,13 @@ class StepTasks:
             fold=fold,
         )
         if streams is not None:
-            streams.expect(task, None if on_end is None else partial(on_end, task))
+            streams.expect(task)
         try:
             self.core.enqueue(task, cut_like=cut_like)
         except BaseException:
             if streams is not None:
                 streams.forget(task)
             raise
-        return task
-
-    def enqueue_whole(
-        self, bucket: GradientBucket, send: Send, ready: ReadyMark, on_end: Callable[[CommTask], None] | None
-    ) -> CommTask:
-        """Enqueue a bucket that is complete at ``ready``, to be averaged by one task."""
-        task = self.enqueue(
-            f"bucket {bucket.index}",
-            bucket.buffer,
-            send,
-            phase=Phase.REDUCE,
-            index=bucket.index,
-            priority=bucket.priority,
-            wire_share=self.wire_share,
-            on_end=on_end,
-            on_part=bucket.on_part,
-            joinable=True,
-        )
-        self.notify_ready(task, ready)
         return task
 
     def enqueue_halves(
@@ -434,26 +420,26 @@ class StepTasks:
                 gather.notify_ready()
 
         if encoded is None:
-            fold, to_owners = 1, self.as_it_is(buffer, self.averaging(reduce_scatter), ready)
-            to_all = self.as_it_is(buffer, all_gather)
+            fold, to_owners = 1, self.averaged(buffer, reduce_scatter, ready)
+            to_all = self.as_it_is(buffer, all_gather, on_part=bucket.on_part)
         else:
-            fold, to_owners, to_all = encoded.fold, self.encoded(encoded.scatter), self.encoded(encoded.gather)
+            fold, to_owners = encoded.fold, self.encoded(encoded.scatter)
+            to_all = self.encoded(encoded.gather, bucket.on_part)
         enqueue = partial(self.enqueue, buffer=buffer, fold=fold, index=index, wire_share=share)
         scatter = enqueue(
             f"bucket {index} scatter",
-            send=to_owners,
+            launch=to_owners,
             phase=Phase.REDUCE,
             priority=scatter_priority,
             on_end=scattered,
         )
         gather = enqueue(
             f"bucket {index} gather",
-            send=to_all,
+            launch=to_all,
             phase=Phase.GATHER,
             priority=bucket.priority,
             cut_like=scatter,  # shards belong to parts, so both tasks must have the same parts
             on_end=on_end,
-            on_part=bucket.on_part,
             joinable=True,
         )
         self.notify_ready(scatter, ready)
@@ -461,13 +447,7 @@ class StepTasks:
 
     def notify_ready(self, task: CommTask, ready: ReadyMark) -> None:
         """Mark a task as ready once its data is complete and this rank's weight is known."""
-        if self.weight is not None:
-            self.weight.when_known(partial(self._notify_weighted, task, ready))
-        else:
-            self._notify_weighted(task, ready)
-
-    def _notify_weighted(self, task: CommTask, ready: ReadyMark) -> None:
-        self._transport.when_ready(ready, task.notify_ready)
+        self.weight.when_known(partial(self._transport.when_ready, ready, task.notify_ready))
 
     def enqueue_exchange(self, rows: torch.Tensor, *, priority: int) -> CommTask:
         """Enqueue the exchange of the rows of ``rows`` as one message; they are complete when the task is ready."""
@@ -485,8 +465,3 @@ class StepTasks:
     def aside(self) -> AbstractContextManager[object]:
         """See :meth:`GradientTransport.side_stream`."""
         return self._transport.side_stream()
-
-
-def _start(send: Send, on_part: OnPart | None, sub_task: SubCommTask) -> None:
-    with profiled(f"bytescheduler::start {sub_task.name}"):
-        send(sub_task, None if on_part is None else partial(on_part, sub_task))

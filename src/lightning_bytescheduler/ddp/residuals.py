@@ -25,12 +25,9 @@ from torch import Tensor, nn
 
 from lightning_bytescheduler.compression.powersgd import PowerSGD
 
-__all__ = ["Layout", "LeftElsewhere", "Residuals", "add_up_on_first"]
+__all__ = ["Layout", "Residuals", "add_up_on_first"]
 
 _FORMAT = 2
-
-LeftElsewhere = Callable[[str, int, float], Tensor | None]
-"""Returns other holders' residual of a parameter, given name, elements and loss scale; ``None`` if there is none."""
 
 
 class Layout(NamedTuple):
@@ -62,9 +59,6 @@ class Residuals:
 
     Otherwise threads that send use :meth:`knows` and :meth:`to_change`, each for its own parts; only one of them
     creates residuals.
-
-    Attributes:
-        elsewhere: Returns the residuals of holders that are not ranks, while nothing is in flight.
     """
 
     def __init__(self) -> None:
@@ -78,7 +72,6 @@ class Residuals:
         self._layouts: dict[str, Layout] | None = None  # by name of each parameter compressed in this fit
         self._loaded: dict[str, Tensor] = {}
         self._ranks = 1
-        self.elsewhere: LeftElsewhere | None = None
         self.may_be_dropped = False
         self._device = torch.device("cpu")
 
@@ -161,16 +154,6 @@ class Residuals:
         self._changed.difference_update(names)
         self._pending.difference_update(names)
 
-    def keep_step(self) -> None:
-        """Make the changes of the last step final."""
-        self._changed.clear()
-        self._pending.clear()
-
-    @property
-    def loss_scale(self) -> float:
-        """The loss scale that the residuals contain."""
-        return self._scale
-
     def right_of(self, name: str, columns: int, codec: PowerSGD) -> Tensor:
         """Return the right factor of a parameter's last mean gradient, ``(columns, rank)``; changed in place."""
         known = self._rights.get(name)
@@ -220,21 +203,8 @@ class Residuals:
             tensor = kept[name].to("cpu", copy=True)
             add_up(tensor)
             if keep:
-                left = None if self.elsewhere is None else self.elsewhere(name, tensor.numel(), self._scale)
-                tensor = tensor if left is None else tensor.add_(left)
                 saved[name] = layouts[name].shaped(tensor) if name in layouts else tensor
         return {"format": _FORMAT, "loss_scale": self._scale, "residuals": saved} if saved else None
-
-    def take_over(self) -> None:
-        """Add the residuals of holders that end; on one rank, while nothing is in flight."""
-        elsewhere, self.elsewhere = self.elsewhere, None
-        if elsewhere is not None:
-            for name, tensor in self._tensors.items():
-                left = elsewhere(name, tensor.numel(), self._scale)
-                if left is not None:
-                    tensor.add_(left)
-                    if name in self.changed:
-                        self._before[name].add_(left)
 
     def load(self, state: Mapping[str, Any] | None, ranks: int) -> None:
         """Restore what :meth:`total` returned, on one of ``ranks`` ranks; ``None`` clears everything.
@@ -250,7 +220,8 @@ class Residuals:
             )
         self._tensors.clear()
         self._before.clear()
-        self.keep_step()
+        self._changed.clear()
+        self._pending.clear()
         self._rights.clear()
         self._scale = float(state["loss_scale"])
         self._loaded = {name: tensor.to("cpu", torch.float32, copy=True) for name, tensor in state["residuals"].items()}

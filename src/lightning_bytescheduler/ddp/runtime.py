@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -29,7 +28,6 @@ from lightning_bytescheduler.collectives.transport import GradientTransport
 from lightning_bytescheduler.ddp.agreed_sizes import AgreedSizes
 from lightning_bytescheduler.ddp.compressed_reduction import GradientCompression
 from lightning_bytescheduler.ddp.device_time import DeviceTime
-from lightning_bytescheduler.ddp.encoded_pieces import left_on_servers
 from lightning_bytescheduler.ddp.engine import GradientEngine
 from lightning_bytescheduler.ddp.entry_points import watch_entry_points
 from lightning_bytescheduler.ddp.reduction import position_of
@@ -128,9 +126,6 @@ class SchedulerRuntime:
         )
         if compression is not None:
             self._compression = compression(self.statistics, self._timeline)
-            if servers is not None:
-                self._compression.sums_elsewhere(partial(left_on_servers, servers.push_pull.ask))
-        on_device = self._compression is not None and groups.by_host and servers is None
         self.layers = None if self._compression is None else self._compression.layers
         self._transport = GradientTransport(
             groups.data,
@@ -139,7 +134,7 @@ class SchedulerRuntime:
             None if servers is None else servers.push_pull,
             self._overtaking,
             by_host=groups.by_host,
-            payloads=self._compression.work_on(device) if self._compression is not None and on_device else None,
+            payloads=None if self._compression is None or not groups.by_host else self._compression.work_on(device),
         )
         self.wire_device = self._transport.wire_device
         if servers is not None and self._timeline is not None:
@@ -316,9 +311,6 @@ class SchedulerRuntime:
     def _leave_groups(self) -> None:
         idle = not (self._collectives_failed or self.core.in_flight or self.engine.merged_under_way)
         if self._servers is not None:
-            if self._compression is not None:
-                with suppress(RuntimeError):  # a server may have just ended
-                    self._compression.end(takes_over=idle and self._groups.rank == 0 and self.failure() is None)
             self._servers.leave(idle=idle)
         said = self._routing is None or self._routing.idle
         self._groups.destroy(data_idle=idle and said, control_idle=self._closed_in_order)

@@ -204,8 +204,42 @@ class Weighting:
         return most
 
 
-class StepWeight:
-    """The factor of this rank's gradient in one step, once all ranks' numbers are known.
+class StepWeight(Protocol):
+    """The factor of this rank's gradient in one step."""
+
+    @property
+    def known(self) -> bool:
+        """Whether :attr:`factor` is available."""
+
+    @property
+    def factor(self) -> float:
+        """This rank's weight in the mean of all ranks."""
+
+    def when_known(self, then: Callable[[], None]) -> None:
+        """See :meth:`PostedNumbers.when_known`."""
+
+    def wait(self, failure: Callable[[], BaseException | None]) -> None:
+        """See :meth:`PostedNumbers.wait`."""
+
+
+class EqualWeight:
+    """The weight of each of ``ranks`` ranks that weigh the same; see :class:`StepWeight`."""
+
+    known = True
+
+    def __init__(self, ranks: int) -> None:
+        self.factor = 1.0 / ranks
+
+    def when_known(self, then: Callable[[], None]) -> None:
+        """See :class:`StepWeight`."""
+        then()
+
+    def wait(self, failure: Callable[[], BaseException | None]) -> None:
+        """See :class:`StepWeight`."""
+
+
+class SampledWeight:
+    """The weight by samples, once all ranks' numbers are known; see :class:`StepWeight`.
 
     Args:
         batches: Batches of the step, each as this rank's number of samples and the numbers that all ranks posted.
@@ -216,7 +250,7 @@ class StepWeight:
 
     @property
     def known(self) -> bool:
-        """Whether :attr:`factor` is available."""
+        """See :class:`StepWeight`."""
         return all(posted.known for _, posted in self._batches)
 
     @cached_property
@@ -226,11 +260,11 @@ class StepWeight:
         return _first(self._batches) * len(self._batches) / total if total else 0.0
 
     def when_known(self, then: Callable[[], None]) -> None:
-        """See :meth:`PostedNumbers.when_known`."""
+        """See :class:`StepWeight`."""
         self._batches[-1][1].when_known(then)  # numbers arrive in order, so the last one is enough
 
     def wait(self, failure: Callable[[], BaseException | None]) -> None:
-        """See :meth:`PostedNumbers.wait`."""
+        """See :class:`StepWeight`."""
         self._batches[-1][1].wait(failure)
 
 
@@ -359,7 +393,7 @@ class SampleWeights:
         batches, self._step = self._step, []
         if not self._in_backward and self._batch is not None:  # a loss.backward() outside of Lightning
             batches.append(self._batch)
-        return StepWeight(batches) if batches else None
+        return SampledWeight(batches) if batches else None
 
 
 def _first(batches: Sequence[tuple[int, PostedNumbers]]) -> int:

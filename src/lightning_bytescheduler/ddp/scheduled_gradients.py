@@ -201,7 +201,6 @@ class ScheduledGradients(DecidedSteps):
             statistics=statistics,
             timeline=timeline,
             loss_scale=partial(loss_scale_of, self._strategy),
-            ranks=self._strategy.world_size,
             layers=layers,
             failure=self._failure,
             idle=has_no_gradient,

@@ -42,12 +42,12 @@ class SparseGradients:
         self._group = group
         self._last: dist.Work | None = None
 
-    def reduce(self, buffer: torch.Tensor, factor: float | None = None) -> torch.futures.Future[torch.Tensor]:
+    def reduce(self, buffer: torch.Tensor, factor: float) -> torch.futures.Future[torch.Tensor]:
         """Average a sparse bucket over all ranks; returns a future of it.
 
         Args:
             buffer: The bucket's buffer.
-            factor: This rank's weight; equal weights if ``None``.
+            factor: This rank's weight in the mean.
 
         Raises:
             RuntimeError: If the default process group is gone.
@@ -55,8 +55,8 @@ class SparseGradients:
         group = dist.group.WORLD if self._group is None else self._group
         if group is None:
             raise RuntimeError("The default process group is gone.")
-        if factor is None or factor == 1.0 / group.size():
-            buffer.div_(group.size())
+        if factor == 1.0 / group.size():
+            buffer.div_(group.size())  # as DDP does
         else:
             scale(buffer, factor)
         self._last = work = group.allreduce([buffer])

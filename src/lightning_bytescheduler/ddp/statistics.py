@@ -1,24 +1,9 @@
-"""Counters of the scheduler, readable at any time, and names for a profiler."""
+"""Counters of the scheduler, readable at any time."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, fields
-
-import torch
-
-
-@contextmanager
-def profiled(name: str) -> Iterator[None]:
-    """Show the work inside under ``name`` if ``torch.profiler`` is running; costs nothing otherwise."""
-    if torch.autograd.profiler._is_profiler_enabled:
-        with torch.autograd.profiler.record_function(name):
-            yield
-    else:
-        yield
-
 
 @dataclass(slots=True)
 class SchedulerStatistics:

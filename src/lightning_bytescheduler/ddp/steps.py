@@ -1,11 +1,10 @@
 """The kinds of steps, and what all steps of a fit share.
 
 A step begins with the first bucket of its backward pass and ends before the next backward pass. The engine makes it, of
-one kind, and it holds everything that belongs to it alone:
+one of two kinds, and it holds everything that belongs to it alone:
 
-- *synchronised* (:class:`SynchronisedStep`): DDP waits for its gradients at the end of the backward pass;
-- *as DDP's* (:class:`~lightning_bytescheduler.ddp.merged_buckets.DdpModeStep`): the same, without the scheduler, with
-  messages about as large as DDP's;
+- *plain* (:class:`~lightning_bytescheduler.ddp.plain_step.PlainStep`): its gradients are awaited at the end of the
+  backward pass, as with DDP;
 - *overlapped* (:class:`~lightning_bytescheduler.ddp.overlapped_step.OverlappedStep`): its updates are applied as
   parameters are used, during the next forward pass.
 """
@@ -18,23 +17,31 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_bytescheduler.collectives.operations import profiled
 from lightning_bytescheduler.collectives.transport import GradientTransport
 from lightning_bytescheduler.ddp.aliases import AliasDetector, scripted_parameters
 from lightning_bytescheduler.ddp.compressed_reduction import CompressedReduction, GradientCompression
 from lightning_bytescheduler.ddp.gates import UnseenReads
 from lightning_bytescheduler.ddp.gradient_transforms import PendingScale, Unscale
 from lightning_bytescheduler.ddp.own_gradients import OwnGradients
-from lightning_bytescheduler.ddp.reduction import AllReduction, GradientBucket, Reduction, ShardedReduction, StepTasks
-from lightning_bytescheduler.ddp.sample_weights import SampleWeights, StepWeight
+from lightning_bytescheduler.ddp.reduction import (
+    AllReduction,
+    GradientBucket,
+    Reduction,
+    ShardedReduction,
+    StepTasks,
+    exact,
+)
+from lightning_bytescheduler.ddp.sample_weights import EqualWeight, SampleWeights, StepWeight
 from lightning_bytescheduler.ddp.sparse_gradients import SparseGradients
-from lightning_bytescheduler.ddp.statistics import SchedulerStatistics, profiled
+from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
 from lightning_bytescheduler.scheduler.core import ByteCore
 from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask
 from lightning_bytescheduler.timeline.timeline import COMPUTE, COPY_TO_DEVICE, COPY_TO_HOST, GATE, WAIT, Timeline
@@ -96,37 +103,21 @@ class TrainingStream:
 
 
 class BucketFutures:
-    """The futures of buckets that DDP gets.
-
-    On a GPU a future records the streams that are current when it gets its result. Its waiters wait for the work queued
-    on them then, by stream and not on the host (``torch.futures.Future``).
-    """
+    """The futures of buckets that DDP gets: completed, as a step waits by itself, now or later."""
 
     def __init__(self, device: torch.device) -> None:
         self._devices: list[int | str | torch.device] | None = [device] if device.type == "cuda" else None
         self._completed: dict[int, tuple[Any, torch.futures.Future[torch.Tensor]]] = {}  # by index of the bucket
-
-    def new(self) -> torch.futures.Future[torch.Tensor]:
-        """Return a future without a result."""
-        return torch.futures.Future(devices=self._devices)
 
     def completed(self, index: int, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
         """Return a completed future. It is reused, as setting a result releases the GIL to other threads."""
         made_for = (buffer.data_ptr(), buffer.numel(), buffer.dtype)
         known, future = self._completed.get(index, (None, None))
         if future is None or known != made_for:
-            future = self.new()
+            future = torch.futures.Future(devices=self._devices)
             future.set_result(buffer)
             self._completed[index] = (made_for, future)
         return future
-
-
-def complete(future: torch.futures.Future[torch.Tensor], buffer: torch.Tensor, task: CommTask) -> None:
-    """Complete ``future`` with the buffer that ``task`` has reduced, or with its error."""
-    if task.error is None:
-        future.set_result(buffer)
-    else:
-        future.set_exception(task.error)  # type: ignore[arg-type]
 
 
 class ForwardPass:
@@ -181,7 +172,8 @@ class StepContext:
     ) -> None:
         self.weights = weights
         self.sparse = SparseGradients(sparse)
-        self.weight: StepWeight | None = None
+        self.equal_weight = EqualWeight(transport.group.size())
+        self.weight: StepWeight = self.equal_weight  # in the current step
         self.core = core
         self.transport = transport
         self.device = device
@@ -214,11 +206,11 @@ class StepContext:
 
     def reduction(self, number: int, *, sharded: bool = False) -> Reduction:
         """Return the reduction of step ``number``."""
-        tasks = StepTasks(self.core, self.transport, number, self.transport.wire_device, self.weight)
+        tasks, compression = StepTasks(self.core, self.transport, number, self.weight), self.compression
         if sharded:
-            return ShardedReduction(tasks, self.compression)
-        if self.compression is not None:
-            return CompressedReduction(tasks, self.compression, partial(self._on_host, step=number))
+            return ShardedReduction(tasks, exact if compression is None else compression.encoded)
+        if compression is not None:
+            return CompressedReduction(tasks, compression, partial(self._on_host, step=number))
         return AllReduction(tasks)
 
     def on_the_wire(self, bucket: GradientBucket, step: int) -> GradientBucket:
@@ -349,19 +341,19 @@ class StepContext:
 class TrainingStep:
     """A step: handles its buckets, the optimizer's step, and the moment at which everything has to be final.
 
-    The methods here are for steps whose gradients DDP waits for.
+    The methods here are for steps whose gradients are final when the backward pass ends.
 
     Args:
         number: Number of the backward pass among those that communicate, from 1; equal on all ranks, so it keys tasks.
     """
 
-    kind: ClassVar[str] = "synchronised"
+    kind = "synchronised"
     """Name for the timeline."""
 
     def __init__(self, context: StepContext, number: int) -> None:
         self.context = context
         self.number = number
-        self.waits_from = 0.0  # when DDP got the last future that it waits for; 0 before, or if it does not wait
+        self.waits_from = 0.0  # when the wait at the end of the backward pass began; 0 before, or if there is none
 
     # ------------------------------------------------------------------ backward pass
 
@@ -369,20 +361,18 @@ class TrainingStep:
         """Average a bucket over all ranks.
 
         Returns:
-            The future that DDP waits for.
+            The future that DDP gets.
         """
         raise NotImplementedError
 
     def reduce_sparse(self, bucket: dist.GradBucket, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
         """Average a bucket of sparse gradients, which cannot be cut into partitions."""
         weight = self.context.weight
-        if weight is None:
-            return self.context.sparse.reduce(buffer)
         weight.wait(lambda: self.context.core.abort_cause)  # the backward pass is about to wait for the others anyway
         return self.context.sparse.reduce(buffer, weight.factor)
 
     def count_exposed(self) -> None:
-        """Count the time that DDP has waited for its futures, when the backward pass has just ended."""
+        """Count the wait at the end of the backward pass, which has just ended."""
         if self.waits_from:
             self.context.waited("gradients", WAIT, self.waits_from, step=self.number)
 
@@ -475,43 +465,3 @@ class TrainingStep:
 
     def close(self) -> None:
         """Drop pending updates and make parameters plain again; call it after an error or a flush."""
-
-
-class SynchronisedStep(TrainingStep):
-    """A step whose gradients the scheduler sends and DDP waits for; see :class:`TrainingStep`.
-
-    Args:
-        position_of: Returns a bucket's position in the forward pass, from its index and parameters.
-        on_exposed: Called with the seconds that training has waited at the end; may be ``None``.
-    """
-
-    def __init__(
-        self,
-        context: StepContext,
-        number: int,
-        position_of: Callable[[int, list[nn.Parameter]], int],
-        on_exposed: Callable[[float], None] | None = None,
-    ) -> None:
-        super().__init__(context, number)
-        self._position_of = position_of
-        self._on_exposed = on_exposed
-        self._reduction = context.reduction(number)
-
-    def count_exposed(self) -> None:
-        """See :class:`TrainingStep`."""
-        super().count_exposed()
-        if self.waits_from and self._on_exposed is not None:
-            self._on_exposed(self.context.clock() - self.waits_from)
-
-    def reduce(self, bucket: dist.GradBucket, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-        """See :class:`TrainingStep`."""
-        context, index = self.context, bucket.index()
-        parameters = cast("list[nn.Parameter]", bucket.parameters())
-        if buffer.numel():
-            future = context.futures.new()
-            known = GradientBucket(index, parameters, buffer, self._position_of(index, parameters))
-            self._reduction.reduce(context.on_the_wire(known, self.number), partial(complete, future, buffer))
-        else:
-            future = context.futures.completed(index, buffer)  # an empty bucket is not sent
-        self.waits_from = context.clock()
-        return future
