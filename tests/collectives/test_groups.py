@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from lightning_bytescheduler.collectives.groups import SchedulerGroups
 from tests.faults.ranks import quiet_environment
-from tests.scheduler.test_short_turns import SHORT, needs_support, turn
+from tests.scheduler.test_threads import SHORT, needs_support, turn
 from tests.support.rank_pool import RankPool, free_port, join_default_group, let_go, threads_at_ends
 from tests.support.waiting import WAIT
 

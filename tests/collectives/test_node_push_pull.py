@@ -14,10 +14,9 @@ import torch.distributed as dist
 
 from lightning_bytescheduler.collectives.groups import abandon
 from lightning_bytescheduler.collectives.node_push_pull import NodePushPull, lay_out
-from lightning_bytescheduler.collectives.operations import StartedOperation
+from lightning_bytescheduler.collectives.operations import NodePassage, StartedOperation
 from lightning_bytescheduler.collectives.push_pull import PlacedParts
 from lightning_bytescheduler.collectives.server_meeting import Announcement, connect
-from lightning_bytescheduler.scheduler.task import NodePassage
 from tests.support.waiting import WAIT
 
 TIMEOUT = timedelta(seconds=2 * WAIT)

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_bytescheduler.collectives.operations import Passage
 from lightning_bytescheduler.ddp.reduction import GradientBucket
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
 from lightning_bytescheduler.ddp.steps import StepContext
-from lightning_bytescheduler.scheduler.task import CommTask, Passage
+from lightning_bytescheduler.scheduler.task import CommTask
 from tests.support.late_copies import LateCopies
 from tests.support.waiting import WAIT
 

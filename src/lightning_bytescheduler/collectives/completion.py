@@ -29,8 +29,8 @@ from lightning_bytescheduler.collectives.operations import StartedOperation
 from lightning_bytescheduler.exceptions import SchedulerTimeoutError
 from lightning_bytescheduler.failures.messages import brief, is_communication_error, is_timeout
 from lightning_bytescheduler.failures.standstill import break_connections
-from lightning_bytescheduler.scheduler.short_turns import prefer_short_turns
 from lightning_bytescheduler.scheduler.task import SubCommTask
+from lightning_bytescheduler.scheduler.threads import start_thread
 
 __all__ = ["CompletionThread", "naming", "wait_in_slices"]
 
@@ -110,8 +110,7 @@ class CompletionThread:
         self._behind: Pending | None = None  # taken from the queue, to follow the second halves
         self._pending: queue.SimpleQueue[Pending | None] = queue.SimpleQueue()
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"bytescheduler-{name}", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(name, self._run)
 
     def watch(self, started: StartedOperation, sub_task: SubCommTask) -> None:
         """Notify ``sub_task`` when ``started`` is done."""
@@ -135,7 +134,6 @@ class CompletionThread:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        prefer_short_turns()
         failed: BaseException | None = None
         while True:
             item = self._next()

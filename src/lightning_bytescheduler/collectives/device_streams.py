@@ -52,8 +52,8 @@ import torch.distributed as dist
 from lightning_bytescheduler.collectives.completion import naming
 from lightning_bytescheduler.collectives.operations import Operation, StartedOperation
 from lightning_bytescheduler.exceptions import SchedulerTimeoutError
-from lightning_bytescheduler.scheduler.short_turns import prefer_short_turns
 from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask
+from lightning_bytescheduler.scheduler.threads import start_thread
 
 __all__ = ["DeviceStreams", "ReadyMark"]
 
@@ -79,8 +79,7 @@ class DevicePoller:
         self._results: deque[Look] = deque()
         self._new: queue.SimpleQueue[tuple[deque[Look], Look] | None] = queue.SimpleQueue()
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="bytescheduler-device", daemon=True)
-        self._thread.start()
+        self._thread = start_thread("device", self._run)
 
     def await_mark(
         self, mark: ReadyMark, then: Callable[[], None], on_error: Callable[[BaseException], object]
@@ -110,7 +109,6 @@ class DevicePoller:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        prefer_short_turns()
         with self._surroundings():
             happened = False
             while not self._stopping.is_set():

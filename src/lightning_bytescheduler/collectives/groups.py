@@ -38,7 +38,7 @@ from torch.distributed import distributed_c10d
 
 from lightning_bytescheduler.collectives.routing_group import is_routed
 from lightning_bytescheduler.failures.standstill import break_connections
-from lightning_bytescheduler.scheduler.short_turns import short_turns
+from lightning_bytescheduler.scheduler.threads import short_turns
 
 log = logging.getLogger(__name__)
 

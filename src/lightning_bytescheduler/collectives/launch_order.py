@@ -63,8 +63,8 @@ from lightning_bytescheduler.collectives.completion import wait_in_slices
 from lightning_bytescheduler.collectives.operations import broadcast_from_first
 from lightning_bytescheduler.failures.standstill import break_connections
 from lightning_bytescheduler.scheduler.order import AnnouncedOrder, Decision, LaneChoice, MixedOrder
-from lightning_bytescheduler.scheduler.short_turns import prefer_short_turns
 from lightning_bytescheduler.scheduler.task import SubCommTask, TaskKey
+from lightning_bytescheduler.scheduler.threads import prefer_short_turns
 
 __all__ = ["DecidingOrder", "FollowingOrder"]
 
@@ -75,6 +75,7 @@ _EXPECTED = 16  # direct messages that are expected ahead
 _NUMBER = 1  # of all direct messages
 _UNTOLD = 2048  # messages kept until they have certainly left
 _MOMENT_S = 0.5
+_END_S = 5.0
 _REST = (0,) * (_FIELDS - 1)
 _EMPTY = array("q", bytes(8 * _FIELDS * (_CAPACITY + 1)))
 
@@ -131,6 +132,11 @@ class DecidingOrder(MixedOrder):
             return False
         self._sent.clear()
         return True
+
+    def end(self, timeout: float, hopeless: Callable[[], bool] = lambda: False) -> bool:
+        """End the decisions; returns whether the control group is idle, within ``timeout`` seconds."""
+        self.close()
+        return self.wait_sent(min(timeout, _END_S))
 
     def _send(self, numbers: Iterable[int]) -> None:
         fields = array("q", numbers)  # this runs for every part, and torch.tensor() of lists is ten times slower
@@ -202,6 +208,20 @@ class FollowingOrder(AnnouncedOrder):
         """Wait for rank 0's closing message; returns whether the thread ended within ``timeout`` seconds."""
         self._thread.join(timeout)
         return not self._thread.is_alive()
+
+    def end(self, timeout: float, hopeless: Callable[[], bool] = lambda: False) -> bool:
+        """Await rank 0's closing message, and end the thread; returns whether the control group is idle.
+
+        Args:
+            timeout: Longest wait, in seconds. Rank 0 may come to its end much later than this rank.
+            hopeless: Called regularly; whether the message will not come. The receive in progress cannot be cancelled.
+        """
+        deadline = time.monotonic() + timeout
+        while not self.wait_closed(_MOMENT_S / 2) and time.monotonic() < deadline and not hopeless():
+            pass
+        closed = self._closed
+        self.stop(_END_S)
+        return closed
 
     def take(self, records: list[list[int]], update_order: Callable[[Callable[[], None]], None]) -> bool:
         """Handle one message of rank 0; returns whether more will come."""

@@ -29,10 +29,8 @@ that have posted a receive at launch.
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -40,55 +38,17 @@ import torch
 import torch.distributed as dist
 
 from lightning_bytescheduler.collectives.groups import SchedulerGroups, abandon
-from lightning_bytescheduler.collectives.operations import Pull, StartedOperation
+from lightning_bytescheduler.collectives.operations import NodePassage, Pull, StartedOperation
 from lightning_bytescheduler.collectives.push_pull import PlacedParts, PushPull
 from lightning_bytescheduler.collectives.sending_turns import PATIENCE
 from lightning_bytescheduler.collectives.summing_server import Coming
 from lightning_bytescheduler.exceptions import UnsupportedError
-from lightning_bytescheduler.scheduler.short_turns import prefer_short_turns
-from lightning_bytescheduler.scheduler.task import NodePassage
+from lightning_bytescheduler.scheduler.threads import WorkThread
 
 __all__ = ["NodeLayout", "NodePushPull", "agree_on_nodes", "each_alone", "lay_out"]
 
 _STOP_S = 2.0
 _WAY_OUT = "Leave group out: then each rank pushes for itself."
-
-
-class _LocalReduce:
-    """The stage *local reduce*, on a separate thread, one part after the other.
-
-    After an error it begins nothing more. A waiter for a part finds the cause and stops the scheduler, which breaks the
-    connections. Broken here, they would first fail on other threads, with a less specific error.
-    """
-
-    def __init__(self) -> None:
-        self._parts: queue.SimpleQueue[tuple[Callable[[], None], Callable[[BaseException], None]] | None] = (
-            queue.SimpleQueue()
-        )
-        self._thread = threading.Thread(target=self._run, name="bytescheduler-local-reduce", daemon=True)
-        self._thread.start()
-
-    def put(self, work: Callable[[], None], fail: Callable[[BaseException], None] = lambda _: None) -> None:
-        """Run ``work`` in its turn, or call ``fail`` with the reason why not."""
-        self._parts.put((work, fail))
-
-    def stop(self, timeout: float) -> None:
-        """Finish the queue and end the thread; waits in it end when the group's connections do."""
-        self._parts.put(None)
-        self._thread.join(timeout)
-
-    def _run(self) -> None:
-        prefer_short_turns()
-        failure: BaseException | None = None
-        while (part := self._parts.get()) is not None:
-            work, fail = part
-            try:
-                if failure is not None:
-                    raise failure
-                work()
-            except BaseException as error:
-                failure = error
-                fail(error)
 
 
 class NodePushPull(PushPull):
@@ -115,7 +75,9 @@ class NodePushPull(PushPull):
         self._others = [rank for rank in range(local.size()) if rank != self._own]
         self._pushers = PlacedParts(workers=local.size(), servers=0)
         self._averaged *= local.size()
-        self._local_reduce = _LocalReduce()
+        # After an error it begins nothing more. A waiter for a part finds the cause and stops the scheduler, which
+        # breaks the connections. Broken here, they would first fail on other threads, with a less specific error.
+        self._local_reduce = WorkThread("local-reduce")
 
     def start(self, part: torch.Tensor, number: int) -> StartedOperation:
         """See :class:`PushPull`."""
@@ -133,7 +95,7 @@ class NodePushPull(PushPull):
             sent.wait(PATIENCE)
             passage.reduced = time.perf_counter()
 
-        self._local_reduce.put(left)
+        self._local_reduce.put(left, lambda error: None)
         return StartedOperation([back], messages=True, lane=f"from-{pusher}", passage=passage)
 
     def _push_for_all(self, part: torch.Tensor, number: int) -> StartedOperation:

@@ -41,7 +41,7 @@ import torch.distributed as dist
 
 from lightning_bytescheduler.collectives.groups import leave
 from lightning_bytescheduler.collectives.operations import ends_within, wait_unless
-from lightning_bytescheduler.scheduler.short_turns import prefer_short_turns
+from lightning_bytescheduler.scheduler.threads import start_thread
 
 MOST = 2**62
 """The largest number that :class:`AgreedValues` exchanges."""
@@ -130,8 +130,7 @@ class NumberExchange:
         self._stopping = threading.Event()
         self._posted: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._last: dist.Work | None = None
-        self._thread = threading.Thread(target=self._run, name="bytescheduler-counts", daemon=True)
-        self._thread.start()
+        self._thread = start_thread("counts", self._run)
 
     def post(self, numbers: Sequence[int]) -> PostedNumbers:
         """Post ``numbers`` to all ranks and return theirs, without waiting. Called in one order on all ranks.
@@ -162,7 +161,6 @@ class NumberExchange:
         return _Stopped() if self._stopping.is_set() else self._failure()
 
     def _run(self) -> None:
-        prefer_short_turns()
         while (posted := self._posted.get()) is not None:
             work, rows, numbers = posted
             try:

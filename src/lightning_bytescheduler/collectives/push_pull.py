@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_bytescheduler.collectives.groups import abandon
-from lightning_bytescheduler.collectives.operations import Pull, StartedOperation, scale
+from lightning_bytescheduler.collectives.operations import Passage, Pull, StartedOperation, scale
 from lightning_bytescheduler.collectives.sending_turns import SendingTurns, turns_by_need
 from lightning_bytescheduler.collectives.summing_server import (
     CLOSING,
@@ -42,7 +42,6 @@ from lightning_bytescheduler.collectives.summing_server import (
 )
 from lightning_bytescheduler.exceptions import UnsupportedError
 from lightning_bytescheduler.scheduler.placement import PLACEMENTS, Nodes, Placement, mixed_server, server_weights
-from lightning_bytescheduler.scheduler.task import Passage
 
 __all__ = ["PlacedParts", "PushPull"]
 

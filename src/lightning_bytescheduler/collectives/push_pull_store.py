@@ -43,6 +43,7 @@ from lightning_bytescheduler.scheduler.task import CommTask, TaskKey
 __all__ = ["PulledTensor", "PushPullStore"]
 
 _STOP_S = 5.0
+_MOMENT_S = 0.5
 
 
 @dataclass(slots=True)
@@ -355,14 +356,7 @@ class PushPullStore:
             raise self._on_error(error) from error
 
     def _close_order(self, failed: bool) -> None:
-        order = self._order
-        if isinstance(order, DecidingOrder):
-            order.close()
-            self._order_is_closed = order.wait_sent(0.5 if failed else _STOP_S)
-            return
-        order.wait_closed(0.5 if failed else self._timeout)
-        self._order_is_closed = order.closed
-        order.stop(_STOP_S)
+        self._order_is_closed = self._order.end(_MOMENT_S if failed else self._timeout)
 
 
 def _whole(priority: int) -> int:

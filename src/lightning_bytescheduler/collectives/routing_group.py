@@ -52,8 +52,8 @@ from lightning_bytescheduler.collectives.launch_order import DecidingOrder
 from lightning_bytescheduler.collectives.operations import wait_unless
 from lightning_bytescheduler.exceptions import SchedulerTimeoutError
 from lightning_bytescheduler.scheduler.core import ByteCore
-from lightning_bytescheduler.scheduler.short_turns import prefer_short_turns
 from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask, TaskKey
+from lightning_bytescheduler.scheduler.threads import start_thread
 
 __all__ = ["KINDS", "ROUTED_BACKENDS", "ForeignCollectives", "RoutingGroup", "is_routed"]
 
@@ -321,8 +321,7 @@ class RoutingGroup(dist.ProcessGroup):
         self._reported: queue.SimpleQueue[tuple[dist.Work, int] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         if isinstance(order, DecidingOrder):
-            self._thread = threading.Thread(target=self._listen, name="bytescheduler-reports", daemon=True)
-            self._thread.start()
+            self._thread = start_thread("reports", self._listen)
         # Methods that are not overridden find the backends of the replaced group.
         for kind in default._device_types:
             backend = default._get_backend(kind)
@@ -523,7 +522,6 @@ class RoutingGroup(dist.ProcessGroup):
         self._said_sent.append(work)
 
     def _listen(self) -> None:
-        prefer_short_turns()
         order = self._order
         assert isinstance(order, DecidingOrder)
         try:

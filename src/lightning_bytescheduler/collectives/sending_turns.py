@@ -19,7 +19,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from lightning_bytescheduler.scheduler.short_turns import prefer_short_turns
+from lightning_bytescheduler.scheduler.threads import start_thread
 
 __all__ = ["PATIENCE", "OnSent", "SendingTurns", "turns_by_need"]
 
@@ -74,8 +74,7 @@ class SendingTurns:
         self._on_error = on_error
         self._work = threading.Condition()
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name=f"bytescheduler-{name}", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(name, self._run)
 
     def put(
         self,
@@ -116,7 +115,6 @@ class SendingTurns:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        prefer_short_turns()
         under_way: deque[tuple[dist.Work, dist.Work | None, OnSent | None, float]] = deque()
         left = 0.0  # when the previous message had left
         try:

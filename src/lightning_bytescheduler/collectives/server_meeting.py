@@ -41,7 +41,7 @@ from lightning_bytescheduler.exceptions import (
 )
 from lightning_bytescheduler.failures.messages import StoreMessage, brief, is_communication_error, is_timeout
 from lightning_bytescheduler.failures.rendezvous import looks
-from lightning_bytescheduler.scheduler.short_turns import short_turns
+from lightning_bytescheduler.scheduler.threads import short_turns
 
 PREFIX = "bytescheduler-servers"
 _LOOK_EVERY_S = 0.05

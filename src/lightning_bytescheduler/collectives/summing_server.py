@@ -31,7 +31,7 @@ from lightning_bytescheduler.collectives.groups import abandon
 from lightning_bytescheduler.collectives.sending_turns import PATIENCE, SendingTurns
 from lightning_bytescheduler.exceptions import RankFailedError, UnsupportedError
 from lightning_bytescheduler.failures.messages import brief
-from lightning_bytescheduler.scheduler.short_turns import prefer_short_turns
+from lightning_bytescheduler.scheduler.threads import start_thread
 
 HEADER_TAG = 0  # operations are numbered from 1
 HEADER_WORDS = 3  # int64: number of the operation, elements, index of the type
@@ -119,14 +119,10 @@ class SummingServer:
         if not others:
             self._over.set()
         self._threads = [
-            threading.Thread(
-                target=partial(self._guarded, work, rank), name=f"bytescheduler-{name}-{rank}", daemon=True
-            )
+            start_thread(f"{name}-{rank}", partial(self._guarded, work, rank))
             for rank in others
             for name, work in (("headers", self._take_headers), ("sums", self._add_pushes))
         ]
-        for thread in self._threads:
-            thread.start()
 
     @property
     def waits_for(self) -> tuple[tuple[int, ...], float]:
@@ -190,7 +186,6 @@ class SummingServer:
             waiting.end(error)
 
     def _guarded(self, work: Callable[[int], None], rank: int) -> None:
-        prefer_short_turns()
         try:
             work(rank)
         except RuntimeError as error:

@@ -3,7 +3,8 @@
 It also has the codec thread, ``bytescheduler-codec``, which encodes so that neither the training nor a launch waits.
 The transport owns it and starts it with the first sub-task to encode. It works in the order of launches and holds no
 lock. The completion thread, which decodes, follows the same order. All its work ends by itself: arithmetic on one
-partition, and messages that are begun without waiting. So :meth:`CodecThread.stop` waits for one partition at most.
+partition, and messages that are begun without waiting. So :meth:`GradientTransport.stop_encoding` waits for one
+partition at most.
 
 Why no rank waits forever: encoded data travels as messages between two ranks, with the number of the operation, which
 is given at launch, in one order on all ranks. So it does not matter when a message begins.
@@ -11,7 +12,6 @@ is given at launch, in one order on all ranks. So it does not matter when a mess
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from collections.abc import Callable
@@ -36,53 +36,10 @@ from lightning_bytescheduler.collectives.operations import (
 from lightning_bytescheduler.collectives.push_pull import PushPull
 from lightning_bytescheduler.collectives.routing_group import RoutingGroup
 from lightning_bytescheduler.failures.messages import is_communication_error
-from lightning_bytescheduler.scheduler.short_turns import prefer_short_turns
 from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask
+from lightning_bytescheduler.scheduler.threads import WorkThread
 
-__all__ = ["CodecThread", "EncodedStart", "GradientTransport", "ReadyMark"]
-
-
-class CodecThread:
-    """Encodes and sends one sub-task after the other.
-
-    Args:
-        on_error: Called with an error, on the codec thread, before the sub-task fails; returns the error to fail with.
-    """
-
-    def __init__(self, on_error: Callable[[BaseException], BaseException]) -> None:
-        self._on_error = on_error
-        self._waiting: queue.SimpleQueue[tuple[Callable[[], None], SubCommTask] | None] = queue.SimpleQueue()
-        self._stopping = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def run(self, work: Callable[[], None], sub_task: SubCommTask) -> None:
-        """Run ``work`` for ``sub_task`` after all earlier work; called with the launching lock held."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="bytescheduler-codec", daemon=True)
-            self._thread.start()
-        self._waiting.put((work, sub_task))
-
-    def stop(self, timeout: float) -> bool:
-        """End the thread and drop waiting work; returns whether it ended within ``timeout`` seconds."""
-        self._stopping.set()
-        self._waiting.put(None)
-        thread = self._thread
-        if thread is None:
-            return True
-        thread.join(timeout)
-        return not thread.is_alive()
-
-    def _run(self) -> None:
-        prefer_short_turns()
-        while True:
-            item = self._waiting.get()  # stop() puts None to wake it
-            if item is None or self._stopping.is_set():
-                return
-            work, sub_task = item
-            try:
-                work()
-            except BaseException as error:
-                sub_task.fail(self._on_error(naming(sub_task, error)))
+__all__ = ["EncodedStart", "GradientTransport", "ReadyMark"]
 
 
 _BROADCASTS = "local-broadcast"  # waits for messages to the other ranks of a node
@@ -135,7 +92,7 @@ class GradientTransport:
         self._lanes: dict[int | str, CompletionThread] = {}
         self._streams: DeviceStreams | None = None
         self._completions: list[tuple[dist.ProcessGroup, CompletionThread]] = []  # by lane; empty if streams wait
-        self._codec = CodecThread(on_error)
+        self._codec = WorkThread("codec")
         if self.wire_device.type == "cuda":
             self._streams = DeviceStreams(group, self.wire_device, on_error)
         elif overtaking is not None:
@@ -247,7 +204,10 @@ class GradientTransport:
         self._started += 1
         group, completion = self._completions[sub_task.lane]
         encoded = partial(start, group, sub_task, self._started)
-        self._codec.run(partial(_encode, encoded, completion.reserve(sub_task), last), sub_task)
+        self._codec.put(
+            partial(_encode, encoded, completion.reserve(sub_task), last),
+            lambda error: sub_task.fail(self._on_error(naming(sub_task, error))),
+        )
 
     @property
     def all_reduce(self) -> Averaging:
@@ -316,7 +276,7 @@ class GradientTransport:
         """
         if self.payloads is not None:
             self.payloads.stop()
-        return self._codec.stop(timeout)
+        return self._codec.stop(timeout, drop=True)
 
     def stop(self, timeout: float) -> bool:
         """End the threads that wait for results, within ``timeout`` seconds; returns whether they ended."""

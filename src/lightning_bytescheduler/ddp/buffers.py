@@ -37,7 +37,7 @@ from lightning_bytescheduler.collectives.groups import leave
 from lightning_bytescheduler.collectives.operations import broadcast_from_first, wait_unless
 from lightning_bytescheduler.exceptions import UnsupportedError
 from lightning_bytescheduler.failures.standstill import waiting
-from lightning_bytescheduler.scheduler.short_turns import short_turns
+from lightning_bytescheduler.scheduler.threads import short_turns
 
 __all__ = ["BufferBroadcast"]
 

@@ -44,8 +44,8 @@ from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.failures.messages import is_communication_error
 from lightning_bytescheduler.scheduler.core import ByteCore
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
-from lightning_bytescheduler.scheduler.short_turns import InterpreterTurns
 from lightning_bytescheduler.scheduler.task import SubCommTask
+from lightning_bytescheduler.scheduler.threads import InterpreterTurns
 from lightning_bytescheduler.timeline.timeline import COMMUNICATION, QUEUE, REPLY, Timeline
 
 __all__ = ["SchedulerRuntime"]
@@ -294,19 +294,8 @@ class SchedulerRuntime:
         self._leave_entry_points()
 
     def _close_order(self, failed: bool) -> None:
-        order = self._order
-        if isinstance(order, DecidingOrder):
-            order.close()
-            self._closed_in_order = order.wait_sent(_MOMENT_S if failed else _STOP_S)
-            return
-        # Rank 0 may come here much later. Its closing message is awaited while there is hope, as the receive in
-        # progress on the control group cannot be cancelled.
-        deadline = time.monotonic() + (_MOMENT_S if failed else self._timeout)
-        while not order.wait_closed(_MOMENT_S / 2) and time.monotonic() < deadline:
-            if self._board.hopeless and not failed:
-                break
-        self._closed_in_order = order.closed
-        order.stop(_STOP_S)
+        timeout = _MOMENT_S if failed else self._timeout
+        self._closed_in_order = self._order.end(timeout, lambda: self._board.hopeless and not failed)
 
     def _leave_groups(self) -> None:
         idle = not (self._collectives_failed or self.core.in_flight or self.engine.merged_under_way)

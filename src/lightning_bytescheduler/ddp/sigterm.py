@@ -38,7 +38,7 @@ from lightning_bytescheduler.failures.agreed_stop import AgreedStop
 from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.failures.standstill import break_connections, waiting
 from lightning_bytescheduler.lightning_api import ClusterEnvironment, SIGTERMException, SLURMEnvironment, TrainerFn, pl
-from lightning_bytescheduler.scheduler.short_turns import short_turns
+from lightning_bytescheduler.scheduler.threads import short_turns
 
 log = logging.getLogger(__name__)
 

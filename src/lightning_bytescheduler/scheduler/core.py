@@ -27,8 +27,8 @@ from types import TracebackType
 from lightning_bytescheduler.checks import require_bool, require_size
 from lightning_bytescheduler.exceptions import SchedulerClosedError, SchedulerTimeoutError
 from lightning_bytescheduler.scheduler.order import LaunchOrder, PriorityOrder
-from lightning_bytescheduler.scheduler.short_turns import prefer_short_turns
 from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask, TaskState
+from lightning_bytescheduler.scheduler.threads import prefer_short_turns
 
 __all__ = ["ByteCore"]
 

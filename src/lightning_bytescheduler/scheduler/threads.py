@@ -1,4 +1,4 @@
-"""Gives communication threads the processor and the interpreter quickly, for short turns.
+"""The threads of communication: how they start, and how they get the processor and the interpreter quickly.
 
 If every core computes, a thread that a message wakes waits for a computing thread's turn to end, some milliseconds. A
 partition needs several such wake-ups on each rank, which can cost far more than its transfer.
@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import ctypes
 import platform
+import queue
 import struct
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-__all__ = ["InterpreterTurns", "prefer_short_turns", "short_turns"]
+__all__ = ["InterpreterTurns", "WorkThread", "prefer_short_turns", "short_turns", "start_thread"]
 
 _SWITCH_INTERVAL_S = 0.0005
 _SHORT = 100_000  # nanoseconds, the least that the kernel grants
@@ -38,6 +39,65 @@ def prefer_short_turns() -> bool:
         Whether the kernel accepted; ``False`` on other systems, older kernels and under real-time policies.
     """
     return _ask_for(_SHORT) is not None
+
+
+def start_thread(name: str, run: Callable[[], object]) -> threading.Thread:
+    """Start a daemon thread ``bytescheduler-NAME`` that calls ``run``, with short turns."""
+
+    def work() -> None:
+        prefer_short_turns()
+        run()
+
+    thread = threading.Thread(target=work, name=f"bytescheduler-{name}", daemon=True)
+    thread.start()
+    return thread
+
+
+class WorkThread:
+    """Does one piece of work after the other on a thread ``bytescheduler-NAME``, which starts with the first.
+
+    After an error it begins nothing more: all later work fails with it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._works: queue.SimpleQueue[tuple[Callable[[], None], Callable[[BaseException], None]] | None] = (
+            queue.SimpleQueue()
+        )
+        self._dropping = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def put(self, work: Callable[[], None], fail: Callable[[BaseException], None]) -> None:
+        """Do ``work`` in its turn, or call ``fail`` with the reason why not; one thread at a time calls this."""
+        if self._thread is None:
+            self._thread = start_thread(self._name, self._run)
+        self._works.put((work, fail))
+
+    def stop(self, timeout: float, *, drop: bool = False) -> bool:
+        """End the thread after the work under way, or after all work; returns whether it ended within ``timeout``.
+
+        Args:
+            timeout: Seconds.
+            drop: Whether to drop work that has not begun.
+        """
+        if drop:
+            self._dropping.set()
+        self._works.put(None)
+        if self._thread is not None:
+            self._thread.join(timeout)
+        return self._thread is None or not self._thread.is_alive()
+
+    def _run(self) -> None:
+        failure: BaseException | None = None
+        while (item := self._works.get()) is not None and not self._dropping.is_set():
+            work, fail = item
+            try:
+                if failure is not None:
+                    raise failure
+                work()
+            except BaseException as error:
+                failure = error
+                fail(error)
 
 
 @contextmanager

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from lightning_bytescheduler.scheduler import short_turns as module
-from lightning_bytescheduler.scheduler.short_turns import InterpreterTurns, prefer_short_turns, short_turns
+from lightning_bytescheduler.scheduler import threads as module
+from lightning_bytescheduler.scheduler.threads import InterpreterTurns, prefer_short_turns, short_turns
 from tests.scheduler.harness import running_core
 from tests.support.waiting import WAIT, until
 
