@@ -68,7 +68,7 @@ class Training:
         mark.event = event  # type: ignore[assignment]
         return mark
 
-    def enqueue(self, layer: int, mark: ReadyMark, operation: Any = all_reduce, **more: Any) -> CommTask:
+    def enqueue(self, layer: int, mark: ReadyMark, operation: Any = all_reduce) -> CommTask:
         bucket: Any = self.buckets[layer]
         task = CommTask(
             f"bucket {layer}",
@@ -78,7 +78,7 @@ class Training:
             key=TaskKey(self.step, bucket=layer),
             on_end=self.streams.forget,
         )
-        self.streams.expect(task, **more)
+        self.streams.expect(task)
         self.core.enqueue(task)
         self.streams.when_ready(mark, task.notify_ready)
         return task
@@ -306,26 +306,6 @@ def test_an_abort_wakes_a_gate_whose_task_was_never_sent() -> None:
 def never(training: Training) -> ReadyMark:
     training.cuda.training.enqueue(lambda: None, lambda: False)
     return training.ready()
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_whoever_asked_is_told_once_where_a_stream_waits_for_the_result(backend: str) -> None:
-    told: list[FakeStream] = []
-    with Training(backend, 1) as training:
-        training.buckets[0].do(lambda _: 1.0)
-        task = training.enqueue(0, training.ready(), then=lambda: told.append(training.cuda.current_stream()))
-        task.wait(WAIT)
-        assert told == [training.streams._arriving]
-
-
-def test_whoever_asked_is_told_once_of_a_failure() -> None:
-    told: list[BaseException | None] = []
-    with Training("nccl", 1) as training:
-        task: list[CommTask] = []
-        task.append(training.enqueue(0, never(training), then=lambda: told.append(task[0].error)))
-        cause = ValueError("enough")
-        training.core.abort(cause)
-        assert told == [cause]
 
 
 def test_what_a_tasks_end_calls_runs_beside_the_queues() -> None:

@@ -24,7 +24,9 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def context() -> Iterator[StepContext]:
-    transport: Any = SimpleNamespace(host_copies=LateCopies(CPU, lambda error: None), wire_device=CPU)
+    transport: Any = SimpleNamespace(
+        host_copies=LateCopies(CPU, lambda error: None), wire_device=CPU, group=SimpleNamespace(size=lambda: 2)
+    )
     core: Any = SimpleNamespace()
     yield StepContext(
         core=core,
