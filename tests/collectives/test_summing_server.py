@@ -189,6 +189,11 @@ def test_options_that_do_not_fit(given: dict[str, Any]) -> None:
     assert isinstance(error.value, ByteSchedulerError)
 
 
+def test_compressed_gradients_are_for_ranks_that_add_up() -> None:
+    with pytest.raises(OptionError, match=r"compression .*left out with servers.* Leave servers out"):
+        ServerOptions.resolve(0, CompressionRules.resolve("int8"))
+
+
 def test_options_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not ServerOptions.resolve(None).used
     assert ServerOptions.resolve(0) == ServerOptions.resolve({}) == ServerOptions(spare=0)

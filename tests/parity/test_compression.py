@@ -224,7 +224,7 @@ def slope_of(step: int, rank: int) -> torch.Tensor:
 def residuals_of(trainer: Trainer, model: Any) -> None:
     strategy: Any = trainer.strategy
     kept = strategy._gradients.residuals
-    left = {name: kept.of(name, 2400).view(60, 40) / kept.loss_scale for name in ("always", "rarely")}
+    left = {name: kept.of(name, 2400).view(60, 40) / kept._scale for name in ("always", "rarely")}
     model.notes.append(left)
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-import torch
 from lightning.pytorch import Trainer
 from torch.optim import Adam
 
@@ -83,37 +82,6 @@ def test_the_bits_do_not_depend_on_where_three_ranks_are_added_up(three_ranks: R
 
 def save_to(path: str, trainer: Trainer, model: object) -> None:
     trainer.save_checkpoint(path)
-
-
-def test_compressed_gradients_are_added_up_by_servers(two_ranks: RankPool, tmp_path: Path) -> None:
-    """Half of the bytes at a spare server, half at the ranks; what all of them have left is in the checkpoint."""
-    model, path = partial(Tower, optimizer=partial(Adam, lr=0.005)), tmp_path / "after.ckpt"
-    int8 = {**PS, "compression": "int8", "compression_min_size": 40}
-    recipe = Recipe(model=model, steps=8, after=partial(save_to, str(path)))
-    run = Run(options={**int8, "servers": 1}, network="held")
-    served = [one.outcome for one in two_ranks.run(train_with_servers, recipe=recipe, run=run, servers=1)]
-    ours = [one for one in served if one is not None]
-    assert_overlapped(ours, share=0.85)
-    ddp, waiting, as_ddp = train_on(
-        two_ranks,
-        Recipe(model=model, steps=8),
-        DDP,
-        Run(options={**int8, "cross_barrier": False}),
-        Run(options={**int8, "mode": "ddp"}),
-    )
-    assert_same(waiting, as_ddp)
-    for one in (ours, waiting):
-        for name, weight in one[0].weights.items():
-            assert torch.equal(weight, one[1].weights[name]), "ranks drift apart"
-            assert torch.allclose(weight, ddp[0].weights[name], atol=0.02)
-        assert not all(torch.equal(weight, ddp[0].weights[name]) for name, weight in one[0].weights.items())
-    statistics, plan = ours[0].statistics, ours[0].plan
-    assert statistics is not None
-    assert plan is not None
-    assert 2 < statistics.compression_ratio < plan.compression_ratio, "descriptions are small"
-    state = torch.load(path, weights_only=True)["lightning_bytescheduler.compression"]
-    assert state["residuals"].keys() == {name for name, p in Tower().named_parameters() if p.numel() >= 40}
-    assert all(tensor.abs().max() > 0 for tensor in state["residuals"].values())
 
 
 def train_without_broadcasts_of_decisions(rank: int, recipe: Recipe, run: Run) -> Outcome:
