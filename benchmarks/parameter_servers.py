@@ -118,18 +118,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--partition", type=int, help="parameters, with servers (default: the strategy's)")
     parser.add_argument("--credit", type=int, help="parameters, with servers (default: the strategy's)")
     parser.add_argument("--congestion-control", help="of TCP, such as reno or bbr (default: the machine's)")
-    parser.add_argument(
-        "--compression", help="with servers besides, not by node, such as int8; needs --partition and --credit"
-    )
     asked = parser.parse_args(arguments)
-    if asked.compression and not (asked.partition and asked.credit):
-        parser.error("--compression needs --partition and --credit")
     console = Console()
     sizes = f", partition {asked.partition}, credit {asked.credit}" if asked.partition and asked.credit else ""
     contenders, each = [ALONE, "bytescheduler, overlapped"], asked.ranks_per_node
     for by_node in ("", ", by node") if each > 1 else ("",):
-        for wire in ("", f", {asked.compression}") if asked.compression and not by_node else ("",):
-            contenders += [f"bytescheduler{sizes}{wire}, {k} servers{by_node}" for k in asked.servers]
+        contenders += [f"bytescheduler{sizes}, {k} servers{by_node}" for k in asked.servers]
     base = Configuration(
         network=asked.network, ratio=1.0, workers=asked.workers, mbit=asked.mbit, megabytes=asked.megabytes
     )
@@ -154,8 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 if servers:
                     times = crossings(n, each, int(servers[1]), by_node=bool(servers[2]))
                 seconds = times * asked.megabytes * 1e6 / base.link.bandwidth
-                compressed = asked.compression and f", {asked.compression}, " in name
-                formula = "" if name == ALONE or compressed else f"{1e3 * seconds:.0f}"
+                formula = "" if name == ALONE else f"{1e3 * seconds:.0f}"
                 seen = f"{1e3 * travelled:.0f}" if travelled else ""
                 table.add_row(name, f"{1e3 * step:.0f}", f"{first / step:.2f}", seen, formula)
             console.print(table)
