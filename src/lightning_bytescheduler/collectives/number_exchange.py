@@ -30,18 +30,17 @@ Why ranks agree:
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from lightning_bytescheduler.collectives.groups import leave
 from lightning_bytescheduler.collectives.operations import ends_within, wait_unless
-from lightning_bytescheduler.scheduler.threads import start_thread
+from lightning_bytescheduler.scheduler.threads import WorkThread
 
 MOST = 2**62
 """The largest number that :class:`AgreedValues` exchanges."""
@@ -128,9 +127,8 @@ class NumberExchange:
         self._on_error = on_error
         self._failure = failure
         self._stopping = threading.Event()
-        self._posted: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._last: dist.Work | None = None
-        self._thread = start_thread("counts", self._run)
+        self._thread = WorkThread("counts")
 
     def post(self, numbers: Sequence[int]) -> PostedNumbers:
         """Post ``numbers`` to all ranks and return theirs, without waiting. Called in one order on all ranks.
@@ -142,7 +140,7 @@ class NumberExchange:
             raise RuntimeError("Numbers were posted to an exchange that is closed.")
         rows = list(torch.zeros(self._size, self._width, dtype=torch.int64).unbind())
         posted, self._last = PostedNumbers(), self._group.allgather([rows], [torch.tensor(numbers, dtype=torch.int64)])
-        self._posted.put((self._last, rows, posted))
+        self._thread.put(partial(self._await, self._last, rows, posted), self._failed)
         return posted
 
     def close(self, timeout: float) -> None:
@@ -153,24 +151,19 @@ class NumberExchange:
         last = self._last
         ends_within(last, min(_ARRIVAL_S, timeout), self._failure)
         self._stopping.set()
-        self._posted.put(None)
-        self._thread.join(timeout)
+        self._thread.stop(timeout, drop=True)
         leave(group, idle=last is None or last.is_completed())
 
     def _why_not(self) -> BaseException | None:
         return _Stopped() if self._stopping.is_set() else self._failure()
 
-    def _run(self) -> None:
-        while (posted := self._posted.get()) is not None:
-            work, rows, numbers = posted
-            try:
-                wait_unless(work, self._why_not, look_every=_WAIT_SLICE)
-                numbers.arrive([row.tolist() for row in rows])
-            except _Stopped:
-                return
-            except BaseException as error:
-                self._on_error(error)
-                return
+    def _await(self, work: dist.Work, rows: list[torch.Tensor], posted: PostedNumbers) -> None:
+        wait_unless(work, self._why_not, look_every=_WAIT_SLICE)
+        posted.arrive([row.tolist() for row in rows])
+
+    def _failed(self, error: BaseException) -> None:
+        if not isinstance(error, _Stopped):
+            self._on_error(error)
 
 
 class _Stopped(Exception):

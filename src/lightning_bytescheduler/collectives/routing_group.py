@@ -33,7 +33,6 @@ from __future__ import annotations
 
 import logging
 import os
-import queue
 import threading
 import time
 from collections import deque
@@ -53,7 +52,7 @@ from lightning_bytescheduler.collectives.operations import wait_unless
 from lightning_bytescheduler.exceptions import SchedulerTimeoutError
 from lightning_bytescheduler.scheduler.core import ByteCore
 from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask, TaskKey
-from lightning_bytescheduler.scheduler.threads import start_thread
+from lightning_bytescheduler.scheduler.threads import WorkThread
 
 __all__ = ["KINDS", "ROUTED_BACKENDS", "ForeignCollectives", "RoutingGroup", "is_routed"]
 
@@ -318,10 +317,7 @@ class RoutingGroup(dist.ProcessGroup):
         self._said_sent: deque[dist.Work] = deque()
         self._heard = 0
         self._stopping = threading.Event()
-        self._reported: queue.SimpleQueue[tuple[dist.Work, int] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        if isinstance(order, DecidingOrder):
-            self._thread = start_thread("reports", self._listen)
+        self._listener = WorkThread("reports")  # on rank 0
         # Methods that are not overridden find the backends of the replaced group.
         for kind in default._device_types:
             backend = default._get_backend(kind)
@@ -365,13 +361,11 @@ class RoutingGroup(dist.ProcessGroup):
             work.fail(gone)
         self._in_order = False
         self._stopping.set()
-        self._reported.put(None)
-        if self._thread is not None:
-            self._thread.join(max(0.1, deadline - time.monotonic()))
+        self._listener.stop(max(0.1, deadline - time.monotonic()), drop=True)
         self.carrier = self.default  # for code that has kept this group
 
     def _nothing_under_way(self) -> bool:
-        heard = self._thread is None or self._heard == self._foreign.submitted
+        heard = not isinstance(self._order, DecidingOrder) or self._heard == self._foreign.submitted
         return heard and all(work.is_completed() for work in [*self._open, *self._said_sent])
 
     idle = True
@@ -514,26 +508,21 @@ class RoutingGroup(dist.ProcessGroup):
     def _report(self, count: int) -> None:
         """Report to rank 0 that this rank has submitted ``count``: an asynchronous barrier ends when all ranks have."""
         work = self._reports.barrier()
-        if self._thread is not None:
-            self._reported.put((work, count))
+        if isinstance(self._order, DecidingOrder):
+            self._listener.put(partial(self._hear, self._order, work, count), self._deaf)
             return
         while self._said_sent and self._said_sent[0].is_completed():
             self._said_sent.popleft()
         self._said_sent.append(work)
 
-    def _listen(self) -> None:
-        order = self._order
-        assert isinstance(order, DecidingOrder)
-        try:
-            while (item := self._reported.get()) is not None:  # uninstall() puts None to wake it
-                work, count = item
-                if not wait_in_slices(work, self._stopping):
-                    return
-                self._heard = count
-                self._core.update_order(partial(order.submitted_everywhere, count))
-        except BaseException as error:
-            if not self._stopping.is_set():
-                self._on_error(error)
+    def _hear(self, order: DecidingOrder, work: dist.Work, count: int) -> None:
+        if wait_in_slices(work, self._stopping):
+            self._heard = count
+            self._core.update_order(partial(order.submitted_everywhere, count))
+
+    def _deaf(self, error: BaseException) -> None:
+        if not self._stopping.is_set():
+            self._on_error(error)
 
     def _mention_other_groups(self) -> None:
         """Warn of other NCCL groups. NCCL's implicit order is recommended but not relied on: ranks may differ in it."""
