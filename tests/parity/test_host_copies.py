@@ -16,7 +16,7 @@ from torch.optim import AdamW
 
 from lightning_bytescheduler.collectives.host_copies import HostCopies
 from lightning_bytescheduler.timeline.picture import draw_timeline
-from lightning_bytescheduler.timeline.timeline import COPY_TO_DEVICE, COPY_TO_HOST, PULL, QUEUE, read_timeline
+from lightning_bytescheduler.timeline.timeline import COPY_TO_DEVICE, COPY_TO_HOST, QUEUE, read_timeline
 from tests.parity.checks import DDP, assert_overlapped, assert_same, train_on
 from tests.parity.test_compression import INT8
 from tests.parity.test_kinds_of_tensors import Complex
@@ -25,6 +25,8 @@ from tests.support.fit import Outcome, Recipe, Run, train
 from tests.support.models import Tower
 from tests.support.rank_pool import RankPool
 from tests.support.servers import train_with_servers
+
+PULL = "pull"
 
 model = partial(Tower, optimizer=partial(AdamW, lr=0.005))
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Adam
 
 from lightning_bytescheduler.timeline.picture import draw_timeline
-from lightning_bytescheduler.timeline.timeline import LOCAL_BROADCAST, LOCAL_REDUCE, PULL, PUSH, read_timeline
+from lightning_bytescheduler.timeline.timeline import read_timeline
 from tests.parity.checks import DDP, assert_overlapped, assert_same, train_on
 from tests.parity.reference import SumsOfNodes
 from tests.parity.weighted_fits import Case, fitted_all
@@ -22,6 +22,11 @@ from tests.support.fit import SIZES, Outcome, Recipe, Run, differences
 from tests.support.models import Tower
 from tests.support.rank_pool import RankPool
 from tests.support.servers import on_nodes, train_with_servers
+
+LOCAL_BROADCAST = "local broadcast"
+LOCAL_REDUCE = "local reduce"
+PULL = "pull"
+PUSH = "push"
 
 GROUPED = {**SIZES, "servers": {"group": "node"}}
 REFERENCE = partial(SumsOfNodes, nodes=((0, 1), (2, 3)), gradient_as_bucket_view=True)

@@ -12,12 +12,16 @@ from torch.optim import Adam
 
 from lightning_bytescheduler.collectives import launch_order
 from lightning_bytescheduler.timeline.picture import draw_timeline
-from lightning_bytescheduler.timeline.timeline import COMMUNICATION, PULL, PUSH, REPLY, SUM, Trace, read_timeline
+from lightning_bytescheduler.timeline.timeline import COMMUNICATION, REPLY, Trace, read_timeline
 from tests.parity.checks import DDP, assert_overlapped, assert_same, train_on
 from tests.support.fit import SIZES, Outcome, Recipe, Run, train
 from tests.support.models import Tower
 from tests.support.rank_pool import RankPool
 from tests.support.servers import train_with_servers
+
+PULL = "pull"
+PUSH = "push"
+SUM = "sum"
 
 PS = {**SIZES, "servers": 0}
 
