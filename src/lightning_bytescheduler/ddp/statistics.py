@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
+
 @dataclass(slots=True)
 class SchedulerStatistics:
     """Running totals of one rank since the start of ``fit``.
