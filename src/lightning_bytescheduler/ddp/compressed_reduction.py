@@ -161,7 +161,7 @@ class GradientCompression:
             Copies payloads to and from host memory.
         """
         self.copies = copies = PayloadCopies(device)
-        self._residuals.live_on(device)
+        self._residuals.live_on(copies.device)
         return copies
 
     def leave_device(self) -> None:
