@@ -406,8 +406,8 @@ def _who(introductions: Sequence[Introduction]) -> str:
     return f"{names_of([one.rank for one in introductions])} ({', '.join(hosts)})"
 
 
-def _start(world_size: int) -> str:
-    """What makes that many ranks come, as this rank's environment has it."""
+def _start() -> str:
+    """What makes ranks come, as this rank's environment has it."""
     said = [f"{name}={os.environ[name]}" for name in ("RANK", "WORLD_SIZE", "SLURM_NTASKS") if os.environ.get(name)]
     of = f" ({', '.join(said)} in the environment)" if said else ""
     return (
@@ -565,5 +565,5 @@ class RendezvousWatch:
             self._world_size, self._host, self._port, waited, who,
             _who(here),
             f" {self.difference}" if self.difference is not None else "",
-            _start(self._world_size) if missing else "",
+            _start() if missing else "",
         )  # fmt: skip
