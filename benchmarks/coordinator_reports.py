@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator
 
 from lightning_bytescheduler.diloco.batch_scheduler import BatchScheduler
 from lightning_bytescheduler.diloco.messages import (
-    PARAMETER_SERVER,
     JoinRounds,
     PseudoGradientArrived,
     RoundStarted,
+    SchedulerMessage,
     SendAfter,
     SendingPseudoGradient,
     SendNow,
@@ -37,7 +37,13 @@ class _Crowd:
         self._chance = random.Random(seed)
         self._jitter = jitter
         self._seconds = [_STEP_SECONDS * self._chance.uniform(1.0, spread) for _ in range(workers)]
-        self._scheduler = BatchScheduler(target, RoundOptions(start_workers=workers))
+        self._scheduler = BatchScheduler(
+            target,
+            RoundOptions(start_workers=workers),
+            post=lambda name, message: self._told.append((name, message)),
+            end=lambda record: None,
+        )
+        self._told: list[tuple[str, SchedulerMessage]] = []
         self._steps = [0] * workers
         self._last: list[int | None] = [None] * workers
         self._queue: list[tuple[float, int]] = []
@@ -73,20 +79,19 @@ class _Crowd:
 
     def _say(self, message: WorkerMessage, now: float) -> float:
         began = time.perf_counter()
-        envelopes = self._scheduler.handle(message, now=now)
+        self._scheduler.handle(message, now=now)
         _ = self._scheduler.next_tick  # as whoever calls it asks for it each time
         cost = time.perf_counter() - began
-        for envelope in envelopes:
-            if envelope.to == PARAMETER_SERVER:
-                continue
-            index = int(envelope.to[1:])
-            if isinstance(envelope.message, StartRound):
-                self._steps[index], self._last[index] = 0, envelope.message.step_cap
-                self._say(RoundStarted(worker=envelope.to, round=envelope.message.round), now)
+        told, self._told = self._told, []
+        for name, answer in told:
+            index = int(name[1:])
+            if isinstance(answer, StartRound):
+                self._steps[index], self._last[index] = 0, answer.step_cap
+                self._say(RoundStarted(worker=name, round=answer.round), now)
                 heapq.heappush(self._queue, (now + self._step_seconds(index), index))
-            elif isinstance(envelope.message, SendAfter):
-                self._last[index] = envelope.message.steps
-            elif isinstance(envelope.message, SendNow):
+            elif isinstance(answer, SendAfter):
+                self._last[index] = answer.steps
+            elif isinstance(answer, SendNow):
                 self._last[index] = 0
         return cost
 

@@ -6,7 +6,6 @@ from typing import Any
 
 from lightning_bytescheduler.diloco.batch_scheduler import BatchScheduler
 from lightning_bytescheduler.diloco.messages import (
-    Envelope,
     JoinRounds,
     Message,
     PseudoGradientArrived,
@@ -17,6 +16,9 @@ from lightning_bytescheduler.diloco.messages import (
 from lightning_bytescheduler.diloco.round_end import RoundOptions, SampleTarget
 from lightning_bytescheduler.diloco.round_record import RoundRecord
 
+MERGED = ""
+"""In place of a worker's name: rounds that have ended, and whose pseudo-gradients are merged."""
+
 
 class Bench:
     """A scheduler, and a clock of steps of one second."""
@@ -26,23 +28,39 @@ class Bench:
         self.scheduler = BatchScheduler(
             SampleTarget(100) if target is None else target,
             RoundOptions(**{"grace": 5.0, **options}),
-            observer=self.records.append,
+            post=self._hear,
+            end=self._end,
         )
+        self._told: dict[str, list[Any]] = {}
         self.now = 0.0
 
-    def say(self, message) -> dict[str, list[Message]]:
-        return self.by_recipient(self.scheduler.handle(message, now=self.now))
+    @property
+    def samples(self) -> int:
+        """That have become part of the weights."""
+        return sum(record.samples for record in self.records)
 
-    def tick(self) -> dict[str, list[Message]]:
-        return self.by_recipient(self.scheduler.tick(now=self.now))
+    def say(self, message) -> dict[str, list[Any]]:
+        """Returns what is said, by whom it is for."""
+        self._told = {}
+        self.scheduler.handle(message, now=self.now)
+        return self._told
+
+    def tick(self) -> dict[str, list[Any]]:
+        self._told = {}
+        self.scheduler.tick(now=self.now)
+        return self._told
+
+    def _hear(self, name: str, message: Message) -> None:
+        self._told.setdefault(name, []).append(message)
+
+    def _end(self, record: RoundRecord) -> None:
+        self.records.append(record)
+        self._told.setdefault(MERGED, []).append((record.round, record.merged))
 
     def pass_time(self) -> None:
         """Until something changes by itself."""
         assert self.scheduler.next_tick is not None
         self.now = self.scheduler.next_tick
-
-    def by_recipient(self, envelopes: tuple[Envelope, ...]) -> dict[str, list[Message]]:
-        return {to: [e.message for e in envelopes if e.to == to] for to in {e.to for e in envelopes}}
 
     def start(self, *names: str) -> None:
         for name in names:
@@ -50,9 +68,9 @@ class Bench:
         for name in names:
             self.say(RoundStarted(worker=name, round=self.scheduler.round))
 
-    def steps(self, steps: int, *names: str, first: int = 1, batch_size: int = 1) -> dict[str, list[Message]]:
+    def steps(self, steps: int, *names: str, first: int = 1, batch_size: int = 1) -> dict[str, list[Any]]:
         """So many steps of each, from the first on. Returns what the last report brought about."""
-        answer: dict[str, list[Message]] = {}
+        answer: dict[str, list[Any]] = {}
         for step in range(first, first + steps):
             self.now += 1.0
             for name in names:
@@ -65,8 +83,8 @@ class Bench:
             worker=name, round=number, steps=step, samples=step * batch_size, batch_size=batch_size, seconds=1.0
         )
 
-    def arrive(self, *names: str) -> dict[str, list[Message]]:
-        answer: dict[str, list[Message]] = {}
+    def arrive(self, *names: str) -> dict[str, list[Any]]:
+        answer: dict[str, list[Any]] = {}
         for name in names:
             progress = self.scheduler.workers[name]
             number = self.scheduler.round

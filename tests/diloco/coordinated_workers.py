@@ -157,7 +157,7 @@ class ThreadWorker:
         try:
             runtime.connect()
             runtime.prepare()
-            runtime.start()
+            runtime.session.begin()
             session = runtime.session
             generator = self._generator()
             while not (session.over or self._ends.is_set() or self._dies.is_set() or self.taken == self.steps):

@@ -14,11 +14,8 @@ from typing import Any
 
 from lightning_bytescheduler.diloco.batch_scheduler import BatchScheduler
 from lightning_bytescheduler.diloco.messages import (
-    PARAMETER_SERVER,
-    Envelope,
     JoinRounds,
     LeaveRounds,
-    MergePseudoGradients,
     Message,
     PseudoGradientArrived,
     RoundStarted,
@@ -74,7 +71,7 @@ class SimulatedRun:
 
     ``taken``: samples that workers say they have processed when they send, by round. ``ends``: when each worker's last
     step of a round ended, by round. ``in_flight``: the most steps reported as in flight. ``busy``: seconds in which a
-    worker computed. ``bounds``: until when pseudo-gradients are waited for, by round. ``samples``: by the scheduler.
+    worker computed. ``bounds``: until when pseudo-gradients are waited for, by round.
     """
 
     rounds: list[RoundRecord] = field(default_factory=list)
@@ -83,7 +80,11 @@ class SimulatedRun:
     in_flight: dict[str, int] = field(default_factory=dict)
     busy: dict[str, float] = field(default_factory=dict)
     bounds: dict[int, float] = field(default_factory=dict)
-    samples: int = 0
+
+    @property
+    def samples(self) -> int:
+        """That have become part of the weights."""
+        return sum(record.samples for record in self.rounds)
 
 
 def simulate(
@@ -125,7 +126,7 @@ class _Run:
     ) -> None:
         self.seen = SimulatedRun()
         self.lease = lease
-        self._make = lambda: kind(target, options, observer=self._ended)
+        self._make = lambda: kind(target, options, post=self._post, end=self._ended)
         self.scheduler = self._watched()
         self._saved = json.dumps(self.scheduler.state_dict())
         self.chance, self.loss, self.doubling = chance, loss, doubling
@@ -147,8 +148,8 @@ class _Run:
         return self.seen
 
     def _ended(self, record: RoundRecord) -> None:
+        assert record.round == len(self.seen.rounds) + 1
         self.seen.rounds.append(record)
-        self.seen.samples = self.scheduler.samples
         self._saved = json.dumps(self.scheduler.state_dict())
 
     def _restart(self) -> None:
@@ -170,22 +171,24 @@ class _Run:
 
     def to_scheduler(self, message: WorkerMessage, delay: float) -> None:
         for late in self._copies(delay):
-            self.at(self.now + late, lambda: self._deliver(self.scheduler.handle(message, now=self.now)))
+            self.at(self.now + late, partial(self._hear, message))
+
+    def _hear(self, message: WorkerMessage) -> None:
+        self.scheduler.handle(message, now=self.now)
+        self._await_tick()
 
     def _tick(self) -> None:
         self.ticks.discard(self.now)
-        self._deliver(self.scheduler.tick(now=self.now))
+        self.scheduler.tick(now=self.now)
+        self._await_tick()
 
-    def _deliver(self, envelopes: tuple[Envelope, ...]) -> None:
-        for envelope in envelopes:
-            if envelope.to == PARAMETER_SERVER:
-                assert not isinstance(envelope.message, MergePseudoGradients) or envelope.message.round == len(
-                    self.seen.rounds
-                )
-            elif envelope.to in self.workers:
-                worker = self.workers[envelope.to]
-                for late in self._copies(worker.machine.delay):
-                    worker.at(self.now + late, partial(worker.receive, envelope.message))
+    def _post(self, name: str, message: Message) -> None:
+        if name in self.workers:
+            worker = self.workers[name]
+            for late in self._copies(worker.machine.delay):
+                worker.at(self.now + late, partial(worker.receive, message))
+
+    def _await_tick(self) -> None:
         tick = self.scheduler.next_tick
         if tick is not None and tick > self.now and tick not in self.ticks:
             self.ticks.add(tick)

@@ -10,11 +10,9 @@ import pytest
 
 from lightning_bytescheduler.diloco.batch_scheduler import BatchScheduler
 from lightning_bytescheduler.diloco.messages import (
-    PARAMETER_SERVER,
     Acknowledge,
     JoinRounds,
     LeaveRounds,
-    MergePseudoGradients,
     PseudoGradientArrived,
     RoundStarted,
     SendAfter,
@@ -27,7 +25,7 @@ from lightning_bytescheduler.diloco.messages import (
 )
 from lightning_bytescheduler.diloco.round_end import FastestSteps, FixedSteps, RoundOptions, RoundTarget, SampleTarget
 from lightning_bytescheduler.exceptions import OptionError
-from tests.diloco.bench import Bench
+from tests.diloco.bench import MERGED, Bench
 from tests.diloco.simulated_run import Machine, simulate
 
 
@@ -45,15 +43,15 @@ def test_a_round_from_start_to_end() -> None:
     decided = bench.say(bench.report("a", 47))
     assert decided["a"][-1] == SendAfter(round=1, steps=50, reported=47)
     assert decided["b"] == [SendAfter(round=1, steps=50, reported=46)]
-    assert PARAMETER_SERVER not in decided
+    assert MERGED not in decided
     assert bench.scheduler._deadline + bench.scheduler._longest_grace == bench.now + 2 * 3.0 + 5.0
     assert bench.say(bench.report("b", 47)) == {"b": [SendAfter(round=1, steps=50, reported=47)]}
     bench.steps(3, "a", "b", first=48)
     assert bench.arrive("a") == {"a": [Acknowledge(round=1, reported=50)]}
     ended = bench.arrive("b")
-    assert ended[PARAMETER_SERVER] == [MergePseudoGradients(round=1, workers=("a", "b"))]
+    assert ended[MERGED] == [(1, ("a", "b"))]
     assert ended["a"] == [StartRound(round=2)]
-    assert (bench.scheduler.samples, bench.scheduler.round) == (100, 2)
+    assert (bench.samples, bench.scheduler.round) == (100, 2)
     (record,) = bench.records
     assert (record.round, record.start, record.decided, record.end, record.samples) == (1, 0.0, 47.0, 50.0, 100)
     assert [worker.spans for worker in record.workers] == [(("working", 0.0, 50.0),)] * 2
@@ -99,10 +97,8 @@ def test_an_arrival_stands_in_for_what_came_before() -> None:
     bench = Bench(outer_steps=1)
     bench.start("a")
     bench.steps(98, "a")
-    assert bench.say(PseudoGradientArrived(worker="a", round=1))[PARAMETER_SERVER] == [
-        MergePseudoGradients(round=1, workers=("a",))
-    ]
-    assert bench.scheduler.samples == 98
+    assert bench.say(PseudoGradientArrived(worker="a", round=1))[MERGED] == [(1, ("a",))]
+    assert bench.samples == 98
 
 
 def test_the_last_word_on_samples_is_the_senders() -> None:
@@ -112,7 +108,7 @@ def test_the_last_word_on_samples_is_the_senders() -> None:
     bench.say(SendingPseudoGradient(worker="a", round=1, steps=100, samples=100, tokens=1000))
     bench.say(SendingPseudoGradient(worker="a", round=1, steps=0, samples=0))  # not its last word
     bench.say(PseudoGradientArrived(worker="a", round=1))
-    assert bench.scheduler.samples == 100
+    assert bench.samples == 100
 
 
 def test_a_target_that_was_reached_unseen_ends_the_round_now() -> None:
@@ -239,7 +235,7 @@ def test_when_the_last_one_leaves_the_round_is_over_and_the_next_joiner_starts_a
     bench = Bench()
     bench.start("a")
     bench.steps(5, "a")
-    assert bench.say(LeaveRounds(worker="a"))[PARAMETER_SERVER][-1] == MergePseudoGradients(round=1, workers=())
+    assert bench.say(LeaveRounds(worker="a"))[MERGED][-1] == (1, ())
     assert bench.scheduler.next_tick is None
     assert bench.say(JoinRounds(worker="b")) == {"b": [StartRound(round=2)]}
 
@@ -255,7 +251,7 @@ def test_time_is_told_by_ticks() -> None:
     bench.now = 18.0
     ended = bench.tick()
     assert ended["a"] == [SendNow(round=1)]
-    assert ended[PARAMETER_SERVER][-1] == MergePseudoGradients(round=1, workers=())
+    assert ended[MERGED][-1] == (1, ())
     assert bench.scheduler.next_tick is None
     # It was only asleep: it takes part in the next round.
     assert StartRound(round=2) in bench.say(bench.report("a", 6, round=1))["a"]
@@ -294,7 +290,7 @@ def test_the_deadline_leaves_time_for_the_longest_transfer() -> None:
     bench.say(SendingPseudoGradient(worker="a", round=1, steps=50, samples=50))
     bench.arrive("b")
     bench.pass_time()
-    assert bench.tick()[PARAMETER_SERVER] == [MergePseudoGradients(round=1, workers=("b",))]
+    assert bench.tick()[MERGED] == [(1, ("b",))]
     bench.now = 70.0  # twenty seconds after it was sent
     assert bench.say(PseudoGradientArrived(worker="a", round=1)) == {"a": [WaitForRound(round=3)]}
     bench.say(RoundStarted(worker="b", round=2))
@@ -311,7 +307,7 @@ def test_the_quorum(quorum: float, merged: tuple[str, ...]) -> None:
     bench.steps(34, "a", "b", "c")
     bench.arrive("a")
     bench.pass_time()
-    assert bench.tick()[PARAMETER_SERVER] == [MergePseudoGradients(round=1, workers=merged)]
+    assert bench.tick()[MERGED] == [(1, merged)]
 
 
 @pytest.mark.parametrize(("workers", "merged"), [(2, ("a",)), (3, ())])
@@ -322,7 +318,7 @@ def test_half_of_the_pseudo_gradients_are_enough(workers: int, merged: tuple[str
     bench.steps(34 if workers == 3 else 50, *names)
     bench.arrive("a")
     bench.pass_time()
-    assert bench.tick()[PARAMETER_SERVER] == [MergePseudoGradients(round=1, workers=merged)]
+    assert bench.tick()[MERGED] == [(1, merged)]
 
 
 def test_it_carries_on_after_a_restart() -> None:
@@ -333,7 +329,7 @@ def test_it_carries_on_after_a_restart() -> None:
     state = json.loads(json.dumps(bench.scheduler.state_dict()))
     again = Bench(outer_steps=3)
     again.scheduler.load_state_dict(state)
-    assert (again.scheduler.round, again.scheduler.samples) == (1, 100)
+    assert again.scheduler.round == 1
     # The worker does not know, and reports on; nothing of the round that was on is left.
     assert again.say(again.report("a", 4, round=2)) == {"a": [StartRound(round=2)]}
     assert again.scheduler.left == 100
@@ -342,8 +338,8 @@ def test_it_carries_on_after_a_restart() -> None:
 @pytest.mark.parametrize(
     ("change", "field"),
     [
+        ({"round": "many"}, r"\$\.round"),
         ({"round": -1}, r"\$\.round"),
-        ({"samples": "many"}, r"\$\.samples"),
     ],
 )
 def test_a_state_that_is_damaged_is_refused(change: dict[str, Any], field: str) -> None:
@@ -393,10 +389,10 @@ def test_a_training_is_closed_by_rounds_without_a_step() -> None:
         assert started["a"][-1] == SendNow(round=round)
         bench.say(SendingPseudoGradient(worker="a", round=round, steps=0, samples=0))
         ended = bench.say(PseudoGradientArrived(worker="a", round=round))
-        assert ended[PARAMETER_SERVER] == [MergePseudoGradients(round=round, workers=("a",))]
+        assert ended[MERGED] == [(round, ("a",))]
     assert bench.scheduler.finished
     assert ended["a"][-1] == TrainingOver(round=3)
-    assert bench.scheduler.samples == 100
+    assert bench.samples == 100
 
 
 @pytest.mark.parametrize("target", [SampleTarget(120 * 8 * 30), FastestSteps(30), FixedSteps(30)], ids=str)

@@ -150,7 +150,6 @@ def test_training_goes_on_from_a_checkpoint(diloco_ranks: RankPool, tmp_path: Pa
     rest = fit(diloco_ranks, tmp_path / "b", max_epochs=2, ckpt_path=path, **arguments)
     kept = torch.load(path, weights_only=True)["lightning_bytescheduler.diloco"]
     assert kept["rounds"]["round"] == 4
-    assert kept["rounds"]["samples"] == 128
     assert [result.rounds for result in [*whole, *rest]] == [8, 8, 4, 4]
     assert same_weights([*whole, *rest])
 

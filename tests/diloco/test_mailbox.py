@@ -120,11 +120,11 @@ class Inbox:
 
 
 def test_what_was_posted_is_read_in_order_before_the_end(store: dist.Store) -> None:
-    postman = Postman(store, "worker3", unexpected)
+    postman = Postman(store, "worker3", to="worker0", on_error=unexpected)
     inbox = Inbox(store, postman)
     messages = [SendNow(round=number) for number in range(20)]
     for message in messages:
-        postman.post("worker0", message)
+        postman.post(message)
     assert inbox.mailbox.stop(LONG)
     assert postman.stop(LONG)
     assert inbox.heard == [("worker3", message) for message in messages]
@@ -157,10 +157,10 @@ def post_raw(store: dist.Store, mailbox: str, text: str) -> None:
 
 def test_letters_of_many_at_once_are_each_heard_once(store: dist.Store) -> None:
     inbox = Inbox(store)
-    postmen = [Postman(store, f"worker{number}", unexpected) for number in range(3)]
+    postmen = [Postman(store, f"worker{number}", to="worker0", on_error=unexpected) for number in range(3)]
     for round in range(10):
         for postman in postmen:
-            postman.post("worker0", SendNow(round=round))
+            postman.post(SendNow(round=round))
     assert all(postman.stop(LONG) for postman in postmen)
     assert inbox.mailbox.stop(LONG)
     for number in range(3):

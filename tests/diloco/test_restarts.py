@@ -192,7 +192,7 @@ class Deaf(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         if trainer.global_rank == 1:
-            trainer.strategy._states._kept.close()
+            trainer.strategy._runtime.states._kept.close()
 
 
 def test_a_training_that_was_through_with_its_outer_steps_amid_an_epoch_is_over(

@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_bytescheduler.diloco.worker_restart import KeptStates, Moment, StateCollection, answering, await_writer
+from lightning_bytescheduler.diloco.mailbox import Mailbox, Postman
+from lightning_bytescheduler.diloco.worker_restart import KeptStates, Moment, StateCollection, await_writer
 
 LONG = 60.0
 BEGUN, HALTED = Moment(3, halted=False), Moment(3, halted=True)
@@ -19,10 +20,22 @@ BEGUN, HALTED = Moment(3, halted=False), Moment(3, halted=True)
 class Workers:
     """Two that answer, on one store."""
 
-    def __init__(self, limit: float = LONG) -> None:
+    def __init__(self) -> None:
         self.store = dist.HashStore()
-        self.kept = [KeptStates(2, limit=limit), KeptStates(1, limit=limit)]
-        self.mailboxes = [answering(self.store, f"worker{number}", kept) for number, kept in enumerate(self.kept, 1)]
+        self.kept = [KeptStates(2), KeptStates(1)]
+        self.postmen = [Postman(self.store, f"worker{number}", to="host", on_error=unexpected) for number in (1, 2)]
+        self.mailboxes = [
+            Mailbox(
+                self.store,
+                f"worker{number}",
+                thread="bytescheduler-outer-mail",
+                handle=lambda sender, text: None,
+                on_error=unexpected,
+                postman=postman,
+                calls=kept.ask,
+            )
+            for number, (postman, kept) in enumerate(zip(self.postmen, self.kept, strict=True), 1)
+        ]
         self.gone = False
 
     def check(self) -> None:
@@ -33,15 +46,18 @@ class Workers:
         return StateCollection(self.store, workers or ("worker1", "worker2"), limit=limit, check=self.check)
 
     def stop(self) -> None:
-        for kept in self.kept:
-            kept.close()
         assert all(mailbox.stop(LONG) for mailbox in self.mailboxes)
-        assert not [thread for thread in threading.enumerate() if thread.name == "bytescheduler-outer-states"]
+        assert all(postman.stop(LONG) for postman in self.postmen)
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("bytescheduler-outer")]
+
+
+def unexpected(error: BaseException) -> None:
+    raise AssertionError from error
 
 
 @pytest.fixture
-def workers(request: pytest.FixtureRequest) -> Iterator[Workers]:
-    made = Workers(getattr(request, "param", LONG))
+def workers() -> Iterator[Workers]:
+    made = Workers()
     yield made
     made.stop()
 
@@ -78,15 +94,23 @@ def test_what_cannot_be_written_is_named(workers: Workers) -> None:
     assert "pickle" in str(workers.collection().collect(BEGUN)["worker1"])
 
 
-@pytest.mark.parametrize("workers", [0.05], indirect=True)
 def test_who_is_late_or_silent_or_dead_is_left_out(workers: Workers) -> None:
     workers.kept[0].keep(BEGUN, {"own": 1})
-    found = workers.collection().collect(BEGUN)
+    found = workers.collection(limit=2.0).collect(BEGUN)
     assert found["worker1"] == {"own": 1}
-    assert "it has not come to this moment" in str(found["worker2"])
+    assert str(found["worker2"]).startswith("Nobody answered")
     assert str(workers.collection("worker3", limit=0.05).collect(BEGUN)["worker3"]).startswith("Nobody answered")
     workers.gone = True
     assert "rank 2 has died" in str(workers.collection("worker3").collect(BEGUN)["worker3"])
+
+
+def test_who_has_left_says_so_at_once(workers: Workers) -> None:
+    found: list[object] = []
+    asks = threading.Thread(target=lambda: found.append(workers.collection("worker1").collect(BEGUN)["worker1"]))
+    asks.start()
+    workers.kept[0].close()  # also whoever has asked before
+    asks.join(LONG)
+    assert "it takes part no more" in str(found)
 
 
 def test_workers_stay_until_the_writer_is_through(workers: Workers) -> None:

@@ -43,7 +43,6 @@ from lightning_bytescheduler.diloco.messages import (
     EndRound,
     JoinRounds,
     LeaveRounds,
-    MergePseudoGradients,
     PassedRoundEnd,
     PseudoGradientArrived,
     RoundEnded,
@@ -272,9 +271,7 @@ class Run:
         self.has_weights = False
         self.counters: dict[str, int] = {}
         self.samples = 0
-        self._rounds = Rounds(
-            options.run.target, options.rounds, post=post, end=self._end_of_round, observer=self._remember
-        )
+        self._rounds = Rounds(options.run.target, options.rounds, post=post, end=self._end_of_round)
         self._post = post
         self._merge = merge
         self._on_round = on_round
@@ -418,7 +415,7 @@ class Run:
             self.count("left")
             self.leave(member, now)
         elif isinstance(message, StepMetrics):
-            self._rounds.measured(message)
+            self._rounds.handle(message, now=now)
         elif isinstance(message, EndRound):
             self._take_wish(message)
         elif name in self.scheduler.workers and isinstance(message, _FOR_SCHEDULER):
@@ -570,13 +567,10 @@ class Run:
         self._rounds.go_on()
         self._on_round(record, metrics)
 
-    def _end_of_round(self, end: MergePseudoGradients) -> bool:
-        self.merging = Merge(round=end.round, fragment=self.fragment_of(end.round), counts=bool(end.workers))
-        self._merge(self.merging)
-        return True
-
-    def _remember(self, record: RoundRecord) -> None:
+    def _end_of_round(self, record: RoundRecord) -> None:
         self._record[record.round] = record
+        self.merging = Merge(round=record.round, fragment=self.fragment_of(record.round), counts=bool(record.merged))
+        self._merge(self.merging)
 
     @property
     def scheduler(self) -> BatchScheduler:

@@ -1,8 +1,8 @@
 """The batch scheduler: decides how many steps each worker takes in a round, so that all end it together.
 
-A state machine without clock, threads or transport. A message and the time go in; what to send comes out. ``tick`` is
-to be called at ``next_tick``, or now and then. Nothing that a worker does or fails to do keeps a round from ending: a
-silent worker is not counted on, and pseudo-gradients are waited for until a deadline plus grace.
+A state machine without clock, threads or transport. A message and the time go in; what to send goes to ``post``.
+``tick`` is to be called at ``next_tick``, or now and then. Nothing that a worker does or fails to do keeps a round from
+ending: a silent worker is not counted on, and pseudo-gradients are waited for until a deadline plus grace.
 
 The end is decided on by a look at all workers: after each message where there are few, and else the more seldom the
 more there are, so that it takes a small share of the time.
@@ -31,12 +31,9 @@ import msgspec
 
 from lightning_bytescheduler.diloco.coordinator_protocol import PauseRounds, ResumeRounds
 from lightning_bytescheduler.diloco.messages import (
-    PARAMETER_SERVER,
     Acknowledge,
-    Envelope,
     JoinRounds,
     LeaveRounds,
-    MergePseudoGradients,
     PseudoGradientArrived,
     RoundStarted,
     SchedulerMessage,
@@ -79,7 +76,9 @@ class BatchScheduler:
     Args:
         target: What ends a round.
         options: When to decide, and how long to wait for whom.
-        observer: Called with each round that has ended.
+        post: Called with the name of a worker, and what it is told.
+        end: Called with each round that is over, before anything is said of the next one: what ``merged`` names in it
+            is to be merged, and if that is nobody, the weights stay as they are.
     """
 
     def __init__(
@@ -87,14 +86,15 @@ class BatchScheduler:
         target: RoundTarget,
         options: RoundOptions | None = None,
         *,
-        observer: Callable[[RoundRecord], None] | None = None,
+        post: Callable[[str, SchedulerMessage], object],
+        end: Callable[[RoundRecord], object],
     ) -> None:
         self._target = target
         self._options = RoundOptions() if options is None else options
-        self._observer = observer
+        self._tell = post
+        self._end = end
         self._phase = _Phase.IDLE
         self._round = 0
-        self._samples = 0
         self._roster = RoundRoster(self._options)
         self._first = self._options.start_workers  # that the next round waits for
         self._now = 0.0
@@ -107,8 +107,6 @@ class BatchScheduler:
         self._longest_grace = 0.0
         self._counted_on: set[int] = set()  # numbers of those that the quorum is a share of
         self._late: list[LateUpdate] = []
-        self._late_samples: dict[int, int] = {}  # of late updates that count, by the round that they become part of
-        self._outgoing: list[Envelope] = []
 
     @property
     def round(self) -> int:
@@ -125,11 +123,6 @@ class BatchScheduler:
         """With which the training is over: those that close it come on top of ``outer_steps``."""
         steps = self._options.outer_steps
         return None if steps is None else steps + self._options.closing_rounds
-
-    @property
-    def samples(self) -> int:
-        """That have become part of the weights, in all rounds so far."""
-        return self._samples
 
     @property
     def workers(self) -> Mapping[str, WorkerProgress]:
@@ -178,15 +171,12 @@ class BatchScheduler:
             return known.state is not WorkerState.ARRIVED
         return self._roster.departed(worker) is not None
 
-    def handle(self, message: WorkerMessage | PauseRounds | ResumeRounds, *, now: float) -> tuple[Envelope, ...]:
-        """Take in a message.
+    def handle(self, message: WorkerMessage | PauseRounds | ResumeRounds, *, now: float) -> None:
+        """Take in a message, and answer it.
 
         Args:
             message: From a worker, or about one.
             now: In seconds; never less than before.
-
-        Returns:
-            What to send, the answer to the sender among it.
         """
         self._now = now
         worker = self._roster.workers.get(message.worker)
@@ -212,7 +202,6 @@ class BatchScheduler:
                 self._join(JoinRounds(worker=message.worker), now, paused=isinstance(message, PauseRounds))
         else:
             self._hear(worker, message, now)
-        return self._take_outgoing()
 
     def note_alive(self, worker: str, *, now: float) -> None:
         """A sign of life that is no message, such as an answer to a ping.
@@ -237,25 +226,22 @@ class BatchScheduler:
         )
         if len(self._late) < _MOST_LATE:
             self._late.append(update)
-        if update.weight:
-            self._late_samples[into] = self._late_samples.get(into, 0) + update.samples
 
     def end_soon(self) -> None:
         """Let the round that is on be the last with steps, or the next one if none is."""
         self._options = replace(self._options, outer_steps=self._round + (not self.is_open))
 
-    def tick(self, *, now: float) -> tuple[Envelope, ...]:
-        """Take note that time has passed, to ``now``, never less than before; returns what to send."""
+    def tick(self, *, now: float) -> None:
+        """Take note that time has passed, to ``now``, never less than before."""
         self._now = now
         self._advance(now)
-        return self._take_outgoing()
 
     def state_dict(self) -> BatchSchedulerState:
         """What to keep over a restart. Workers have to join again, and their paces are observed anew.
 
         The round that was on begins anew, with the steps that they then say they have taken in it.
         """
-        return {"round": self._round - self.is_open, "samples": self._samples}
+        return {"round": self._round - self.is_open}
 
     def load_state_dict(self, state: BatchSchedulerState) -> None:
         """Carry on from what was kept. Call it before anybody joins.
@@ -267,7 +253,7 @@ class BatchScheduler:
             state = msgspec.convert(state, BatchSchedulerState)
         except msgspec.ValidationError as error:
             raise OptionError("state of the rounds", state, f"what a batch scheduler has kept ({error})") from error
-        self._round, self._samples = state["round"], state["samples"]
+        self._round = state["round"]
         if self._round:
             self._first = 1
         self._phase = _Phase.FINISHED if self._is_over() else _Phase.IDLE
@@ -517,11 +503,7 @@ class BatchScheduler:
         arrived = self._arrived(members)
         if len(arrived) < self._least():
             arrived = []
-        merged = tuple(worker.name for worker in arrived)
         numbers = {worker.number for worker in arrived}
-        late_samples = self._late_samples.pop(self._round, 0)
-        self._samples += sum(worker.samples for worker in arrived) + (late_samples if arrived else 0)
-        self._tell(PARAMETER_SERVER, MergePseudoGradients(round=self._round, workers=merged))
         record = RoundRecord(
             round=self._round,
             start=self._started,
@@ -537,24 +519,16 @@ class BatchScheduler:
             worker.state = WorkerState.WAITING if is_there else WorkerState.LOST
         self._roster.begin_round()
         self._roster.forget_lost(now)
-        if self._is_over():
-            self._phase = _Phase.FINISHED
+        self._phase = _Phase.FINISHED if self._is_over() else _Phase.IDLE
+        self._end(record)
+        if self.finished:
             for name in self._roster.workers:
                 self._tell(name, TrainingOver(round=self._round))
         else:
             self._begin_round(now)
-        if self._observer is not None:
-            self._observer(record)
 
     def _is_over(self) -> bool:
         return self._options.ends_with(self._round)
-
-    def _tell(self, name: str, message: SchedulerMessage) -> None:
-        self._outgoing.append(Envelope(name, message))
-
-    def _take_outgoing(self) -> tuple[Envelope, ...]:
-        outgoing, self._outgoing = tuple(self._outgoing), []
-        return outgoing
 
 
 def _measure_transfer(worker: WorkerProgress, now: float) -> None:

@@ -20,14 +20,12 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from itertools import groupby
-from operator import itemgetter
-from typing import TypeAlias
+from functools import partial
 
 import msgspec
 import torch.distributed as dist
 
-from lightning_bytescheduler.diloco.messages import Message, coalesced, decoded, encode
+from lightning_bytescheduler.diloco.messages import AnyMessage, coalesced, decoded, encode
 from lightning_bytescheduler.exceptions import SchedulerTimeoutError
 from lightning_bytescheduler.failures.rendezvous import connect_to_store
 
@@ -64,6 +62,8 @@ class Mailbox:
             a letter is damaged, or the store is gone (a ``RuntimeError``).
         postman: Posts the closing letter, after all that it was given before. Without one, the mailbox has a
             connection for that.
+        calls: Called instead of ``handle`` with the text of a call, and with what takes the answer, now or later: a
+            function that makes it, on the postman's thread.
     """
 
     def __init__(
@@ -75,11 +75,13 @@ class Mailbox:
         handle: Callable[[str, str], bytes | None],
         on_error: Callable[[BaseException], object],
         postman: Postman | None = None,
+        calls: Callable[[str, Callable[[Callable[[], bytes]], None]], None] | None = None,
     ) -> None:
         self._store = connection_to(store)
         self._closing = connection_to(store) if postman is None else postman
         self._name = name
         self._handle = handle
+        self._calls = calls
         self._on_error = on_error
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name=thread, daemon=True)
@@ -99,7 +101,7 @@ class Mailbox:
                 self._closing.close(self._name)
             else:
                 with suppress(RuntimeError):  # the store is gone, which ends the thread too
-                    _post(self._closing, self._name, _Letter(self._name))
+                    post(self._closing, self._name, self._name, None)
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
@@ -116,52 +118,66 @@ class Mailbox:
                     return
                 if letter.answer_to is None:
                     self._handle(letter.sender, letter.text)
+                elif self._calls is not None and isinstance(self._closing, Postman):
+                    self._calls(letter.text, partial(self._closing.answer, letter.answer_to))
                 else:
-                    self._answer(letter.sender, letter.text, letter.answer_to)
+                    _answer(self._store, letter.answer_to, partial(self._handle, letter.sender, letter.text))
         except BaseException as error:
             self._on_error(error)
 
-    def _answer(self, sender: str, text: str, key: str) -> None:
-        try:
-            content = self._handle(sender, text) or b""
-        except Exception as error:  # it belongs to whoever called
-            answer = _Answer(failure=f"{type(error).__name__}: {error}")
-        else:
-            answer = _Answer(content)
-            if len(content) > _PART:
-                begins = range(0, len(content), _PART)
-                for index, begin in enumerate(begins):
-                    self._store.set(f"{key}/{index}", content[begin : begin + _PART])  # type: ignore[arg-type]  # or bytes
-                answer = _Answer(parts=len(begins))
-        self._store.set(key, msgspec.json.encode(answer).decode())
+
+def _answer(store: dist.Store, key: str, make: Callable[[], bytes | None]) -> None:
+    try:
+        content = make() or b""
+    except Exception as error:  # it belongs to whoever called
+        answer = _Answer(failure=f"{type(error).__name__}: {error}")
+    else:
+        answer = _Answer(content)
+        if len(content) > _PART:
+            begins = range(0, len(content), _PART)
+            for index, begin in enumerate(begins):
+                store.set(f"{key}/{index}", content[begin : begin + _PART])  # type: ignore[arg-type]  # or bytes
+            answer = _Answer(parts=len(begins))
+    store.set(key, msgspec.json.encode(answer).decode())
 
 
 class Postman:
-    """Posts messages on a thread of its own, named ``bytescheduler-outer-post``: nobody waits for the network.
+    """Posts messages to one mailbox; a ``Link`` to who reads that. On a thread, ``bytescheduler-outer-post``.
 
     Of reports that have piled up only the last of each worker is posted, as it has the sums of all before it.
 
     Args:
         store: That all ranks share.
         sender: Whose letters these are.
+        to: The mailbox.
         on_error: Called on the thread when the store is gone.
     """
 
-    def __init__(self, store: dist.Store, sender: str, on_error: Callable[[BaseException], object]) -> None:
+    def __init__(self, store: dist.Store, sender: str, *, to: str, on_error: Callable[[BaseException], object]) -> None:
         self._store = connection_to(store)
         self._sender = sender
+        self._to = to
         self._on_error = on_error
-        self._queue: queue.SimpleQueue[_Outgoing | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[AnyMessage | Callable[[dist.Store], object] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="bytescheduler-outer-post", daemon=True)
         self._thread.start()
 
-    def post(self, mailbox: str, message: Message) -> None:
-        """Have a message posted; at once, never blocks."""
-        self._queue.put((mailbox, message))
+    def post(self, *messages: AnyMessage) -> None:
+        """Have messages posted; at once, never blocks."""
+        for message in messages:
+            self._queue.put(message)
+
+    def flush(self, timeout: float) -> bool:
+        """Returns at once: what was posted is, before the thread ends."""
+        return True
 
     def close(self, mailbox: str) -> None:
         """Have a mailbox closed, after all that was posted before; at once, never blocks."""
-        self._queue.put((mailbox, None))
+        self._queue.put(partial(post, mailbox=mailbox, sender=self._sender, text=None))
+
+    def answer(self, key: str, make: Callable[[], bytes]) -> None:
+        """Have the answer to a call made and posted; at once, never blocks."""
+        self._queue.put(partial(_answer, key=key, make=make))
 
     def stop(self, timeout: float) -> bool:
         """Post what is left and end; returns whether that took no more than ``timeout`` seconds."""
@@ -172,15 +188,15 @@ class Postman:
     def _run(self) -> None:
         try:
             while True:
-                letters = [self._queue.get()]  # woken by stop(), which puts None
+                taken = [self._queue.get()]  # woken by stop(), which puts None
                 while not self._queue.empty():
-                    letters.append(self._queue.get())
-                for mailbox, same in groupby((one for one in letters if one is not None), key=itemgetter(0)):
-                    said = [message for _, message in same]
-                    texts = [encode(message) for message in coalesced([one for one in said if one is not None])]
-                    for text in [*texts, *[None] * (None in said)]:
-                        _post(self._store, mailbox, _Letter(self._sender, text))
-                if None in letters:
+                    taken.append(self._queue.get())
+                for message in coalesced([one for one in taken if isinstance(one, AnyMessage)]):
+                    post(self._store, self._to, self._sender, encode(message))
+                for work in taken:
+                    if work is not None and not isinstance(work, AnyMessage):
+                        work(self._store)
+                if None in taken:
                     return
         except BaseException as error:
             self._on_error(error)
@@ -226,7 +242,7 @@ class Caller:
         """
         self._calls += 1
         key = f"{self._answers}/{self._calls}/{mailbox}"
-        _post(self._store, mailbox, _Letter(self._sender, text, key))
+        post(self._store, mailbox, self._sender, text, key)
         return key
 
     def answer(self, key: str) -> bytes:
@@ -272,9 +288,6 @@ def await_key(
     return True
 
 
-_Outgoing: TypeAlias = tuple[str, Message | None]  # a mailbox, and a message to it; None closes it
-
-
 def connection_to(store: dist.Store) -> dist.Store:
     """A connection of one's own: a wait blocks it."""
     connection, presence = connect_to_store(store)
@@ -282,5 +295,7 @@ def connection_to(store: dist.Store) -> dist.Store:
     return connection
 
 
-def _post(store: dist.Store, mailbox: str, letter: _Letter) -> None:
+def post(store: dist.Store, mailbox: str, sender: str, text: str | None, answer_to: str | None = None) -> None:
+    """Post a letter now, on this thread; without a text, it closes the mailbox."""
+    letter = _Letter(sender, text, answer_to)
     store.set(f"{mailbox}/{store.add(mailbox, 1)}", msgspec.json.encode(letter).decode())

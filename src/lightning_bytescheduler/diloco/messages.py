@@ -1,4 +1,4 @@
-"""What the workers, the batch scheduler and the parameter server of a training in rounds tell each other.
+"""What the workers and the batch scheduler of a training in rounds tell each other.
 
 Each message is a frozen struct of primitives, and travels as one JSON object whose ``kind`` is the name of its class:
 :func:`encode` writes one, :func:`decode` reads it and checks the type and range of every field.
@@ -17,9 +17,6 @@ from typing import Annotated, Any, TypeAlias, TypeVar
 import msgspec
 
 from lightning_bytescheduler.exceptions import OptionError
-
-PARAMETER_SERVER = ""
-"""The recipient of what is for the parameter server; no worker may have this name."""
 
 _T = TypeVar("_T")
 _ALL = sys.maxsize
@@ -270,40 +267,21 @@ class TrainingOver(AnyMessage, frozen=True, kw_only=True):
     round: _Count
 
 
-# ── To the parameter server ───────────────────────────────────────────────────────────
-
-
-class MergePseudoGradients(AnyMessage, frozen=True, kw_only=True):
-    """Take the outer step with what ``workers`` have sent. If there are none, the weights stay as they are."""
-
-    round: _Count
-    workers: tuple[_Name, ...]
-
-
 WorkerMessage: TypeAlias = (
     JoinRounds | StepReport | SendingPseudoGradient | PseudoGradientArrived | RoundStarted | LeaveRounds
 )
 """What the batch scheduler hears."""
-SchedulerMessage: TypeAlias = (
-    Acknowledge | SendAfter | SendNow | WaitForRound | StartRound | TrainingOver | MergePseudoGradients
-)
+SchedulerMessage: TypeAlias = Acknowledge | SendAfter | SendNow | WaitForRound | StartRound | TrainingOver
 """What the batch scheduler says."""
 Message: TypeAlias = (
     WorkerMessage | SchedulerMessage | EndRound | PassedRoundEnd | StepMetrics | RoundStatus | RoundEnded
 )
 
 
-class Envelope(msgspec.Struct, frozen=True):
-    """A message of the batch scheduler and whom it is for: a worker's name, or ``PARAMETER_SERVER``."""
-
-    to: str
-    message: SchedulerMessage
-
-
 _DECODER: msgspec.json.Decoder[Message] = msgspec.json.Decoder(Message)
 
 
-def encode(message: Message) -> str:
+def encode(message: AnyMessage) -> str:
     """Write a message as one line of JSON."""
     return msgspec.json.encode(message).decode()
 

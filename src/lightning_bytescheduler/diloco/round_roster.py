@@ -73,7 +73,6 @@ class BatchSchedulerState(TypedDict):
     """What to keep of a ``BatchScheduler`` over a restart: primitives only."""
 
     round: Annotated[int, msgspec.Meta(ge=0)]
-    samples: Annotated[int, msgspec.Meta(ge=0)]
 
 
 class StepTime:

@@ -1,16 +1,18 @@
 """The rounds of a run, as their host has them: worker 0 of those launched together, or a coordinator.
 
 :class:`Rounds` wraps the batch scheduler. What that says goes to the workers, but for the end of a round: there the
-host says whether what follows is held until it lets the workers go on, as where a mean is to be there before, or all
-stand still. So a worker hears of a round's end before it hears of the next round's start. Beside the scheduler's own
-decisions, one worker may end a round for all; where all take equally many steps in a round, those that are behind it go
-on until they have taken as many. No clock, no threads, no transport. For one thread, or under one lock.
+host says whether what follows is held until it lets the workers go on, as where a mean is to be there before. So a
+worker hears of a round's end before it hears of the next round's start. Beside the scheduler's own decisions, one
+worker may end a round for all; where all take equally many steps in a round, those that are behind it go on until they
+have taken as many.
 
-:class:`BatchSchedulerThread` hosts the rounds of a job on worker 0; a mailbox feeds it. A worker may ask for the end of
-a round: because its data or its steps are used up, or for a validation. The thread says with each round's end what is
-to happen there. Where anything is, no worker starts the next round before all have passed. In its records a worker that
-is through before the others is waiting until they come: it can send nothing before, though to the scheduler it is
-sending.
+*Whether all stand still* at a round's end is decided here, too: of workers that were launched together, each may ask
+for the end of a round because its data or its steps are used up, or for a validation. Then no worker starts the next
+round before all have passed that. In the records of such a run a worker that is through before the others is waiting
+until they come: it can send nothing before, though to the scheduler it is sending.
+
+No clock, no threads, no transport; for one thread, or under one lock. :class:`RoundsThread` hosts the rounds of a job
+on worker 0.
 """
 
 from __future__ import annotations
@@ -18,18 +20,15 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import msgspec
 
 from lightning_bytescheduler.diloco.batch_scheduler import BatchScheduler
-from lightning_bytescheduler.diloco.coordinator_protocol import PauseRounds, ResumeRounds
+from lightning_bytescheduler.diloco.coordinator_protocol import FromWorker
 from lightning_bytescheduler.diloco.messages import (
-    PARAMETER_SERVER,
     EndRound,
-    Envelope,
-    MergePseudoGradients,
     Message,
     PassedRoundEnd,
     RoundEnded,
@@ -41,13 +40,14 @@ from lightning_bytescheduler.diloco.messages import (
     StepMetrics,
     StepReport,
     TrainingOver,
-    WorkerMessage,
 )
 from lightning_bytescheduler.diloco.round_end import FixedSteps, RoundOptions, RoundTarget
 from lightning_bytescheduler.diloco.round_record import Activity, RoundMetrics, RoundRecord
 from lightning_bytescheduler.diloco.round_roster import BatchSchedulerState
 
 _STATUS_EVERY_S = 0.5
+_LOOK_S = 1.0
+_SILENT_STEPS, _SILENT_S = 3, 5.0  # whose sum is a silence that is told of
 
 
 class Rounds:
@@ -57,8 +57,9 @@ class Rounds:
         target: What ends a round.
         options: Of the batch scheduler.
         post: Sends a message to a worker, without waiting.
-        end: Called with each end of a round; returns whether what follows is held until :meth:`go_on`.
-        observer: Called with each round that has ended, before that.
+        end: Called with each round that is over. What follows is held until :meth:`go_on`, but for workers that were
+            launched together.
+        together: Names of those: all stand still where one has asked for it.
 
     Attributes:
         scheduler: The batch scheduler.
@@ -71,10 +72,10 @@ class Rounds:
         options: RoundOptions,
         *,
         post: Callable[[str, Message], None],
-        end: Callable[[MergePseudoGradients], bool],
-        observer: Callable[[RoundRecord], None],
+        end: Callable[[RoundRecord], object],
+        together: Sequence[str] = (),
     ) -> None:
-        self.scheduler = BatchScheduler(target, options, observer=observer)
+        self.scheduler = BatchScheduler(target, options, post=self._say, end=self._over)
         self.metrics = RoundMetrics()
         self._target = target
         self._post = post
@@ -82,21 +83,43 @@ class Rounds:
         self._ending: SendNow | SendAfter | None = None  # what all were told when one asked for a round's end
         self._told: dict[str, float] = {}
         self._status, self._status_at = RoundStatus(round=0, left=0), 0.0  # one for all: it takes a look at all
-        self._held: list[Envelope] | None = None
+        self._held: list[tuple[str, Message]] | None = None
+        self._together = tuple(together)
+        self._wishes: set[str] = set()  # what is to happen at the end of the round, of workers launched together
+        self._passed: dict[str, bool] = {}  # who has passed the end of a round, and whether it stops
+        self._sent_at: dict[str, float] = {}  # when each worker was through
 
-    def handle(self, message: WorkerMessage | PauseRounds | ResumeRounds, *, now: float) -> None:
-        """Take in what a worker says."""
-        self._deliver(self.scheduler.handle(message, now=now))
-        if isinstance(message, (StepReport, RoundStarted)):
-            self._answer(message.worker, message.round, now)
+    @property
+    def stand_still(self) -> bool:
+        """Whether what follows a round's end is held."""
+        return self._held is not None
 
-    def measured(self, message: StepMetrics) -> None:
-        """Take in what a worker has measured."""
-        self.metrics.add(message.worker, batch_size=message.batch_size, seconds=message.seconds, loss=message.loss)
+    def handle(self, message: FromWorker, *, now: float) -> None:
+        """Take in what a worker says.
+
+        Raises:
+            RuntimeError: If it is nothing that a worker says.
+        """
+        if isinstance(message, StepMetrics):
+            self.metrics.add(message.worker, batch_size=message.batch_size, seconds=message.seconds, loss=message.loss)
+        elif isinstance(message, EndRound):
+            self._wishes |= {name for name in ("epoch", "validate", "stop") if getattr(message, name)}
+            if message.now:
+                self.end_now(message.steps)
+        elif isinstance(message, PassedRoundEnd):
+            self._take_passed(message)
+        elif not hasattr(message, "worker"):
+            raise RuntimeError(f"The batch scheduler was sent what only it says: {message!r}.")
+        else:
+            if isinstance(message, SendingPseudoGradient) and self._together:
+                self._sent_at[message.worker] = now
+            self.scheduler.handle(message, now=now)  # type: ignore[arg-type]  # the others were above
+            if isinstance(message, (StepReport, RoundStarted)):
+                self._answer(message.worker, message.round, now)
 
     def tick(self, *, now: float) -> None:
         """Take note that time has passed."""
-        self._deliver(self.scheduler.tick(now=now))
+        self.scheduler.tick(now=now)
 
     def end_now(self, steps: int) -> None:
         """End the round that is on for all, which one worker asks for.
@@ -115,8 +138,9 @@ class Rounds:
         """Say what was held, or that training is over after a round."""
         held, self._held = self._held or [], None
         if over is not None:
-            held = [Envelope(name, TrainingOver(round=over)) for name in self.scheduler.workers]
-        self._deliver(held)
+            held = [(name, TrainingOver(round=over)) for name in self.scheduler.workers]
+        for name, message in held:
+            self._post(name, message)
 
     def forget(self, name: str) -> None:
         """A worker has left."""
@@ -134,30 +158,74 @@ class Rounds:
                 self._status = RoundStatus(round=self.scheduler.round, left=max(self.scheduler.left, 0))
             self._post(name, self._status)
 
-    def _deliver(self, envelopes: Iterable[Envelope]) -> None:
-        for envelope in envelopes:
-            if self._held is not None:
-                self._held.append(envelope)
-            elif envelope.to != PARAMETER_SERVER:
-                self._post(envelope.to, envelope.message)
-            elif isinstance(envelope.message, MergePseudoGradients):
-                self._ending, self._held = None, []
-                if not self._end(envelope.message):
-                    self._held = None
+    def _say(self, name: str, message: Message) -> None:
+        if self._held is None:
+            self._post(name, message)
+        else:
+            self._held.append((name, message))
+
+    def _over(self, record: RoundRecord) -> None:
+        self._ending = None
+        if self._together:
+            record = self._with_common_waiting(record)
+            self._end(record)
+            self._halt(record)
+        else:
+            self._held = []
+            self._end(record)
+
+    # ------------------------------------------------------------------ of workers launched together
+
+    def _halt(self, record: RoundRecord) -> None:
+        """Tell everybody that a round is over, before they hear of the next one, and whether all stand still."""
+        samples = record.samples
+        stops = "stop" in self._wishes or self.scheduler.finished
+        ended = RoundEnded(
+            round=record.round,
+            samples=samples,
+            shares={one.worker: one.samples / samples for one in record.workers} if samples else {},
+            metrics=self.metrics.take(),
+            epoch="epoch" in self._wishes,
+            validate="validate" in self._wishes,
+            stop=stops,
+            halts=bool(self._wishes) or stops,
+        )
+        self._wishes, self._passed, self._sent_at = set(), {}, {}
+        self._held = [] if ended.halts else None
+        for worker in self._together:
+            self._post(worker, ended)
+
+    def _take_passed(self, message: PassedRoundEnd) -> None:
+        if self._held is None:
+            return
+        self._passed[message.worker] = message.stop
+        if len(self._passed) == len(self._together):
+            self.go_on(over=message.round if any(self._passed.values()) else None)
+
+    def _with_common_waiting(self, record: RoundRecord) -> RoundRecord:
+        """The same round, in which a worker waits until all are through, and sends only from then on."""
+        last = max(self._sent_at.values(), default=record.end)
+        workers = []
+        for worker in record.workers:
+            spans: list[tuple[Activity, float, float]] = []
+            for activity, start, end in worker.spans:
+                if activity == "sending" and start < last:
+                    spans.append(("waiting", start, min(last, end)))
+                    start = min(last, end)
+                if start < end:
+                    spans.append((activity, start, end))
+            workers.append(msgspec.structs.replace(worker, spans=tuple(spans)))
+        return msgspec.structs.replace(record, workers=tuple(workers))
 
 
-_LOOK_S = 1.0
-_SILENT_STEPS, _SILENT_S = 3, 5.0  # whose sum is a silence that is told of
-
-
-class BatchSchedulerThread:
-    """The batch scheduler with its thread, ``bytescheduler-batch-scheduler``.
+class RoundsThread:
+    """The rounds of workers that were launched together, on a thread, ``bytescheduler-rounds``; a ``Link`` to them.
 
     Args:
         target: What ends a round.
         options: Of the batch scheduler; it waits for all ``workers``.
         workers: Names of all workers.
-        post: Sends a message to a worker, without waiting.
+        post: Sends a message to a worker; called on the thread.
         on_round: Called on the thread with each round that has ended.
         on_silence: Called on the thread with the workers that have not been heard of for long, every now and then.
         on_error: Called on the thread with what it failed with.
@@ -176,19 +244,14 @@ class BatchSchedulerThread:
     ) -> None:
         self._workers = tuple(workers)
         everyone = replace(options, start_workers=len(workers))
-        self._rounds = Rounds(target, everyone, post=post, end=self._announce, observer=self._round_ended)
+        self._rounds = Rounds(target, everyone, post=post, end=on_round, together=workers)
         self._post = post
-        self._on_round = on_round
         self._on_silence = on_silence
         self._on_error = on_error
-        self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # held while the scheduler takes in a message; no other is taken under it
-        # What follows is the thread's.
-        self._wishes: set[str] = set()  # what is to happen at the end of the round
-        self._passing: dict[str, bool] | None = None  # who has passed the end of a round, and whether it stops
-        self._sent_at: dict[str, float] = {}
+        self._inbox: queue.SimpleQueue[FromWorker | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # held while the scheduler takes in a message
         self._looked = 0.0
-        self._thread = threading.Thread(target=self._run, name="bytescheduler-batch-scheduler", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="bytescheduler-rounds", daemon=True)
 
     def start(self, state: BatchSchedulerState | None = None) -> None:
         """Begin, or carry on from what :meth:`state_dict` gave."""
@@ -200,9 +263,14 @@ class BatchSchedulerThread:
                 self._post(worker, TrainingOver(round=self._rounds.scheduler.round))
         self._thread.start()
 
-    def handle(self, message: Message) -> None:
-        """Take in a message; returns at once."""
-        self._inbox.put(message)
+    def post(self, *messages: FromWorker) -> None:
+        """Take in messages; returns at once."""
+        for message in messages:
+            self._inbox.put(message)
+
+    def flush(self, timeout: float) -> bool:
+        """Returns at once: what was posted is taken in, before the thread ends."""
+        return True
 
     def stop(self, timeout: float) -> bool:
         """End the thread; returns whether it ended within ``timeout`` seconds."""
@@ -215,8 +283,6 @@ class BatchSchedulerThread:
         """What to keep over a restart. For any thread."""
         with self._lock:
             return self._rounds.scheduler.state_dict()
-
-    # ------------------------------------------------------------------ the thread
 
     def _run(self) -> None:
         try:
@@ -232,65 +298,14 @@ class BatchSchedulerThread:
                     if message is None:
                         return
                     with self._lock:
-                        self._take(message)
+                        self._rounds.handle(message, now=time.monotonic())
                 self._look_for_silence()
         except BaseException as error:
             self._on_error(error)
 
-    def _take(self, message: Message) -> None:
-        now = time.monotonic()
-        if isinstance(message, EndRound):
-            self._wishes |= {name for name in ("epoch", "validate", "stop") if getattr(message, name)}
-            if message.now:
-                self._rounds.end_now(message.steps)
-        elif isinstance(message, PassedRoundEnd):
-            self._take_passed(message)
-        elif isinstance(message, StepMetrics):
-            self._rounds.measured(message)
-        elif isinstance(message, WorkerMessage):
-            if isinstance(message, SendingPseudoGradient):
-                self._sent_at[message.worker] = now
-            self._rounds.handle(message, now=now)
-        else:
-            raise RuntimeError(f"The batch scheduler was sent what only it says: {message!r}.")
-
-    def _take_passed(self, message: PassedRoundEnd) -> None:
-        if self._passing is None:
-            return
-        self._passing[message.worker] = message.stop
-        if len(self._passing) < len(self._workers):
-            return
-        stops, self._passing = any(self._passing.values()), None
-        self._rounds.go_on(over=message.round if stops else None)
-
-    def _announce(self, merge: MergePseudoGradients) -> bool:
-        """Tell everybody that a round is over, before they hear of the next one; returns whether all stand still."""
-        samples = self._ended.samples
-        ended = RoundEnded(
-            round=merge.round,
-            samples=samples,
-            shares={one.worker: one.samples / samples for one in self._ended.workers} if samples else {},
-            metrics=self._rounds.metrics.take(),
-            epoch="epoch" in self._wishes,
-            validate="validate" in self._wishes,
-            stop="stop" in self._wishes or self._rounds.scheduler.finished,
-            halts=bool(self._wishes) or self._rounds.scheduler.finished,
-        )
-        self._wishes = set()
-        for worker in self._workers:
-            self._post(worker, ended)
-        if ended.halts:
-            self._passing = {}
-        return ended.halts
-
-    def _round_ended(self, record: RoundRecord) -> None:
-        self._ended = _with_common_waiting(record, self._sent_at)
-        self._sent_at = {}
-        self._on_round(self._ended)
-
     def _look_for_silence(self) -> None:
         now = time.monotonic()
-        if self._passing is not None or now - self._looked < _SILENT_S:
+        if self._rounds.stand_still or now - self._looked < _SILENT_S:
             return
         silent = [
             worker.name
@@ -302,24 +317,3 @@ class BatchSchedulerThread:
         if silent:
             self._looked = now
             self._on_silence(silent)
-
-
-def _with_common_waiting(record: RoundRecord, sent_at: Mapping[str, float]) -> RoundRecord:
-    """The same round, in which a worker waits until all are through, and sends only from then on.
-
-    Args:
-        record: By the batch scheduler.
-        sent_at: When each worker was through, by the same clock.
-    """
-    last = max(sent_at.values(), default=record.end)
-    workers = []
-    for worker in record.workers:
-        spans: list[tuple[Activity, float, float]] = []
-        for activity, start, end in worker.spans:
-            if activity == "sending" and start < last:
-                spans.append(("waiting", start, min(last, end)))
-                start = min(last, end)
-            if start < end:
-                spans.append((activity, start, end))
-        workers.append(msgspec.structs.replace(worker, spans=tuple(spans)))
-    return msgspec.structs.replace(record, workers=tuple(workers))

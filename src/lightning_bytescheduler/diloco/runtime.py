@@ -1,9 +1,9 @@
 """What a rank has in one training in rounds, put together and taken apart in one place.
 
 A rank that leads its worker has threads and connections; one that follows its leader has none. All threads are named
-``bytescheduler-*`` and stopped by ``stop`` within a bound. Of a leader that was launched with others: one that posts
-messages, one that reads this worker's, the exchange's two, and on worker 0 the batch scheduler's with the reader of its
-mailbox. Of a leader in a coordinator's run: the client's, and the one that encodes.
+``bytescheduler-*`` and stopped by ``stop`` within a bound. A leader that was launched with others has four: one reads
+its mailbox, one posts (on worker 0 that of the rounds does), and two are the exchange's. A leader in a coordinator's
+run has two: the client's, and one that encodes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import InvalidStateError
 from contextlib import suppress
 from functools import cached_property
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 from torch import nn
@@ -25,24 +25,24 @@ from lightning_bytescheduler.__about__ import __version__
 from lightning_bytescheduler.diloco.coordinator_client import CoordinatorAddress, CoordinatorClient
 from lightning_bytescheduler.diloco.coordinator_protocol import (
     PROTOCOL,
-    FromWorker,
     Hello,
     ModelParameter,
     RunOptions,
 )
 from lightning_bytescheduler.diloco.coordinator_transport import CoordinatorTransport
 from lightning_bytescheduler.diloco.fragments import TrainedWeights
-from lightning_bytescheduler.diloco.mailbox import Mailbox, Postman
-from lightning_bytescheduler.diloco.messages import LeaveRounds, Message, PseudoGradientArrived, decode
+from lightning_bytescheduler.diloco.mailbox import Mailbox, Postman, connection_to, post
+from lightning_bytescheduler.diloco.messages import LeaveRounds, Message, PseudoGradientArrived, decode, encode
 from lightning_bytescheduler.diloco.options import DiLoCoOptions
-from lightning_bytescheduler.diloco.outer_optimizer import Contribution, OuterState
+from lightning_bytescheduler.diloco.outer_optimizer import OuterState
 from lightning_bytescheduler.diloco.outer_timeline import OuterTimeline, beside
 from lightning_bytescheduler.diloco.process_groups import WorkerGroup, WorkerWorld, worker_name
 from lightning_bytescheduler.diloco.pseudo_gradient_exchange import PseudoGradientExchange, outer_sizes
 from lightning_bytescheduler.diloco.round_record import RoundRecord
-from lightning_bytescheduler.diloco.rounds import BatchSchedulerThread
+from lightning_bytescheduler.diloco.rounds import RoundsThread
 from lightning_bytescheduler.diloco.session import START, Session
-from lightning_bytescheduler.diloco.training_loop import CoordinatedBoundaries
+from lightning_bytescheduler.diloco.training_loop import CoordinatedBoundaries, LoopBoundaries
+from lightning_bytescheduler.diloco.worker_restart import KeptStates, Resumed, WorkerStates
 from lightning_bytescheduler.exceptions import RankFailedError
 from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.failures.messages import is_communication_error
@@ -53,11 +53,11 @@ log = logging.getLogger(__name__)
 _STOP_S = 5.0
 _MOMENT_S = 2.0
 _SILENCE_S = 20.0
-_SCHEDULER = "scheduler"  # its mailbox
+_HOST = "scheduler"  # the mailbox of who hosts the rounds
 _NOTHING_UNSENT: Mapping[str, Any] = {"workers": 0, "rank": 0, "own": {}, "mean": {}}
 
 
-class SessionRuntime:
+class Runtime:
     """A session, watched by the fault board. By itself that of a rank whose leader speaks for it: there are no threads.
 
     Args:
@@ -67,10 +67,12 @@ class SessionRuntime:
     Attributes:
         session: The same, once there is one.
         state: The global weights, on a rank that leads its worker.
+        boundaries: Where the loop and the rounds meet, once they have begun.
     """
 
     session: Session
     state: OuterState | None = None
+    boundaries: LoopBoundaries | None = None
 
     def __init__(self, session: Session, board: FaultBoard) -> None:
         self.session = session
@@ -103,16 +105,46 @@ class SessionRuntime:
 
     # What the strategy calls.
 
-    def start(self, state: Mapping[str, Any] | None = None) -> None:
-        """Join the other workers and begin the first round.
+    def begin(
+        self, boundaries: LoopBoundaries, state: Mapping[str, Any] | None, resumed: Resumed | None = None
+    ) -> Callable[[], None] | None:
+        """Join the other workers, begin the first round, and take the place of the loop's decisions.
 
         Args:
+            boundaries: Of the session.
             state: What :meth:`state_dict` gave, to carry on from; the leader does.
+            resumed: What the same checkpoint had of each worker.
+
+        Returns:
+            What is to be called when the next epoch begins, if anything.
         """
+        self.boundaries = boundaries
+        self._carry_on(state)
         self.session.begin()
+        leads = self.state is not None
+        then = None if resumed is None else resumed.go_on(boundaries.trainer, leads=leads)
+        boundaries.attach(self._keep_states(boundaries.trainer, resumed))
+        return then
+
+    def _carry_on(self, state: Mapping[str, Any] | None) -> None:
+        if state is not None and self.state is not None:
+            self.state.load_state_dict(state["outer"])
+
+    def _keep_states(self, trainer: pl.Trainer, resumed: Resumed | None) -> WorkerStates | None:
+        """Begin to keep what a checkpoint is to have of this worker."""
+
+    @property
+    def states(self) -> WorkerStates | None:
+        """What a checkpoint is to have of this worker, and of others."""
+        return None
+
+    @property
+    def leads(self) -> bool:
+        """Whether this worker validates, logs and saves for all; the same on all of its ranks."""
+        return True
 
     def state_dict(self) -> dict[str, Any] | None:
-        """What to keep beside the global weights; ``None`` on all ranks but one."""
+        """What to keep beside the global weights; ``None`` on all ranks but those that save."""
         return None
 
     def fail(self, error: BaseException) -> None:
@@ -138,28 +170,17 @@ class SessionRuntime:
         return not failed
 
 
-class _ToHost:
-    """A ``Link`` between ranks that were launched together."""
+class LeadingRuntime(Runtime):
+    """The threads and connections of a leader that was launched with others.
 
-    def __init__(self, postman: Postman) -> None:
-        self._postman = postman
-
-    def post(self, *messages: FromWorker) -> None:
-        for message in messages:
-            self._postman.post(_SCHEDULER, cast(Message, message))  # only a coordinator's workers say others
-
-    def flush(self, timeout: float) -> bool:
-        return True  # the postman ends with all that it was given
-
-
-class LeadingRuntime(SessionRuntime):
-    """A leader's threads and connections.
+    Worker 0 hosts the rounds: what these and its own session say to each other goes nowhere else. Its mailbox is
+    theirs, and their thread posts.
 
     Args:
         trained: What is trained.
         world: Where this worker is.
         group: The worker's ranks.
-        board: Where failures are published; not closed with the runtime.
+        board: See :class:`Runtime`.
         options: The user's.
         timeout: Longest wait for the other workers, in seconds.
         flush: See :class:`Session`.
@@ -182,17 +203,20 @@ class LeadingRuntime(SessionRuntime):
     ) -> None:
         if world.leaders is None:
             raise RuntimeError("Cannot exchange pseudo-gradients: only the first rank of a worker does.")
-        self._name = worker_name(world.worker)
+        self._board = board
+        self._world, self._full, self._timeout = world, options.worker_states, timeout
+        self._name = name = worker_name(world.worker)
         # A process that is busy in native code may show no sign of life for seconds.
         self._silence = min(_SILENCE_S, timeout / 4)
-        self._stopped = False
-        self._idle = False
+        self._stopped = self._idle = False
         self._examining: threading.Thread | None = None
+        self._states: WorkerStates | None = None
+        self._kept = KeptStates(2 if options.run.overlap else 1)
+        self.state = OuterState(trained, weighting=options.run.weighting, **options.outer_step)
+        self.timeline = OuterTimeline(options.timeline, rank=world.rank, worker=name)
         partition_size, credit = outer_sizes(
             max(trained.sizes), partition_size=options.partition_size, credit=options.credit
         )
-        self.timeline = OuterTimeline(options.timeline, rank=world.rank, worker=self._name)
-        self._postman = Postman(world.store, self._name, self._on_error)
         self._exchange = PseudoGradientExchange(
             world.leaders,
             wire=options.run.wire,
@@ -200,15 +224,30 @@ class LeadingRuntime(SessionRuntime):
             credit=credit,
             timeline=self.timeline,
             on_error=self._on_error,
-            arrived=self._arrived,
+            arrived=lambda update: link.post(PseudoGradientArrived(worker=name, round=update.round)),
         )
-        self.state = OuterState(trained, weighting=options.run.weighting, **options.outer_step)
+        self._postman: Postman | None = None
+        self._rounds: RoundsThread | None = None
+        link: Postman | RoundsThread
+        if world.worker:
+            link = self._postman = Postman(world.store, name, to=_HOST, on_error=self._on_error)
+        else:
+            self._store = connection_to(world.store)
+            link = self._rounds = RoundsThread(
+                options.run.target,
+                options.rounds(timeout),
+                workers=[worker_name(number) for number in range(world.workers)],
+                post=self._say,
+                on_round=on_round,
+                on_silence=self._examine,
+                on_error=self._on_error,
+            )
         session = Session(
-            worker=self._name,
+            worker=name,
             group=group,
             trained=trained,
             state=self.state,
-            link=_ToHost(self._postman),
+            link=link,
             exchange=self._exchange,
             overlap=options.run.overlap,
             flush=flush,
@@ -216,42 +255,67 @@ class LeadingRuntime(SessionRuntime):
             timeline=self.timeline,
         )
         super().__init__(session, board)
-        self._mailboxes = [self._open(world, self._name, "bytescheduler-outer-mail", session.receive)]
-        self._scheduler: BatchSchedulerThread | None = None
-        if world.rank == 0:
-            self._scheduler = BatchSchedulerThread(
-                options.run.target,
-                options.rounds(timeout),
-                workers=[worker_name(number) for number in range(world.workers)],
-                post=self._postman.post,
-                on_round=on_round,
-                on_silence=self._examine,
-                on_error=self._on_error,
-            )
-            self._mailboxes.append(self._open(world, _SCHEDULER, "bytescheduler-host-mail", self._scheduler.handle))
+        hears: Callable[[Any], None] = session.receive if self._rounds is None else self._rounds.post
+        self._mailbox = Mailbox(
+            world.store,
+            _HOST if self._rounds is not None else name,
+            thread="bytescheduler-outer-mail",
+            handle=lambda sender, text: hears(decode(text, sender=sender)),
+            on_error=self._on_error,
+            postman=self._postman,
+            calls=self._kept.ask,
+        )
         atexit.register(self.stop, failed=True)  # a thread inside torch while the interpreter ends would abort it
 
-    def start(self, state: Mapping[str, Any] | None = None) -> None:
-        """See SessionRuntime."""
+    def _say(self, to: str, message: Message) -> None:
+        """On the thread of the rounds."""
+        if to == self._name:
+            self.session.receive(message)
+        else:
+            post(self._store, to, _HOST, encode(message))
+
+    def _carry_on(self, state: Mapping[str, Any] | None) -> None:
+        super()._carry_on(state)
         if state is not None:
-            self.state.load_state_dict(state["outer"])
             self._exchange.load_state_dict(state.get("unsent", _NOTHING_UNSENT))
-        if self._scheduler is not None:
-            self._scheduler.start(None if state is None else state["rounds"])
-        self.session.stand_at(0 if state is None else state["rounds"]["round"])
-        self.session.begin()
+        rounds = None if state is None else state["rounds"]
+        if self._rounds is not None:
+            self._rounds.start(rounds)
+        self.session.stand_at(0 if rounds is None else rounds["round"])
+
+    def _keep_states(self, trainer: pl.Trainer, resumed: Resumed | None) -> WorkerStates:
+        own = None if resumed is None else resumed.own
+        if resumed is not None and own is not None and resumed.alike:
+            self._load_own_counts(own)
+        self._states = WorkerStates(
+            trainer,
+            self.session,
+            self._world,
+            full=self._full,
+            timeout=self._timeout,
+            numbers=None if own is None else own["random"],
+            kept=self._kept,
+            own_state=self._own_state,
+        )
+        self._states.begun()
+        return self._states
+
+    @property
+    def states(self) -> WorkerStates | None:
+        """See Runtime."""
+        return self._states
 
     def state_dict(self) -> dict[str, Any] | None:
-        """What to keep beside the global weights; ``None`` on all workers but the first."""
-        if self._scheduler is None:
+        """See Runtime; ``None`` on all workers but the first."""
+        if self._rounds is None:
             return None
         return {
             "outer": self.state.state_dict(),
-            "rounds": self._scheduler.state_dict(),
+            "rounds": self._rounds.state_dict(),
             "unsent": self._exchange.state_dict(),
         }
 
-    def own_state(self) -> dict[str, Any]:
+    def _own_state(self) -> dict[str, Any]:
         """What this worker alone has at the begin of a round.
 
         What is left to be sent; and where fragments or overlap leave something of the last round open, its weights,
@@ -265,15 +329,12 @@ class LeadingRuntime(SessionRuntime):
             own["begun_with"] = self.session.done_in_round()
         return own
 
-    def load_own_counts(self, state: Mapping[str, Any]) -> None:
-        """Count on from what :meth:`own_state` gave; its weights are the module's."""
+    def _load_own_counts(self, state: Mapping[str, Any]) -> None:
+        """Count on from what :meth:`_own_state` gave; its weights are the module's."""
         if "samples" in state:
             self.state.load_counts(state)
         if self.session.overlap and "begun_with" in state:
             self.session.go_on(state["begun_with"])
-
-    def _arrived(self, update: Contribution) -> None:
-        self._postman.post(_SCHEDULER, PseudoGradientArrived(worker=update.worker, round=update.round))
 
     def _end_session(self, error: BaseException) -> None:
         super()._end_session(error)
@@ -284,37 +345,23 @@ class LeadingRuntime(SessionRuntime):
         return self._exchange.abort_cause
 
     def stop(self, *, failed: bool) -> bool:
-        """Stop every thread; bounded, never raises, idempotent.
-
-        Args:
-            failed: Whether training ended with an error: then nobody is waited for.
-
-        Returns:
-            Whether nothing is under way on the group of the leaders.
-        """
+        """See Runtime."""
         if self._stopped:
             return self._idle
+        if self._states is not None:
+            self._states.leave(failed=failed)
         self._stopped = True
-        self._board.unwatch(self)
+        super().stop(failed=failed)
         atexit.unregister(self.stop)
-        patience = _MOMENT_S if failed else _STOP_S
         with suppress(Exception):
-            for mailbox in self._mailboxes:
-                mailbox.stop(patience)
-            self._postman.stop(patience)
-            if self._scheduler is not None:
-                self._scheduler.stop(patience)
+            for thread in (self._mailbox, self._postman, self._rounds):
+                if thread is not None:
+                    thread.stop(_MOMENT_S if failed else _STOP_S)
         self._idle = self._exchange.stop(_STOP_S) and not failed
         if self._examining is not None:
             self._examining.join(_STOP_S)
         self.timeline.close()
         return self._idle
-
-    def _open(self, world: WorkerWorld, name: str, thread: str, receive: Callable[[Message], object]) -> Mailbox:
-        def handle(sender: str, text: str) -> None:
-            receive(decode(text, sender=sender))
-
-        return Mailbox(world.store, name, thread=thread, handle=handle, on_error=self._on_error, postman=self._postman)
 
     def _examine(self, silent: list[str]) -> None:
         """Some workers have not been heard of: find out whether they live."""
@@ -351,7 +398,7 @@ class _Place(msgspec.Struct, frozen=True):
     leads: bool
 
 
-class CoordinatedRuntime(SessionRuntime):
+class CoordinatedRuntime(Runtime):
     """See the module.
 
     Args:
@@ -399,7 +446,7 @@ class CoordinatedRuntime(SessionRuntime):
         self._timeline = OuterTimeline()
         self._begin = begin
         self._led = False  # to begin with, as all ranks of the worker know it
-        self._boundaries: CoordinatedBoundaries | None = None
+        self.boundaries: CoordinatedBoundaries | None = None
         self._fault: RankFailedError | None = None
         self._transport: CoordinatorTransport | None = None
         self._stopped = False
@@ -461,16 +508,6 @@ class CoordinatedRuntime(SessionRuntime):
         self.check()
         self.client.listen(self.session)
 
-    def start(self, state: Mapping[str, Any] | None = None) -> None:
-        """Take the global weights and begin the first round.
-
-        Args:
-            state: Of a checkpoint; it counts only if these are the run's first weights.
-        """
-        if state is not None and self.state is not None:
-            self.state.load_state_dict(state["outer"])
-        self.session.begin()
-
     @cached_property
     def _model(self) -> tuple[ModelParameter, ...]:
         return tuple(
@@ -479,27 +516,15 @@ class CoordinatedRuntime(SessionRuntime):
             if p.requires_grad
         )
 
-    def begin(self, trainer: pl.Trainer, state: Mapping[str, Any] | None) -> CoordinatedBoundaries:
-        """Begin the first round, and take the place of the loop's decisions.
-
-        Args:
-            trainer: Whose loop it is.
-            state: See :meth:`start`.
-        """
-        self.start(state)
-        self._boundaries = CoordinatedBoundaries(trainer, self.session, group=self.group, leads=self._led)
-        self._boundaries.attach()
-        return self._boundaries
-
     @property
     def leads(self) -> bool:
         """Whether this worker validates, logs and saves for all; the same on all of its ranks."""
-        return self._led if self._boundaries is None else self._boundaries.leads
+        return self._led if self.boundaries is None else self.boundaries.leads
 
     def end_all(self) -> None:
         """The end of this worker, if it leads, is to be that of all."""
-        if self._boundaries is not None:
-            self._boundaries.ends_all = True
+        if self.boundaries is not None:
+            self.boundaries.ends_all = True
 
     def check(self) -> None:
         """Raise what another thread or rank has failed with, if any."""
@@ -515,20 +540,20 @@ class CoordinatedRuntime(SessionRuntime):
         joined the rounds would be waited for, if the first round is to have so many workers, by those who hold what it
         waits for.
         """
-        if self._boundaries is None and self._begun:
+        if self.boundaries is None and self._begun:
             self._begin()
-        return self._boundaries is not None and self._boundaries.wait_aside()
+        return self.boundaries is not None and self.boundaries.wait_aside()
 
     def goes_on(self) -> None:
         """See ``Idle``."""
-        if self._boundaries is not None:
-            self._boundaries.come_back()
+        if self.boundaries is not None:
+            self.boundaries.come_back()
 
     def state_dict(self) -> dict[str, Any] | None:
         """What to keep beside the global weights, with which a run without a coordinator can go on, too."""
         if self.state is None:
             return None
-        rounds = {"round": self.session.version, "samples": self.session.statistics.merged_samples}
+        rounds = {"round": self.session.version}
         return {"outer": self.state.state_dict(), "rounds": rounds}
 
     # ------------------------------------------------------------------ what the fault board asks and tells

@@ -47,16 +47,17 @@ from lightning_bytescheduler.diloco.options import (
 from lightning_bytescheduler.diloco.performance_monitor import PerformanceMonitor
 from lightning_bytescheduler.diloco.process_groups import JointCollectives, WorkerGroup, WorkerWorld, worker_name
 from lightning_bytescheduler.diloco.round_record import RECORD_NAME, RoundFile
-from lightning_bytescheduler.diloco.runtime import CoordinatedRuntime, LeadingRuntime, SessionRuntime
+from lightning_bytescheduler.diloco.runtime import CoordinatedRuntime, LeadingRuntime, Runtime
 from lightning_bytescheduler.diloco.session import Session, SessionStatistics
 from lightning_bytescheduler.diloco.training_loop import (
     CoordinatedBoundaries,
+    LoopBoundaries,
     RoundBoundaries,
     for_leader_only,
     refuse_plateaus,
     seed_sampler,
 )
-from lightning_bytescheduler.diloco.worker_restart import Resumed, WorkerStates
+from lightning_bytescheduler.diloco.worker_restart import Resumed
 from lightning_bytescheduler.exceptions import UnsupportedError
 from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.failures.rendezvous import Introduction, RendezvousWatch, hold_roll_call, require_alike
@@ -297,14 +298,12 @@ class DiLoCoStrategy(RankStrategy):
         self._world: WorkerWorld | None = None
         self._joint: JointCollectives | None = None
         self._validates_together = False
-        self._runtime: SessionRuntime | None = None
+        self._runtime: Runtime | None = None
         self._kept_state: dict[str, Any] | None = None
         self._resumed: Resumed | None = None
-        self._states: WorkerStates | None = None
         self._next_epoch: Callable[[], None] | None = None
         self._last_whole: object = None  # path of the last checkpoint that was written in this fit
         self._open = ExitStack()
-        self._boundaries: RoundBoundaries | CoordinatedBoundaries | None = None
         self._statistics: SessionStatistics | None = None
         self._idle = True  # nothing is under way in the groups
         self._slices: WorkerSlices | None = None
@@ -503,10 +502,10 @@ class DiLoCoStrategy(RankStrategy):
         try:
             self._open.close()
         finally:
-            self._runtime = self._boundaries = self._states = self._slices = self._board = self._world = None
+            self._runtime = self._slices = self._board = self._world = None
             self._joint = self._resumed = self._next_epoch = self._kept_state = None
 
-    def _stop(self, runtime: SessionRuntime) -> None:
+    def _stop(self, runtime: Runtime) -> None:
         self._idle = runtime.stop(failed=self._failed) and self._idle
 
     def _leave(self, world: WorkerWorld) -> None:
@@ -593,9 +592,9 @@ class DiLoCoStrategy(RankStrategy):
             self._say_not_written()
             return
         with nullcontext() if self._board is None else self._board.patient():
-            if self._states is not None:
-                self._states.complete(checkpoint)
-            if not isinstance(self._runtime, CoordinatedRuntime) or self._runtime.leads:
+            if self._runtime is not None and self._runtime.states is not None:
+                self._runtime.states.complete(checkpoint)
+            if self._runtime is None or self._runtime.leads:
                 super().save_checkpoint(checkpoint, filepath, storage_options)
                 self._last_whole = filepath
 
@@ -617,87 +616,64 @@ class DiLoCoStrategy(RankStrategy):
         progress: Any = trainer.fit_loop.epoch_loop.batch_progress
         return shared_loader(loader, self.global_rank, self.ranks, lambda: progress.current.processed)
 
-    def _begin_states(self, trainer: pl.Trainer, world: WorkerWorld, *, full: bool, timeout: float) -> None:
-        """Go on from the checkpoint, if there is one, and begin to keep what the next one is to have."""
-        resumed, self._resumed = self._resumed, None
-        runtime = self._runtime
-        numbers = None
-        if resumed is not None:
-            leads = isinstance(runtime, LeadingRuntime)
-            self._next_epoch = resumed.go_on(trainer, leads=leads)
-            if resumed.positions and share_of(trainer) is not None:
-                self._open.enter_context(loader_resumes())
-            if resumed.own is not None and leads:
-                numbers = resumed.own["random"]
-        if isinstance(runtime, LeadingRuntime):
-            if resumed is not None and resumed.own is not None and resumed.alike:
-                runtime.load_own_counts(resumed.own)
-            self._states = states = WorkerStates(
-                trainer,
-                runtime.session,
-                world,
-                full=full,
-                timeout=timeout,
-                numbers=numbers,
-                own_state=runtime.own_state,
-            )
-            self._open.callback(lambda: states.leave(failed=self._failed))
-            states.begun()
-
     # ------------------------------------------------------------------ rounds (called by callbacks)
 
     def begin_rounds(self) -> None:
         """Wait for the other workers, and begin the first round."""
-        module, world, board = self.lightning_module, self._world, self._board
+        module, world, board, runtime = self.lightning_module, self._world, self._board, self._runtime
         if module is None or world is None or board is None or self._boundaries is not None:
             return
-        state, self._kept_state = self._kept_state, None
-        options, trainer = self._options, module.trainer
-        if isinstance(self._runtime, CoordinatedRuntime):
-            with self._explained():
-                self._statistics = self._runtime.session.statistics
-                self._boundaries = self._runtime.begin(trainer, state)
-                self._open.callback(self._boundaries.detach)
-            return
-        timeout = self._longest_wait_s
-        group = WorkerGroup(world.inside, timeout=timeout)
-        file = open_rounds_file(trainer, append=state is not None)
-        self._open.callback(file.close)
-        overlap = options.run.overlap
-        trained = TrainedWeights(module, fragments=options.run.fragments, overlaps=bool(overlap))
-        runtime: SessionRuntime
-        if group.leads:
-            runtime = LeadingRuntime(
-                trained,
-                world=world,
-                group=group,
-                board=board,
-                options=options,
-                timeout=timeout,
-                flush=self.flush,
-                on_round=file.write,
-            )
+        trainer, state, self._kept_state = module.trainer, self._kept_state, None
+        resumed, group = None, WorkerGroup(world.inside, timeout=self._longest_wait_s)
+        boundaries: LoopBoundaries
+        if isinstance(runtime, CoordinatedRuntime):
+            boundaries = CoordinatedBoundaries(trainer, runtime.session, group=runtime.group, leads=runtime.leads)
         else:
-            name = worker_name(world.worker)
-            session = Session(worker=name, group=group, trained=trained, overlap=overlap, flush=self.flush)
-            runtime = SessionRuntime(session, board)
-        self._runtime = runtime
-        self._open.callback(self._stop, runtime)
+            resumed = self._resumed
+            self._runtime = runtime = self._runtime_of(trainer, world, group, board, append=state is not None)
+            self._open.callback(self._stop, runtime)
+            boundaries = RoundBoundaries(
+                trainer,
+                runtime.session,
+                group=group,
+                first_worker=world.worker == 0,
+                together=self._validating_together,
+                explained=self._explained,
+                shared_data=None if self._slices is None else self._slices.training,
+            )
         self._statistics = runtime.session.statistics
-        self._boundaries = RoundBoundaries(
-            trainer,
-            runtime.session,
-            group=group,
-            first_worker=world.worker == 0,
-            together=self._validating_together,
-            explained=self._explained,
-            shared_data=None if self._slices is None else self._slices.training,
-        )
-        self._open.callback(self._boundaries.detach)
+        self._open.callback(boundaries.detach)
         with self._explained():
-            runtime.start(state)
-            self._begin_states(trainer, world, full=options.worker_states, timeout=timeout)
-            self._boundaries.attach(self._states)
+            self._next_epoch = runtime.begin(boundaries, state, resumed)
+        if resumed is not None and resumed.positions and share_of(trainer) is not None:
+            self._open.enter_context(loader_resumes())
+
+    def _runtime_of(
+        self, trainer: pl.Trainer, world: WorkerWorld, group: WorkerGroup, board: FaultBoard, *, append: bool
+    ) -> Runtime:
+        """Of a worker that was launched with others."""
+        options, run = self._options, self._options.run
+        file = open_rounds_file(trainer, append=append)
+        self._open.callback(file.close)
+        trained = TrainedWeights(trainer.lightning_module, fragments=run.fragments, overlaps=bool(run.overlap))
+        if not group.leads:
+            name = worker_name(world.worker)
+            session = Session(worker=name, group=group, trained=trained, overlap=run.overlap, flush=self.flush)
+            return Runtime(session, board)
+        return LeadingRuntime(
+            trained,
+            world=world,
+            group=group,
+            board=board,
+            options=options,
+            timeout=self._longest_wait_s,
+            flush=self.flush,
+            on_round=file.write,
+        )
+
+    @property
+    def _boundaries(self) -> LoopBoundaries | None:
+        return None if self._runtime is None else self._runtime.boundaries
 
     def begin_epoch(self) -> bool:
         """Begin an epoch, unless another rank of this worker stops; returns whether training goes on."""
@@ -726,8 +702,8 @@ class DiLoCoStrategy(RankStrategy):
                     self._boundaries.before_end()
                 if not isinstance(self._runtime, CoordinatedRuntime):
                     self._runtime.session.finish()
-                    if self._states is not None:
-                        self._states.over()
+                    if self._runtime.states is not None:
+                        self._runtime.states.over()
                     if self._slices is not None:
                         self._slices.finish()
 
@@ -802,8 +778,9 @@ class RoundHooks(pl.Callback):
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Know of it before a checkpoint is written."""
-        if self._strategy._states is not None:
-            self._strategy._states.validated()
+        runtime = self._strategy._runtime
+        if runtime is not None and runtime.states is not None:
+            runtime.states.validated()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Bring all workers to the global weights, before other callbacks look at them."""

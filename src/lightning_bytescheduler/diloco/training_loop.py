@@ -48,6 +48,9 @@ class LoopBoundaries(ABC):
         trainer: Whose loop it is.
         session: This rank's.
         group: The ranks of this worker.
+
+    Attributes:
+        trainer: As given.
     """
 
     def __init__(
@@ -57,7 +60,7 @@ class LoopBoundaries(ABC):
         *,
         group: WorkerGroup,
     ) -> None:
-        self._trainer = trainer
+        self.trainer = trainer
         self._session = session
         self._group = group
         self._loop: Any = trainer.fit_loop.epoch_loop  # its decision is not a public method
@@ -70,8 +73,13 @@ class LoopBoundaries(ABC):
         self._loss: float | None = None
         self._ended = False  # for the ranks of this worker, which have agreed on it
 
-    def attach(self) -> None:
-        """Begin to decide."""
+    def attach(self, kept: WorkerStates | None = None) -> None:
+        """Begin to decide.
+
+        Args:
+            kept: Told of the moments that a checkpoint may be of.
+        """
+        self._kept = kept
         self._loop._should_check_val_fx = self._after_batch
         self._began = time.monotonic()
         if self._session.over:
@@ -80,7 +88,7 @@ class LoopBoundaries(ABC):
     def detach(self) -> None:
         """Leave the loop as it was."""
         self._loop.__dict__.pop("_should_check_val_fx", None)
-        self._trainer.fit_loop.min_epochs, self._loop.min_steps = self._least
+        self.trainer.fit_loop.min_epochs, self._loop.min_steps = self._least
 
     def report_batch(self, *, samples: int, tokens: int, loss: float | None) -> None:
         """Take note of a batch, which is a step or, where gradients are accumulated, a part of one."""
@@ -99,12 +107,24 @@ class LoopBoundaries(ABC):
             self._ended = self._group.any(True)
 
     @abstractmethod
+    def before_batch(self) -> bool:
+        """Returns whether training goes on."""
+
+    @abstractmethod
+    def before_epoch_end(self) -> None:
+        """See to it that the epoch ends for all whose epoch it is."""
+
+    @abstractmethod
+    def after_validation(self) -> None:
+        """Have all ranks of this worker stop if one is to: each by itself asks its callbacks."""
+
+    @abstractmethod
     def _after_batch(self, data_fetcher: Any) -> bool:
         """A batch has been trained on, and all hooks have run; returns whether to validate."""
 
     def _agree(self, stepped: bool, data_fetcher: Any, *facts: bool) -> tuple[bool, ...]:
         """What is so on any rank of this worker: whether to validate, to stop, and more. A step is counted, too."""
-        trainer, loss = self._trainer, self._loss
+        trainer, loss = self.trainer, self._loss
         stops = trainer.should_stop and trainer.fit_loop._can_stop_early
         facts = (self._own_decision(data_fetcher), stops, *facts)
         own = [self._samples, self._tokens, 0 if loss is None else self._samples, (loss or 0.0) * self._samples]
@@ -122,16 +142,16 @@ class LoopBoundaries(ABC):
         return agreed
 
     def _reaches_limit(self, epoch: bool) -> bool:
-        fit_loop = self._trainer.fit_loop
-        if fit_loop.max_steps != -1 and self._trainer.global_step >= fit_loop.max_steps:
+        fit_loop = self.trainer.fit_loop
+        if fit_loop.max_steps != -1 and self.trainer.global_step >= fit_loop.max_steps:
             return True
-        last = fit_loop.max_epochs not in (None, -1) and self._trainer.current_epoch + 1 >= int(fit_loop.max_epochs)
+        last = fit_loop.max_epochs not in (None, -1) and self.trainer.current_epoch + 1 >= int(fit_loop.max_epochs)
         return epoch and last
 
     def _stop(self) -> None:
         """Leave the loops, also if this worker has not done what it was to do at least."""
-        self._trainer.should_stop = True
-        self._trainer.fit_loop.min_epochs = None
+        self.trainer.should_stop = True
+        self.trainer.fit_loop.min_epochs = None
         self._loop.min_steps = None
 
 
@@ -164,20 +184,10 @@ class RoundBoundaries(LoopBoundaries):
         self._together = together
         self._explained = explained
         self._shared_data = shared_data
-        self._kept: WorkerStates | None = None
         self._open = ExitStack()
         self._epoch_to_end = False  # this worker's share is used up, and the others do not know yet
         self._epoch_ended = False  # for all; where data is shared
         self._has_batch = False  # since the last decision
-
-    def attach(self, kept: WorkerStates | None = None) -> None:
-        """Begin to decide.
-
-        Args:
-            kept: Told of the moments that a checkpoint may be of.
-        """
-        self._kept = kept
-        super().attach()
 
     def detach(self) -> None:
         """Leave the loop as it was."""
@@ -205,7 +215,7 @@ class RoundBoundaries(LoopBoundaries):
         shared, the same goes for a worker that takes part in rounds while others train on what is left; and one that
         comes too late for anything has an epoch without a batch.
         """
-        session, trainer = self._session, self._trainer
+        session, trainer = self._session, self.trainer
         empty = self._shared_data is not None and not self._epoch_ended
         to_end = self._epoch_to_end or empty
         self._epoch_to_end = self._epoch_ended = False
@@ -230,16 +240,16 @@ class RoundBoundaries(LoopBoundaries):
         return goes_on
 
     def after_validation(self) -> None:
-        """Have all ranks of this worker stop if one is to: each by itself asks its callbacks."""
-        if self._session.halted and self._group.any(self._trainer.should_stop):
-            self._trainer.should_stop = True
+        """See LoopBoundaries."""
+        if self._session.halted and self._group.any(self.trainer.should_stop):
+            self.trainer.should_stop = True
 
     def _after_batch(self, data_fetcher: Any) -> bool:
         with self._explained():
             return self._decide(data_fetcher)
 
     def _decide(self, data_fetcher: Any) -> bool:
-        session, loop, trainer = self._session, self._loop, self._trainer
+        session, loop, trainer = self._session, self._loop, self.trainer
         if loop.restarting and not self._has_batch and self._shared_data is None:
             return self._after_restart()
         stepped = trainer.global_step != self._global_step
@@ -349,7 +359,7 @@ class CoordinatedBoundaries(LoopBoundaries):
         self._aside = False
 
     def before_batch(self) -> bool:
-        """Returns whether training goes on."""
+        """See LoopBoundaries."""
         self._session.check()
         return not self._session.over
 
@@ -361,8 +371,8 @@ class CoordinatedBoundaries(LoopBoundaries):
         if not self._validates:
             return
         self._validates = False
-        if self._group.any(self._trainer.should_stop):
-            self._trainer.should_stop = True
+        if self._group.any(self.trainer.should_stop):
+            self.trainer.should_stop = True
         self._resume()
 
     def wait_aside(self) -> bool:
@@ -394,7 +404,7 @@ class CoordinatedBoundaries(LoopBoundaries):
         self._leave(quickly=False)
 
     def _after_batch(self, data_fetcher: Any) -> bool:
-        session, loop, trainer = self._session, self._loop, self._trainer
+        session, loop, trainer = self._session, self._loop, self.trainer
         stepped = trainer.global_step != self._global_step
         signal = bool(trainer.received_sigterm)
         wants, stops, epoch, signal, self.leads = self._agree(

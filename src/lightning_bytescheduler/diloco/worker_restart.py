@@ -11,12 +11,12 @@ middle of a round, they are put back to the round's begin, of which the weights 
 
 How a worker's state comes to the worker that writes a checkpoint: when that asks for it, over the job's store.
 
-Each worker keeps its state of the last moments that a checkpoint can be of, in memory, and a thread of its own answers.
-So its training thread takes no part, wherever it is, and nobody waits in a circle: who writes waits for threads that
-wait for nothing but a moment which their worker gets to without the writer. That moment is the writer's present one. A
-round begins, or all workers stand still at its end, once the writer's pseudo-gradient of the round before is with
-everybody; from there each worker gets to the same moment by itself, and beyond it by one round at most, if pseudo-
-gradients travel beside steps.
+Each worker keeps its state of the last moments that a checkpoint can be of, in memory. The thread that reads its
+mailbox takes the question, and the one that posts answers as soon as there is an answer. So its training thread takes
+no part, wherever it is, and nobody waits in a circle: who writes waits for a moment which each of the others gets to
+without it. That moment is the writer's present one. A round begins, or all workers stand still at its end, once the
+writer's pseudo-gradient of the round before is with everybody; from there each worker gets to the same moment by
+itself, and beyond it by one round at most, if pseudo-gradients travel beside steps.
 
 A state travels as torch writes it, and is read with ``weights_only=True``, which makes nothing but tensors and
 primitives of it, as the checkpoint's reader will.
@@ -34,6 +34,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -43,7 +44,7 @@ from torch import Tensor, nn
 
 from lightning_bytescheduler.ddp.rank_strategy import OUTER_STATE
 from lightning_bytescheduler.diloco.epoch_shares import share_of
-from lightning_bytescheduler.diloco.mailbox import Caller, Mailbox, await_key, connection_to
+from lightning_bytescheduler.diloco.mailbox import Caller, await_key, connection_to
 from lightning_bytescheduler.diloco.process_groups import WorkerWorld, worker_name
 from lightning_bytescheduler.diloco.session import Session
 from lightning_bytescheduler.exceptions import SchedulerTimeoutError
@@ -212,25 +213,19 @@ class _Asked(msgspec.Struct, frozen=True):
     settled: bool
 
 
-def _log_gone(error: BaseException) -> None:
-    """Nobody can be answered any more."""
-    log.debug("States of this worker are no longer given.", exc_info=error)
-
-
 class KeptStates:
-    """A worker's states of the last moments; kept by the training thread, for any thread.
+    """A worker's states of the last moments; kept by the training thread, asked for on any thread.
 
     Args:
         count: How many.
-        limit: How long a moment is waited for before there is no answer, in seconds.
     """
 
-    def __init__(self, count: int, *, limit: float) -> None:
+    def __init__(self, count: int) -> None:
         self._count = count
-        self._limit = limit
-        self._changed = threading.Condition()
-        # What follows changes under the condition.
+        self._lock = threading.Lock()
+        # What follows changes under the lock.
         self._states: dict[Moment, tuple[dict[str, Any], bool]] = {}  # and whether that is all of it
+        self._asked: list[tuple[_Asked, Callable[[Callable[[], bytes]], None]]] = []
         self._closed = False
 
     def keep(self, moment: Moment, state: dict[str, Any], *, settled: bool = True) -> None:
@@ -238,68 +233,59 @@ class KeptStates:
 
         Args:
             moment: When it was taken.
-            state: Is not changed any more, but by :meth:`settle`.
+            state: Is not changed any more; :meth:`settle` makes another one of it.
             settled: Whether that is all of it.
         """
-        with self._changed:
+        with self._lock:
             self._states.pop(moment, None)
             self._states[moment] = state, settled
             while len(self._states) > self._count:
                 self._states.pop(next(iter(self._states)))
-            self._changed.notify_all()
+            self._answer()
 
     def settle(self, **more: Any) -> None:
         """Add to the last state what belongs to it now."""
-        with self._changed:
+        with self._lock:
             if self._states:
                 moment, (state, _) = self._states.popitem()
                 self._states[moment] = {**state, **more}, True
-                self._changed.notify_all()
+                self._answer()
 
     @property
     def last(self) -> tuple[Moment, dict[str, Any], bool] | None:
         """What was kept last, and whether that is all of it."""
-        with self._changed:
+        with self._lock:
             moment = next(reversed(self._states), None)
             return None if moment is None else (moment, *self._states[moment])
 
-    def of(self, moment: Moment, limit: float, *, settled: bool = True) -> dict[str, Any] | None:
-        """The state of a moment, which may be still to come.
-
-        Args:
-            moment: Which.
-            limit: Longest wait, in seconds.
-            settled: Whether all of it is wanted.
-        """
-
-        def is_there() -> bool:
-            return self._closed or (moment in self._states and (self._states[moment][1] or not settled))
-
-        with self._changed:
-            there = self._changed.wait_for(is_there, limit) and not self._closed
-            return self._states[moment][0] if there else None
-
-    def answer(self, sender: str, text: str) -> bytes:
-        """Answer the writer; for a mailbox."""
-        asked = msgspec.json.decode(text, type=_Asked)
-        state = self.of(Moment(asked.rounds, asked.halted), self._limit, settled=asked.settled)
-        if state is None:
-            raise LookupError("it has not come to this moment")
-        file = io.BytesIO()
-        torch.save(state, file)  # raises where a schedule has what cannot be written
-        return file.getvalue()
+    def ask(self, text: str, answer: Callable[[Callable[[], bytes]], None]) -> None:
+        """Answer the writer, now or when this worker comes to the moment; for a mailbox."""
+        with self._lock:
+            self._asked.append((msgspec.json.decode(text, type=_Asked), answer))
+            self._answer()
 
     def close(self) -> None:
         """Nothing is given any more."""
-        with self._changed:
+        with self._lock:
             self._closed = True
-            self._changed.notify_all()
+            self._answer()
+
+    def _answer(self) -> None:
+        asked, self._asked = self._asked, []
+        for question, answer in asked:
+            state, settled = self._states.get(Moment(question.rounds, question.halted), (None, False))
+            if self._closed or (state is not None and (settled or not question.settled)):
+                answer(partial(_packed, None if self._closed else state))
+            else:
+                self._asked.append((question, answer))
 
 
-def answering(store: dist.Store, worker: str, kept: KeptStates) -> Mailbox:
-    """Answers for a worker, on a thread named ``bytescheduler-outer-states``."""
-    # If the store is gone, this worker's other mailbox knows, or the fit is over and the writer has ended.
-    return Mailbox(store, _mailbox(worker), thread="bytescheduler-outer-states", handle=kept.answer, on_error=_log_gone)
+def _packed(state: Mapping[str, Any] | None) -> bytes:
+    if state is None:
+        raise LookupError("it takes part no more")
+    file = io.BytesIO()
+    torch.save(state, file)  # raises where a schedule has what cannot be written
+    return file.getvalue()
 
 
 def await_writer(store: dist.Store, limit: float, check: Callable[[], None]) -> None:
@@ -319,8 +305,7 @@ class StateCollection:
 
     def __init__(self, store: dist.Store, workers: Sequence[str], *, limit: float, check: Callable[[], None]) -> None:
         self._store = connection_to(store)
-        # Twice: who answers may wait as long before it says that there is nothing.
-        self._caller = Caller(store, sender="checkpoint", timeout=2 * limit, check=check)
+        self._caller = Caller(store, sender="checkpoint", timeout=limit, check=check)
         self._workers = tuple(workers)
 
     def collect(self, moment: Moment, *, settled: bool = True) -> dict[str, dict[str, Any] | str]:
@@ -333,7 +318,7 @@ class StateCollection:
         text = msgspec.json.encode(_Asked(moment.rounds, moment.halted, settled)).decode()
         found: dict[str, dict[str, Any] | str] = {}
         try:
-            calls = {worker: self._caller.ask(_mailbox(worker), text) for worker in self._workers}
+            calls = {worker: self._caller.ask(worker, text) for worker in self._workers}
         except RuntimeError as error:  # the store is gone
             return dict.fromkeys(self._workers, str(error))
         for worker, call in calls.items():
@@ -353,14 +338,9 @@ class StateCollection:
             self._store.set(_OVER, "1")
 
 
-def _mailbox(worker: str) -> str:
-    return f"{worker}/states"
-
-
 _WORKERS = "workers"
 _OF_FIRST = ("random", "position", "weights", "samples", "tokens", "begun_with")  # what Lightning's places do not have
 _SHARE_OF_TIMEOUT = 0.25  # then all others wait for who writes, whose own limit is the timeout
-_STOP_S = 5.0
 
 
 class WorkerStates:
@@ -373,6 +353,7 @@ class WorkerStates:
         full: Whether optimizers' states, own weights and what was left unsent are kept, too.
         timeout: The strategy's, in seconds.
         numbers: Random numbers that are to be drawn on from when the first batch is asked for, if others than now.
+        kept: What this worker answers with, if it does not write itself.
         own_state: Says what else this worker alone has.
     """
 
@@ -385,6 +366,7 @@ class WorkerStates:
         full: bool,
         timeout: float,
         numbers: Mapping[str, Any] | None,
+        kept: KeptStates,
         own_state: Callable[[], dict[str, Any]],
     ) -> None:
         self._trainer = trainer
@@ -395,14 +377,11 @@ class WorkerStates:
         self._timeout = timeout
         self._numbers = numbers
         self._store = world.store
-        self._mailbox: Mailbox | None = None
+        self._kept = kept
         self._collection: StateCollection | None = None
-        limit = _SHARE_OF_TIMEOUT * timeout
-        self._kept = KeptStates(2 if session.overlap else 1, limit=limit)
-        if world.worker:
-            self._mailbox = answering(world.store, worker_name(world.worker), self._kept)
-        else:
+        if not world.worker:
             others = [worker_name(number) for number in range(1, world.workers)]
+            limit = _SHARE_OF_TIMEOUT * timeout
             self._collection = StateCollection(world.store, others, limit=limit, check=self._session.check)
         self._session.at_begin = self._begun_after_batch
 
@@ -470,14 +449,12 @@ class WorkerStates:
         self._session.at_begin = None
         if self._collection is not None:
             self._collection.end()
-        if self._mailbox is not None:
-            if not failed:
-                try:
-                    await_writer(self._store, self._timeout, self._session.check)
-                except Exception:
-                    log.debug("The first worker is gone.", exc_info=True)
-            self._kept.close()
-            self._mailbox.stop(_STOP_S)
+        elif not failed:
+            try:
+                await_writer(self._store, self._timeout, self._session.check)
+            except Exception:
+                log.debug("The first worker is gone.", exc_info=True)
+        self._kept.close()
 
     def _begun_after_batch(self) -> None:
         self._numbers = None

@@ -1,4 +1,4 @@
-"""The thread of the batch scheduler: what a worker asks for happens at the end of a round, on all workers."""
+"""The thread of the rounds: what a worker asks for happens at the end of a round, on all workers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from lightning_bytescheduler.diloco.messages import (
 )
 from lightning_bytescheduler.diloco.round_end import FixedSteps, RoundOptions, SampleTarget
 from lightning_bytescheduler.diloco.round_record import RoundRecord
-from lightning_bytescheduler.diloco.rounds import BatchSchedulerThread
+from lightning_bytescheduler.diloco.rounds import RoundsThread
 
 OPTIONS = RoundOptions(quorum=0.0, grace=100.0, silent_after=100.0)
 WORKERS = ("a", "b")
@@ -55,9 +55,9 @@ class Mail:
 
 def hosted(
     target: Any, *, outer_steps: int | None = None, state: BatchSchedulerState | None = None
-) -> tuple[BatchSchedulerThread, Mail, list[RoundRecord], list[BaseException]]:
+) -> tuple[RoundsThread, Mail, list[RoundRecord], list[BaseException]]:
     mail, records, errors = Mail(), [], []  # type: Mail, list[RoundRecord], list[BaseException]
-    thread = BatchSchedulerThread(
+    thread = RoundsThread(
         target,
         replace(OPTIONS, outer_steps=outer_steps),
         workers=WORKERS,
@@ -70,30 +70,30 @@ def hosted(
     return thread, mail, records, errors
 
 
-def start(thread: BatchSchedulerThread, mail: Mail, round: int) -> None:
+def start(thread: RoundsThread, mail: Mail, round: int) -> None:
     for name in WORKERS:
         mail.wait(name, lambda message: isinstance(message, StartRound) and message.round == round)
-        thread.handle(RoundStarted(worker=name, round=round))
+        thread.post(RoundStarted(worker=name, round=round))
 
 
-def end(thread: BatchSchedulerThread, round: int, samples: int = 4) -> None:
+def end(thread: RoundsThread, round: int, samples: int = 4) -> None:
     for name in WORKERS:
-        thread.handle(SendingPseudoGradient(worker=name, round=round, steps=2, samples=samples))
+        thread.post(SendingPseudoGradient(worker=name, round=round, steps=2, samples=samples))
     for name in WORKERS:
-        thread.handle(PseudoGradientArrived(worker=name, round=round))
+        thread.post(PseudoGradientArrived(worker=name, round=round))
 
 
-def join(thread: BatchSchedulerThread) -> None:
+def join(thread: RoundsThread) -> None:
     for name in WORKERS:
-        thread.handle(JoinRounds(worker=name))
+        thread.post(JoinRounds(worker=name))
 
 
 def test_rounds_follow_one_another_until_somebody_asks() -> None:
     thread, mail, records, errors = hosted(FixedSteps(2))
     join(thread)
     start(thread, mail, 1)
-    thread.handle(StepMetrics(worker="a", round=1, batch_size=4, seconds=0.5, loss=2.0))
-    thread.handle(StepMetrics(worker="b", round=1, batch_size=4, seconds=1.0, loss=4.0))
+    thread.post(StepMetrics(worker="a", round=1, batch_size=4, seconds=0.5, loss=2.0))
+    thread.post(StepMetrics(worker="b", round=1, batch_size=4, seconds=1.0, loss=4.0))
     end(thread, 1)
     first = mail.wait("a", lambda message: isinstance(message, RoundEnded))
     assert not first.halts
@@ -101,17 +101,17 @@ def test_rounds_follow_one_another_until_somebody_asks() -> None:
     assert first.shares == {"a": 0.5, "b": 0.5}
     assert first.metrics == {"loss": 3.0, "samples_per_second": 12.0}
     start(thread, mail, 2)
-    thread.handle(EndRound(worker="a", round=2, now=True, steps=1, epoch=True))
+    thread.post(EndRound(worker="a", round=2, now=True, steps=1, epoch=True))
     for name in WORKERS:  # whoever is behind goes on until it has taken as many
         assert mail.wait(name, lambda message: isinstance(message, SendAfter) and message.round == 2).steps == 1
-    thread.handle(StepReport(worker="b", round=2, steps=1, samples=4, batch_size=4, seconds=0.1))
+    thread.post(StepReport(worker="b", round=2, steps=1, samples=4, batch_size=4, seconds=0.1))
     end(thread, 2)
     second = mail.wait("b", lambda message: isinstance(message, RoundEnded) and message.round == 2)
     assert second.epoch
     assert not second.stop
     assert not any(isinstance(message, StartRound) and message.round == 3 for message in mail.told["a"])
     for name in WORKERS:
-        thread.handle(PassedRoundEnd(worker=name, round=2))
+        thread.post(PassedRoundEnd(worker=name, round=2))
     start(thread, mail, 3)
     assert thread.stop(60.0)
     assert [record.round for record in records] == [1, 2]
@@ -122,13 +122,13 @@ def test_one_that_stops_after_a_halt_stops_all() -> None:
     thread, mail, _, errors = hosted(SampleTarget(1000))
     join(thread)
     start(thread, mail, 1)
-    thread.handle(EndRound(worker="a", round=1, now=True, steps=1, validate=True))
+    thread.post(EndRound(worker="a", round=1, now=True, steps=1, validate=True))
     for name in WORKERS:  # however many steps it has taken
         assert mail.wait(name, lambda message: isinstance(message, SendNow)).round == 1
     end(thread, 1)
     assert mail.wait("a", lambda message: isinstance(message, RoundEnded)).validate
-    thread.handle(PassedRoundEnd(worker="a", round=1))
-    thread.handle(PassedRoundEnd(worker="b", round=1, stop=True))
+    thread.post(PassedRoundEnd(worker="a", round=1))
+    thread.post(PassedRoundEnd(worker="b", round=1, stop=True))
     for name in WORKERS:
         mail.wait(name, lambda message: isinstance(message, TrainingOver))
     assert thread.stop(60.0)
@@ -137,7 +137,7 @@ def test_one_that_stops_after_a_halt_stops_all() -> None:
 
 def test_all_are_told_at_once_of_a_training_that_was_over_before() -> None:
     """Worker 0 has the thread, and may have ended when another one joins."""
-    thread, mail, _, errors = hosted(FixedSteps(2), outer_steps=3, state={"round": 3, "samples": 12})
+    thread, mail, _, errors = hosted(FixedSteps(2), outer_steps=3, state={"round": 3})
     assert thread.stop(60.0)
     assert mail.told == {name: [TrainingOver(round=3)] for name in WORKERS}
     assert not errors
@@ -145,7 +145,7 @@ def test_all_are_told_at_once_of_a_training_that_was_over_before() -> None:
 
 def test_a_scheduler_that_fails_says_so() -> None:
     thread, _, _, errors = hosted(FixedSteps(2))
-    thread.handle(object())  # type: ignore[arg-type]
+    thread.post(object())  # type: ignore[arg-type]
     thread.stop(60.0)
     assert len(errors) == 1
 
@@ -157,7 +157,7 @@ def test_means_that_are_not_finite_are_left_out(loss: float | None) -> None:
     join(thread)
     start(thread, mail, 1)
     for name in WORKERS:
-        thread.handle(StepMetrics(worker=name, round=1, batch_size=4, seconds=0.5, loss=loss))
+        thread.post(StepMetrics(worker=name, round=1, batch_size=4, seconds=0.5, loss=loss))
     end(thread, 1)
     ended = mail.wait("a", lambda message: isinstance(message, RoundEnded))
     assert ended.metrics == {"samples_per_second": 16.0}
