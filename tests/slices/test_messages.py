@@ -12,6 +12,7 @@ from lightning_bytescheduler.slices.messages import (
     AskLater,
     Assignment,
     Call,
+    HeldSlice,
     JoinAgain,
     Joined,
     JoinTracker,
@@ -31,13 +32,14 @@ from lightning_bytescheduler.slices.slice import Slice
 PIECE = Slice(key="a\n\u00e4", url="memory://a", start=3, size=8, samples=2, checksum=None)
 MESSAGES: list[Call | Reply] = [
     JoinTracker(worker="worker-1", incarnation="x", keeps=3, prefetch=None),
+    JoinTracker(worker="worker-1", incarnation="x", holds=(HeldSlice(epoch=1, slice_index=4, begun=True),)),
     Joined(session=3, epoch=1, lease=2.5),
     RequestSlice(session=3, epoch=1, holding=(1, 2), looks=True),
     ReportProgress(session=3, grant=1, trained=7),
     QuarantineSlice(session=3, key="a", reason="held"),
     RenewLease(session=3),
     LeaveTracker(session=3),
-    Assignment(grant=1, epoch=0, slice_index=4, slice=PIECE, first=1, revoked=(9,)),
+    Assignment(grant=1, epoch=0, slice_index=4, slice=PIECE, todo=((1, 2),), revoked=(9,)),
     AskLater(reason=WaitReason.HELD, revoked=(1,)),
     JoinAgain(),
     *(Receipt(accepted=accepted) for accepted in (True, False)),

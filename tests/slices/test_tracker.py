@@ -129,7 +129,7 @@ def test_at_least_once_a_dead_workers_slice_comes_back_where_it_is_known_to_be()
     assert tracker.release("dead")
     assert not tracker.release("dead")
     worker = Worker(tracker, "0", trained)
-    assert worker.ask().first == 4
+    assert worker.ask().todo == ((4, 10),)
     finish(tracker, [worker], clock)
     assert trained == exactly(counts) + Counter({("slice0", 4): 1, ("slice0", 5): 1})
     report = tracker.report()
@@ -188,7 +188,7 @@ def test_a_late_message_of_a_lease_that_is_over_counts_unless_the_slice_is_gone(
     session, grant = late.session, late.held[0].grant
     clock.now += 100.0
     other = Worker(tracker, "other", trained)
-    assert other.ask().first == 4
+    assert other.ask().todo[0][0] == 4
     assert tracker.progress(ReportProgress(session=session, grant=grant, trained=10)) == JoinAgain()
     assert tracker.report().trained == 4
     assert state_of(tracker, "slice0") == SliceState.ASSIGNED
@@ -335,7 +335,7 @@ def test_what_comes_back_of_an_epoch_is_handed_out_before_anything_of_the_next_o
     assert tracker.release("a")
     others[0].train(4)
     answer = others[0].ask()
-    assert (answer.epoch, answer.slice.key, answer.first) == (0, key, 1)
+    assert (answer.epoch, answer.slice.key, answer.todo[0][0]) == (0, key, 1)
     others[0].train(4)
     assert (tracker.epoch, tracker.report().trained) == (1, 4)
     finish(tracker, others, clock)
@@ -382,7 +382,7 @@ def test_another_process_of_the_name_takes_the_place_of_a_dead_one_and_a_repeate
     assert again.session == first.session
     second = Worker(tracker, "0", trained, incarnation="b")
     assert tracker.renew(RenewLease(session=first.session)) == JoinAgain()
-    assert second.ask().first == 3
+    assert second.ask().todo[0][0] == 3
 
 
 def test_a_request_looks_at_no_more_slices_than_there_are(monkeypatch):

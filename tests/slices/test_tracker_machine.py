@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from lightning_bytescheduler.slices.messages import AskLater, QuarantineSlice, ReportProgress, WaitReason
+from lightning_bytescheduler.slices.slice import samples_of
 from tests.slices.tracker_workers import Clock, Worker, finish, make_tracker
 
 LEASE = 50.0
@@ -192,7 +193,7 @@ class TrackerMachine(RuleBasedStateMachine):
         assert [one.epoch for one in open_] == [self.tracker.epoch, self.tracker.epoch + 1][: len(open_)]
         for slices in open_:
             trained = self.of(slices.epoch)
-            left = sum(slices.left(index) for index in range(len(self.counts)) if slices.states[index] < 2)
+            left = sum(samples_of(slices.todo(index)) for index in range(len(self.counts)) if slices.states[index] < 2)
             assert slices.trained + slices.dropped + left == sum(self.counts)
             assert slices.trained <= len(trained)  # nothing counts that was not trained on
             assert slices.available == sum(state == 0 for state in slices.states)

@@ -69,7 +69,7 @@ def test_a_worker_of_the_same_name_continues_exactly_what_it_held(stay):
         after = Worker(resumed, before.name, Counter(), incarnation="b")
         for held in before.held:
             assignment = after.ask()
-            assert (assignment.slice.key, assignment.first) == (held.key, held.position)
+            assert (assignment.slice.key, assignment.todo[0][0]) == (held.key, held.position)
 
 
 @pytest.mark.parametrize("delivery", ["at_least_once", "at_most_once"])
@@ -125,7 +125,7 @@ def test_two_open_epochs_go_on_exactly(names, delivery):
     workers = [EachEpoch(resumed, name, trained, incarnation="b") for name in names]
     if "2" in names:
         held = [workers[-1].ask() for _ in before[2].held]
-        assert [(one.epoch, one.slice.key, one.first) for one in held] == [
+        assert [(one.epoch, one.slice.key, one.todo[0][0]) for one in held] == [
             (one.epoch, one.key, one.position) for one in before[2].held
         ]
     finish(resumed, workers, clock, batch=2)
@@ -151,8 +151,8 @@ def test_sessions_and_grants_of_before_do_not_count():
     tracker.load_state_dict(tracker.state_dict())
     assert tracker.progress(old) == JoinAgain()
     worker = Worker(tracker, "0", Counter())
-    assert worker.session > workers[1].session
-    assert worker.ask().grant > max(held.grant for worker in workers for held in worker.held)
+    assert worker.session not in {before.session for before in workers}
+    assert worker.ask().grant not in {held.grant for before in workers for held in before.held}
 
 
 def test_quarantine_and_dropped_samples_are_kept():
@@ -167,7 +167,7 @@ def test_quarantine_and_dropped_samples_are_kept():
     assert state_of(resumed, "slice4") == SliceState.QUARANTINED
 
 
-def test_a_checkpoint_is_nine_bytes_a_slice():
+def test_a_checkpoint_is_a_byte_a_slice():
     tracker = make_tracker([3] * 20_000)
     worker = Worker(tracker, "0", Counter())
     for _ in range(5000):
@@ -175,7 +175,7 @@ def test_a_checkpoint_is_nine_bytes_a_slice():
         worker.train(3)
     file = io.BytesIO()
     torch.save(tracker.state_dict(), file)
-    assert file.tell() < 9 * 20_000 + 8_000
+    assert file.tell() < 20_000 + 8_000
 
 
 def test_a_state_is_not_changed_by_what_the_tracker_does_next():
@@ -225,13 +225,17 @@ DAMAGE = {
         torch.zeros(6, dtype=torch.uint8),
         torch.zeros(6),
     ],
-    "positions": [
+    "done": [
         None,
-        torch.zeros(5, dtype=torch.int64),
-        torch.zeros(6),
-        torch.full((6,), 99),
-        torch.tensor(COUNTS),
-        torch.full((6,), -1),
+        {0: None},
+        {6: [(0, 1)]},
+        {-1: [(0, 1)]},
+        {0: [(0, 99)]},
+        {0: [(0, COUNTS[0])]},
+        {0: [(-1, 1)]},
+        {0: [(1, 1)]},
+        {0: [(2, 3), (0, 1)]},
+        {0: [(0, 2), (1, 3)]},
     ],
     "workers": [
         None,
@@ -243,9 +247,7 @@ DAMAGE = {
         {"0": [[-1, True]]},
         {"0": [[0, True, 1]]},
     ],
-    "quarantined": [None, {7: "?"}, {1: None}, {"1": "?"}, {-1: "?"}],
-    "next_grant": [None],
-    "next_session": [None, -1, "1"],
+    "quarantined": [None, {7: "?"}, {1: None}, {"one": "?"}, {-1: "?"}],
 }
 
 

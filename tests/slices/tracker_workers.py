@@ -62,7 +62,7 @@ class Held:
         self.epoch = assignment.epoch
         self.key = assignment.slice.key
         self.samples = assignment.slice.samples
-        self.position = assignment.first
+        self.position = assignment.todo[0][0]
         self.begun = False
 
 

@@ -91,13 +91,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     keeping.add_argument(
         "--stay", action="store_true", help="serve the weights after --outer-steps too, when all workers have left"
     )
-    data = parser.add_argument_group("slices")
-    data.add_argument(
-        "--delivery",
-        choices=("at_least_once", "at_most_once"),
-        default="at_least_once",
-        help="of a dead worker's samples (default: %(default)s)",
-    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -143,7 +136,7 @@ def _server(
 
     slices = store = rounds_file = None
     if options.train is not None:
-        slices = SliceRoutes(options.train, TrackerOptions(delivery=options.delivery, lease=options.lease_s))
+        slices = SliceRoutes(options.train, TrackerOptions(lease=options.lease_s))
     if options.state is not None:
         store = StateStore(options.state)
         if (folder := local_path(options.state)) is not None:

@@ -34,6 +34,7 @@ from lightning_bytescheduler.diloco.coordinator_protocol import (
     STEPS_HEADER,
     TOKENS_HEADER,
     TOTAL_HEADER,
+    TRAINED_HEADER,
     VERSION_HEADER,
     ModelParameter,
     UpdateReceipt,
@@ -41,6 +42,7 @@ from lightning_bytescheduler.diloco.coordinator_protocol import (
 )
 from lightning_bytescheduler.diloco.messages import MOST
 from lightning_bytescheduler.exceptions import OptionError
+from lightning_bytescheduler.slices.messages import TrainedRun
 
 
 def problem(status: int, error: str, *, retry_after: float | None = None) -> web.Response:
@@ -59,6 +61,8 @@ def problem(status: int, error: str, *, retry_after: float | None = None) -> web
 _ROOM_SECONDS = 5.0
 _CHUNK = 1 << 18
 _DIGEST = re.compile(r"[0-9a-f]{32}")
+_MOST_TRAINED_BYTES = 1 << 22
+_TRAINED = msgspec.json.Decoder(tuple[TrainedRun, ...])
 _LARGE = 1 << 24  # bytes of a mean whose sending takes as long as a step
 _ASKED_S, _LOOK_S, _LONGEST_S = 0.05, 0.01, 1.0
 
@@ -105,10 +109,13 @@ class BulkRoutes:
                 raise OptionError(DIGEST_HEADER, digest[:40], "xxh3_128 of the body, 32 hexadecimal digits")
             seen = self._run.seen(offer)
             place = self._run.place_of(offer) if seen is None else seen
-            expected = weights.formats[offer.fragment].payload_bytes
+            trained_bytes = _whole(request.headers, TRAINED_HEADER, default=0)
+            if trained_bytes > _MOST_TRAINED_BYTES:
+                raise OptionError(TRAINED_HEADER, trained_bytes, f"{_MOST_TRAINED_BYTES} bytes at most")
+            expected = weights.formats[offer.fragment].payload_bytes + trained_bytes
             if request.content_length != expected:
-                given = request.content_length
-                raise OptionError("Content-Length", given, f"{expected}, the size of fragment {offer.fragment}")
+                allowed = f"{expected}, the size of fragment {offer.fragment} and of {TRAINED_HEADER}"
+                raise OptionError("Content-Length", request.content_length, allowed)
         except OptionError as error:
             self._run.count("updates_refused")
             return problem(409 if error.option in ("round", "fragment") else 400, str(error))
@@ -119,7 +126,7 @@ class BulkRoutes:
         elif not place.weight:
             self._run.arrived(offer, time.monotonic(), place)
             return _receipt("dropped", 0)
-        return await self._alone(request, weights, offer, digest)
+        return await self._alone(request, weights, offer, digest, trained_bytes)
 
     def cut(self, member: Member) -> None:
         """End the uploads of a worker that has gone."""
@@ -131,7 +138,7 @@ class BulkRoutes:
                 task.cancel()
 
     async def _alone(
-        self, request: web.Request, weights: GlobalWeights, offer: Offer, digest: str
+        self, request: web.Request, weights: GlobalWeights, offer: Offer, digest: str, trained_bytes: int
     ) -> web.StreamResponse:
         """Take the newest upload of a worker's update: one before it that is not complete is of a dead connection."""
         key = (offer.member.name, offer.round)
@@ -142,6 +149,8 @@ class BulkRoutes:
             self._uploads[key] = task
         try:
             try:
+                if trained_bytes:
+                    offer = msgspec.structs.replace(offer, trained=await self._trained_in(request, trained_bytes))
                 upload = await self._room.take(weights.formats[offer.fragment], timeout=_ROOM_SECONDS)
                 await self._receive(request, upload)
             finally:
@@ -157,6 +166,16 @@ class BulkRoutes:
         except web.HTTPException:
             self._run.count("updates_broken")
             raise
+
+    async def _trained_in(self, request: web.Request, length: int) -> tuple[TrainedRun, ...]:
+        """The samples that an update was made of, which are in front of it."""
+        try:
+            with self._stalls.watch():
+                return _TRAINED.decode(await request.content.readexactly(length))
+        except (ConnectionError, asyncio.IncompleteReadError) as error:
+            raise web.HTTPBadRequest(text=f"The body did not come in whole: {type(error).__name__}.") from error
+        except (msgspec.DecodeError, UnicodeError) as error:
+            raise OptionError("update", "what is in front of it", f"a list of samples ({error})") from error
 
     async def _receive(self, request: web.Request, upload: Upload) -> None:
         """Take in a body; its room is given back if it does not come in whole."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -63,6 +63,7 @@ from lightning_bytescheduler.diloco.round_record import LateUpdate, RoundRecord,
 from lightning_bytescheduler.diloco.rounds import Rounds
 from lightning_bytescheduler.diloco.weighted_mean import pseudo_gradient_weight
 from lightning_bytescheduler.exceptions import OptionError
+from lightning_bytescheduler.slices.messages import TrainedRun
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -130,6 +131,7 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
         samples: Processed since the fragment was last sent.
         tokens: The same in tokens.
         round_samples: Processed in that round.
+        trained: The samples of slices that it was made of, where the coordinator hands slices out.
     """
 
     member: Member
@@ -139,6 +141,20 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     samples: int
     tokens: int
     round_samples: int
+    trained: tuple[TrainedRun, ...] = ()
+
+
+class TrackedSlices(Protocol):
+    """Which samples are in the weights. An update is merged if each of its samples is for its sender to train on."""
+
+    def fits(self, member: Member, runs: Sequence[TrainedRun]) -> bool:
+        """Whether an update of these samples may be merged."""
+
+    def book(self, member: Member, runs: Sequence[TrainedRun]) -> None:
+        """An update is part of a sum: its samples are handed out no more."""
+
+    def settle(self, runs: Sequence[TrainedRun], *, merged: bool, is_kept: bool) -> None:
+        """The sum is part of the weights, or is dropped. Then, ``is_kept`` says whether the worker sends it again."""
 
 
 _REMEMBERED = 8  # rounds that have been merged
@@ -252,6 +268,7 @@ class Run:
         on_leave: Called with each worker that has left or was given up.
         on_no_provider: Called when the worker has gone that was to send the first weights: of those who come back,
             one is asked.
+        slices: The training data, if the coordinator hands it out.
     """
 
     def __init__(
@@ -263,8 +280,10 @@ class Run:
         on_round: Callable[[RoundRecord, Mapping[str, float]], None] = lambda record, metrics: None,
         on_leave: Callable[[Member], None] = lambda member: None,
         on_no_provider: Callable[[], None] = lambda: None,
+        slices: TrackedSlices | None = None,
     ) -> None:
         self.options = options
+        self._slices = slices
         self.model: tuple[ModelParameter, ...] = ()
         self.lineage = Lineage()
         self.members = Membership(options.lease, silence=options.rounds.silent_after)
@@ -477,11 +496,21 @@ class Run:
         if offer.round == scheduler.round and scheduler.is_open and not is_merging:
             if not scheduler.expects(offer.member.name, offer.round):
                 raise OptionError("round", offer.round, f"one that {offer.member.name} takes part in")
-            return Place(offer.round, weight)
+            return Place(offer.round, weight if self._fits(offer) else 0)
         into = round_of_late(offer.round, current=scheduler.round, fragments=fragments)
-        if scheduler.finished:
+        if scheduler.finished or not self._fits(offer):
             return Place(into, 0)
         return Place(into, late_weight(rounds.late, weight, staleness=self._staleness(offer, into)))
+
+    def _fits(self, offer: Offer) -> bool:
+        if self._slices is None or self._slices.fits(offer.member, offer.trained):
+            return True
+        log.info(
+            "The update of %s of round %d is dropped: samples of it are in the weights, or another worker's by now.",
+            offer.member.name,
+            offer.round,
+        )
+        return False
 
     def fragment_of(self, round: int) -> int:
         """Which fragment a round synchronises."""
@@ -513,6 +542,8 @@ class Run:
         self.members.hear(offer.member, now)
         if place.weight or place.round == offer.round:
             self.contributions.book(offer, place)
+        if place.weight and self._slices is not None:
+            self._slices.book(offer.member, offer.trained)
         if place.round != offer.round:
             self._note_late(offer, place)
         self.count("updates_added" if place.weight else "updates_dropped")
@@ -544,6 +575,9 @@ class Run:
         """
         self.lineage.merged(merge, oldest_mean=oldest_mean)
         taken = self.contributions.take(merge.round)
+        if self._slices is not None:
+            for one in taken:
+                self._slices.settle(one.trained, merged=bool(merge.total), is_kept=one.round == merge.round)
         booked = taken if merge.total else ()  # without a quorum
         own = {one.member.name: one for one in booked if one.round == merge.round}
         record = corrected(self._record.pop(merge.round), own)

@@ -137,6 +137,7 @@ class CoordinatorService:
             on_round=self._note,
             on_leave=self._forget,
             on_no_provider=self._ask_another,
+            slices=slices,
         )
         self._loop = asyncio.get_running_loop()
         self._threads = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="bytescheduler-coordinator")
@@ -195,7 +196,7 @@ class CoordinatorService:
         if self.slices is not None:
             if state["slices"] is None:
                 raise OptionError("train", "some", "left out, as when the saved run was started")
-            self.slices.load_state_dict(state["slices"])
+            self.slices.load_state_dict(state["slices"], patience=self.options.rounds.silent_after)
         log.info("The run goes on after round %d, with %d samples.", self.run.lineage.version, self.run.samples)
 
     @property

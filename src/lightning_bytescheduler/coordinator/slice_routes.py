@@ -18,6 +18,7 @@ from lightning_bytescheduler.slices.messages import (
     Receipt,
     RenewLease,
     Reply,
+    TrainedRun,
     decode,
 )
 from lightning_bytescheduler.slices.options import TrackerOptions
@@ -40,7 +41,7 @@ class SliceRoutes:
 
     def __init__(self, urls: Sequence[str], options: TrackerOptions) -> None:
         source = open_source(urls, option="train")
-        self.tracker = SliceTracker(source.catalogue, options, clock=time.monotonic)
+        self.tracker = SliceTracker(source.catalogue, options, clock=time.monotonic, counts_merged=True)
         self._sessions: dict[int, str] = {}  # of the tracker: the member's digest
         self._names: dict[str, set[str]] = {}  # of the tracker's workers, by member's name
 
@@ -76,6 +77,18 @@ class SliceRoutes:
         self._sessions[joined.session] = member.digest
         self._names.setdefault(member.name, set()).add(message.worker)
         return joined
+
+    def fits(self, member: Member, runs: Sequence[TrainedRun]) -> bool:
+        """See ``TrackedSlices``."""
+        return self.tracker.fits(self._names.get(member.name, ()), runs)
+
+    def book(self, member: Member, runs: Sequence[TrainedRun]) -> None:
+        """See ``TrackedSlices``."""
+        self.tracker.book(self._names.get(member.name, ()), runs)
+
+    def settle(self, runs: Sequence[TrainedRun], *, merged: bool, is_kept: bool) -> None:
+        """See ``TrackedSlices``."""
+        self.tracker.settle(runs, merged=merged, is_kept=is_kept)
 
     def renew(self, members: Iterable[Member]) -> None:
         """Renew what members hold that are alive, and forget sessions that are over."""
@@ -128,15 +141,17 @@ class SliceRoutes:
         return self.tracker.report()
 
     def state_dict(self) -> dict[str, Any]:
-        """What to keep: plain values and tensors, with texts for all keys."""
-        state = self.tracker.state_dict()
-        return {**state, "quarantined": {str(index): reason for index, reason in state["quarantined"].items()}}
+        """What to keep: plain values and tensors."""
+        return self.tracker.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, patience: float) -> None:
         """Carry on from what was kept.
+
+        Args:
+            state: From :meth:`state_dict`.
+            patience: Seconds for which workers of before are waited for, to say what they hold.
 
         Raises:
             TrackerStateError: If it is of other slices.
         """
-        quarantined = {int(index): reason for index, reason in state["quarantined"].items()}
-        self.tracker.load_state_dict({**state, "quarantined": quarantined})
+        self.tracker.load_state_dict(state, patience=patience)

@@ -51,10 +51,11 @@ WORKER_PATH = "/v1/worker"
 """WebSocket, see above."""
 UPDATE_PATH = "/v1/rounds/{round}/fragments/{fragment}"
 """``PUT``: a worker's pseudo-gradient, as ``WireFormat`` encodes it, with ``DIGEST_HEADER``, ``SAMPLES_HEADER``,
-``TOKENS_HEADER``, ``ROUND_SAMPLES_HEADER`` and ``STEPS_HEADER``; the answer is an :class:`UpdateReceipt`. It may be
-repeated, and overtake the ``SendingPseudoGradient`` of the same round. ``GET``: the mean of a round that has ended, in
-the same form, with ``TOTAL_HEADER`` (0: nothing was merged, and no body), ``CHAIN_HEADER`` and ``DIGEST_HEADER``; 404
-if it is kept no longer."""
+``TOKENS_HEADER``, ``ROUND_SAMPLES_HEADER`` and ``STEPS_HEADER``; the answer is an :class:`UpdateReceipt`. Where the
+coordinator hands slices out, the samples that it was made of are in front of it: a list of ``TrainedRun`` as JSON, of
+``TRAINED_HEADER`` bytes. It may be repeated, and overtake the ``SendingPseudoGradient`` of the same round. ``GET``: the
+mean of a round that has ended, in the same form, with ``TOTAL_HEADER`` (0: nothing was merged, and no body),
+``CHAIN_HEADER`` and ``DIGEST_HEADER``; 404 if it is kept no longer."""
 STATE_PATH = "/v1/state"
 """``GET``: global weights (``weights.NAME``) and the outer optimizer's state as safetensors, with ``VERSION_HEADER``,
 ``CHAIN_HEADER``. ``PUT``: the same of the first weights, from the worker that was asked for them; it has momentum only
@@ -76,6 +77,7 @@ TOKENS_HEADER = "ByteScheduler-Tokens"
 STEPS_HEADER = "ByteScheduler-Steps"
 """That the worker has taken in this round."""
 ROUND_SAMPLES_HEADER = "ByteScheduler-Round-Samples"
+TRAINED_HEADER = "ByteScheduler-Trained-Bytes"
 """That it has processed in this round; left out where that is ``SAMPLES_HEADER``."""
 TOTAL_HEADER = "ByteScheduler-Total-Weight"
 VERSION_HEADER = "ByteScheduler-Weights-Version"

@@ -31,6 +31,7 @@ from lightning_bytescheduler.diloco.coordinator_protocol import (
     STEPS_HEADER,
     TOKENS_HEADER,
     TOTAL_HEADER,
+    TRAINED_HEADER,
     VERSION_HEADER,
     UpdateReceipt,
     chain_after,
@@ -116,8 +117,7 @@ class CoordinatorTransport:
         """
         if total and not self.keeps_residuals:
             return True
-        known = upload.receipt.done() and not upload.receipt.cancelled() and not upload.failed
-        receipt = upload.receipt.result() if known else None
+        receipt = upload.answer
         if receipt is None:
             upload.receipt.cancel()
             return False
@@ -200,6 +200,10 @@ class CoordinatorTransport:
             STEPS_HEADER: str(contribution.steps),
             ROUND_SAMPLES_HEADER: str(contribution.round_samples),
         }
+        if contribution.trained:
+            trained = msgspec.json.encode(contribution.trained)
+            headers[TRAINED_HEADER] = str(len(trained))
+            body = trained + body
         pause = _ASK_AGAIN_S
         began = self.timeline.now()
         answer = await self.client.request("PUT", path, headers=headers, body=body)

@@ -26,6 +26,7 @@ from lightning_bytescheduler.checks import importing, require_positive, require_
 from lightning_bytescheduler.diloco.fragments import TrainedWeights, mix
 from lightning_bytescheduler.diloco.weighted_mean import LARGEST, pseudo_gradient_weight
 from lightning_bytescheduler.exceptions import CoordinatorError, OptionError, UnsupportedError
+from lightning_bytescheduler.slices.messages import TrainedRun
 
 SPARSE_DEFAULTS: Mapping[str, float] = {"outer_lr": 1.0, "outer_momentum": 0.5}
 """Of sparse pseudo-gradients: what they leave unsent acts as momentum, too."""
@@ -177,6 +178,7 @@ class Contribution:
         tokens: The same in tokens; 0 where nobody counts them.
         steps: Taken in this round.
         round_samples: Processed in this round.
+        trained: The samples of slices that it was made of, where a coordinator hands slices out.
     """
 
     worker: str
@@ -188,6 +190,7 @@ class Contribution:
     tokens: int = 0
     steps: int = 0
     round_samples: int = 0
+    trained: tuple[TrainedRun, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,6 +221,12 @@ class Upload:
     fragment: int
     receipt: Future[Any] = field(default_factory=Future)
     residual: Tensor | None = None
+
+    @property
+    def answer(self) -> Any:
+        """What has become of it, if that is known."""
+        known = self.receipt.done() and not self.receipt.cancelled() and not self.failed
+        return self.receipt.result() if known else None
 
     @property
     def failed(self) -> bool:

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -77,6 +77,7 @@ from lightning_bytescheduler.diloco.outer_timeline import OuterTimeline
 from lightning_bytescheduler.diloco.process_groups import WorkerGroup
 from lightning_bytescheduler.diloco.round_counter import RoundCounter
 from lightning_bytescheduler.exceptions import SchedulerTimeoutError, UnsupportedError
+from lightning_bytescheduler.slices.messages import TrainedRun
 
 log = logging.getLogger(__name__)
 
@@ -136,6 +137,19 @@ class GlobalState(Protocol):
         """The global state as it is now, its version and its chain."""
 
 
+class TrackedData(Protocol):
+    """Slices that a coordinator hands out, on a worker's first rank. Nothing waits."""
+
+    def take_trained(self) -> list[TrainedRun]:
+        """What was trained on since the last call."""
+
+    def merged(self, runs: Sequence[TrainedRun]) -> None:
+        """Samples are part of the run's weights, or of an update that will be."""
+
+    def reset(self, unmerged: Sequence[TrainedRun]) -> None:
+        """What was made of all samples but these, which are still to be sent, is in the run's weights or lost."""
+
+
 @dataclass(slots=True)
 class SessionStatistics:
     """Where a worker's time went.
@@ -188,6 +202,7 @@ class Sent:
         update: What is sent.
         upload: Carries it.
         longest: Steps beside it after which the worker waits.
+        trained: Samples of slices that were trained on in that round.
         steps_since: Steps taken beside it.
     """
 
@@ -195,6 +210,7 @@ class Sent:
     update: Contribution
     upload: Upload
     longest: int
+    trained: tuple[TrainedRun, ...] = ()
     steps_since: int = 0
 
     @property
@@ -268,6 +284,9 @@ class Session:
         leads: Whether this rank's worker validates, logs and saves for all in a coordinator's run, as far as this rank
             says it.
         last_round: Of the run, once it is over; also while this worker does something else.
+        data: The slices that this worker trains on, on the first rank, if a coordinator hands them out. Which samples
+            an update was made of goes with it: those of an update that does not become part of the weights are trained
+            on again, here or elsewhere.
         at_begin: Called where a round has begun right after a merge, with nothing of it done yet.
     """
 
@@ -298,6 +317,7 @@ class Session:
         self.over = self.halted = self.leads = False
         self.last_round: int | None = None
         self.at_begin: Callable[[], None] | None = None
+        self.data: TrackedData | None = None
         if state is not None and link is not None and exchange is not None:
             self.state, self._link, self._exchange = state, link, exchange
         self._source = source
@@ -309,6 +329,8 @@ class Session:
         self._changed: set[int] = set()  # fragments whose weights the worker's other ranks do not have yet
         self._sent: Sent | None = None
         self._carried_steps = self._carried_samples = 0  # from rounds without a quorum
+        self._carried_runs: tuple[TrainedRun, ...] = ()
+        self._runs: tuple[TrainedRun, ...] = ()  # trained on since the last update
         # Steps beside the last mean, at most.
         self._beside = 0 if overlap.follows_mean else overlap.longest(0)
         self._carries = False  # what was trained, over to weights from before it
@@ -502,6 +524,15 @@ class Session:
         """
         self._together(lambda: self._pause(shows))
 
+    def is_to_resume(self) -> bool:
+        """Whether a pause has to be interrupted: what was sent before it is decided on, or lost with a coordinator."""
+        return self._group.any(self._group.leads and self._is_to_resume())
+
+    def _is_to_resume(self) -> bool:
+        with self._lock:
+            place, sent = self._place, self._sent
+            return place.connected and (not place.joined or (sent is not None and self._is_there(sent)))
+
     def resume(self) -> None:
         """Go on with the rounds: where the others are by now."""
         self._together(self._resume)
@@ -569,6 +600,8 @@ class Session:
                 worker=self.worker, round=report.round, batch_size=samples, seconds=seconds, loss=loss
             )
             self._post(report, measured)
+        if self.data is not None:
+            self._runs += tuple(self.data.take_trained())
         if self._sent is not None:
             self._sent.steps_since += 1
 
@@ -787,9 +820,10 @@ class Session:
             said.round,
             steps=said.steps + self._carried_steps,
             round_samples=said.samples + self._carried_samples,
+            trained=self._carried_runs + self._runs,
         )
-        upload = self._start(update)
-        self._sent = Sent(said=said, update=update, upload=upload, longest=self.overlap.longest(said.steps))
+        upload, longest = self._start(update), self.overlap.longest(said.steps)
+        self._sent = Sent(said=said, update=update, upload=upload, longest=longest, trained=self._take_runs())
         return not late
 
     def _start(self, update: Contribution) -> Upload:
@@ -797,7 +831,15 @@ class Session:
         upload.receipt.add_done_callback(self._notify)
         return upload
 
-    def _update(self, fragment: int, round: int, *, steps: int = 0, round_samples: int = 0) -> Contribution:
+    def _update(
+        self,
+        fragment: int,
+        round: int,
+        *,
+        steps: int = 0,
+        round_samples: int = 0,
+        trained: tuple[TrainedRun, ...] = (),
+    ) -> Contribution:
         with self._timeline.doing("pseudo-gradient"):
             pseudo_gradient, weight = self.state.pseudo_gradient(fragment)
         return Contribution(
@@ -810,6 +852,7 @@ class Session:
             tokens=self.state.tokens[fragment],
             steps=steps,
             round_samples=round_samples,
+            trained=trained,
         )
 
     def _merge(self, round: int, mean: Mean) -> None:
@@ -827,23 +870,26 @@ class Session:
             self._beside = 0 if sent is None or sent.round != round else sent.steps_since
         if sent is not None and sent.round == round:
             self._sent = None
-            if not mean.total or self._exchange.keeps_residuals:
+            if not mean.total or self._exchange.keeps_residuals or sent.update.trained:
                 self._await_receipt(sent)
+            receipt = sent.upload.answer if sent.update.trained else None
             counts = self._exchange.settle(sent.upload, total=mean.total)
-            if mean.total or counts:
+            if receipt is not None and not receipt.weight and not mean.total:
+                self._give_up(fragment)  # its samples are another worker's: it would be refused for ever
+            elif mean.total or counts:
                 # Steps beside which it travelled are still to be sent.
                 self.state.taken(sent.update)
                 self._carry(None)
+                self._tell_data(sent)
             else:
-                self._carry(sent.said)
+                self._carry(sent.said, sent.trained)
         elif not mean.total or self._trained.mixing:
             with self._lock:
                 if (counter := self._counter).round == round:
-                    self._carry(counter)
+                    self._carry(counter, self._take_runs())
                     counter.steps = counter.samples = counter.tokens = 0
         else:
-            self.state.overwritten(fragment)
-            self._carry(None)
+            self._give_up(fragment)
         if mean.total or counts:
             self._step(fragment, mean, exactly=halts)
         place = self._place
@@ -872,10 +918,34 @@ class Session:
                 self._while_connected(upload.receipt.done, f"the mean of fragment {update.fragment}")
             self._step(update.fragment, upload.receipt.result(), exactly=True)
 
-    def _carry(self, done: SendingPseudoGradient | RoundCounter | None) -> None:
+    def _carry(self, done: SendingPseudoGradient | RoundCounter | None, runs: tuple[TrainedRun, ...] = ()) -> None:
         """A round is over that has changed nothing, and what was done in it is sent later. With None, all counts."""
         self._carried_steps = 0 if done is None else self._carried_steps + done.steps
         self._carried_samples = 0 if done is None else self._carried_samples + done.samples
+        self._carried_runs = () if done is None else self._carried_runs + runs
+
+    def _give_up(self, fragment: int) -> None:
+        """What was trained since the fragment was last sent is lost; the weights are to be the global ones."""
+        self.state.overwritten(fragment)
+        self._step(fragment, Mean(values=torch.empty(0, dtype=torch.float32), total=0), exactly=True)
+        self._carry(None)
+        self._take_runs()
+        self._tell_data()
+
+    def _take_runs(self) -> tuple[TrainedRun, ...]:
+        runs, self._runs = self._runs, ()
+        return runs
+
+    def _tell_data(self, merged: Sent | None = None) -> None:
+        """Say what is in the weights; or that only the coordinator knows what is, and the rest is lost."""
+        if self.data is None:
+            return
+        receipt = None if merged is None else merged.upload.answer
+        if merged is not None and receipt is not None and receipt.weight:
+            self.data.merged(merged.update.trained)
+        else:
+            on_its_way = () if self._sent is None else self._sent.update.trained
+            self.data.reset((*on_its_way, *self._carried_runs, *self._runs))
 
     def _follow_others(self) -> None:
         """Catch up, mean by mean or with the state, and be where the others are.
@@ -890,7 +960,7 @@ class Session:
                 sent, self._sent = self._sent, None
                 if sent is not None and self._rewound:
                     sent.upload.receipt.cancel()
-                    self._carry(sent.said)
+                    self._carry(sent.said, sent.trained)
                     self._carries = True
                 self._align()
             elif (mean := self._next_mean()) is not None:
@@ -960,8 +1030,9 @@ class Session:
         if not self._carries:
             for fragment in self._fragments:
                 state.overwritten(fragment)
-        self._carry(self._counter if self._carries else None)
+        self._carry(self._counter if self._carries else None, self._take_runs())
         self._carries = False
+        self._tell_data()
         with self._lock:
             place.version, place.chain, place.realign, place.begun = version, chain, False, True
             place.ended = max(place.ended, version)
@@ -994,6 +1065,7 @@ class Session:
         sent, self._sent = self._sent, None
         if sent is not None:
             sent.upload.receipt.cancel()
+            self._runs = sent.trained + self._runs
         with self._lock:
             if sent is not None:
                 self._counter = self._counter.carried_into(sent.round, sent.said)
@@ -1011,8 +1083,10 @@ class Session:
         self._start_round()
 
     def _pause(self, shows: bool) -> None:
-        # Neither what was carried alone, nor the few steps beside the last mean, which mixing keeps for the next round.
-        if self._sent is not None or self._counter.steps > (self._beside if self._trained.mixing else 0):
+        # Not the few steps beside the last mean, which mixing keeps for the next round; nor what was carried alone,
+        # unless others wait for its samples to be in the weights.
+        has_steps = self._counter.steps > (self._beside if self._trained.mixing else 0)
+        if self._sent is not None or has_steps or self._carried_runs:
             self._hand_in()
         with self._lock:
             self._place.away = True

@@ -627,7 +627,12 @@ class DiLoCoStrategy(RankStrategy):
         resumed, group = None, WorkerGroup(world.inside, timeout=self._longest_wait_s)
         boundaries: LoopBoundaries
         if isinstance(runtime, CoordinatedRuntime):
-            boundaries = CoordinatedBoundaries(trainer, runtime.session, group=runtime.group, leads=runtime.leads)
+            data = None if self._slices is None else self._slices.training
+            if runtime.group.leads:
+                runtime.session.data = data
+            boundaries = CoordinatedBoundaries(
+                trainer, runtime.session, group=runtime.group, leads=runtime.leads, data=data
+            )
         else:
             resumed = self._resumed
             self._runtime = runtime = self._runtime_of(trainer, world, group, board, append=state is not None)
@@ -696,8 +701,6 @@ class DiLoCoStrategy(RankStrategy):
         """End the training for all workers, with the global weights on each."""
         if self._runtime is not None:
             with self._explained():
-                if self._address is not None and self._slices is not None:
-                    self._slices.finish()  # before this worker leaves the run
                 if self._boundaries is not None:
                     self._boundaries.before_end()
                 if not isinstance(self._runtime, CoordinatedRuntime):

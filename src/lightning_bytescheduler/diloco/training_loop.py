@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from lightning_bytescheduler.diloco.worker_restart import WorkerStates
     from lightning_bytescheduler.slices.training import TrackedTraining
 
+_LOOK_S = 0.25  # between two looks at whether all data are in the weights
+
 
 class LoopBoundaries(ABC):
     """Takes the place of the epoch loop's decision to validate, from :meth:`attach` to :meth:`detach`.
@@ -336,6 +338,7 @@ class CoordinatedBoundaries(LoopBoundaries):
         session: This worker's.
         group: The ranks of this worker.
         leads: Whether this worker leads, to begin with.
+        data: The slices that this worker trains on, if the coordinator hands them out.
 
     Attributes:
         leads: Whether it does, as its ranks have agreed after the last batch.
@@ -349,9 +352,12 @@ class CoordinatedBoundaries(LoopBoundaries):
         *,
         group: WorkerGroup,
         leads: bool = False,
+        data: TrackedTraining | None = None,
     ) -> None:
         super().__init__(trainer, session, group=group)
         self.leads = leads
+        self._data = data
+        self._epochs: Any = trainer.fit_loop.max_epochs
         self.ends_all = False
         self._wants_validation = False
         self._validates = False
@@ -363,8 +369,34 @@ class CoordinatedBoundaries(LoopBoundaries):
         self._session.check()
         return not self._session.over
 
+    def detach(self) -> None:
+        """Leave the loop as it was."""
+        self.trainer.fit_loop.max_epochs = self._epochs
+        super().detach()
+
     def before_epoch_end(self) -> None:
-        """An epoch is this worker's own."""
+        """An epoch is this worker's own; but the last one of its slices ends when all of them are in the weights.
+
+        What another worker leaves behind, or has made of a slice in vain, is trained on in one more epoch here.
+        """
+        trainer, session, loop = self.trainer, self._session, self.trainer.fit_loop
+        if self._data is None or trainer.should_stop:
+            return
+        if self._group.any(self._group.leads and self._data.is_cut) and loop.max_epochs not in (None, -1):
+            loop.max_epochs += 1  # this one was none
+        if not self._reaches_limit(True) or (loop.max_steps != -1 and trainer.global_step >= loop.max_steps):
+            return
+        while not session.over:
+            session.check()
+            found = self._data.rest() if self._group.leads else None
+            if self._group.any(found is True):
+                self._data.train_on_rest()
+                loop.max_epochs = trainer.current_epoch + 2
+                break
+            if not self._group.any(found is False) or self.wait_aside():
+                break
+            time.sleep(_LOOK_S)
+        self.come_back()
 
     def after_validation(self) -> None:
         """Go back to the rounds; all ranks of this worker stop if one is to."""
@@ -379,6 +411,8 @@ class CoordinatedBoundaries(LoopBoundaries):
         """There is nothing to train on here for now; returns whether training is over. All ranks of the worker ask."""
         session = self._session
         session.check()
+        if self._aside and session.is_to_resume():
+            self.come_back()
         if not self._aside:
             self._aside = True
             session.pause(shows=False)
@@ -433,6 +467,8 @@ class CoordinatedBoundaries(LoopBoundaries):
     def _leave(self, *, quickly: bool) -> None:
         if not self._left:
             self._left = True
+            if self._data is not None:
+                self._data.halt()  # the coordinator takes back what a worker holds that leaves
             self._session.leave(quickly=quickly, for_all=self.ends_all and self.leads)
 
 

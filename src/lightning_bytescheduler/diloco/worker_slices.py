@@ -66,6 +66,7 @@ class WorkerSlices:
     """
 
     waits = False
+    counts_merged = False
     worker = 0
     workers = 1
     _halt_s = _MOMENT_S  # for the plan's thread, after a failure
@@ -98,7 +99,6 @@ class WorkerSlices:
         Raises:
             Exception: What another worker has failed with.
         """
-        raise NotImplementedError
 
     def close(self, *, failed: bool) -> bool:
         """Stop answering and calling; bounded, idempotent. Returns whether the threads have ended."""
@@ -180,6 +180,7 @@ class CoordinatedSlices(WorkerSlices):
     """
 
     waits = True
+    counts_merged = True
     _halt_s = _STOP_S
 
     def __init__(
@@ -204,11 +205,6 @@ class CoordinatedSlices(WorkerSlices):
             raise UnsupportedError("Cannot take slices from the coordinator before this worker has joined.")
         self._client, self._asks = client, True
         return self
-
-    def finish(self) -> None:
-        """See WorkerSlices; and give back what is held."""
-        if self.training is not None:
-            self.training.leave()
 
     def answer(self, message: Call) -> Reply:
         """See WorkerSlices."""

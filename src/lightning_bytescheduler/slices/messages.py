@@ -24,6 +24,23 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="k
     """A message; its kind is the name of its class."""
 
 
+class TrainedRun(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Neighbouring samples of a slice that were trained on in an epoch."""
+
+    epoch: Natural
+    slice_index: Natural
+    start: Natural
+    stop: _Positive
+
+
+class HeldSlice(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A slice that a worker holds by its own account, and whether it has begun it."""
+
+    epoch: Natural
+    slice_index: Natural
+    begun: bool
+
+
 class JoinTracker(_Message, frozen=True):
     """A worker joins.
 
@@ -33,27 +50,47 @@ class JoinTracker(_Message, frozen=True):
             may repeat its own.
         keeps: Number of fetched slices that it keeps. It is given these first in the next epochs.
         prefetch: Slices it may hold that it has not begun; ``None`` for the tracker's own option.
+        holds: What it held before, and would go on with.
     """
 
     worker: Name
     incarnation: Name
     keeps: Natural = 0
     prefetch: _Positive | None = None
+    holds: tuple[HeldSlice, ...] = ()
+
+
+class Assignment(_Message, frozen=True):
+    """A slice for the worker, which may fetch it at once and train on it after its first report is accepted.
+
+    Attributes:
+        todo: What is to be trained on: where each run of samples starts and stops, in order.
+        revoked: Those of the request's grants that are not the worker's now.
+    """
+
+    grant: Natural
+    epoch: Natural
+    slice_index: Natural
+    slice: Slice
+    todo: tuple[tuple[Natural, _Positive], ...]
+    revoked: tuple[Natural, ...] = ()
 
 
 class Joined(_Message, frozen=True):
     """The worker may ask for slices.
 
-    Earlier grants are void. What the worker is to continue comes again in answer to its requests, in the order in which
-    it held it.
+    Earlier grants are void. What else the worker is to continue comes again in answer to its requests, in the order in
+    which it held it.
 
     Attributes:
         lease: Seconds without a message after which the worker counts as dead.
+        held: What it said that it holds, and is still its own, with new grants. The rest is done, or another's.
     """
 
     session: Natural
     epoch: Natural
     lease: _Seconds
+    held: tuple[Assignment, ...] = ()
 
 
 class RequestSlice(_Message, frozen=True):
@@ -73,21 +110,6 @@ class RequestSlice(_Message, frozen=True):
     looks: bool = False
 
 
-class Assignment(_Message, frozen=True):
-    """A slice for the worker, which may fetch it at once and train on it after its first report is accepted.
-
-    Attributes:
-        revoked: Those of the request's grants that are not the worker's now.
-    """
-
-    grant: Natural
-    epoch: Natural
-    slice_index: Natural
-    slice: Slice
-    first: Natural
-    revoked: tuple[Natural, ...] = ()
-
-
 class WaitReason(str, Enum):
     """Why there is no slice now."""
 
@@ -95,8 +117,12 @@ class WaitReason(str, Enum):
     """The worker holds as many slices ahead as it may: ask when it begins one."""
     HELD = "held"
     """Other workers hold the rest: ask again, as one may die, or have more to do than this one."""
+    SOON = "soon"
+    """The tracker was restarted, and waits for other workers to say what they hold: ask again, there may be one."""
     EPOCH = "epoch"
     """The epoch asked for cannot begin yet, as the one two before it is not over."""
+    MERGING = "merging"
+    """All of the epoch asked for is trained on, and some of it is in no weights yet: it may come back."""
     OVER = "over"
     """Nothing is left of the epoch asked for, with any worker: ask for the next one."""
 
@@ -109,10 +135,11 @@ class AskLater(_Message, frozen=True):
 
 
 class ReportProgress(_Message, frozen=True):
-    """A worker has trained on a slice up to a sample, and continues with it.
+    """A worker has trained on so many samples of a slice, with those that were not for it to do, and continues with it.
 
-    The first report has the assignment's ``first``: the worker may train only if it is accepted. A report with all
-    samples ends the slice. Reports in between may be lost, repeated or reordered.
+    The first report comes before its first sample: the worker may train only if it is accepted. A report with all
+    samples ends the slice, unless the tracker counts what is merged. Reports in between may be lost, repeated or
+    reordered.
     """
 
     session: Natural

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import io
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from types import ModuleType
@@ -54,6 +54,37 @@ class Slice:
         require_whole("start", self.start, 0)
         require_whole("size", self.size, 0)
         require_whole("samples", self.samples, 1)
+
+
+Runs = list[tuple[int, int]]
+"""Samples of a slice: where each run starts and stops, in order, with samples between one and the next."""
+
+
+def joined(runs: Iterable[tuple[int, int]]) -> Runs:
+    """Return the samples of runs in any order, which may touch or overlap."""
+    found: Runs = []
+    for start, stop in sorted(runs):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], stop)
+        else:
+            found.append((start, stop))
+    return found
+
+
+def without(runs: Iterable[tuple[int, int]], others: Iterable[tuple[int, int]]) -> Runs:
+    """Return the samples of some runs that are not in others."""
+    found, out = joined(runs), joined(others)
+    for left, right in out:
+        kept: Runs = []
+        for start, stop in found:
+            kept += [(a, b) for a, b in ((start, min(stop, left)), (max(start, right), stop)) if a < b]
+        found = kept
+    return found
+
+
+def samples_of(runs: Iterable[tuple[int, int]]) -> int:
+    """Return the number of samples in runs that do not overlap."""
+    return sum(stop - start for start, stop in runs)
 
 
 class SliceState(IntEnum):

@@ -13,6 +13,12 @@ Guarantees for an epoch, whatever workers join, leave and die, and whichever mes
 A loaded state takes the epoch back to when it was saved. The guarantees hold for the training that continues from
 there, with weights saved at the same moment.
 
+*With a coordinator* (``counts_merged=True``) a sample counts when the update that was made of it is part of the
+weights, and each sample is in the weights of an epoch exactly once, whoever dies. An update names its samples, and is
+taken only if none of them is in the weights, in another update, or begun by another worker. What an update holds that
+is not taken, or a dead worker had not sent, is handed out again. So a slice is its holder's until it is in the weights;
+what a worker reports only says how far it is.
+
 No worker idles at an epoch's end: while workers hold the last slices of the current epoch, a worker that asks for the
 next epoch gets slices of that one. The guarantees are per epoch and unaffected: each epoch's slices are counted in
 separate arrays, and a grant belongs to one epoch. Slices of the current epoch that come back are handed out first, to
@@ -23,14 +29,15 @@ There are no backup tasks: if two workers trained on the same samples, these wou
 worker keeps the slice that it has begun, and a slice that is its only one, while it lives. Slices of dead and
 disconnected workers come back.
 
-The state of an epoch is in arrays of 17 bytes a slice. The saved state has plain values and tensors, for
-``torch.load(weights_only=True)``, and is checked when it is loaded.
+The state of an epoch is in arrays of 9 bytes a slice, and runs of samples for each that is done in part. What is saved
+has plain values and tensors, for ``torch.load(weights_only=True)``, and is checked when it is loaded.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import secrets
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from threading import RLock
@@ -60,13 +67,15 @@ from lightning_bytescheduler.slices.messages import (
     Reply,
     ReportProgress,
     RequestSlice,
+    TrainedRun,
     WaitReason,
 )
 from lightning_bytescheduler.slices.options import TrackerOptions
-from lightning_bytescheduler.slices.slice import SliceState
+from lightning_bytescheduler.slices.slice import Runs, SliceState, joined, samples_of, without
 
-_MOST_EPOCHS = 2  # open at once, so that no slice is more than one epoch late
-_VERSION = 4
+_MOST_EPOCHS = 2  # from the first with something left to train on, so that no slice is more than one epoch late
+_VERSION = 5
+_NUMBERS = 1 << 48  # of sessions and grants: those of two lives of a tracker do not meet
 _Saved = TypeVar("_Saved")
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -91,16 +100,25 @@ class SliceTracker:
         catalogue: All slices.
         options: How they are handed out.
         clock: Returns monotonic seconds, as ``time.monotonic``.
+        counts_merged: Whether samples count when :meth:`settle` says that they are in the weights, and not when a
+            worker reports them.
     """
 
     def __init__(
-        self, catalogue: SliceCatalogue, options: TrackerOptions | None = None, *, clock: Callable[[], float]
+        self,
+        catalogue: SliceCatalogue,
+        options: TrackerOptions | None = None,
+        *,
+        clock: Callable[[], float],
+        counts_merged: bool = False,
     ) -> None:
         self.catalogue = catalogue
+        self._counts_merged = counts_merged
         self.options = TrackerOptions() if options is None else options
         self._clock = clock
         self._workers: dict[str, TrackedWorker] = {}
         self._sessions: dict[int, TrackedWorker] = {}  # workers that have joined
+        self._patient_until = -math.inf  # with workers that have not joined since a state was loaded
         self._first_deadline = math.inf  # a lower bound of all lease ends, as messages only postpone them
         self._next_grant = self._next_session = 1
         self._quarantined: dict[int, str] = {}  # reasons; left out of epochs that begin later
@@ -154,7 +172,13 @@ class SliceTracker:
             self._sessions[record.session] = record
             self._next_session += 1
         self.expire()
-        return Joined(session=record.session, epoch=self._epochs[-1].epoch, lease=self.options.lease)
+        claimed = [self._claimed(record, one.epoch, one.slice_index, one.begun) for one in message.holds]
+        return Joined(
+            session=record.session,
+            epoch=self._epochs[-1].epoch,
+            lease=self.options.lease,
+            held=tuple(self._assignment(grant) for grant in claimed if grant is not None),
+        )
 
     def request(self, message: RequestSlice) -> Assignment | AskLater | JoinAgain:
         """Hand out one more slice, or say why there is none.
@@ -173,7 +197,9 @@ class SliceTracker:
             if number in record.grants:
                 record.grants[number].told = True
         newest = self._epochs[-1]
-        if message.epoch == newest.epoch + 1 and len(self._epochs) < _MOST_EPOCHS and not newest.available:
+        is_next = message.epoch == newest.epoch + 1 and not newest.available
+        first = next((one.epoch for one in self._epochs if one.untrained), message.epoch)
+        if is_next and message.epoch - first < _MOST_EPOCHS:
             newest = self._begun(message.epoch)
             self._epochs.append(newest)
             self._roll()
@@ -181,10 +207,12 @@ class SliceTracker:
         for grant in record.grants.values():
             if not grant.told and grant.epoch <= message.epoch:
                 return self._assignment(grant, revoked)  # its answer was lost, or it was held before a restart
+        if self._clock() < self._patient_until and any(one.session is None for one in self._workers.values()):
+            return AskLater(reason=WaitReason.SOON, revoked=revoked)
         beyond = message.epoch > newest.epoch
         chosen = None
-        if not beyond and not any(one.unfinished for one in asked):
-            reason = WaitReason.OVER
+        if not beyond and not any(one.untrained for one in asked):
+            reason = WaitReason.MERGING if any(one.unfinished for one in asked) else WaitReason.OVER
         elif message.looks and any(one.holders for one in asked):
             reason = WaitReason.HELD
         elif len(record.ahead) >= record.prefetch:
@@ -214,6 +242,11 @@ class SliceTracker:
         if not is_whole(trained) or trained > samples:
             raise OptionError("trained", trained, f"from 0 to {samples}, the samples of that slice")
         grant.begun = grant.told = True
+        if self._counts_merged:
+            grant.trained = trained
+            slices.note_trained(grant.index, trained == samples)
+            return Receipt(accepted=True)
+        grant.trained = max(grant.trained, trained)
         slices.train(grant.index, trained)
         if trained == samples:
             self._drop_grant(record, grant)
@@ -252,6 +285,64 @@ class SliceTracker:
         return Receipt(accepted=True)
 
     # Called by the tracker's owner.
+
+    @_alone
+    def fits(self, workers: Collection[str], runs: Iterable[TrainedRun]) -> bool:
+        """Whether an update may become part of the weights: each of its samples is for its sender to train on.
+
+        Args:
+            workers: Names under which its sender takes slices.
+            runs: The samples that the update was made of, each once. Those of quarantined slices do not matter.
+        """
+        taken: dict[tuple[int, int], Runs] = {}
+        for run in runs:
+            one, index, own = self._open(run.epoch), run.slice_index, [(run.start, run.stop)]
+            if one is None or index >= len(one.samples) or not run.start < run.stop <= one.samples[index]:
+                return False
+            if one.states[index] == SliceState.QUARANTINED:
+                continue
+            known = taken.setdefault((run.epoch, index), [])
+            if without(own, known) != own or without(own, one.covered(index)) != own:
+                return False
+            known += own
+            if index in one.holders:
+                holder, grant = one.holders[index]
+                if grant.begun and holder.name not in workers and without(own, grant.todo) != own:
+                    return False
+        return True
+
+    @_alone
+    def book(self, workers: Collection[str], runs: Iterable[TrainedRun]) -> None:
+        """An update that :meth:`fits` is to become part of the weights: its samples are handed out no more."""
+        for run in runs:
+            one, index = self._epochs[run.epoch - self.epoch], run.slice_index
+            if index in one.holders and one.holders[index][0].name not in workers and not one.holders[index][1].begun:
+                self._take_away(one, index)
+            one.book(index, run.start, run.stop)
+
+    @_alone
+    def settle(self, runs: Iterable[TrainedRun], *, merged: bool, is_kept: bool) -> None:
+        """Booked samples are part of the weights, or will never be.
+
+        Args:
+            runs: The samples of an update that was booked.
+            merged: Whether they are part of the weights.
+            is_kept: If not, whether their worker still has what it made of them, and sends it again.
+        """
+        for run in runs:
+            one, index = self._open(run.epoch), run.slice_index
+            if one is None:
+                continue
+            one.settle(index, run.start, run.stop, merged=merged)
+            if index in one.holders:
+                holder, grant = one.holders[index]
+                if one.states[index] >= SliceState.USED:
+                    self._drop_grant(holder, grant)
+                elif not (merged or is_kept) or not without(grant.todo, one.covered(index)):
+                    self._take_away(one, index)  # what is left of the slice is another's, or comes anew
+            else:
+                one.offer_again(index)
+        self._roll()
 
     @_alone
     def release(self, worker: str) -> bool:
@@ -319,26 +410,29 @@ class SliceTracker:
             "order": msgspec.structs.asdict(self._order),
             "epochs": [msgspec.structs.asdict(one.saved(self._workers.values())) for one in self._epochs],
             "quarantined": dict(self._quarantined),
-            "next_grant": self._next_grant,
-            "next_session": self._next_session,
         }
 
     @_alone
-    def load_state_dict(self, state: Mapping[str, Any], *, workers: Iterable[str] | None = None) -> None:
+    def load_state_dict(
+        self, state: Mapping[str, Any], *, workers: Iterable[str] | None = None, patience: float = 0.0
+    ) -> None:
         """Resume where a state was saved; if nothing was left of the epoch, with the next. All workers join again.
 
         Args:
             state: From :meth:`state_dict`.
             workers: Workers that will join and continue what their names held; slices of others are available at once.
                 With ``None``, each name is awaited for one lease.
+            patience: Seconds for which nothing is handed out before all of them have joined: they may hold more by now
+                than the state says.
 
         Raises:
             TrackerStateError: If the state is of other slices or another order, or damaged. Nothing has changed then.
         """
         saved = unpack(state, self._order, self.catalogue.samples)
-        self._next_grant = max(self._next_grant, saved.next_grant)
-        self._next_session = max(self._next_session, saved.next_session)
+        # A worker may still have numbers of another life, which must not mean something else in this one.
+        self._next_grant, self._next_session = secrets.randbelow(_NUMBERS) + 1, secrets.randbelow(_NUMBERS) + 1
         self._workers, self._sessions = {}, {}
+        self._patient_until = self._clock() + patience
         self._quarantined = dict(saved.quarantined)
         self._epochs = [self._begun(found.epoch) for found in saved.epochs]
         for name in saved.epochs[0].workers:
@@ -367,9 +461,31 @@ class SliceTracker:
         """Return a grant's epoch, which is open while the slice is held."""
         return self._epochs[grant.epoch - self.epoch]
 
+    def _open(self, epoch: int) -> EpochSlices | None:
+        place = epoch - self.epoch
+        return self._epochs[place] if 0 <= place < len(self._epochs) else None
+
+    def _claimed(self, record: TrackedWorker, epoch: int, index: int, begun: bool) -> Grant | None:
+        """Let a worker that joins again go on with a slice, if that is its own or is left to anybody."""
+        one = self._open(epoch)
+        if one is None or index >= len(one.samples):
+            return None
+        if one.take(index):
+            grant = self._grant(record, one, index)
+        elif index in one.holders and one.holders[index][0] is record:
+            grant = one.holders[index][1]
+        else:
+            return None
+        grant.begun, grant.told = begun, True
+        return grant
+
+    def _take_away(self, one: EpochSlices, index: int) -> None:
+        self._drop_grant(*one.holders[index])
+        one.give_back(index)
+
     def _roll(self) -> None:
         """Go on to the next epoch, if it is open and nothing is left of the current one."""
-        if len(self._epochs) > 1 and self.over:
+        while len(self._epochs) > 1 and self.over:
             del self._epochs[0]
             self._wanted = False
 
@@ -406,7 +522,7 @@ class SliceTracker:
         """
 
         def left(worker: TrackedWorker) -> int:
-            return sum(self._epoch_of(grant).left(grant.index) for grant in worker.grants.values())
+            return sum(int(self._epoch_of(one).samples[one.index]) - one.trained for one in worker.grants.values())
 
         # A worker that has not joined since a state was loaded is about to continue exactly what it held.
         others = [other for other in self._sessions.values() if other is not record]
@@ -416,14 +532,16 @@ class SliceTracker:
         victim = max(others, key=left)
         grant = [grant for grant in victim.ahead if grant.epoch <= epoch][-1]
         one = self._epoch_of(grant)
-        if left(record) + one.left(grant.index) >= left(victim):
+        if left(record) + int(one.samples[grant.index]) - grant.trained >= left(victim):
             return None
         self._drop_grant(victim, grant)
         one.stolen += 1
         return one, grant.index
 
     def _grant(self, record: TrackedWorker, one: EpochSlices, index: int) -> Grant:
-        grant = Grant(number=self._next_grant, epoch=one.epoch, index=index)
+        todo = one.todo(index)
+        trained = int(one.samples[index]) - samples_of(todo)
+        grant = Grant(number=self._next_grant, epoch=one.epoch, index=index, todo=todo, trained=trained)
         self._next_grant += 1
         record.grants[grant.number] = grant
         record.keep(index)
@@ -435,7 +553,7 @@ class SliceTracker:
         del self._epoch_of(grant).holders[grant.index]
 
     def _remove(self, record: TrackedWorker, *, begun_is_lost: bool) -> None:
-        lost = begun_is_lost and self.options.delivery == "at_most_once"
+        lost = begun_is_lost and self.options.delivery == "at_most_once" and not self._counts_merged
         for grant in list(record.grants.values()):
             self._drop_grant(record, grant)
             one = self._epoch_of(grant)
@@ -448,13 +566,13 @@ class SliceTracker:
             del self._sessions[record.session]
         self._roll()
 
-    def _assignment(self, grant: Grant, revoked: tuple[int, ...]) -> Assignment:
+    def _assignment(self, grant: Grant, revoked: tuple[int, ...] = ()) -> Assignment:
         return Assignment(
             grant=grant.number,
             epoch=grant.epoch,
             slice_index=grant.index,
             slice=self.catalogue[grant.index],
-            first=int(self._epoch_of(grant).positions[grant.index]),
+            todo=tuple(self._epoch_of(grant).todo(grant.index)),
             revoked=revoked,
         )
 
@@ -533,26 +651,34 @@ class TrackedWorker:
 
 @dataclass(kw_only=True, slots=True)
 class Grant:
-    """A slice held by a worker."""
+    """A slice held by a worker.
+
+    Attributes:
+        todo: What it was to train on when it got it.
+        trained: Samples of the slice that are trained on, as far as its holder has said.
+    """
 
     number: int
     epoch: int
     index: int
+    todo: Runs
+    trained: int
     begun: bool = False
     told: bool = False
 
 
 class EpochSlices:
-    """States, positions and order of the slices in an epoch.
+    """States and order of the slices in an epoch, and what of them is done.
 
-    Slices are named by their index in the catalogue. A slice's *position* is the first sample not known to be trained
-    on. At any time ``trained + dropped`` plus the rest of AVAILABLE and ASSIGNED slices is the number of all samples.
+    Slices are named by their index in the catalogue. Samples that count are *done*; those that are in an update on its
+    way to the weights are *booked*. An available slice has samples that are neither. At any time ``trained + dropped``
+    plus what is not done of AVAILABLE and ASSIGNED slices is the number of all samples.
 
     Args:
         epoch: Number of the epoch, from 0.
 
     Attributes:
-        trained: Samples known to be trained on in this epoch, each counted once.
+        trained: Samples that count in this epoch, each once.
         returned: Slices that came back from workers that died or left, since the tracker was made.
         stolen: Slices taken from a worker with more to do that had not begun them, since the tracker was made.
     """
@@ -567,7 +693,10 @@ class EpochSlices:
         self.ranks[self._order] = np.arange(len(self._order), dtype=np.int32)
         self.states: npt.NDArray[np.uint8] = np.full(len(samples), SliceState.AVAILABLE, np.uint8)
         self.states[list(left_out)] = SliceState.QUARANTINED
-        self.positions: npt.NDArray[np.int64] = np.zeros(len(samples), np.int64)
+        # Of slices that are done in part, or left out. Of another used one all is done, of another one nothing.
+        self._done: dict[int, Runs] = {index: [] for index in left_out}
+        self._booked: dict[int, Runs] = {}
+        self._finishing: set[int] = set()  # all is trained on, and not all is done
         self.cursor = 0  # place in the order before which nothing is available
         self.holders: dict[int, tuple[TrackedWorker, Grant]] = {}
         self.returned = self.stolen = 0
@@ -576,32 +705,51 @@ class EpochSlices:
     def restore(self, saved: SavedEpoch) -> None:
         """Restore this epoch from checked values."""
         self.states[:] = saved.states.numpy()
-        self.positions[:] = saved.positions.numpy()
+        self._done = {index: list(runs) for index, runs in saved.done.items()}
         self._count()
 
     def _count(self) -> None:
-        left = self.samples - self.positions
         ended = self.states >= SliceState.USED
-        self.trained = int(self.positions.sum())
-        self.dropped = int(left[ended].sum())
+        self.trained = int(self.samples[self.states == SliceState.USED].sum())
+        self.dropped = int(self.samples[self.states == SliceState.QUARANTINED].sum())
+        for index, runs in self._done.items():
+            done = samples_of(runs)
+            if ended[index]:
+                self.dropped += int(self.samples[index]) * (self.states[index] == SliceState.USED) - done
+                self.trained -= int(self.samples[index]) * (self.states[index] == SliceState.USED)
+            self.trained += done
+        self.trained, self.dropped = int(self.trained), int(self.dropped)
         self.unfinished = int(len(ended) - np.count_nonzero(ended))
         self.available = int(np.count_nonzero(self.states == SliceState.AVAILABLE))
 
     def saved(self, workers: Iterable[TrackedWorker]) -> SavedEpoch:
-        """Return the epoch's saved form."""
+        """Return the epoch's saved form, in which nothing is booked."""
+        states = self.states.copy()
+        states[[index for index in self._finishing if index not in self.holders]] = SliceState.AVAILABLE
         return SavedEpoch(
             epoch=self.epoch,
-            states=torch.from_numpy(self.states.copy()),
-            positions=torch.from_numpy(self.positions.copy()),
+            states=torch.from_numpy(states),
+            done={index: list(runs) for index, runs in self._done.items()},
             workers={
                 record.name: [(one.index, one.begun) for one in record.grants.values() if one.epoch == self.epoch]
                 for record in workers
             },
         )
 
-    def left(self, index: int) -> int:
-        """Return the samples of a slice that are not known to be trained on."""
-        return int(self.samples[index]) - int(self.positions[index])
+    @property
+    def untrained(self) -> int:
+        """Slices of which something is left to train on."""
+        return self.unfinished - len(self._finishing)
+
+    def covered(self, index: int) -> Runs:
+        """Return the samples of a slice that are done or booked."""
+        if self.states[index] == SliceState.USED and index not in self._done:
+            return [(0, int(self.samples[index]))]
+        return joined([*self._done.get(index, ()), *self._booked.get(index, ())])
+
+    def todo(self, index: int) -> Runs:
+        """Return the samples of a slice that are neither."""
+        return without([(0, int(self.samples[index]))], self.covered(index))
 
     def take(self, index: int) -> bool:
         """Assign a slice, if it is available; returns whether it was."""
@@ -621,66 +769,109 @@ class EpochSlices:
         return None
 
     def train(self, index: int, position: int) -> None:
-        """Move an assigned slice's position forward; at its end it is used. An earlier position changes nothing."""
-        gained = position - int(self.positions[index])
-        if gained > 0:
-            self.positions[index] = position
-            self.trained += gained
-            if position == self.samples[index]:
-                self._end(index, SliceState.USED)
+        """Count an assigned slice up to a position; at its end it is used. An earlier position changes nothing."""
+        self._finish(index, [(0, position)] if position else [])
+
+    def note_trained(self, index: int, is_all: bool) -> None:
+        """Take note of whether all of an assigned slice is trained on."""
+        if is_all:
+            self._finishing.add(index)
+        else:
+            self._finishing.discard(index)
+
+    def book(self, index: int, start: int, stop: int) -> None:
+        """Samples of a slice are in an update on its way; does nothing for a quarantined one."""
+        if self.states[index] == SliceState.QUARANTINED:
+            return
+        self._booked.setdefault(index, []).append((start, stop))
+        if self.states[index] == SliceState.AVAILABLE and not self.todo(index):
+            self.take(index)
+            self._finishing.add(index)
+
+    def settle(self, index: int, start: int, stop: int, *, merged: bool) -> None:
+        """Booked samples are done, or not booked any more."""
+        booked = self._booked.get(index, [])
+        if (start, stop) not in booked:
+            return  # its slice was quarantined before
+        booked.remove((start, stop))
+        if not booked:
+            del self._booked[index]
+        if merged:
+            self._finish(index, [(start, stop)])
+
+    def offer_again(self, index: int) -> None:
+        """Make a slice available that no worker holds, if something of it is left to train on."""
+        if self.states[index] == SliceState.ASSIGNED and self.todo(index):
+            self._finishing.discard(index)
+            self.states[index] = SliceState.AVAILABLE
+            self.available += 1
+            self.cursor = min(self.cursor, int(self.ranks[index]))
 
     def give_back(self, index: int) -> None:
-        """Make an assigned slice available at its position."""
-        self.states[index] = SliceState.AVAILABLE
-        self.available += 1
+        """Take an assigned slice back from its holder."""
         self.returned += 1
-        self.cursor = min(self.cursor, int(self.ranks[index]))
+        self._finishing.add(index)
+        self.offer_again(index)
 
     def drop_rest(self, index: int) -> None:
         """Drop the rest of an assigned slice from this epoch."""
-        self.dropped += self.left(index)
-        self._end(index, SliceState.USED)
+        self._leave(index, SliceState.USED)
 
     def leave_out(self, index: int) -> None:
         """Leave out a quarantined slice; changes nothing if its part in the epoch has ended."""
         if self.states[index] < SliceState.USED:
             self.available -= int(self.states[index] == SliceState.AVAILABLE)
-            self.dropped += self.left(index)
-            self._end(index, SliceState.QUARANTINED)
+            self._booked.pop(index, None)
+            self._leave(index, SliceState.QUARANTINED)
+
+    def _leave(self, index: int, state: SliceState) -> None:
+        done = self._done.setdefault(index, [])
+        self.dropped += int(self.samples[index]) - samples_of(done)
+        self._end(index, state)
+
+    def _finish(self, index: int, runs: Runs) -> None:
+        before = self._done.get(index, [])
+        done = joined([*before, *runs])
+        self.trained += samples_of(done) - samples_of(before)
+        if done:
+            self._done[index] = done
+        if done == [(0, self.samples[index])]:
+            del self._done[index]
+            self._end(index, SliceState.USED)
 
     def _end(self, index: int, state: SliceState) -> None:
+        self._finishing.discard(index)
         self.states[index] = state
         self.unfinished -= 1
 
 
 class SavedEpoch(msgspec.Struct, kw_only=True):
-    """The saved form of an epoch: nine bytes a slice.
+    """The saved form of an epoch: a byte a slice, and what is done of some.
 
     Attributes:
+        done: Runs of samples by slice, of those that are done in part, or left out. Of another used one all is done.
         workers: By name, what each holds of it, in order: the slice, and whether it was begun.
     """
 
     epoch: Natural
     states: torch.Tensor
-    positions: torch.Tensor
+    done: dict[Natural, list[tuple[Natural, Natural]]]
     workers: dict[Name, list[tuple[Natural, bool]]]
 
     def __post_init__(self) -> None:
-        self.states, self.positions = self.states.cpu(), self.positions.cpu()
+        self.states = self.states.cpu()
 
 
 class SavedTracker(msgspec.Struct, kw_only=True):
     """The saved form of a tracker.
 
     Attributes:
-        epochs: The current epoch, and the next if it is open; each names the same workers.
+        epochs: The current epoch, and those after it that are open; each names the same workers.
     """
 
     order: DataOrder
-    epochs: Annotated[list[SavedEpoch], msgspec.Meta(min_length=1, max_length=2)]
+    epochs: Annotated[list[SavedEpoch], msgspec.Meta(min_length=1)]
     quarantined: dict[Natural, str]
-    next_grant: Natural
-    next_session: Natural
 
 
 def read_state(state: object, kind: type[_Saved], *, version: int, what: str) -> _Saved:
@@ -696,7 +887,7 @@ def read_state(state: object, kind: type[_Saved], *, version: int, what: str) ->
             "resume with the release that saved it."
         )
     try:
-        return msgspec.convert(state, kind)
+        return msgspec.convert(state, kind, str_keys=True)  # as JSON has them
     except msgspec.ValidationError as error:
         raise TrackerStateError(f"{what} is damaged: {error}.") from error
 
@@ -725,16 +916,17 @@ def unpack(state: Mapping[str, Any], order: DataOrder, samples: npt.NDArray[np.i
 
 
 def _require_whole(saved: SavedEpoch, samples: npt.NDArray[np.int64]) -> None:
-    for name, dtype in (("states", torch.uint8), ("positions", torch.int64)):
-        value = getattr(saved, name)
-        if value.dtype != dtype or value.shape != samples.shape:
-            raise _damaged(name, f"is not a column of {dtype}, one for each slice")
-    states, positions = saved.states.numpy(), saved.positions.numpy()
+    if saved.states.dtype != torch.uint8 or saved.states.shape != samples.shape:
+        raise _damaged("states", "is not a column of torch.uint8, one for each slice")
+    states = saved.states.numpy()
     if int(states.max()) > max(SliceState):
         raise _damaged("states", "holds a value that is no state")
-    # a fully trained slice must be used
-    if ((positions < 0) | (positions > samples - (states < SliceState.USED))).any():
-        raise _damaged("positions", "has one outside its slice")
+    for index, runs in saved.done.items():
+        if index >= len(samples) or joined(runs) != runs or any(start >= stop for start, stop in runs):
+            raise _damaged("done", "has runs that are out of order, or of no slice")
+        # a slice that is done whole must be used, and has no runs
+        if samples_of(runs) >= samples[index] or (runs and runs[-1][1] > samples[index]):
+            raise _damaged("done", "has a run outside its slice, or all of it")
     held = sorted(index for pairs in saved.workers.values() for index, _ in pairs)
     if held != np.nonzero(states == SliceState.ASSIGNED)[0].tolist():
         raise _damaged("workers", "does not hold each assigned slice once")

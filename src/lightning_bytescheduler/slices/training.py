@@ -35,6 +35,7 @@ from lightning_bytescheduler.slices.messages import (
     AskLater,
     Assignment,
     Call,
+    HeldSlice,
     JoinAgain,
     Joined,
     JoinTracker,
@@ -45,10 +46,11 @@ from lightning_bytescheduler.slices.messages import (
     ReportProgress,
     RequestSlice,
     TrackerClient,
+    TrainedRun,
     WaitReason,
 )
 from lightning_bytescheduler.slices.options import TrackerOptions
-from lightning_bytescheduler.slices.slice import Slice
+from lightning_bytescheduler.slices.slice import Runs, Slice, joined, samples_of, without
 from lightning_bytescheduler.slices.store import SliceStore
 from lightning_bytescheduler.slices.tracker import SliceTracker
 
@@ -140,6 +142,8 @@ class TrackerHost(Protocol):
         waits: Whether a worker that finds nothing when its epoch begins waits in its loader, and goes on to the next
             epoch of the data by itself. If not, its Lightning epoch may be empty, and the strategy ends epochs of the
             data for all workers, with ``training.awaits_others()`` and ``training.end_epoch()``.
+        counts_merged: Optional, ``False``: whether the tracker counts a sample when it is part of the run's weights,
+            and ``training.merged`` and ``training.reset`` are called.
         ranks: Optional, or ``None``: a ``WorkerRanks``, if several ranks train together as this worker and share its
             batches. Then ``connect`` is called only on the first of them.
         idle: Optional, or ``None``: an ``Idle``, called while a pass that has begun waits.
@@ -163,15 +167,26 @@ class TrackerHost(Protocol):
 
 @dataclass(eq=False, slots=True)
 class _Held:
-    """A slice of this worker: the tracker knows ``trained``, readers were given ``handed``."""
+    """A slice of this worker.
+
+    Attributes:
+        todo: What of it was not handed out to readers.
+        unmerged: What was trained on and is not known to be in the weights, where that counts.
+        trained: Samples of it that are trained on, by this worker or before.
+    """
 
     grant: int
     epoch: int
     slice_index: int
     slice: Slice
+    todo: Runs
+    unmerged: Runs
     trained: int
-    handed: int
     begun: bool = False
+
+    @property
+    def is_trained(self) -> bool:
+        return self.trained == self.slice.samples
 
 
 class TrackerPlan:
@@ -182,14 +197,16 @@ class TrackerPlan:
 
     A pass ends, with a smaller batch if necessary, when nothing of its epoch is available *now*: others may hold what
     is left. The next pass is of the next epoch, which the tracker opens then. So each pass has slices of one epoch, and
-    of the previous one only what has come back from others; no batch has samples of both. A pass does not wait while
-    one of its batches may be untrained, as others may wait for that. So only a pass that has just begun waits if the
-    next epoch cannot be opened yet. With ``waits=False`` a pass does not go on to another epoch, and the code that ends
-    epochs for all workers together calls ``awaits_others`` and ``end_epoch``.
+    of the previous one only what has come back from others; no batch has samples of both. Where a tracker was taken
+    back to an earlier epoch, a pass goes through that and those that follow, until the one that it was in. A pass does
+    not wait while one of its batches may be untrained, as others may wait for that. So only a pass that has just begun
+    waits if the next epoch cannot be opened yet. With ``waits=False`` a pass does not go on to another epoch, and the
+    code that ends epochs for all workers together calls ``awaits_others`` and ``end_epoch``.
 
     Args:
         ahead: Slices to hold that are not begun, so that they can be fetched.
         waits: Whether a pass that has just begun goes on to the next epoch by itself, or waits for it.
+        counts_merged: Whether a slice is held until all of it is known to be in the weights.
         clock: Returns monotonic seconds.
 
     Raises:
@@ -198,6 +215,7 @@ class TrackerPlan:
     Attributes:
         batch_size: Samples of the batches from the next one on; may be changed at any time.
         epoch: The epoch of the data that is requested; each batch has its own.
+        is_cut: Whether the last pass ended before all of its epoch was given out, as the tracker was taken back.
     """
 
     def __init__(
@@ -211,6 +229,7 @@ class TrackerPlan:
         slices: Sequence[Slice],
         keeps: int = 0,
         waits: bool = True,
+        counts_merged: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.batch_size = require_whole("batch_size", batch_size, 1)
@@ -220,7 +239,13 @@ class TrackerPlan:
         self._ahead = ahead
         self._slices = slices
         self._waits = waits
+        self._counts_merged = counts_merged
         self._clock = clock
+        self._last_epoch = -1  # that a pass is to come to
+        self._has_ended = False  # the pass, as all until that epoch was given out
+        self._repeats = False  # this pass trains on what has come back of the last epoch
+        self._is_soon = False  # there may be more in a moment, whatever others do
+        self.is_cut = False
         self._has_given = False  # in this pass
         self._session = 0  # 0: not joined
         self._lease = 0.0
@@ -229,26 +254,36 @@ class TrackerPlan:
         self._ask_at = 0.0
         self._is_over = False
         self._is_given_out = False  # nothing of this epoch is available now
-        # by number of the batch: its grants with the positions after it
-        self._out: dict[int, list[tuple[int, int]]] = {}
-        self._reached: dict[int, int] = {}  # trained positions by grant, not reported yet
+        # by number of the batch: what it is made of
+        self._out: dict[int, list[tuple[_Held, int, int]]] = {}
+        self._reached: dict[_Held, None] = {}  # trained further than the tracker knows
         self._handed = self._received = 0
 
-    def begin_pass(self) -> None:
-        """Begin a pass, which hands out again what was not trained on."""
+    def begin_pass(self, *, repeats: bool = False) -> None:
+        """Begin a pass, which hands out again what was not trained on.
+
+        Args:
+            repeats: Whether it only trains on what has come back of the last pass's epoch.
+        """
         self.report()
+        for parts in self._out.values():
+            for held, start, stop in parts:
+                held.todo = joined([*held.todo, (start, stop)])
         self._out.clear()
         self._received = self._handed
-        for held in self._held.values():
-            held.handed = held.trained
-        self._has_given = False
-        if self._waits and self._is_given_out and not self._held:
-            self._go_on()
+        if self._waits and self._has_ended and not repeats:
+            self._last_epoch += 1
+        self._has_given, self._repeats, self.is_cut, self._has_ended = False, repeats, False, False
 
     def poll(self) -> SliceBatch | float | None:
         """Return the next batch, the seconds after which to ask again, or ``None`` if the pass is over."""
         while (batch := self._next()) is None:
-            if self._has_given or not self._waits:
+            if self._is_given_out and self.epoch < self._last_epoch:
+                self._go_on()
+                continue
+            if (self._has_given or self._repeats or not self._waits) and not self._is_soon:
+                self._has_ended = self._is_given_out
+                self.is_cut = self._waits and not self._repeats and not self._is_given_out
                 return None
             if not self._is_given_out:
                 return max(self._ask_at - self._clock(), 0.0)
@@ -278,24 +313,61 @@ class TrackerPlan:
         """Record that the first untrained batch was trained on; does nothing if there is none."""
         number = next(iter(self._out), None)
         if number is not None:
-            self._reached.update(self._out.pop(number))
+            for held, start, stop in self._out.pop(number):
+                held.trained += stop - start
+                held.unmerged.append((start, stop))
+                self._reached[held] = None
 
     def report(self) -> None:
-        """Report to the tracker what was trained on: each slice's position after the last batch."""
+        """Report to the tracker how far each slice is trained on."""
         reached, self._reached = self._reached, {}
-        for grant, trained in reached.items():
-            held = self._held.get(grant)
-            if held is None:
-                continue  # it was taken away
-            held.trained = trained
-            self._trains(held)
-            if trained == held.slice.samples:
-                self._drop((grant,))
+        for held in reached:
+            if self._held.get(held.grant) is held:  # else it was taken away
+                self._trains(held)
+                if held.is_trained and not self._counts_merged:
+                    self._drop((held.grant,))
+
+    def merged(self, runs: Iterable[TrainedRun]) -> None:
+        """Record that samples are part of the weights."""
+        for run in runs:
+            for held in list(self._held.values()):
+                if (held.epoch, held.slice_index) == (run.epoch, run.slice_index):
+                    held.unmerged = without(held.unmerged, [(run.start, run.stop)])
+                    if held.is_trained and not held.unmerged:
+                        self._drop((held.grant,))
+
+    def reset(self, unmerged: Iterable[TrainedRun]) -> None:
+        """Find out from the tracker what is left to train on: what was made of some samples is lost, or may be.
+
+        Args:
+            unmerged: What is still to become part of the weights of what this worker has trained on.
+        """
+        known: dict[tuple[int, int], Runs] = {}
+        for run in unmerged:
+            known.setdefault((run.epoch, run.slice_index), []).append((run.start, run.stop))
+        for held in self._held.values():
+            held.unmerged = known.get((held.epoch, held.slice_index), [])
+        if self._session:
+            self._join()
+
+    def rest(self) -> bool | None:
+        """Whether there is something to train on of the epochs until this pass's; ``None`` if all is in the weights."""
+        self.report()
+        while not self._has_todo:
+            if not self._ask():
+                if not self._is_given_out or self.epoch >= self._last_epoch:
+                    return None if self._is_over else False
+                self._go_on()
+        return True
 
     def keep_alive(self) -> None:
         """Renew the lease if nothing was sent for long, as during a validation."""
         if self._session and self._clock() - self._heard > self._lease / _RENEWALS:
             self._tell(RenewLease(session=self._session))
+
+    @property
+    def _has_todo(self) -> bool:
+        return any(held.todo for held in self._held.values())
 
     def awaits_others(self) -> bool:
         """Whether other workers hold all that is left of the epoch, so that this one has nothing to train on."""
@@ -310,30 +382,31 @@ class TrackerPlan:
         """Give back held slices at their positions. A later pass joins again."""
         self.report()
         if session := self._session:
-            self._forget()
+            self._leave_all()
             self._client.answer(LeaveTracker(session=session))
 
     # ------------------------------------------------------------------ internal
 
     def _next(self) -> SliceBatch | None:
         runs: list[SampleRun] = []
-        parts: list[tuple[int, int]] = []
+        parts: list[tuple[_Held, int, int]] = []
         missing = self.batch_size
         session, epoch = None, self.epoch
         while missing and (held := self._current()) is not None:
             if runs and (self._session != session or held.epoch != epoch):
                 break  # another epoch, or a new session
             session, epoch = self._session, held.epoch
-            taken = min(missing, held.slice.samples - held.handed)
-            runs.append(SampleRun(slice_index=held.slice_index, start=held.handed, stop=held.handed + taken))
-            held.handed += taken
-            parts.append((held.grant, held.handed))
-            missing -= taken
+            start, end = held.todo[0]
+            stop = min(end, start + missing)
+            held.todo[:1] = [(stop, end)] if stop < end else []
+            runs.append(SampleRun(slice_index=held.slice_index, start=start, stop=stop))
+            parts.append((held, start, stop))
+            self._out[self._handed] = parts  # to be known while the tracker is asked for more
+            missing -= stop - start
         if not runs:
             return None
         while len(self._waiting()) < self._ahead and self._clock() >= self._ask_at and self._ask():
             pass
-        self._out[self._handed] = parts
         self._handed += 1
         return SliceBatch(epoch, tuple(runs), tuple(held.slice_index for held in self._waiting()))
 
@@ -341,13 +414,14 @@ class TrackerPlan:
         while True:
             # Slices of the previous epoch come first, as others may wait for them.
             for held in sorted(self._held.values(), key=lambda held: (not held.begun, held.epoch)):
-                if held.grant in self._held and held.handed < held.slice.samples and self._begin(held):
+                if held.grant in self._held and held.todo and self._begin(held):
                     return held
             if not self._ask():
                 return None
 
     def _waiting(self) -> list[_Held]:
-        return [held for held in sorted(self._held.values(), key=lambda held: held.epoch) if not held.begun]
+        waiting = [held for held in self._held.values() if held.todo and not held.begun]
+        return sorted(waiting, key=lambda held: held.epoch)
 
     def _begin(self, held: _Held) -> bool:
         held.begun = held.begun or self._trains(held)
@@ -356,6 +430,8 @@ class TrackerPlan:
     def _trains(self, held: _Held) -> bool:
         """Report a slice's position; returns whether this worker may train on it, and drops it if not."""
         accepted = self._tell(ReportProgress(session=self._session, grant=held.grant, trained=held.trained))
+        if accepted is None:  # this worker has joined again, with another grant if the slice is still its own
+            return held.begun and self._held.get(held.grant) is held
         if not accepted:
             self._drop((held.grant,))
         return accepted
@@ -369,15 +445,14 @@ class TrackerPlan:
 
     def _go_on(self) -> None:
         self.epoch += 1
+        self._last_epoch = max(self._last_epoch, self.epoch)
         self._is_over = self._is_given_out = False
         self._ask_at = 0.0
 
     def _ask(self, *, looks: bool = False) -> bool:
         """Request one more slice; returns whether something has changed."""
         if not self._session:
-            joined = self._call(self._joins, Joined)
-            self._session, self._lease, self.epoch = joined.session, joined.lease, joined.epoch
-            self._is_over, self._is_given_out, self._ask_at = False, False, 0.0
+            self._join()
         elif self._is_over:
             return False
         request = RequestSlice(session=self._session, epoch=self.epoch, holding=tuple(self._held), looks=looks)
@@ -388,15 +463,39 @@ class TrackerPlan:
         self._drop(answer.revoked)
         if isinstance(answer, Assignment):
             self._require_same_slice(answer)
-            first = answer.first
-            held = _Held(answer.grant, answer.epoch, answer.slice_index, answer.slice, trained=first, handed=first)
-            self._held[held.grant] = held
-            self._is_given_out = False
+            self._hold(answer)
+            self._is_given_out = self._is_soon = False
             return True
-        self._is_over = answer.reason is WaitReason.OVER
-        self._is_given_out = self._is_over or answer.reason is WaitReason.HELD
+        self._is_over, self._is_soon = answer.reason is WaitReason.OVER, answer.reason is WaitReason.SOON
+        self._is_given_out = answer.reason in (WaitReason.OVER, WaitReason.MERGING, WaitReason.HELD)
         self._ask_at = self._clock() + _AGAIN
         return False
+
+    def _join(self) -> None:
+        """Join, or join again, and go on with what is still this worker's."""
+        former = {(held.epoch, held.slice_index): held for held in self._held.values()} if self._counts_merged else {}
+        holds = tuple(HeldSlice(*place, held.begun) for place, held in former.items())
+        joined = self._call(msgspec.structs.replace(self._joins, holds=holds), Joined)
+        is_first = self._last_epoch < 0
+        self._session, self._lease, self.epoch = joined.session, joined.lease, joined.epoch
+        if self._counts_merged and not is_first:
+            self.epoch = min(joined.epoch, self._last_epoch)
+        self._last_epoch = max(self._last_epoch, self.epoch)
+        self._is_over = self._is_given_out = self._is_soon = False
+        self._ask_at = 0.0
+        self._held.clear()
+        for answer in joined.held:
+            self._hold(answer, former.get((answer.epoch, answer.slice_index)))
+
+    def _hold(self, answer: Assignment, held: _Held | None = None) -> None:
+        """Hold a slice; ``held`` is the same, if it was held before."""
+        if held is None:
+            held = _Held(answer.grant, answer.epoch, answer.slice_index, answer.slice, todo=[], unmerged=[], trained=0)
+        held.grant = answer.grant
+        out = [(start, stop) for parts in self._out.values() for one, start, stop in parts if one is held]
+        held.todo = without(answer.todo, [*out, *held.unmerged])
+        held.trained = held.slice.samples - samples_of(held.todo) - samples_of(out)
+        self._held[held.grant] = held
 
     def _require_same_slice(self, answer: Assignment) -> None:
         index = answer.slice_index
@@ -406,11 +505,12 @@ class TrackerPlan:
                 "slices", here, f"the tracker's at every worker, where slice {index} is {answer.slice.key!r}"
             )
 
-    def _tell(self, message: Call) -> bool:
+    def _tell(self, message: Call) -> bool | None:
+        """Returns whether a message counts, or ``None`` if this worker had to join again."""
         reply = cast(Receipt | JoinAgain, self._call(message, Receipt, JoinAgain))
         if isinstance(reply, JoinAgain):
             self._forget()
-            return False
+            return None
         return reply.accepted
 
     def _call(self, message: Call, *kinds: type[_T]) -> _T:
@@ -425,7 +525,16 @@ class TrackerPlan:
             self._held.pop(grant, None)
 
     def _forget(self) -> None:
+        """The session is over."""
         self._session = 0
+        if self._counts_merged:
+            self._join()
+        else:
+            self._leave_all()
+
+    def _leave_all(self) -> None:
+        self._session = 0
+        self._is_over = self._is_given_out = False
         self._held.clear()
         self._out = {number: [] for number in self._out}  # still to come from readers, without anything to report
 
@@ -462,7 +571,12 @@ class TrackedTraining:
         self._tracker: SliceTracker | None = None
         self._pending: Mapping[str, Any] | None = None
         self._plan: TrackerPlan | None = None  # on the first rank, once there was a loader; used only by its thread
-        self._untrained = 0  # batches taken and not trained on
+        self._repeats = False  # the next pass trains on what has come back of this one's epoch
+        self._is_cut = False  # this pass ended before its epoch did
+        self._untrained: dict[int, SliceBatch] = {}  # batches of all ranks, taken and not trained on
+        self._taken = self._received = 0  # batches
+        self._counts_merged: bool = getattr(host, "counts_merged", False)
+        self._unsent: list[SliceBatch] = []  # trained on, and part of no update; where merged samples count
         self._thread: threading.Thread | None = None
         self._changed = threading.Condition()
         # Guarded by the condition above.
@@ -492,6 +606,7 @@ class TrackedTraining:
                 slices=self._store.source.slices,
                 keeps=self._store.keeps,
                 waits=self._host.waits,
+                counts_merged=self._counts_merged,
             )
 
     def __iter__(self) -> Iterator[SliceBatch]:
@@ -502,9 +617,10 @@ class TrackedTraining:
                 if has_waited and self._idle is not None:
                     self._idle.goes_on()
                 has_waited, has_given = False, True
-                self._untrained += 1
+                self._untrained[self._taken] = turn
+                self._taken += 1
                 self.epoch = turn.epoch
-                yield turn
+                yield turn if self._ranks is None else cut_batch(turn, self._batch_sizes)[self._rank]
             elif self._idle is not None and not has_given:
                 has_waited = True
                 if self._idle.waits():
@@ -514,7 +630,9 @@ class TrackedTraining:
 
     def _begin(self) -> int:
         self._share_corrupt()
-        self._untrained = 0
+        self._untrained.clear()
+        self._received = self._taken
+        repeats, self._repeats = self._repeats, False
         with self._changed:
             self._pass += 1
             own = self._pass
@@ -523,7 +641,7 @@ class TrackedTraining:
 
         def begin(plan: TrackerPlan) -> None:
             if own == self._pass:
-                plan.begin_pass()
+                plan.begin_pass(repeats=repeats)
                 self._made_for = own
 
         self._note(begin)
@@ -537,12 +655,10 @@ class TrackedTraining:
             self._note(lambda plan: plan.quarantine(known.items()))
 
     def _turn(self, own: int, has_given: bool) -> SliceBatch | str | None:
-        """Return this rank's next batch, the news that there is none now, or the end; the same turn on all ranks."""
+        """Return the next batch of all ranks, the news that there is none now, or the end; the same on all of them."""
         turn = self._await_turn(own, has_given) if self._rank == 0 else None
         if self._ranks is not None:
             turn = _TURN.decode(self._ranks.tell(msgspec.json.encode(turn).decode()))
-            if isinstance(turn, SliceBatch):
-                return cut_batch(turn, self._batch_sizes)[self._rank]
         return turn
 
     def _await_turn(self, own: int, has_given: bool) -> SliceBatch | str | None:
@@ -566,17 +682,39 @@ class TrackedTraining:
 
     def received(self, report: ReadReport) -> None:
         """Record the readers' report on the next batch that was taken."""
+        number, self._received = self._received, self._received + 1
         if report.is_empty:
-            self._untrained -= 1
+            self._untrained.pop(number, None)
         if self._rank:
             self._corrupt.update(report.corrupt)
         self._note(lambda plan: plan.received(report))
 
     def trained(self) -> None:
         """Record that the first untrained batch was trained on; does nothing if there is none."""
-        if self._untrained:
-            self._untrained -= 1
+        number = next(iter(self._untrained), None)
+        if number is not None:
+            batch = self._untrained.pop(number)
+            if self._counts_merged and self._rank == 0:
+                self._unsent.append(batch)
             self._note(TrackerPlan.trained)
+
+    def take_trained(self) -> list[TrainedRun]:
+        """Return what all ranks of the worker have trained on since the last call."""
+        batches, self._unsent = self._unsent, []
+        return [TrainedRun(batch.epoch, *run) for batch in batches for run in batch.runs]
+
+    def merged(self, runs: Iterable[TrainedRun]) -> None:
+        """Record that samples are part of the run's weights."""
+        self._note(lambda plan: plan.merged(runs))
+
+    def reset(self, unmerged: Iterable[TrainedRun]) -> None:
+        """Have what is lost trained on again.
+
+        Args:
+            unmerged: What was trained on and is still to become part of the run's weights, of what was taken.
+        """
+        kept = [*unmerged, *(TrainedRun(batch.epoch, *run) for batch in self._unsent for run in batch.runs)]
+        self._note(lambda plan: plan.reset(kept))
 
     def keep_alive(self) -> None:
         """Renew the lease in time."""
@@ -610,6 +748,19 @@ class TrackedTraining:
     def end_epoch(self) -> None:
         """Go on to the next epoch of the data, if nothing is left of this one; for all workers at the same moment."""
         self._ask(TrackerPlan.end_epoch)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the last pass ended before all of its epoch was given out, as the tracker was taken back."""
+        return self._is_cut
+
+    def rest(self) -> bool | None:
+        """Whether there is something to train on of the epoch; ``None`` if all of it is in the weights."""
+        return self._ask(TrackerPlan.rest)
+
+    def train_on_rest(self) -> None:
+        """Let the next pass train on what has come back of this one's epoch."""
+        self._repeats = True
 
     def settle(self) -> None:
         """Wait until the tracker knows all that this worker has trained on."""
@@ -705,7 +856,7 @@ class TrackedTraining:
                 return found
             with self._changed:
                 if self._pass == number:
-                    self._is_over = found is None
+                    self._is_over, self._is_cut = found is None, plan.is_cut
                     if found is not None:
                         self._ready.append(found)
 

@@ -1,0 +1,135 @@
+"""With slices of a coordinator, each sample of each epoch is in the weights exactly once, whatever dies."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from lightning_bytescheduler import DiLoCoStrategy, SliceDataModule
+from lightning_bytescheduler.coordinator.service import CoordinatorServer
+from lightning_bytescheduler.coordinator.slice_routes import SliceRoutes
+from lightning_bytescheduler.coordinator.state_store import StateStore
+from lightning_bytescheduler.coordinator.status import RunStatus
+from lightning_bytescheduler.slices.messages import JoinTracker, Receipt, ReportProgress, RequestSlice
+from lightning_bytescheduler.slices.options import TrackerOptions
+from tests.diloco.coordinated_fits import alone, coordinator_options
+from tests.diloco.coordinated_workers import until
+from tests.diloco.fits import diloco_trainer
+from tests.slices.fits import Remembers, make_rows
+from tests.support.rank_pool import RankPool, free_port
+
+COUNTS = [5, 17, 30, 9, 1, 26, 8, 12, 20, 24]
+SAMPLES = sum(COUNTS)
+EPOCHS = 3
+LONG = 3600.0
+
+
+def fit_epochs(rank: int, *, url: str, rows: str, folder: str, seconds: float = 0.0) -> list[list[int]]:
+    module = Remembers()
+    module.on_step = lambda step: time.sleep(seconds)
+    with alone():
+        strategy = DiLoCoStrategy(coordinator={"url": url, "name": f"w{rank}"})
+        trainer = diloco_trainer(0, strategy, default_root_dir=folder, max_epochs=EPOCHS)
+        trainer.fit(module, datamodule=SliceDataModule(rows, batch_size=2))
+    return module.batches
+
+
+def check(status: RunStatus, batches: list[list[list[int]]], *, wasted: bool) -> None:
+    slices = status.slices
+    assert slices is not None
+    assert status.samples == EPOCHS * SAMPLES == slices.epoch * SAMPLES + slices.trained
+    trained = Counter(number for worker in batches for batch in worker for number in batch)
+    assert min(trained.values()) >= EPOCHS
+    assert wasted or max(trained.values()) == EPOCHS
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> str:
+    return make_rows(tmp_path / "rows", COUNTS)
+
+
+def test_the_last_epoch_ends_when_all_of_it_is_in_the_weights(
+    diloco_ranks: RankPool, tmp_path: Path, rows: str
+) -> None:
+    slices = SliceRoutes([rows], TrackerOptions(lease=LONG))
+    options = coordinator_options(samples_per_round=40, rounds={"start_workers": 2})
+    with CoordinatorServer(options, slices=slices) as server:
+        batches = diloco_ranks.run(fit_epochs, url=server.url, rows=rows, folder=str(tmp_path))
+        check(server.status(), batches, wasted=False)
+
+
+def test_what_a_dead_worker_said_that_it_has_trained_on_is_trained_on(
+    diloco_ranks: RankPool, tmp_path: Path, rows: str
+) -> None:
+    """It dies in the last epoch, when the others have nothing else to do any more: they take one more epoch."""
+    slices = SliceRoutes([rows], TrackerOptions(lease=LONG))
+    tracker = slices.tracker
+    session = tracker.join(JoinTracker(worker="dies", incarnation="1")).session
+    held = tracker.request(RequestSlice(session=session, epoch=0))
+    for trained in (0, held.slice.samples):
+        assert tracker.progress(ReportProgress(session=session, grant=held.grant, trained=trained)) == Receipt(
+            accepted=True
+        )
+    options = coordinator_options(samples_per_round=40, rounds={"start_workers": 2})
+    with CoordinatorServer(options, slices=slices) as server, ThreadPoolExecutor(1) as beside:
+        fits = beside.submit(diloco_ranks.run, fit_epochs, url=server.url, rows=rows, folder=str(tmp_path))
+        merged = EPOCHS * SAMPLES - held.slice.samples
+        until(lambda: fits.done() or server.status().samples == merged, "all that the living workers have")
+        tracker.release("dies")
+        batches = fits.result()
+        check(server.status(), batches, wasted=False)
+
+
+class Crashing:
+    """A coordinator that is killed, as far as its state shows it, and started anew at the same address."""
+
+    def __init__(self, rows: str, folder: Path) -> None:
+        self._rows = rows
+        self._folder = folder / "state"
+        self._port = free_port()
+        self.server = self._start()
+
+    def _start(self) -> CoordinatorServer:
+        return CoordinatorServer(
+            coordinator_options(samples_per_round=20, rounds={"start_workers": 2, "silent_after": 2.0}),
+            port=self._port,
+            store=StateStore(str(self._folder)),
+            slices=SliceRoutes([self._rows], TrackerOptions(lease=LONG)),
+        )
+
+    def crash(self) -> None:
+        """What was saved so far is there; what is saved as it ends is not."""
+        kept = self._folder.with_name("kept")
+        shutil.copytree(self._folder, kept, ignore=shutil.ignore_patterns("*.part", "lock"))
+        self.server.close()
+        shutil.rmtree(self._folder)
+        kept.rename(self._folder)
+        self.server = self._start()
+
+
+@pytest.mark.parametrize("moments", [(0.2, 0.9, 1.1), (1.0, 2.0, 2.5)], ids=["early", "late"])
+def test_a_coordinator_that_crashes_as_epochs_turn_loses_and_repeats_nothing(
+    moments: tuple[float, ...], diloco_ranks: RankPool, tmp_path: Path, rows: str
+) -> None:
+    """Moments are in epochs. Of what workers have trained on since the last saved state some may be in vain."""
+    coordinator = Crashing(rows, tmp_path)
+    try:
+        with ThreadPoolExecutor(1) as beside:
+            url = coordinator.server.url
+            fits = beside.submit(diloco_ranks.run, fit_epochs, url=url, rows=rows, folder=str(tmp_path), seconds=0.005)
+            for moment in moments:
+
+                def has_come(moment: float = moment) -> bool:
+                    return fits.done() or coordinator.server.status().samples >= moment * SAMPLES
+
+                until(has_come, "the moment of a crash")
+                coordinator.crash()
+            batches = fits.result()
+        check(coordinator.server.status(), batches, wasted=True)
+    finally:
+        coordinator.server.close()
