@@ -1,1 +1,1 @@
-"""Who failed, and why: every rank gets to know, and none waits for good."""
+"""Failures: every rank learns which rank failed and why, and no rank waits forever."""

@@ -1,16 +1,19 @@
-"""Ranks that stop before the same batch once one of them has been asked to, without a collective.
+"""Stop all ranks before the same batch once one of them has been asked to, without a collective.
 
-Each rank counts the batches it begins: those it trains on, and after each of them those it does not, as a validation
-may have more on one rank than on another. The watcher's thread sees on the store that somebody was asked, and writes
-down how far its rank has come; from then on the training thread begins no further batch before it knows what all ranks
-have written. It goes on as far as the rank that was furthest, and stops there.
+Each rank counts the batches that it begins: those it trains on, and after each of them those it does not, because a
+validation may have more batches on one rank than on another. The watcher's thread sees on the store that a rank was
+asked, and writes down how far its own rank has come. From then on the training thread begins no batch before it knows
+what all ranks have written. It goes on as far as the furthest rank, and stops there.
 
-Why all stop before the same batch: a rank's place is taken under a lock, and moves on only up to the furthest one. So
-each rank begins exactly as many batches to train on as the one that was furthest when it wrote its place. Why nobody
-waits for good: what is waited for is written by threads that wait for no training thread, so also by a rank whose
-training thread is inside a batch, and waits there for gradients that another rank's threads still send.
+Why all ranks stop before the same batch: a rank's place is taken under a lock, and moves on only up to the furthest
+place. So each rank begins exactly as many training batches as the furthest rank had begun when it wrote its place.
 
-Who has stopped waits for the others to do so, within a bound: what it does next ends those that are still in a batch.
+Why no rank waits forever: the places are written by watcher threads, which wait for no training thread. A rank writes
+its place even while its training thread is inside a batch, waiting for gradients that another rank's threads still
+send.
+
+A rank that has stopped waits for the others to stop, for a limited time: what it does next ends the ranks that are
+still in a batch.
 """
 
 from __future__ import annotations
@@ -25,19 +28,19 @@ from lightning_bytescheduler.exceptions import SchedulerTimeoutError
 
 _LOOK_S = 0.25
 
-_Place = tuple[int, ...]  # batches to train on that were begun, and others since
+_Place = tuple[int, ...]  # training batches begun, and other batches since
 
 
 class AgreedStop:
-    """One rank's part in it.
+    """One rank's part in the agreement to stop.
 
     Args:
         store: Shared by the ranks, empty before.
-        rank: This one.
+        rank: This rank.
         world_size: Number of ranks.
 
     Attributes:
-        asked: Whether this rank was.
+        asked: Whether this rank was asked to stop.
     """
 
     def __init__(self, store: dist.Store, *, rank: int, world_size: int) -> None:
@@ -49,32 +52,32 @@ class AgreedStop:
         # What follows changes under the condition.
         self._begun: _Place = (0, 0)
         self._stopping = False
-        self._last: _Place | None = None  # how far each rank goes
-        self._stopped = False  # this rank's training thread
+        self._last: _Place | None = None  # where each rank stops
+        self._stopped = False  # whether this rank's training thread has
         self._all_stopped = False
 
     def ask(self) -> None:
-        """Stop all ranks. For any thread, and for a signal's handler: takes no lock."""
+        """Ask all ranks to stop. Safe on any thread and in a signal handler, as it takes no lock."""
         self.asked = True
 
     @property
     def urgent(self) -> bool:
-        """Whether somebody waits for :meth:`look`."""
+        """Whether a thread waits for the result of :meth:`look`."""
         if self._last is None:
             return self.asked or self._stopping
         return self._stopped and not self._all_stopped
 
     def begin_batch(self, failure: Callable[[], BaseException | None], timeout: float, *, trains: bool = True) -> bool:
-        """The training thread is about to begin a batch; ``True`` if it has to stop instead.
+        """Tell that the training thread is about to begin a batch; ``True`` if it has to stop instead.
 
         Args:
-            failure: Asked while it waits: why the others will not answer, if they will not.
+            failure: Called while it waits; returns the reason why the others will not answer, or ``None``.
             timeout: Longest wait for the others, in seconds.
-            trains: Whether it trains on that batch, as all ranks do on as many.
+            trains: Whether it trains on that batch. All ranks train on the same number of batches.
 
         Raises:
-            SchedulerTimeoutError: If they do not answer in time.
-            BaseException: What ``failure`` says.
+            SchedulerTimeoutError: If the others do not answer in time.
+            BaseException: What ``failure`` returned.
         """
         with self._changed:
             cause = self._wait(lambda: not self._stopping or self._last is not None, failure, timeout)
@@ -90,10 +93,10 @@ class AgreedStop:
             return False
 
     def await_stopped(self, failure: Callable[[], BaseException | None], timeout: float) -> bool:
-        """The training thread has stopped: wait for those of the others, and return whether they have, too.
+        """Tell that the training thread has stopped, wait for the others', and return whether they have stopped too.
 
         Args:
-            failure: Asked while it waits: why they will not, if they will not.
+            failure: Called while it waits; returns the reason why the others will not stop, or ``None``.
             timeout: Longest wait, in seconds.
         """
         with self._changed:
@@ -118,14 +121,14 @@ class AgreedStop:
         return None
 
     def look(self) -> None:
-        """For the watcher's thread: tell the others, and learn from them. Talks to the store without a lock."""
+        """Tell the others, and learn from them. For the watcher's thread; talks to the store without a lock."""
         if self._last is None:
             if self.asked:
                 self._store.set("asked", str(self._rank))
             elif not self._stopping and not self._store.check(["asked"]):
                 return
             with self._changed:
-                self._stopping = True  # from here on, no further batch is begun
+                self._stopping = True  # no further batch is begun from here on
             places = self._told_by_all("begun", " ".join(map(str, self._begun)))
             with self._changed:
                 self._last = max((tuple(map(int, place.split())) for place in places), default=None)
@@ -137,7 +140,7 @@ class AgreedStop:
                 self._changed.notify_all()
 
     def _told_by_all(self, what: str, own: str) -> list[bytes]:
-        """Tell the others, and return what each has told, once all have; nothing before."""
+        """Tell the others, and return what each rank has told once all have; an empty list before."""
         self._store.set(f"{what}/{self._rank}", own)
         keys = [f"{what}/{rank}" for rank in range(self._world_size)]
         return [self._store.get(key) for key in keys] if self._store.check(keys) else []

@@ -1,16 +1,16 @@
-"""Who failed, and why: a notice board on the rendezvous store that every rank watches.
+"""The fault board: every rank watches a notice board on the rendezvous store, and learns who failed and why.
 
-* A failing rank publishes its error *before* it dies, then lingers until the others know (at most two seconds):
+* A failing rank publishes its error *before* it dies. It then stays until the others know, at most two seconds:
   launchers kill the siblings of a dead process within seconds, and the store may live in the failing process itself.
-* A rank that was killed publishes nothing. Its missing sign of life names it once somebody's collective has failed
-  and asks; that rank publishes what it found, or the next victims would name the first.
-* Each rank sees a notice within a quarter of a second, logs it at once and hands it to the scheduler, so that
-  threads blocked on communication raise an error that names the rank. A training thread that is blocked elsewhere is
-  the affair of :class:`Watchdog`.
+* A rank that was killed publishes nothing. Another rank whose collective failed asks about it, and finds that its sign
+  of life is missing. That rank publishes what it found; otherwise the next victims would name the wrong rank.
+* Each rank sees a notice within a quarter of a second, logs it at once and hands it to the scheduler. Threads that are
+  blocked on communication then raise an error that names the rank. :class:`Watchdog` takes care of a training thread
+  that is blocked elsewhere.
 
-One thread, ``bytescheduler-fault-watch``. It alone talks to the store, on a connection of its own: a request blocks in
-native code for as long as the store's host is frozen, so everyone else asks the thread and waits for it within a bound.
-It holds no lock while it talks, and none while it calls back.
+One thread does this, ``bytescheduler-fault-watch``. It alone talks to the store, on a connection of its own. A request
+blocks in native code for as long as the store's host is frozen, so all other threads ask this one and wait for it for a
+limited time. It holds no lock while it talks to the store or calls back.
 
 Besides notices it writes a sign of life, four times a second, and where its rank stands (:class:`VitalSigns`).
 """
@@ -47,7 +47,7 @@ from lightning_bytescheduler.failures.standstill import (
 log = logging.getLogger(__name__)
 
 _PERIOD_S = 0.25
-_HURRIES = 5  # times as often it looks while somebody waits for the others
+_HURRIES = 5  # times as often it looks while another thread waits for the others
 _LINGER_S = 2.0
 _GOODBYE_S = 5.0
 _STOP_S = 2.0
@@ -57,23 +57,23 @@ _WHERE = "Where the ranks are:"
 
 
 class Watched(Protocol):
-    """What a watcher looks after: one of a rank's schedulers. All of it is called on the watcher thread."""
+    """What a watcher looks after: one of a rank's schedulers. All methods are called on the watcher thread."""
 
     def rank_failed(self, fault: RankFailedError, step: int | None) -> None:
-        """Stop: another rank has failed, after handing over the gradients of ``step`` steps, if that is known."""
+        """Stop, as another rank has failed. It had handed over ``step`` steps' gradients, if that is known."""
 
     def own_failure(self) -> BaseException | None:
-        """What has stopped the scheduler; the others are told at once, not when the training thread gets to know it."""
+        """What has stopped the scheduler. The others are told at once, before the training thread notices."""
 
     def phase(self) -> str:
-        """What this rank is doing, in words; shown by others that wait for it in vain."""
+        """What this rank is doing, in words. Other ranks show it when they wait for this one in vain."""
 
     def steps_handed_over(self) -> int:
         """How many steps' gradients this rank has handed over completely."""
 
 
 class FaultBoard:
-    """Tells this rank's failure to the others, and theirs to what it watches.
+    """Tells the other ranks of this rank's failure, and tells what it watches of theirs.
 
     Args:
         store: A store connection that nothing else uses.
@@ -81,7 +81,7 @@ class FaultBoard:
         world_size: Number of ranks.
         presence: Tells whether the store is still there.
         watchdog: Ends the process if its training thread does not come back after a failure.
-        hosts_store: Whether the store ends with this process: then it leaves last.
+        hosts_store: Whether the store ends with this process, which then leaves last.
 
     Attributes:
         rank: This rank, among all that share the board.
@@ -108,22 +108,22 @@ class FaultBoard:
         self._period = max(_PERIOD_S, world_size / 256)  # spares the store's host when there are many ranks
         self._vital_signs = VitalSigns(store, rank, others, self._period)
         self._standing: Callable[[], Standing] | None = None
-        self._stood = Standing()  # last
+        self._stood = Standing()  # where this rank stood when it last told
         self._stops: list[AgreedStop] = []
         self._training_thread = threading.get_ident()
         self._changed = threading.Condition()
         # What follows changes under the condition.
         self._watched: list[Watched] = []  # in the order in which they came
-        self._phases: list[Callable[[], str]] = []  # theirs; also of those that are watched no more, until others come
+        self._phases: list[Callable[[], str]] = []  # those of the watched; kept after unwatch until others come
         self._notice: FaultNotice | None = None  # another rank's failure
-        self.fault: RankFailedError | None = None  # that, as an exception
-        self._act_at: float | None = None  # when that is to be handed on; None: nothing to do
+        self.fault: RankFailedError | None = None  # the notice as an exception
+        self._act_at: float | None = None  # when the notice is to be handed on; None: nothing to do
         self._outgoing: FaultNotice | None = None
         self._published: bool | None = None  # whether this rank's notice counts; None before the store has said
         self._store_lost = False
         self._ready_to_leave = False  # knows of the failure, or leaves in order
-        self._left = False  # and has said so
-        self._present: set[int] = set(others)  # ranks that have not
+        self._left = False  # has told that it leaves
+        self._present: set[int] = set(others)  # ranks that have not left
         self._askers = 0  # threads that wait for what the watcher learns
         self._urgent = False
         self._closing = False
@@ -141,10 +141,10 @@ class FaultBoard:
         Args:
             rank: This rank.
             world_size: Number of ranks.
-            store: That these ranks share; the default group's unless given.
+            store: A store that these ranks share; the default group's if left out.
 
         Raises:
-            RankFailedError: If the store is gone, or a rank does not train again after a failure.
+            RankFailedError: If the store is gone, or a rank does not come back to train after a failure.
         """
         shared = dist.distributed_c10d._get_default_store() if store is None else store
         connection, presence = connect_to_store(shared)
@@ -162,12 +162,12 @@ class FaultBoard:
         It shares the watcher's connection: for short requests that do not block.
 
         Args:
-            name: Of what they do.
+            name: Name of what they do.
         """
         return dist.PrefixStore(f"meetings/{name}", self._store)
 
     def next_meeting(self) -> dist.Store:
-        """A part of the store for what all ranks compare next, which is the same thing if they run the same program."""
+        """A part of the store for what the ranks compare next. They run the same program, so it is the same thing."""
         return self.meeting_place(str(next(self._meetings)))
 
     def watch(self, watched: Watched) -> None:
@@ -180,45 +180,46 @@ class FaultBoard:
             self._wake()
 
     def stands(self, standing: Callable[[], Standing]) -> None:
-        """Tell the others where this rank stands, and find out if all wait for each other for good.
+        """Tell the others where this rank stands, and find out whether all ranks wait for each other forever.
 
         Args:
-            standing: Asked on the watcher thread; what the training thread is inside of is filled in here.
+            standing: Called on the watcher thread. What the training thread waits in is filled in here.
         """
         self._standing = standing
 
     def agree_on_stop(self, what: str = "stop") -> AgreedStop:
-        """Have all ranks stop together when one is asked to; every rank calls this once, at the same point.
+        """Have all ranks stop together when one is asked to. Every rank calls this once, at the same point.
 
         Args:
-            what: They stop for; each has a name of its own.
+            what: Why they stop; each reason has a name of its own.
         """
         store = dist.PrefixStore(what, self._store)
         stop = AgreedStop(store, rank=self.rank, world_size=self.world_size)
-        self._stops = [*self._stops, stop]  # the thread may go through them
+        self._stops = [*self._stops, stop]  # a new list, as the thread may be iterating over the old one
         return stop
 
     def unwatch(self, watched: Watched) -> None:
-        """Leave ``watched`` alone."""
+        """Stop looking after ``watched``."""
         with self._changed:
             if watched in self._watched:
                 self._watched.remove(watched)
 
     @property
     def hopeless(self) -> bool:
-        """Whether nothing is to be expected of the other ranks any more: one has failed, or the store is gone."""
+        """Whether the other ranks will not answer any more: one has failed, or the store is gone."""
         return self._notice is not None or self._outgoing is not None or self._store_lost
 
     def take_over(self) -> None:
-        """The training thread is back with a failure, and will end by itself."""
+        """Note that the training thread is back with a failure, and will end by itself."""
         self._watchdog.disarm()
-        # Peers that wait for this rank inside torch get free when its process has ended. Without this, the
-        # interpreter's last garbage collections go through all of torch's objects, for seconds on a busy machine.
+        # Peers that wait for this rank inside torch are released when its process has ended. Without this, the
+        # interpreter's last garbage collections go through all of torch's objects, which takes seconds on a busy
+        # machine.
         atexit.unregister(gc.freeze)
         atexit.register(gc.freeze)
 
     def patient(self) -> AbstractContextManager[None]:
-        """Do not end this process meanwhile, whatever happens elsewhere: the training thread writes a checkpoint."""
+        """Keep the watchdog from ending this process within this context, while a checkpoint is written."""
         return self._watchdog.suspended()
 
     def publish(self, error: BaseException, *, patience: float = 0.0) -> bool:
@@ -226,7 +227,7 @@ class FaultBoard:
 
         Args:
             error: What this rank failed with.
-            patience: How long the others may go on, in seconds; if any, nobody is waited for.
+            patience: How long the others may go on, in seconds. If it is not 0, this rank does not wait for them.
 
         Returns:
             Whether this rank's failure is now the published one; ``False`` if another was first.
@@ -248,7 +249,7 @@ class FaultBoard:
         """Return the failure that ``error`` is a consequence of, or ``error`` itself.
 
         Args:
-            error: What a rank met with, on any thread. One that has nothing to do with communication is returned at
+            error: What a rank ran into, on any thread. One that has nothing to do with communication is returned at
                 once.
             timeout: See :meth:`diagnose`.
         """
@@ -257,15 +258,16 @@ class FaultBoard:
         return self.diagnose(error, timeout) if is_communication_error(error) else error
 
     def diagnose(self, error: BaseException, timeout: float = _DIAGNOSE_S, *, silence: float = 0.0) -> BaseException:
-        """Find out whose failure made one of this rank's collectives fail.
+        """Find out which rank's failure made one of this rank's collectives fail.
 
         Args:
             error: What the collective raised.
-            timeout: Longest wait for a notice or for proof that a rank shows no sign of life, in seconds.
-            silence: How long a rank must have shown none, in seconds; more than five beats where nothing has broken.
+            timeout: Longest wait for a notice, or for proof that a rank shows no sign of life, in seconds.
+            silence: How long a rank must have shown no sign of life, in seconds. Where no connection has broken, it
+                should be more than five beats.
 
         Returns:
-            A :class:`RankFailedError` that names the rank if it can be told, with ``error`` as its cause.
+            A :class:`RankFailedError` that names the rank if it is known, with ``error`` as its cause.
         """
         if isinstance(error, RankFailedError):
             return error
@@ -292,12 +294,12 @@ class FaultBoard:
     def close(self, timeout: float = _GOODBYE_S) -> bool:
         """Stop watching; idempotent.
 
-        The process that hosts the store waits until the others have left too, ``timeout`` seconds at most: a store that
-        vanishes under them would make torch print alarming things. Once there is a failure it waits two seconds, and
-        longer only for those that still show signs of life.
+        The process that hosts the store waits until the others have left too, ``timeout`` seconds at most: torch prints
+        alarming messages when a store vanishes under it. After a failure it waits two seconds, and longer only for
+        ranks that still show signs of life.
 
         Args:
-            timeout: In seconds.
+            timeout: Longest wait, in seconds.
 
         Returns:
             Whether the thread has ended.
@@ -323,7 +325,7 @@ class FaultBoard:
         return not self._thread.is_alive()
 
     def _left_behind(self) -> set[int]:
-        """Who still needs the store that this process hosts; called under the condition."""
+        """Ranks that still need the store of this process. Called under the condition."""
         if not self._hosts_store:
             return set()
         if self._notice is None or self._notice.self_reported or self._notice.rank is None:
@@ -331,7 +333,7 @@ class FaultBoard:
         return self._present - {self._notice.rank}  # it is dead
 
     def _locate(self, error: BaseException) -> BaseException:
-        """Say what each rank is doing, if nobody has failed and the time was up all the same."""
+        """Say what each rank is doing, if no rank has failed but the time was up."""
         if _WHERE in str(error):
             return error
         deadline = time.monotonic() + _LOCATE_S
@@ -353,7 +355,7 @@ class FaultBoard:
 
     @contextmanager
     def _asking(self) -> Iterator[None]:
-        """Under the condition, wait meanwhile for what the thread learns: it looks at the others, and often."""
+        """Make the thread look at the others often while the caller waits for what it learns. Under the condition."""
         with self._changed:
             self._askers += 1
             self._wake()
@@ -363,7 +365,7 @@ class FaultBoard:
                 self._askers -= 1
 
     def _within(self, deadline: float) -> bool:
-        """Wait for the thread's next round; ``False`` if that is too late, or nothing will come of it."""
+        """Wait for the thread's next round; ``False`` if that is too late, or no round will come."""
         left = deadline - time.monotonic()
         if left <= 0 or self._store_lost or self._closing or not self._thread.is_alive():
             return False
@@ -371,7 +373,7 @@ class FaultBoard:
         return True
 
     def _post(self, error: BaseException, *, patience: float = 0.0) -> None:
-        """Have ``error`` published, unless something has been before."""
+        """Have ``error`` published, unless a failure has been published before."""
         if self._outgoing is None:
             step = self._watched[0].steps_handed_over() if self._watched else None
             self._outgoing = FaultNotice.of(error, by=self.rank, patience=patience, step=step)
@@ -386,7 +388,7 @@ class FaultBoard:
             self._wake()
 
     def _lose_store(self) -> None:
-        # At an orderly end rank 0 may leave first and take the store with it, so this alone is no failure.
+        # At an orderly end rank 0 may leave first and take the store with it, so a lost store alone is no failure.
         self._store_lost = True
         log.debug("the rendezvous store cannot be reached", exc_info=True)
 
@@ -436,7 +438,7 @@ class FaultBoard:
                 self._post(found)
 
     def _stand(self) -> Standing:
-        """Where this rank stands; once there is a failure, where it stood before."""
+        """Where this rank stands; after a failure, where it stood before."""
         doing = ", ".join(phase() for phase in self._phases) or "in setup"
         if self._standing is None or self._notice is not None or self._outgoing is not None:
             return replace(self._stood, doing=doing)
@@ -458,7 +460,7 @@ class FaultBoard:
         return replace(standing, doing=doing)
 
     def _exchange_notices(self) -> FaultNotice | None:
-        """Publish what is to be published; return another rank's notice."""
+        """Publish this rank's notice, if it has one, and return another rank's."""
         if self._outgoing is not None and self._published is None:
             own = self._outgoing.encode()
             answer = self._store.compare_set("fault", "", own)
@@ -474,7 +476,7 @@ class FaultBoard:
             watched, notice, fault = list(self._watched), self._notice, self.fault
             if notice is None and self._outgoing is None:
                 for error in (one.own_failure() for one in watched):
-                    if error is not None and not is_communication_error(error):  # those are being diagnosed
+                    if error is not None and not is_communication_error(error):  # the others are being diagnosed
                         self._post(error)
                         self._watchdog.arm(f"Rank {self.rank} failed: {error}")
             due = self._act_at is not None and time.monotonic() >= self._act_at
@@ -483,14 +485,14 @@ class FaultBoard:
         if due and notice is not None and fault is not None:
             self._watchdog.arm(str(fault))
             if notice.diverged and wait_of(self._training_thread) is not None:
-                # Nobody else will come, and gloo has no other way to call a collective off.
+                # No other rank will come, and gloo has no other way to call a collective off.
                 group = dist.group.WORLD
                 with suppress(Exception):
                     if group is not None:
                         break_connections(group)
             if notice.patience:
                 log.error("[rank %d] %s", self.rank, fault)
-            for one in reversed(watched):  # who came first may give what has been sent a moment to arrive
+            for one in reversed(watched):  # the first one to come may give what has been sent a moment to arrive
                 try:
                     one.rank_failed(fault, notice.step)
                 except Exception:

@@ -1,7 +1,7 @@
-"""What travels when a rank has failed, and which errors are merely the consequence of another rank's.
+"""What is sent when a rank has failed, and which errors are only a consequence of another rank's.
 
-What ranks tell each other over the rendezvous store is JSON, checked by :mod:`msgspec` when it is read. Fields that a
-reader does not know are left out: ranks of different versions have to understand each other well enough to say so.
+Ranks tell each other these things as JSON on the rendezvous store. :mod:`msgspec` checks it when it is read. Unknown
+fields are ignored, so that ranks of different versions can still tell each other that their versions differ.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from lightning_bytescheduler.exceptions import ByteSchedulerError, RankFailedError, RanksDivergedError
 
 _RANKS_SHOWN = 16
-_CAUSE_LIMIT = 2000  # characters of an error message that travel
+_CAUSE_LIMIT = 2000  # characters of an error message that are sent
 _COMMUNICATION = re.compile(r"gloo|NCCL|c10d|pair closure|Connection (closed|reset)|Broken pipe", re.IGNORECASE)
 _TIMEOUT = re.compile(r"timed? ?out", re.IGNORECASE)
 _WHERE_IN_TORCH = re.compile(r"^\[[^\]]*\.(?:cc|cpp|h|hpp):\d+\]\s*")
@@ -27,33 +27,33 @@ _Message = TypeVar("_Message", bound="StoreMessage")
 
 
 class StoreMessage(msgspec.Struct, frozen=True):
-    """Something that a rank writes to the store for the others."""
+    """A message that a rank writes to the store for the others."""
 
     @classmethod
     def decode(cls: type[_Message], text: bytes) -> _Message:
         """Read what :meth:`encode` wrote.
 
         Raises:
-            msgspec.DecodeError: If it is something else.
+            msgspec.DecodeError: If ``text`` is something else.
         """
         return msgspec.json.decode(text, type=cls)
 
     def encode(self) -> str:
-        """As text for the store."""
-        return msgspec.json.encode(self, enc_hook=str).decode()  # texts of a class of their own, as torch.__version__
+        """The message as text for the store."""
+        return msgspec.json.encode(self, enc_hook=str).decode()  # for subclasses of str, as torch.__version__
 
 
 class FaultNotice(StoreMessage, frozen=True, kw_only=True):
     """One rank's failure.
 
     Attributes:
-        rank: Which rank failed; ``None`` if unknown.
-        cause: What it failed with, in words.
-        by: Which rank says so.
+        rank: The rank that failed; ``None`` if unknown.
+        cause: Its error, in words.
+        by: The rank that says so.
         patience: How long the others may go on, in seconds.
         step: How many steps' gradients the failed rank has handed over completely; ``None`` if unknown. These still
-            arrive everywhere if everybody waits a moment; later ones never will.
-        diverged: Whether no rank failed: they wait for each other, as ``cause`` says.
+            arrive everywhere if the other ranks wait a moment; later ones never will.
+        diverged: Whether no rank failed, but the ranks wait for each other, as ``cause`` says.
     """
 
     rank: int | None
@@ -65,7 +65,7 @@ class FaultNotice(StoreMessage, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, error: BaseException, *, by: int, patience: float = 0.0, step: int | None = None) -> FaultNotice:
-        """What rank ``by`` says of ``error``: its own failure, or another rank's that it found out about."""
+        """The notice of rank ``by`` about ``error``: its own failure, or another rank's that it found out about."""
         if isinstance(error, RankFailedError):
             diverged = isinstance(error, RanksDivergedError)
             return cls(rank=error.rank, cause=error.cause, by=by, patience=patience, diverged=diverged)
@@ -73,11 +73,11 @@ class FaultNotice(StoreMessage, frozen=True, kw_only=True):
 
     @property
     def self_reported(self) -> bool:
-        """Whether the failed rank says so itself: then it is still there, until the others know."""
+        """Whether the failed rank says so itself. It is then still there, until the others know."""
         return self.rank == self.by
 
     def as_error(self) -> RankFailedError:
-        """As what the other ranks raise."""
+        """The exception that the other ranks raise."""
         return RanksDivergedError(self.cause) if self.diverged else RankFailedError(self.rank, self.cause)
 
 
@@ -89,13 +89,13 @@ def names_of(ranks: Sequence[int]) -> str:
 
 
 def phrase(error: BaseException) -> str:
-    """``ValueError: boom``, cut to what is worth sending."""
+    """``ValueError: boom``, cut to a length that is worth sending."""
     text = str(error).strip()
     return f"{type(error).__name__}: {text}"[:_CAUSE_LIMIT] if text else type(error).__name__
 
 
 def brief(error: BaseException) -> str:
-    """A collective's error without the place in torch's sources and the advice that this package follows itself."""
+    """A collective's error without the line in torch's sources and advice that this package already follows."""
     return _ADVICE.sub("", _WHERE_IN_TORCH.sub("", str(error)))
 
 

@@ -1,33 +1,33 @@
-"""The rendezvous store: who has come, whether all are in the same training, and a connection that nothing else uses.
+"""The rendezvous store: which ranks have come, whether all are in the same training, and a connection of its own.
 
-*Before there is a process group*, while the ranks look for each other, torch waits in silence.
-:class:`RendezvousWatch` has a thread, ``bytescheduler-rendezvous``, which writes to the same store, on a connection of
-its own, that this rank has come, and says now and then who has not. Nothing happens in the first two seconds, in which
-most jobs meet. A rank that fails there, as one that cannot connect to another, writes that too. The others may then
-stand in torch's native code for half an hour, where no exception reaches them: they end, and nothing is lost yet. The
+*Before there is a process group*, torch waits in silence while the ranks look for each other. :class:`RendezvousWatch`
+has a thread, ``bytescheduler-rendezvous``. It writes to the same store, on a connection of its own, that this rank has
+come, and says now and then which ranks have not. It does nothing in the first two seconds, in which most jobs meet. A
+rank that fails there, such as one that cannot connect to another, writes that too. The others may then be in torch's
+native code for half an hour, where no exception reaches them. So their processes end; no training is lost yet. The
 thread ends within seconds of the wait that it watches.
 
-*Before ranks wait for each other in a training*, each introduces itself with a few facts and reads what all others say
-(:func:`hold_roll_call`). A fact that has to be equal and is not is an error on every rank, which names ranks, hosts and
-values (:func:`require_alike`). A rank that does not come is named after half a minute. One that was connected already
-runs something else, such as plain DDP: that is an error after two minutes. All of it goes through the training thread's
-own connection, in requests that do not block; nothing is sent through process groups.
+*Before ranks wait for each other in a training*, each rank introduces itself with a few facts and reads those of all
+others (:func:`hold_roll_call`). If a fact has to be equal and is not, every rank raises an error that names ranks,
+hosts and values (:func:`require_alike`). A rank that does not come is named after half a minute. If it was connected
+already, it runs something else, such as plain DDP: that is an error after two minutes. All requests go through the
+training thread's own connection and do not block. Nothing is sent through process groups.
 
-Asking a TCPStore whose host has died makes torch print a stack trace of C++ frames. The kernel knows it earlier and
-says it quietly: an idle TCP connection to the same port ends when the process at the other end does.
+Asking a TCPStore whose host has died makes torch print a stack trace of C++ frames. The kernel knows earlier and
+without noise: an idle TCP connection to the same port ends when the process at the other end does.
 
-``torchrun``'s agent may keep one rendezvous store over all restarts of its workers. What an earlier start has written
-there is found again under the same keys: gloo then connects to ports of processes that are gone, and waits for minutes.
-The agent says how often it has restarted, but each agent counts for itself, and one that joins later begins at 0. So
-the ranks agree on a name themselves, and use nothing of the store but what lies under it.
+``torchrun``'s agent may keep one rendezvous store over all restarts of its workers. A new start then finds what an
+earlier one wrote under the same keys: gloo connects to ports of processes that are gone, and waits for minutes. The
+agent says how often it has restarted, but each agent counts for itself, and one that joins later begins at 0. So the
+ranks agree on a name themselves, and use only the keys under that name.
 
-*Why no rank ends up with an earlier start's name.* Rank 0 writes a fresh name. Each other rank answers under the name
-that it reads, with a fresh word of its own, and goes on once rank 0 has confirmed that word under that name. Words are
-never used twice, so what confirms it was written after it, by a rank 0 that lives now. A rank that has read an older
-name answers under that, is not confirmed, and looks again: rank 0 has written by then, or will.
+*Why no rank ends up with an earlier start's name.* Rank 0 writes a fresh name. Each other rank reads a name, answers
+under it with a fresh word of its own, and goes on once rank 0 has confirmed that word under that name. Words are never
+used twice, so the confirmation was written after the word, by a rank 0 that is alive now. A rank that has read an older
+name answers under that one, is not confirmed, and looks again: rank 0 has written its name by then, or will.
 
-*Why all take the same one.* Rank 0 goes on once all ranks have answered under its name, and a rank takes no name that
-its word was not confirmed under.
+*Why all ranks take the same name.* Rank 0 goes on once all ranks have answered under its name, and a rank takes only a
+name under which its word was confirmed.
 """
 
 from __future__ import annotations
@@ -61,15 +61,15 @@ from lightning_bytescheduler.failures.messages import FaultNotice, StoreMessage,
 log = logging.getLogger(__name__)
 
 _TIMEOUT = timedelta(seconds=15)
-_REUNION_S = 8.0  # longer than a rank that noticed nothing of a failure is left alive
+_REUNION_S = 8.0  # longer than a rank that did not notice a failure is left alive
 _SHORTEST_S, _LONGEST_S = 0.002, 0.05  # between two looks
 _PLACE = "bytescheduler-incarnation"
 _PATIENCE_S = 120.0  # until the third hint of the rendezvous
-_PLAIN = "default_pg/0//cpu//0/{}"  # where torch's own process group has the address of a rank of gloo
+_PLAIN = "default_pg/0//cpu//0/{}"  # where torch's own process group keeps a gloo rank's address
 _WARN_S = 30.0  # until missing ranks are named
-_LAST_HINT = 4.0  # times as long: the third one
+_LAST_HINT = 4.0  # times _WARN_S, until the third hint
 _ROLL_CALL_S = 0.25  # at most, between two looks
-_FIRST_S, _LOOK_S = 2.0, 1.0  # before the rendezvous thread's first look, and between two
+_FIRST_S, _LOOK_S = 2.0, 1.0  # before the rendezvous thread's first look, and between two looks
 _CONNECT_S = 2.0
 _STOP_S = 5.0
 _LEAVE_S = 5.0  # for this rank to come out of the wait by itself, after another one has failed
@@ -77,29 +77,29 @@ _RANKS_SHOWN = 16
 _DIFFERENCES_SHOWN = 8
 _LONGEST_TEXT = 2000
 _NO_ADDRESS = "Unable to find address for"
-_NO_CONNECTION = "connectFullMesh failed"  # as gloo says it
+_NO_CONNECTION = "connectFullMesh failed"  # gloo's words for it
 _watches = itertools.count()
 _ABSENT = "nothing"
 _WAY_OUT = "Start all of them with the same packages, the same code, the same options and variables."
 
 
 def agent_keeps_store() -> bool:
-    """Whether the store outlives the ranks, and has what earlier ones have written."""
+    """Whether the store outlives the ranks, and may hold what earlier ones wrote."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def looks(failure: Callable[[], BaseException | None], *, longest: float = _LONGEST_S) -> Iterator[float]:
-    """For a loop that looks for others at the store, ever more seldom, until it ends or there is a failure.
+    """Loop that looks for others at the store, ever less often, until the caller ends it or there is a failure.
 
     Args:
-        failure: Asked between two looks: why they will not come, if they will not.
-        longest: Between two looks, in seconds.
+        failure: Called between two looks; returns the reason why the others will not come, or ``None``.
+        longest: Longest time between two looks, in seconds.
 
     Yields:
         How long it has looked, in seconds.
 
     Raises:
-        BaseException: What ``failure`` says.
+        BaseException: What ``failure`` returned.
     """
     began, pause = time.monotonic(), _SHORTEST_S
     while True:
@@ -120,20 +120,20 @@ def name_incarnation(
     failure: Callable[[], BaseException | None] = lambda: None,
     patience: float = _PATIENCE_S,
 ) -> str:
-    """Agree on a name; every rank of a start calls this once.
+    """Agree on a name for this start. Every rank calls this once.
 
     Args:
-        store: Of the job.
-        rank: This one.
+        store: The job's store.
+        rank: This rank.
         world_size: Number of ranks of this start.
         timeout: Longest wait for the others, in seconds.
-        failure: Asked while others are waited for: why they will not come, if they will not.
-        patience: Longest wait for one that has made a process group without asking for the name, in seconds.
+        failure: Called while others are waited for; returns the reason why they will not come, or ``None``.
+        patience: Longest wait for a rank that has made a process group without asking for the name, in seconds.
 
     Raises:
-        SchedulerTimeoutError: If they do not come in time; names them.
-        RanksDifferError: If they run something else, such as plain DDP.
-        BaseException: What ``failure`` says.
+        SchedulerTimeoutError: If ranks do not come in time; names them.
+        RanksDifferError: If ranks run something else, such as plain DDP.
+        BaseException: What ``failure`` returned.
     """
     place = dist.PrefixStore(_PLACE, store)
     own, answered = uuid.uuid4().hex, ""
@@ -173,11 +173,11 @@ class StorePresence:
     """Tells whether a store's host is still there, without asking the store.
 
     Args:
-        host: Where the store is; ``None`` for a store without connections, which is always there.
-        port: Where the store is.
+        host: The store's host; ``None`` for a store without connections, which is always there.
+        port: The store's port.
 
     Raises:
-        OSError: If nobody listens there.
+        OSError: If nothing listens there.
     """
 
     def __init__(self, host: str | None = None, port: int = 0) -> None:
@@ -188,11 +188,11 @@ class StorePresence:
 
     @property
     def own_address(self) -> str:
-        """This machine's address on the way there; empty for a store without connections."""
+        """This machine's address on the route to the store; empty for a store without connections."""
         return "" if self._socket is None else str(self._socket.getsockname()[0])
 
     def gone(self) -> bool:
-        """Whether the host has ended; at once, never blocks."""
+        """Whether the host has ended. Never blocks."""
         if self._socket is None:
             return False
         try:
@@ -211,10 +211,10 @@ class StorePresence:
 
 
 def connect_to_store(store: dist.Store) -> tuple[dist.Store, StorePresence]:
-    """Connect to the store that ``store`` is a view of; a store without connections is shared.
+    """Connect to the store that ``store`` is a view of. A store without connections is shared instead.
 
-    What is returned has a name space of its own: a store of ``torchrun``'s agent outlives the workers, and whatever an
-    earlier attempt wrote to it.
+    The returned store has a name space of its own: the store of ``torchrun``'s agent outlives the workers, and keeps
+    what an earlier attempt wrote.
 
     Args:
         store: The default group's store.
@@ -227,7 +227,7 @@ def connect_to_store(store: dist.Store) -> tuple[dist.Store, StorePresence]:
         base = base.underlying_store
     presence = StorePresence()
     if isinstance(base, dist.TCPStore):
-        presence = _find(base)  # first: torch would knock at a closed door for minutes
+        presence = _find(base)  # before torch tries, as it would go on for minutes where nothing listens
     own_name = uuid.uuid4().hex
     name = store.compare_set("bytescheduler", "", own_name).decode()
     if isinstance(base, dist.TCPStore):
@@ -244,14 +244,14 @@ def _find(store: dist.TCPStore) -> StorePresence:
 
 
 def open_board(store: dist.Store, presence: StorePresence, *, rank: int, world_size: int) -> dist.Store:
-    """A part of the store for one more run; every rank opens them in the same order.
+    """Make a part of the store for one more run. Every rank makes these parts in the same order.
 
-    After a failed run the ranks wait for one another here, not in a collective: those that have not noticed yet are
-    still inside one of the failed run, and gloo ends the process when two different collectives meet.
+    After a failed run the ranks wait for one another here, not in a collective. A rank that has not noticed the failure
+    is still inside a collective of the failed run, and gloo ends the process when two different collectives meet.
 
     Args:
-        store: From :func:`connect_to_store`.
-        presence: From :func:`connect_to_store`.
+        store: The store from :func:`connect_to_store`.
+        presence: The presence from :func:`connect_to_store`.
         rank: This rank.
         world_size: Number of ranks.
 
@@ -277,13 +277,13 @@ def open_board(store: dist.Store, presence: StorePresence, *, rank: int, world_s
 
 
 class Introduction(StoreMessage, frozen=True, kw_only=True):
-    """What a rank says of itself.
+    """What a rank tells about itself.
 
     Attributes:
-        rank: Which it is.
+        rank: Its rank.
         host: Where it runs, in words.
-        facts: By name: what has to be the same on all ranks.
-        noted: By name: what may differ, but is worth saying.
+        facts: What has to be the same on all ranks, by name.
+        noted: What may differ but is worth a message, by name.
     """
 
     rank: int
@@ -306,21 +306,21 @@ def hold_roll_call(
 
     Args:
         store: A view of the rendezvous store, which every rank uses for this roll call only.
-        own: This rank's.
+        own: This rank's introduction.
         world_size: Number of ranks.
         timeout: Longest wait for the others, in seconds.
-        failure: Asked while others are waited for: why they will not come, if they will not.
+        failure: Called while others are waited for; returns the reason why they will not come, or ``None``.
         warn_after: Seconds until missing ranks are named, and again after twice as long, and so on; 30 if left out.
         connected: Whether all ranks have just connected to each other. Then nothing keeps them from coming here, and
-            those that do not run something else: that is an error with the third hint.
+            ranks that do not come run something else. That is an error at the time of the third hint.
 
     Returns:
         All introductions, by rank.
 
     Raises:
         SchedulerTimeoutError: If ranks are still missing; names them.
-        RanksDifferError: If they are connected, and missing.
-        BaseException: What ``failure`` says.
+        RanksDifferError: If ranks are connected but missing.
+        BaseException: What ``failure`` returned.
     """
     store.set(str(own.rank), own.encode())
     warn_at = _WARN_S if warn_after is None else warn_after
@@ -356,12 +356,12 @@ def require_alike(
     """Make sure that all ranks are in the same training.
 
     Args:
-        introductions: Of all ranks, by rank.
-        warn: Told what differs and may.
-        way_out: What to do about a difference.
+        introductions: Those of all ranks, by rank.
+        warn: Called with what differs and may.
+        way_out: What the user can do about a difference.
 
     Raises:
-        RanksDifferError: Names each fact that differs, and who says what.
+        RanksDifferError: Names each fact that differs, and the ranks' values.
     """
     differences = _differences(introductions, [one.facts for one in introductions])
     noted = _differences(introductions, [one.noted for one in introductions])
@@ -376,7 +376,7 @@ def require_alike(
 
 
 def _who_is_here(store: dist.Store, world_size: int) -> tuple[list[Introduction], list[int]]:
-    """What those say of themselves that have come, and which ranks have not."""
+    """The introductions of the ranks that have come, and the ranks that have not."""
     came = [rank for rank in range(world_size) if store.check([str(rank)])]
     here = [Introduction.decode(store.get(str(rank))) for rank in came]
     return here, sorted(set(range(world_size)).difference(came))
@@ -407,7 +407,7 @@ def _who(introductions: Sequence[Introduction]) -> str:
 
 
 def _start() -> str:
-    """What makes ranks come, as this rank's environment has it."""
+    """What starts the ranks, according to this rank's environment."""
     said = [f"{name}={os.environ[name]}" for name in ("RANK", "WORLD_SIZE", "SLURM_NTASKS") if os.environ.get(name)]
     of = f" ({', '.join(said)} in the environment)" if said else ""
     return (
@@ -417,18 +417,18 @@ def _start() -> str:
 
 
 class RendezvousWatch:
-    """Around the wait for other ranks.
+    """Context around torch's wait for the other ranks.
 
     Args:
-        host: Where rank 0 opens the store.
-        port: Where rank 0 opens the store.
+        host: Host on which rank 0 opens the store.
+        port: Port on which rank 0 opens the store.
         rank: This rank.
         world_size: Number of ranks.
-        strategy: Its name, for the others.
+        strategy: Name of this rank's strategy, for the others.
         warn_after: Seconds until missing ranks are named, and again after twice as long, and so on; 30 if left out.
 
     Attributes:
-        difference: Why the ranks will not meet, once a rank is seen that runs another strategy.
+        difference: Why the ranks will not meet, once another rank is seen to run another strategy.
     """
 
     def __init__(
@@ -439,16 +439,16 @@ class RendezvousWatch:
         self._own = Introduction(rank=rank, facts={"strategy": strategy})
         self._warn_after = _WARN_S if warn_after is None else warn_after
         self._met = threading.Event()
-        # As a rank may try again, with the store of torchrun still there.
+        # A rank may try again while torchrun's store is still there, so each attempt has a key of its own.
         self._failed = "" if agent_keeps_store() else f"failed/{next(_watches)}"
-        self._error: BaseException | None = None  # this rank's
-        self._elsewhere = ""  # another rank's
+        self._error: BaseException | None = None  # this rank's error
+        self._elsewhere = ""  # another rank's error
         self.difference: RanksDifferError | None = None
         self._prefix = f"bytescheduler-introductions/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self._thread = threading.Thread(target=self._run, name="bytescheduler-rendezvous", daemon=True)
 
     def meet_as(self, incarnation: str) -> None:
-        """The ranks share this name with nobody before them: whether one of them has failed is told under it."""
+        """Use the name of this start, shared with no earlier rank, to tell whether a rank has failed."""
         self._failed = f"failed/{incarnation}"
 
     def __enter__(self) -> RendezvousWatch:
@@ -482,7 +482,7 @@ class RendezvousWatch:
         store: dist.Store | None = None
         pause = min(_FIRST_S, self._warn_after)
         while not self._met.wait(pause):
-            pause = max(min(_LOOK_S, self._warn_after), self._world_size / 16)  # all ranks ask about all
+            pause = max(min(_LOOK_S, self._warn_after), self._world_size / 16)  # as all ranks ask about all
             try:
                 waited = time.monotonic() - started
                 store = store or self._connect()
@@ -493,13 +493,13 @@ class RendezvousWatch:
                 if store is not None and self._failed and store.check([self._failed]):
                     self._leave(store.get(self._failed).decode())
                     return
-            except RuntimeError:  # the store has gone; whoever waits for it will say so
+            except RuntimeError:  # the store is gone; the thread that waits for it will say so
                 store = None
         if self._error is not None:
             self._tell(store)
 
     def _tell(self, store: dist.Store | None) -> None:
-        """The others, that this rank has failed."""
+        """Tell the others that this rank has failed."""
         text = f"rank {self._rank} on {socket.gethostname()} failed while the ranks connected: {self._error}"
         try:
             store = store or self._connect()
@@ -509,7 +509,7 @@ class RendezvousWatch:
             log.debug("The others could not be told.", exc_info=True)
 
     def _leave(self, text: str) -> None:
-        """Another rank has failed, so that this one waits in vain."""
+        """End the process: another rank has failed, so this one waits in vain."""
         self._elsewhere = text
         if self._met.wait(_LEAVE_S):
             return
@@ -528,8 +528,8 @@ class RendezvousWatch:
         )
 
     def _connect(self) -> dist.Store | None:
-        """The store, once it is there, with this rank's name in it."""
-        try:  # torch would knock at a closed door for long, and aloud
+        """Connect to the store once it is there, and write this rank's name in it."""
+        try:  # torch would try for long and print much
             socket.create_connection((self._host, self._port), timeout=_CONNECT_S).close()
         except OSError:
             return None
@@ -541,7 +541,7 @@ class RendezvousWatch:
         return store
 
     def _differs(self, store: dist.Store) -> bool:
-        """Whether a rank runs another strategy, which will not get better."""
+        """Whether a rank runs another strategy, which no wait will change."""
         try:
             require_alike(_who_is_here(store, self._world_size)[0], way_out="Give all of them the same one.")
         except RanksDifferError as error:
@@ -558,7 +558,7 @@ class RendezvousWatch:
             return
         here, missing = _who_is_here(store, self._world_size)
         if here[0].rank != self._rank:
-            return  # the first one speaks for all
+            return  # the first rank speaks for all
         who = f"{names_of(missing)} did not come" if missing else "all came, but do not find each other"
         log.warning(
             "bytescheduler: the %d ranks have been looking for each other at %s:%d for %.0f s; %s. Here are %s.%s%s",

@@ -1,24 +1,23 @@
-"""Finds out, while this rank waits, whether the ranks wait for each other for good.
+"""Find out, while this rank waits, whether the ranks wait for each other forever; end a process that is stuck.
 
-Ranks that train together run one program: on each, the training thread hands over gradients and joins collectives of
-the default group in the same order. So each rank's history is a beginning of the same sequence. A rank that waits for
-something which another one can reach only after it has got what *it* waits for, waits for good. That is what
-:func:`find_standstill` looks for; time is no proof, however long it takes.
+Ranks that train together run one program: the training thread of each hands over gradients and joins collectives of the
+default group in the same order. So the history of each rank is a prefix of the same sequence. Suppose that a rank waits
+for something which another rank reaches only after it has got what *it* waits for. Then both wait forever.
+:func:`find_standstill` looks for that; a long wait alone proves nothing.
 
-:class:`VitalSigns` is for the fault board's thread. A rank shows four times a second that it lives and where it stands,
-but looks at the others only when it has been waiting for a while itself, or somebody wants to know why a collective
-failed, so that a training which goes on costs the store nothing more.
+:class:`VitalSigns` is for the fault board's thread. Four times a second a rank shows that it lives and where it stands.
+It looks at the others only when it has been waiting for a while itself, or when a thread asks why a collective failed.
+So a training that goes on costs the store nothing more.
 
-A wait says so itself (:func:`waiting`): those of this package and the strategies' collectives, which are Lightning's.
-A collective that a project calls by itself, as with ``torch.distributed``, counts as not waiting: nothing is concluded
-then, and the wait ends with its timeout, whose error says where the ranks are.
+Waits announce themselves (:func:`waiting`): those of this package, and the strategies' collectives that Lightning
+calls. A collective that a project calls itself, as with ``torch.distributed``, does not count as waiting. Then nothing
+is concluded, and the wait ends with its timeout, whose error says where the ranks are.
 
-Ends a process whose training thread does not notice that training is over.
-
-After a rank has failed, a survivor's training thread comes back by itself wherever it waits for this package, and soon
-after the failing process has ended wherever it waits for torch. Nothing brings it back from a loop that never ends, nor
-from a collective whose other side is alive but will not come. NCCL's watchdog and Lightning's launcher end such a
-process too; this one says first why, and where the thread was.
+:class:`Watchdog` ends a process whose training thread does not notice that training is over. After a rank has failed, a
+survivor's training thread comes back by itself from any wait for this package, and from a wait for torch soon after the
+failing process has ended. It does not come back from an endless loop, or from a collective whose other side is alive
+but will not come. NCCL's watchdog and Lightning's launcher end such a process too; this one first says why, and where
+the thread was.
 """
 
 from __future__ import annotations
@@ -65,18 +64,18 @@ class Watchdog:
         self._disarmed = False
 
     def arm(self, why: str) -> None:
-        """Training is over, because of ``why``; the thread should come back from wherever it is."""
+        """Note that training is over, because of ``why``; the thread should come back from where it is."""
         if self._why is None:
             self._since = time.monotonic()
             self._why = why
 
     def disarm(self) -> None:
-        """The thread is back, and will not be ended any more."""
+        """Note that the thread is back; its process will not be ended."""
         self._disarmed = True
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Do not end the process meanwhile; the patience counts anew afterwards. For the thread itself."""
+        """Do not end the process within this context; the patience starts anew afterwards. For the watched thread."""
         self._suspended = True
         try:
             yield
@@ -85,12 +84,12 @@ class Watchdog:
             self._suspended = False
 
     def check(self) -> None:
-        """End the process if the time has come; called every now and then by another thread."""
+        """End the process if the time has come. Another thread calls it regularly."""
         if self._why is None or self._disarmed or self._suspended or time.monotonic() < self._since + self._patience:
             return
         self._disarmed = True
         # On a thread of its own: the stuck thread may hold the lock of a stream that is not read, and asking for frames
-        # may collect garbage, whose destructors may wait for good. Source: CPython's issue 106883.
+        # may collect garbage, whose destructors may wait forever. See CPython issue 106883.
         reporter = threading.Thread(target=self._report, name="bytescheduler-last-words", daemon=True)
         reporter.start()
         reporter.join(_LAST_WORDS_S)
@@ -103,7 +102,7 @@ class Watchdog:
             (self._why or "").rstrip("."), self._patience, "".join(traceback.format_stack(frame)) if frame else "",
         )  # fmt: skip
         for stream in (sys.stdout, sys.stderr):
-            with suppress(Exception):  # closed, or replaced by something that cannot
+            with suppress(Exception):  # closed, or replaced by an object that cannot
                 stream.flush()
 
 
@@ -122,10 +121,10 @@ _ALIKE = (
     "alone does or skips, such as self.log(sync_dist=True), self.all_gather or a barrier under a condition. Layers "
     "that one rank uses and another one does not need find_unused_parameters=True."
 )
-_UNUSED_NUMBER = 2**30  # no message has it
+_UNUSED_NUMBER = 2**30  # no message uses it
 
-_CURIOUS_S = 1.0  # of waiting, before the others are looked at
-_CERTAIN_S = 3.0  # that they have stood where they are
+_CURIOUS_S = 1.0  # of waiting, before it looks at the others
+_CERTAIN_S = 3.0  # how long ranks must have stayed where they are
 _BEATS_MISSED = 5
 _FRESH_BEATS = 8
 _LOOK_S = 0.5
@@ -135,22 +134,23 @@ class Standing(StoreMessage, frozen=True, kw_only=True):
     """One rank's place in a fit.
 
     Attributes:
-        doing: What its schedulers are at, in words.
-        place: In words: the batch, the epoch and the hook; empty where nobody follows it.
+        doing: What its schedulers are doing, in words.
+        place: The batch, the epoch and the hook, in words; empty if they are not followed.
         steps: Backward passes whose gradients it has handed over completely.
-        launched: Collectives it has begun on the default group.
+        launched: Collectives that it has begun on the default group.
         awaited_step: The step whose gradients its training thread waits for; 0 for none.
-        collective: What its training thread is inside of: on the default group, that of number ``launched``.
-        begins_batch: Whether that is Lightning's own at the start of each batch.
-        outside: Whether it waits for that outside of the default group.
+        collective: The collective that its training thread is in; on the default group, the one with the number
+            ``launched``.
+        begins_batch: Whether that is the collective with which Lightning begins each batch.
+        outside: Whether it waits for that outside the default group.
         ended: Whether it has left the fit.
-        batches: That it has begun in this fit.
+        batches: Batches that it has begun in this fit.
         launched_at_batch: What ``launched`` was when the last of them had begun, where Lightning begins each with a
             collective; else 0.
         epoch: The epoch it is in, or was in last.
         epoch_batches: Batches that it has begun in that epoch.
-        is_last: Whether none comes after those.
-        through: Whether the last of them has ended, too.
+        is_last: Whether the last of these is the epoch's last.
+        through: Whether the last of these has ended, too.
         last_epoch: Batches of the epoch before; 0 if there was none.
         expected: How many batches its epochs have; 0 if unknown.
     """
@@ -179,16 +179,16 @@ class Standing(StoreMessage, frozen=True, kw_only=True):
         return bool(self.awaited_step or self.collective)
 
     def is_as(self, other: Standing) -> bool:
-        """Whether it is the same place; words of its schedulers may go on changing while a rank waits."""
+        """Whether it is the same place. The schedulers' words may go on changing while a rank waits."""
         return replace(self, doing=other.doing) == other
 
     @property
     def has_or_begins(self) -> int:
-        """Batches that it has begun, the one that it is about to begin among them."""
+        """Batches that it has begun, with the one that it is about to begin."""
         return self.batches + self.begins_batch
 
     def describe(self) -> str:
-        """In words."""
+        """The place in words."""
         expected = f" of {self.expected}" if self.expected else ""
         if self.ended:
             return f"has ended the fit after {self.batches} batches, {self.epoch_batches} of epoch {self.epoch}"
@@ -210,12 +210,12 @@ class Standing(StoreMessage, frozen=True, kw_only=True):
 
 
 def explain_death(standings: Mapping[int, Standing]) -> str:
-    """Say where ranks stood before one of them died, and that uneven data may be the reason, if it may; else nothing.
+    """Say where ranks stood before one of them died, and name uneven data if it may be the reason; else nothing.
 
-    Two different collectives that meet make gloo end the process; nobody gets to say anything.
+    Gloo ends the process when two different collectives meet, so neither rank can report it.
 
     Args:
-        standings: What each told last.
+        standings: What each rank told last.
     """
     standings = {rank: standing for rank, standing in standings.items() if standing.place}
     if not standings:
@@ -228,14 +228,14 @@ def find_standstill(standings: Mapping[int, Standing]) -> str | None:
     """Tell whether the ranks wait for each other for good.
 
     Args:
-        standings: Of all ranks, each known to have stayed the same for a while.
+        standings: Those of all ranks, each known to have stayed the same for a while.
 
     Returns:
-        Where each rank stands, what led to it, and the ways out; ``None`` if they may go on: if one of them is not
-        waiting, or will get what it waits for.
+        Where each rank stands, what led to it, and the ways out. ``None`` if the ranks may go on: one of them is not
+            waiting, or will get what it waits for.
     """
     pairs = list(permutations(standings.values(), 2))
-    # Whoever computes may still come, but nothing comes of who has ended.
+    # A rank that computes may still come; a rank that has ended never will.
     all_wait = all(standing.ended or standing.waits for standing in standings.values())
     if any(_waits_for_the_gone(*pair) or (all_wait and _crossed(*pair)) for pair in pairs):
         return _explain(standings)
@@ -243,7 +243,7 @@ def find_standstill(standings: Mapping[int, Standing]) -> str | None:
 
 
 def _waits_for_the_gone(one: Standing, other: Standing) -> bool:
-    """The other has left the fit, and never handed over the gradients that this one waits for."""
+    """Whether the other has left the fit and never handed over the gradients that this one waits for."""
     if not other.ended or one.ended:
         return False
     lacks_gradients = other.steps < one.awaited_step
@@ -251,7 +251,7 @@ def _waits_for_the_gone(one: Standing, other: Standing) -> bool:
 
 
 def _crossed(one: Standing, other: Standing) -> bool:
-    """Each waits for what the other does only afterwards."""
+    """Whether each waits for what the other does only afterwards."""
     if one.ended or other.ended:
         return False
     if one.awaited_step > other.steps and other.collective:
@@ -259,11 +259,12 @@ def _crossed(one: Standing, other: Standing) -> bool:
             return other.has_or_begins > one.batches
         if other.launched > one.launched:
             return True
-        # What the other is inside of was, here, what begins a batch that the other has not come to.
+        # The other is in the collective with which this rank began a batch that the other has not come to.
         began = one.batches > other.batches and one.launched_at_batch == other.launched
         return began and not other.begins_batch
     if one.outside or other.outside:
-        # This one waits until the other begins a batch, and that for a collective which this one has not come to.
+        # This rank waits until the other begins a batch, and the other is in a collective that this rank has not come
+        # to.
         waits = one.outside and one.has_or_begins > other.batches
         return waits and not other.outside and bool(other.collective) and other.launched > one.launched
     if one.collective and other.collective and one.launched == other.launched:
@@ -297,18 +298,18 @@ def _has_fewer(one: Standing, other: Standing) -> bool:
         return True
     if one.ended:
         return one.batches < other.has_or_begins
-    same = one.is_last and not one.outside and one.epoch == other.epoch  # outside it begins the last one
+    same = one.is_last and not one.outside and one.epoch == other.epoch  # outside, it begins the last one
     return same and one.epoch_batches < other.epoch_batches + other.begins_batch
 
 
 class Wait(NamedTuple):
-    """For what a thread waits; as attributes of :class:`Standing`.
+    """What a thread waits for, in the words of :class:`Standing`.
 
     Attributes:
         collective: Its name.
         begins_batch: Whether it is called before each batch.
-        outside: Whether it is another group's, and the batch that it begins is among those that have been counted.
-            Where buffers come late a validation may begin there, too; it counts as the last batch before it.
+        outside: Whether it belongs to another group, and the batch that it begins has been counted already. Where
+            buffers are sent late, a validation may begin there too; it counts as the last batch before it.
     """
 
     collective: str
@@ -316,12 +317,12 @@ class Wait(NamedTuple):
     outside: bool = False
 
 
-_waits: dict[int, Wait] = {}  # by thread
+_waits: dict[int, Wait] = {}  # by thread identifier
 
 
 @contextmanager
 def waiting(collective: str, *, begins_batch: bool = False, outside: bool = False) -> Iterator[None]:
-    """This thread waits meanwhile for the other ranks; see :class:`Wait`."""
+    """Note that this thread waits for the other ranks within this context; see :class:`Wait`."""
     thread = threading.get_ident()
     before = _waits.get(thread)
     _waits[thread] = Wait(collective, begins_batch, outside)
@@ -344,10 +345,11 @@ def wait_of(thread: int) -> Wait | None:
 
 
 def break_connections(group: dist.ProcessGroup) -> None:
-    """Wake whoever waits for a message on ``group``, here and on other ranks; nothing can be sent on it afterwards.
+    """Wake all threads that wait for a message on ``group``, here and on other ranks. The group is useless afterwards.
 
-    Gloo has no way to call off a message, but closes all connections of a group when one did not come in time; not
-    when its own connection has ended before, as that of a rank that is gone. So messages of all ranks are tried.
+    Gloo cannot call off a message, but it closes all connections of a group when a message did not come in time. It
+    does not do so when its own connection has ended before, as that to a rank that is gone. So messages of all ranks
+    are tried.
     """
     for distance in range(1, group.size()):
         peer = (group.rank() + distance) % group.size()
@@ -356,15 +358,15 @@ def break_connections(group: dist.ProcessGroup) -> None:
 
 
 class VitalSigns:
-    """One rank's view of all ranks: whether they live, where they say they stand, and whether they wait for good.
+    """One rank's view of all ranks: whether they live, where they say they stand, and whether they wait forever.
 
-    All methods that use the store are for the board's thread.
+    Only the board's thread may call methods that use the store.
 
     Args:
-        store: Where the ranks tell it.
+        store: Where the ranks write these.
         rank: This rank.
         others: All other ranks.
-        period: Between two beats, in seconds.
+        period: Time between two beats, in seconds.
     """
 
     def __init__(self, store: dist.Store, rank: int, others: Sequence[int], period: float) -> None:
@@ -376,19 +378,19 @@ class VitalSigns:
         self._told: Standing | None = None
         self._told_at = 0.0
         self._examined_at = 0.0
-        self._looked_at = 0.0  # for a standstill
+        self._looked_at = 0.0  # when a standstill was last looked for
         self._beats: dict[int, tuple[int, float]] = {}  # count, and when it was first seen
         self._stands: dict[int, tuple[Standing, float]] = {}  # and since when it has been the same
 
     def beat(self, standing: Standing, *, examine: bool = False) -> str | None:
-        """Show that this rank is alive, and where it stands; look at the others if it has waited for a while.
+        """Show that this rank is alive and where it stands. Look at the others if it has waited for a while.
 
         Args:
-            standing: Where it stands.
-            examine: Look at them in any case.
+            standing: Where this rank stands.
+            examine: Look at the others in any case.
 
         Returns:
-            That the ranks wait for each other for good, if they are seen to; see :func:`find_standstill`.
+            How the ranks wait for each other forever, if they do; see :func:`find_standstill`.
         """
         now = time.monotonic()
         if standing != self._told:
@@ -407,17 +409,17 @@ class VitalSigns:
         return None
 
     def silent(self, at_least: float = 0.0) -> list[int]:
-        """Ranks that have missed five beats since they have been looked at, and none came for ``at_least`` seconds."""
+        """Ranks that missed five beats since they were looked at, and showed none for ``at_least`` seconds."""
         patience = max(_BEATS_MISSED * self._period, at_least)
         return [r for r, (_, since) in self._beats.items() if self._examined_at - since > patience]
 
     def standings(self) -> dict[int, Standing]:
-        """Where all ranks have told that they stand, of those that are known; nothing if no other rank is."""
+        """Where all ranks last said that they stand; empty if no other rank's place is known."""
         found = {rank: standing for rank, (standing, _) in self._stands.items()}
         return {**found, self._rank: self._told} if found and self._told is not None else {}
 
     def whereabouts(self) -> str:
-        """What the ranks are doing, those that do the same together; empty if nothing is known."""
+        """What the ranks are doing, with ranks that do the same grouped; empty if nothing is known."""
         by_place: dict[str, list[int]] = {}
         for rank, standing in sorted(self.standings().items()):
             by_place.setdefault(", ".join(filter(None, (standing.doing, standing.place))), []).append(rank)
@@ -437,7 +439,7 @@ class VitalSigns:
 
     def _standstill(self, own: Standing, now: float) -> str | None:
         if len(self._stands) < len(self._others):
-            return None  # somebody is not there yet
+            return None  # a rank is not there yet
         fresh = _FRESH_BEATS * self._period
         if any(now > self._beats[rank][1] + fresh for rank, (one, _) in self._stands.items() if not one.ended):
             return None  # what was told may be out of date
