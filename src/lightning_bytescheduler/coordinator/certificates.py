@@ -1,8 +1,9 @@
-"""Certificates for development: an authority of one's own, which signs a server's certificate and those of clients.
+"""Certificates for development: an authority that signs a server's certificate and those of clients.
 
-For what has none yet: a lab, a cluster of one's own, tests. Whoever has the authority's key can make
-certificates that all who trust ``ca.pem`` believe, so that key stays where it was made; others need only the
-other files. The keys are of the curve P-256, and only their owner may read them. Nothing that is there is overwritten.
+They are for places that have no authority yet: a lab, a small cluster, tests. With the authority's key one can make
+certificates that all who trust ``ca.pem`` accept, so that key stays on the machine where it was made; other machines
+need only the other files. The keys are of the curve P-256, and only their owner may read them. Existing files are never
+overwritten.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ _HOST = re.compile(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?(\.[A-Za-z0
 
 
 class MadeCertificates(NamedTuple):
-    """What was made, and where it is.
+    """The certificates that were made, and where they are.
 
     Attributes:
         authority: File of the authority's certificate; its key is beside it, as ``ca.key``.
-        server: Files of the server's certificate and its key; None if only clients' were made.
-        clients: The same for each client, by name.
-        hosts: Names and addresses under which a server that is made may be reached.
-        until: When the first of them runs out.
+        server: Files of the server's certificate and its key; ``None`` if only clients' were made.
+        clients: Files of each client's certificate and key, by name.
+        hosts: Names and addresses under which the server may be reached.
+        until: When the first certificate expires.
     """
 
     authority: Path
@@ -63,19 +64,19 @@ def make_certificates(
     days: float = DAYS,
     now: datetime.datetime | None = None,
 ) -> MadeCertificates:
-    """Make an authority and certificates that it signs. A folder that has an authority keeps it.
+    """Make certificates, and an authority that signs them. A folder that has an authority keeps it.
 
     Args:
-        folder: Where ``ca.pem``, ``server.pem`` and ``client-NAME.pem`` go, each with its ``.key``. It is made, for its
-            owner alone.
-        hosts: Names and addresses under which the server is reached. ``localhost`` and its addresses always count.
-            Without any, a server's certificate is made only if there is none.
+        folder: Where ``ca.pem``, ``server.pem`` and ``client-NAME.pem`` go, each with its ``.key``. It is made if it is
+            missing, for its owner alone.
+        hosts: Names and addresses under which the server is reached. ``localhost`` and its addresses are always
+            included. Without any, a server's certificate is made only if there is none.
         clients: Names of clients.
-        days: How long the certificates are good, from now on.
-        now: The time; that of the machine's clock by default.
+        days: How long the certificates are valid, from now on.
+        now: The time; the machine's clock if left out.
 
     Raises:
-        OptionError: If a file is there already, or a name or a number is none.
+        OptionError: If a file exists already, or a name or a number is invalid.
         ImportError: If the package cryptography is missing; the message names the extra.
         OSError: If a file cannot be written.
     """
@@ -144,7 +145,7 @@ def _read_authority(place: Path, now: datetime.datetime) -> _Signer:
 def _make(
     place: Path, stem: str, signer: _Signer | None, start: datetime.datetime, end: datetime.datetime, names: list[Any]
 ) -> _Signer:
-    """One certificate and its key, written as ``stem``. Without a signer it is an authority, and signs itself."""
+    """Make one certificate and its key, written as ``stem``. Without a signer it is an authority, and signs itself."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -172,7 +173,7 @@ def _make(
     certificate, pem = builder.sign(signing, hashes.SHA256()), serialization.Encoding.PEM
     plain = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     for end_of, content, mode in ((".key", plain, 0o600), (".pem", certificate.public_bytes(pem), 0o644)):
-        # Nobody may read it in the moment before its mode is set.
+        # Opened with its mode, so that no other user can read it before the mode is set.
         with os.fdopen(os.open(place / f"{stem}{end_of}", os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode), "wb") as file:
             file.write(content)
     return certificate, key
@@ -189,7 +190,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Make them, and say what to use where."""
+    """Make the certificates, and say what to use where."""
     with named(folder="DIR"):
         made = make_certificates(options.folder, hosts=options.host, clients=options.client, days=options.days)
     print(f"Certificates in {options.folder}, good until {made.until:%Y-%m-%d %H:%M} UTC:")

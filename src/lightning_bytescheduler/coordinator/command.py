@@ -94,7 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Do what the parsed arguments say, until it is stopped; returns the exit code."""
+    """Run the coordinator with the parsed arguments until it is stopped; return the exit code."""
     with named(**_NAMES):
         run_and_rounds = _options(options)
         host, port = parse_bind("--bind", options.bind)
@@ -108,7 +108,7 @@ def run(options: argparse.Namespace) -> int:
         for package in ("aiohttp", "filelock", "safetensors", "uvloop", "xxhash"):
             importlib.import_module(package)
         import torch
-    torch.set_num_threads(1)  # the coordinator works on the pieces of a model in threads of its own
+    torch.set_num_threads(1)  # the coordinator works on a model's pieces in its own threads
     with named(**_NAMES):
         server = _server(options, run_and_rounds, access, port)
     with server:
@@ -158,7 +158,7 @@ def _announce(server: CoordinatorServer, options: argparse.Namespace, access: Se
 
 
 def _wait(server: CoordinatorServer, *, stays: bool) -> int:
-    """Serve until the run or somebody ends it; then the state is saved, and workers are told that nothing is lost."""
+    """Serve until the run ends or is stopped. Then save the state, and tell workers that nothing is lost."""
     from lightning_bytescheduler.coordinator.service import collected_rarely
 
     stop = threading.Event()
@@ -186,7 +186,7 @@ def _wait(server: CoordinatorServer, *, stays: bool) -> int:
 
 
 def _log_to_stderr() -> None:
-    """What happens is said on stderr, a line each, where nobody has set up another way."""
+    """Log events to stderr, one line each, unless logging has been set up already."""
     logger = logging.getLogger("lightning_bytescheduler")
     if not logging.getLogger().handlers and not logger.handlers:
         handler = logging.StreamHandler(sys.stderr)
@@ -196,7 +196,7 @@ def _log_to_stderr() -> None:
 
 
 def _number_or_auto(text: str) -> float | str:
-    """A number, or the word that has one found."""
+    """A number, or the word ``auto``."""
     try:
         return text if text == "auto" else int(text) if text.isdecimal() else float(text)
     except ValueError:

@@ -1,10 +1,10 @@
 """One worker's WebSocket: frames in, frames out, and what is wrong with either.
 
-Each frame of the worker is answered by one that has ``heard`` it. What is to be said besides waits in a bounded queue
-and goes out as one frame as soon as the one before is on its way; of several acknowledgements only the last is sent. A
-worker that does not read is cut off: its lease runs on, and it may come back.
+The coordinator answers each frame of the worker with a frame that has ``heard`` it. Other messages wait in a bounded
+queue, and go out as one frame as soon as the frame before has been sent. Of several acknowledgements only the last is
+sent. A worker that does not read is cut off; its lease goes on, and it may come back.
 
-No member takes the event loop for itself: its frames have a rate, and transfers that stand still are cut off.
+No member can keep the event loop to itself: its frames have a rate limit, and transfers that stall are cut off.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from lightning_bytescheduler.exceptions import OptionError
 
 
 class Transfer:
-    """Something that is to get on; one look now and then stands in place of a timeout for every piece.
+    """A transfer that should make progress. :class:`Stalls` looks at it regularly, instead of a timeout for each piece.
 
     Args:
-        cut: Ends it.
-        now: In seconds.
+        cut: Ends the transfer.
+        now: The time, in seconds.
     """
 
     def __init__(self, cut: Callable[[], object], now: float) -> None:
@@ -45,11 +45,11 @@ class Transfer:
 
 
 class Stalls:
-    """Watches over transfers. For one event loop.
+    """Watches over transfers on one event loop.
 
     Args:
-        seconds: Without a move, after which a transfer is cut off.
-        clock: Seconds.
+        seconds: Seconds without progress after which a transfer is cut off.
+        clock: Returns the time, in seconds.
     """
 
     def __init__(self, seconds: float, clock: Callable[[], float]) -> None:
@@ -59,10 +59,10 @@ class Stalls:
 
     @contextmanager
     def watch(self, cut: Callable[[], object] | None = None) -> Iterator[Transfer]:
-        """Watch over a transfer, whose ``moved`` is to be set whenever it gets on.
+        """Watch over a transfer within this context. The caller sets ``moved`` whenever it makes progress.
 
         Args:
-            cut: Ends it; by default this task is cancelled.
+            cut: Ends the transfer; if left out, this task is cancelled.
         """
         task = asyncio.current_task()
         transfer = Transfer(cut or (task.cancel if task is not None else bool), self._clock())
@@ -73,7 +73,7 @@ class Stalls:
             self._transfers.discard(transfer)
 
     def look(self) -> None:
-        """Cut off what has not moved for too long."""
+        """Cut off transfers that have made no progress for too long."""
         now = self._clock()
         for transfer in list(self._transfers):
             if transfer.moved:
@@ -88,10 +88,10 @@ _PER_SECOND, _BURST = 100.0, 200.0
 
 
 class RateLimit:
-    """A token bucket: full at first, and filled again at a steady rate. For one thread.
+    """A token bucket: full at first, refilled at a steady rate. For one thread.
 
     Args:
-        clock: Seconds.
+        clock: Returns the time, in seconds.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -100,13 +100,14 @@ class RateLimit:
         self._at = clock()
 
     def take(self, *, longest: float | None = None) -> float | None:
-        """Count one more.
+        """Count one more event.
 
         Args:
-            longest: Seconds that it may be held back; ``None`` for any time.
+            longest: Most seconds that the event may be delayed; ``None`` for no limit.
 
         Returns:
-            Seconds for which it is to be held back; ``None`` if that is longer, and it was not counted.
+            Seconds by which to delay the event. ``None`` if that is more than ``longest``; the event was not counted
+                then.
         """
         now = self._clock()
         self._left = min(self._left + (now - self._at) * _PER_SECOND, _BURST)
@@ -121,19 +122,19 @@ class RateLimit:
 _MOST_QUEUED = 500  # messages
 _MOST_IN_FRAME = 1000  # messages
 _MOST_BYTES = 1 << 20  # of a frame after the first
-_REASON_BYTES = 120  # that a closing frame has room for
+_REASON_BYTES = 120  # the room that a closing frame has
 
 
 class Connection:
     """A worker's WebSocket, after the answer to its ``Hello``.
 
     Args:
-        socket: Its WebSocket; pings and answers to them are left to this class.
-        transport: What that is on.
+        socket: Its WebSocket. This class sends the pings and answers the worker's.
+        transport: The transport under the WebSocket.
         member: The worker.
-        stalls: Cuts it off if it does not read.
-        hear: Called with the messages of a frame, and when they came; raises ``OptionError`` for what is wrong.
-        clock: Seconds.
+        stalls: Cuts the worker off if it does not read.
+        hear: Called with a frame's messages and the time at which they came; raises ``OptionError`` if one is wrong.
+        clock: Returns the time, in seconds.
     """
 
     def __init__(
@@ -163,10 +164,10 @@ class Connection:
         self._cut = ""
         self._clock = clock
         self._heard_at = self._pinged_at = clock()
-        self._ping: asyncio.Task[None] | None = None  # since it was heard of last
+        self._ping: asyncio.Task[None] | None = None  # sent since the worker was last heard of
 
     def post(self, message: FromCoordinator) -> None:
-        """Send a message as soon as it can be, in order."""
+        """Send a message as soon as possible, in order."""
         queue = self._queue
         if queue and isinstance(message, (Acknowledge, RoundStatus)) and type(queue[-1]) is type(message):
             queue.pop()
@@ -177,12 +178,12 @@ class Connection:
             self._task = asyncio.get_running_loop().create_task(self._flush_later(), name="bytescheduler-send")
 
     def last_heard(self, now: float, *, every: float, patience: float) -> float | None:
-        """When anything came from the worker's side, if only the answer to a ping; ``None`` once it is closed.
+        """When the worker last sent anything, if only the answer to a ping; ``None`` once the connection is closed.
 
         Args:
-            now: In seconds.
-            every: Seconds without anything after which it is pinged.
-            patience: Seconds from a ping on after which it is cut off.
+            now: The time, in seconds.
+            every: Seconds of silence after which the worker is pinged.
+            patience: Seconds after a ping at which the worker is cut off.
         """
         if now - self._heard_at >= every and self._ping is None:
             self._pinged_at = now
@@ -192,23 +193,23 @@ class Connection:
         return None if self._cut or self._socket.closed else self._heard_at
 
     async def _ask_whether_alive(self) -> None:
-        with contextlib.suppress(ConnectionError, RuntimeError):  # whoever reads from it hears of an error, too
+        with contextlib.suppress(ConnectionError, RuntimeError):  # the task that reads from it sees the error, too
             await self._socket.ping()
 
     def cut(self, reason: str) -> None:
-        """End the connection, without waiting."""
+        """End the connection without waiting."""
         if self._cut:
             return
         self._cut = reason
         self._queue.clear()
-        if self._sending:  # whoever does not read would not hear the reason either
+        if self._sending:  # a worker that does not read would not get the reason either
             if self._transport is not None:
                 self._transport.abort()
         else:
             self._task = asyncio.get_running_loop().create_task(self.close(reason), name="bytescheduler-close")
 
     def end(self, reason: str) -> None:
-        """End the connection; if the worker is being heard, with the answer to what it says."""
+        """End the connection. If a frame of the worker is being handled, end it after the answer."""
         if self._hearing:
             self._ends = True
         else:
@@ -220,10 +221,10 @@ class Connection:
         await self._socket.close(code=code, message=reason.encode()[:_REASON_BYTES])
 
     async def serve(self) -> None:
-        """Take in frames until the connection ends.
+        """Handle frames until the connection ends.
 
         Raises:
-            OptionError: What was wrong with a frame.
+            OptionError: If a frame is wrong.
         """
         name = self.member.name
         async for received in self._socket:
@@ -249,13 +250,13 @@ class Connection:
                 raise OptionError("number", frame.number, f"{self._heard + 1}, the next of this connection")
             if len(frame.messages) > _MOST_IN_FRAME:
                 raise OptionError("messages", len(frame.messages), f"{_MOST_IN_FRAME} at most in a frame")
-            self._hearing = True  # what is posted meanwhile goes out with the answer
+            self._hearing = True  # messages posted from here on go out with the answer
             try:
                 self._hear(self.member, frame.messages, self._heard_at)
             finally:
                 self._hearing = False
             self._heard = frame.number
-            if pause := self._limit.take():  # who sends too many frames is answered later, and sends no other before
+            if pause := self._limit.take():  # a worker sends no other frame before the answer
                 await asyncio.sleep(pause)
             await self._flush()
             if self._ends:
@@ -265,11 +266,11 @@ class Connection:
     async def _flush_later(self) -> None:
         self._task = None
         with contextlib.suppress(ConnectionError, RuntimeError, asyncio.TimeoutError):
-            await self._flush()  # whoever reads from it hears of an error, too
+            await self._flush()  # the task that reads from it sees the error, too
 
     async def _flush(self) -> None:
         if self._sending:
-            return  # what sends takes the rest along
+            return  # the task that is sending takes the rest along
         self._sending = True
         try:
             if self._transport is not None and self._transport.get_write_buffer_size():

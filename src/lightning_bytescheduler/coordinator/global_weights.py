@@ -1,6 +1,7 @@
-"""The global weights: the outer optimizer, the means of the last rounds, and copies of all for who needs them.
+"""The global weights: the outer optimizer, the means of the last rounds, and copies of all for workers that need them.
 
-The coordinator steps along the mean as it is decoded from what workers get, as they do: all have the same bits.
+The coordinator takes the outer step along the mean that it decodes from the payload for workers. Workers do the same,
+so all have the same bits.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from lightning_bytescheduler.diloco.fragments import split_fragments
 from lightning_bytescheduler.diloco.outer_optimizer import OuterOptimizer, named_tensors, state_in, tensor_in
 
 RESIDUALS = "residuals."
-"""Before the number of a fragment, in a state that is kept: what its means so far have lost. Workers need none."""
-_KEPT_BYTES = 2**30  # of means, but for the last one
+"""Prefix of a fragment's number in a saved state, for what its means have lost so far. Workers do not need it."""
+_KEPT_BYTES = 2**30  # of means; the last one is kept in any case
 
 
 def digest_of(payload: Tensor) -> str:
@@ -35,10 +36,10 @@ class GlobalWeights:
     """Global weights of a model. Called on the event loop, one call at a time; the work is done in threads.
 
     Args:
-        model: Its parameters, in order.
-        options: The run's.
-        tensors: What the run begins or goes on with, as :meth:`snapshot` names it.
-        executor: Of the threads.
+        model: The model's parameters, in order.
+        options: The run's options.
+        tensors: The tensors that the run begins or continues with, named as in :meth:`snapshot`.
+        executor: Threads for the work.
         keep_rounds: See ``CoordinatorOptions``.
 
     Raises:
@@ -54,7 +55,7 @@ class GlobalWeights:
         executor: Executor,
         keep_rounds: int = 8,
     ) -> None:
-        self.still = asyncio.Lock()  # held while weights change, or are read
+        self.still = asyncio.Lock()  # held while weights are changed or read
         self._executor = executor
         self._shapes = {one.name: torch.Size(one.shape) for one in model}
         weights = {name: tensor_in(tensors, f"weights.{name}", shape) for name, shape in self._shapes.items()}
@@ -66,33 +67,34 @@ class GlobalWeights:
         self.formats = [PiecedFormat(wire, sum(sizes[name] for name in names)) for names in self._fragments]
         self.parameters = sum(sizes.values())
         self._spare: dict[int, UpdateSum] = {}  # by fragment
-        # What the means so far have lost, by fragment, where the wire keeps that; replaced, never changed.
+        # What the means have lost so far, by fragment, if the wire format keeps residuals. Tensors are replaced, never
+        # changed.
         self._residuals = {
             fragment: tensor_in(tensors, key, torch.Size((pieced.elements,)))
             for fragment, pieced in enumerate(self.formats)
             if (key := f"{RESIDUALS}{fragment}") in tensors
         }
-        self._lost: Tensor | None = None  # the same after the mean that is to be stepped along
+        self._lost: Tensor | None = None  # the same after the mean of the coming outer step
         self._kept: OrderedDict[int, Merge] = OrderedDict()
         self._keep_rounds = keep_rounds
 
     def sum_of(self, fragment: int) -> UpdateSum:
-        """A sum of nothing, for updates of a fragment."""
+        """An empty sum for updates of a fragment."""
         return self._spare.pop(fragment, None) or UpdateSum(self.formats[fragment], self._executor)
 
     async def mean(self, merge: Merge, sums: UpdateSum | None) -> None:
         """Form the mean of a round, encode it for workers, and keep it.
 
         Args:
-            merge: The round; gets the mean.
-            sums: Settled; ``None`` if nothing is to be merged.
+            merge: The round; its mean is set here.
+            sums: The settled sum; ``None`` if there is nothing to merge.
         """
         pieced = self.formats[merge.fragment]
         self._lost = None
         if sums is not None and sums.weight:
             merge.total, only = sums.weight, sums.only
             if only is not None:
-                merge.payload, merge.digest = only.payload, only.digest  # it loses nothing: what was lost stays so
+                merge.payload, merge.digest = only.payload, only.digest  # nothing is lost: residuals stay
             else:
                 merge.payload = payload = buffer_of(pieced.of_means.payload_bytes)
                 known = self._residuals.get(merge.fragment)
@@ -107,7 +109,7 @@ class GlobalWeights:
             size -= _bytes_of(dropped)
 
     async def step(self, merge: Merge, sums: UpdateSum | None) -> None:
-        """Take the outer step along what :meth:`mean` has formed, whose sum is not needed any more."""
+        """Take the outer step along the mean of :meth:`mean`. Its sum is free for another round afterwards."""
         if sums is not None:
             await sums.reopen()
             self._spare[merge.fragment] = sums
@@ -133,7 +135,7 @@ class GlobalWeights:
         return next(iter(self._kept))
 
     async def snapshot(self) -> dict[str, Tensor]:
-        """Copies of ``weights.NAME``, ``momentum.NAME`` and, by fragment, ``RESIDUALS``: what a run goes on from."""
+        """Copies of ``weights.NAME``, ``momentum.NAME`` and ``RESIDUALS`` by fragment, to continue a run from."""
         return await asyncio.get_running_loop().run_in_executor(self._executor, self._snapshot)
 
     def _snapshot(self) -> dict[str, Tensor]:

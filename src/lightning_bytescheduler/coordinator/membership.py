@@ -1,19 +1,19 @@
-"""Who is a member of a run: names, sessions, leases and the leader. Pure; the clock is an argument.
+"""The members of a run: names, sessions, leases and the leader. Pure; the clock is an argument.
 
-A session is 128 random bits, which a worker gets with its name and shows with every request. It is the worker's
-identity: whoever comes back with it is the same worker, under the same name, also after a restart of the coordinator
-or when it had been given up. It is kept and looked up as a digest, so that the saved state of a run holds no secret and
-nothing is learnt from how long an answer takes.
+A session is 128 random bits. A worker gets it with its name, and shows it with every request. It is the worker's
+identity: a worker that comes back with it is the same one, under the same name, even after a restart of the coordinator
+or after it had been given up. Sessions are stored and looked up as digests. So a run's saved state holds no secret, and
+the time that an answer takes reveals nothing.
 
-A member lives as long as its lease: every sign of life renews it. When the lease runs out, the member is given up. Its
-name stays its own for ``expiry`` seconds more, for it may only have been cut off; then it is forgotten. The name of a
+A member lives as long as its lease, which every sign of life renews. When the lease runs out, the member is given up.
+Its name is reserved for ``expiry`` seconds more, as it may only have been cut off; then it is forgotten. The name of a
 member that has left is free at once.
 
 A member without a connection that was not heard of for ``silence`` seconds is silent, long before its lease runs out.
 
-The leader is the member that has been one for longest of those that are connected when a leader is appointed. It stays
-leader until it leaves, is given up, or is silent while another one is connected. So a short break of its connection, or
-a long validation, moves nothing. Whoever comes back does not lead again, unless the one who does is gone.
+When a leader is appointed, it is the connected member that joined first. It stays leader until it leaves, is given up,
+or is silent while another member is connected. So a short break of its connection, or a long validation, does not move
+the lead. A leader that comes back does not lead again, unless its successor is gone.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from lightning_bytescheduler.exceptions import OptionError
 
 log = logging.getLogger(__name__)
 
-_LONGEST_NAME = 200  # as the protocol has it
+_LONGEST_NAME = 200  # the protocol's limit
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
@@ -47,19 +47,19 @@ class Member:
     """A worker that takes part.
 
     Attributes:
-        name: In this run.
-        digest: Of its session.
+        name: Its name in this run.
+        digest: Digest of its session.
         session: Its secret; empty after a restart of the coordinator, until it is heard of.
-        incarnation: Another number for each process.
-        ranks: That train together as this worker.
-        heard: When there was a sign of life.
-        connections: That are open.
+        incarnation: A number that no other process has.
+        ranks: Number of ranks that train together as this worker.
+        heard: Time of the last sign of life.
+        connections: Number of open connections.
         silent: Whether it has no connection, and was not heard of for a while.
-        given_up: Whether its lease is over: it is no member, and its name is kept for it.
+        given_up: Whether its lease is over: it is not a member, but its name is kept for it.
         ready: How it has joined the rounds, also before there are any.
         begins_anew: Whether it gets other weights as it joins, so that its steps so far do not count.
-        bytes_in: Of its updates, which came in.
-        bytes_out: Of means and states, which went to it.
+        bytes_in: Bytes of updates received from it.
+        bytes_out: Bytes of means and states sent to it.
         merged: Rounds that its updates were part of.
         late: Updates that came too late for their round.
     """
@@ -82,15 +82,15 @@ class Member:
 
     @property
     def connected(self) -> bool:
-        """Whether it can be told something now."""
+        """Whether a message can be sent to it now."""
         return self.connections > 0
 
     def __repr__(self) -> str:
-        return f"Member(name={self.name!r}, incarnation={self.incarnation})"  # and no secret
+        return f"Member(name={self.name!r}, incarnation={self.incarnation})"  # without the secret
 
 
 class MembershipState(TypedDict):
-    """What a ``Membership`` goes on from after a restart."""
+    """What a ``Membership`` continues from after a restart."""
 
     members: list[Member]
     leader: str | None
@@ -102,10 +102,10 @@ class Membership:
 
     Args:
         lease: Seconds without a sign of life after which a member is given up.
-        silence: Seconds without a sign of life after which one without a connection is silent.
-        expiry: Seconds after that for which its name and session are kept for it.
-        most: Members that there can be; as many that were given up are remembered.
-        make_session: Makes a session; injected by tests.
+        silence: Seconds without a sign of life after which a member without a connection is silent.
+        expiry: Seconds for which the name and session of a member that was given up are kept.
+        most: Most members at a time; the last so many that were given up are remembered.
+        make_session: Makes a session; tests replace it.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Membership:
         self._expiry = expiry
         self._most = most
         self._make_session = make_session
-        self._known: dict[str, Member] = {}  # by name, also those who were given up; who came to be so last is last
+        self._known: dict[str, Member] = {}  # by name, with those given up; the latest to become either is last
         self._by_digest: dict[str, Member] = {}
         self._incarnations = 0
         self._appointed: str | None = None
@@ -135,28 +135,28 @@ class Membership:
 
     @property
     def leader(self) -> str | None:
-        """Who validates, logs and saves for all; ``None`` while nobody is connected."""
+        """The member that validates, logs and saves for all; ``None`` while no member is connected."""
         return self._appointed if any(member.connected for member in self) else None
 
     def by_session(self, session: str) -> Member | None:
-        """Whose session it is, or ``None``; it is no sign of life."""
+        """The member with that session, or ``None``; the call is no sign of life."""
         member = self._by_digest.get(_digest(session)) if session else None
         return None if member is None or member.given_up else member
 
     def by_name(self, name: str) -> Member | None:
-        """Who has that name, or ``None``."""
+        """The member with that name, or ``None``."""
         member = self._known.get(name)
         return None if member is None or member.given_up else member
 
     def join(self, hello: Hello, now: float) -> Member:
-        """A worker has connected: make it a member, or know it again by its session.
+        """Make a worker that has connected a member, or recognise it by its session.
 
         Args:
-            hello: What it says of itself.
-            now: In seconds.
+            hello: What the worker says about itself.
+            now: The time, in seconds.
 
         Raises:
-            OptionError: If there are as many members as there can be.
+            OptionError: If there is no room for another member.
         """
         self._forget_given_up(now)
         member = self._by_digest.get(_digest(hello.session)) if hello.session else None
@@ -175,8 +175,8 @@ class Membership:
             )
             self._by_digest[member.digest] = self._known[member.name] = member
         else:
-            member.session = hello.session  # not known since a restart
-            if member.given_up:  # and only was away
+            member.session = hello.session  # unknown since a restart
+            if member.given_up:  # it was only away
                 self._put_last(member, given_up=False)
         member.ranks, member.heard, member.silent = hello.ranks, now, False
         member.connections += 1
@@ -184,15 +184,15 @@ class Membership:
         return member
 
     def disconnect(self, member: Member) -> None:
-        """One of a member's connections is closed. It is a member as long as its lease lasts."""
+        """Note that one of a member's connections is closed. It stays a member as long as its lease lasts."""
         member.connections = max(member.connections - 1, 0)
 
     def hear(self, member: Member, now: float) -> None:
-        """A sign of life, which renews the lease."""
+        """Note a sign of life, which renews the lease."""
         member.heard, member.silent = max(member.heard, now), False
 
     def leave(self, member: Member) -> None:
-        """A member has left: forget it, and free its name."""
+        """Forget a member that has left, and free its name."""
         if self.by_name(member.name) is member:
             del self._known[member.name]
             del self._by_digest[member.digest]
@@ -200,10 +200,10 @@ class Membership:
             self._appoint()
 
     def fall_silent(self, now: float) -> tuple[Member, ...]:
-        """Take note of who is silent; another one leads then, if one can. Call it every now and then.
+        """Mark members that are silent, and appoint another leader if the leader is and another can. Call it regularly.
 
         Returns:
-            Who has become so, each once for each silence.
+            Members that have become silent, each once per silence.
         """
         since = now - self._silence
         silent = [one for one in self if not one.connections and one.heard <= since]
@@ -222,23 +222,23 @@ class Membership:
         return new
 
     def expire(self, now: float) -> tuple[Member, ...]:
-        """Give up everyone whose lease is over, and forget those who were given up long ago.
+        """Give up members whose lease is over, and forget those given up long ago. Call it regularly.
 
-        Nobody is given up by anything else, so that the caller hears of each one. Call it every now and then.
+        Nothing else gives up a member, so the caller learns of each one.
 
         Returns:
-            Who was given up, whoever was silent for longest first.
+            Members that were given up, the one silent for longest first.
         """
         over = sorted((one for one in self if now >= one.heard + self._lease), key=lambda member: member.heard)
         for member in over:
-            # Its connections are counted until they are closed, each by its own end: it may be back before that.
+            # The end of each connection discounts it, as the member may be back before its old connections are closed.
             self._put_last(member, given_up=True)
         self._forget_given_up(now)
         self._appoint()
         return tuple(over)
 
     def state_dict(self) -> dict[str, Any]:
-        """What to keep over a restart: primitives only, and no secret."""
+        """What to keep over a restart: primitives only, and no secrets."""
         return {
             "members": [
                 {"name": one.name, "digest": one.digest, "incarnation": one.incarnation, "ranks": one.ranks}
@@ -249,10 +249,10 @@ class Membership:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], now: float) -> None:
-        """Carry on from what was kept: everybody has a fresh lease, and is known again by the session.
+        """Continue from a saved state. All members get a fresh lease, and are recognised by their session.
 
         Raises:
-            OptionError: If it is not what :meth:`state_dict` gave; names what is wrong with it. Nothing was changed.
+            OptionError: If it is not what :meth:`state_dict` gave; names what is wrong. Nothing is changed then.
         """
         try:
             known = msgspec.convert(state, MembershipState)
@@ -270,7 +270,7 @@ class Membership:
         self._appointed = known["leader"] if known["leader"] in self._known else None
 
     def _forget_given_up(self, now: float) -> None:
-        gone = [member for member in self._known.values() if member.given_up]  # the first that was given up first
+        gone = [member for member in self._known.values() if member.given_up]  # the first to be given up is first
         for index, member in enumerate(gone):
             if len(gone) - index > self._most or now >= member.heard + self._lease + self._expiry:
                 del self._known[member.name], self._by_digest[member.digest]
@@ -308,9 +308,9 @@ def difference(hello: Hello, options: RunOptions, model: Sequence[ModelParameter
     """What keeps a worker from taking part, or ``None``.
 
     Args:
-        hello: What it says of itself.
-        options: The run's.
-        model: The run's; empty before the first worker.
+        hello: What the worker says about itself.
+        options: The run's options.
+        model: The run's model; empty before the first worker.
     """
     if hello.protocol != PROTOCOL or hello.package != __version__:
         return (

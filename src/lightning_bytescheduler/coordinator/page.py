@@ -1,11 +1,11 @@
-"""What a coordinator shows: the page for people at ``/``, and Prometheus's metrics.
+"""The coordinator's page for people at ``/``, and its metrics for Prometheus.
 
-The page is one file without anything from elsewhere, and is served with a policy that lets it load nothing else and
-send nothing anywhere but to this coordinator. It holds no secret, so it needs no token; the status that it asks for
-does. Where there is a token the page asks for it, keeps it in memory alone, and forgets it with the tab.
+The page is one file that needs nothing from elsewhere. It is served with a policy under which it can load nothing else,
+and can send data only to this coordinator. It holds no secret, so it needs no token; the status that it requests does.
+Where there is a token the page asks for it, keeps it in memory only, and forgets it with the tab.
 
-Metrics are read from the status at a scrape, in a registry of their own. No label has a value that comes from outside:
-workers come and go, and a time series for each would fill Prometheus's memory.
+Metrics are read from the status at each scrape, in a registry of their own. No label has a value from outside: workers
+come and go, and a time series for each would fill Prometheus's memory.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def metrics_text(status: RunStatus) -> bytes:
     """The status in Prometheus's text format.
 
     Args:
-        status: Of the run.
+        status: The run's status.
 
     Raises:
         ImportError: If the package prometheus-client is missing.
@@ -48,7 +48,7 @@ def metrics_text(status: RunStatus) -> bytes:
     with importing("/metrics", extra="coordinator"):
         from prometheus_client import generate_latest
 
-    registry: Any = SimpleNamespace(collect=lambda: _metrics(status))  # nothing more of one is asked for
+    registry: Any = SimpleNamespace(collect=lambda: _metrics(status))  # no other method is called
     text: bytes = generate_latest(registry)
     return text
 
@@ -111,24 +111,24 @@ def _metrics(status: RunStatus) -> Iterator[Metric]:
 
 
 def _words(values: Mapping[str, float]) -> dict[str, float]:
-    """Only words such as this package has, and not more of them than there can be."""
+    """Drop words that this package does not use, so that the number of labels is bounded."""
     words = [word for word in values if _WORD.fullmatch(word)]
     return {word: values[word] for word in sorted(words)[:_MOST_WORDS]}
 
 
 PAGE_PATH = "/"
 PUBLIC_PATHS = (PAGE_PATH, HEALTH_PATH)
-"""What needs no token, see ``serving.guard``."""
+"""Paths that need no token, see ``serving.guard``."""
 
 
 def _source(kind: str, text: str) -> str:
-    """The policy's word for what is between the page's own tags."""
+    """The policy's entry for the text between the page's own tags."""
     inner = "".join(re.findall(rf"<{kind}>(.*?)</{kind}>", text, re.DOTALL))
     return "'sha256-" + base64.b64encode(hashlib.sha256(inner.encode()).digest()).decode() + "'"
 
 
 def page_headers(text: str) -> dict[str, str]:
-    """The headers of the page: its own script and style run, and nothing else is loaded, framed or sent away."""
+    """The headers of the page: its own script and style run; nothing else is loaded, framed or sent elsewhere."""
     policy = (
         f"default-src 'none'; script-src {_source('script', text)}; style-src {_source('style', text)}; "
         "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -148,8 +148,8 @@ def add_pages(router: web.UrlDispatcher, status: Callable[[], RunStatus]) -> Non
     """Add the page and the metrics to a service.
 
     Args:
-        router: Of its application.
-        status: How the run stands; called for each request for metrics.
+        router: The application's router.
+        status: Returns the run's status; called for each request for metrics.
     """
     html = files("lightning_bytescheduler.coordinator").joinpath("page.html").read_text(encoding="utf-8")
     headers = page_headers(html)

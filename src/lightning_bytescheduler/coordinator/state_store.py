@@ -1,14 +1,15 @@
 """A run's state, saved at the boundaries of its rounds, and found again after a crash.
 
-A saved state is one file of safetensors, ``state-VERSION.safetensors``, whose metadata have all that is no tensor as
-JSON. It is written under another name and moved, so that it is there whole or not at all. Loading takes nothing for
-granted: the checksum is compared, nothing is unpickled, and a state that is damaged is named and the one before taken.
+A saved state is one safetensors file, ``state-VERSION.safetensors``. Its metadata hold everything that is not a tensor,
+as JSON. It is written under another name and then moved, so it is either complete or absent. Loading trusts nothing:
+the checksum is compared, and nothing is unpickled. A damaged state is named in a warning, and the one before is used.
 
-One coordinator at a time has a state: in a folder of a disk or of NFS it holds a lock on a file there, which the system
-gives back when its process ends in any way. A folder behind another URL has no lock.
+One coordinator at a time owns a state. In a folder on a disk or on NFS it locks a file there; the system releases the
+lock when its process ends in any way. A folder at another URL has no lock.
 
-Saving goes on beside the answers, in a thread; if it is slower than the rounds, the newest state is saved next and
-those between are left out. A disk that is full does not end the run: it is logged, and tried again with the next state.
+A thread saves states while the coordinator goes on answering. If it is slower than the rounds, the newest state is
+saved next and those between are skipped. A full disk does not end the run: it is logged, and saving is tried again with
+the next state.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ log = logging.getLogger(__name__)
 
 _KEPT = 3
 _STOP_SECONDS = 60.0
-_TAKEOVER_SECONDS = 30.0  # one that is started again may come while the old one still saves
+_TAKEOVER_SECONDS = 30.0  # a restarted coordinator may come while the old one still saves
 _NAME = re.compile(r"state-\d{10}\.safetensors")
 _PART = "state.part"
 _TENSOR = "$tensor"
@@ -47,11 +48,11 @@ class StateStore:
     """The states of one run. For any thread.
 
     Args:
-        url: Of the folder, as fsspec opens it; it is made when it is missing.
+        url: The folder's, as fsspec opens it; the folder is made if it is missing.
 
     Raises:
-        OptionError: If the folder cannot be used, or another coordinator has it.
-        ImportError: If a package is missing that the URL needs.
+        OptionError: If the folder cannot be used, or another coordinator uses it.
+        ImportError: If a package that the URL needs is missing.
     """
 
     def __init__(self, url: str) -> None:
@@ -96,11 +97,11 @@ class StateStore:
     # ── Saving ───────────────────────────────────────────────────────────
 
     def save(self, state: Mapping[str, Any]) -> None:
-        """Have a state saved, as soon as the one under way is; returns at once.
+        """Save a state as soon as the save under way has ended. Returns at once.
 
         Args:
-            state: Plain values and tensors, in dicts and lists; ``run`` has a ``version``. Tensors must not change any
-                more: they are written later. It takes the place of one that still waits for its turn.
+            state: Plain values and tensors, in dicts and lists; ``run`` has a ``version``. Tensors must not change
+                afterwards, as they are written later. It replaces a state that still waits to be saved.
         """
         with self._changed:
             if self._is_closed:
@@ -119,7 +120,7 @@ class StateStore:
                     return
             try:
                 self.write(state)
-            except Exception as error:  # whatever a file system of fsspec raises: the run goes on
+            except Exception as error:  # whatever an fsspec file system raises: the run goes on
                 log.warning(
                     "The state of round %d was not saved to %s, and the run goes on: %s: %s",
                     state["run"]["version"],
@@ -129,7 +130,7 @@ class StateStore:
                 )
 
     def close(self, seconds: float = _STOP_SECONDS) -> bool:
-        """Save what was handed over, and let another coordinator have the folder. May be repeated.
+        """Save what was handed over, and release the folder for another coordinator. May be repeated.
 
         Returns:
             Whether it was saved within ``seconds``.
@@ -150,7 +151,7 @@ class StateStore:
         """Save a state in the caller's own thread.
 
         Raises:
-            Exception: Whatever the file system raises; the states of before are there as they were.
+            Exception: Whatever the file system raises; earlier states are unchanged then.
         """
         from safetensors.torch import save_file
 
@@ -171,7 +172,7 @@ class StateStore:
         try:
             for former in self._names()[:-_KEPT]:
                 self._fs.rm_file(f"{self._root}/{former}")
-        except Exception as error:  # no failure to save
+        except Exception as error:  # not a failure to save
             log.warning("Older states in %s were not deleted: %s", self.url, error)
 
     def _publish(self, part: str, name: str) -> None:
@@ -186,12 +187,12 @@ class StateStore:
     # ── Loading ───────────────────────────────────────────────────────────
 
     def load(self) -> dict[str, Any] | None:
-        """The newest state that is whole; None if there is none at all. Tuples are lists, and keys texts.
+        """The newest complete state; ``None`` if there is no state. Tuples have become lists, and keys strings.
 
-        Logs a warning for each that is damaged, and names its file.
+        Logs a warning with the file's name for each damaged state.
 
         Raises:
-            OptionError: If there are states, and none can be loaded; names each file and what is wrong with it.
+            OptionError: If there are states, but none can be loaded; names each file and what is wrong with it.
             OSError: If the folder cannot be read.
         """
         wrong = []
@@ -241,10 +242,10 @@ class StateStore:
 
 
 def pack(state: Mapping[str, Any]) -> tuple[str, dict[str, Tensor]]:
-    """A state as JSON, and its tensors by the names that this has for them: their keys, joined with dots.
+    """A state as JSON, and its tensors by name. A tensor's name is its keys in the state, joined with dots.
 
     Raises:
-        TypeError: If there is something else in it.
+        TypeError: If the state holds anything else.
     """
     tensors: dict[str, Tensor] = {}
 

@@ -1,7 +1,7 @@
-"""How a run stands, for people and for programs: what the status page, the metrics and a table in a terminal show.
+"""How a run stands, for people and for programs: the source of the status page, the metrics and a terminal table.
 
-Plain values only, and no secrets: no token, no session, no address of a worker. ``lightning-bytescheduler status`` is
-the table, which follows the run.
+It has plain values only and no secrets: no token, no session, no address of a worker. ``lightning-bytescheduler
+status`` shows the table, and can follow the run.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One worker.
 
     Attributes:
-        name: In this run.
+        name: Its name in this run.
         state: ``"waiting"``, ``"starting"``, ``"training"``, ``"sending"``, ``"arrived"``, ``"lost"``, ``"paused"``, or
             ``"joining"`` before it takes part in rounds.
         connected: Whether its WebSocket is open.
         leads: Whether it validates, logs and saves for all.
-        ranks: That train together as this worker.
-        steps: Taken in this round.
-        samples: Processed in this round.
-        seconds_per_step: Estimate, or ``None`` before it has taken enough.
+        ranks: Number of ranks that train together as this worker.
+        steps: Steps taken in this round.
+        samples: Samples processed in this round.
+        seconds_per_step: Estimate, or ``None`` before it has taken enough steps.
         samples_per_second: Estimate, or ``None``.
         heard_ago: Seconds since it was last heard of.
-        bytes_in: Of its updates so far.
-        bytes_out: Of means and states that it was sent so far.
+        bytes_in: Bytes of updates received from it so far.
+        bytes_out: Bytes of means and states sent to it so far.
         merged: Rounds that its updates were part of.
         late: Updates that came too late for their round.
         slices: Slices of data that it holds.
@@ -76,14 +76,14 @@ class RoundSummary(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         round: Its number.
-        seconds: That it took, from its start until its updates were merged.
-        ended: When, in seconds since the epoch (1970).
-        samples: That were merged.
-        merged: Workers whose updates were.
-        workers: That took part.
-        deadline: Seconds from its start until it would have ended whoever was missing, or ``None`` where nobody was
-            waited for.
-        loss: Mean over the round, or ``None`` where nobody reports one.
+        seconds: Seconds from its start until its updates were merged.
+        ended: When it ended, in seconds since the epoch (1970).
+        samples: Samples that were merged.
+        merged: Workers whose updates were merged.
+        workers: Workers that took part.
+        deadline: Seconds from its start after which it would have ended without the missing workers; ``None`` if it
+            waited for none.
+        loss: Mean over the round; ``None`` if no worker reports one.
     """
 
     round: int
@@ -100,31 +100,31 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """How a run stands.
 
     Attributes:
-        version: Of this package.
+        version: Version of this package.
         uptime: Seconds since this coordinator was started.
-        round: The round that is on; 0 before the first.
+        round: The current round; 0 before the first.
         phase: ``"waiting"`` (for weights or workers), ``"training"``, ``"collecting"``, ``"merging"`` or
             ``"finished"``.
-        outer_steps: As it was asked for, or ``None``.
-        last_round: The round that the run is over with, as things are, or ``None``: ``outer_steps``, a round for each
-            fragment but one, and as many as had no update that counted.
+        outer_steps: The number that was asked for, or ``None``.
+        last_round: The round that is expected to end the run, or ``None``: ``outer_steps``, plus a round for each
+            fragment but one, plus the rounds that had no update that counted.
         target: What ends a round, in words.
-        left: What is to go in this round, in the target's unit.
+        left: What remains of this round, in the target's unit.
         weights_version: Rounds that are part of the weights.
-        chain: Of the weights, 32 hexadecimal digits.
-        parameters: Numbers that are trained; 0 before the first worker.
-        samples: That have become part of the weights.
-        workers: Everyone known, by name.
+        chain: Chain of the weights, 32 hexadecimal digits.
+        parameters: Number of trained elements; 0 before the first worker.
+        samples: Samples that have become part of the weights.
+        workers: All known workers, by name.
         rounds: The last rounds, oldest first.
-        slices: How far the running epoch of the data is, or ``None`` where workers bring their own.
-        counters: Events since it was started, by name: ``joined``, ``rejoined``, ``left``, ``silent``,
-            ``expired``, ``refused_hellos``, ``wrong_frames``, ``slow_downs``, ``updates_added``, ``updates_late``,
+        slices: Progress of the running epoch of the data; ``None`` where workers bring their own data.
+        counters: Events since it was started, by name: ``joined``, ``rejoined``, ``left``, ``silent``, ``expired``,
+            ``refused_hellos``, ``wrong_frames``, ``slow_downs``, ``updates_added``, ``updates_late``,
             ``updates_dropped``, ``updates_refused``, ``updates_broken``, ``updates_again``, ``rounds``,
-            ``empty_rounds``, ``bytes_in``, ``bytes_out``,
-            and ``refused_REASON`` as ``serving.Refusals`` counts who was not let in.
-        spool_bytes: Held by updates that are not added yet.
+            ``empty_rounds``, ``bytes_in``, ``bytes_out``, and ``refused_REASON`` as ``serving.Refusals`` counts refused
+            requests.
+        spool_bytes: Bytes of updates that are not added yet.
         saved_round: The last round that is part of a saved state, or ``None``.
-        timeline: What workers did in the last few rounds, oldest first; of many workers, some.
+        timeline: What workers did in the last few rounds, oldest first; a part of the workers if there are many.
     """
 
     version: str
@@ -149,12 +149,12 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def summary_of(record: RoundRecord, loss: float | None, ended: float) -> RoundSummary:
-    """A round, in a line.
+    """The summary of a round.
 
     Args:
-        record: Of the round.
-        loss: Its mean, if there is one.
-        ended: When, in seconds since the epoch.
+        record: The round's record.
+        loss: Its mean loss, if there is one.
+        ended: When it ended, in seconds since the epoch.
     """
     return RoundSummary(
         round=record.round,
@@ -171,7 +171,7 @@ def summary_of(record: RoundRecord, loss: float | None, ended: float) -> RoundSu
 _EVERY_S = 2.0
 _TIMEOUT_S = 10.0
 _MOST_BYTES = 2**26
-_ROUNDS = 60  # of which the loss is drawn
+_ROUNDS = 60  # the loss is drawn over these
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _WIDE = 100  # columns
 _ARGUMENTS = {
@@ -200,7 +200,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Show what was asked for; returns the exit code."""
+    """Show the status as the arguments say; return the exit code."""
     require_positive("--every", options.every, of="seconds")
     files = {"authority": options.ca, "certificate": options.cert, "key": options.key}
     with named(**_ARGUMENTS):
@@ -234,14 +234,14 @@ def run(options: argparse.Namespace) -> int:
 
 
 def ask_status(address: CoordinatorAddress) -> RunStatus:
-    """The status of a run.
+    """Ask a coordinator for the status of its run.
 
     Args:
-        address: Of its coordinator.
+        address: The coordinator's address.
 
     Raises:
-        OptionError: If what answers is no coordinator.
-        OSError: If it does not answer, or does not let us in; says what it said.
+        OptionError: If the answer is not a coordinator's.
+        OSError: If it does not answer, or refuses the request; with its reason.
     """
     text = _ask(address)
     try:
@@ -252,7 +252,7 @@ def ask_status(address: CoordinatorAddress) -> RunStatus:
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """A redirect would take the token to somewhere else."""
+    """Refuses redirects, which would take the token elsewhere."""
 
     def redirect_request(self, *_: Any, **__: Any) -> None:
         return None
@@ -271,7 +271,7 @@ def _ask(address: CoordinatorAddress) -> bytes:
     except urllib.error.HTTPError as error:
         with error:
             raise OSError(f"{url} answers {error.code} {error.reason}.{_way_out(error.code)}") from error
-    except http.client.HTTPException as error:  # what is no HTTP, or ends early
+    except http.client.HTTPException as error:  # not HTTP, or ends early
         raise OSError(f"{url} does not answer as a coordinator does ({type(error).__name__}).") from error
     except OSError as error:
         raise OSError(f"{url} cannot be asked: {_reason(getattr(error, 'reason', error))}.") from error
@@ -301,8 +301,8 @@ def status_view(status: RunStatus, width: int) -> RenderableType:
     """A run's status for the terminal.
 
     Args:
-        status: Of the run.
-        width: Columns of the terminal; a narrow one gets fewer columns of the table.
+        status: The run's status.
+        width: Columns of the terminal; a narrow one shows fewer columns of the table.
     """
     from rich.console import Group
     from rich.table import Table
@@ -314,7 +314,7 @@ def status_view(status: RunStatus, width: int) -> RenderableType:
         table.add_column(name, justify="left" if index < 2 else "right", no_wrap=index > 0, overflow="fold")
     for worker in status.workers:
         style = "dim" if not worker.connected else "red" if worker.state == "lost" else ""
-        # As Text: a name may hold what rich takes for markup.
+        # As Text, because rich would read markup in a name.
         table.add_row(*(Text(value(worker)) for _, value, _ in columns), style=style)
     lines: list[RenderableType] = [Text(line) for line in _lines(status)]
     losses = [ended.loss for ended in status.rounds if ended.loss is not None][-_ROUNDS:]

@@ -1,9 +1,9 @@
-"""Uploads, and the exact sum of a round's updates: piece by piece, in several threads, the same bits in any order.
+"""Uploads, and the exact sum of a round's updates: piece by piece in several threads, with the same bits in any order.
 
-Uploads share room in memory while they come in, and until they are added. An update is checked while it comes in: its
-digest, and how large its numbers are. The first of a sum is held as it came: if no other comes, it is the mean. Else
-each is added when it is there, so that a sum takes 16 bytes for each element, however many workers there are. No piece
-depends on another: who works on which changes no bit.
+Uploads share a bounded room in memory while they come in, and until they are added. An update is checked while it comes
+in: its digest, and the magnitude of its numbers. The first update of a sum is held as it came; if no other comes, it is
+the mean. Otherwise each update is added when it is complete, so a sum takes 16 bytes for each element, however many
+workers there are. Pieces are independent, so it makes no difference to the bits which thread works on which piece.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ def view_of(payload: Tensor) -> memoryview:
 
 
 def buffer_of(length: int) -> Tensor:
-    """So many bytes, which hold anything. NumPy makes them, as it asks the system for large pages."""
+    """A buffer of so many bytes, uninitialised. NumPy makes it, as it asks the system for large pages."""
     return torch.from_numpy(np.empty(length, dtype=np.uint8))
 
 
 PIECE = 1 << 20
-"""Elements of a piece: whole blocks of every format, and whole bytes."""
+"""Elements of a piece: a whole number of blocks, and of bytes, in every format."""
 
 _ELEMENT_BITS: dict[str, int] = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4}
-"""Formats that can be cut; a payload of another one is one piece."""
+"""Formats that can be cut; a payload in another format is one piece."""
 
 
 class PiecedFormat:
-    """Cuts payloads of so many elements, and puts them together.
+    """Cuts payloads with a given number of elements into pieces, and puts them together.
 
     Args:
         wire: The format.
-        elements: Of the whole.
+        elements: Elements of the whole payload.
         piece: Elements of a piece; 0 for ``PIECE``.
     """
 
@@ -65,7 +65,7 @@ class PiecedFormat:
 
     @cached_property
     def of_means(self) -> PiecedFormat:
-        """The same for the means of such payloads."""
+        """The format of the means of such payloads, cut the same way."""
         wire = self.wire.of_means
         return self if wire == self.wire else PiecedFormat(wire, self.elements, self.piece)
 
@@ -84,7 +84,7 @@ class PiecedFormat:
         return [slice(first, last), elements]
 
     def end_of(self, index: int) -> int:
-        """Bytes of the payload that have to be there before a piece can be read."""
+        """How many bytes from the payload's front a piece needs before it can be read."""
         return int(self._sections(index)[-1].stop)
 
     def length_of(self, index: int) -> int:
@@ -93,7 +93,7 @@ class PiecedFormat:
         return stop - start
 
     def largest(self, payload: Tensor, index: int) -> float:
-        """A bound of the magnitudes in one piece; infinity if a number is not finite."""
+        """An upper bound of the magnitudes in one piece; infinity if a number is not finite."""
         largest = self.wire.largest(self.part(payload, index), self.length_of(index))
         return math.inf if math.isnan(largest) else largest
 
@@ -103,7 +103,7 @@ class PiecedFormat:
         return sections[0] if len(sections) == 1 else torch.cat(sections)
 
     def place_of(self, payload: Tensor, index: int) -> Tensor | None:
-        """Where one piece lies in a payload, if it lies in one place."""
+        """The view of one piece in a payload, or ``None`` if it is not contiguous there."""
         sections = self._sections(index)
         return payload[sections[0]] if len(sections) == 1 else None
 
@@ -116,7 +116,7 @@ class PiecedFormat:
             offset += length
 
     def seed(self, round: int, index: int) -> int:
-        """For a piece of a round's mean: each its own, as a seed makes the same roundings in every tensor."""
+        """The seed for one piece of a round's mean. Each has its own, as one seed rounds every tensor the same way."""
         return round * len(self.pieces) + index
 
 
@@ -124,27 +124,27 @@ class Update:
     """An update whose numbers are known.
 
     Args:
-        payload: As it came.
-        largest: A bound of the magnitudes of its numbers; infinity if one is not finite.
-        digest: Of the payload, in hexadecimal digits.
+        payload: The update as it came.
+        largest: An upper bound of the magnitudes of its numbers; infinity if one is not finite.
+        digest: Digest of the payload, in hexadecimal digits.
     """
 
     def __init__(self, payload: Tensor, largest: float, digest: str) -> None:
         self.payload = payload
         self.largest = largest
         self.digest = digest
-        self.weight = 0  # once it is part of a sum
+        self.weight = 0  # set when it becomes part of a sum
 
 
 _AT_ONCE = 1 << 23  # bytes that are checked together
 
 
 class UploadRoom:
-    """Room in memory for uploads, bounded together. For one event loop.
+    """Bounded room in memory for all uploads. For one event loop.
 
     Args:
-        limit: Bytes of all together; a larger upload is taken alone.
-        executor: Of the threads that check uploads.
+        limit: Bytes of all uploads together; a larger upload is accepted while there is no other.
+        executor: Threads that check uploads.
     """
 
     def __init__(self, limit: int, executor: Executor) -> None:
@@ -154,14 +154,14 @@ class UploadRoom:
         self._waiting: list[asyncio.Future[None]] = []
 
     async def take(self, what: PiecedFormat | int, *, timeout: float) -> Upload:
-        """Take room, or wait for some.
+        """Take room, or wait for it.
 
         Args:
-            what: Format of an update; or the length of something else, of whose numbers none is looked at.
+            what: Format of an update; or the length of another body, whose numbers are not checked.
             timeout: Longest wait in seconds.
 
         Raises:
-            SchedulerTimeoutError: If there is not enough in time.
+            SchedulerTimeoutError: If there is not enough room in time.
         """
         pieced, length = (None, what) if isinstance(what, int) else (what, what.payload_bytes)
         loop = asyncio.get_running_loop()
@@ -180,7 +180,7 @@ class UploadRoom:
         return upload
 
     def give_back(self, length: int) -> None:
-        """Room is free again."""
+        """Free room, and wake those that wait for it."""
         self.taken -= length
         waiting, self._waiting = self._waiting, []
         for changed in waiting:
@@ -189,12 +189,12 @@ class UploadRoom:
 
 
 class Upload:
-    """A body of known length, filled from the front, and checked in a thread beside that. Leaving it gives room back.
+    """A body of known length, filled from the front and checked in a thread. As a context it gives back its room.
 
     Args:
-        room: That it has taken.
-        length: In bytes.
-        pieced: Its format; ``None`` where its numbers are not looked at.
+        room: The room that it has taken a part of.
+        length: Length in bytes.
+        pieced: Its format; ``None`` if its numbers are not checked.
     """
 
     def __init__(self, room: UploadRoom, length: int, pieced: PiecedFormat | None) -> None:
@@ -208,15 +208,15 @@ class Upload:
         self._filled = 0
         self._hash = xxhash.xxh3_128()
         self._hashed = 0
-        self._looked = 0  # pieces
+        self._looked = 0  # pieces that have been checked
         self._largest = 0.0
         self._job: asyncio.Future[None] | None = None
 
     def write(self, chunk: bytes) -> None:
-        """Append; returns at once.
+        """Append a chunk; returns at once.
 
         Raises:
-            OptionError: If it is more than was announced.
+            OptionError: If it is longer than was announced.
         """
         end = self._filled + len(chunk)
         if end > self.length:
@@ -230,11 +230,11 @@ class Upload:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all of it is there."""
+        """Whether the whole body has come in."""
         return self._filled == self.length
 
     async def finish(self) -> Update:
-        """What came in, once all of it is there."""
+        """The update, once the whole body has come in."""
         if self._job is not None:
             await self._job
         await asyncio.get_running_loop().run_in_executor(self._room.executor, self._look, self.length)
@@ -261,13 +261,13 @@ class Upload:
 
 
 class UpdateSum:
-    """Sum of one fragment's updates in one round. Its methods are called on the event loop, its work is done elsewhere.
+    """Sum of one fragment's updates in one round. Its methods are called on the event loop; threads do the work.
 
     Additions are announced on the loop with :meth:`begin`, so that :meth:`settled` waits for all of them.
 
     Args:
         pieced: The format of the updates.
-        executor: Of the threads that add.
+        executor: Threads that add.
     """
 
     def __init__(self, pieced: PiecedFormat, executor: Executor) -> None:
@@ -275,8 +275,8 @@ class UpdateSum:
         self._executor = executor
         self._held: Update | None = None  # the first one, until there is another
         self._sums: list[WeightedMean | None] = [None] * len(pieced.pieces)
-        self._locks = [threading.Lock() for _ in pieced.pieces]  # each for its piece; no other is taken under one
-        self._summed = False  # whether something is in the sums
+        self._locks = [threading.Lock() for _ in pieced.pieces]  # one for each piece; a thread holds only one
+        self._summed = False  # whether the sums hold anything
         self._under_way = 0
         self._settled = asyncio.Event()
         self._settled.set()
@@ -285,18 +285,18 @@ class UpdateSum:
         self.failed: BaseException | None = None
 
     def begin(self, update: Update, *, weight: int) -> None:
-        """Reserve room for an update, and make :meth:`settled` wait for it.
+        """Announce an update, so that :meth:`settled` waits for it.
 
         Args:
             update: The update.
-            weight: With which it counts, 1 or more.
+            weight: Its weight, 1 or more.
 
         Raises:
-            OptionError: If it is not finite, or the sum could become too large with it.
+            OptionError: If it is not finite, the sum could become too large with it, or the weight is too large.
         """
         largest = update.largest
         bound = self._bound + largest * weight
-        if not bound < LARGEST:  # NaN is not less, either
+        if not bound < LARGEST:  # false for NaN, too
             state = f"{largest:.3g} in it" if math.isfinite(largest) else "infinities or NaN in it"
             raise OptionError("update", state, f"finite, and below {LARGEST:.3g} when it is weighted and summed")
         if weight > MOST_WEIGHT:
@@ -308,7 +308,7 @@ class UpdateSum:
         self._settled.clear()
 
     async def add(self, update: Update) -> None:
-        """Add an update that was begun; its payload belongs to the sum from now on."""
+        """Add an announced update; its payload belongs to the sum from now on."""
         held, self._held = self._held, None
         try:
             if held is None and not self._summed and self.pieced.of_means is self.pieced:
@@ -318,7 +318,7 @@ class UpdateSum:
                 for one in (update,) if held is None else (held, update):
                     await self._of_pieces(partial(self._add, one))
         except BaseException as error:
-            self.failed = error  # part of it may be in the sum: nobody is to use that
+            self.failed = error  # part of it may be in the sum, which must not be used
             raise
         finally:
             self._under_way -= 1
@@ -327,29 +327,29 @@ class UpdateSum:
 
     async def settled(self) -> None:
         """Wait until nothing is being added."""
-        # No timeout: what is waited for are additions in memory under way in threads, each of which sets the event
-        # whether it succeeds or fails. The connection of the worker that sent the update does not matter any more.
+        # No timeout: additions run in memory, in threads, and each sets the event whether it succeeds or fails. They do
+        # not depend on the connection of the worker that sent the update.
         await self._settled.wait()
 
     @property
     def only(self) -> Update | None:
-        """The one update that the sum is of, whose payload is the mean; to be asked once it is settled.
+        """The only update in a settled sum, whose payload is the mean; ``None`` if there are others.
 
-        In 8 or 4 bits it would be rounded once more, for nothing.
+        It is sent as it is: in 8 or 4 bits, encoding it again would round it once more.
         """
         return self._held
 
     async def encode_mean(
         self, payload: Tensor, *, round: int, known: Tensor | None = None, lost: Tensor | None = None
     ) -> None:
-        """Write the mean; once it is settled, and of more than :attr:`only` one update.
+        """Write the mean of a settled sum that has no :attr:`only` update.
 
         Args:
-            payload: Of the whole fragment, which is written to.
-            round: Whose mean it is, for its rounding.
-            known: What former means have lost of the whole fragment, or ``None`` for nothing; only read, so that a
-                mean can be formed once more.
-            lost: What is lost with this one; ``None`` where the wire keeps none.
+            payload: The whole fragment's payload, which is written to.
+            round: The mean's round, which seeds the rounding.
+            known: What earlier means have lost of the whole fragment, or ``None`` for nothing. It is only read, so that
+                a mean can be formed again.
+            lost: Receives what is lost including this mean; ``None`` where the wire format keeps no residuals.
 
         Raises:
             ValueError: If nothing was added.
@@ -357,7 +357,7 @@ class UpdateSum:
         await self._of_pieces(partial(self._encode, payload, round, known, lost))
 
     async def reopen(self) -> None:
-        """Begin anew, in the same memory."""
+        """Make the sum empty again, in the same memory."""
         self._held = None
         if self._summed:
             await self._of_pieces(self._clear)
