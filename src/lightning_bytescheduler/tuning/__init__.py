@@ -1,1 +1,1 @@
-"""Choosing credit, partition size, and whether steps are plain DDP's. Only the callback imports Lightning."""
+"""Choosing the credit, the partition size, and whether steps are plain DDP's. Only the callback imports Lightning."""

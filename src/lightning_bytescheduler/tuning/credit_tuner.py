@@ -1,8 +1,8 @@
-"""Chooses credit, partition size and plain DDP while ``fit`` runs, on rank 0: keeps the record, and says what it does.
+"""The callback that chooses credit, partition size or plain DDP while ``fit`` runs. It works on rank 0.
 
-What it decides comes into force on all ranks before the same step (``ddp/point_in_force.py``). Some of its steps, a
-dozen or so, wait ten milliseconds for what the search proposes; what that needs is imported before the fit, unless
-steps begin as DDP's.
+Each decision comes into force on all ranks before the same step (``ddp/point_in_force.py``). A few steps wait for
+milliseconds while the search proposes a point. The libraries for that are imported before the fit, unless it begins
+with DDP's steps.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from lightning_bytescheduler.tuning.search import CreditTuning, TuningOptions, p
 from lightning_bytescheduler.tuning.sizes import SearchSpace, TuningPoint
 
 STATE_KEY = "bytescheduler_tuning"
-"""Of the tuner's state in a checkpoint. Not a callback's state: Lightning would miss the callback wherever a checkpoint
-is used without it, such as with DDP."""
+"""Key of the tuner's state in a checkpoint. It is not a callback's state: Lightning would warn of a missing callback
+wherever a checkpoint is used without one, such as with DDP."""
 
-_LEAD = 2  # steps: decided before one step, told to the other ranks during it, in force before the second
+_LEAD = 2  # steps: decided before one, told to the others during it, in force before the second
 
 
 @options_by_name
 class CreditTuner(pl.Callback):
-    """Finds the credit, and with ``tuning="both"`` the partition size, that make steps fastest.
+    """Finds the credit, and with ``tuning="both"`` the partition size, with which steps are fastest.
 
-    ``ByteSchedulerStrategy`` brings one along unless tuning is switched off. Add one to the Trainer's callbacks to set
-    its limits. What is tuned is said by the strategy's ``tuning``.
+    ``ByteSchedulerStrategy`` adds one itself unless tuning is switched off. Add one to the Trainer's callbacks to set
+    its limits. The strategy's ``tuning`` says what is tuned.
 
-    Step times are medians: a step with a validation, a checkpoint or the end of an epoch in it moves them little.
+    Step times are medians, so steps with a validation, a checkpoint or the end of an epoch change them little.
 
     Args:
-        trials: Points that a search tries at most, the one in force and plain DDP among them; at least 2.
-        steps_per_trial: Steps of a trial at most; most end earlier.
-        precision: A trial ends when its step time is known with this standard error, as a share.
+        trials: Most points that a search tries, including the one in force and plain DDP; at least 2.
+        steps_per_trial: Most steps of a trial; most trials end earlier.
+        precision: A trial ends when the standard error of its step time is at most this share of it.
         cost_share: What trials may cost, as a share of the time of all steps since the search began.
-        cost_steps: So many steps' share may be spent from the start.
+        cost_steps: The cost share of this many steps may be spent from the start.
         warm_up: First steps of a fit that do not count.
-        record: File to which rank 0 adds a line for each trial, for ``lightning-bytescheduler tuning``. By default
-            ``tuning.jsonl`` in the directory of the Trainer's logger; without one, in the Trainer's
-            ``default_root_dir`` if it was given; and otherwise nowhere.
+        record: File to which rank 0 adds a line for each trial, for ``lightning-bytescheduler tuning``. If left out,
+            ``tuning.jsonl`` in the directory of the Trainer's logger; without a logger, in the Trainer's
+            ``default_root_dir`` if it was given; else there is no record.
 
     Raises:
         OptionError: Names the option that is not allowed.
@@ -66,7 +66,7 @@ class CreditTuner(pl.Callback):
         if record is not None:
             record = require_new_file("record", record)
         self._options = TuningOptions(
-            trials=require_whole("trials", trials, 2),  # what is in force, and plain DDP
+            trials=require_whole("trials", trials, 2),  # the one in force, and plain DDP
             steps_per_trial=steps_per_trial,
             precision=precision,
             cost_share=cost_share,
@@ -77,9 +77,9 @@ class CreditTuner(pl.Callback):
         self._record_option = record
         self._record: Path | None = None
         self._tuning: CreditTuning | None = None
-        self._state: dict[str, Any] | None = None  # to go on from
+        self._state: dict[str, Any] | None = None  # to continue from
         self._is_open = False  # between begin and stop
-        self._said: tuple[bool, bool] | None = None  # the last verdict that was told
+        self._said: tuple[bool, bool] | None = None  # the last verdict that was logged
 
     # What the strategy calls, on rank 0.
 
@@ -98,17 +98,17 @@ class CreditTuner(pl.Callback):
         """Begin a fit, from a checkpoint's state or the last fit's if there is one.
 
         Args:
-            space: Where to look.
+            space: The points to search.
             start: Sizes without tuning.
-            identity: What results hold for.
-            guesses: What to try first.
-            given: Of ``"credits"`` and ``"partitions"``, what was chosen by hand.
-            plain_ddp: Whether steps as DDP's are among the candidates.
-            as_ddp: Whether to begin with them.
-            folder: Of the record, unless the user has named a file.
+            identity: What the results hold for.
+            guesses: Points to try first.
+            given: Which of ``"credits"`` and ``"partitions"`` the user chose.
+            plain_ddp: Whether plain DDP is among the candidates.
+            as_ddp: Whether to begin with it.
+            folder: The record's folder, unless the user has named a file.
 
         Returns:
-            What to put in force before the first step.
+            The point to put in force before the first step.
         """
         self.stop()
         file = self._record_option or (None if folder is None else os.path.join(folder, RECORD_NAME))
@@ -128,7 +128,7 @@ class CreditTuner(pl.Callback):
 
     @property
     def current(self) -> TuningPoint:
-        """What was decided last.
+        """The latest decision.
 
         Raises:
             UnsupportedError: If nothing is tuned.
@@ -137,7 +137,7 @@ class CreditTuner(pl.Callback):
 
     @property
     def is_settled(self) -> bool:
-        """Whether a choice was made that holds until the step time drifts; ``False`` while nothing is tuned."""
+        """Whether a choice holds until the step time drifts; ``False`` while nothing is tuned."""
         return self._tuning is not None and self._tuning.is_settled
 
     @property
@@ -147,12 +147,12 @@ class CreditTuner(pl.Callback):
 
     @property
     def entries(self) -> tuple[TrialEntry, ...]:
-        """What was tried and chosen in this fit, or the last one, in order; empty on ranks above 0."""
+        """The trials and choices of this fit, or the last one, in order; empty on ranks above 0."""
         return () if self._tuning is None else self._tuning.entries
 
     @property
     def standing(self) -> str:
-        """What the search has come to so far, in words; empty on ranks above 0 and while nothing is known."""
+        """The result of the search so far, in words; empty on ranks above 0 and while nothing is known."""
         return "" if self._tuning is None else self._tuning.standing
 
     @property
@@ -162,16 +162,16 @@ class CreditTuner(pl.Callback):
         return self._tuning
 
     def step_took(self, step: int, seconds: float, *, as_decided: bool, hideable: float | None = None) -> None:
-        """Take down how long a step took, from its forward pass to the next step's; decide, and write and say what.
+        """Note the time of a step, from its forward pass to the next step's. Decide, then record and log the decision.
 
         Args:
             step: Its number.
-            seconds: Of this rank's clock, or its GPU's.
+            seconds: Its time, by this rank's clock or its GPU.
             as_decided: Whether it was taken at `current`.
-            hideable: Seconds that overlap could hide in a typical step as DDP's; ``None`` if that is not known.
+            hideable: Seconds that overlap could hide in a typical plain DDP step; ``None`` if that is not known.
         """
         tuning, known = self._begun, len(self.entries)
-        # Exchanges are rare while nothing is tried, so the first decision after that comes into force late.
+        # Exchanges are rare while nothing is tried, so the first decision after such a time comes into force late.
         if not (as_decided or step < tuning.in_force_from):
             return
         tuning.step_took(step, seconds, hideable=hideable)
@@ -193,7 +193,7 @@ class CreditTuner(pl.Callback):
             rank_zero_info(f"bytescheduler: steps {way}: {tuning.standing}.{more}")
 
     def stop(self) -> None:
-        """Keep what is known for the next fit. Idempotent."""
+        """Keep the state for the next fit. Idempotent."""
         if self._is_open:
             self._is_open = False
             self._state = self._begun.state_dict()
@@ -213,8 +213,8 @@ class CreditTuner(pl.Callback):
         """Refuse strategies that have nothing to tune, a second tuner, and a record that cannot be written.
 
         Raises:
-            UnsupportedError: If the strategy is another one, or two tuners would decide, or the Trainer is of the
-                other package of Lightning.
+            UnsupportedError: If the strategy is another one, if there would be two tuners, or if the Trainer is from
+                the other package of Lightning.
             OptionError: If the file that the user has named for the record cannot be written.
         """
         require_same_package(trainer, "CreditTuner")
@@ -238,7 +238,7 @@ class CreditTuner(pl.Callback):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """What is known goes into it."""
+        """Add the state to a checkpoint."""
         if self._is_open:
             checkpoint[STATE_KEY] = self._begun.state_dict()
         elif self._state is not None:
@@ -247,5 +247,5 @@ class CreditTuner(pl.Callback):
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Keep the state for `begin`."""
+        """Keep a checkpoint's state for `begin`."""
         self._state = checkpoint.get(STATE_KEY, self._state)

@@ -1,15 +1,15 @@
-"""The record of a search: what was tried, how long steps took, and what that holds for.
+"""The record of a search: which points were tried, how long steps took, and what the results hold for.
 
-A record is a file with one JSON object a line (:class:`TrialEntry`), appended as things happen. A step time
-(:class:`StepTimeEstimate`) is made of few steps that are now and then disturbed. A result says nothing about another
-model or another link (:class:`TuningIdentity`).
+A record is a file with one JSON object per line (:class:`TrialEntry`), appended as things happen. A step time
+(:class:`StepTimeEstimate`) comes from few steps, some of them disturbed. A result says nothing about another model or
+another link (:class:`TuningIdentity`).
 
-Location is the median and scale the median absolute deviation: neither moves much while fewer than half of the
-steps are disturbed, by a checkpoint elsewhere, a slow disk, or the garbage collector. The median of ``n`` steps has a
+Location is the median and scale the median absolute deviation. Neither moves much while fewer than half of the steps
+are disturbed, by a checkpoint elsewhere, a slow disk, or the garbage collector. The median of ``n`` steps has a
 standard error of about ``1.2533 × scale / sqrt(n)``.
 
-Also the command ``lightning-bytescheduler tuning``: a record as a table and as a picture (which needs matplotlib,
-imported when it is drawn), and what was chosen as options to paste.
+The module also has the command ``lightning-bytescheduler tuning``. It shows a record as a table and as a picture (with
+matplotlib, imported when needed), and the choice as options to paste.
 """
 
 from __future__ import annotations
@@ -34,32 +34,32 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 RECORD_NAME = "tuning.jsonl"
-"""Of the record in a run's directory."""
+"""Name of the record in a run's directory."""
 
 Kind = Literal["start", "ddp", "guess", "search", "confirm", "chosen", "drift", "failed"]
-"""The point in force at the start, DDP's behaviour, a guess from outside, a point of the search, a point measured
-again; the choice; the step time left what was chosen for; the search could not go on."""
+"""Kinds of entries: the point in force at the start, plain DDP, a guess from outside, a point that the search proposed,
+a point measured again; the choice; the step time drifted from that of the choice; the search could not continue."""
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 _Figure = Annotated[float, msgspec.Meta(ge=0)]
 
 _CONSISTENT = 1.4826  # makes the median absolute deviation a normal distribution's standard deviation
 _MEDIAN_ERROR = math.sqrt(math.pi / 2)
-_LEAST_SCALE = 0.002  # of the location; coarse clocks must not make us certain
-_TRUSTED = 8  # steps; from fewer, the deviation is no estimate of the scale
+_LEAST_SCALE = 0.002  # of the location; a coarse clock must not suggest certainty
+_TRUSTED = 8  # steps; the deviation of fewer is no estimate of the scale
 _CERTAIN = 3.0  # standard errors
-_SAME_LINK = 2.0  # probes of one link differ; beyond this factor it is another
+_SAME_LINK = 2.0  # probes of one link differ; beyond this factor it is another link
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimeEstimate:
-    """A robust estimate.
+    """A robust estimate of a step time.
 
     Attributes:
-        seconds: Of a typical step.
+        seconds: Time of a typical step.
         error: Standard error of ``seconds``.
         scale: Standard deviation of undisturbed steps, in seconds.
-        steps: How many it was made of.
+        steps: Number of steps in the estimate.
     """
 
     seconds: float
@@ -72,12 +72,12 @@ class StepTimeEstimate:
         """Make the estimate.
 
         Args:
-            samples: Seconds of steps, at least one.
-            usual_noise: Scale of other measurements relative to their location. The scale is taken to be at least
-                this while there are few samples, whose deviation may be small by chance.
+            samples: Seconds of each step, at least one.
+            usual_noise: Relative scale of other measurements. A few samples may deviate little by chance, so their
+                scale is taken to be at least this.
         """
         ordered = sorted(samples)
-        # Of an even number the lower of the middle two: one of two, or two of four, may be disturbed.
+        # For an even number, the lower of the middle two: of two steps one may be disturbed, and of four two.
         seconds = statistics.median_low(ordered)
         scale = _CONSISTENT * statistics.median_low(abs(sample - seconds) for sample in ordered)
         noise = usual_noise if len(ordered) < _TRUSTED else 0.0
@@ -91,7 +91,7 @@ class StepTimeEstimate:
 
 
 def is_clearly_slower(time: StepTimeEstimate, reference: StepTimeEstimate) -> bool:
-    """Whether more steps would not change that ``time`` is the larger one. One step alone is never clear."""
+    """Whether ``time`` is the larger one, and more steps would not change that. One step alone is never enough."""
     margin = _CERTAIN * math.hypot(time.error, reference.error)
     return time.steps >= 2 and time.seconds - reference.seconds > margin
 
@@ -101,18 +101,18 @@ class TrialEntry:
     """What happened at one point, or what was decided.
 
     Attributes:
-        search: Which search, from 0; another one follows a drift.
+        search: The search's number, from 0; another search follows a drift.
         kind: What happened.
-        step: At which step it ended.
+        step: The step at which it ended.
         credit: In parameters; ``None`` for plain DDP.
         partition_size: In parameters; ``None`` for plain DDP.
-        step_seconds: Of a typical step.
+        step_seconds: Time of a typical step.
         error_seconds: Standard error of ``step_seconds``.
         noise: Standard deviation of undisturbed steps, as a share of ``step_seconds``.
-        steps: How many were measured.
-        outcome: ``"measured"``, or ``"abandoned"`` if it was clearly worse or too costly to go on with.
-        lost_seconds: Against the best that was known.
-        note: For a reader; may be empty.
+        steps: Number of measured steps.
+        outcome: ``"measured"``, or ``"abandoned"`` if the point was clearly worse or the trial too costly to continue.
+        lost_seconds: Time lost against the best point that was known.
+        note: A note for the reader; may be empty.
     """
 
     search: _Count
@@ -129,26 +129,26 @@ class TrialEntry:
     note: str = ""
 
     def __post_init__(self) -> None:
-        self.point  # noqa: B018  # refuses sizes that cannot be
+        self.point  # noqa: B018  # refuses invalid sizes
 
     @property
     def point(self) -> TuningPoint:
-        """Where it was."""
+        """The point it is about."""
         return TuningPoint(credit=self.credit, partition_size=self.partition_size)
 
     @property
     def step_time(self) -> StepTimeEstimate:
-        """What was measured."""
+        """The measured step time."""
         return StepTimeEstimate(self.step_seconds, self.error_seconds, self.noise * self.step_seconds, self.steps)
 
     @property
     def is_trial(self) -> bool:
-        """Whether it is one of the points that count against the number of trials."""
+        """Whether it counts against the number of trials."""
         return self.kind in ("start", "ddp", "guess", "search")
 
 
 def standing_of(entries: Sequence[TrialEntry], most: int = 0) -> str:
-    """What is fastest so far in the last search, against what, and after how many trials; of ``most``, if given."""
+    """The fastest point of the last search so far, what it is compared with, and after how many trials of ``most``."""
     entries = [entry for entry in entries if entry.search == entries[-1].search]
     trials = [entry for entry in entries if entry.is_trial]
     chosen = next((entry for entry in reversed(entries) if entry.kind == "chosen"), None)
@@ -156,7 +156,7 @@ def standing_of(entries: Sequence[TrialEntry], most: int = 0) -> str:
     best = chosen or min(measured, key=lambda entry: entry.step_seconds)
     as_ddp = best.point.is_plain_ddp
     others = [entry for entry in entries if entry.point.is_plain_ddp != as_ddp]
-    again = [entry for entry in others if entry.kind == "confirm"]  # in turns: these can be compared
+    again = [entry for entry in others if entry.kind == "confirm"]  # measured in turns, so these can be compared
     other_ms = [1e3 * entry.step_seconds for entry in again or others if entry.is_trial or again]
     ms = 1e3 * best.step_seconds
     if as_ddp and other_ms and min(other_ms) < ms:
@@ -186,10 +186,10 @@ def append_entries(file: str | os.PathLike[str], entries: Iterable[TrialEntry]) 
 
 
 def read_record(file: str | os.PathLike[str]) -> tuple[TrialEntry, ...]:
-    """Read a record. A last line that was cut off, by a crash, is left out.
+    """Read a record. A last line that a crash cut off is left out.
 
     Raises:
-        OptionError: If the file is no record; names the line.
+        OptionError: If the file is not a record; names the line.
         OSError: If the file cannot be read.
     """
     lines = Path(file).read_bytes().split(b"\n")
@@ -198,26 +198,26 @@ def read_record(file: str | os.PathLike[str]) -> tuple[TrialEntry, ...]:
         if not line.strip():
             continue
         try:
-            # A newer version may say more: fields that are not known are left out.
+            # A newer version may write more fields: unknown ones are ignored.
             entries.append(msgspec.json.decode(line, type=TrialEntry))
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             if number == len(lines):
-                break  # no newline after it
+                break  # no newline after it: it was cut off
             raise OptionError("record", f"{os.fspath(file)}:{number}", f"lines of a tuning record ({error})") from error
     return tuple(entries)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TuningIdentity:
-    """Model, workers and link.
+    """What a result holds for: model, workers and link.
 
     Attributes:
-        parameters: How many are trained.
+        parameters: Number of trained parameters.
         bytes_per_parameter: Size of one gradient element.
-        workers: How many train together.
+        workers: Number of workers that train together.
         backend: What reduces gradients, such as ``"gloo"``.
-        link: As measured, or ``None`` if it was not.
-        in_shards: Whether gradients are reduced in shards, for which other sizes are good.
+        link: The measured link, or ``None`` if it was not measured.
+        in_shards: Whether gradients are reduced in shards, for which other sizes are best.
     """
 
     parameters: int
@@ -228,13 +228,13 @@ class TuningIdentity:
     in_shards: bool = False
 
     def matches(self, other: TuningIdentity) -> bool:
-        """Whether results for one hold for the other. A link that was not measured matches any."""
+        """Whether results for one hold for the other. A link that was not measured matches any link."""
         for field in fields(self):
             if field.name != "link" and getattr(self, field.name) != getattr(other, field.name):
                 return False
         if self.link is None or other.link is None:
             return True
-        # Start-up costs are tiny and noisy, so what the model's messages take is compared.
+        # Start-up costs are tiny and noisy, so the times of messages of a typical size are compared.
         size = self.parameters * self.bytes_per_parameter / 64
         ratio = self.link.seconds(size) / other.link.seconds(size)
         return 1 / _SAME_LINK <= ratio <= _SAME_LINK
@@ -243,11 +243,11 @@ class TuningIdentity:
 # ── The command ───────────────────────────────────────────────────────────────────────────────────
 
 _BLUE, _GREY, _RED, _GREEN = "#3f86d1", "#9aa7b2", "#d7263d", "#2e8b57"
-_LABELLED = 20  # trials, at most: more labels would meet
+_LABELLED = 20  # trials, at most: labels of more would overlap
 
 
 def draw_tuning(record: Sequence[TrialEntry], out: str | os.PathLike[str]) -> None:
-    """Draw the last search: each trial's sizes and step time, the best so far, and what was chosen.
+    """Draw the last search: the sizes and step time of each trial, the best so far, and the choice.
 
     Args:
         record: As read by ``read_record``; at least one trial.
@@ -312,7 +312,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def tables(options: argparse.Namespace) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Say what was tried and chosen, and draw it where that was asked for.
+    """Describe the trials and the choice, and draw them if the arguments say so.
 
     Args:
         options: The parsed arguments; ``record`` is the file.
@@ -321,8 +321,8 @@ def tables(options: argparse.Namespace) -> list[tuple[str, list[tuple[str, str]]
         A title, and pairs of a label and a value to print below it.
 
     Raises:
-        OptionError: If the record is none, or has no trials.
-        ImportError: If a picture was asked for and matplotlib is not installed.
+        OptionError: If the file is not a record, or has no trials.
+        ImportError: If a picture is wanted and matplotlib is not installed.
         OSError: If a file cannot be read or written.
     """
     record = read_record(Path(options.record))
@@ -350,10 +350,10 @@ def _rows(record: Sequence[TrialEntry]) -> Iterator[tuple[str, str]]:
 
 
 def fixed_options(point: TuningPoint) -> str:
-    """Say the result of a search as an argument to paste, for trainings that do not search.
+    """The result of a search as an argument to paste, for trainings that do not search.
 
     Args:
-        point: What a search chose.
+        point: The point that a search chose.
     """
     if point.is_plain_ddp:
         return 'ByteSchedulerStrategy(mode="ddp")'

@@ -1,61 +1,63 @@
-"""Tunes credit and partition size while a training runs: what to change, and before which step.
+"""The search for credit and partition size while a training runs: which point to take next, and from which step on.
 
-One rank tunes, by its own clock, and says which point is in force from which step on (``current``, ``in_force_from``).
-Plain DDP is one of the points. Every rank must put a point in force before the *same* step. The partition size and
-plain DDP say which messages a step consists of; if one rank cut a bucket of step 100 into four pieces and another into
-two, the first piece of one would be added to twice as much of the other, or both would wait for messages that never
-come. So a decision has to reach all ranks before the step it names: ``lead`` steps after the one in which it is made.
+One rank tunes, by its own clock. It says which point is in force from which step on (``current``, ``in_force_from``).
+Plain DDP is one of the points. Every rank must put a point in force before the *same* step, because partition size and
+plain DDP determine the messages of a step. Suppose that one rank cut a bucket of step 100 into four partitions and
+another rank into two. Then the first partition of one would be added to twice as much of the other, or both would wait
+for messages that never come. So a decision has to reach all ranks before the step that it names, ``lead`` steps after
+the one in which it is made.
 
-A search is five things, one after the other.
+A search has five stages.
 
-1. *As DDP*, where it begins so: steps are DDP's, at no cost, until what could be hidden in them says that overlapped
-   steps may pay. That is the time for which all ranks wait for gradients with idle processors. If it is a large part of
-   a step, overlapped steps are tried at once; if it is a smaller part, once a trial's few steps are negligible among
-   the steps so far. If the first overlapped trial does not pay, steps are DDP's again, and the next trial is delayed.
-2. *Exploration*: the point in force is measured, then plain DDP, guesses from outside, and points that the search
-   proposes, until the trials are used up or nothing promises enough. A trial ends when its step time is known precisely
-   enough, when it is clearly slower than the best, or when it costs too much. While there is nothing affordable to
-   try, training goes on with the best point.
-3. *Confirmation*: the best few are measured again in turns.
-4. *Settled*: the winner stays in force. Steps are watched.
-5. When the step time has drifted for good, the next search starts from the point in force; not before the last one
-   began so many steps ago that both together stay within what may be lost.
+1. *As DDP*, if it begins so. Steps are plain DDP's, at no cost, until they show how much overlap could hide: the time
+in
+   which all ranks wait for gradients with idle processors. If that is a large part of a step, overlapped steps are
+   tried at once. If it is a smaller part, they are tried when a trial's few steps are negligible among the steps so
+   far. If the first overlapped trial does not pay, steps are plain DDP's again, and the next trial is delayed.
+2. *Exploration*. The point in force is measured, then plain DDP, guesses from outside, and points that the search
+   proposes, until the trials are used up or no point promises enough. A trial ends when its step time is known
+   precisely enough, when it is clearly slower than the best, or when it costs too much. While no trial is affordable,
+   training goes on with the best point.
+3. *Confirmation*. The best few points are measured again in turns.
+4. *Settled*. The winner stays in force, and step times are watched.
+5. *Drift*. When the step time has changed for good, the next search starts from the point in force. It waits until the
+   last search began so many steps ago that both together stay within the budget.
 
-*Time lost* (:meth:`Exploration.left_seconds`) is what steps took beyond the best that is known. It may add up to a
-share of the steps taken since the search began, and from the start to that share of the first few hundred: with 2% of
-500 steps, to ten steps' time. That is little. A point that doubles the step time costs one of the ten at each step, and
-four steps pass before it is left for good reason: the one in which it comes into force, two that are measured, and the
-one in which the change back comes into force. So points that are expected to be far off are not tried before it is
-affordable, and when there is nothing affordable to try, training goes on with the best that is known until there is.
-What no account can prevent is that a point turns out far slower than expected when little is left: the steps until this
-is noticed are lost.
+*Time lost* (:meth:`Exploration.left_seconds`) is the time that steps took beyond the best known step time. Its budget
+is a share of the steps since the search began, and from the start that share of ``cost_steps`` steps: with 2% of 500
+steps, the time of ten steps. That is little. A point that doubles the step time costs one of the ten with each step,
+and takes at least four steps: the one in which it comes into force, two that are measured, and the one in which the
+change back comes into force. So a point that is expected to be slow is tried only when that is affordable. While
+nothing is affordable, training goes on with the best known point. One loss cannot be prevented: when little of the
+budget is left, a point may be far slower than expected, and the steps until this is noticed are lost.
 
-*Confirmation* (:class:`Confirmation`): the fastest of many noisy measurements is fast in part by luck, and the machine
-may have drifted between the first trial and the last. So the fastest few are measured again, in turns back and forth
-(a, b, c, c, b, a, ...), which cancel both. Plain DDP, which has fewer moving parts, is left for what is faster beyond
-chance only: where nothing is to be gained, one of many points always looks faster.
+*Confirmation* (:class:`Confirmation`): the fastest of many noisy measurements is partly lucky, and the machine may have
+drifted between the first trial and the last. So the fastest few are measured again, in turns back and forth (a, b, c,
+c, b, a, ...), which cancels both. Plain DDP has fewer moving parts, so it is left only for a point that is faster
+beyond chance: even without any gain, one of many points always looks faster.
 
-*Drift* (:class:`DriftDetector`): has the step time changed for good, or was that a blip? Steps are gathered in windows.
-When several windows in a row are off in the same direction, by their medians, the change has lasted. Anything shorter
-than a window or two is forgotten.
+*Drift* (:class:`DriftDetector`) tells a lasting change of the step time from a short disturbance. Steps are gathered in
+windows. The change has lasted when the medians of several windows in a row are off in the same direction. Anything
+shorter is forgotten.
 
-*The next point* (:func:`propose`): Bayesian optimization with scikit-learn's Gaussian process and the expected
-improvement of the package ``bayesian-optimization``, with four things set for this use.
+*The next point* (:func:`propose`) comes from Bayesian optimization, with scikit-learn's Gaussian process and the
+expected improvement of the package ``bayesian-optimization``. Four things are adapted to this use.
 
-- The process models the logarithm of the step time over the logarithms of the sizes. Points far worse than the
-  best are all taken to be equally bad, so that a cliff does not dwarf the differences that matter.
+- The process models the logarithm of the step time over the logarithms of the sizes. Points far worse than the best are
+  all treated as equally bad, so that a cliff does not dwarf the differences that matter.
 - Each observation has the error with which it was measured. Improvement is counted from the best *expected* value of
-  the points tried, not from the luckiest measurement, and from plain DDP's if that is better.
-- Few observations would let the length scales run away, so they are the most probable ones of a grid, under a prior
-  that expects the step time to change over some octaves. Without a numerical search for them, a suggestion is a
-  function of the observations alone, and costs little.
-- Expected improvement is evaluated on all points of the search space, which are legal by construction and few; not
-  far from what was measured, and only where the time that a trial would probably lose is affordable.
+  the points tried, not from the luckiest measurement, and from plain DDP's value if that is better.
+- Few observations would give extreme length scales. So the length scales are the most probable ones of a grid, under a
+  prior that expects the step time to change over some octaves. As there is no numerical optimisation, a proposal
+  depends on the observations alone, and costs little.
+- Expected improvement is evaluated on all points of the search space, which are valid by construction and few. Only
+  points near a measured one count, and only where the time that a trial would probably lose is affordable.
 
-The first call imports scikit-learn and SciPy, which takes a second or more; ``prepare`` does that beforehand. A
-call after that takes about ten milliseconds of a processor.
+The first call imports scikit-learn and SciPy, which takes a second or more; ``prepare`` does that beforehand. A later
+call takes milliseconds of processor time.
 
-Pure: no clock, no randomness, no communication, and no thread of its own. The same step times give the same decisions.
+The module is pure: no clock, no randomness, no communication, and no thread of its own. The same step times give the
+same decisions.
 """
 
 from __future__ import annotations
@@ -88,64 +90,64 @@ if TYPE_CHECKING:
     Vector = NDArray[np.float64]
 
 _LEAST_STEPS = 8  # measured steps of a trial that is not abandoned
-_WATCHED = 20  # last steps that are kept while nothing is tried; a training is long
+_WATCHED = 20  # last steps that are kept while nothing is tried, as a training is long
 _FIRST_LEAST_STEPS = 20  # of the first trial: it costs nothing, and the others are compared with it
 
-_MUCH = 0.2  # of a step as DDP's: if so much could be hidden, overlap is likely to pay
+_MUCH = 0.2  # of a plain DDP step: if so much could be hidden, overlap is likely to pay
 _SOME = 0.05
 _LEAST_S = 0.003  # each partition costs about a millisecond of processor time, so shorter waits cannot be hidden
 _LEAVES_DDP = 0.98  # of DDP's time: slower overlapped steps are not worth a search
-_AS_DDP_STEPS = 8  # until what could be hidden counts as known
-_AFFORDABLE_AFTER = 100  # steps before a trial if only some communication could be hidden
+_AS_DDP_STEPS = 8  # until the time that could be hidden counts as known
+_AFFORDABLE_AFTER = 100  # steps before a trial if overlap could hide only some communication
 _FAILED_FACTOR = 4  # a failed trial of overlap is repeated after this many times the steps so far
-_AGAIN_AFTER = 2000  # longest number of steps until then
-_FEW_STEPS_NOISE = 0.03  # of a step time that few steps as DDP's tell
+_AGAIN_AFTER = 2000  # most steps until then
+_FEW_STEPS_NOISE = 0.03  # of a step time that comes from few plain DDP steps
 
-_TURN_STEPS = 6  # measured ones of a turn
+_TURN_STEPS = 6  # measured steps of a turn
 _ROUNDS = 4
-_MOST_ROUNDS = 8  # while a point may be worth leaving plain DDP for, and may not
+_MOST_ROUNDS = 8  # while it is not clear whether a point is worth leaving plain DDP for
 _WORTH_IT = 0.99  # of plain DDP's time
 _CERTAIN = 2.0  # standard errors
 
 _WINDOW = 20  # steps
 _WINDOWS = 3
-_LEAST = 0.1  # of the reference: less is not worth another search
+_LEAST = 0.1  # of the reference: a smaller change is not worth another search
 _CERTAIN_DRIFT = 4.0  # standard errors of a window's median
 
-_UNKNOWN_LOSS = 0.25  # of the step time: what a point of which nothing is known may cost each step
-_OF_WHAT_IS_LEFT = 0.5  # one trial is not meant to use up all that may be lost
-_RESERVE = 0.2  # of what may be lost from the start: kept for measuring the best again
+_UNKNOWN_LOSS = 0.25  # of the step time: what an unknown point may cost per step
+_OF_WHAT_IS_LEFT = 0.5  # one trial should not use up the budget
+_RESERVE = 0.2  # of the budget at the start: kept for measuring the best again
 _LEAST_POINTS = 5  # with fewer, the search cannot know that there is nothing to gain
-_ASK_AGAIN = 50  # steps of waiting until more may be lost
+_ASK_AGAIN = 50  # steps until a search that cannot afford a trial looks again
 _CONTENDERS = 3
-_CONTENDS = 0.02  # of the best step time, beside errors
+_CONTENDS = 0.02  # of the best step time, on top of errors
 _PLAIN_CONTENDS = 0.06
 
-_OCTAVES = 0.25  # of the grid of candidates
+_OCTAVES = 0.25  # spacing of the grid of candidates
 _REACH = 2.0  # octaves from the nearest point that is not bad
-_NOT_BAD = 0.3  # logarithm of the step time above the best one's
-_WORST = 0.5  # the same; beyond, all are equally bad
-_LEAST_SPREAD = 0.05  # sizes are expected to change the step time by this share at least, whatever was seen
-_FIRST_SPREAD, _FEW = 0.2, 4  # and by this one, while so few points or fewer were seen
+_NOT_BAD = 0.3  # logarithm of a step time relative to the best one
+_WORST = 0.5  # the same; beyond it all points are equally bad
+_LEAST_SPREAD = 0.05  # share by which sizes are expected to change the step time at least
+_FIRST_SPREAD, _FEW = 0.2, 4  # the same, while there are at most so many points
 _LENGTH_SCALES = (1.0, 1.7, 3.0, 5.0, 9.0)  # octaves
 _USUAL_LENGTH_SCALE, _LENGTH_SCALE_SPREAD = 3.0, 0.7  # log-normal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TuningOptions:
-    """Budgets of a search.
+    """Limits of a search.
 
     Attributes:
-        trials: Points that are tried at most, those at the start among them.
-        steps_per_trial: Steps of a trial at most; fewer where the step time is steady, or the point clearly worse.
-        precision: A trial ends when its step time is known with this standard error, as a share.
-        plain_ddp: Whether DDP's own behaviour is among the candidates.
-        least_gain: The search ends when nothing promises to save this share of the step time.
-        cost_share: What may be lost, as a share of the time of the steps since the search began.
-        cost_steps: So many steps' share may be lost from the start.
-        warm_up: First steps that do not count, unless they are DDP's.
-        settle: Steps after a change that do not count; the communication of the last step before it is in them.
-        lead: Steps from a decision to the first one that it governs.
+        trials: Most points that are tried, including those at the start.
+        steps_per_trial: Most steps of a trial; fewer if the step time is steady, or the point clearly worse.
+        precision: A trial ends when the standard error of its step time is at most this share of it.
+        plain_ddp: Whether plain DDP is among the candidates.
+        least_gain: The search ends when no point promises to save this share of the step time.
+        cost_share: Time that may be lost, as a share of the time of the steps since the search began.
+        cost_steps: The cost share of this many steps may be lost from the start.
+        warm_up: First steps that do not count, unless they are plain DDP's.
+        settle: Steps after a change that do not count, as they include communication of the step before it.
+        lead: Steps from a decision to the first step that it governs.
 
     Raises:
         OptionError: Names the option that is not allowed.
@@ -173,15 +175,15 @@ class TuningOptions:
 
     @property
     def least_steps(self) -> int:
-        """Steps that a point takes until it can be left for good reason: two measured, and both changes' first ones."""
+        """Steps at a point before it can be left with reason: two measured, and the first step of each change."""
         return 2 + self.settle + self.lead
 
 
 class Turn:
-    """Steps at one point, one after the other: gathers them, and says what they lose.
+    """Consecutive steps at one point: collects their times, and says what they lose.
 
     Args:
-        settle: First steps that are not part of the measurement. Their loss is a loss all the same.
+        settle: First steps that are not part of the measurement. What they lose counts all the same.
     """
 
     def __init__(self, *, settle: int) -> None:
@@ -190,7 +192,7 @@ class Turn:
         self.samples: list[float] = []
 
     def step_took(self, seconds: float) -> bool:
-        """Take down a step, and return whether it is measured."""
+        """Note a step's time, and return whether it is part of the measurement."""
         if self._settle:
             self._settle -= 1
             self._settling.append(seconds)
@@ -206,9 +208,9 @@ class Turn:
         """Seconds lost against steps of ``best_seconds``.
 
         Args:
-            best_seconds: The best step time that is known.
-            before_seconds: The step time at the point before this one, whose last communication may be in the first
-                steps here; that much longer they may take for a reason.
+            best_seconds: The best known step time.
+            before_seconds: The step time at the point before this one. Its last communication may be part of the first
+                steps here, which may take that much longer.
         """
         here = self._likely_seconds()
         if here is None:
@@ -218,32 +220,32 @@ class Turn:
         return settling + len(self.samples) * max(here - best_seconds, 0.0)
 
     def loses_each_step(self, best_seconds: float) -> float:
-        """Seconds that another step will probably lose; nothing is known after one step, which may be disturbed."""
+        """Seconds that another step will probably lose. Unknown after one step, which may be disturbed."""
         here = self._likely_seconds()
         if here is None or len(self.samples) + len(self._settling) < 2:
             return 0.0
         return max(here - best_seconds, 0.0)
 
     def _likely_seconds(self) -> float | None:
-        """Of a step here. While little is measured, the first steps are better than nothing."""
+        """Time of a step here. The first steps are used while few are measured."""
         few = self.samples if len(self.samples) > 2 else [*self._settling, *self.samples]
         return StepTimeEstimate.of(few).seconds if few else None
 
 
 class DriftDetector:
-    """Compares steps with a reference.
+    """Compares step times with a reference.
 
     Args:
-        reference: The step time that was measured.
+        reference: The measured step time.
     """
 
     def __init__(self, reference: StepTimeEstimate) -> None:
         self._reference = reference
         self._window: list[float] = []
-        self._off = 0  # windows in a row, negative where faster
+        self._off = 0  # windows in a row; negative where faster
 
     def step_took(self, seconds: float) -> bool:
-        """Take down a step; returns whether the change has lasted. It stays true until a window is as it was."""
+        """Note a step's time, and return whether the change has lasted. It stays true until a window is as before."""
         self._window.append(seconds)
         if len(self._window) == _WINDOW:
             self._judge(StepTimeEstimate.of(self._window))
@@ -262,10 +264,10 @@ class DriftDetector:
 
 
 class Confirmation:
-    """Whose turn it is, and who wins.
+    """Measures points again in turns, and chooses the winner.
 
     Args:
-        points: Which to measure, the one to be preferred so far first.
+        points: The points to measure, the preferred one first.
     """
 
     def __init__(self, points: Sequence[TuningPoint]) -> None:
@@ -275,7 +277,7 @@ class Confirmation:
 
     @property
     def is_done(self) -> bool:
-        """Whether all turns were taken; a lone point needs none."""
+        """Whether all turns were taken; a single point needs none."""
         rounds, turns = divmod(self._turns_taken, max(len(self._points), 1))
         if len(self._points) < 2 or rounds >= _MOST_ROUNDS:
             return True
@@ -287,7 +289,7 @@ class Confirmation:
 
     @property
     def point(self) -> TuningPoint:
-        """Whose turn it is."""
+        """The point whose turn it is."""
         return self._points[self._index]
 
     @property
@@ -296,12 +298,12 @@ class Confirmation:
         return position if lap % 2 == 0 else len(self._points) - 1 - position
 
     def take(self, samples: Sequence[float]) -> None:
-        """Take down the steps of this turn, and go on to the next."""
+        """Note the step times of this turn, and go on to the next turn."""
         self._samples[self._index] += samples
         self._turns_taken += 1
 
     def times(self) -> dict[TuningPoint, StepTimeEstimate]:
-        """What was measured here, so far."""
+        """The step times of the turns so far."""
         return {
             point: StepTimeEstimate.of(samples)
             for point, samples in zip(self._points, self._samples, strict=True)
@@ -309,7 +311,7 @@ class Confirmation:
         }
 
     def winner(self) -> TuningPoint:
-        """The fastest point, of those that were all measured as often; the one that was preferred before otherwise."""
+        """The fastest point once all were measured; until then, the preferred one."""
         times = self.times()
         if len(times) < len(self._points):
             return self._points[0]
@@ -320,19 +322,19 @@ class Confirmation:
 
 
 def is_worth_it(time: StepTimeEstimate, plain: StepTimeEstimate) -> bool:
-    """Whether it is worth leaving plain DDP for this: it is faster by enough, and not by chance."""
+    """Whether leaving plain DDP for this is worthwhile: it is faster by enough, and not by chance."""
     return time.seconds + _CERTAIN * math.hypot(time.error, plain.error) < _WORTH_IT * plain.seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to do next.
+    """The next thing to do.
 
     Attributes:
-        point: Where the next trial is; ``None`` to stay with the best that is known.
-        kind: Of the trial.
+        point: The point of the next trial; ``None`` to stay at the best known point.
+        kind: The trial's kind.
         done: Whether there is nothing left to try.
-        note: Why, where the search could not go on.
+        note: Why the search could not continue, if so.
     """
 
     point: TuningPoint | None = None
@@ -342,12 +344,12 @@ class Plan:
 
 
 class Exploration:
-    """The trials of one search, after its first.
+    """The trials of one search after its first.
 
     Args:
-        space: Where to look.
-        first: Points to measure before the search has a say.
-        trials: That were made already.
+        space: The points to search.
+        first: Points to measure before the search proposes any.
+        trials: Trials that were made already.
         options: Limits.
 
     Attributes:
@@ -370,7 +372,7 @@ class Exploration:
         self.lost = 0.0
 
     def take(self, trial: TrialEntry) -> None:
-        """Take down a trial."""
+        """Add a trial."""
         self.trials.append(trial)
 
     @property
@@ -381,29 +383,29 @@ class Exploration:
 
     @property
     def usual_noise(self) -> float:
-        """Of steps of this training, as a share; the median of the trials."""
+        """Relative scale of this training's step times: the median over the trials."""
         noises = sorted(trial.noise for trial in self.trials if trial.outcome == "measured")
         return noises[len(noises) // 2] if noises else 0.0
 
     def lose(self, seconds: float) -> None:
-        """Take down a loss; gains are not set against it."""
+        """Count a loss; a gain does not offset it."""
         self.lost += max(seconds, 0.0)
 
     def left_seconds(self, steps: int, *, reserve: float = _RESERVE) -> float:
-        """What may still be lost, ``steps`` after the search began.
+        """The time that may still be lost, ``steps`` after the search began.
 
         Args:
-            steps: How many were taken.
-            reserve: Of what may be lost from the start, this share is kept; by default, for measuring the best again.
+            steps: Steps since the search began.
+            reserve: Share of the budget at the start to keep back; if left out, what measuring the best again needs.
         """
         best, options = self.best, self._options
         if best is None:
-            return float("inf")  # nothing is known to be better than the point in force
+            return float("inf")  # no point is known to be better than the one in force
         kept = reserve * options.cost_share * options.cost_steps * best.step_seconds
         return options.cost_share * max(options.cost_steps, steps) * best.step_seconds - self.lost - kept
 
     def plan(self, steps: int) -> Plan:
-        """Say what to do, ``steps`` after the search began; asked again at each step of waiting."""
+        """Say what to do, ``steps`` after the search began. Called again at each step of waiting."""
         best = self.best
         if best is None or len(self.trials) >= self._options.trials:
             return Plan(done=True)
@@ -411,7 +413,7 @@ class Exploration:
             return Plan()
         affordable = self.left_seconds(steps) * _OF_WHAT_IS_LEFT / (self._options.least_steps * best.step_seconds)
         plan = Plan()
-        # A prediction may be wrong, so this also holds for what the search proposes.
+        # A proposal's prediction may be wrong, so proposals need this much, too.
         if affordable >= _UNKNOWN_LOSS:
             if self._queue:
                 point = self._queue.pop(0)
@@ -423,8 +425,8 @@ class Exploration:
 
     def _proposed(self, best: TrialEntry, affordable: float) -> Plan:
         ddp = [trial for trial in self.trials if trial.point.is_plain_ddp]
-        # A few disturbed steps in a row make the fastest of points look slow. Others have neighbours that tell; DDP has
-        # none, so it gets another trial that can be afforded even if it is as slow again.
+        # A few disturbed steps in a row make even the fastest point look slow. Other points have neighbours that reveal
+        # it. Plain DDP has none, so it gets another trial, if that is affordable even at the same step time as before.
         if [trial.outcome for trial in ddp] == ["abandoned"] and ddp[
             0
         ].step_seconds / best.step_seconds < 1 + affordable:
@@ -432,8 +434,8 @@ class Exploration:
         try:
             proposal = propose(self._space, self.trials, affordable=affordable)
         except Exception as error:
-            # A matrix that is not positive definite: whatever it is, no reason to stop a training. It goes into the
-            # record.
+            # A matrix that is not positive definite, or another fault: no reason to stop a training. The record says
+            # it.
             return Plan(done=True, note=f"{type(error).__name__}: {error}")
         points = {trial.point for trial in self.trials} - {PLAIN_DDP}
         least = self._options.least_gain if len(points) >= _LEAST_POINTS else 0.0
@@ -442,16 +444,16 @@ class Exploration:
         return Plan(None if proposal.gain < least else proposal.point, "search")
 
     def contenders(self) -> list[TrialEntry]:
-        """The fastest point and those that may be as fast, the one to be preferred so far first.
+        """The fastest point and those that may be as fast, the preferred one first.
 
-        Plain DDP is one of them wherever it may be as fast, however many points are faster by a hair, and also where it
-        was given up: it wins a tie, so it has to be there for one.
+        Plain DDP is among them if it may be as fast, even if many points are slightly faster, and even if its trial was
+        abandoned: it wins a tie, so it must take part.
         """
         best = self.best
         if best is None:
             return []
         reach = best.step_seconds * (1 + _CONTENDS)
-        plain_reach = best.step_seconds * (1 + _PLAIN_CONTENDS)  # the fastest of many trials is fast by luck, too
+        plain_reach = best.step_seconds * (1 + _PLAIN_CONTENDS)  # the fastest of many trials is partly lucky
         may_be_as_fast = sorted(
             (
                 trial
@@ -468,20 +470,21 @@ class Exploration:
 
 
 class CreditTuning:
-    """Decides, step by step.
+    """Decides, step by step, which point is in force.
 
     Args:
-        space: Where to look; of one point where no size is tuned.
-        start: The sizes without tuning; not plain DDP. They need not be in the space, but have its partition size where
-            that is not tuned.
+        space: The points to search; a single point if no size is tuned.
+        start: The sizes without tuning; not plain DDP. They need not be in the space, but must have its partition size
+            if that is not tuned.
         identity: What the results hold for.
-        guesses: Points to try before the search proposes its own; others than of the space are left out.
+        guesses: Points to try before the search proposes its own; those outside the space are left out.
         options: Limits.
-        as_ddp: Begin as DDP; otherwise at ``start``.
+        as_ddp: Begin as plain DDP; otherwise at ``start``.
 
     Attributes:
-        in_force_from: The first step at ``current``: all ranks put that in force before it.
-        verdict: Whether steps are DDP's for now, and whether both ways were timed; ``None`` before that is decided.
+        in_force_from: The first step at ``current``; all ranks put that in force before it.
+        verdict: Whether steps are plain DDP's for now, and whether both ways were timed; ``None`` before that is
+            decided.
 
     Raises:
         OptionError: If ``start`` is plain DDP.
@@ -519,12 +522,12 @@ class CreditTuning:
 
     @property
     def current(self) -> TuningPoint:
-        """The point in force, or to be put in force by the last decision. After a resume: what to start with."""
+        """The point that the last decision puts in force. After a resume, the point to start with."""
         return self._current
 
     @property
     def is_settled(self) -> bool:
-        """Whether a choice was made that holds until the step time, or what could be hidden, changes."""
+        """Whether a choice holds until the step time, or the time that could be hidden, changes."""
         as_ddp = self._phase == "as ddp" and self._hideable is not None and self._steps >= _AS_DDP_STEPS
         return as_ddp or self._phase == "settled"
 
@@ -535,12 +538,12 @@ class CreditTuning:
 
     @property
     def entries(self) -> tuple[TrialEntry, ...]:
-        """All that happened since this object was made, in order: for loggers and the record."""
+        """All entries since this object was made, in order: for loggers and the record."""
         return tuple(self._entries)
 
     @property
     def standing(self) -> str:
-        """What the search has come to so far, in words; empty before anything is known."""
+        """The result of the search so far, in words; empty before anything is known."""
         if self._entries:
             return standing_of(self._entries, self._options.trials)
         time, hideable = self._turn.time(), self._hideable
@@ -555,17 +558,17 @@ class CreditTuning:
 
     @property
     def lost_seconds(self) -> float:
-        """What this search has cost so far, against the best that was known."""
+        """The cost of this search so far, against the best point that was known."""
         return self._exploration.lost
 
     def step_took(self, step: int, seconds: float, *, hideable: float | None = None) -> None:
-        """Take down how long a step took; ``current`` may be another point afterwards.
+        """Note the time of a step; ``current`` may be another point afterwards.
 
         Args:
             step: Its number; larger than the one before.
             seconds: From the start of this step to the start of the next.
-            hideable: Seconds that overlap could hide in a typical step as DDP's, of which all ranks wait at least so
-                long; infinite if that cannot be known, ``None`` if it is not known yet.
+            hideable: Seconds that overlap could hide in a typical plain DDP step. All ranks wait at least that long.
+                Infinite if it cannot be known, ``None`` if it is not known yet.
 
         Raises:
             OptionError: If the step is not larger than the one before, or ``seconds`` is not a finite number above 0.
@@ -578,7 +581,7 @@ class CreditTuning:
             return
         self._steps += 1
         if step < self.in_force_from:
-            self._lose(seconds)  # still at the point that the last decision left
+            self._lose(seconds)  # still at the point before the last decision
             return
         measured = self._turn.step_took(seconds)
         if self._phase == "as ddp":
@@ -602,7 +605,7 @@ class CreditTuning:
         return 0.0 if hideable is None or hideable < _LEAST_S else min(hideable / step_seconds, 1.0)
 
     def _watch_as_ddp(self) -> None:
-        """At plain DDP, where nothing is tried: see whether overlapped steps may pay."""
+        """While steps are plain DDP's: see whether overlapped steps may pay."""
         del self._turn.samples[:-_WATCHED]
         time = self._turn.time(usual_noise=_FEW_STEPS_NOISE)
         if time is None or time.steps < 2:
@@ -616,7 +619,7 @@ class CreditTuning:
             self._next_trial()
 
     def _stay_as_ddp(self, ddp: TrialEntry) -> None:
-        """Go back to plain DDP, as the first overlapped steps did not pay, and try again much later."""
+        """Return to plain DDP, as the first overlapped steps did not pay, and try again much later."""
         self.verdict = True, True
         self._enter("chosen", PLAIN_DDP, ddp.step_time)
         self._try_from = self._last_step + min(_FAILED_FACTOR * max(self._last_step, _AFFORDABLE_AFTER), _AGAIN_AFTER)
@@ -676,7 +679,7 @@ class CreditTuning:
         return precise or is_clearly_slower(time, best.step_time) or self._is_too_costly(best.step_seconds)
 
     def _is_too_costly(self, best_seconds: float) -> bool:
-        """Whether another step, and those until a change is in force, would cost more than may be lost."""
+        """Whether another step, and those until a change is in force, would cost more than the budget has left."""
         another = (1 + self._options.lead) * self._turn.loses_each_step(best_seconds)
         left = self._exploration.left_seconds(self._steps)
         return another > 0 and self._turn.lost(best_seconds, before_seconds=self._before) + another > left
@@ -722,8 +725,8 @@ class CreditTuning:
         self._go_to(chosen)
 
     def _settle(self, chosen: TuningPoint) -> StepTimeEstimate:
-        # Not what was measured again: if the machine has changed since the trials, they are of no use, and this is how
-        # it comes out.
+        # Not the measurements of the confirmation: if the machine has changed since the trials, the trials are of no
+        # use, and the difference reveals that.
         trials = (entry for entry in self._exploration.trials if entry.point == chosen)
         explored = min(trials, key=lambda entry: entry.step_seconds).step_time
         self._phase = "settled"
@@ -733,10 +736,10 @@ class CreditTuning:
     # Settled, or waiting.
 
     def _watch(self, seconds: float, *, measured: bool) -> None:
-        """At the best point known: look for a drift, and for something to try."""
+        """At the best known point: look for a drift, and for a point to try."""
         del self._turn.samples[:-_WATCHED]
         drifted = measured and self._drift.step_took(seconds)
-        # Not before: what two searches lose must stay within what may be lost in their steps.
+        # Not before: the loss of two searches must stay within the budget of their steps.
         if drifted and self._steps >= self._options.cost_steps:
             here = self._turn.time()
             if here is not None:
@@ -757,7 +760,7 @@ class CreditTuning:
             self._turn = Turn(settle=self._options.settle)
 
     def _close_turn(self) -> float:
-        """Account for what the steps at this point have lost; once."""
+        """Count what the steps at this point have lost, once."""
         time, best = self._turn.time(), self._exploration.best
         lost = 0.0
         if best is not None and self._phase != "settled":
@@ -770,7 +773,7 @@ class CreditTuning:
     def _lose(self, seconds: float) -> None:
         best = self._exploration.best
         if best is not None:
-            longest = best.step_seconds + (self._before or 0.0)  # what is longer has something else in it
+            longest = best.step_seconds + (self._before or 0.0)  # a longer step contains something else
             self._exploration.lose(min(seconds, longest) - best.step_seconds)
 
     def _enter(self, kind: Kind, point: TuningPoint, time: StepTimeEstimate, **more: Any) -> TrialEntry:
@@ -792,7 +795,7 @@ class CreditTuning:
     # Resume.
 
     def state_dict(self) -> dict[str, Any]:
-        """What is known, as plain types: the trials that have ended, and the choice."""
+        """The state as plain types: the trials that have ended, and the choice."""
         best = self._exploration.best
         kept = _State(
             identity=self._identity,
@@ -809,10 +812,10 @@ class CreditTuning:
         return state
 
     def load_state_dict(self, state: dict[str, Any], *, given: Collection[str] = ()) -> bool:
-        """Go on where ``state_dict`` was called, in the space of then, if model, workers and link are the same.
+        """Continue from a saved state, in the space of that time, if model, workers and link are the same.
 
-        A trial or a turn that was under way begins anew. Put ``current`` in force before the next step; steps may be
-        numbered anew from there. The first ones, ``warm_up`` of this object's, do not count.
+        An unfinished trial or turn begins anew. Put ``current`` in force before the next step; steps may be numbered
+        anew from there. This object's first ``warm_up`` steps do not count.
 
         Args:
             state: From ``state_dict``.
@@ -822,7 +825,7 @@ class CreditTuning:
             Whether the state was used; if not, nothing was changed.
 
         Raises:
-            OptionError: If it is no state of this version's; nothing was changed.
+            OptionError: If it is not a state of this version; nothing was changed then.
         """
         try:
             kept = msgspec.convert(state, _State)
@@ -843,7 +846,7 @@ class CreditTuning:
 
 
 class _State(msgspec.Struct, kw_only=True):
-    """What a checkpoint has of a search."""
+    """A search's state in a checkpoint."""
 
     version: Literal[2] = 2
     identity: TuningIdentity
@@ -859,12 +862,12 @@ class _State(msgspec.Struct, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """The point that promises most.
+    """The most promising point.
 
     Attributes:
-        point: It, or ``None`` if nothing is affordable.
-        gain: Expected improvement, as a share of the best step time, of this point.
-        gain_anywhere: The same of the most promising point of all, affordable or not.
+        point: The point, or ``None`` if none is affordable.
+        gain: Its expected improvement, as a share of the best step time.
+        gain_anywhere: The same for the most promising point of all, affordable or not.
     """
 
     point: TuningPoint | None
@@ -873,22 +876,22 @@ class Proposal:
 
 
 def prepare() -> None:
-    """Import what a search needs, so that no step has to wait for it."""
+    """Import the search's libraries, so that no step has to wait for them."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what old versions of SciPy and scikit-learn say of each other
+        warnings.simplefilter("ignore")  # old versions of SciPy and scikit-learn warn of each other
         import bayes_opt  # noqa: F401
 
 
 def propose(space: SearchSpace, trials: Sequence[TrialEntry], *, affordable: float = math.inf) -> Proposal:
-    """Say where to measure next. Deterministic.
+    """Propose the point to measure next. Deterministic.
 
     Args:
-        space: Where to look.
-        trials: What is known, in any order; a point may occur several times. One at least has sizes.
-        affordable: How much slower than the best known a point may probably be, as a share of its step time.
+        space: The points to search.
+        trials: All trials, in any order; a point may occur several times. At least one has sizes.
+        affordable: How much slower than the best known point the next may probably be, as a share of its step time.
 
     Raises:
-        OptionError: If there are no trials of points with sizes.
+        OptionError: If no trial is at a point with sizes.
     """
     merged = _merged(trial for trial in trials if not trial.point.is_plain_ddp)
     if not merged:
@@ -905,7 +908,7 @@ def propose(space: SearchSpace, trials: Sequence[TrialEntry], *, affordable: flo
     }
     if not away:
         return Proposal(None, 0.0, 0.0)
-    # All that was tried may be outside the space, or on the far side of a gap in it.
+    # All trials may be outside the space, or on the far side of a gap in it.
     reach = max(_REACH, min(away.values()) + _OCTAVES)
     candidates = [point for point, octaves in away.items() if octaves <= reach]
     limit = math.log1p(affordable) if affordable > 0 else 0.0
@@ -919,7 +922,7 @@ def propose(space: SearchSpace, trials: Sequence[TrialEntry], *, affordable: flo
 
 
 def _merged(trials: Iterable[TrialEntry]) -> dict[TuningPoint, tuple[float, float]]:
-    """One mean and error for each point, weighted by what each measurement is worth."""
+    """One mean and error for each point; each measurement is weighted by its precision."""
     sums: dict[TuningPoint, tuple[float, float]] = {}
     for trial in trials:
         weight = max(trial.error_seconds, 1e-9 * trial.step_seconds) ** -2
@@ -935,7 +938,7 @@ def _improvements(
     candidates: Sequence[TuningPoint],
     ceiling: float,
 ) -> tuple[list[float], list[float]]:
-    """Expected improvement of each candidate, and what it probably loses; in logarithms of the step time."""
+    """Expected improvement and probable loss of each candidate, in logarithms of the step time."""
     import numpy as np
     from bayes_opt.acquisition import ExpectedImprovement
     from sklearn.gaussian_process import GaussianProcessRegressor
@@ -957,7 +960,7 @@ def _improvements(
     )
     process.fit(known, (seen - middle) / spread)
     improvement = ExpectedImprovement(xi=0.0)
-    # Over the best expected value of what was tried.
+    # Relative to the best expected value of the tried points.
     improvement.y_max = max(float(process.predict(known).max()), (ceiling - middle) / spread)  # type: ignore[assignment]
     mean, deviation = process.predict(octaves(candidates), return_std=True)
     gains, lost = spread * improvement.base_acq(mean, deviation), -(middle + spread * (mean - deviation))
@@ -965,7 +968,7 @@ def _improvements(
 
 
 def _most_probable(negative_likelihood: Callable[..., float], initial: Vector, bounds: Vector) -> tuple[Vector, float]:
-    """Choose logarithms of length scales from a grid, as scikit-learn's ``optimizer``."""
+    """Choose logarithms of length scales from a grid. Serves as scikit-learn's ``optimizer``."""
     import numpy as np
 
     def cost(theta: Vector) -> float:

@@ -1,16 +1,17 @@
-"""Credit and partition size: which there may be, and which make a first run good on a link.
+"""Credit and partition size: the valid points, and sizes that suit a first run on a link.
 
-What can be tried is a credit and a partition size (:class:`TuningPoint`), or steps as plain DDP takes them.
+A point that can be tried is a credit with a partition size (:class:`TuningPoint`), or plain DDP.
 
-The published tuner searched, for large models, credits of 4 to 64 million parameters and partitions of 2 to 32
-million with an all-reduce, and credits of 1 to 16 million with parameter servers. A model of 256 million
-parameters is taken for such a large one, and smaller models get ranges that begin in proportion: on 500 Mbit/s
-Ethernet, a model of 6 million parameters is fastest with partitions of 65,536 under a credit of 262,144. Upwards the
-model itself is the limit, because on a link with long round trips the window that fills it may hold all of it.
+For large models, the published tuner searched credits of 4 to 64 million parameters and partitions of 2 to 32 million
+with an all-reduce, and credits of 1 to 16 million with parameter servers. A model of 256 million parameters counts as
+such a large one here. The ranges of smaller models begin in proportion, as a small model on slow Ethernet is fastest
+with partitions far below the published ones. The upper limit is the model itself: on a link with long round trips, the
+credit that fills it may be the whole model.
 
-Sizes are compared on a logarithmic scale, in octaves: doubling a size matters about as much wherever one starts.
+Sizes are compared on a logarithmic scale, in octaves: doubling a size matters about equally wherever it starts.
 
-An all-reduce of ``s`` bytes is taken to cost ``alpha + beta * s`` seconds (beta holds the factor ``2(n-1)/n``).
+The time of an all-reduce of ``s`` bytes is modelled as ``alpha + beta * s`` seconds (beta includes the factor
+``2(n-1)/n``).
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ from lightning_bytescheduler.checks import (
 from lightning_bytescheduler.exceptions import OptionError
 
 ALIGNMENT = 1024
-"""Sizes are multiples of this many parameters, so that a slice of a buffer begins where vector instructions, pages and
-the packing of quantised elements want it, whatever the element."""
+"""Sizes are multiples of this many parameters. Slices of a buffer then begin at boundaries that suit vector
+instructions, pages and the packing of quantised elements, whatever the element type."""
 
 _MILLION = 1_000_000
 _LARGE_MODEL = 256 * _MILLION
 _CREDITS = {"allreduce": (4 * _MILLION, 64 * _MILLION), "ps": (1 * _MILLION, 16 * _MILLION)}
-# The published range of partitions is the all-reduce's. Servers want them smaller by as much as the credits are, as the
-# published default of 1 million says, which the published range leaves out.
+# The published range of partitions is for an all-reduce. Servers need smaller ones, in the same proportion as the
+# credits: the published default for servers, 1 million, is below that range.
 _PARTITIONS = {"allreduce": (2 * _MILLION, 32 * _MILLION), "ps": (_MILLION // 2, 8 * _MILLION)}
 _LEAST_PARTITION = 32 * ALIGNMENT  # 128 KiB of fp32; below, starting a message costs more than its bytes
 
@@ -48,8 +49,8 @@ class TuningPoint:
     """Sizes of the scheduler, or none: ``PLAIN_DDP``.
 
     Attributes:
-        credit: What may be in flight, in parameters.
-        partition_size: Largest piece sent at once, in parameters; never more than the credit.
+        credit: Most parameters in flight.
+        partition_size: Largest partition, in parameters; never more than the credit.
 
     Raises:
         OptionError: If one is given without the other, is not a positive whole number, or the partition is larger
@@ -73,18 +74,18 @@ class TuningPoint:
 
     @property
     def is_plain_ddp(self) -> bool:
-        """Whether steps are taken as DDP takes them."""
+        """Whether steps are plain DDP's."""
         return self.credit is None
 
     @classmethod
     def of(cls, numbers: Sequence[int]) -> TuningPoint:
-        """From ``numbers``."""
+        """The point from ``numbers``."""
         credit, partition_size = numbers
         return cls(credit=credit or None, partition_size=partition_size or None)
 
     @property
     def numbers(self) -> tuple[int, int]:
-        """For a message: credit and partition size, 0 where there is none."""
+        """The point for a message: credit and partition size, or zeros for plain DDP."""
         return self.credit or 0, self.partition_size or 0
 
     @property
@@ -114,7 +115,7 @@ class SearchSpace:
 
     Attributes:
         credits: Least and largest credit.
-        partitions: Least and largest partition size; equal where it is not tuned.
+        partitions: Least and largest partition size; equal if it is not tuned.
 
     Raises:
         OptionError: If bounds are not positive whole numbers in order, or no partition fits the largest credit.
@@ -143,9 +144,9 @@ class SearchSpace:
         """The space for a model.
 
         Args:
-            parameters: How many of them are trained.
+            parameters: Number of trained parameters.
             architecture: ``"allreduce"``, or ``"ps"`` for parameter servers.
-            partition_size: The partition size to keep where only the credit is tuned, in parameters.
+            partition_size: The partition size to keep if only the credit is tuned, in parameters.
             largest_bucket: Largest unit that is partitioned, in parameters; larger partitions change nothing.
 
         Raises:
@@ -170,10 +171,10 @@ class SearchSpace:
         return cls(credits=(least, most), partitions=(low, high))
 
     def including(self, point: TuningPoint) -> SearchSpace:
-        """This space, made large enough for a point that measurements of the link suggest.
+        """This space, extended to contain a point that measurements of the link suggest.
 
-        The published ranges come from fast networks. Where links are slow, starting a message costs so little beside
-        its bytes that smaller partitions than theirs are better.
+        The published ranges are from fast networks. On a slow link, starting a message costs little compared with its
+        bytes, so smaller partitions are better.
 
         Raises:
             OptionError: If the point is plain DDP.
@@ -190,16 +191,16 @@ class SearchSpace:
         return self.partitions[0] < self.partitions[1]
 
     def goes_on_in(self, other: SearchSpace, *, given: Collection[str]) -> bool:
-        """Whether a search that was made in another space may go on in that one, where this is the space of now.
+        """Whether a search made in the space ``other`` may continue in this space.
 
-        Sizes that nobody chose follow a probe of the link, which never gives the same figures twice. So does the space
-        around them, and a search that went on in the same space only would never go on. What was chosen by hand is kept
-        to.
+        Sizes that the user did not choose follow a probe of the link, which never gives the same figures twice. So does
+        the space around them. A search that required the same space would never continue. Only sizes that the user
+        chose have to agree.
 
         Args:
-            other: Where it was made.
-            given: Of ``"credits"`` and ``"partitions"``, what was chosen by hand. Where that is not tuned, both have to
-                agree.
+            other: The space in which the search was made.
+            given: Which of ``"credits"`` and ``"partitions"`` the user chose. If that size is not tuned, both spaces
+                have to agree on it.
         """
         for name in ("credits", "partitions"):
             (low, high), theirs = getattr(self, name), getattr(other, name)
@@ -220,7 +221,7 @@ class SearchSpace:
         )
 
     def points(self, *, octaves: float = 0.25) -> tuple[TuningPoint, ...]:
-        """All points of a grid, with both ends of each range.
+        """All points of a grid, including both ends of each range.
 
         Args:
             octaves: Distance of neighbours, in doublings.
@@ -239,7 +240,7 @@ class SearchSpace:
 
 
 def distance(one: TuningPoint, other: TuningPoint) -> float:
-    """How far apart two points are: doublings of the size that differs more.
+    """Distance of two points: the doublings of the size that differs more.
 
     Raises:
         OptionError: If one of them is plain DDP.
@@ -248,7 +249,7 @@ def distance(one: TuningPoint, other: TuningPoint) -> float:
 
 
 def _steps(low: int, high: int, octaves: float) -> Iterator[int]:
-    """From low to high in equal factors, rounded to the alignment; the ends are what they are."""
+    """Sizes from low to high in equal factors, rounded to the alignment; both ends are exact."""
     count = max(math.ceil(math.log2(high / low) / octaves), 1)
     inner = (_aligned(low * (high / low) ** (index / count)) for index in range(1, count))
     yield from sorted({low, high, *(size for size in inner if low < size < high)})
@@ -264,29 +265,29 @@ def _aligned(size: float, *, up: bool = False) -> int:
 _MIN_PARTITION_BYTES = 128 * 1024
 _MAX_PARTITION_BYTES = 32 * 1024 * 1024  # the published 8,000,000 parameters of fp32
 _MAX_BUCKET_BYTES = 25 * 1024 * 1024  # DDP's own default
-_ALPHAS_PER_PARTITION = 3  # more than hides start-up behind the partition before; more would overtake later
-# Over long ways several partitions hide the start-up of each other, and what is under way already is not overtaken:
-# with 20 and 50 ms there and back steps were shortest with this much under way, in eight parts or so.
-_ALPHAS_IN_CREDIT_WHEN_FAR = 1.35  # of alphas that the probe finds, and betas, which are too small there
+_ALPHAS_PER_PARTITION = 3  # this hides the start-up behind the partition before; with more, urgent ones overtake later
+# On links with a long delay several partitions hide each other's start-up, and a partition that is in flight cannot be
+# overtaken. Steps are shortest with this much in flight, in about eight partitions.
+_ALPHAS_IN_CREDIT_WHEN_FAR = 1.35  # of the probe's alphas; its betas are too small there
 _SECONDS_IN_CREDIT_WHEN_FAR = 0.01
 _PARTITIONS_IN_CREDIT_WHEN_FAR = 8
 _MOST_PARTITIONS_IN_CREDIT_WHEN_FAR = 32
-# Each partition wakes half a dozen threads on each rank and takes a millisecond of processor time. Where the processor
-# is what computes, a link measured at rest does not show that: so much is sent at once, and so much kept under way.
+# Each partition wakes several threads on each rank and takes about a millisecond of processor time. If the processor
+# computes the model, a link measured at rest does not show that. So partitions and credit have these least sizes.
 _LEAST_PARTITION_SECONDS_WHEN_BUSY = 0.004
 _LEAST_CREDIT_SECONDS_WHEN_BUSY = 0.015
-_COPIED_PER_SECOND = 250e6  # bytes that travel on loopback, where others compute besides, in a bad moment
+_COPIED_PER_SECOND = 250e6  # bytes over loopback beside other computation, in a bad moment
 _MUCH_SECONDS = 0.02  # for all gradients; less is soon over, whatever a step takes
 _PARTITIONS_PER_MODEL = 16
 _SERVERS_PARTITION = 1_000_000  # published for parameter servers
-# A part holds its credit from push to pull. With the published 4 one direction of the links was idle half of the time,
-# and steps took 1.4 times as long (4 workers, 4 servers, 300 Mbit/s). More than 16 help where that is less than an
-# eighth of the model, so that what is urgent still overtakes.
+# A partition holds its credit from push to pull. With the published 4 partitions, each direction of the links is idle
+# for much of the time. More than 16 help if that is less than an eighth of the model, so that urgent ones still
+# overtake.
 _SERVERS_PARTITIONS_IN_CREDIT, _SERVERS_MOST_IN_CREDIT = 16, 24
 _SERVERS_CREDITS_PER_MODEL = 8
 _SERVERS_LARGEST_CREDIT = 16_000_000  # published
 _SERVERS_PARTITIONS_PER_MODEL = 128
-# Filling and draining take as long as one part does. What is shorter costs more processor time than that brings.
+# Filling and draining take as long as one partition. Shorter partitions cost more processor time than that saves.
 _SERVERS_PARTITION_SECONDS = 0.0075  # of an all-reduce
 _BUCKETS_PER_MODEL = 64
 _MOST_PARTITIONS_IN_CREDIT = 4
@@ -313,9 +314,9 @@ class LinkEstimate:
 
     @classmethod
     def fit(cls, samples: Sequence[tuple[int, float]]) -> LinkEstimate:
-        """Fit the line through the smallest and the largest of the measured sizes.
+        """Fit the line through the smallest and the largest measured sizes.
 
-        Where one of them was measured several times, its least time counts: noise only ever adds.
+        If one of them was measured several times, its least time counts, because noise only adds time.
 
         Args:
             samples: Pairs of bytes and seconds, at least two different sizes.
@@ -353,13 +354,14 @@ class SchedulerSizes:
 
 
 def is_slow(link: LinkEstimate, *, nbytes: int, busy_processor: bool) -> bool:
-    """Whether it is known before the first step that there is much to hide.
+    """Whether it is known before the first step that much communication could be hidden.
 
     Args:
         link: The measured link.
-        nbytes: Of all gradients.
-        busy_processor: Whether the model computes on the processor. Bytes that come nearly as fast as a processor
-            copies them are work for it, and what they take cannot be told from the link; slower ones it waits for.
+        nbytes: Bytes of all gradients.
+        busy_processor: Whether the model computes on the processor. If bytes arrive nearly as fast as a processor
+            copies them, receiving is work for the processor, and the link does not tell its time. For slower bytes it
+            waits.
     """
     waits = link.beta > 1 / _COPIED_PER_SECOND or not busy_processor
     return waits and link.seconds(nbytes) > _MUCH_SECONDS
@@ -377,23 +379,24 @@ def default_sizes(
 ) -> SchedulerSizes:
     """Sizes for a first run, before anything was tuned.
 
-    A partition is as small as the link's start-up cost allows, so that urgent gradients overtake soon, and no larger
-    than a sixteenth of the model, unless that is less than 128 KiB. Where the processor is busy it takes the link 4 ms
-    at least, or is the whole model: what takes a fast link a moment is not worth being cut. Buckets are the units that
-    gate a layer's forward: about 64 per model, never smaller than a partition. The credit lets as many be in flight as
-    hide start-up, launch decisions and waking behind data, two to four: what waits can still be overtaken.
+    A partition is as small as the link's start-up cost allows, so that urgent gradients overtake soon. It is no larger
+    than a sixteenth of the model, unless that is less than 128 KiB. If the processor is busy, a partition takes the
+    link at least 4 ms or is the whole model, as cutting is not worth its cost on a fast link. Buckets are the units
+    that gate a layer's forward pass: about 64 per model, never smaller than a partition. The credit lets enough
+    partitions be in flight to hide start-up, launch decisions and waking behind data: two to four, so that waiting ones
+    can still be overtaken.
 
     Args:
         parameters: Trainable parameters of the model.
         bytes_per_parameter: Size of one gradient element.
         link: The measured link.
-        busy_processor: Whether the model computes on the processor, for whose turns communication then waits.
-        in_shards: Whether a partition is two operations, a reduce-scatter and an all-gather: it is twice as large then.
-        architecture: ``"ps"`` for parameter servers: partitions are then of the published 1,000,000 parameters, but no
-            larger than a 128th of the model or what is all-reduced in 7.5 ms. The credit is an eighth of the model,
-            but sixteen of them at least, and 24 at most.
-        far: Whether messages are so long under way that several partitions hide the start-up of each other: an eighth
-            of what does that each, and as many in flight.
+        busy_processor: Whether the model computes on the processor, so that communication has to wait for it.
+        in_shards: Whether a partition is two operations, a reduce-scatter and an all-gather. It is then twice as large.
+        architecture: ``"ps"`` for parameter servers. Partitions then have the published 1,000,000 parameters, but no
+            more than a 128th of the model or what is all-reduced in 7.5 ms. The credit is an eighth of the model, but
+            at least 16 partitions and at most 24.
+        far: Whether messages are in flight so long that several partitions hide each other's start-up. A partition is
+            then an eighth of what hides it, and as many as that takes are in flight.
 
     Raises:
         OptionError: If ``parameters`` is negative, ``bytes_per_parameter`` less than 1, either not whole, or
@@ -418,7 +421,7 @@ def default_sizes(
     # A bucket costs a hook, a gate and an optimizer call.
     bucket = max(min(model_bytes / _BUCKETS_PER_MODEL, _MAX_BUCKET_BYTES), partition)
     partition_size = max(int(partition) // bytes_per_parameter, 1)
-    # Partitions that travel while one is decided on and starts up, or threads wait for the processor.
+    # Partitions that are in flight while the next is chosen and starts up, or while threads wait for the processor.
     others = under_way - partition if far else hiding
     behind = max(math.ceil(others / partition), math.ceil(meanwhile / partition) - 1)
     return SchedulerSizes(
