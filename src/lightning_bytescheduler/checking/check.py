@@ -1,8 +1,8 @@
-"""``check``: the command, and the function of a notebook; and how they make a run of the user's training.
+"""``check``: the command, the function for notebooks, and how they run the user's training.
 
-The user's command is started unchanged, in processes of its own, with our strategies registered in every Python of it;
-a notebook's process is forked. Waits for these processes are bounded, and what is left of them is ended. A line on
-stderr says what goes on.
+The user's command is started unchanged, in processes of its own, with our strategies registered in each of its Python
+processes. A notebook's process is forked. Waits for these processes are bounded, and processes that are left over are
+ended. Messages on stderr tell the progress.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 _STEPS = 50
 _TIMEOUT = 600.0
-_TERMINATED = 128 + signal.SIGTERM  # as a shell says of what that ended
+_TERMINATED = 128 + signal.SIGTERM  # the exit code that a shell reports after a SIGTERM
 _RUN = "run.json"
 _SITE = Path(__file__).parent / "site"  # goes on the path of the user's processes
 _POLL_SECONDS = 0.1
@@ -83,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Do what the command was asked for, and print the answer; the runs end with it, also after a SIGTERM.
+    """Do what the command was asked to do, and print the result. The runs end with it, also after a SIGTERM.
 
     Args:
         options: The parsed arguments.
@@ -130,31 +130,31 @@ def check(
     seed: int = 20240,
     progress: bool = True,
 ) -> CheckReport:
-    """Train for some steps with ``ddp`` and with ``bytescheduler``, and compare; nothing here is changed by it.
+    """Train for some steps with ``ddp`` and with ``bytescheduler``, and compare. Changes nothing in this process.
 
-    Each run is made in a process that is forked from this one, and so are its ranks, as ``ddp_notebook`` does: it has
-    the objects as they are now. The strategy that ``trainer`` has is replaced, its DDP options are kept. Ranks compute
-    with one thread each.
+    Each run takes place in a process that is forked from this one, and so do its ranks, as with ``ddp_notebook``. So it
+    has the objects as they are now. The strategy of ``trainer`` is replaced, but its DDP options are kept. Each rank
+    computes with one thread.
 
     Args:
-        trainer: With the options of the training; it must not be in a fit.
-        model: What is trained.
+        trainer: A Trainer with the options of the training; it must not be in a fit.
+        model: The model to train.
         train_dataloaders: As for ``Trainer.fit``.
         val_dataloaders: As for ``Trainer.fit``.
         datamodule: As for ``Trainer.fit``.
         steps: Optimizer steps of each run.
-        devices: How many devices to train on, whatever ``trainer`` says.
-        timeout: End a run after so many seconds; it counts as hanging.
-        seed: Of all random numbers.
-        progress: Say what is going on, on stderr.
+        devices: Number of devices to train on, instead of the Trainer's.
+        timeout: Seconds after which a run is ended; it then counts as hanging.
+        seed: Seed of all random numbers.
+        progress: Tell the progress on stderr.
 
     Returns:
-        What was found. Print it; ``equal`` is the answer.
+        The result. Print it; ``equal`` is the answer.
 
     Raises:
         OptionError: If an option's value is not allowed.
-        UnsupportedError: If this process is one of several ranks, or cannot be forked; or ``trainer`` is of the other
-            package of Lightning.
+        UnsupportedError: If this process is one of several ranks or cannot be forked, or if ``trainer`` is from the
+            other package of Lightning.
     """
     _check_numbers(steps, devices, timeout, seed)
     require_same_package(trainer, "check()")
@@ -199,22 +199,22 @@ def _refuse_ranks(instead: str) -> None:
 
 
 Poll = Callable[[], "int | None"]
-"""Says what a run's first process exited with, ``None`` while it runs."""
+"""Returns the exit code of a run's first process; ``None`` while it runs."""
 
 Start = Callable[[RunSpec, Path], tuple[int, Poll]]
-"""Starts a run's first process, at the head of a session of its own; takes the run and its folder, returns its id."""
+"""Starts a run's first process as the leader of a new session. Takes the run and its folder; returns id and poll."""
 
 
 def make_run(start: Start, root: Path, spec: RunSpec, why: str, *, timeout: float, quiet: bool = False) -> RunResult:
-    """Make a run; a line on stderr says so.
+    """Make a run, and announce it on stderr.
 
     Args:
         start: Starts the training.
-        root: Takes the folder of each run.
+        root: Folder for the folders of all runs.
         spec: The run.
-        why: What it is for, in a few words.
+        why: The run's purpose, in a few words.
         timeout: In seconds.
-        quiet: Say nothing.
+        quiet: Print nothing.
     """
 
     def tell(text: str) -> None:
@@ -234,23 +234,23 @@ def make_run(start: Start, root: Path, spec: RunSpec, why: str, *, timeout: floa
         end_processes(process, poll, folder)
     tell(f"{label}: {time.monotonic() - began:.0f} s")
     for written in folder.iterdir():
-        if written.is_dir():  # by the training; records stay until the end
+        if written.is_dir():  # made by the training; records stay until the end
             shutil.rmtree(written, ignore_errors=True)
     return result_of(spec, folder, code=code, timeout=timeout)
 
 
 def start_command(command: Sequence[str], _: RunSpec, folder: Path) -> tuple[int, Poll]:
-    """See :data:`Start`; ``command`` is the user's, unchanged."""
+    """A :data:`Start` for a command; ``command`` is the user's, unchanged."""
     paths = [str(_SITE), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {
         "PYTHONHASHSEED": "0",
-        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # which makes it deterministic
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # makes cuBLAS deterministic
         **os.environ,
         "PYTHONPATH": os.pathsep.join(paths),
         CHECK_VARIABLE: str(folder / _RUN),
-        "WANDB_MODE": "disabled",  # also where the script calls wandb.init itself
+        "WANDB_MODE": "disabled",  # also for scripts that call wandb.init themselves
     }
-    environment.pop("BYTESCHEDULER_TIMELINE", None)  # the user's file is not to be written over
+    environment.pop("BYTESCHEDULER_TIMELINE", None)  # the user's file must not be overwritten
     with open(folder / OUTPUT, "wb") as output:
         process = subprocess.Popen(
             command,
@@ -264,19 +264,19 @@ def start_command(command: Sequence[str], _: RunSpec, folder: Path) -> tuple[int
 
 
 def start_fork(train: Callable[[RunSpec, Path], None], spec: RunSpec, folder: Path) -> tuple[int, Poll]:
-    """See :data:`Start`; ``train`` is called in a process that is forked from this one, and leads a session."""
+    """A :data:`Start` by fork: ``train`` is called in a fork of this process, which leads a new session."""
     process = multiprocessing.get_context("fork").Process(target=train, args=(spec, folder), name="bytescheduler-check")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of threads that a fork leaves behind; none is needed
+        warnings.simplefilter("ignore", DeprecationWarning)  # about threads that a fork leaves behind; none is needed
         process.start()
     return cast(int, process.pid), lambda: process.exitcode
 
 
 def wait_for(folder: Path, poll: Poll, *, timeout: float) -> int | None:
-    """Wait until the process has ended and every rank has written its record, or it is in vain.
+    """Wait until the process has ended and every rank has written its record, or it is certain that they will not.
 
     Returns:
-        What it exited with; ``None`` if it has not.
+        The exit code of the process; ``None`` if it has not ended.
     """
     deadline = time.monotonic() + timeout
     late = None
@@ -292,12 +292,12 @@ def wait_for(folder: Path, poll: Poll, *, timeout: float) -> int | None:
 
 
 def result_of(spec: RunSpec, folder: Path, *, code: int | None, timeout: float) -> RunResult:
-    """What a run came to.
+    """The result of a run.
 
     Args:
-        spec: How it was made.
-        folder: Where it left its files.
-        code: What its process exited with; ``None`` if it was ended after ``timeout`` seconds.
+        spec: The run's description.
+        folder: The folder with its files.
+        code: The exit code of its process; ``None`` if it was ended after ``timeout`` seconds.
         timeout: In seconds.
     """
     records, errors = _records(folder), sorted(folder.glob("error*.txt"))
@@ -315,7 +315,7 @@ def result_of(spec: RunSpec, folder: Path, *, code: int | None, timeout: float) 
         return RunResult(spec=spec, refused=_NO_FIT if (folder / STARTED).exists() else _NO_HOOK)
     else:
         error = f"exit code {code}"
-    # A progress bar writes over its line; the last state of it is enough.
+    # A progress bar overwrites its line; only its last state is kept.
     lines = [line.rstrip().rpartition("\r")[2] for line in _text(folder / OUTPUT).split("\n")]
     tail = [f"  | {line}" for line in lines if line][-_LOG_LINES:]
     return RunResult(spec=spec, error="\n".join([error, *tail]))
@@ -336,12 +336,12 @@ def _text(path: Path) -> str:
 
 
 def end_processes(group: int, poll: Poll, folder: Path) -> None:
-    """End what is left of a run: its process group, and ranks that have left the group.
+    """End the remaining processes of a run: its process group, and ranks that have left the group.
 
     Args:
         group: The group's id.
-        poll: Says what its first process exited with.
-        folder: The run's; each of its processes has written down its id there.
+        poll: Returns the exit code of the first process.
+        folder: The run's folder, in which each of its processes has written its id.
     """
     _signal_all(group, folder, signal.SIGTERM)
     deadline = time.monotonic() + _TERMINATION_SECONDS
@@ -353,7 +353,7 @@ def end_processes(group: int, poll: Poll, folder: Path) -> None:
 
 
 def _alive(group: int) -> bool:
-    """Whether a process of the group runs; what has ended and waits for nobody's attention is not waited for."""
+    """Whether a process of the group runs. Ended processes that were not collected do not count."""
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, ValueError):
             state, _, its_group, *_ = path.read_text().rpartition(")")[2].split()
@@ -368,6 +368,6 @@ def _signal_all(group: int, folder: Path, number: signal.Signals) -> None:
     for path in folder.glob("process*.txt"):
         with contextlib.suppress(OSError, ValueError):
             process = int(path.stem.removeprefix("process"))
-            # Ids are used again: only a process that was started with this folder is one of the run's.
+            # Ids are reused: only a process that was started with this folder belongs to the run.
             if os.fsencode(folder.parent) in Path(f"/proc/{process}/environ").read_bytes():
                 os.kill(process, number)

@@ -1,8 +1,8 @@
-"""In each of the user's processes: the strategy is replaced, the first fit recorded, and the process ended after it.
+"""In each process of the user's: replace the strategy, record the first fit, and end the process after it.
 
-The registration of our strategies calls :func:`install` when a package's Trainer has been imported, where the
-environment says so. The adapters are imported later, by the first Trainer, which decides whose names they take.
-In a process that was forked from a notebook's, :func:`train_forked` does the same for a Trainer that is there already.
+The registration of our strategies calls :func:`install` when a package's Trainer has been imported, if the environment
+says so. The adapters are imported later, by the first Trainer, which decides from which package they come. In a process
+that was forked from a notebook's, :func:`train_forked` does the same for an existing Trainer.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from lightning_bytescheduler.exceptions import UnsupportedError
 
 
 def install(pytorch: Any) -> None:
-    """Take over what Trainers do, as the environment says.
+    """Change what Trainers do, as the environment says.
 
     Args:
-        pytorch: ``lightning.pytorch`` or ``pytorch_lightning``; a script may import both, as when a library does.
+        pytorch: ``lightning.pytorch`` or ``pytorch_lightning``. A script may import both, perhaps through a library.
     """
     path = Path(os.environ[registration.CHECK_VARIABLE])
     spec, folder = kept(RunSpec, path), path.parent
     (folder / STARTED).touch()
-    # Should this process have to be ended: it may be in another process group than its parent.
+    # In case this process has to be ended: it may be in another process group than its parent.
     (folder / f"process{os.getpid()}.txt").touch()
     _seed_everything(spec.seed, 0)
     _seed_generators(spec.seed)
@@ -52,11 +52,11 @@ def install(pytorch: Any) -> None:
     fabric = "lightning.fabric" if package == "lightning" else "lightning_fabric"
     accelerators = importlib.import_module(f"{pytorch.__name__}.trainer.connectors.accelerator_connector")
 
-    # Arguments of the Trainer arrive here with defaults and variables of the environment in place.
+    # Here the Trainer's arguments have their defaults, and values from environment variables.
     @_replaces(accelerators._AcceleratorConnector, "__init__")
     def connect(original: Callable[..., Any], connector: Any, **arguments: Any) -> None:
         decided()
-        with contextlib.suppress(KeyError):  # no strategy has this name, and Lightning says so
+        with contextlib.suppress(KeyError):  # there is no such strategy, and Lightning says so
             arguments["strategy"] = _strategy(spec, folder, arguments.get("strategy"))
         if spec.devices is not None:
             arguments["devices"] = spec.devices
@@ -73,8 +73,8 @@ def train_forked(trainer: Any, model: Any, data: dict[str, Any], spec: RunSpec, 
     """In a process that was forked for a run: fit with the strategy under check."""
     from lightning_bytescheduler.lightning_api import pl, trainer_module
 
-    os.setsid()  # a group to be ended as a whole
-    # What threads of this process were doing when it was forked is lost; one thread needs none of it.
+    os.setsid()  # a process group that can be ended as a whole
+    # The threads of this process did not survive the fork, so computing must not wait for them; one thread does not.
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     os.environ.pop("BYTESCHEDULER_TIMELINE", None)
@@ -83,7 +83,7 @@ def train_forked(trainer: Any, model: Any, data: dict[str, Any], spec: RunSpec, 
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
         sys.stderr = output
-        warnings.simplefilter("default")  # where the caller has made errors of them, forks end here
+        warnings.simplefilter("default")  # if the caller has made errors of warnings, forks end here
         connector = trainer._accelerator_connector
         devices = trainer.num_devices if trainer.strategy.root_device.type == "cpu" else trainer.device_ids
         trainer._accelerator_connector = trainer_module._AcceleratorConnector(
@@ -111,7 +111,7 @@ def _strategy(spec: RunSpec, folder: Path, given: Any, *, forked: bool = False) 
 
 
 def _replaces(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
-    """Have a function, which gets the original first, take a method's place.
+    """Replace a method by a function, which gets the original as its first argument.
 
     Signature, name and source of the method stay visible, as LightningCLI reads them.
     """
@@ -132,9 +132,9 @@ def _watch_fits(spec: RunSpec, folder: Path, trainer_class: Any, first: Callable
 
     Args:
         spec: The run.
-        folder: Takes the records.
-        trainer_class: Whose fits are recorded.
-        first: Called before the adapters are imported; a rank that is spawned makes no Trainer, but gets one.
+        folder: Folder for the records.
+        trainer_class: The class whose fits are recorded.
+        first: Called before the adapters are imported. A spawned rank makes no Trainer, but gets one.
     """
 
     @_replaces(trainer_class, "fit")
@@ -153,7 +153,7 @@ def _watch_fits(spec: RunSpec, folder: Path, trainer_class: Any, first: Callable
             )
         original(trainer, *arguments, **options)
         sys.stdout.flush()
-        raise SystemExit(0)  # what comes after the fit may publish or overwrite something
+        raise SystemExit(0)  # code after the fit may publish or overwrite something
 
     @_replaces(trainer_class, "_fit_impl")
     def fit_on_rank(original: Callable[..., Any], trainer: Any, model: Any, *arguments: Any, **options: Any) -> None:
@@ -161,7 +161,7 @@ def _watch_fits(spec: RunSpec, folder: Path, trainer_class: Any, first: Callable
         from lightning_bytescheduler.checking.recorder import Recorder
 
         recorder = Recorder(spec, folder)
-        # A forked rank learns its number only later; on one machine it is the local one.
+        # A forked rank learns its number only later; on a single machine it is the local one.
         _seed_everything(spec.seed, int(os.environ.get("LOCAL_RANK", trainer.global_rank)))
         recorder.attach(trainer)
         try:
@@ -173,12 +173,13 @@ def _watch_fits(spec: RunSpec, folder: Path, trainer_class: Any, first: Callable
 
 
 def _seed_everything(seed: int, rank: int) -> None:
-    """Whatever a training leaves to chance is the same in each run from here on."""
+    """Make everything random in a training the same in each run from here on."""
     random.seed(seed + rank)
     numpy.random.seed((seed + rank) % 2**32)
     torch.manual_seed(seed + rank)
-    os.environ["PL_GLOBAL_SEED"] = str(seed)  # Lightning's samplers take it, on all ranks the same
-    # What has no deterministic algorithm is run all the same; that ddp differs from itself then is found.
+    os.environ["PL_GLOBAL_SEED"] = str(seed)  # Lightning's samplers use it, the same on all ranks
+    # An operation without a deterministic algorithm runs all the same; the check then finds that ddp is not
+    # reproducible.
     warnings.filterwarnings("ignore", message=".*deterministic", category=UserWarning)
     torch.backends.cudnn.benchmark = False
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -186,7 +187,7 @@ def _seed_everything(seed: int, rank: int) -> None:
 
 
 def _seed_generators(seed: int) -> None:
-    """Have generators of numpy that would ask the system for a seed get one from here, each its own."""
+    """Give numpy generators that would take a seed from the system a fixed one, each its own."""
     make, number = numpy.random.default_rng, itertools.count()
 
     @functools.wraps(make)

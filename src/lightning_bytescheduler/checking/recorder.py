@@ -1,6 +1,6 @@
-"""Writes down what a fit does on one rank, keeps the user's files out of it, and ends it after some steps.
+"""Record what a fit does on one rank, protect the user's files from it, and end it after some steps.
 
-Also which strategy takes the place of the one that a script gives its Trainer.
+Also choose the strategy that replaces the one of a script's Trainer.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ def digest(value: Any) -> str:
 
 
 def _digests(module: nn.Module) -> dict[str, str]:
-    """Of weights and buffers."""
+    """Digests of weights and buffers, by name."""
     return {name: digest(value) for name, value in (*module.named_parameters(), *module.named_buffers())}
 
 
 class _Loggers(DummyLogger):
-    """Takes the place of the user's loggers: nothing is published, and what is logged is written down."""
+    """Replaces the user's loggers: publishes nothing, and records what is logged."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -60,18 +60,18 @@ class _Loggers(DummyLogger):
 
     @property
     def save_dir(self) -> str:
-        """Where callbacks put what belongs to a logger."""
+        """The run's folder, where callbacks write files that belong to a logger."""
         return str(self._folder)
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Write ``metrics`` down, unless there would be nothing to log under ``ddp``: the epoch comes along only."""
+        """Record ``metrics``, unless under ``ddp`` there would be nothing to log but the epoch."""
         if all(name == "epoch" or name.startswith(_OWN_METRICS) for name in metrics):
             return
         self.logged.update(_as_texts(metrics, f" at step {step}"))
 
 
 def _as_texts(metrics: Any, suffix: str = "") -> dict[str, str]:
-    """Exact texts of numbers, without those that only one strategy has."""
+    """Numbers as exact texts, without those that only one strategy logs."""
     return {
         f"{name}{suffix}": float(value).hex()
         for name, value in metrics.items()
@@ -80,7 +80,7 @@ def _as_texts(metrics: Any, suffix: str = "") -> dict[str, str]:
 
 
 class _Seclusion(pl.Callback):
-    """First among the callbacks: what they are about to write goes to the run's own folder."""
+    """First of the callbacks: redirects all that they write to the run's own folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -90,7 +90,7 @@ class _Seclusion(pl.Callback):
         for index, callback in enumerate(callbacks_of(trainer)):
             if isinstance(callback, Checkpoint) and hasattr(callback, "dirpath"):
                 callback.dirpath = str(self._folder / f"checkpoints{index}")
-        # Also what a callback or a module saves by itself, and what it wants to have removed.
+        # Also what a callback or a module saves or removes by itself.
         strategy = trainer.strategy
         save, remove = strategy.save_checkpoint, strategy.remove_checkpoint
         strategy.save_checkpoint = (  # type: ignore[method-assign]
@@ -106,11 +106,11 @@ class _Seclusion(pl.Callback):
 
 
 class Recorder(pl.Callback):
-    """Last among the callbacks of a fit.
+    """Last of the callbacks: records the fit.
 
     Args:
         spec: The run.
-        folder: Takes the record, and what the training would have written elsewhere.
+        folder: Folder for the record, and for files that the training would have written elsewhere.
     """
 
     def __init__(self, spec: RunSpec, folder: Path) -> None:
@@ -124,7 +124,7 @@ class Recorder(pl.Callback):
         self._step_ended = 0.0
 
     def attach(self, trainer: pl.Trainer) -> None:
-        """Join the callbacks of ``trainer``, and take the place of its loggers."""
+        """Join the callbacks of ``trainer``, and replace its loggers."""
         trainer._default_root_dir = str(self._folder)  # type: ignore[attr-defined]
         trainer.loggers = [self._loggers] if trainer.loggers else []
         trainer.fit_loop.min_epochs = 0
@@ -151,7 +151,7 @@ class Recorder(pl.Callback):
         self._record.loss_steps.append(self._record.steps)
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
-        """See Callback. Every update has landed here: looking at weights opens no gate."""
+        """See Callback. Every update has landed here, so looking at weights opens no gate."""
         if self._spec.traced and self._record.steps not in self._record.trace:
             self._record.trace[self._record.steps] = _digests(pl_module)
 
@@ -180,7 +180,7 @@ class Recorder(pl.Callback):
     # ------------------------------------------------------------------ afterwards
 
     def finish(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """Write down what the fit ended with."""
+        """Record the state at the end of the fit."""
         record, plan = self._record, getattr(trainer.strategy, "plan", None)
         record.rank, record.world_size = trainer.global_rank, trainer.world_size
         record.losses = [float(loss.item()).hex() for loss in self._losses]
@@ -194,7 +194,7 @@ class Recorder(pl.Callback):
         keep(record, record_path(self._folder, record))
 
     def failed(self, trainer: pl.Trainer, error: BaseException) -> None:
-        """Write down that the fit ended with an error."""
+        """Record that the fit ended with an error."""
         text = f"rank {trainer.global_rank}, after {self._record.steps} steps: {type(error).__name__}: {error}"
         (self._folder / f"error{trainer.global_rank}.txt").write_text(text)
 
@@ -222,12 +222,12 @@ _HELD = (
     *("process_group_backend", "timeout", "start_method"),
     *("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period"),
 )
-"""Options of DDP that a strategy holds under their names."""
+"""Options of DDP that a strategy stores under their names."""
 _OWN = ("partition_size", "credit", "cross_barrier", "mode")
 _TUNED = (False, "credit", "partition", "both")
 
-# Every tensor in a bucket, and so behind a gate, of its own: nothing is opened by a neighbour's touch. Sizes that
-# follow the measured link would be others in each run.
+# Every tensor gets a bucket, and so a gate, of its own, so that touching a neighbour does not open it. Sizes are fixed,
+# as those from a measured link would differ between runs.
 _STRICT: dict[str, Any] = {
     "mode": "overlapped",
     "bucket_cap_mb": 1e-5,
@@ -239,12 +239,12 @@ _STRICT: dict[str, Any] = {
 
 
 def strategy_for(spec: RunSpec, given: str | Strategy | None, *, forked: bool = False) -> Strategy:
-    """The strategy under check, with the options of DDP that ``given`` has.
+    """The strategy under check, with the DDP options of ``given``.
 
     Args:
         spec: The run.
-        given: What the Trainer got as ``strategy``.
-        forked: Whether ranks are forked from this process, whatever ``given`` does, and the Trainer's connector gives
+        given: The Trainer's ``strategy``.
+        forked: Whether ranks are forked from this process, whatever ``given`` does. The Trainer's connector then gives
             the strategy its devices and plugins.
 
     Raises:
@@ -258,7 +258,7 @@ def strategy_for(spec: RunSpec, given: str | Strategy | None, *, forked: bool = 
         if options.get("bucket_cap_mb") is None:
             options.pop("bucket_cap_mb", None)
         return DDPStrategy(**options)
-    own["timeline"] = None  # the user's file is not to be written over
+    own["timeline"] = None  # the user's file must not be overwritten
     if spec.strategy != "configured":
         own.update(_STRICT)
         options.pop("bucket_cap_mb", None)
@@ -266,7 +266,7 @@ def strategy_for(spec: RunSpec, given: str | Strategy | None, *, forked: bool = 
 
 
 def _options_of(given: str | Strategy | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Options that both strategies understand, and those of ByteScheduler only."""
+    """Options that both strategies understand, and options of ByteScheduler only."""
     if given is None or given == "auto" or isinstance(given, SingleDeviceStrategy):
         return {}, {}
     if isinstance(given, str):
@@ -286,7 +286,7 @@ def _options_of(given: str | Strategy | None) -> tuple[dict[str, Any], dict[str,
 
 
 def left_out(given: object) -> list[str]:
-    """Options of a script's strategy with which it trains otherwise than ``ddp`` does, or takes more processes."""
+    """Options of a script's strategy with which it would train differently from ``ddp``, or need more processes."""
     if not isinstance(given, ByteSchedulerStrategy):
         return []
     facts = given._weighting.facts

@@ -1,15 +1,16 @@
-"""Which runs a check makes, what follows from what they leave behind, and the words for it.
+"""Which runs a check makes, what follows from their results, and the words for it.
 
-Knows neither Lightning nor processes: how a run is made is handed in.
+It knows neither Lightning nor processes: the caller passes in how to make a run.
 
-``ddp``, ``bytescheduler`` as configured, ``ddp`` again (is it reproducible? and is one run slower than the other?), and
-``bytescheduler`` at its strictest. Where both ``ddp`` runs are the same and the others are too, that is all.
+The runs are ``ddp``, ``bytescheduler`` as configured, ``ddp`` again (is it reproducible, and is one run slower than the
+other?), and ``bytescheduler`` at its strictest. If both ``ddp`` runs are the same and the others are too, that is all.
 
-Where sums are formed in another order than ``ddp``'s (more than two ranks, norms), bits are compared with those of a
-run that is the same but for one thing: no update is deferred. Against ``ddp`` is held what no order of sums changes.
+Sums may be formed in another order than ``ddp``'s (with more than two ranks, or norms). Then bits are compared with
+those of a run that differs in one thing: no update is deferred. Against ``ddp``, only what no order of sums changes is
+compared.
 
-Runs are deterministic, so what differs is made again, traced, which shows the first step and tensor. Is the difference
-gone where no update is deferred, then a weight was read unseen.
+Runs are deterministic, so runs that differ are repeated with traces, which show the first step and tensor. If the
+difference is gone when no update is deferred, then a weight was read unseen.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from lightning_bytescheduler.__about__ import __version__
 from lightning_bytescheduler.checks import some_of
 
 _ROUNDING = 0.01
-"""Of a loss. Whatever an optimizer makes of rounding, a few steps from the same weights do not get this far apart."""
+"""Relative difference of two losses. Rounding does not drive them so far apart within a few steps."""
 
 _SOON = 3  # steps
 _WARM_UP = 5
@@ -49,16 +50,16 @@ StrategyName = Literal["ddp", "configured", "strict", "undeferred"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSpec:
-    """How a run is made.
+    """Description of a run.
 
     Attributes:
         strategy: ``"ddp"``; ``"configured"``, ``bytescheduler`` with the script's options or its defaults;
-            ``"strict"``, always overlapped, each tensor behind a gate of its own and sizes that do not follow the link;
+            ``"strict"``, always overlapped, with a gate for each tensor and sizes that do not follow the link;
             ``"undeferred"``, the same with every update in the step itself, so that no read comes before it.
         steps: Optimizer steps after which the fit is stopped.
-        seed: Of all random numbers; each rank adds its own number.
-        devices: What replaces the Trainer's ``devices``, if anything.
-        traced: Write down a digest of every weight after each step.
+        seed: Seed of all random numbers; each rank adds its own number.
+        devices: Replaces the Trainer's ``devices``, if given.
+        traced: Record a digest of every weight after each step.
     """
 
     strategy: StrategyName
@@ -75,23 +76,23 @@ class RunSpec:
 
 @dataclass(kw_only=True, slots=True)
 class RankRecord:
-    """What one rank wrote down. Digests and numbers are texts: equal texts are equal bits.
+    """The record of one rank. Digests and numbers are texts: equal texts are equal bits.
 
     Attributes:
         rank: The rank.
-        world_size: How many there are.
+        world_size: Number of ranks.
         steps: Optimizer steps that were taken.
-        losses: The loss of each batch, by ``float.hex``; none where ``training_step`` returns none.
-        loss_steps: For each of them, how many optimizer steps had been taken before its forward pass.
+        losses: The loss of each batch, as ``float.hex`` writes it; none if ``training_step`` returns none.
+        loss_steps: For each loss, the number of optimizer steps before its forward pass.
         initial: Digests of the weights when training began, by name.
         weights: Digests of weights and buffers at the end, by name.
         optimizer: Digests of the optimizers' state and hyperparameters at the end, by name.
-        metrics: Logged metrics at the end and each time they were logged, by name and time.
-        seconds: Of each optimizer step.
-        trace: Of a traced run: for each step its digests of weights.
+        metrics: Metrics at the end, and at each time they were logged, by name and time.
+        seconds: Time of each optimizer step.
+        trace: Digests of weights after each step of a traced run.
         plan: What overlapped, in words; empty under ``ddp``.
-        needs_norm: Whether updates needed to know the norm of all gradients.
-        as_ddp: Whether steps were taken as DDP takes them at the end.
+        needs_norm: Whether updates needed the norm of all gradients.
+        as_ddp: Whether steps were plain DDP's at the end.
     """
 
     rank: int = 0
@@ -112,14 +113,14 @@ class RankRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """How a run ended.
+    """The result of a run.
 
     Attributes:
-        spec: How it was made.
-        ranks: What each rank wrote down, by rank; empty unless all did.
+        spec: The run's description.
+        ranks: The records, by rank; empty unless all ranks wrote one.
         refused: Why the training cannot be checked, in words; empty if it can.
-        error: What it failed with, in words; empty if it did not.
-        left_out: Options of the script's strategy that it did not have.
+        error: The error with which it failed, in words; empty if it did not fail.
+        left_out: Options of the script's strategy that the run did without.
     """
 
     spec: RunSpec
@@ -130,37 +131,37 @@ class RunResult:
 
     @property
     def first(self) -> RankRecord:
-        """What rank 0 wrote down."""
+        """The record of rank 0."""
         return self.ranks[0]
 
 
 # In a run's folder.
 
 STARTED = "started.txt"
-"""Made in a run's folder when Lightning was imported."""
+"""Created in a run's folder when Lightning has been imported."""
 
 PROGRESS = "progress.txt"
-"""Where rank 0 says after which step it stands."""
+"""Where rank 0 writes how many steps it has taken."""
 
 OUTPUT = "output.txt"
-"""What a run prints."""
+"""The output of a run."""
 
 LEFT_OUT = "left_out.txt"
-"""Says which options of the script's strategy no run has."""
+"""Lists the options of the script's strategy that no run has."""
 
 REFUSED = "refused.txt"
 """Says why the training cannot be checked."""
 
 
 def keep(value: object, path: Path) -> None:
-    """Write a run or a record down; what is there is whole."""
+    """Write a run or a record to a file. The file is complete whenever it exists."""
     draft = path.with_suffix(".part")
     draft.write_bytes(msgspec.json.encode(value))
     draft.replace(path)
 
 
 def kept(of: type[_Kept], path: Path) -> _Kept:
-    """What :func:`keep` has written."""
+    """Read what :func:`keep` has written."""
     return msgspec.json.decode(path.read_bytes(), type=of)
 
 
@@ -171,13 +172,13 @@ def refuse(folder: Path, reason: str) -> NoReturn:
 
 
 def record_path(folder: Path, record: RankRecord) -> Path:
-    """Where a rank's record goes; its name tells how many there are to be."""
+    """File of a rank's record; its name tells how many there will be."""
     return folder / f"rank{record.rank}of{record.world_size}.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """What is not the same to the last bit, by name; on any rank.
+    """What differs in any bit, by name, on any rank.
 
     Attributes:
         initial: Weights when training began.
@@ -185,7 +186,7 @@ class Difference:
         weights: Weights and buffers.
         optimizer: Parts of the optimizers' state.
         metrics: Logged metrics.
-        other: Anything else, in words.
+        other: Any other difference, in words.
     """
 
     initial: tuple[str, ...] = ()
@@ -197,17 +198,17 @@ class Difference:
 
     @property
     def trained_alike(self) -> bool:
-        """Whether weights, optimizer state and losses are the same; a metric may hold a time of day."""
+        """Whether weights, optimizer state and losses are the same. Metrics do not count: one may be a time."""
         return not (self.initial or self.losses or self.weights or self.optimizer or self.other)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FirstDifference:
-    """Where two runs part.
+    """Where two runs diverge.
 
     Attributes:
-        step: The first optimizer step, counted from 1, whose forward pass has another loss or whose update differs.
-        rank: Where it was seen first.
+        step: The first optimizer step, counted from 1, whose loss or update differs.
+        rank: The rank on which it was seen first.
         losses: Both losses of that step, if they differ.
         tensors: Weights that differ after that step, in the order of registration.
     """
@@ -219,7 +220,7 @@ class FirstDifference:
 
 
 def compare(expected: RunResult, actual: RunResult) -> Difference:
-    """What two whole runs differ in."""
+    """The differences of two complete runs."""
     pairs = list(zip(expected.ranks, actual.ranks, strict=False))
 
     def unequal(what: str) -> tuple[str, ...]:
@@ -240,18 +241,18 @@ def _unequal(one: Mapping[str, str], two: Mapping[str, str]) -> list[str]:
 
 
 def first_difference(expected: RunResult, actual: RunResult, *, tolerance: float = 0.0) -> FirstDifference | None:
-    """Where two whole runs part: the first loss, and with traces the first weights, that differ.
+    """Where two complete runs diverge: the first loss that differs, and with traces the first weights.
 
     Args:
-        expected: One of them.
-        actual: The other.
-        tolerance: Relative difference of two losses that is none.
+        expected: One of the runs.
+        actual: The other run.
+        tolerance: Relative difference of two losses that does not count.
     """
     found: list[FirstDifference] = []
     for one, two in zip(expected.ranks, actual.ranks, strict=False):
         for step, *texts in zip(one.loss_steps, one.losses, two.losses, strict=False):
             a, b = map(float.fromhex, texts)
-            # Not a number is equal to itself here, and beyond every tolerance to anything else.
+            # NaN counts as equal to itself, and as different from any number.
             if texts[0] != texts[1] and not abs(a - b) <= tolerance * abs(a):
                 found.append(FirstDifference(step=step + 1, rank=one.rank, losses=(a, b)))
                 break
@@ -271,17 +272,17 @@ class CheckReport:
     """The answer of :func:`lightning_bytescheduler.check`; print it.
 
     Attributes:
-        verdict: ``"identical"``, ``"rounding"``, ``"different"``, ``"fails"`` (only under ``bytescheduler``),
-            ``"not reproducible"`` (``ddp`` itself) or ``"unchecked"``.
+        verdict: ``"identical"``, ``"rounding"``, ``"different"``, ``"fails"`` (only under ``bytescheduler``), ``"not
+            reproducible"`` (``ddp`` itself) or ``"unchecked"``.
         reason: Why it was not checked, or what failed, in words.
-        steps: How many optimizer steps were asked for.
-        runs: All that were made.
+        steps: The requested number of optimizer steps.
+        runs: All runs that were made.
         difference: What differs.
-        first: Where the runs part.
+        first: Where the runs diverge.
         variant: Which way of ``bytescheduler`` differs; ``"strict"`` if only that does.
         again: Whether the difference was there when both were run again; ``None`` if that was not tried.
-        deferral: Whether the training is ``ddp``'s with no update deferred; ``None`` if that was not tried, as where
-            a run that defers nothing is what the others are held against.
+        deferral: Whether the training is the same as ``ddp``'s when no update is deferred. ``None`` if that was not
+            tried, as when the runs are compared with one that defers nothing.
         changing_metrics: Logged metrics that differ between two runs of ``ddp``, and so are not compared.
     """
 
@@ -298,19 +299,19 @@ class CheckReport:
 
     @property
     def equal(self) -> bool:
-        """Whether both strategies trained alike, to the last bit or to rounding."""
+        """Whether both strategies trained the same, to the last bit or to rounding."""
         return self.exit_code == 0
 
     @property
     def exit_code(self) -> int:
-        """0 if both trained alike, 1 if not, 2 if that could not be checked."""
+        """0 if both trained the same, 1 if not, 2 if that could not be checked."""
         return _EXIT_CODES[self.verdict]
 
     @property
     def step_ms(self) -> dict[str, list[float]]:
-        """Median step time of each timed run, in milliseconds, by ``ddp`` and ``bytescheduler``.
+        """Median step times of the timed runs in milliseconds, by ``ddp`` and ``bytescheduler``.
 
-        Timed runs take deterministic algorithms, and no ``cudnn.benchmark``.
+        Timed runs use deterministic algorithms, and no ``cudnn.benchmark``.
         """
         times: dict[str, list[float]] = {"ddp": [], "bytescheduler": []}
         for run in self.runs:
@@ -321,14 +322,14 @@ class CheckReport:
 
     @property
     def speedup(self) -> float | None:
-        """Step time of ``ddp`` over that of ``bytescheduler``; ``None`` where not both were timed."""
+        """Step time of ``ddp`` over that of ``bytescheduler``; ``None`` unless both were timed."""
         times = self.step_ms
         if not all(times.values()):
             return None
         return statistics.mean(times["ddp"]) / statistics.mean(times["bytescheduler"])
 
     def text(self) -> str:
-        """All of it, in a few lines."""
+        """The whole report, in a few lines."""
         return "\n".join([self.headline(), *(f"  {line}" for line in self._lines())])
 
     def headline(self) -> str:
@@ -447,7 +448,7 @@ def _median_ms(seconds: Sequence[float]) -> float:
 
 
 class _Ended(Exception):
-    """The check is over; carries the report."""
+    """Ends the check; carries the report."""
 
     def __init__(self, report: CheckReport) -> None:
         super().__init__(report.verdict)
@@ -460,10 +461,10 @@ def investigate(
     """Make the runs that are needed, and say what they show.
 
     Args:
-        launch: Makes a run; the text says in a few words what it is for.
-        steps: Optimizer steps of each.
-        seed: Of all random numbers.
-        devices: What replaces the Trainer's ``devices``, if anything.
+        launch: Makes a run; its text says in a few words what the run is for.
+        steps: Optimizer steps of each run.
+        seed: Seed of all random numbers.
+        devices: Replaces the Trainer's ``devices``, if given.
     """
     runs: list[RunResult] = []
 
@@ -510,9 +511,9 @@ def _compare_all(make: Callable[..., RunResult]) -> CheckReport:
 def _compare(
     make: Callable[..., RunResult], expected: RunResult, actual: RunResult, changing: tuple[str, ...]
 ) -> CheckReport | None:
-    """What differs between two runs that are to be the same, if anything does.
+    """Report the difference of two runs that should be the same; ``None`` if there is none.
 
-    Both are then run again, traced, and where that tells something with no update deferred.
+    Both are then run again with traces, and once more with no update deferred if that can tell something.
     """
     difference = compare(expected, actual)
     difference = replace(difference, metrics=tuple(n for n in difference.metrics if n not in changing))
@@ -520,7 +521,7 @@ def _compare(
         return None
     reference, variant = expected.spec.strategy, actual.spec.strategy
     report = CheckReport(verdict="different", difference=difference, variant=variant)
-    if not difference.trained_alike and not difference.initial:  # else no step does
+    if not difference.trained_alike and not difference.initial:  # else no step differs
         expected = make("the first of both", reference, traced=True)
         actual = make("the second of both", variant, traced=True)
         report.first = first_difference(expected, actual)
@@ -531,7 +532,7 @@ def _compare(
 
 
 def _rounded(ddp: RunResult, *scheduled: RunResult) -> CheckReport:
-    """Whether runs train as ``ddp`` does, where sums are formed in another order."""
+    """Whether runs train as ``ddp`` does when sums are formed in another order."""
     for run in scheduled:
         difference, first = compare(ddp, run), first_difference(ddp, run, tolerance=_ROUNDING)
         other = (
@@ -546,7 +547,7 @@ def _rounded(ddp: RunResult, *scheduled: RunResult) -> CheckReport:
 
 
 def _unrounded(run: RunResult) -> dict[str, dict[str, str]]:
-    """What a run leaves behind that no order of sums changes, by what it is and by name."""
+    """What a run leaves behind that no order of sums changes, by kind and name."""
     weights = run.first.weights
     found = {
         "weights and buffers with the same bits on all ranks": [

@@ -1,7 +1,7 @@
-"""Python imports it when a process of ``lightning-bytescheduler check`` starts: registers our strategies there.
+"""Python imports this file when a process of ``lightning-bytescheduler check`` starts. It registers our strategies.
 
-The registration sees in the environment what the check has to do with Lightning. A ``sitecustomize`` that was there
-before runs as well.
+The registration finds in the environment what the check has to do with Lightning. Another ``sitecustomize`` on the path
+is run as well.
 """
 
 import importlib.machinery
