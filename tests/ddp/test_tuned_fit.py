@@ -7,7 +7,7 @@ import math
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ import torch
 from lightning_bytescheduler.cli import main
 from lightning_bytescheduler.ddp.agreed_sizes import AgreedSizes
 from lightning_bytescheduler.ddp.fit_report import announce
-from lightning_bytescheduler.ddp.tuned_fit import first_guess, space_for
+from lightning_bytescheduler.ddp.tuned_fit import FitTuning, first_guess, space_for
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
 from lightning_bytescheduler.tuning import credit_tuner
 from lightning_bytescheduler.tuning.record import read_record
@@ -162,3 +162,11 @@ def test_the_first_guess_is_a_closed_form(alpha: float) -> None:
     best = min(max(math.sqrt(alpha * parameters / 4e-8), low), high)
     assert abs(math.log2(guess.sizes[1] / best)) <= 0.1
     assert first_guess(space, parameters, link, guess) == (), "what is measured anyway is no guess"
+
+
+def test_what_was_decided_is_known_when_a_script_has_destroyed_its_groups() -> None:
+    tuning = FitTuning(SchedulerOptions(), timeout=None)
+    tuning._in_force = Mock()  # as on a rank that decides nothing
+    assert "rank 0 times steps" in tuning.standing
+    tuning.end([])
+    assert "rank 0 times steps" in tuning.standing

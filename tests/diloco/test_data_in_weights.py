@@ -7,6 +7,8 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -15,7 +17,9 @@ from lightning_bytescheduler.coordinator.service import CoordinatorServer
 from lightning_bytescheduler.coordinator.slice_routes import SliceRoutes
 from lightning_bytescheduler.coordinator.state_store import StateStore
 from lightning_bytescheduler.coordinator.status import RunStatus
-from lightning_bytescheduler.slices.messages import JoinTracker, Receipt, ReportProgress, RequestSlice
+from lightning_bytescheduler.diloco.coordinator_protocol import UpdateReceipt
+from lightning_bytescheduler.diloco.session import Session
+from lightning_bytescheduler.slices.messages import JoinTracker, Receipt, ReportProgress, RequestSlice, TrainedRun
 from lightning_bytescheduler.slices.options import TrackerOptions
 from tests.diloco.coordinated_fits import alone, coordinator_options
 from tests.diloco.coordinated_workers import until
@@ -29,12 +33,12 @@ EPOCHS = 3
 LONG = 3600.0
 
 
-def fit_epochs(rank: int, *, url: str, rows: str, folder: str, seconds: float = 0.0) -> list[list[int]]:
+def fit_epochs(rank: int, *, url: str, rows: str, folder: str, seconds: float = 0.0, **options: Any) -> list[list[int]]:
     module = Remembers()
     module.on_step = lambda step: time.sleep(seconds)
     with alone():
         strategy = DiLoCoStrategy(coordinator={"url": url, "name": f"w{rank}"})
-        trainer = diloco_trainer(0, strategy, default_root_dir=folder, max_epochs=EPOCHS)
+        trainer = diloco_trainer(0, strategy, default_root_dir=folder, **{"max_epochs": EPOCHS, **options})
         trainer.fit(module, datamodule=SliceDataModule(rows, batch_size=2))
     return module.batches
 
@@ -53,14 +57,29 @@ def rows(tmp_path: Path) -> str:
     return make_rows(tmp_path / "rows", COUNTS)
 
 
+@pytest.mark.parametrize(
+    "run", [{}, {"overlap_steps": 2}, {"fragments": 2}], ids=["plain", "steps beside the exchange", "fragments"]
+)
 def test_the_last_epoch_ends_when_all_of_it_is_in_the_weights(
-    diloco_ranks: RankPool, tmp_path: Path, rows: str
+    run: dict[str, Any], diloco_ranks: RankPool, tmp_path: Path, rows: str
+) -> None:
+    slices = SliceRoutes([rows], TrackerOptions(lease=LONG))
+    options = coordinator_options(samples_per_round=40, rounds={"start_workers": 2}, **run)
+    with CoordinatorServer(options, slices=slices) as server:
+        batches = diloco_ranks.run(fit_epochs, url=server.url, rows=rows, folder=str(tmp_path))
+        check(server.status(), batches, wasted=False)
+
+
+@pytest.mark.parametrize("limit", [3, 9])
+def test_a_limit_ends_an_epoch_before_its_data_do(
+    limit: int, diloco_ranks: RankPool, tmp_path: Path, rows: str
 ) -> None:
     slices = SliceRoutes([rows], TrackerOptions(lease=LONG))
     options = coordinator_options(samples_per_round=40, rounds={"start_workers": 2})
     with CoordinatorServer(options, slices=slices) as server:
-        batches = diloco_ranks.run(fit_epochs, url=server.url, rows=rows, folder=str(tmp_path))
-        check(server.status(), batches, wasted=False)
+        limited = {"limit_train_batches": limit, "max_epochs": 2}
+        batches = diloco_ranks.run(fit_epochs, url=server.url, rows=rows, folder=str(tmp_path), **limited)
+    assert [len(one) for one in batches] == [2 * limit, 2 * limit]
 
 
 def test_what_a_dead_worker_said_that_it_has_trained_on_is_trained_on(
@@ -133,3 +152,15 @@ def test_a_coordinator_that_crashes_as_epochs_turn_loses_and_repeats_nothing(
         check(coordinator.server.status(), batches, wasted=True)
     finally:
         coordinator.server.close()
+
+
+@pytest.mark.parametrize(("verdict", "is_known"), [("added", True), ("again", False), ("late", False)])
+def test_an_update_that_was_there_before_does_not_say_which_samples_are_merged(verdict: str, is_known: bool) -> None:
+    """It may have had fewer: what a worker has trained on since its connection broke is sent with the same update."""
+    session = object.__new__(Session)
+    session.data, session._sent, session._carried_runs, session._runs = Mock(), None, (), ()
+    runs = (TrainedRun(epoch=0, slice_index=0, start=0, stop=4),)
+    receipt = UpdateReceipt(verdict=verdict, weight=4)
+    session._tell_data(Mock(upload=Mock(answer=receipt), update=Mock(trained=runs)))
+    assert session.data.merged.called is is_known
+    assert session.data.reset.called is not is_known

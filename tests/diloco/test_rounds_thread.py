@@ -29,7 +29,7 @@ from lightning_bytescheduler.diloco.messages import (
 )
 from lightning_bytescheduler.diloco.round_end import FixedSteps, RoundOptions, SampleTarget
 from lightning_bytescheduler.diloco.round_record import RoundRecord
-from lightning_bytescheduler.diloco.rounds import RoundsThread
+from lightning_bytescheduler.diloco.rounds import Rounds, RoundsThread
 
 OPTIONS = RoundOptions(quorum=0.0, grace=100.0, silent_after=100.0)
 WORKERS = ("a", "b")
@@ -164,3 +164,31 @@ def test_means_that_are_not_finite_are_left_out(loss: float | None) -> None:
     assert decode(encode(ended)) == ended
     assert thread.stop(60.0)
     assert not errors
+
+
+def test_no_round_ends_while_all_stand_still_however_long() -> None:
+    """A validation of hours is no silence; and the round that follows begins when it is over."""
+    told: list[Any] = []
+    options = replace(OPTIONS, silent_after=5.0, start_workers=2)
+    rounds = Rounds(
+        SampleTarget(8), options, post=lambda name, message: told.append(message), end=lambda _: None, together=WORKERS
+    )
+    for name in WORKERS:
+        rounds.handle(JoinRounds(worker=name), now=0.0)
+    for name in WORKERS:
+        rounds.handle(RoundStarted(worker=name, round=1), now=0.0)
+        report = StepReport(worker=name, round=1, steps=1, samples=4, batch_size=4, seconds=1.0, in_flight=0)
+        rounds.handle(report, now=1.0)
+    rounds.handle(EndRound(worker="a", round=1, now=True, steps=1, validate=True), now=1.0)
+    for name in WORKERS:
+        rounds.handle(SendingPseudoGradient(worker=name, round=1, steps=1, samples=4, tokens=0), now=2.0)
+        rounds.handle(PseudoGradientArrived(worker=name, round=1), now=2.0)
+    ends = [message for message in told if isinstance(message, RoundEnded)]
+    assert {(one.round, one.halts) for one in ends} == {(1, True)}
+    for hour in range(1, 4):
+        rounds.tick(now=3600.0 * hour)
+    for name in WORKERS:
+        rounds.handle(PassedRoundEnd(worker=name, round=1, stop=False), now=4 * 3600.0)
+    rounds.tick(now=4 * 3600.0 + 1.0)
+    assert [message for message in told if isinstance(message, RoundEnded)] == ends
+    assert [message.round for message in told if isinstance(message, StartRound)] == [1, 1, 2, 2]

@@ -167,8 +167,3 @@ def test_servers_get_the_published_partitions_and_credit(parameters: int, width:
     assert sizes.partition_size <= max(parameters // 128, 128 * KIB // width)
     assert sizes.partition_size * width * beta <= max(0.0075, 128 * KIB * beta) * (1 + 1e-9)
     assert sizes.bucket_bytes >= sizes.partition_size * width
-
-
-def test_another_word_for_servers_is_told_the_right_one() -> None:
-    with pytest.raises(OptionError, match="It is called 'ps'"):
-        default_sizes(parameters=1, bytes_per_parameter=4, link=LinkEstimate(alpha=0, beta=1), architecture="push_pull")

@@ -204,10 +204,13 @@ class GradientTransport:
         self._started += 1
         group, completion = self._completions[sub_task.lane]
         encoded = partial(start, group, sub_task, self._started)
-        self._codec.put(
-            partial(_encode, encoded, completion.reserve(sub_task), last),
-            lambda error: sub_task.fail(self._on_error(naming(sub_task, error))),
-        )
+        place = completion.reserve(sub_task)
+
+        def fail(error: BaseException) -> None:
+            place.fill(None)  # also where the work has not begun: others wait behind it
+            sub_task.fail(self._on_error(naming(sub_task, error)))
+
+        self._codec.put(partial(_encode, encoded, place, last), fail)
 
     @property
     def all_reduce(self) -> Averaging:

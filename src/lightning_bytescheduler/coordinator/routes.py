@@ -61,7 +61,7 @@ def problem(status: int, error: str, *, retry_after: float | None = None) -> web
 _ROOM_SECONDS = 5.0
 _CHUNK = 1 << 18
 _DIGEST = re.compile(r"[0-9a-f]{32}")
-_MOST_TRAINED_BYTES = 1 << 22
+_MOST_TRAINED_BYTES = 1 << 20
 _TRAINED = msgspec.json.Decoder(tuple[TrainedRun, ...])
 _LARGE = 1 << 24  # bytes of a mean whose sending takes as long as a step
 _ASKED_S, _LOOK_S, _LONGEST_S = 0.05, 0.01, 1.0
@@ -170,9 +170,16 @@ class BulkRoutes:
     async def _trained_in(self, request: web.Request, length: int) -> tuple[TrainedRun, ...]:
         """The samples that an update was made of, which are in front of it."""
         try:
-            with self._stalls.watch():
-                return _TRAINED.decode(await request.content.readexactly(length))
-        except (ConnectionError, asyncio.IncompleteReadError) as error:
+            with self._stalls.watch() as transfer:
+                found = bytearray()
+                while len(found) < length:
+                    chunk = await request.content.read(length - len(found))
+                    if not chunk:
+                        raise ConnectionError("The body ended early.")
+                    transfer.moved = True
+                    found += chunk
+                return _TRAINED.decode(found)
+        except ConnectionError as error:
             raise web.HTTPBadRequest(text=f"The body did not come in whole: {type(error).__name__}.") from error
         except (msgspec.DecodeError, UnicodeError) as error:
             raise OptionError("update", "what is in front of it", f"a list of samples ({error})") from error

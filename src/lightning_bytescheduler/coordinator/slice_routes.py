@@ -80,11 +80,11 @@ class SliceRoutes:
 
     def fits(self, member: Member, runs: Sequence[TrainedRun]) -> bool:
         """See ``TrackedSlices``."""
-        return self.tracker.fits(self._names.get(member.name, ()), runs)
+        return self.tracker.fits({member.name, *self._names.get(member.name, ())}, runs)
 
     def book(self, member: Member, runs: Sequence[TrainedRun]) -> None:
         """See ``TrackedSlices``."""
-        self.tracker.book(self._names.get(member.name, ()), runs)
+        self.tracker.book({member.name, *self._names.get(member.name, ())}, runs)
 
     def settle(self, runs: Sequence[TrainedRun], *, merged: bool, is_kept: bool) -> None:
         """See ``TrackedSlices``."""

@@ -514,9 +514,11 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
         finally:
             self._until_end.close()
             self._board = None
-            if self._gradients is not None:
-                self._gradients.close(failed=not in_order)
-            board.close()
+            try:
+                if self._gradients is not None:
+                    self._gradients.close(failed=not in_order)
+            finally:
+                board.close()
 
     end_of_worker = end
 

@@ -102,7 +102,8 @@ class PointInForce(StepMode):
         if step <= self._step:
             return
         self._step = step
-        self._times.begin(step, self._step_took)
+        if self._tuner is not None:
+            self._times.begin(step, self._step_took)
         wanted, interval = None, 1
         if self._tuner is not None:
             wanted, interval = self._tuner.current.numbers, SETTLED_INTERVAL if self._tuner.is_settled else 1

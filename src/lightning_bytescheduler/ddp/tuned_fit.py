@@ -62,6 +62,8 @@ class FitTuning:
         self._options = options
         self._timeout = timeout
         self._own: CreditTuner | None = None  # its knowledge outlives a fit
+        self._pacing: CreditTuner | None = None  # where no size is searched: knows nothing that is to be kept
+        self._stood = ""  # what was decided in the last fit
         self._tuner: CreditTuner | None = None  # the user's or this one, among the callbacks during a fit
         self._deciding: CreditTuner | None = None  # on rank 0, during a fit
         self._in_force: PointInForce | None = None
@@ -100,6 +102,7 @@ class FitTuning:
         Returns:
             How steps are taken, and why they begin as they do, in a few words.
         """
+        self._stood = ""
         if not self._tunes:
             self.say_untuned("there is no size to find (mode='auto' without credit=, tuning='credit' or 'both')")
         mode, trainer = self._options.mode, getattr(module, "_trainer", None)
@@ -112,7 +115,7 @@ class FitTuning:
             asked = tunes and (self._tuner is not self._own or self._options.tunes_partition)
             self._deciding = self._tuner if tunes else None
             if self._deciding is None:
-                self._deciding = self._own = self._own or CreditTuner()
+                self._deciding = self._pacing = self._pacing or CreditTuner()
                 folder = None
             problem = self._problem(module, runtime, tunes=tunes, in_shards=in_shards)
             as_ddp = mode == "auto" and not slow and not asked
@@ -144,10 +147,9 @@ class FitTuning:
     def standing(self) -> str:
         """Result of this fit's decisions so far, in words; empty if nothing is known or decided."""
         if self._in_force is None:
-            return ""
-        if dist.get_rank() != 0:
-            return "rank 0 times steps and says what is fastest"
-        return "" if self._deciding is None else self._deciding.standing
+            return self._stood
+        # torch is not asked for the rank: a script may have destroyed its groups before this ends.
+        return "rank 0 times steps and says what is fastest" if self._deciding is None else self._deciding.standing
 
     def say_untuned(self, reason: str) -> None:
         """Report why the user's tuner has nothing to do."""
@@ -156,6 +158,7 @@ class FitTuning:
 
     def end(self, callbacks: list[pl.Callback]) -> None:
         """Stop the tuner, and remove one that was added; bounded, idempotent."""
+        self._stood = self.standing
         tuner, self._deciding, self._tuner = self._deciding, None, None
         if tuner is not None:
             tuner.stop()

@@ -227,6 +227,13 @@ class BatchScheduler:
         if len(self._late) < _MOST_LATE:
             self._late.append(update)
 
+    def start_waiting(self, *, now: float) -> None:
+        """All workers stood still until now: those that are to start are told so now."""
+        self._now = now
+        for worker in self._roster:
+            if worker.state is WorkerState.STARTING:
+                worker.told = worker.reported = worker.heard = now
+
     def end_soon(self) -> None:
         """Let the round that is on be the last with steps, or the next one if none is."""
         self._options = replace(self._options, outer_steps=self._round + (not self.is_open))
@@ -417,8 +424,11 @@ class BatchScheduler:
         members = self._roster.members()
         training = [worker for worker in members if worker.is_counted_on(self._options, now)]
         if not training:
-            # Where all others are paused too, nobody waits for an end, and their steps are not to be lost.
-            if not members or any(worker.has_ended or not worker.paused for worker in members):
+            # Where all are paused, none waits for an end, and their steps are not to be lost; but one that came later
+            # may wait for the next round.
+            waits = any(one.state is WorkerState.WAITING and not one.paused for one in self._roster)
+            is_idle = waits and not any(worker.steps for worker in members)
+            if not members or is_idle or any(worker.has_ended or not worker.paused for worker in members):
                 self._collect({}, 0.0, now)
             return
         # Whoever is silent is not counted on, nor is what it did: its pseudo-gradient will probably not come.

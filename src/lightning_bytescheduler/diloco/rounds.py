@@ -83,7 +83,8 @@ class Rounds:
         self._ending: SendNow | SendAfter | None = None  # what all were told when one asked for a round's end
         self._told: dict[str, float] = {}
         self._status, self._status_at = RoundStatus(round=0, left=0), 0.0  # one for all: it takes a look at all
-        self._held: list[tuple[str, Message]] | None = None
+        # What is said after a round's end, and an end that comes before that one was passed, or merged.
+        self._held: list[tuple[str, Message] | RoundRecord] | None = None
         self._together = tuple(together)
         self._wishes: set[str] = set()  # what is to happen at the end of the round, of workers launched together
         self._passed: dict[str, bool] = {}  # who has passed the end of a round, and whether it stops
@@ -107,7 +108,7 @@ class Rounds:
             if message.now:
                 self.end_now(message.steps)
         elif isinstance(message, PassedRoundEnd):
-            self._take_passed(message)
+            self._take_passed(message, now)
         elif not hasattr(message, "worker"):
             raise RuntimeError(f"The batch scheduler was sent what only it says: {message!r}.")
         else:
@@ -119,7 +120,8 @@ class Rounds:
 
     def tick(self, *, now: float) -> None:
         """Take note that time has passed."""
-        self.scheduler.tick(now=now)
+        if not self._together or self._held is None:  # no worker is silent while all stand still
+            self.scheduler.tick(now=now)
 
     def end_now(self, steps: int) -> None:
         """End the round that is on for all, which one worker asks for.
@@ -139,8 +141,11 @@ class Rounds:
         held, self._held = self._held or [], None
         if over is not None:
             held = [(name, TrainingOver(round=over)) for name in self.scheduler.workers]
-        for name, message in held:
-            self._post(name, message)
+        for one in held:
+            if isinstance(one, RoundRecord):
+                self._over(one)
+            else:
+                self._say(*one)
 
     def forget(self, name: str) -> None:
         """A worker has left."""
@@ -165,6 +170,9 @@ class Rounds:
             self._held.append((name, message))
 
     def _over(self, record: RoundRecord) -> None:
+        if self._held is not None:
+            self._held.append(record)
+            return
         self._ending = None
         if self._together:
             record = self._with_common_waiting(record)
@@ -195,11 +203,12 @@ class Rounds:
         for worker in self._together:
             self._post(worker, ended)
 
-    def _take_passed(self, message: PassedRoundEnd) -> None:
+    def _take_passed(self, message: PassedRoundEnd, now: float) -> None:
         if self._held is None:
             return
         self._passed[message.worker] = message.stop
         if len(self._passed) == len(self._together):
+            self.scheduler.start_waiting(now=now)
             self.go_on(over=message.round if any(self._passed.values()) else None)
 
     def _with_common_waiting(self, record: RoundRecord) -> RoundRecord:

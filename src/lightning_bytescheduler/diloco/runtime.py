@@ -348,19 +348,21 @@ class LeadingRuntime(Runtime):
         """See Runtime."""
         if self._stopped:
             return self._idle
-        if self._states is not None:
-            self._states.leave(failed=failed)
-        self._stopped = True
-        super().stop(failed=failed)
-        atexit.unregister(self.stop)
-        with suppress(Exception):
-            for thread in (self._mailbox, self._postman, self._rounds):
-                if thread is not None:
-                    thread.stop(_MOMENT_S if failed else _STOP_S)
-        self._idle = self._exchange.stop(_STOP_S) and not failed
-        if self._examining is not None:
-            self._examining.join(_STOP_S)
-        self.timeline.close()
+        try:
+            if self._states is not None:
+                self._states.leave(failed=failed)
+        finally:  # an interrupt of that wait leaves no thread either
+            self._stopped = True
+            super().stop(failed=failed)
+            atexit.unregister(self.stop)
+            with suppress(Exception):
+                for thread in (self._mailbox, self._postman, self._rounds):
+                    if thread is not None:
+                        thread.stop(_MOMENT_S if failed else _STOP_S)
+            self._idle = self._exchange.stop(_STOP_S) and not failed
+            if self._examining is not None:
+                self._examining.join(_STOP_S)
+            self.timeline.close()
         return self._idle
 
     def _examine(self, silent: list[str]) -> None:

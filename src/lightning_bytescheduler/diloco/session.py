@@ -77,7 +77,7 @@ from lightning_bytescheduler.diloco.outer_timeline import OuterTimeline
 from lightning_bytescheduler.diloco.process_groups import WorkerGroup
 from lightning_bytescheduler.diloco.round_counter import RoundCounter
 from lightning_bytescheduler.exceptions import SchedulerTimeoutError, UnsupportedError
-from lightning_bytescheduler.slices.messages import TrainedRun
+from lightning_bytescheduler.slices.messages import TrainedRun, touching
 
 log = logging.getLogger(__name__)
 
@@ -413,7 +413,8 @@ class Session:
             self._round_ends[message.round] = message
             self._round_ends = dict(list(self._round_ends.items())[-_KEPT_ENDS:])
             self._place.ended = max(self._place.ended, message.round)
-            if message.round == self.round and not self._place.realign:
+            # Among peers it comes by itself, and can be asked for once this worker has sent its own.
+            if self._source is not None and message.round == self.round and not self._place.realign:
                 self._mean(message.round)
         elif not isinstance(message, (PauseRounds, ResumeRounds)):
             self._counter.receive(message)
@@ -479,8 +480,6 @@ class Session:
         """
 
         def end() -> None:
-            if self._sent is not None:
-                self._conclude()
             if self.halted or self._over_here:  # another worker was first
                 return
             if for_all:
@@ -488,6 +487,8 @@ class Session:
             self._send()
             self._conclude()
 
+        if self.overlap:  # by itself: a checkpoint may be of the begin of the round that follows
+            self.merge_sent()
         self._together(end)
 
     def is_to_merge(self) -> bool:
@@ -778,7 +779,8 @@ class Session:
             except AwayError:
                 with self._timed("start_s"):
                     self._await(lambda: self._place.connected, "the coordinator")
-        self._changed.update(self._fragments)
+        if self._source is not None:  # else all ranks have the same weights
+            self._changed.update(self._fragments)
 
     def _synchronise(self) -> None:
         self.check()
@@ -820,7 +822,7 @@ class Session:
             said.round,
             steps=said.steps + self._carried_steps,
             round_samples=said.samples + self._carried_samples,
-            trained=self._carried_runs + self._runs,
+            trained=touching(self._carried_runs + self._runs),
         )
         upload, longest = self._start(update), self.overlap.longest(said.steps)
         self._sent = Sent(said=said, update=update, upload=upload, longest=longest, trained=self._take_runs())
@@ -865,7 +867,7 @@ class Session:
         with self._lock:
             ended = self._round_ends.get(round)
         halts = ended is not None and ended.halts
-        sent, counts = self._sent, False
+        sent, counts, refused = self._sent, False, False
         if self.overlap.follows_mean:
             self._beside = 0 if sent is None or sent.round != round else sent.steps_since
         if sent is not None and sent.round == round:
@@ -873,9 +875,10 @@ class Session:
             if not mean.total or self._exchange.keeps_residuals or sent.update.trained:
                 self._await_receipt(sent)
             receipt = sent.upload.answer if sent.update.trained else None
+            refused = receipt is not None and not receipt.weight
             counts = self._exchange.settle(sent.upload, total=mean.total)
-            if receipt is not None and not receipt.weight and not mean.total:
-                self._give_up(fragment)  # its samples are another worker's: it would be refused for ever
+            if refused:
+                self._give_up()  # its samples are in the weights, or another worker's
             elif mean.total or counts:
                 # Steps beside which it travelled are still to be sent.
                 self.state.taken(sent.update)
@@ -889,9 +892,10 @@ class Session:
                     self._carry(counter, self._take_runs())
                     counter.steps = counter.samples = counter.tokens = 0
         else:
-            self._give_up(fragment)
+            self.state.overwritten(fragment)
+            self._lose()
         if mean.total or counts:
-            self._step(fragment, mean, exactly=halts)
+            self._step(fragment, mean, exactly=halts or refused)
         place = self._place
         with self._lock:
             place.version, place.chain = round, mean.chain
@@ -924,10 +928,18 @@ class Session:
         self._carried_samples = 0 if done is None else self._carried_samples + done.samples
         self._carried_runs = () if done is None else self._carried_runs + runs
 
-    def _give_up(self, fragment: int) -> None:
-        """What was trained since the fragment was last sent is lost; the weights are to be the global ones."""
-        self.state.overwritten(fragment)
-        self._step(fragment, Mean(values=torch.empty(0, dtype=torch.float32), total=0), exactly=True)
+    def _give_up(self) -> None:
+        """What was trained since fragments were last sent is lost: the weights are the global ones again."""
+        self._take_global_weights()
+        for fragment in self._fragments:
+            self.state.overwritten(fragment)
+        with self._lock:
+            if self._counter.round <= self.round:
+                self._counter.steps = self._counter.samples = self._counter.tokens = 0
+        self._lose()
+
+    def _lose(self) -> None:
+        """What was trained since the last update is in no weights, nor will it be."""
         self._carry(None)
         self._take_runs()
         self._tell_data()
@@ -941,7 +953,8 @@ class Session:
         if self.data is None:
             return
         receipt = None if merged is None else merged.upload.answer
-        if merged is not None and receipt is not None and receipt.weight:
+        # "again" and "late" may be said of the same update as it was before, of fewer samples.
+        if merged is not None and receipt is not None and receipt.weight and receipt.verdict == "added":
             self.data.merged(merged.update.trained)
         else:
             on_its_way = () if self._sent is None else self._sent.update.trained
@@ -977,7 +990,10 @@ class Session:
             self._post(JoinRounds(worker=self.worker))
 
     def _told_what_is_next(self) -> bool:
-        return (self._counter.next_round or 0) >= self.round or self._late or self._over_here
+        counter = self._counter
+        if self._source is None and (counter.next_round is not None or counter.finished):
+            return True  # where it is not the one after these weights, _start_round says so
+        return (counter.next_round or 0) >= self.round or self._late or self._over_here
 
     def _start_round(self) -> None:
         """Wait for the next round and begin it, unless this worker does something else or the run is over.
@@ -997,9 +1013,10 @@ class Session:
                     self._post(self._counter.start())
                     break
                 if self._source is None and not self._over_here:
+                    others = self._counter.next_round or self.last_round
                     raise UnsupportedError(
-                        f"Round {self._counter.next_round} begins, and the weights of {self.worker} are those of round "
-                        f"{self.round}: give all ranks the same ckpt_path, of a file that each of them can read."
+                        f"Round {others} begins, and the weights of {self.worker} are those of round {self.round}: "
+                        "give all ranks the same ckpt_path, of a file that each of them can read."
                     )
 
     # ------------------------------------------------------------------ where the others are
@@ -1086,7 +1103,7 @@ class Session:
         # Not the few steps beside the last mean, which mixing keeps for the next round; nor what was carried alone,
         # unless others wait for its samples to be in the weights.
         has_steps = self._counter.steps > (self._beside if self._trained.mixing else 0)
-        if self._sent is not None or has_steps or self._carried_runs:
+        if self._sent is not None or has_steps or (not shows and (self._carried_runs or self._runs)):
             self._hand_in()
         with self._lock:
             self._place.away = True

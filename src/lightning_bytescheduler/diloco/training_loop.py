@@ -380,14 +380,25 @@ class CoordinatedBoundaries(LoopBoundaries):
         What another worker leaves behind, or has made of a slice in vain, is trained on in one more epoch here.
         """
         trainer, session, loop = self.trainer, self._session, self.trainer.fit_loop
-        if self._data is None or trainer.should_stop:
+        if self._data is None or self._group.any(trainer.should_stop and loop._can_stop_early):
             return
         if self._group.any(self._group.leads and self._data.is_cut) and loop.max_epochs not in (None, -1):
             loop.max_epochs += 1  # this one was none
         if not self._reaches_limit(True) or (loop.max_steps != -1 and trainer.global_step >= loop.max_steps):
             return
+        if self._loop.batch_progress.current.ready >= trainer.num_training_batches:
+            return  # a limit ends the epoch, and not its data
+        if self._group.any(self._samples > 0):  # of batches after the last step: what they were counts with it
+            samples, tokens = self._group.total([float(self._samples), float(self._tokens)])
+            seconds = time.monotonic() - self._began
+            self._session.count(samples=round(samples), seconds=seconds, tokens=round(tokens))
+            self._samples = self._tokens = 0
         while not session.over:
             session.check()
+            if self._group.any(bool(trainer.received_sigterm)):
+                self._leave(quickly=True)
+                trainer._signal_connector.received_sigterm = True  # Lightning ends the fit of each rank
+                return
             found = self._data.rest() if self._group.leads else None
             if self._group.any(found is True):
                 self._data.train_on_rest()

@@ -6,6 +6,7 @@ numbers where required, no empty names. The tracker checks whether numbers fit i
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import Enum
 from typing import Annotated, Protocol, TypeAlias
 
@@ -31,6 +32,18 @@ class TrainedRun(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     slice_index: Natural
     start: Natural
     stop: _Positive
+
+
+def touching(runs: Iterable[TrainedRun]) -> tuple[TrainedRun, ...]:
+    """Return the same samples in order, with runs that touch as one; what is there twice stays so."""
+    found: list[TrainedRun] = []
+    for run in sorted(runs, key=msgspec.structs.astuple):
+        last = found[-1] if found else None
+        if last is not None and (last.epoch, last.slice_index, last.stop) == (run.epoch, run.slice_index, run.start):
+            found[-1] = TrainedRun(run.epoch, run.slice_index, last.start, run.stop)
+        else:
+            found.append(run)
+    return tuple(found)
 
 
 class HeldSlice(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -73,13 +73,19 @@ def joined(runs: Iterable[tuple[int, int]]) -> Runs:
 
 def without(runs: Iterable[tuple[int, int]], others: Iterable[tuple[int, int]]) -> Runs:
     """Return the samples of some runs that are not in others."""
-    found, out = joined(runs), joined(others)
-    for left, right in out:
-        kept: Runs = []
-        for start, stop in found:
-            kept += [(a, b) for a, b in ((start, min(stop, left)), (max(start, right), stop)) if a < b]
-        found = kept
-    return found
+    kept: Runs = []
+    out, place = joined(others), 0
+    for start, stop in joined(runs):
+        while place < len(out) and out[place][1] <= start:
+            place += 1
+        following = place
+        while following < len(out) and out[following][0] < stop:
+            if start < out[following][0]:
+                kept.append((start, out[following][0]))
+            start, following = max(start, out[following][1]), following + 1
+        if start < stop:
+            kept.append((start, stop))
+    return kept
 
 
 def samples_of(runs: Iterable[tuple[int, int]]) -> int:

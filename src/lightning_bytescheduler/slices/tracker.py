@@ -196,6 +196,10 @@ class SliceTracker:
         for number in message.holding:
             if number in record.grants:
                 record.grants[number].told = True
+        if self._counts_merged:
+            for number, grant in record.grants.items():
+                if number not in message.holding and self._epoch_of(grant).todo(grant.index):
+                    grant.told = False  # its worker does not know it any more
         newest = self._epochs[-1]
         is_next = message.epoch == newest.epoch + 1 and not newest.available
         first = next((one.epoch for one in self._epochs if one.untrained), message.epoch)
@@ -294,17 +298,22 @@ class SliceTracker:
             workers: Names under which its sender takes slices.
             runs: The samples that the update was made of, each once. Those of quarantined slices do not matter.
         """
-        taken: dict[tuple[int, int], Runs] = {}
-        for run in runs:
-            one, index, own = self._open(run.epoch), run.slice_index, [(run.start, run.stop)]
-            if one is None or index >= len(one.samples) or not run.start < run.stop <= one.samples[index]:
+        for (epoch, index), own in _by_slice(runs).items():
+            one = self._open(epoch)
+            if one is None or index >= len(one.samples):
+                return False
+            last = 0
+            for start, stop in own:
+                if not last <= start < stop:
+                    return False
+                last = stop
+            if last > one.samples[index]:
                 return False
             if one.states[index] == SliceState.QUARANTINED:
                 continue
-            known = taken.setdefault((run.epoch, index), [])
-            if without(own, known) != own or without(own, one.covered(index)) != own:
+            own = joined(own)
+            if without(own, one.covered(index)) != own:
                 return False
-            known += own
             if index in one.holders:
                 holder, grant = one.holders[index]
                 if grant.begun and holder.name not in workers and without(own, grant.todo) != own:
@@ -314,11 +323,11 @@ class SliceTracker:
     @_alone
     def book(self, workers: Collection[str], runs: Iterable[TrainedRun]) -> None:
         """An update that :meth:`fits` is to become part of the weights: its samples are handed out no more."""
-        for run in runs:
-            one, index = self._epochs[run.epoch - self.epoch], run.slice_index
+        for (epoch, index), own in _by_slice(runs).items():
+            one = self._epochs[epoch - self.epoch]
             if index in one.holders and one.holders[index][0].name not in workers and not one.holders[index][1].begun:
                 self._take_away(one, index)
-            one.book(index, run.start, run.stop)
+            one.book(index, own)
 
     @_alone
     def settle(self, runs: Iterable[TrainedRun], *, merged: bool, is_kept: bool) -> None:
@@ -329,11 +338,11 @@ class SliceTracker:
             merged: Whether they are part of the weights.
             is_kept: If not, whether their worker still has what it made of them, and sends it again.
         """
-        for run in runs:
-            one, index = self._open(run.epoch), run.slice_index
+        for (epoch, index), own in _by_slice(runs).items():
+            one = self._open(epoch)
             if one is None:
                 continue
-            one.settle(index, run.start, run.stop, merged=merged)
+            one.settle(index, own, merged=merged)
             if index in one.holders:
                 holder, grant = one.holders[index]
                 if one.states[index] >= SliceState.USED:
@@ -779,25 +788,24 @@ class EpochSlices:
         else:
             self._finishing.discard(index)
 
-    def book(self, index: int, start: int, stop: int) -> None:
+    def book(self, index: int, runs: Runs) -> None:
         """Samples of a slice are in an update on its way; does nothing for a quarantined one."""
         if self.states[index] == SliceState.QUARANTINED:
             return
-        self._booked.setdefault(index, []).append((start, stop))
+        self._booked[index] = joined([*self._booked.get(index, ()), *runs])
         if self.states[index] == SliceState.AVAILABLE and not self.todo(index):
             self.take(index)
             self._finishing.add(index)
 
-    def settle(self, index: int, start: int, stop: int, *, merged: bool) -> None:
+    def settle(self, index: int, runs: Runs, *, merged: bool) -> None:
         """Booked samples are done, or not booked any more."""
-        booked = self._booked.get(index, [])
-        if (start, stop) not in booked:
+        if index not in self._booked:
             return  # its slice was quarantined before
-        booked.remove((start, stop))
-        if not booked:
+        self._booked[index] = without(self._booked[index], runs)
+        if not self._booked[index]:
             del self._booked[index]
         if merged:
-            self._finish(index, [(start, stop)])
+            self._finish(index, runs)
 
     def offer_again(self, index: int) -> None:
         """Make a slice available that no worker holds, if something of it is left to train on."""
@@ -843,6 +851,14 @@ class EpochSlices:
         self._finishing.discard(index)
         self.states[index] = state
         self.unfinished -= 1
+
+
+def _by_slice(runs: Iterable[TrainedRun]) -> dict[tuple[int, int], Runs]:
+    """Return the runs of each slice in an epoch, in order."""
+    found: dict[tuple[int, int], Runs] = {}
+    for run in runs:
+        found.setdefault((run.epoch, run.slice_index), []).append((run.start, run.stop))
+    return {place: sorted(own) for place, own in found.items()}
 
 
 class SavedEpoch(msgspec.Struct, kw_only=True):

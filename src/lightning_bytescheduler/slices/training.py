@@ -353,6 +353,7 @@ class TrackerPlan:
     def rest(self) -> bool | None:
         """Whether there is something to train on of the epochs until this pass's; ``None`` if all is in the weights."""
         self.report()
+        self._is_over = False  # it may have been so before the tracker was taken back
         while not self._has_todo:
             if not self._ask():
                 if not self._is_given_out or self.epoch >= self._last_epoch:
@@ -367,7 +368,8 @@ class TrackerPlan:
 
     @property
     def _has_todo(self) -> bool:
-        return any(held.todo for held in self._held.values())
+        # What was handed out is trained on by now where this is asked, or is to be handed out again.
+        return any(held.todo for held in self._held.values()) or any(self._out.values())
 
     def awaits_others(self) -> bool:
         """Whether other workers hold all that is left of the epoch, so that this one has nothing to train on."""
@@ -495,6 +497,8 @@ class TrackerPlan:
         out = [(start, stop) for parts in self._out.values() for one, start, stop in parts if one is held]
         held.todo = without(answer.todo, [*out, *held.unmerged])
         held.trained = held.slice.samples - samples_of(held.todo) - samples_of(out)
+        if held.begun:
+            self._reached[held] = None
         self._held[held.grant] = held
 
     def _require_same_slice(self, answer: Assignment) -> None:
