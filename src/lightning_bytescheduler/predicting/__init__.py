@@ -1,1 +1,1 @@
-"""``predict``: the command, and the step of a user's own module that it measures."""
+"""``predict``: the command, and the measurement of a step of the user's module."""

@@ -1,7 +1,7 @@
-"""The command ``lightning-bytescheduler predict``: its arguments, what they name, and the prediction they ask for.
+"""The command ``lightning-bytescheduler predict``: its arguments, what they name, and the prediction.
 
-Imports neither torch nor Lightning before the arguments are known to make sense: which Lightning there is to be, the
-user's own module says.
+It imports torch and Lightning only after the arguments have been checked: the user's module decides which Lightning
+package to use.
 """
 
 from __future__ import annotations
@@ -88,20 +88,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def predicted(options: argparse.Namespace) -> Prediction:
-    """Do what the command was asked for.
+    """Do what the command was asked to do.
 
     Args:
         options: The parsed arguments.
 
     Returns:
-        What to print.
+        The prediction to print.
 
     Raises:
         OptionError: If an argument is not allowed.
         UnsupportedError: If a training cannot be measured.
-        ImportError: If the target cannot be imported, or a picture was asked for and matplotlib is not installed.
+        ImportError: If the target cannot be imported, or a picture is wanted and matplotlib is not installed.
         OSError: If a file cannot be read or written.
-        RuntimeError: If the user's code fails; its cause is what it failed with.
+        RuntimeError: If the user's code fails; its cause is the original error.
     """
     measures = options.target is not None
     for name in _OF_PROFILES if measures else _OF_MODULES:
@@ -173,7 +173,7 @@ def profile_of(text: str) -> ModelProfile:
 
 def _of_module(options: argparse.Namespace, link: LinkModel) -> Prediction:
     steps = 10 if options.steps is None else require_whole("--steps", options.steps, 1)
-    target = load_target(options.target)  # decides which Lightning there is
+    target = load_target(options.target)  # decides which Lightning package is used
     from lightning_bytescheduler.lightning_api import pl
     from lightning_bytescheduler.predicting.predict import predict as measure
 
@@ -198,7 +198,7 @@ def _of_module(options: argparse.Namespace, link: LinkModel) -> Prediction:
 
 @contextlib.contextmanager
 def _failing_as_itself() -> Iterator[None]:
-    """An error of the user's own code keeps its traceback, where bad arguments are told in one line."""
+    """Keep the traceback of an error in the user's own code. Bad arguments are reported in one line instead."""
     try:
         yield
     except ByteSchedulerError:
@@ -210,14 +210,14 @@ def _failing_as_itself() -> Iterator[None]:
 
 
 def call_target(text: str, target: Any) -> Any:
-    """What a function returns or a class makes.
+    """Call a function, or make an object of a class.
 
     Args:
-        text: What named the target.
-        target: What was imported.
+        text: The text that named the target.
+        target: The imported object.
 
     Raises:
-        OptionError: If it is neither, or needs arguments.
+        OptionError: If it is neither a function nor a class, or needs arguments.
     """
     if not callable(target):
         raise OptionError("target", text, "the name of a function or a class")
@@ -230,15 +230,15 @@ def call_target(text: str, target: Any) -> Any:
 
 
 def load_target(text: str) -> Any:
-    """Import what ``text`` names; modules in the current directory are found too.
+    """Import what ``text`` names; modules in the current directory are found, too.
 
     Args:
         text: ``package.module:name``, or ``folder/file.py:name``.
 
     Raises:
         OptionError: If the text has another form, or the module has no such name.
-        ImportError: If there is no such module, or it imports what is missing.
-        UnsupportedError: If importing the module ends the process, as a script does that trains at once.
+        ImportError: If there is no such module, or an import in it fails.
+        UnsupportedError: If importing the module ends the process, as in a script that trains at once.
     """
     module_name, _, name = text.partition(":")
     here, file = os.getcwd(), ""
@@ -273,7 +273,7 @@ def load_target(text: str) -> Any:
 
 
 def _of_file(name: str, file: str) -> Any:
-    """The module that a file is, also where another one has its name."""
+    """The module in a file, even if another module has its name."""
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
         raise ImportError(f"{file} is no file of Python", name=name)

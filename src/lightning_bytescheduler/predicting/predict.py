@@ -1,20 +1,19 @@
-"""``predict()``: measures a step of a user's module, and says what to expect of it on a network.
+"""``predict()``: measure a step of the user's module, and predict its step time on a network.
 
-Some training steps are taken on a copy: a deep one of the module and a shallow one of the data module, so that what
-training changes, it changes there. The random state of the process and the generators of a data loader are put back.
-Callbacks of the user are not run, nor what belongs to the end of an epoch, as checkpoints and metrics of a validation
-have no place here. The user's batches are repeated for as long as it takes, on a single device whose strategy notes
-where in a step training is.
+A few training steps are run on a copy: a deep one of the module and a shallow one of the data module. So training
+changes only the copy. The random state of the process and the generators of a data loader are restored. The user's
+callbacks and the end of an epoch are left out, as checkpoints and validation metrics are not wanted here. The user's
+batches are repeated as often as needed, on one device. Its strategy notes how far each step has come.
 
-Some steps warm up, then one that is only timed and one that is watched take turns. Watched is when each parameter is
-first used in the forward pass and when its gradient is complete, seen as the strategy sees them: a touch of the
-parameter itself, wherever that happens, and the end of its accumulation. Moments are those of the device
-(``DeviceClock``): what has been computed by then, not what has been asked for.
+After some steps of warm-up, steps that are only timed alternate with steps that are watched. A watched step notes when
+each parameter is first used in the forward pass and when its gradient is complete. It sees that in the same way as the
+strategy: by a touch of the parameter itself, wherever that happens, and by the end of its accumulation. Times are those
+of the device (``DeviceClock``), so they tell when work was done, not when it was requested.
 
-The profile has the layers in the order of first use. Watched steps give each layer's share of the forward and of the
-backward pass; how long these take, and the step, is taken from steps in which nothing is watched. What a step does
-besides is placed where it falls when training is distributed: updates of weights before the forward pass of their
-layer, in proportion to the bytes; the rest, such as waiting for data, between two steps, where no gradient is needed.
+The profile has the layers in the order of first use. Watched steps give each layer's share of the forward and backward
+pass. The times of both passes, and of the step, come from steps that were not watched. The rest of a step is placed
+where it falls in distributed training. The time of weight updates is split among layers by their bytes, and goes before
+the forward pass of each. Other time, such as waiting for data, goes between two steps, where no gradient is needed.
 """
 
 from __future__ import annotations
@@ -82,25 +81,25 @@ def predict(
     gradient_clip_algorithm: str | None = None,
     steps: int = 10,
 ) -> Prediction:
-    """Measure a few steps of a training, and say what to expect of it with each strategy on a network.
+    """Measure a few training steps, and predict their time with each strategy on a network.
 
-    Training happens on a copy: the module, the state of random numbers and of data loaders are left as they are. What
-    was compiled in place, with ``Module.compile()``, runs uncompiled there. Print the answer, or take its figures.
+    Training runs on a copy: the module, the random state and the data loaders are left unchanged. A module compiled in
+    place with ``Module.compile()`` runs uncompiled there. Print the result, or use its figures.
 
     Args:
-        module: What is trained.
-        data: What its training data comes from: a DataLoader, a LightningDataModule, whatever ``Trainer.fit`` takes;
-            left out where the module has a ``train_dataloader``.
+        module: The module to train.
+        data: The training data: a DataLoader, a LightningDataModule, or anything else that ``Trainer.fit`` takes. Left
+            out if the module has a ``train_dataloader``.
         link: The network.
-        device: ``cpu`` or a CUDA device; by default CUDA where there is one.
+        device: ``cpu`` or a CUDA device; if left out, CUDA where there is one.
         precision: As for the Trainer.
         gradient_clip_val: As for the Trainer.
         gradient_clip_algorithm: As for the Trainer.
-        steps: How many steps to time; as many are watched layer by layer, after a warm-up.
+        steps: Number of steps to time. After a warm-up, as many are watched layer by layer.
 
     Raises:
         OptionError: If an option's value is not allowed.
-        UnsupportedError: If the training cannot be measured, or ``module`` is of the other package of Lightning.
+        UnsupportedError: If the training cannot be measured, or ``module`` is from the other package of Lightning.
     """
     require_whole("steps", steps, 1)
     require_same_package(module, "predict()")
@@ -131,7 +130,7 @@ def _device(device: str | torch.device | None) -> torch.device:
     if found.type == "cuda" and not torch.cuda.is_available():
         raise OptionError("device", device, "'cpu', as torch finds no CUDA device here")
     if found.type == "cuda" and found.index is None:
-        return torch.device("cuda", torch.cuda.current_device())  # what sets the device wants to know which
+        return torch.device("cuda", torch.cuda.current_device())  # code that sets the device needs an index
     return found
 
 
@@ -139,10 +138,10 @@ def _device(device: str | torch.device | None) -> torch.device:
 
 
 class RepeatedData:
-    """Begins again when the batches end, so that no epoch does; ends where there are none at all.
+    """Batches that begin again when they end, so that no epoch ends. Ends only if there is no batch at all.
 
     Args:
-        batches: Can be iterated more than once, unless it never ends.
+        batches: An iterable that can be iterated again, unless it never ends.
 
     Attributes:
         waited: Seconds spent waiting for batches so far.
@@ -165,7 +164,7 @@ class RepeatedData:
 
 
 class EnoughSteps(Exception):
-    """Ends a fit whose steps have been recorded, before the epoch ends and what belongs to that happens."""
+    """Ends a fit whose steps have been recorded, before the epoch ends."""
 
 
 def measure_step(
@@ -174,15 +173,15 @@ def measure_step(
     """Measure a step of training on one device.
 
     Args:
-        module: What is trained; left as it is.
+        module: The module to train; left unchanged.
         data: Batches, as for ``Trainer.fit``; ``None`` for those of the module.
         device: A CPU or CUDA device.
-        steps: How many steps to time, and as many to watch.
-        trainer_options: For the Trainer: what a step depends on, such as ``precision``.
+        steps: Number of steps to time, and of steps to watch.
+        trainer_options: Trainer options that affect a step, such as ``precision``.
 
     Raises:
-        OptionError: If ``module`` or ``data`` is not what can be trained.
-        UnsupportedError: If it cannot be measured; the message names the way out.
+        OptionError: If ``module`` or ``data`` cannot be trained.
+        UnsupportedError: If the step cannot be measured; the message names the way out.
     """
     _check_module(module)
     trained = _copy_of(module)
@@ -203,12 +202,12 @@ def measure_step(
             accelerator=_ACCELERATORS[device.type],
             devices=1 if device.index is None or device.type == "cpu" else [device.index],
             strategy=strategy,
-            plugins=[LightningEnvironment()],  # alone, whoever launched this process
+            plugins=[LightningEnvironment()],  # one process, also under a launcher
             max_epochs=1,
-            max_steps=_MOST_STEPS_FOR_EACH * (steps + 10),  # never reached, but schedules are made for so many
+            max_steps=_MOST_STEPS_FOR_EACH * (steps + 10),  # never reached, but schedules are made for that many
             limit_val_batches=0,
             num_sanity_val_steps=0,
-            logger=DummyLogger(),  # modules may log to it by hand
+            logger=DummyLogger(),  # modules may call it themselves
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
@@ -264,7 +263,7 @@ def _copy_of(module: pl.LightningModule) -> pl.LightningModule:
 
 @contextlib.contextmanager
 def _gradients_kept(module: pl.LightningModule) -> Iterator[None]:
-    """Make sure that it is the copy which is trained; whatever the original gets is taken away from it.
+    """Check that the copy is trained and not the original, and restore the original's gradients.
 
     Raises:
         UnsupportedError: If the original got gradients.
@@ -322,7 +321,7 @@ def _iterable(loader: Any) -> Iterable[Any]:
 
 
 def _restore_generators(restoring: contextlib.ExitStack, loader: Any) -> None:
-    """Have the random state of a data loader put back, and of its samplers."""
+    """Restore the random state of a data loader and its samplers at the end."""
     holders = [loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
     holders.append(getattr(holders[-1], "sampler", None))
     for holder in holders:
@@ -334,11 +333,11 @@ def _restore_generators(restoring: contextlib.ExitStack, loader: Any) -> None:
 def _restore_random_state(restoring: contextlib.ExitStack) -> None:
     isolation = isolate_rng()
     isolation.__enter__()
-    restoring.callback(isolation.__exit__, None, None, None)  # told of an error, it would restore nothing
+    restoring.callback(isolation.__exit__, None, None, None)  # without the error, as it would restore nothing otherwise
 
 
 def _keep_quiet(restoring: contextlib.ExitStack) -> None:
-    """Without what a Trainer says at the start of a fit: it is not the user's."""
+    """Hide what the Trainer prints at the start of a fit, as the fit is not the user's."""
     for name in (pl.__name__, Fabric.__module__.rpartition(".")[0]):
         logger = logging.getLogger(name)
         restoring.callback(logger.setLevel, logger.level)
@@ -351,19 +350,19 @@ def _keep_quiet(restoring: contextlib.ExitStack) -> None:
 
 
 class DeviceClock:
-    """Takes moments and tells the time between them.
+    """Takes moments, and measures the time between them.
 
-    On CUDA a moment is an event on the current stream, so that taking one does not hold the device up.
+    On CUDA a moment is an event on the current stream, so that the device need not wait for it.
 
     Args:
-        device: Where the model computes, a CPU or a CUDA device.
+        device: The device of the model, a CPU or a CUDA device.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._on_cuda = device.type == "cuda"
 
     def moment(self) -> Any:
-        """Now, for :meth:`seconds`."""
+        """The current moment, for :meth:`seconds`."""
         if not self._on_cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -371,7 +370,7 @@ class DeviceClock:
         return event
 
     def seconds(self, start: Any, end: Any) -> float:
-        """From one moment to a later one; waits until the device has passed both."""
+        """Seconds between two moments. Waits until the device has passed both."""
         if not self._on_cuda:
             return float(end - start)
         end.synchronize()
@@ -379,17 +378,17 @@ class DeviceClock:
 
 
 class ObservedDevice(SingleDeviceStrategy):
-    """Trains on one device, and notes moments of the steps, as a gate of the parameters when they are first used.
+    """Trains on one device and notes moments of each step. It serves as the parameters' gate, to see their first use.
 
     Args:
-        device: Where to train.
-        module: What is trained; its parameters are looked up when the first step is watched.
-        steps: How many to time, and as many to watch, after the warm-up.
-        waited: Seconds spent waiting for data so far, whenever asked.
+        device: The device to train on.
+        module: The module to train; its parameters are looked up at the first watched step.
+        steps: Number of steps to time, and of steps to watch, after the warm-up.
+        waited: Returns the seconds spent waiting for data so far.
 
     Attributes:
-        times: Of the steps that were only timed.
-        watched: What was seen in the others.
+        times: Parts of the steps that were only timed.
+        watched: What was seen in the watched steps.
     """
 
     def __init__(
@@ -403,7 +402,7 @@ class ObservedDevice(SingleDeviceStrategy):
         self._parameters: dict[str, nn.Parameter] = {}
         self._unseen: set[int] = set()  # ids of parameters whose touches cannot be seen
         self._begun = 0
-        # Of the step under way.
+        # The current step.
         self._moments: dict[str, Any] = {}
         self._waited_before = 0.0
         self._watches = False
@@ -414,15 +413,15 @@ class ObservedDevice(SingleDeviceStrategy):
 
     @property
     def complete(self) -> bool:
-        """Whether enough was noted."""
+        """Whether enough steps were measured."""
         return len(self.times) >= self._wanted and len(self.watched) >= self._wanted
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """See Strategy. A forward pass begins a step; the one before it has ended.
+        """See Strategy. A forward pass ends the step before and begins another.
 
         Raises:
-            EnoughSteps: If enough was noted.
-            UnsupportedError: If the steps so far were no steps of one forward pass, one backward pass and one update.
+            EnoughSteps: If enough steps were measured.
+            UnsupportedError: If the steps so far did not consist of one forward pass, one backward pass and one update.
         """
         now, waited = self._clock.moment(), self._waited()
         self._end(now, waited)
@@ -451,7 +450,7 @@ class ObservedDevice(SingleDeviceStrategy):
         watched = self._parameters.values() if self._watches else ()
         handles = [parameter.register_post_accumulate_grad_hook(self._accumulated) for parameter in watched]
         if "backward" in self._moments:
-            self._moments.clear()  # a step of two is none that can be measured
+            self._moments.clear()  # a step with two backward passes cannot be measured
         self._note("backward")
         try:
             loss = super().backward(*args, **kwargs)
@@ -473,17 +472,17 @@ class ObservedDevice(SingleDeviceStrategy):
             return
         disarm((parameter,))
         if torch.compiler.is_compiling():
-            # Compiled code is specialised on what it met; in its next run there would be no touch.
+            # Compiled code is specialised on what it has met, so its next run would not touch the parameter.
             self._unseen.add(id(parameter))
         else:
             self._first_use.setdefault(id(parameter), self._clock.moment())
 
     def open_all(self, reason: str) -> None:
-        """See :class:`~lightning_bytescheduler.ddp.gates.Gate`: what is used from here on is not seen."""
+        """See :class:`~lightning_bytescheduler.ddp.gates.Gate`: uses from here on are not seen."""
         disarm([p for p in self._parameters.values() if gate_of(p) is self])
 
     def parameters(self) -> list[WatchedParameter]:
-        """Those that were watched, each once, under the name of the module that holds it first."""
+        """The watched parameters, each once, under the name of the first module that holds it."""
         whole = type(self._trained).__name__
         return [
             WatchedParameter(key=id(parameter), layer=name.rpartition(".")[0] or whole, size=parameter.nbytes)
@@ -491,7 +490,7 @@ class ObservedDevice(SingleDeviceStrategy):
         ]
 
     def compressed_share(self) -> float:
-        """Bytes of the gradients as bf16, as a share of what they are."""
+        """Bytes of the gradients as bf16, relative to their actual bytes."""
         whole = sum(p.nbytes for p in self._parameters.values())
         small = sum(p.numel() * min(p.element_size(), _COMPRESSED_WIDTH) for p in self._parameters.values())
         return small / whole if whole else 1.0
@@ -502,12 +501,12 @@ class ObservedDevice(SingleDeviceStrategy):
         return tuple(name for name, parameter in self._parameters.items() if id(parameter) not in seen)
 
     def _note(self, what: str) -> None:
-        """Something of a step has ended, or begun."""
+        """Note the moment at which a part of the step begins or ends."""
         if self._moments:
             self._moments[what] = self._clock.moment()
 
     def _watch(self) -> None:
-        """Watch the forward pass that comes."""
+        """Watch the coming forward pass."""
         if not self._parameters:
             self._parameters = {n: p for n, p in self._trained.named_parameters() if p.requires_grad}
             self._unseen = set(unseen_parameters(self._trained))
@@ -516,7 +515,7 @@ class ObservedDevice(SingleDeviceStrategy):
         arm((p for p in seen if can_be_gated(p) and not is_armed(p)), self)
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
-        # The last time counts: with reentrant checkpointing a gradient can come in parts.
+        # The last time counts: with reentrant checkpointing a gradient comes in parts.
         self._gradient[id(parameter)] = self._clock.moment()
 
     def _end(self, now: Any, waited: float) -> None:
@@ -531,7 +530,7 @@ class ObservedDevice(SingleDeviceStrategy):
             self.watched.append(WatchedStep(forward=forward, backward=backward, first_use=first_use, gradient=ready))
             return
         update, step = seconds(gradients, updated), seconds(begun, now)
-        # On a device that is behind, waiting for data can be hidden.
+        # If the device is behind, waiting for data may be hidden.
         waiting = min(waited - self._waited_before, step - forward - backward - update)
         self.times.append(StepParts(step=step, forward=forward, backward=backward, update=update, waiting=waiting))
 
@@ -544,11 +543,11 @@ class StepParts:
     """Seconds of a step, from the start of a forward pass to the start of the next.
 
     Attributes:
-        step: All of it; what is not in the following lies between steps.
+        step: The whole step. The time that the parts below do not cover is between steps.
         forward: ``training_step``.
         backward: The backward pass.
         update: Clipping and the optimizer's step.
-        waiting: Of what lies between steps, for data.
+        waiting: Waiting for data; a part of the time between steps.
     """
 
     step: float
@@ -559,18 +558,18 @@ class StepParts:
 
     @property
     def rest(self) -> float:
-        """What lies between two steps: waiting for data, hooks, logging."""
+        """The time between two steps: waiting for data, hooks, logging."""
         return max(0.0, self.step - self.forward - self.backward - self.update)
 
 
 def typical(steps: Sequence[_Step], seconds: Callable[[_Step], float]) -> _Step:
-    """The step that took neither longer nor shorter than half of the others."""
+    """The step with the median time."""
     return sorted(steps, key=seconds)[len(steps) // 2]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WatchedParameter:
-    """A parameter that is trained.
+    """A trained parameter.
 
     Attributes:
         key: Identifies it in :class:`WatchedStep`.
@@ -590,8 +589,10 @@ class WatchedStep:
     Attributes:
         forward: Seconds of the forward pass.
         backward: Seconds of the backward pass.
-        first_use: By key of a parameter, seconds from the start of the forward pass; lacks what was not seen.
-        gradient: By key of a parameter, seconds from the start of the backward pass; lacks what got none.
+        first_use: Seconds from the start of the forward pass, by parameter key; without parameters whose use was not
+            seen.
+        gradient: Seconds from the start of the backward pass, by parameter key; without parameters that got no
+            gradient.
     """
 
     forward: float
@@ -603,17 +604,17 @@ class WatchedStep:
 def make_profile(
     name: str, parameters: Sequence[WatchedParameter], step: WatchedStep, times: StepParts
 ) -> ModelProfile:
-    """Put a profile together; its layers take ``times.step`` together.
+    """Make a profile, whose layers take ``times.step`` together.
 
-    Parameters of one module that are first used after each other are one layer. Those that got a gradient though
-    nobody was seen to use them come first, as their updates do not wait for the forward pass. Those that got no
-    gradient and were not used come last: DDP sends zeros for them, as soon as the backward pass begins.
+    Parameters of one module that are first used one after another are one layer. Parameters that got a gradient
+    although their use was not seen come first, as their updates do not wait for the forward pass. Parameters that got
+    no gradient and were not used come last: DDP sends zeros for them as soon as the backward pass begins.
 
     Args:
-        name: Of the model.
-        parameters: All that are trained, each once.
-        step: What was seen of one.
-        times: Of a step in which nothing was watched.
+        name: The model's name.
+        parameters: All trained parameters, each once.
+        step: A watched step.
+        times: Times of a step that was not watched.
 
     Raises:
         UnsupportedError: If no parameter gets a gradient.
@@ -628,7 +629,7 @@ def make_profile(
         )
     layers = [_Layer(BETWEEN_STEPS, 0, 0.0, backward), *_layers(parameters, first_use, gradient)]
     starts = [max(0.0, min(layer.start, forward)) for layer in layers]
-    # When a layer and all after it are complete: a profile's backward pass goes through the layers in order.
+    # When a layer and all after it are complete: a profile's backward pass goes through the layers in reverse order.
     ready = list(itertools.accumulate((min(layer.ready, backward) for layer in reversed(layers)), max))[::-1]
     forward_share = times.forward / forward if forward else 0.0
     backward_share = times.backward / backward if backward else 0.0
@@ -672,5 +673,5 @@ def _layers(
     for name, group in itertools.groupby(used, key=lambda p: p.layer):
         members = list(group)
         layers.append(layer(name, members, first_use[members[0].key] or 0.0))
-    # At the very end of the forward pass, so that they take none of it.
+    # At the very end of the forward pass, so that they take no part of it.
     return [*layers, layer(UNUSED, unused, float("inf"))] if unused else layers
