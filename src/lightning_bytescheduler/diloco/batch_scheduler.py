@@ -1,20 +1,20 @@
 """The batch scheduler: decides how many steps each worker takes in a round, so that all end it together.
 
-A state machine without clock, threads or transport. A message and the time go in; what to send goes to ``post``.
-``tick`` is to be called at ``next_tick``, or now and then. Nothing that a worker does or fails to do keeps a round from
-ending: a silent worker is not counted on, and pseudo-gradients are waited for until a deadline plus grace.
+The scheduler is a state machine without clock, threads or transport. It takes a message and the time, and passes what
+to send to ``post``. Call ``tick`` at ``next_tick``, or regularly. No worker can keep a round from ending: a silent
+worker is not counted on, and pseudo-gradients are waited for until a deadline plus grace.
 
-The end is decided on by a look at all workers: after each message where there are few, and else the more seldom the
-more there are, so that it takes a small share of the time.
+To decide the end, the scheduler looks at all workers. With few workers it does so after each message, with more workers
+less often, so that it takes a small share of the time.
 
-A round: everyone is told to start, fetches the weights and trains. Each report is answered, and moves the projection.
-When the projected end is a few steps of the slowest worker away, each worker is told after how many steps to send.
-When the pseudo-gradients are there, or the time is over, they are merged and the next round starts.
+A round: all workers are told to start, fetch the weights and train. Each report is answered, and updates the
+projection. When the projected end is a few steps of the slowest worker away, each worker is told after how many steps
+to send. When all pseudo-gradients have arrived, or the time is over, they are merged and the next round starts.
 
-Workers come and go. One that joins in mid-round waits for the next, unless it says that it is in the middle of this
-one, as after a restart. One that leaves is not waited for, and what it has sent counts. One that is lost, as it missed
-the end of its round, joins in with the next as soon as it is heard of. One that pauses is not counted on, and not
-started.
+Workers come and go. A worker that joins in mid-round waits for the next round, unless it says that it is in the middle
+of this one, as after a restart. A worker that leaves is not waited for, and what it has sent counts. A worker is lost
+when it misses the end of its round; it joins the next round as soon as it is heard of. A worker that pauses is not
+counted on, and not started.
 
 Not thread-safe: call it from one thread, or under one lock.
 """
@@ -53,14 +53,14 @@ from lightning_bytescheduler.exceptions import OptionError
 
 log = logging.getLogger(__name__)
 
-_FIRST_TRANSFER_S = 60.0  # that a first pseudo-gradient may take, before there is anything to go by
-_MOST_LATE = 1024  # late updates that a round's record holds
+_FIRST_TRANSFER_S = 60.0  # for a first pseudo-gradient, as no transfer was measured yet
+_MOST_LATE = 1024  # late updates in a round's record
 _FEW = 16  # workers that are looked at after each message
-_LOOK_S = 1e-4  # for each of more workers, from one look at all to the next: twenty times as long as one takes
+_LOOK_S = 1e-4  # per worker, between two looks at all: twenty times what a look takes
 
 LEAD_STEPS = 3
-"""The end of a round is decided so many steps of the slowest worker before it: fewer make a better forecast, and with
-one, a worker may be in the middle of a step that it should not have begun."""
+"""The end of a round is decided this many steps of the slowest worker before it. Fewer steps would give a better
+forecast, but with one, a worker may be in the middle of a step that it should not have begun."""
 
 
 class _Phase(Enum):
@@ -75,10 +75,10 @@ class BatchScheduler:
 
     Args:
         target: What ends a round.
-        options: When to decide, and how long to wait for whom.
-        post: Called with the name of a worker, and what it is told.
-        end: Called with each round that is over, before anything is said of the next one: what ``merged`` names in it
-            is to be merged, and if that is nobody, the weights stay as they are.
+        options: When to decide, and how long to wait for which workers.
+        post: Called with a worker's name and the message for it.
+        end: Called with each round that is over, before any message about the next one. The updates of the workers in
+            its ``merged`` are to be merged; if it is empty, the weights stay as they are.
     """
 
     def __init__(
@@ -100,38 +100,38 @@ class BatchScheduler:
         self._now = 0.0
         self._started = 0.0
         self._decided: float | None = None
-        self._paused_since: float | None = None  # all who are there, after the end was decided
+        self._paused_since: float | None = None  # since when all present workers pause after the decision
         self._deadline = 0.0
-        self._look_at = 0.0  # at all workers, where there are many
+        self._look_at = 0.0  # when to look at all workers, where there are many
         self._is_to_look = False  # something was heard since the last look
         self._longest_grace = 0.0
-        self._counted_on: set[int] = set()  # numbers of those that the quorum is a share of
+        self._counted_on: set[int] = set()  # numbers of the workers from which the quorum is computed
         self._late: list[LateUpdate] = []
 
     @property
     def round(self) -> int:
-        """The round that is on, or the last one; 0 before the first."""
+        """The current round, or the last one; 0 before the first."""
         return self._round
 
     @property
     def finished(self) -> bool:
-        """Whether ``outer_steps`` rounds are over, and those that close the training."""
+        """Whether ``outer_steps`` rounds are over, and the rounds that close the training."""
         return self._phase is _Phase.FINISHED
 
     @property
     def last_round(self) -> int | None:
-        """With which the training is over: those that close it come on top of ``outer_steps``."""
+        """The last round of the training, with the closing rounds after ``outer_steps``."""
         steps = self._options.outer_steps
         return None if steps is None else steps + self._options.closing_rounds
 
     @property
     def workers(self) -> Mapping[str, WorkerProgress]:
-        """Everyone who takes part, or waits to. To be read only."""
+        """All workers that take part or wait to. Read only."""
         return self._roster.workers
 
     @property
     def left(self) -> int:
-        """What is to go in this round, in the target's unit; 0 or less when it is reached."""
+        """What remains of this round, in the target's unit; 0 or less when the target is reached."""
         return self._left_of(self._roster.members())
 
     def _left_of(self, workers: list[WorkerProgress]) -> int:
@@ -140,12 +140,12 @@ class BatchScheduler:
 
     @property
     def collecting(self) -> bool:
-        """Whether the end of the round is decided."""
+        """Whether the end of the round has been decided."""
         return self._phase is _Phase.COLLECTING
 
     @property
     def is_open(self) -> bool:
-        """Whether the round is on; else it is over, or none has begun."""
+        """Whether a round is running: it has begun and is not over."""
         return self._phase in (_Phase.TRAINING, _Phase.COLLECTING)
 
     @property
@@ -163,7 +163,7 @@ class BatchScheduler:
         return end if silence is None else min(silence, end)
 
     def expects(self, worker: str, round: int) -> bool:
-        """Whether a pseudo-gradient of a worker for a round would be part of it if it were there now."""
+        """Whether a worker's pseudo-gradient for a round would be part of the round if it arrived now."""
         if round != self._round or not self.is_open:
             return False
         known = self._roster.workers.get(worker)
@@ -182,7 +182,7 @@ class BatchScheduler:
         worker = self._roster.workers.get(message.worker)
         if self.finished:
             self._tell(message.worker, TrainingOver(round=self._round))
-        elif worker is not None and isinstance(message, StepReport):  # as most are
+        elif worker is not None and isinstance(message, StepReport):  # most messages are these
             self._hear(worker, message, now)
         elif isinstance(message, LeaveRounds):
             if worker is not None:
@@ -192,33 +192,33 @@ class BatchScheduler:
             self._arrive_after_leaving(message, worker, now)
         elif isinstance(message, JoinRounds) and (worker is None or message.session != worker.session):
             if worker is not None:
-                # It has been started anew, and what it did is lost, but for what it has sent.
+                # It was restarted: its work is lost, except for what it has sent.
                 self._roster.remove(worker, now, has_left=False)
             self._join(message, now)
         elif worker is None:
-            # After a restart of the scheduler, workers that it does not know report to it: they join, too. Whoever has
-            # left does not come back with a report that was overtaken.
+            # After a restart of the scheduler, workers that it does not know report to it, and so join. A worker that
+            # has left does not come back by a report that was overtaken.
             if not self._roster.has_left(message.worker):
                 self._join(JoinRounds(worker=message.worker), now, paused=isinstance(message, PauseRounds))
         else:
             self._hear(worker, message, now)
 
     def note_alive(self, worker: str, *, now: float) -> None:
-        """A sign of life that is no message, such as an answer to a ping.
+        """Note a sign of life that is no message, such as an answer to a ping.
 
-        It counts for a worker that waits for weights, which may take long and has nothing to say meanwhile. Whoever
-        trains is expected to report steps.
+        It counts for a worker that waits for weights, which may take long without a message. A worker that trains is
+        expected to report steps.
         """
         known = self._roster.workers.get(worker)
         if known is not None and known.state is WorkerState.STARTING and now >= known.heard:
             known.heard = now
 
     def note_late(self, update: LateUpdate, *, into: int) -> None:
-        """A pseudo-gradient has come after its round was over: the record of the round that is on says so.
+        """Note in the current round's record that a pseudo-gradient came after its own round was over.
 
         Args:
-            update: What came, and what it counts, see ``round_end.late_weight``.
-            into: The round whose merge it is part of, if that has a quorum.
+            update: The update, with its weight as of ``round_end.late_weight``.
+            into: The round whose merge it is part of, if that reaches a quorum.
         """
         counts = f"counts {update.weight} in round {into}" if update.weight else "is dropped"
         log.info(
@@ -228,33 +228,33 @@ class BatchScheduler:
             self._late.append(update)
 
     def start_waiting(self, *, now: float) -> None:
-        """All workers stood still until now: those that are to start are told so now."""
+        """Start the workers that wait, as all workers stood still until now."""
         self._now = now
         for worker in self._roster:
             if worker.state is WorkerState.STARTING:
                 worker.told = worker.reported = worker.heard = now
 
     def end_soon(self) -> None:
-        """Let the round that is on be the last with steps, or the next one if none is."""
+        """Make the current round the last one with steps, or the next round if none is running."""
         self._options = replace(self._options, outer_steps=self._round + (not self.is_open))
 
     def tick(self, *, now: float) -> None:
-        """Take note that time has passed, to ``now``, never less than before."""
+        """Note that time has passed, to ``now``, never less than before."""
         self._now = now
         self._advance(now)
 
     def state_dict(self) -> BatchSchedulerState:
-        """What to keep over a restart. Workers have to join again, and their paces are observed anew.
+        """The state to keep over a restart. Workers have to join again, and their paces are observed anew.
 
-        The round that was on begins anew, with the steps that they then say they have taken in it.
+        The current round begins anew, with the steps that workers then say they have taken in it.
         """
         return {"round": self._round - self.is_open}
 
     def load_state_dict(self, state: BatchSchedulerState) -> None:
-        """Carry on from what was kept. Call it before anybody joins.
+        """Continue from a saved state. Call it before any worker joins.
 
         Raises:
-            OptionError: If it is not what :meth:`state_dict` gave; names what is wrong with it.
+            OptionError: If it is not what :meth:`state_dict` gave; names what is wrong.
         """
         try:
             state = msgspec.convert(state, BatchSchedulerState)
@@ -266,7 +266,7 @@ class BatchScheduler:
         self._phase = _Phase.FINISHED if self._is_over() else _Phase.IDLE
 
     def expect(self, workers: int) -> None:
-        """Let the next round wait for so many workers, as those of before a restart."""
+        """Make the next round wait for this many workers, such as those before a restart."""
         self._first = max(workers, 1)
 
     # ── One worker ───────────────────────────────────────────────────────────
@@ -291,19 +291,19 @@ class BatchScheduler:
         self._advance(now)
 
     def _take_in(self, worker: WorkerProgress, join: JoinRounds | None, now: float) -> None:
-        """Let a worker into the round that is on, if it can be: in the middle of it, or with nothing done."""
+        """Let a worker into the current round if possible: in the middle of it, or with nothing done."""
         if self._phase is _Phase.IDLE:
             worker.resumed = join
             self._begin_round(now)
         elif worker.state is not WorkerState.WAITING:
-            pass  # it has a place in the round
+            pass  # it has a place in the round already
         elif join is not None and join.round == self._round:
             worker.tell_to_start(now)
             worker.take_up(join, now)
             if self._phase is _Phase.COLLECTING:
                 self._counted_on.add(worker.number)
         elif self._phase is _Phase.TRAINING and not isinstance(self._target, FixedSteps):
-            # Nobody has to wait for it: others do what it does not.
+            # No worker has to wait for it: the others do what it does not.
             worker.tell_to_start(now, late=True)
         worker.note_pace(self._target.step_cap)
 
@@ -313,7 +313,7 @@ class BatchScheduler:
         message: StepReport | SendingPseudoGradient | PseudoGradientArrived | RoundStarted,
         now: float,
     ) -> None:
-        """Take over what is new. What is overtaken or doubled is not; what is missing is inferred."""
+        """Apply what is new. Ignore what is overtaken or doubled; infer what is missing."""
         if isinstance(message, (RoundStarted, StepReport)) and worker.state is WorkerState.STARTING:
             worker.receiving.observe(now - worker.told)
             worker.start(now)
@@ -331,14 +331,14 @@ class BatchScheduler:
             _measure_transfer(worker, now)
 
     def _arrive_after_leaving(self, message: PseudoGradientArrived, worker: WorkerProgress | None, now: float) -> None:
-        """What has come is of one who has left, or has missed the end of its round."""
+        """Handle the arrival of a pseudo-gradient whose worker has left, or has missed the end of its round."""
         departed = self._roster.departed(message.worker) if message.round == self._round else None
         if departed is not None:
             departed.arrive(now)
             self._advance(now)
         elif worker is not None:
             if worker.state is WorkerState.LOST:
-                _measure_transfer(worker, now)  # too late, so that the next one is given more time
+                _measure_transfer(worker, now)  # too late; the next one gets more time
             self._hear(worker, message, now)
 
     def _answer(self, worker: WorkerProgress) -> None:
@@ -385,7 +385,7 @@ class BatchScheduler:
             self._answer(worker)
 
     def _advance(self, now: float) -> None:
-        """Decide the end of the round if it is time to, and end it if it is over."""
+        """Decide the end of the round when it is time, and end the round when it is over."""
         if self._phase is _Phase.TRAINING:
             self._is_to_look = len(self.workers) > _FEW and now < self._look_at
             if not self._is_to_look:
@@ -405,7 +405,7 @@ class BatchScheduler:
             self._end_round(now)
 
     def _all_pause(self) -> bool:
-        """Whether all who are there pause amid the round: nobody waits for its end, and their steps are to count."""
+        """Whether all present workers pause amid the round. None waits for its end, and their steps should count."""
         pausing = False
         for worker in self._roster.workers.values():
             if worker.state is WorkerState.LOST:
@@ -424,23 +424,23 @@ class BatchScheduler:
         members = self._roster.members()
         training = [worker for worker in members if worker.is_counted_on(self._options, now)]
         if not training:
-            # Where all are paused, none waits for an end, and their steps are not to be lost; but one that came later
-            # may wait for the next round.
+            # If all are paused, no worker waits for an end, and their steps must not be lost; but a later one may wait
+            # for the next round.
             waits = any(one.state is WorkerState.WAITING and not one.paused for one in self._roster)
             is_idle = waits and not any(worker.steps for worker in members)
             if not members or is_idle or any(worker.has_ended or not worker.paused for worker in members):
                 self._collect({}, 0.0, now)
             return
-        # Whoever is silent is not counted on, nor is what it did: its pseudo-gradient will probably not come.
+        # A silent worker is not counted on, nor is what it did: its pseudo-gradient will probably not come.
         ended = [one for one in members if one.has_ended and not (one.left and one.state is WorkerState.SENDING)]
         left = self._left_of(training + ended)
         if left <= 0 or self._closes:
-            # Nobody is to begin another step. Whoever has not started yet does not have to.
+            # No worker should begin another step, and a worker that has not started yet need not.
             slowest = max(one.step_time.seconds or 0.0 for one in training)
             self._collect({}, slowest * max(one.in_flight + 1 for one in training), now)
         elif all(one.step_time.is_known or one.began_late for one in training):
             paces = [(one, one.pace) for one in training if one.pace is not None]
-            # Each must hear of it before its last step.
+            # Each worker must hear of it before its last step.
             lead = max((max(LEAD_STEPS, pace.committed + 1) * pace.step_seconds for _, pace in paces), default=0.0)
             plan = self._target.plan(left, [pace for _, pace in paces], now=now, within=lead) if paces else None
             if plan is not None:
@@ -451,19 +451,20 @@ class BatchScheduler:
                 self._collect(counters, plan.seconds, now)
 
     def _collect(self, counters: Mapping[int, int], seconds: float, now: float) -> None:
-        """The end of the round is decided: everyone is told, also those who are silent."""
+        """Tell all workers, silent ones too, that the end of the round is decided."""
         self._phase = _Phase.COLLECTING
         self._decided, self._paused_since = now, None
         transfer = self._roster.longest_transfer
         self._deadline = now + 2 * seconds + 2 * (transfer or 0.0)
         if self._options.grace == "auto":
-            # By then the arrived could have done the round again. A first transfer may be long, however short that is.
+            # By then those that have arrived could have done the round again. A first transfer may take longer than a
+            # short round.
             self._longest_grace = max(self._deadline - self._started, _FIRST_TRANSFER_S if transfer is None else 0.0)
         else:
             self._longest_grace = self._options.grace
         for worker in self._roster.members():
             if worker.began_late and worker.is_training and not worker.steps:
-                worker.state = WorkerState.WAITING  # its first step may take any time, and is for the next round
+                worker.state = WorkerState.WAITING  # its first step may take any time, and belongs to the next round
         members = self._roster.members()
         self._counted_on = {worker.number for worker in members}
         for worker in members:
@@ -497,7 +498,7 @@ class BatchScheduler:
             self._tell(worker.name, SendAfter(round=self._round, steps=worker.send_after, reported=worker.steps))
 
     def _arrived(self, members: list[WorkerProgress]) -> list[WorkerProgress]:
-        # Where a round has no step, what was trained before counts.
+        # In a round without steps, earlier training counts.
         return [one for one in members if one.state is WorkerState.ARRIVED and (one.samples or self._closes)]
 
     @property

@@ -1,9 +1,8 @@
 """Each worker's batch size: given, from the environment, or found by growing it until memory or throughput stops it.
 
-It is found by taking a few steps of the model with batches of growing size, before training begins. The optimizer takes
-no step; gradients, buffers and random numbers are as before afterwards. Limits: whatever else ``training_step`` changes
-stays changed, and a module that optimizes manually is not tried. The loader of the training data then gets that size,
-as it does one that was given.
+It takes a few steps of the model with batches of growing size, before training begins. The optimizer takes no step;
+gradients, buffers and random numbers are restored. Limits: whatever else ``training_step`` changes stays changed, and a
+module with manual optimization is not tried. The loader of the training data then gets that size, or the given one.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ BATCH_SIZE_VARIABLE = "BYTESCHEDULER_BATCH_SIZE"
 
 _ALLOWED = "a positive whole number or 'auto'"
 _REFINED_TO = 8  # when memory is the limit, the size is found to an eighth
-_STEPS = 3  # that are measured of each size
+_STEPS = 3  # measured steps of each size
 _MESSAGE = (
     "Strategy 'diloco' cannot change the batch size of a {what}. Leave batch_size out, and give each worker's loader "
     "its batch size where you make it; trainer.global_rank says which worker it is."

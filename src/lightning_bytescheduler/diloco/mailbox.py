@@ -1,11 +1,12 @@
 """Mailboxes over a job's rendezvous store: a rank reads its own, and any rank posts to it, or calls and is answered.
 
-A mailbox is a numbered sequence of keys. Whoever posts takes the next number with the store's counter, so that no two
-letters have the same and none is written over; the one reader waits for one number after the other, inside native code
-and for as long as it takes, and so hears each letter once, in the order of the numbers. Letters of one connection keep
-their order, as it takes a number only after the letter before was written. A sender that dies between the two leaves a
-gap which the reader waits at for good: as with any rank that dies, the fault board ends the training, and its store
-ends the wait. An answer goes to a key that only its call knows, so that answers need no order.
+A mailbox is a numbered sequence of keys. A sender takes the next number with the store's counter, so that no two
+letters have the same number and none is overwritten. The one reader waits for one number after another, inside native
+code and for as long as it takes. So it reads each letter once, in the order of the numbers. Letters of one connection
+keep their order, as the connection takes a number only after the letter before was written. A sender that dies between
+the two leaves a gap, at which the reader would wait forever. As with any rank that dies, the fault board then ends the
+training, and the end of its store ends the wait. An answer goes to a key that only its call knows, so answers need no
+order.
 
 Each end has a connection of its own, as a wait blocks it.
 """
@@ -56,8 +57,8 @@ class Mailbox:
         store: That all ranks share.
         name: Of the mailbox, whose only reader this is.
         thread: The thread's name.
-        handle: Called on the thread with the sender and the text of each letter. What it returns is the answer to a
-            call, and what it raises too; raised for a letter that nobody waits at, it ends the reading.
+        handle: Called on the thread with the sender and the text of each letter. For a call, its result or its error is
+            the answer; for another letter, an error ends the reading.
         on_error: Called on the thread when the reading ends otherwise than by a closing letter: ``handle`` has failed,
             a letter is damaged, or the store is gone (a ``RuntimeError``).
         postman: Posts the closing letter, after all that it was given before. Without one, the mailbox has a
@@ -129,7 +130,7 @@ class Mailbox:
 def _answer(store: dist.Store, key: str, make: Callable[[], bytes | None]) -> None:
     try:
         content = make() or b""
-    except Exception as error:  # it belongs to whoever called
+    except Exception as error:  # the caller gets it
         answer = _Answer(failure=f"{type(error).__name__}: {error}")
     else:
         answer = _Answer(content)
@@ -142,9 +143,9 @@ def _answer(store: dist.Store, key: str, make: Callable[[], bytes | None]) -> No
 
 
 class Postman:
-    """Posts messages to one mailbox; a ``Link`` to who reads that. On a thread, ``bytescheduler-outer-post``.
+    """Posts messages to one mailbox, on the thread ``bytescheduler-outer-post``; a ``Link`` to the mailbox's reader.
 
-    Of reports that have piled up only the last of each worker is posted, as it has the sums of all before it.
+    Of a worker's reports that have piled up only the last is posted, as it has the sums of all before it.
 
     Args:
         store: That all ranks share.
@@ -277,7 +278,7 @@ def await_key(
     check: Callable[[], None],
     clock: Callable[[], float] = time.monotonic,
 ) -> bool:
-    """Wait until a store has a key; returns whether it has. Raises what ``check`` does, which is called meanwhile."""
+    """Wait until a store has a key; return whether it has. Calls ``check`` while it waits, and raises its error."""
     began, pause = clock(), _SHORTEST_S
     while not store.check([key]):  # torch warns of each wait that is not over in time
         check()
