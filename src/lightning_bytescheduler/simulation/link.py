@@ -1,31 +1,29 @@
-"""What it costs to reduce gradients over a network.
+"""The cost of reducing gradients over a network.
 
-Every worker has one link of ``bandwidth`` bytes per second in each direction. Reducing ``s`` bytes over ``n``
-workers then occupies that link
+Every worker has one link of ``bandwidth`` bytes per second in each direction. Reducing ``s`` bytes over ``n`` workers
+occupies that link
 
-- in an all-reduce for ``2(n-1)/n × s/bandwidth``, a reduce-scatter and an all-gather of equal cost around a ring, whose
-  ``2(n-1)`` hops follow each other.
-- with parameter servers for a push and a pull, two messages deep, each at ``2n(n-1)/(n² + kn − 2k) × s/bandwidth`` with
-  ``k`` servers beside the workers (BytePS, section 4.1). That is the rate at which both can run at once, one
-  partition being pulled while the next is pushed. For ``k = n`` this is exact. With fewer servers, where
-  workers push and serve over one link, a lone partition would be a little faster than modelled. In a step that is
-  played links of servers and workers besides wait for each other for a share of the time, see ``LinkModel.idle``.
+- with an all-reduce, for ``2(n-1)/n × s/bandwidth``: a reduce-scatter and an all-gather of equal cost around a ring,
+  whose ``2(n-1)`` hops follow each other;
+- with parameter servers, for a push and a pull, two messages deep, each at ``2n(n-1)/(n² + kn − 2k) × s/bandwidth``
+  with ``k`` servers beside the workers (BytePS, section 4.1). That is the rate at which both can run at once, when one
+  partition is pulled while the next is pushed. For ``k = n`` it is exact. With fewer servers, workers push and serve
+  over one link, and a lone partition would be a little faster than modelled. In a simulated step the links of servers
+  and workers also wait for each other for a share of the time, see ``LinkModel.idle``.
 
-A collective also has a *latency*: its hops take time in which the link is free for other collectives in flight, so a
+A collective also has a *latency*: its hops take time in which the link is free for other collectives in flight. So a
 window that covers bandwidth × latency hides it.
 
 Where gradients are compressed, each rank compresses each one once (others' shards as they are, its own when it is
 summed) and reads it twice (what it sums, and all sums). Codecs work beside the link and beside the training, so a byte
-takes as long as the slower of link and codecs does; on a processor that has other work they take longer than is said
-here.
+takes as long as the slower of link and codecs. On a processor with other work they take longer than modelled.
 
-Limits: workers are alike, links are dedicated, no congestion or loss; the time a simulation takes does not
+Limits: workers are alike, links are dedicated, and there is no congestion or loss. The time of a simulation does not
 depend on the number of workers.
 
 Rates and times may be written as people write them: ``10Gbit/s``, ``10GbE``, ``1.25GB/s``, ``20ms``. A small ``b`` is a
-bit and a capital ``B`` a byte. What could be either, such as ``1GB`` or ``1gb/s``, is refused with a question: the
-answers differ by a factor of eight. Prefixes are decimal, as those of networks are; ``Ki``, ``Mi`` and ``Gi`` are
-binary.
+bit and a capital ``B`` a byte. A text that could be either, such as ``1GB`` or ``1gb/s``, is refused with a question,
+as the answers differ by a factor of eight. Prefixes are decimal, as for networks; ``Ki``, ``Mi`` and ``Gi`` are binary.
 """
 
 from __future__ import annotations
@@ -247,7 +245,7 @@ def _bits_of_unit(option: str, value: str, found: re.Match[str]) -> int:
     number, unit, prefix, per = found["number"], found["unit"] or "", found["prefix"] or "", found["per"] or ""
     if not unit and not prefix and float(number) < _LEAST_BARE_BITS:
         raise OptionError(option, value, f"a rate with its unit, such as {number}Gbit/s or {number}Mbit/s")
-    # Who minds capitals minds them everywhere: "GBPS" and "gb/s" show that nobody did.
+    # An author who distinguishes b from B does so everywhere; "GBPS" and "gb/s" show no such distinction.
     if (unit == "B" and per in ("", "PS")) or (unit == "b" and prefix in ("m", "g", "t") and per.lower() != "ps"):
         letters = prefix.upper().replace("K", "k") + (found["binary"] or "")
         choices = f"{number}{letters}bit/s or {number}{letters}B/s"

@@ -1,7 +1,7 @@
-"""What to expect of a model on a network: how long a step takes with each strategy, what limits it, what to write.
+"""Predictions for a model on a network: the step time with each strategy, what limits it, and what to write.
 
-DDP is given its best bucket size, not only its default, and ByteScheduler both the sizes that the strategy chooses by
-itself and the best of a few. A model is a profile, or a step of it that was measured (:class:`MeasuredStep`).
+DDP is given its best bucket size, not only its default. ByteScheduler is given the sizes that the strategy chooses
+itself, and the best of a few others. A model is a profile, or a measured step (:class:`MeasuredStep`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _EQUAL = 1.03  # steps that differ by less than this are the same, as far as a m
 _DILOCO_OVERHEAD = 0.05  # of the computation, that exchanges may add to it
 _LONG_HOP_SECONDS = 1e-3
 _NAME_LENGTH = 40  # letters
-_HIDES = 1.05  # times the computation: ``"auto"`` compresses until a step takes no longer
+_HIDES = 1.05  # times the computation: ``"auto"`` compresses until a step is this short
 _PARTS = 20  # of the gradients, that it may compress
 _POINTS = 6  # on either side of the given bandwidth
 _DRAWN = {
@@ -62,7 +62,7 @@ _LINE_LENGTH = 100  # letters
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredStep:
-    """A training step on one worker that talks to nobody.
+    """A training step on one worker, without communication.
 
     Attributes:
         profile: Its layers; they take as long as the step.
@@ -137,7 +137,7 @@ class Prediction:
 
     @property
     def compute_seconds(self) -> float:
-        """Seconds of a step on one worker that talks to nobody."""
+        """Seconds of a step on one worker, without communication."""
         return self.measured.profile.compute_seconds
 
     @property

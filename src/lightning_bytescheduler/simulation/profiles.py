@@ -108,7 +108,7 @@ class ModelProfile:
 
     @property
     def compute_seconds(self) -> float:
-        """Time of a step on one worker that talks to nobody."""
+        """Time of a step on one worker, without communication."""
         return self.forward_seconds + self.backward_seconds
 
     def scaled_to(self, compute_seconds: float) -> ModelProfile:

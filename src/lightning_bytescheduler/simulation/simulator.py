@@ -37,11 +37,11 @@ cost at most one partition more: the one on the link when something more urgent 
 ``T >= F + max over k of (r_k + C_k)``, by the same argument with ``q = F`` for all layers; attained by sending
 gradients as they come. ``k = 1`` and ``k = L`` give ``F + max(B + c_1, b_L + C)``.
 
-**With norm clipping** gradients are reduce-scattered (``c_j/2``), the norm is made of the parts, and an all-gather
-(``c_j/2``) brings each layer's result to everybody, also before the norm is known: the factor is applied where the
-gradient arrives. Only the reduce-scatters have to come before all of the forward pass. So the bound has one more term,
-about ``b_L + C/2 + c_1/2 + F``. That is the largest only where ``C/2 > B`` and ``F > C/2``, so where a forward pass
-takes longer than the backward pass. Models do not, and clipping is taken to cost nothing.
+**With norm clipping** gradients are reduce-scattered (``c_j/2``), the norm is computed from the shards, and an
+all-gather (``c_j/2``) sends each layer's result to all workers. That may happen before the norm is known, as the factor
+is applied where the gradient arrives. Only the reduce-scatters have to end before the forward pass begins. So the bound
+has one more term, about ``b_L + C/2 + c_1/2 + F``. It is the largest only where ``C/2 > B`` and ``F > C/2``, so where a
+forward pass takes longer than the backward pass. That is not so for real models, and clipping is taken to cost nothing.
 
 **Costs of messages.** After its last byte has left, a message takes the link's latency to arrive; of several in flight
 only the last one's shows, so each bound grows by one latency. With servers the pushes alone are counted, so that bound

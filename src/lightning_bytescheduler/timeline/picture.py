@@ -223,7 +223,7 @@ def _typical(known: Sequence[int], trace: Trace, durations: Mapping[int, float])
     kinds = trace.kinds()
     counts = Counter(kinds.get(step, "") for step in known)
     most = max(counts, key=lambda kind: (counts[kind], kind == "overlapped"))
-    # What waits outside of a pass is no part of a step: a validation, a checkpoint, somebody who reads weights.
+    # A wait outside of a pass is no part of a step: it is a validation, a checkpoint, or other code that reads weights.
     passes = covered(trace.select(COMPUTE))
     outside = {gate.step for gate in trace.select(GATE) if not intersection(passes, intervals([gate]))}
 

@@ -246,7 +246,7 @@ class Timeline:
                     self._flush_lock.release()
 
     def _write_buffered(self) -> None:
-        """Write the buffer. The caller holds the lock, so nobody else pops."""
+        """Write the buffer. The caller holds the lock, so no other thread pops."""
         lines = b"".join(self._events.popleft() for _ in range(len(self._events)))
         if not lines or self._file.closed:
             return
@@ -355,7 +355,7 @@ class Span:
 
 
 class Cover(NamedTuple):
-    """The time in which anything was in flight, by what went on meanwhile.
+    """The time in which anything was in flight, by what else went on at that time.
 
     Attributes:
         forward: During a forward pass that was not waiting.
