@@ -55,7 +55,7 @@ def resolve_batch_size(
         environ: Where the variable is looked up; the process's environment unless given.
 
     Returns:
-        ``None`` if nobody said anything, to leave it as the data loader has it.
+        ``None`` if neither is given: the data loader keeps its own.
 
     Raises:
         OptionError: Names the argument or variable, its value and what is allowed.
@@ -238,7 +238,7 @@ def _synchronize(device: torch.device) -> None:
 
 @contextmanager
 def _unchanged(module: pl.LightningModule) -> Iterator[None]:
-    """Put back what steps change, and have nothing logged meanwhile."""
+    """Restore what steps change, and have nothing logged within this context."""
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
     numbers = random_numbers(module.device)
     silenced = {"log": lambda *_, **__: None, "log_dict": lambda *_, **__: None}

@@ -1,20 +1,20 @@
-"""A worker's connection to the coordinator: one thread, on which everything that waits for the network waits.
+"""A worker's connection to the coordinator: one thread for everything that waits for the network.
 
-The thread, ``bytescheduler-coordinator-client``, runs an asyncio loop with one WebSocket for messages and HTTP requests
-beside it. A connection that breaks is made again, with pauses that grow up to a few seconds and differ by chance, so
-that workers do not come back all at once. What trying again cannot mend (a refusal, a token or certificate that is not
-accepted) ends the client with the coordinator's own words.
+The thread, ``bytescheduler-coordinator-client``, runs an asyncio loop with one WebSocket for messages, and HTTP
+requests beside it. It reconnects when a connection breaks. The pauses grow up to a few seconds and are random, so that
+workers do not come back all at once. If trying again cannot help (a refusal, a rejected token or certificate), the
+client ends with the coordinator's own words.
 
-Of messages, one frame at a time is on its way, and the next one has all that was said meanwhile: of a worker's reports
-the last, which has the sums of all before it, and its measurements as one.
+One frame of messages is in flight at a time. The next frame has all messages posted since. Of a worker's reports it has
+only the last, which has the sums of all before it; its measurements are combined into one.
 
-Whoever calls from another thread gets a ``concurrent.futures.Future``. What comes is told to a listener on this thread;
-before there is one, it is kept. The lock that is held meanwhile is taken by no other thread but the one that listens,
-before it does.
+Calls from other threads return a ``concurrent.futures.Future``. Incoming messages go to a listener on this thread;
+before there is a listener, they are kept. The lock for that is taken only by this thread and, once, by the thread that
+sets the listener.
 
-Where the coordinator is, and how a worker shows itself there, is a ``CoordinatorAddress``. The token is in no ``repr``,
-message or error, and in no option: it comes from a file or from the environment, as the arguments of a process can be
-read by every user of its machine.
+A ``CoordinatorAddress`` says where the coordinator is, and how a worker authenticates there. The token is in no
+``repr``, message or error, and in no option. It comes from a file or from the environment, because every user of a
+machine can read the arguments of its processes.
 """
 
 from __future__ import annotations
@@ -69,15 +69,15 @@ _URL = "https://HOST:PORT, or http://HOST:PORT for a coordinator on this machine
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinatorAddress:
-    """Where a coordinator is, and who asks.
+    """Where a coordinator is, and how a worker authenticates there.
 
     Attributes:
         url: Without a path.
         worker: The name that this worker would like.
-        authority: File of the certificates that sign the coordinator's; None for those that the machine trusts.
+        authority: File of the certificates that sign the coordinator's; ``None`` for those that the machine trusts.
         certificate: File of this worker's own certificate, for mutual TLS.
         key: File of its private key.
-        token: What the coordinator asks for.
+        token: The token that the coordinator requires.
     """
 
     url: str

@@ -1,31 +1,31 @@
 """What workers and the coordinator tell each other, on one port: paths, headers and messages.
 
-Two kinds of traffic share the port. *Control* is a WebSocket per worker at ``WORKER_PATH``: the worker's first frame is
-a :class:`Hello`, the coordinator's answer a :class:`Welcome` or a :class:`Refusal`; from then on each frame is a
+Two kinds of traffic share the port. *Control* is a WebSocket per worker at ``WORKER_PATH``. The worker's first frame is
+a :class:`Hello`, and the coordinator answers with a :class:`Welcome` or a :class:`Refusal`. Each later frame is a
 :class:`Batch` of the messages of ``diloco/messages.py`` and of this file. *Bulk* is HTTP, each request by itself:
-updates up, means down, the global state for whoever needs it. Every request carries ``Authorization: Bearer TOKEN``
-where the coordinator has a token, and all but the WebSocket and the pages for people carry the worker's session.
+updates up, means down, and the global state for workers that need it. Every request carries ``Authorization: Bearer
+TOKEN`` where the coordinator has a token. All but the WebSocket and the pages for people carry the worker's session.
 
-A worker's place. The global weights have a *version*: the number of rounds that are part of them. All who have the same
-version of the same run have the same bits, as each takes the same outer step with the same decoded mean. The *chain*
-tells runs apart that have the same number of rounds: it is a digest of the former chain and of the mean's digest, so
-that a worker which has merged a round that a restarted coordinator does not know is found out, and fetches the state.
+A worker's place. The global weights have a *version*: the number of rounds that are part of them. All workers with the
+same version of the same run have the same bits, as each takes the same outer step with the same decoded mean. The
+*chain* distinguishes runs with the same number of rounds: it is a digest of the former chain and of the mean's digest.
+It reveals a worker that has merged a round which a restarted coordinator does not know; that worker fetches the state.
 
 A connection. After each ``Welcome`` the worker brings its weights to ``Welcome.version`` (or sends its own, if it is to
-``provide``), and then says ``JoinRounds``, whose ``session`` the coordinator fills in itself. Each frame of a worker is
-answered by one that has ``heard`` it, and a worker sends no second frame before: what it has to say meanwhile goes into
-one ``Batch``. The coordinator ends a connection with a reason (a frame that is wrong, a worker that does not read, a
-coordinator that stops); the worker comes back with a ``Hello``, session and all, and nothing is lost by it. What is
-refused over HTTP is answered with ``{"error": "..."}``, and has changed nothing; 503 and 429 come with
+``provide``). Then it sends ``JoinRounds``, whose ``session`` the coordinator fills in itself. The coordinator answers
+each frame of a worker with one that has ``heard`` it. The worker sends no second frame before that, and collects its
+messages for the next ``Batch``. The coordinator ends a connection with a reason (a frame that is wrong, a worker that
+does not read, a coordinator that stops). The worker comes back with a ``Hello`` with its session, and nothing is lost.
+A request refused over HTTP is answered with ``{"error": "..."}``, and has changed nothing; 503 and 429 come with
 ``Retry-After``.
 
 A round, from a worker's side: ``StartRound`` - steps, each with a ``StepReport`` - ``SendAfter`` or ``SendNow`` -
 ``SendingPseudoGradient``, and the update as one ``PUT`` - ``RoundEnded`` - the mean as one ``GET``, the outer step, and
-the next ``StartRound``. Whoever misses the end of a round gets ``RoundEnded`` all the same. It sends what it has for
-its own round, which counts as the coordinator's rule for late updates says, and catches up: mean by mean where the
+the next ``StartRound``. A worker that misses the end of a round gets ``RoundEnded`` all the same. It sends its update
+for its own round, which counts as the coordinator's rule for late updates says. Then it catches up: mean by mean if the
 coordinator still has them, else with the state.
 
-Nothing here is a secret but tokens and sessions: they are never in a URL, and never logged.
+Only tokens and sessions are secret: they are never in a URL, and never logged.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ DIGEST_HEADER = "ByteScheduler-Digest"
 SAMPLES_HEADER = "ByteScheduler-Samples"
 """That the worker has processed since it last sent this fragment: what an update is weighted with."""
 TOKENS_HEADER = "ByteScheduler-Tokens"
-"""The same in tokens; left out where nobody counts them."""
+"""The same in tokens; left out if tokens are not counted."""
 STEPS_HEADER = "ByteScheduler-Steps"
 """That the worker has taken in this round."""
 ROUND_SAMPLES_HEADER = "ByteScheduler-Round-Samples"
@@ -253,7 +253,7 @@ class Welcome(messages.AnyMessage, frozen=True, kw_only=True):
 
     Attributes:
         worker: Its name in this run: in reports, slices, logs and pages.
-        session: Goes with every request, and is nobody else's business.
+        session: The worker's secret, which goes with every request.
         options: What holds for all workers.
         version: Of the global weights.
         chain: Of the same.

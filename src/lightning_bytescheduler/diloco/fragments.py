@@ -1,36 +1,39 @@
 """Fragments of the model that are synchronised in turn, while training goes on.
 
 Douillard et al., "Streaming DiLoCo with overlapping communication": the model is cut into P fragments, and each round
-ends with one of them, in turn. What the others make of it is merged into the local weights ``overlap_steps`` later, or
-once it is there.
+ends with the synchronisation of one of them, in turn. Its mean is merged into the local weights ``overlap_steps``
+later, or as soon as it has arrived. This module also says for how long a worker trains on while its pseudo-gradient
+travels.
 
-For how long a worker trains on while its pseudo-gradient travels: a number of steps, or as long as it takes.
+With ``"auto"`` a worker merges at the first step boundary at which it need not wait: the mean has arrived, and the
+worker knows the end of its round and the beginning of the next, or that there is none. After at most half as many steps
+as its last round had, it waits for that. So each worker has a bound by its own pace, and at least half of a round is
+trained on top of the merge. A fast worker may take more steps than a slow one of the same run before it merges.
 
-With ``"auto"`` a worker merges at the first step boundary at which nothing is left to wait for: the mean is there, the
-end of its round is known, and so is the next round's beginning, or that there is none. After at most half as many steps
-as its last round had, it waits for that. So each worker has a bound by its own pace, and the better half of a round is
-trained on top of the merge; a fast worker of the same run may take ten steps meanwhile, a slow one three.
+Workers may merge at different steps, and each at another step in each round:
 
-Workers may merge at different steps, each at one of its own, and at another one each time:
+- *The global weights depend only on what was sent.* A pseudo-gradient is complete when it is sent, and the round is
+  merged from what was sent. Each worker takes the same outer steps with the same means in the order of the rounds,
+  because it sends nothing before it has merged what is in flight. With fragments that holds for each by itself: a merge
+  touches no other fragment.
+- *Steps taken before the merge count for the next round*, whenever that begins here. ``RoundCounter`` counts anew from
+  where it has sent, and reports carry the next round's number. The scheduler counts them as soon as it has begun that
+  round. If it decides that round's end before the merge, the worker ignores that, and is told again after
+  ``RoundStarted``.
+- *Where all workers stand still*, at a validation or the end of an epoch, a worker merges before it asks for that. A
+  worker that still waits for the mean of such a round does not wait for a next round, as none begins before all have
+  passed.
+- *A checkpoint* is of the beginning of a round or of a standstill, thus after a merge. A worker's weights and counts at
+  the beginning of a round are its own, as with a fixed number of steps. A worker is at most one merge behind the one
+  that writes.
+- *No worker waits longer than with a fixed number.* The scheduler's reports include the samples of steps before the
+  merge, and a worker that merges as soon as it can is ready for the next end as soon as it can be.
 
-- *The global weights depend on nothing but what was sent.* A pseudo-gradient is complete when it is sent, and the round
-  is merged from what was sent. Each worker takes the same outer steps with the same means, in the order of the rounds,
-  as it sends nothing before it has merged what is under way. With fragments that is so for each by itself: a merge
-  touches no other one.
-- *Steps beside a mean count for the next round*, whenever that is begun here: ``RoundCounter`` counts anew from
-  where it has sent, reports carry the next round's number, and the scheduler counts them as soon as it has begun that
-  round. What it then decides on its end is not listened to before the merge, and said again after ``RoundStarted``.
-- *Where all stand still*, at a validation or the end of an epoch, a worker merges before it asks for that, and whoever
-  trains beside the mean of such a round does not wait for a next round, as there is none until all have passed.
-- *A checkpoint* is of the begin of a round or of a standstill, thus after a merge. What a worker has at a round's begin
-  (weights, counts) is its own with a number of steps too. A worker is behind the one that writes by one merge at most.
-- *Nobody waits for longer than with a number.* The scheduler has the samples of steps beside a mean in its reports, and
-  whoever merges as soon as it can is ready for the next end as soon as it can be.
+With a coordinator, a worker that is late or cut off has nothing to wait for as soon as that is known: it catches up at
+once.
 
-With a coordinator, who is late or cut off has nothing to wait for as soon as that is known: it catches up at once.
-
-What does depend on the step of the merge are a worker's own weights between two rounds, as on the number of steps that
-it takes in a round. So two runs with ``"auto"`` are no more alike, bit for bit, than two runs by pace.
+A worker's own weights between two rounds do depend on the step of the merge, as on the number of steps that it takes in
+a round. So two runs with ``"auto"`` are not equal bit for bit, as two runs by pace are not.
 """
 
 from __future__ import annotations
@@ -97,7 +100,7 @@ class Overlap:
         """
         if isinstance(self.steps, int):
             return self.steps
-        # A round that nobody could end, as the coordinator was away, may have had many more than the next one will.
+        # A round that could not end while the coordinator was away may have had many more steps than the next will.
         most = taken if self.inner_steps is None else min(taken, self.inner_steps)
         return max(most // 2, 1)
 
@@ -124,7 +127,8 @@ class TrainedWeights:
         overlaps: Whether workers train on while a pseudo-gradient travels.
 
     Attributes:
-        mixing: Share of the local weights that a merge keeps: with overlap half, so that what was learnt meanwhile
+        mixing: Share of the local weights that a merge keeps: half with overlap, so that what was learnt during the
+            transfer is kept.
             stays.
 
     Raises:

@@ -40,14 +40,14 @@ class AnyMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class JoinRounds(AnyMessage, frozen=True, kw_only=True):
     """I want to take part. The answer is ``WaitForRound``, or ``StartRound`` at once.
 
-    A worker that is in the middle of a round when it joins, as after a restart of the scheduler, says so: its steps
-    count if that round is still on, or begins next. Whoever hands this on sees to it that the worker has the weights
-    with which that round began, and leaves ``round`` out if it has not.
+    A worker that joins in the middle of a round, as after a restart of the scheduler, says so. Its steps count if that
+    round is still on, or begins next. The caller that hands this on ensures that the worker has the weights with which
+    that round began; else it leaves ``round`` out.
 
     Attributes:
         worker: Who.
-        session: Another number each time that the worker's process is started anew, so that a doubled message is told
-            from a worker that has lost all it did.
+        session: Another number each time that the worker's process is started, so that a doubled message is told from a
+            worker that has lost all it did.
         round: The round that the worker is in the middle of; 0 for none.
         steps: Taken in that round.
         samples: Processed in that round.
@@ -63,7 +63,7 @@ class JoinRounds(AnyMessage, frozen=True, kw_only=True):
 
 
 class StepReport(AnyMessage, frozen=True, kw_only=True):
-    """I have taken a step. Nobody waits for the answer.
+    """I have taken a step. The worker does not wait for the answer.
 
     Attributes:
         worker: Who.
@@ -92,7 +92,7 @@ class SendingPseudoGradient(AnyMessage, frozen=True, kw_only=True):
         round: In which round.
         steps: Taken in this round.
         samples: Processed in this round.
-        tokens: Processed in this round; 0 where nobody counts them.
+        tokens: Processed in this round; 0 if tokens are not counted.
     """
 
     worker: _Name
@@ -103,7 +103,7 @@ class SendingPseudoGradient(AnyMessage, frozen=True, kw_only=True):
 
 
 class PseudoGradientArrived(AnyMessage, frozen=True, kw_only=True):
-    """All of the worker's pseudo-gradient is there (said by whoever merges)."""
+    """All of the worker's pseudo-gradient has arrived. Sent by the part that merges."""
 
     worker: _Name
     round: _Count

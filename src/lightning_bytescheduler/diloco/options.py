@@ -230,7 +230,7 @@ class DiLoCoOptions:
         return {"lr": lr, "momentum": momentum, "factory": None}
 
     def rounds(self, timeout: float) -> RoundOptions:
-        """Who is waited for: all of them live or the job ends, so nobody is given up before.
+        """How long workers are waited for: none is given up before the timeout, as all of them live or the job ends.
 
         Args:
             timeout: Longest wait for other workers, in seconds.

@@ -175,7 +175,7 @@ class Contribution:
         pseudo_gradient: Flat, fp32, on the CPU; not to be changed any more.
         weight: In the mean, as this worker works it out.
         samples: Processed since this fragment was last part of a mean.
-        tokens: The same in tokens; 0 where nobody counts them.
+        tokens: The same in tokens; 0 if tokens are not counted.
         steps: Taken in this round.
         round_samples: Processed in this round.
         trained: The samples of slices that it was made of, where a coordinator hands slices out.
@@ -311,7 +311,7 @@ class OuterState:
 
     @contextmanager
     def carried(self) -> Iterator[None]:
-        """Let the global weights be replaced meanwhile, and what was trained on top of the last ones stay so."""
+        """Let the global weights be replaced within this context, and keep what was trained on top of the old ones."""
         before = {name: tensor.clone() for name, tensor in self.weights.items()}
         trained = pseudo_gradient(before, {name: p.detach().cpu() for name, p in self._parameters.items()})
         yield
@@ -321,7 +321,7 @@ class OuterState:
 
     @torch.no_grad()
     def merge(self, fragment: int, mean: Tensor, *, total: int, exactly: bool) -> None:
-        """Take the outer step with everybody's mean, and let the trained weights follow.
+        """Take the outer step with the mean of all workers, and let the trained weights follow.
 
         Args:
             fragment: Which.
@@ -342,7 +342,7 @@ class OuterState:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Let the trained weights be the global ones meanwhile."""
+        """Make the trained weights the global ones within this context."""
         own = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
         with torch.no_grad():
             for name, parameter in self._parameters.items():

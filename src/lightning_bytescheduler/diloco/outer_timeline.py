@@ -1,4 +1,4 @@
-"""The timeline of a worker's rounds: what its training thread did, and what travelled meanwhile.
+"""The timeline of a worker's rounds: what its training thread did, and what was sent and received beside it.
 
 The training thread has a lane in which it takes steps, waits, takes outer steps, or stands still. What is encoded and
 decoded for the network has another, and what travels a third, in two directions: *push* is a worker's own
@@ -86,7 +86,7 @@ class OuterTimeline:
             end: When it was there.
             fragment: Of which fragment.
             part: Which part of it.
-            nbytes: That this worker sent and received meanwhile.
+            nbytes: Bytes that this worker sent and received for it.
         """
         if self._timeline is not None:
             args = {"bytes": round(nbytes), "round": self._round, "task": fragment, "partition": part}

@@ -114,7 +114,7 @@ class WorkerWorld:
             timeout: Of collectives; half an hour if ``None``.
             meet: Called with a part of the store, and whether all ranks have just connected to it, before anything is
                 made that needs all ranks to agree.
-            store: That the ranks meet at first; the environment's, which nobody has used before, if left out.
+            store: The store at which the ranks meet; if left out, the environment's, which must be new.
             **options: For ``init_process_group``.
 
         Raises:
@@ -151,7 +151,7 @@ class WorkerWorld:
             made = dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, timeout)
             return cast(dist.ProcessGroup, made)  # its base class, which the stubs do not know
 
-        # In one order on all ranks. Nobody waits for a rank that has to come by elsewhere before.
+        # In one order on all ranks, so that no rank waits for one that is held up in another group.
         return cls(
             rank=rank,
             size=size,
@@ -243,7 +243,7 @@ class WorkerGroup:
     """One rank's place among the ranks of its worker. For one thread, but for :meth:`abort`.
 
     Args:
-        group: Over the worker's ranks; gloo. ``None`` for a worker of one rank, which asks and tells nobody.
+        group: Over the worker's ranks; gloo. ``None`` for a worker of one rank, which has no other rank to ask or tell.
         timeout: Longest wait for other workers, in seconds.
     """
 

@@ -1,8 +1,8 @@
 """Sends pseudo-gradients through the priority and credit scheduler, beside the training, and receives their mean.
 
-Each part of a pseudo-gradient is cut into one shard per worker. A worker gets everybody's version of its shard, adds
-them up in fixed point, and sends the weighted mean to all, in the wire's dtype. Every worker takes what travelled, its
-own shard too, so all of them hold the same bits; and what travels is as little as with a ring all-reduce:
+Each part of a pseudo-gradient is cut into one shard per worker. A worker receives all workers' versions of its shard,
+adds them up in fixed point, and sends the weighted mean to all, in the wire's dtype. Every worker uses the values as
+they were sent, for its own shard too, so all of them hold the same bits. As little is sent as with a ring all-reduce:
 ``2 (n - 1) / n`` times the pseudo-gradient.
 
 Means of sparse pseudo-gradients travel with twice their density, as workers' largest changes are not the same ones.
@@ -110,7 +110,7 @@ class PseudoGradientExchange:
         self._numbers = 0
         self._residuals: dict[str, _Residuals] = {}  # by name of the pseudo-gradient
         self._arrived = arrived
-        self._means: dict[int, Future[Mean | None]] = {}  # that nobody has asked for, by round
+        self._means: dict[int, Future[Mean | None]] = {}  # not asked for yet, by round
 
     @property
     def abort_cause(self) -> BaseException | None:

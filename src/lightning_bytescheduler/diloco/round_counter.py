@@ -72,7 +72,7 @@ class RoundCounter:
 
     @property
     def steps_left(self) -> int | None:
-        """Steps until the pseudo-gradient is sent, or ``None`` while nobody knows."""
+        """Steps until the pseudo-gradient is sent, or ``None`` while that is unknown."""
         return None if self._last_step is None else max(self._last_step - self.steps, 0)
 
     def receive(self, message: Message) -> None:

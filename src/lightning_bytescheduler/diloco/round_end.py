@@ -110,9 +110,9 @@ class RoundOptions:
         outer_steps: Rounds after which the training is over; ``None`` for no end.
         closing_rounds: Rounds that then follow without a step, each of which synchronises what the last steps have left
             of one more fragment.
-        start_workers: Workers that the first round waits for, but not the first after a restart. Whoever joins later
-            trains in the round that is on, if its end is not decided; where all take equally many steps, from the next
-            round on.
+        start_workers: Workers that the first round waits for, but not the first after a restart. A worker that joins
+            later trains in the current round if its end is not decided; where all take equally many steps, from the
+            next round on.
         quorum: Share of a round's workers whose pseudo-gradients an outer step needs; with fewer, the weights stay as
             they are. Where a round synchronises one fragment only, so does its quorum. A round's workers are those that
             were told of its end; who joins later is none of them, and who had left before is none either.
@@ -120,7 +120,7 @@ class RoundOptions:
         grace: Seconds that pseudo-gradients are waited for beyond the deadline, which is twice the forecast plus twice
             the longest transfer of the workers; explicit seconds must cover a first transfer. ``"auto"`` waits as long
             as that is worth what the others lose by it, see ``round_end.worthwhile_wait``.
-        silent_after: Seconds of silence, on top of three steps, after which a worker is no longer counted on.
+        silent_after: Seconds of silence, on top of three steps, after which a worker is not counted on.
         first_step_limit: The same for a worker that has not reported a step yet; compiling may take minutes.
         late: What becomes of a pseudo-gradient that comes after its round is over, see ``late_weight``.
         expiry: Seconds of silence after which a worker that was lost, or has left, is forgotten with its step times.
@@ -223,7 +223,7 @@ class Projection:
         left: Samples to go; 0 or less if the target is reached.
         steps: Each worker's steps from now on.
         stopped: ``"target"`` when enough samples are processed, ``"steps"`` or ``"time"`` when that limit was reached
-            before, ``"idle"`` when nobody may take another step.
+            before, ``"idle"`` when no worker may take another step.
     """
 
     seconds: float
@@ -440,13 +440,13 @@ def _share(steps: int, seconds: float, fastest: float) -> int:
 def worthwhile_wait(*, decided: float, deadline: float, longest: float, missing: float, idle: float) -> float:
     """Until when it pays to wait for pseudo-gradients that are missing: the rule of ``grace="auto"``.
 
-    Waiting a second costs the ``idle`` samples that the workers which are through would process meanwhile. What it
-    brings is what is missing, times the chance that it comes in that second. Nothing is known of that chance but that
-    it falls with time: whatever has not come after some time has an even chance to come within as much time again (the
-    density 1/t of a time of unknown scale), so that the chance of the next second is 1/t, t seconds after the decision.
-    Waiting pays while ``missing / t > idle``, that is until ``t = missing / idle``: until those who are through have
-    lost as much as they wait for. Whatever the chances really are, that costs twice at most what the best choice in
-    hindsight would have (to wait for all, or not at all), as for renting skis or buying them.
+    Waiting for a second costs ``idle`` samples, which the workers that are done would process in that time. It gains
+    the missing samples, times the chance that they come in that second. Of that chance it is only known that it falls
+    with time. Assume that an update which has not come after some time has an even chance to come within as much time
+    again (the density 1/t of a time of unknown scale). Then the chance of the next second is 1/t, t seconds after the
+    decision. So waiting pays while ``missing / t > idle``, that is until ``t = missing / idle``: until the workers that
+    are done have lost as much as they wait for. Whatever the chances really are, that costs at most twice as much as
+    the best choice in hindsight (to wait for all, or not at all), as in the ski rental problem.
 
     With n equal workers, of which one is missing, that is a round's length over n - 1: two wait for each other for
     long, and a thousand hardly.
@@ -454,7 +454,7 @@ def worthwhile_wait(*, decided: float, deadline: float, longest: float, missing:
     Args:
         decided: When the end of the round was decided, in seconds.
         deadline: Which is waited for in any case.
-        longest: Seconds beyond the deadline that are not exceeded, also if nobody is through and idle.
+        longest: Most seconds of waiting beyond the deadline, even if no worker is done and idle.
         missing: Samples that would become part of the weights, and count nothing if they come late.
         idle: Samples a second that those who are through would process.
 

@@ -148,7 +148,7 @@ class WorkerProgress:
         state: Where it is.
         heard: When it was last heard of.
         paused: It lives, and does something else.
-        began_late: Whether it was let into a round that others had begun before: nobody waits for what it does.
+        began_late: Whether it was let into a round that others had begun before. No worker waits for what it does.
         left: It has left; what it has sent is waited for no more, and counts if it comes.
         resumed: What it had done, by its own account, in a round that is to begin, when it joined.
         step_time: Survives the round.
@@ -283,8 +283,8 @@ class WorkerProgress:
         allowed = _SILENT_STEPS * seconds + options.silent_after
         if self.state is not WorkerState.STARTING:
             return self.heard + allowed
-        # It says nothing while weights are on their way. That may take as long as a transfer the other way, and in all
-        # no longer than a first step may.
+        # It sends no message while it fetches weights. That may take as long as a transfer the other way, and at most
+        # as long as a first step may.
         allowed += 2 * max(self.receiving.mean or 0.0, self.transfer.mean or 0.0)
         return min(self.heard + allowed, self.told + max(allowed, options.first_step_limit))
 
@@ -398,7 +398,7 @@ class RoundRoster:
             self._remembered.popitem(last=False)
 
     def forget_lost(self, now: float) -> None:
-        """Forget whoever was lost or has left, and was not heard of for long."""
+        """Forget workers that were lost or have left, and were not heard of for long."""
         lost = [worker for worker in self.workers.values() if worker.state is WorkerState.LOST]
         lost.sort(key=lambda worker: -worker.heard)
         for index, worker in enumerate(lost):
@@ -411,7 +411,7 @@ class RoundRoster:
         return [worker for worker in (*self.workers.values(), *self._departed) if worker.is_member]
 
     def begin_round(self) -> None:
-        """Nobody takes part yet."""
+        """Begin with no worker taking part."""
         self._departed = []
 
     def __iter__(self) -> Iterator[WorkerProgress]:

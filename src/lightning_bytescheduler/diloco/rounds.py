@@ -185,7 +185,7 @@ class Rounds:
     # ------------------------------------------------------------------ of workers launched together
 
     def _halt(self, record: RoundRecord) -> None:
-        """Tell everybody that a round is over, before they hear of the next one, and whether all stand still."""
+        """Tell all workers that a round is over, and whether all stand still, before they hear of the next round."""
         samples = record.samples
         stops = "stop" in self._wishes or self.scheduler.finished
         ended = RoundEnded(

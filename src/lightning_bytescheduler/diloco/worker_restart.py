@@ -11,12 +11,12 @@ middle of a round, they are put back to the round's begin, of which the weights 
 
 How a worker's state comes to the worker that writes a checkpoint: when that asks for it, over the job's store.
 
-Each worker keeps its state of the last moments that a checkpoint can be of, in memory. The thread that reads its
-mailbox takes the question, and the one that posts answers as soon as there is an answer. So its training thread takes
-no part, wherever it is, and nobody waits in a circle: who writes waits for a moment which each of the others gets to
-without it. That moment is the writer's present one. A round begins, or all workers stand still at its end, once the
-writer's pseudo-gradient of the round before is with everybody; from there each worker gets to the same moment by
-itself, and beyond it by one round at most, if pseudo-gradients travel beside steps.
+Each worker keeps in memory its state at the last moments of which a checkpoint can be. The thread that reads its
+mailbox takes the question, and the thread that posts answers as soon as there is an answer. So the training thread
+takes no part, wherever it is. There is no circular wait: the writer waits for a moment that each other worker reaches
+without it. That moment is the writer's present one. A round begins, or all workers stand still at its end, once all
+workers have the writer's pseudo-gradient of the round before. From there each worker reaches the same moment by itself,
+and goes beyond it by at most one round, if pseudo-gradients travel beside steps.
 
 A state travels as torch writes it, and is read with ``weights_only=True``, which makes nothing but tensors and
 primitives of it, as the checkpoint's reader will.
@@ -300,7 +300,7 @@ class StateCollection:
         store: That all ranks share.
         workers: Names of the others.
         limit: How long the next part of a state is waited for, in seconds.
-        check: Called again and again while waiting; raises if somebody has failed.
+        check: Called repeatedly while waiting; raises if a rank has failed.
     """
 
     def __init__(self, store: dist.Store, workers: Sequence[str], *, limit: float, check: Callable[[], None]) -> None:
@@ -334,7 +334,7 @@ class StateCollection:
 
     def end(self) -> None:
         """Let the others go: nothing will be asked for any more."""
-        with suppress(RuntimeError):  # the store is gone, and whoever waits knows
+        with suppress(RuntimeError):  # the store is gone, and the threads that wait know it
             self._store.set(_OVER, "1")
 
 
@@ -444,7 +444,7 @@ class WorkerStates:
         """The fit is over: stay until the first worker has written its last checkpoint. Bounded, never raises.
 
         Args:
-            failed: Whether it ended with an error: then nobody is waited for.
+            failed: Whether it ended with an error: it then waits for no other rank.
         """
         self._session.at_begin = None
         if self._collection is not None:
