@@ -110,7 +110,7 @@ GONE: dict[str, dict[str, str]] = {
         ),
     },
 }
-"""What to use in place of what is gone, by whose ``option`` it was, or by ``option=value``; for this release only."""
+"""What replaces an option or a value that was removed, by ``option`` or ``option=value``; for this release only."""
 GONE["advise"] = GONE["predict"]
 
 _FLOAT_BYTES = 4
@@ -120,11 +120,11 @@ _PREFIXES = ["", "k", "m", "g", "t"]
 
 @contextmanager
 def importing(feature: str, *, extra: str | None = None) -> Iterator[None]:
-    """Imports inside of it say what they are for, and what to install where a package is missing.
+    """Make failed imports within this context say what the packages are for, and what to install.
 
     Args:
         feature: What needs the packages, as the subject of a sentence.
-        extra: The extra of this package that installs them; None where they are installed by their own names.
+        extra: The extra of this package that installs them; ``None`` if they are installed by their own names.
 
     Raises:
         ImportError: If an import inside fails; names the feature, the package and the extra.
@@ -132,7 +132,7 @@ def importing(feature: str, *, extra: str | None = None) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        # fsspec raises an error of its own, and the one that names the package is behind it.
+        # fsspec raises an error of its own, whose cause names the package.
         name = error.name or getattr(error.__cause__, "name", None) or "a package"
         package = name.partition(".")[0]
         is_missing = isinstance(error if error.name else error.__cause__ or error, ModuleNotFoundError)
@@ -143,7 +143,7 @@ def importing(feature: str, *, extra: str | None = None) -> Iterator[None]:
 
 @contextmanager
 def named(**names: str) -> Iterator[None]:
-    """Errors inside of it name an option as a command has it: as ``names`` say, else ``--its-name``."""
+    """Make errors within this context name options as a command does: as ``names`` say, else ``--its-name``."""
     try:
         yield
     except OptionError as error:
@@ -153,9 +153,9 @@ def named(**names: str) -> Iterator[None]:
 
 
 def gone(option: str, value: object = None, *, of: str = "") -> str:
-    """What to use in place of an option of a class or command, or of a value, that is gone: a sentence of :data:`GONE`.
+    """The replacement of a removed option or value of a class or command, as a sentence of :data:`GONE`.
 
-    Empty if none is. Checks of names and of values ask this before they guess what was meant.
+    Empty if it was not removed. Checks of names and of values ask this before they guess what was meant.
     """
     return GONE.get(of, {}).get(option if value is None else f"{option}={value}".lower(), "")
 
@@ -219,7 +219,7 @@ def parse_size(option: str, value: object) -> int:
         OptionError: If it is none; names ``option``, and converts bytes.
     """
     number: object = value
-    # What is no number stays as it is, and is refused below; int() of infinity or of "not a number" raises.
+    # A text that is no number stays as it is, and is refused below; int() of infinity or NaN raises.
     with contextlib.suppress(ValueError, OverflowError):
         number = _number(value) if isinstance(value, str) else value
         if isinstance(number, float) and number == int(number):
@@ -293,7 +293,7 @@ def require_one_of(option: str, value: _T, allowed: Iterable[_T]) -> _T:
 
 
 ARCHITECTURES = ("allreduce", "ps")
-"""Who reduces gradients: the workers among themselves, or parameter servers."""
+"""What reduces gradients: the workers among themselves, or parameter servers."""
 
 
 def require_text(option: str, value: object) -> str:
@@ -398,7 +398,7 @@ def closest(value: object, known: Collection[str]) -> str | None:
     by_lower = {name.lower().replace("-", "_"): name for name in known}
     given = value.lower().replace("-", "_")
     close = difflib.get_close_matches(given, by_lower, n=1, cutoff=0.7)
-    # What is left out at an end changes more letters than one that is wrong.
+    # Letters left out at an end make a larger difference than a wrong letter.
     close = close or [name for name in by_lower if len(given) > 3 and given in name]
     close = close or difflib.get_close_matches(given, by_lower, n=1)
     return by_lower[close[0]] if close else None
@@ -411,16 +411,16 @@ def require_known(
     of: str,
     elsewhere: Mapping[str, str] | None = None,
 ) -> None:
-    """Refuse options that there are not.
+    """Refuse unknown options.
 
     Args:
-        given: What was given, by name, with values if they are known.
-        known: Names of those that there are.
-        of: Whose they are, such as the name of a class.
-        elsewhere: By name, what to say of options that belong elsewhere: whole sentences.
+        given: The given options by name, with values if they are known.
+        known: Names of existing options.
+        of: What they belong to, such as the name of a class.
+        elsewhere: What to say of options that belong elsewhere, by name: whole sentences.
 
     Raises:
-        OptionError: Names the option, the one that was probably meant, and those that there are.
+        OptionError: Names the option, the one that was probably meant, and the existing ones.
     """
     known = list(dict.fromkeys(known))
     values = given if isinstance(given, Mapping) else {}
@@ -438,9 +438,9 @@ def require_known(
 
 
 def options_by_name(cls: _Class) -> _Class:
-    """Have a class say which option was meant where one is misspelt, or given without its name.
+    """Make a class suggest the option that was meant, if one is misspelt or given without its name.
 
-    Python's own ``TypeError`` names neither the options that there are nor what becomes of a value without a name.
+    Python's own ``TypeError`` names neither the existing options nor the option to which a nameless value belongs.
     """
     construct: Any = vars(cls)["__init__"]
     parameters = list(inspect.signature(construct).parameters.values())[1:]
@@ -484,7 +484,7 @@ _LOOKS_LIKE_OURS = ("BYTESCHED", "BYTESHED")  # without underscores
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
-    """A sentence for each environment variable that looks like this package's, and is none.
+    """A sentence for each environment variable that looks like this package's but is none.
 
     Args:
         environ: Where to look.

@@ -1,8 +1,8 @@
 """The console command ``lightning-bytescheduler``.
 
-Each sub-command is an entry of ``_COMMANDS``: its words, a function that adds its arguments, and one that does the work
-and returns the exit code. What a command computes is in its room, which is imported when it is chosen; here it is
-printed. Errors that a user can cause are one line on stderr and exit code 2.
+Each sub-command is an entry of ``_COMMANDS``: its texts, a function that adds its arguments, and one that does the work
+and returns the exit code. The module that computes a command's result is imported when the command is chosen; this
+module prints the result. Errors that a user can cause are one line on stderr and exit code 2.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lightning_bytescheduler.exceptions import ByteSchedulerError, OptionError
 
 _PROGRAM = "lightning-bytescheduler"
 _USAGE_ERROR = 2
-_INTERRUPTED = 130  # as a shell says of what Ctrl+C ended
+_INTERRUPTED = 130  # the exit code that a shell reports after Ctrl+C
 _BROKEN_PIPE = 141
 _OTHERS_NAMED = 5
 _WIDEST = 100  # columns that are still easy to read
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit code: 0, or 2 after an error that stderr explains in one line; ``check`` returns 1 for a difference,
-        and ``slices verify`` for a slice that is not what it should be; 130 after Ctrl+C.
+            and ``slices verify`` for a slice with wrong content; 130 after Ctrl+C.
     """
     try:
         try:
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             _flush()
     except BrokenPipeError:
-        return _BROKEN_PIPE  # who reads, such as `head`, has enough
+        return _BROKEN_PIPE  # the reader, such as `head`, has enough
     except KeyboardInterrupt:
         print(f"{_PROGRAM}: interrupted", file=sys.stderr)
         return _INTERRUPTED
@@ -72,10 +72,10 @@ def _run(argv: list[str]) -> int:
         added = commands.add_parser(
             name, help=command.summary, description=command.description, example=f"{name} {command.example}"
         )
-        if name == chosen:  # arguments of the others would import what nobody asked for
+        if name == chosen:  # adding the others' arguments would import modules that are not needed
             module = import_module(f"lightning_bytescheduler.{command.module}")
             shows = hasattr(module, "tables")
-            # One that has actions has them set it.
+            # A command that has actions of its own lets them set it.
             added.set_defaults(run=command.run or (partial(_show, module) if shows else getattr(module, "run", None)))
             module.add_arguments(added)
     options = parser.parse_args(argv)
@@ -93,7 +93,7 @@ def _words_of(error: Exception) -> str:
 
 
 def _flush() -> None:
-    """What was printed is written in here, so that a full disk or a closed pipe is no error at the exit of Python."""
+    """Write what was printed here, so that a full disk or a closed pipe is no error at the exit of Python."""
     if sys.stdout is None:
         return
     try:
@@ -109,7 +109,7 @@ class _UsageError(Exception):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Leaves errors to ``main``, where argparse would print the usage as well and exit; says what was probably meant.
+    """Leaves errors to ``main``, as argparse would print the usage and exit. Suggests what was probably meant.
 
     Args:
         example: Arguments of an example, after the program's name.
@@ -130,7 +130,7 @@ class _Parser(argparse.ArgumentParser):
         self._example = example
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse does, and refuses what is not known where it is best known what could have been meant."""
+        """Parse as argparse does. Refuse unknown arguments here, where it is best known what was meant."""
         self._given = list(args or ())
         found, rest = super().parse_known_args(args, namespace)
         if rest:
@@ -139,7 +139,7 @@ class _Parser(argparse.ArgumentParser):
         return found, rest
 
     def print_help(self, file: Any = None) -> None:
-        """Print, where argparse would not say that nothing could be."""
+        """Print the help. Argparse would ignore an error in writing it."""
         print(self.format_help(), end="", file=file)
 
     def error(self, message: str) -> NoReturn:
@@ -157,11 +157,11 @@ class _Parser(argparse.ArgumentParser):
         raise _UsageError(f"{message}{stop} {hint}")
 
     def _unknown(self, given: Sequence[str]) -> str:
-        """Says of the first option that is none what it is like; nothing if there is none."""
+        """Suggest what the first unknown option could mean; an empty string if there is none."""
         known = self._option_string_actions
         for argument in given:
             if argument == "--" or (self._subparsers is not None and not argument.startswith("-")):
-                break  # what follows is for others
+                break  # the rest is for another program
             name = argument.partition("=")[0]
             if re.match(r"--?[a-zA-Z]", name) and not any(option.startswith(name) for option in known):
                 if instead := gone(name, of=self.prog.rpartition(" ")[2]):
@@ -176,7 +176,7 @@ def _like(name: str, known: Sequence[str] | dict[str, Any]) -> str:
 
 
 class _Outputs:
-    """Files that a command will write: refused before it computes, and named once they are there.
+    """Files that a command will write. They are checked before it computes, and named once they are written.
 
     Args:
         options: The parsed arguments.
@@ -203,13 +203,13 @@ class _Outputs:
             self._there[path] = path.exists()
 
     def say(self) -> None:
-        """Print which were written."""
+        """Print the files that were written."""
         for path, was_there in self._there.items():
             print(f"{'Replaced' if was_there else 'Wrote'} {path}")
 
 
 def _show(module: Any, options: argparse.Namespace) -> int:
-    """Print what a command finds; of a run whose folder was given, in its newest record."""
+    """Print a command's result. For the folder of a run, use the newest record in it."""
     outputs = _Outputs(options)
     if hasattr(module, "RECORD_NAME"):
         newest, *others = records_in(options.record, module.RECORD_NAME)
@@ -234,7 +234,7 @@ def _predict(options: argparse.Namespace) -> int:
 
 
 def _wrapped(text: str) -> str:
-    """Text without lines broken in words; where nobody watches, each paragraph stays a line, for other programs."""
+    """Wrap text between words. Without a terminal each paragraph stays a line, for other programs."""
     if sys.stdout is None or not sys.stdout.isatty():
         return text
     return textwrap.fill(text, max(min(shutil.get_terminal_size().columns, _WIDEST + 20), 20), break_long_words=False)

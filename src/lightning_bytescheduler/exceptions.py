@@ -30,7 +30,7 @@ class ByteSchedulerError(Exception):
     """Base of all exceptions raised by this package."""
 
     def __reduce__(self) -> tuple[object, ...]:
-        # What it was made from is in its attributes, and its words in its arguments.
+        # The attributes hold what it was made from, and the arguments its text.
         return _blank, (type(self),), {**self.__dict__, "args": self.args}
 
 
@@ -41,8 +41,8 @@ class OptionError(ByteSchedulerError, ValueError):
         option: Name of the option or environment variable.
         value: The value that was given.
         allowed: What would have been allowed, in words.
-        hint: The way out, where that is not plain from ``allowed``: whole sentences.
-        says: What is said in place of all that, where there is no such option.
+        hint: The way out in whole sentences, if ``allowed`` does not make it plain.
+        says: The text to use instead of all that, if there is no such option.
     """
 
     def __init__(self, option: str, value: object, allowed: str, hint: str = "", says: str = "") -> None:
@@ -83,7 +83,7 @@ class RankFailedError(ByteSchedulerError, RuntimeError):
 
     Args:
         rank: The failing rank, or ``None`` when it could not be determined.
-        cause: What that rank said of its failure.
+        cause: That rank's description of its failure.
     """
 
     def __init__(self, rank: int | None, cause: str) -> None:
@@ -109,7 +109,7 @@ class ServerFailedError(RankFailedError):
     """A parameter server failed.
 
     Args:
-        cause: Which one, and what is known of it, in words.
+        cause: Which server failed, and what is known about the failure, in words.
     """
 
     def __init__(self, cause: str) -> None:
@@ -153,13 +153,13 @@ class SliceCorruptError(ByteSchedulerError, RuntimeError):
 
 
 class SourceUnavailableError(ByteSchedulerError, OSError):
-    """A source of slices stayed away, or refuses to be read.
+    """A source of slices did not answer, or refuses to be read.
 
     Args:
-        url: What was asked for.
+        url: The requested address.
         seconds: How long it was tried.
-        cause: What the last attempt said.
-        way_out: What to do if it refuses, so that it was not tried again; None if it stayed away.
+        cause: The error of the last attempt.
+        way_out: What to do if it refuses, so that it was not tried again; ``None`` if it did not answer.
     """
 
     def __init__(self, url: str, seconds: float, cause: str, way_out: str | None = None) -> None:

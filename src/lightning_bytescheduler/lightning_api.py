@@ -1,7 +1,7 @@
-"""All that the adapters take from Lightning, from the package that the project uses.
+"""All names that the adapters take from Lightning, from the package that the project uses.
 
-Nothing else here imports Lightning. :mod:`~lightning_bytescheduler.registration` says which of the two packages it is;
-with this module it is decided.
+No other module here imports Lightning. :mod:`~lightning_bytescheduler.registration` says which of the two packages it
+is; importing this module settles that.
 """
 
 import ast

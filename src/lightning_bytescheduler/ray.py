@@ -1,11 +1,11 @@
 """Both strategies on the workers of Ray Train; needs the extra ``ray``.
 
-Ray starts the workers, makes a default process group of all of them, and ends both: what its ``prepare_trainer``
-accepts are strategies of its own, which start nothing. These derive from ours and from Ray's. Made within the function
-that Ray runs on each worker, with ``RayLightningEnvironment`` among the Trainer's plugins, they take the place of
-``RayDDPStrategy`` in a script that is otherwise Ray's.
+Ray starts the workers, makes a default process group of all of them, and ends both. Its ``prepare_trainer`` accepts
+only strategies of its own, which start nothing. So these derive from ours and from Ray's. They replace
+``RayDDPStrategy`` in an otherwise unchanged Ray script: make one in the function that Ray runs on each worker, with
+``RayLightningEnvironment`` among the Trainer's plugins.
 
-Whatever is waited for ends with ``TorchConfig(timeout_s=...)``, which is the group's timeout.
+All waits end with ``TorchConfig(timeout_s=...)``, which is the group's timeout.
 
 Source: Ray's guide "Get Started with Distributed Training using PyTorch Lightning".
 """
@@ -40,15 +40,15 @@ _given_back = itertools.count()  # groups, in this process; the same on all work
 
 
 def _group_timeout(strategy: str, options: dict[str, Any]) -> timedelta:
-    """How long collectives of the group that Ray has made may take.
+    """Timeout of collectives in the group that Ray has made.
 
     Args:
-        strategy: Name of the class that asks.
-        options: It was given.
+        strategy: Name of the strategy's class, for errors.
+        options: The options that it was given.
 
     Raises:
         OptionError: If an option is Ray's to decide.
-        UnsupportedError: If this is no worker of Ray Train.
+        UnsupportedError: If this is not a worker of Ray Train.
     """
     for name in _RAYS:
         if name in options:
@@ -84,8 +84,8 @@ class RayByteSchedulerStrategy(ByteSchedulerStrategy, RayDDPStrategy):  # type: 
 class RayDiLoCoStrategy(DiLoCoStrategy, RayDDPStrategy):  # type: ignore[misc]  # Ray's has no types
     """:class:`~lightning_bytescheduler.DiLoCoStrategy` on the workers of Ray Train.
 
-    Each worker of DiLoCo has a default process group of its own. So the one that Ray has made is ended while the
-    strategy is in use, its store is where the workers meet, and one like it is made when they have ended.
+    Each worker of DiLoCo has a default process group of its own. So Ray's group is ended while the strategy is in use;
+    the workers meet at its store. A group like it is made again when they have ended.
 
     Args:
         **options: See DiLoCoStrategy; ``process_group_backend`` and ``timeout`` are Ray's (``TorchConfig``).
@@ -102,7 +102,7 @@ class RayDiLoCoStrategy(DiLoCoStrategy, RayDDPStrategy):  # type: ignore[misc]  
 
     @property
     def ranks(self) -> int:
-        """How many there are in all."""
+        """Number of ranks in all."""
         size: int = ray.train.get_context().get_world_size()
         return size
 

@@ -1,18 +1,20 @@
-"""The strategies by name, and which Lightning they belong to.
+"""The names of the strategies, and which Lightning package they belong to.
 
-Lightning is published as ``lightning`` and as ``pytorch_lightning`` (whose Fabric is ``lightning_fabric``), with
-classes of their own: the Trainer of one accepts no strategy of the other. Where one is installed, so is the other. The
-adapters take all of Lightning's names from :mod:`~lightning_bytescheduler.lightning_api`, and that is imported, with
-them, when it is known which of the two a project uses:
+Lightning is published as ``lightning`` and as ``pytorch_lightning`` (whose Fabric is ``lightning_fabric``), each with
+its own classes: the Trainer of one accepts no strategy of the other. Where one is installed, the other is, too. The
+adapters take all of Lightning's names from :mod:`~lightning_bytescheduler.lightning_api`. Both are imported only when
+it is known which package the project uses:
 
-* A strategy is asked for by name: that of the Trainer, or of the Fabric, that asks.
-* A name such as ``ByteSchedulerStrategy`` is imported: what ``BYTESCHEDULER_LIGHTNING`` says; else the one that the
-  importing file imports too, whichever line comes first; else the one that has been imported; else ``lightning``.
+* A Trainer or a Fabric asks for a strategy by name: then it is the package of that Trainer or Fabric.
+* A name such as ``ByteSchedulerStrategy`` is imported: then it is what ``BYTESCHEDULER_LIGHTNING`` says; else the
+  package that the importing file imports too, whichever line comes first; else the one that has been imported; else
+  ``lightning``.
 
-After that it is settled for the process, and the other one's Trainer gets an error that says why. Processes that this
-one starts find the answer in the variable.
+That settles it for the process. The Trainer of the other package then gets an error that says why. Processes that this
+one starts find the answer in the environment variable.
 
-This module imports neither Lightning nor torch. It registers the names in each of the two once that is imported.
+This module imports neither Lightning nor torch. It registers the names in each of the two packages once that is
+imported.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ LightningPackage = Literal["lightning", "pytorch_lightning"]
 VARIABLE = "BYTESCHEDULER_LIGHTNING"
 
 CHECK_VARIABLE = "LIGHTNING_BYTESCHEDULER_CHECK"
-"""Environment variable with the path of a run of ``check``, which replaces the strategy that a Trainer is given."""
+"""Environment variable with the path of a run of ``check``, which replaces the Trainer's strategy."""
 
 _TRAINERS: dict[str, LightningPackage] = {"pytorch_lightning": "pytorch_lightning", "lightning.pytorch": "lightning"}
 """The modules whose Trainers there are, and the package of each."""
@@ -44,7 +46,7 @@ _FABRICS: dict[str, LightningPackage] = {"lightning_fabric": "pytorch_lightning"
 """The modules whose Fabrics there are, and the package of each."""
 
 _BY_NAME = {module.partition(".")[0]: package for module, package in (_TRAINERS | _FABRICS).items()}
-"""What a file may import, and the package that it belongs to."""
+"""Modules that a file may import, and the package of each."""
 
 
 class _Choice(NamedTuple):
@@ -68,11 +70,11 @@ def choose_package() -> LightningPackage:
 
 
 def use_package(package: LightningPackage, asked: str) -> None:
-    """Have the adapters take their names from ``package``, if nothing else is decided yet.
+    """Make the adapters take their names from ``package``, if nothing else is decided yet.
 
     Args:
-        package: The one of a Trainer.
-        asked: What the Trainer has to do with us, as a sentence.
+        package: The Trainer's package.
+        asked: What the Trainer asks of this package, as a sentence.
 
     Raises:
         UnsupportedError: If the adapters belong to the other one already.
@@ -90,7 +92,7 @@ def use_package(package: LightningPackage, asked: str) -> None:
 
 
 def require_same_package(trainer: object, ours: str) -> None:
-    """See to it that a Trainer, or a LightningModule, and ``ours`` belong to one package.
+    """Require that a Trainer, or a LightningModule, and ``ours`` belong to one package.
 
     Raises:
         UnsupportedError: If they do not.
@@ -114,7 +116,7 @@ def _from_environment() -> _Choice | None:
 def _from_importing_file() -> _Choice | None:
     """What the file imports that imports from here, or failing that, the file that imports that one."""
     for frame in _frames():
-        # Of a file's own code, these are the names of its variables and of the modules it imports.
+        # The names of a file's own code include its variables and the modules that it imports.
         named = {name.partition(".")[0] for name in frame.f_code.co_names}
         packages = {package for name, package in _BY_NAME.items() if name in named}
         if frame.f_code.co_name == "<module>" and len(packages) == 1:
@@ -155,7 +157,7 @@ _STARTS = (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", 
 
 
 def _named(first: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The names that begin so, with their options; as DDP's are named."""
+    """The names that begin with ``first``, with their options; named as DDP's are."""
     for suffix, start_method in _STARTS:
         yield f"{first}{suffix}", {"start_method": start_method}
         for unused in (False, True) if first == "bytescheduler" else ():
@@ -164,13 +166,13 @@ def _named(first: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 class _Registered:
-    """In a package's registry in a strategy's place: imports its class when a Trainer asks for it.
+    """Takes a strategy's place in a package's registry, and imports its class when a Trainer asks for it.
 
     Args:
-        package: Whose registry it is in.
-        name: The name there.
-        module: Where the class is.
-        of: Its name.
+        package: The package of the registry.
+        name: The name in the registry.
+        module: The module of the class.
+        of: The name of the class.
         user: Who asks: ``"Trainer"`` or ``"Fabric"``.
     """
 
@@ -191,7 +193,7 @@ class _Registered:
 
 
 def registered_class(entry: Any) -> Any:
-    """The class of what a registry has as a strategy: ours are imported when they are needed."""
+    """The class of a registry's entry for a strategy. Ours are imported when they are needed."""
     return entry.strategy_class() if isinstance(entry, _Registered) else entry
 
 
@@ -231,7 +233,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
     """Registers the strategies with a package when its import has ended.
 
     Args:
-        waiting: The modules to wait for, each with what is done with it.
+        waiting: The modules to wait for, each with a function to call with it.
     """
 
     def __init__(self, waiting: dict[str, Callable[[Any], None]]) -> None:
@@ -241,18 +243,18 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         register = self._waiting.pop(fullname, None)
         if register is None:
             return None
-        spec = importlib.util.find_spec(fullname)  # found by the others: it is no longer waited for here
+        spec = importlib.util.find_spec(fullname)  # found by the other finders, as this module is not in _waiting now
         if spec is None or spec.loader is None or not hasattr(spec.loader, "exec_module"):
             return spec
         execute = spec.loader.exec_module
 
         def then(module: ModuleType) -> None:
-            this = module.__spec__ is spec  # a loader may load others too, as that of a zip file does
+            this = module.__spec__ is spec  # a loader may load other modules, too, as that of a zip file does
             try:
                 execute(module)
             except BaseException:
                 if this:
-                    self._waiting[fullname] = register  # the project may mend what failed, and import it again
+                    self._waiting[fullname] = register  # the project may repair the failure, and import it again
                 raise
             if this:
                 register(module)

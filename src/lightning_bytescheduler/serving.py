@@ -1,13 +1,13 @@
-"""Who may talk to a server of this package: its address, TLS, tokens, and what becomes of those who may not.
+"""Rules for servers of this package: address, TLS, tokens, and how requests are refused.
 
-``slices serve`` and the coordinator share these rules. A server that others can reach has TLS and a token, or is not
-started: the data, the weights and the run would be anybody's. A token comes from a file or from the environment, as the
-arguments of a process can be read by every user of its machine. It is compared in a time that does not tell how much of
-it is right, and is in no ``repr``, log or error. Whoever is refused gets a status or a broken handshake, is counted by
-reason, and changes nothing.
+``slices serve`` and the coordinator share them. A server that others can reach must have TLS and a token, or it is not
+started: otherwise the data, the weights and the run would be open to all. A token comes from a file or from the
+environment, because every user of a machine can read the arguments of its processes. Tokens are compared in constant
+time, and are in no ``repr``, log or error. A refused client gets a status or a broken handshake, is counted by reason,
+and changes nothing.
 
-``BackgroundServer`` serves by them in a thread of its own. aiohttp is imported where a server needs it: commands name
-their options without it.
+``BackgroundServer`` serves by these rules in a thread of its own. aiohttp is imported only where a server needs it, so
+commands can declare their options without it.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ _BEARER = "Bearer "
 _OTHERS_READ = stat.S_IROTH
 _SAID_EVERY = 60.0  # seconds between two log lines about refusals for one reason
 _START_SECONDS = 60.0
-_STOP_SECONDS = 90.0  # a coordinator saves its last state
-_SHUTDOWN_SECONDS = 2.0  # for requests under way
-_LINGER_SECONDS = 1.0  # that a refused body, or what follows a closed WebSocket, keeps its handler in memory
+_STOP_SECONDS = 90.0  # the coordinator saves its last state
+_SHUTDOWN_SECONDS = 2.0  # for running requests
+_LINGER_SECONDS = 1.0  # a refused body, or data after a closed WebSocket, keeps its handler in memory this long
 _IDLE_SECONDS = 75.0  # of a connection, between two requests
 _Server = TypeVar("_Server", bound="BackgroundServer")
 
@@ -51,12 +51,12 @@ _Server = TypeVar("_Server", bound="BackgroundServer")
 
 
 class Refusals:
-    """Counts who was refused, by reason. For any thread.
+    """Counts refused clients, by reason. For any thread.
 
-    Reasons are words of this package, never of who sent something, so that there are few.
+    Reasons are words of this package, never from a client, so that there are few.
 
     Args:
-        clock: Monotonic seconds.
+        clock: Returns monotonic seconds.
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -66,11 +66,11 @@ class Refusals:
         self._clock = clock
 
     def count(self, reason: str, *, who: str = "") -> None:
-        """Count one, and log it if that was not done for the same reason within a minute.
+        """Count a refusal. Log it unless one with the same reason was logged within a minute.
 
         Args:
-            reason: Why, in a word.
-            who: An address or the name of a worker, for the log.
+            reason: The reason, in a word.
+            who: The client's address or the worker's name, for the log.
         """
         now = self._clock()
         with self._lock:
@@ -82,7 +82,7 @@ class Refusals:
             log.warning("Refused%s: %s (%d so far for this reason).", f" {who[:100]}" if who else "", reason, count)
 
     def counts(self) -> dict[str, int]:
-        """How many, by reason."""
+        """Number of refusals, by reason."""
         with self._lock:
             return dict(self._counts)
 
@@ -92,15 +92,15 @@ class Refusals:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerAccess:
-    """Where a server listens, and who gets in.
+    """Where a server listens, and which clients it accepts.
 
     Attributes:
         host: Address to listen at.
-        token: What clients must send as ``Authorization: Bearer <token>``; None for none.
-        certificate: File of the TLS certificate chain; None serves without TLS.
+        token: The token that clients must send as ``Authorization: Bearer <token>``; ``None`` if they need none.
+        certificate: File of the TLS certificate chain; ``None`` serves without TLS.
         key: File of its private key.
-        client_authority: File of the certificates that sign those of clients: who has none of them is not let in
-            (mutual TLS). None asks clients for no certificate.
+        client_authority: File of the certificates that sign those of clients. A client without one is refused (mutual
+            TLS). ``None`` asks clients for no certificate.
 
     Raises:
         OptionError: If a file of TLS cannot be used, or the address is not of this machine alone and TLS or the token
@@ -129,22 +129,22 @@ class ServerAccess:
                 "change it on its way"
             )
             raise OptionError("host", self.host, allowed)
-        self.tls()  # a wrong file is an error here rather than when the server starts
+        self.tls()  # a wrong file is an error here, not when the server starts
 
     def url(self, port: int) -> str:
-        """Where clients on this machine find it, with ``/`` at the end."""
+        """The address for clients on this machine, with ``/`` at the end."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{'http' if self.certificate is None else 'https'}://{host}:{port}/"
 
     def permits(self, authorization: str | None) -> bool:
-        """Whether a header ``Authorization`` lets a client in, found in a time that says nothing about the token."""
+        """Whether an ``Authorization`` header lets a client in. Its time reveals nothing of the token."""
         if self.token is None:
             return True
         given = (authorization or "").encode("utf-8", "surrogateescape")
         return hmac.compare_digest(given, f"{_BEARER}{self.token}".encode())
 
     def tls(self) -> ssl.SSLContext | None:
-        """What serves with the certificate; None without one. TLS 1.2 at least.
+        """The TLS context with the certificate; ``None`` without one. TLS 1.2 at least.
 
         Raises:
             OptionError: If a file cannot be read, or the certificate and the key do not belong together.
@@ -163,7 +163,7 @@ class ServerAccess:
 def client_tls(
     *, authority: str | None = None, certificate: str | None = None, key: str | None = None
 ) -> ssl.SSLContext:
-    """How a client makes sure of a server, and says who it is. TLS 1.2 at least; the server's name is checked.
+    """A client's TLS context, which checks the server and its name, and identifies the client. At least TLS 1.2.
 
     Args:
         authority: File of the certificates that sign the server's; None takes those that the machine trusts, or the
@@ -202,7 +202,7 @@ def _load_authority(context: ssl.SSLContext, option: str, path: str) -> None:
 
 @contextlib.contextmanager
 def _reading(option: str, path: str, allowed: str) -> Iterator[None]:
-    """Errors name the file."""
+    """Make errors name the file."""
     try:
         with open(path, "rb"):
             yield
@@ -254,13 +254,13 @@ def require_token(option: str, value: str) -> str:
 def read_token(
     path: str | None, *, variable: str, option: str = "--token-file", environ: Mapping[str, str] = os.environ
 ) -> str | None:
-    """The token from a file, or else from an environment variable; None without either.
+    """The token from a file, or else from an environment variable; ``None`` without either.
 
     Args:
-        path: The file, of which spaces and line ends around the token are no part. Logs a warning if every user of the
-            machine may read it.
+        path: The file; white space around the token is ignored. Logs a warning if every user of the machine may read
+            it.
         variable: Name of the environment variable.
-        option: That named the file, for errors.
+        option: The option that named the file, for errors.
         environ: The environment.
 
     Raises:
@@ -286,7 +286,7 @@ def warn_if_others_read(path: str, what: str) -> None:
 
     Args:
         path: The file.
-        what: Is in it, for the message.
+        what: The secret in it, for the message.
     """
     try:
         is_open = os.stat(path).st_mode & _OTHERS_READ
@@ -301,14 +301,14 @@ def warn_if_others_read(path: str, what: str) -> None:
 def guard(
     access: ServerAccess, refusals: Refusals, *, public: Collection[str] = (), any_host: bool = True
 ) -> Middleware:
-    """An aiohttp middleware that lets in who has the token.
+    """An aiohttp middleware that accepts requests with the token.
 
     Args:
-        access: The server's.
-        refusals: Where others are counted.
+        access: The server's access rules.
+        refusals: Counts the other requests.
         public: Paths that need no token.
-        any_host: Whether a server without a token answers under every name. If not, it does so only under the names of
-            this machine alone: a page of a foreign site in a browser here could otherwise ask it for anything, once the
+        any_host: Whether a server without a token answers under every name. If not, it answers only under the names of
+            this machine. Otherwise a page of a foreign site in a browser here could ask it for anything, once the
             site's name points to 127.0.0.1.
     """
     from aiohttp import web
@@ -344,20 +344,20 @@ def _name_of(host: str) -> str:
 class BackgroundServer:
     """Serves an aiohttp application until it is closed, in a thread and on an event loop of its own.
 
-    What a subclass needs for :meth:`application` it sets before it calls this.
+    A subclass sets what :meth:`application` needs before it calls this constructor.
 
     Args:
-        access: Where it listens, and who gets in.
+        access: Where it listens, and which clients it accepts.
         port: 0 takes a free one.
-        name: Of the thread.
+        name: Name of the thread.
         make_loop: Makes the event loop.
 
     Attributes:
-        error: What it has failed with.
-        refusals: Who was not let in.
+        error: The error with which it has failed.
+        refusals: Counts of refused clients.
 
     Raises:
-        OSError: If the address cannot be listened at.
+        OSError: If it cannot listen at the address.
     """
 
     def __init__(
@@ -385,23 +385,23 @@ class BackgroundServer:
 
     @property
     def url(self) -> str:
-        """Where clients on this machine find it."""
+        """The address for clients on this machine."""
         return self._access.url(self._port)
 
     async def application(self) -> web.Application:
-        """What is served; made on the event loop."""
+        """Make the application to serve. Called on the event loop."""
         raise NotImplementedError
 
     async def stop(self) -> None:
         """Called on the event loop before connections are closed."""
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it has failed or is closed; returns whether it still runs."""
+        """Wait until it has failed or is closed; return whether it still runs."""
         self._thread.join(timeout)
         return self._thread.is_alive()
 
     def close(self) -> None:
-        """Stop serving; requests under way are cut off. May be repeated."""
+        """Stop serving; running requests are cut off. May be repeated."""
         with contextlib.suppress(RuntimeError):  # it has ended by itself
             self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_STOP_SECONDS)
@@ -455,7 +455,7 @@ class BackgroundServer:
 
 
 def _http_log() -> logging.Logger:
-    """What aiohttp logs to: not what is no HTTP, or anyone could fill the log."""
+    """The logger for aiohttp. It drops messages about requests that are not HTTP, which could fill the log."""
     from aiohttp.http_exceptions import HttpProcessingError
 
     logger = logging.Logger(f"{__name__}.http")
