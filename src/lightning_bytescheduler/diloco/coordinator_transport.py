@@ -1,7 +1,7 @@
-"""A way to the others through the coordinator: uploads, means and states, each as a future.
+"""The exchange through the coordinator: uploads, means and states, each as a future.
 
-Its network is the client's thread's; encoding and decoding are done on a thread of their own,
-``bytescheduler-coordinator-codec``, so that they hold up neither messages nor the training.
+The network belongs to the client's thread. Encoding and decoding have a thread of their own,
+``bytescheduler-coordinator-codec``, so that they delay neither messages nor the training.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ class CoordinatorTransport:
 
     Args:
         client: The connection.
-        wire: What travels.
+        wire: The format of updates and means.
         sizes: Elements of each fragment.
-        timeline: Where spans go.
+        timeline: Records spans, if given.
 
     Attributes:
         client: As given.
@@ -86,7 +86,7 @@ class CoordinatorTransport:
         self.residuals: dict[int, Tensor | None] = {}
         self._codec = ThreadPoolExecutor(1, thread_name_prefix=_CODEC)
         self._lock = threading.Lock()
-        self._coding: Future[Any] | None = None  # the last that it was given
+        self._coding: Future[Any] | None = None  # the last job that the codec was given
 
     @property
     def keeps_residuals(self) -> bool:
@@ -98,22 +98,22 @@ class CoordinatorTransport:
 
         Args:
             contribution: The update.
-            wanted: Whether to ask again where its round has not begun at the coordinator.
+            wanted: Whether to ask again if its round has not begun at the coordinator.
         """
         upload = Upload(fragment=contribution.fragment)
         upload.receipt = self.client.start(self._upload(contribution, upload, wanted))
         return upload
 
     def settle(self, upload: Upload, *, total: int) -> bool:
-        """The round of an update is over: keep what was left out of it to be sent later, if it counts.
+        """Note that an update's round is over. If the update counts, keep what was left out of it to send later.
 
         Args:
-            upload: The update, whose receipt is not waited for any more.
-            total: The sum of the weights in the mean of its round. Without any there was no quorum, and of what was
-                sent nothing counts but what was late and is part of a later round.
+            upload: The update; its receipt is not waited for any more.
+            total: The sum of the weights in the mean of its round. If it is 0 there was no quorum, and only a late
+                update counts, which is part of a later round.
 
         Returns:
-            Whether the update is part of a sum, as far as that is known; asked only where something depends on it.
+            Whether the update is part of a sum, as far as that is known; called only where something depends on it.
         """
         if total and not self.keeps_residuals:
             return True
@@ -123,7 +123,7 @@ class CoordinatorTransport:
             return False
         counts = bool(receipt.weight) and (receipt.verdict == "late" or bool(total))
         if counts:
-            # What the coordinator had before may be another version of it, of which nothing is known any more.
+            # The coordinator may have had another version of this update before, of which nothing is known here.
             self.residuals[upload.fragment] = None if receipt.verdict == "again" else upload.residual
         return counts
 
@@ -136,9 +136,9 @@ class CoordinatorTransport:
         return self.client.start(self._state())
 
     def provide(self, payload: bytes) -> Future[bool]:
-        """Send this worker's weights as the first ones; whether there are some then.
+        """Send this worker's weights as the first ones; return whether the coordinator has weights then.
 
-        It fails with a ``CoordinatorError`` if they are refused for what is in them.
+        It fails with a ``CoordinatorError`` if the weights are refused for their content.
         """
         return self.client.start(self._provide(payload))
 
@@ -147,7 +147,7 @@ class CoordinatorTransport:
         deadline = time.monotonic() + timeout
         ended = self.client.stop(timeout)
         self._codec.shutdown(wait=False, cancel_futures=True)
-        # What is being encoded can't be interrupted, and takes seconds for a large model: it is left to end by itself.
+        # A running encoding cannot be interrupted, and takes seconds for a large model: it is left to end by itself.
         with self._lock:
             coding = self._coding
         if coding is None or not wait([coding], max(deadline - time.monotonic(), 0.0)).not_done:
@@ -208,7 +208,7 @@ class CoordinatorTransport:
         began = self.timeline.now()
         answer = await self.client.request("PUT", path, headers=headers, body=body)
         self._travelled("push", began, contribution.fragment, len(body))
-        # A coordinator that was started again may not have begun this round yet, or not know this worker's part in it.
+        # A restarted coordinator may not have begun this round yet, or not know this worker's part in it.
         while answer.status == _NOT_NOW and wanted():
             await asyncio.sleep(pause)
             pause = min(2 * pause, _ASK_AGAIN_MOST_S)

@@ -1,9 +1,9 @@
-"""Each rank's share of an epoch's samples, which goes on where a checkpoint stood: with any number of ranks.
+"""Each rank's share of an epoch's samples, which continues where a checkpoint stood, with any number of ranks.
 
 An epoch's order follows from a seed, and ranks take their samples from it in turn, as Lightning's sampler deals them.
-So numbers say what has been trained on: how many ranks there were, and how many samples of its share each had taken.
-With as many ranks, each goes on in its share. With another number, what is left of the order is dealt anew, as if it
-were all of the data; and so on, from one restart to the next.
+So these numbers say what has been trained on: how many ranks there were, and how many samples of its share each had
+taken. With the same number of ranks, each continues in its share. With another number, the rest of the order is dealt
+anew, as if it were all of the data. This may repeat with each restart.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lightning_bytescheduler.lightning_api import pl
 
 
 def deal(order: Sequence[int], ranks: int, rank: int) -> Sequence[int]:
-    """A rank's share of an order: as torch's DistributedSampler, which repeats the first ones so that all are equal."""
+    """A rank's share. As torch's DistributedSampler, it repeats the first samples to make shares equal."""
     if not order:
         return order
     length = -(-len(order) // ranks) * ranks
@@ -26,11 +26,11 @@ def deal(order: Sequence[int], ranks: int, rank: int) -> Sequence[int]:
 
 
 def what_is_left(order: Sequence[int], taken: Sequence[Sequence[int]]) -> Sequence[int]:
-    """An order without what was trained on.
+    """An order without the samples that were trained on.
 
     Args:
-        order: Of the epoch.
-        taken: Of one stretch of training after another, how many samples each of its ranks took.
+        order: The epoch's order.
+        taken: For each stretch of training, how many samples each of its ranks took.
     """
     for counts in taken:
         used = {sample for rank, count in enumerate(counts) for sample in deal(order, len(counts), rank)[:count]}
@@ -77,14 +77,14 @@ class EpochShare(Sampler[list[int]]):
         self._to_resume = False
 
     def resume(self, saved: Sequence[Mapping[str, Any]], rank_of_each: int) -> bool:
-        """Have the next pass over the data go on where an epoch stood.
+        """Make the next pass over the data continue where an epoch stood.
 
         Args:
-            saved: What :attr:`position` said on the first rank of each worker.
-            rank_of_each: How many ranks a worker had; all of them take as many batches.
+            saved: What :attr:`position` returned on the first rank of each worker.
+            rank_of_each: How many ranks a worker had; all of them take the same number of batches.
 
         Returns:
-            Whether it can: not if these are other data, or another order.
+            Whether it can: not with other data, or another order.
         """
         if any((one["samples"], one["order"]) != (len(self.sampler), self.sampler.described) for one in saved):
             return False
@@ -108,7 +108,7 @@ class EpochShare(Sampler[list[int]]):
 
     @property
     def position(self) -> dict[str, Any]:
-        """Where this rank stands in the epoch: primitives only."""
+        """This rank's place in the epoch: primitives only."""
         taken = self._first
         if not self._to_resume:
             taken = min(self._size, taken + (self._trained() - self._batches_before) * self.batch_size)
@@ -141,13 +141,13 @@ class EpochShare(Sampler[list[int]]):
 
 
 class ShareLoader(DataLoader[Any]):
-    """Draws its batches from an :class:`EpochShare`, and nothing before the first one is asked for.
+    """Draws its batches from an :class:`EpochShare`, and nothing before the first one is requested.
 
     Lightning makes iterators before it is known where the epoch of a checkpoint stands.
 
     Attributes:
-        at_position: Called once, where random numbers are to be those of the checkpoint: before an iterator is made,
-            which draws one, if the epoch is only to begin, and else before the next batch is drawn.
+        at_position: Called once, where random numbers must be those of the checkpoint. If the epoch is about to begin,
+            that is before an iterator is made, which draws one; else it is before the next batch is drawn.
     """
 
     at_position: Callable[[], object] | None = None

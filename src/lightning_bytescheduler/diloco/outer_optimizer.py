@@ -3,8 +3,8 @@
 Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", algorithm 1: the pseudo-gradient
 is what a worker's weights were at the start of the round less what they are at its end.
 
-The global weights live in host memory, in fp32, whatever the device: what travels comes and goes there, and the same
-outer step on every worker then has the same bits even if their devices differ.
+The global weights are in host memory, in fp32, whatever the device. Pseudo-gradients and means are sent from and
+received in host memory. The same outer step then gives the same bits on every worker, even if their devices differ.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SPARSE_DEFAULTS: Mapping[str, float] = {"outer_lr": 1.0, "outer_momentum": 0.5}
 
 
 def pseudo_gradient(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What a worker's steps have taken off its weights, in fp32: ``before - after``, for the names of ``after``."""
+    """The change of a worker's weights by its steps, in fp32: ``before - after``, for the names of ``after``."""
     return {name: before[name].detach().float() - tensor.detach().float() for name, tensor in after.items()}
 
 
@@ -113,7 +113,7 @@ class OuterOptimizer:
         """Step along a merged pseudo-gradient.
 
         Args:
-            merged: By name. Weights that are not in it stay as they are, and so does their momentum, as between the
+            merged: By name. Weights that are not in it stay as they are, and so does their momentum, as between two
                 synchronisations of a fragment.
 
         Raises:
@@ -140,7 +140,7 @@ class OuterOptimizer:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Carry on from a state; a learning rate and a momentum that were given stay.
+        """Continue from a state; a learning rate and a momentum that were given stay.
 
         Raises:
             ValueError: If its weights have other names or shapes, or it is another optimizer's; nothing was changed.
@@ -166,14 +166,14 @@ class OuterOptimizer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contribution:
-    """What a worker has made of a fragment in a round.
+    """A worker's update of a fragment in a round.
 
     Attributes:
-        worker: Who.
-        round: In which round; 0 where fragments are synchronised that do not belong to the round that ends.
-        fragment: Which fragment.
+        worker: The worker's name.
+        round: The round; 0 for fragments that are synchronised beside the round that ends.
+        fragment: The fragment's number.
         pseudo_gradient: Flat, fp32, on the CPU; not to be changed any more.
-        weight: In the mean, as this worker works it out.
+        weight: Its weight in the mean, as this worker computes it.
         samples: Processed since this fragment was last part of a mean.
         tokens: The same in tokens; 0 if tokens are not counted.
         steps: Taken in this round.
@@ -195,12 +195,12 @@ class Contribution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mean:
-    """Of a round that has ended.
+    """The mean of a round that has ended.
 
     Attributes:
         values: Flat, fp32; empty if nothing was merged.
         total: The sum of the weights.
-        chain: Of the weights that it is a part of, in a coordinator's run.
+        chain: The chain of the weights that it is part of, in a coordinator's run.
     """
 
     values: Tensor
@@ -210,11 +210,11 @@ class Mean:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Upload:
-    """An update that is on its way.
+    """An update that is being sent.
 
     Attributes:
-        fragment: That it is of.
-        receipt: What becomes of it: a coordinator's receipt, or nothing if it was not taken; among peers, the mean.
+        fragment: Its fragment.
+        receipt: The result: a coordinator's receipt, or ``None`` if it was not accepted; among peers, the mean.
         residual: What was left out of it; set by the thread that encodes it, before it is sent.
     """
 
@@ -224,13 +224,13 @@ class Upload:
 
     @property
     def answer(self) -> Any:
-        """What has become of it, if that is known."""
+        """The result, if it is known."""
         known = self.receipt.done() and not self.receipt.cancelled() and not self.failed
         return self.receipt.result() if known else None
 
     @property
     def failed(self) -> bool:
-        """Whether there will be no answer, as the way to the others is gone for good."""
+        """Whether there will be no answer, as the connection has ended for good."""
         return self.receipt.done() and not self.receipt.cancelled() and self.receipt.exception() is not None
 
 
@@ -283,16 +283,16 @@ class OuterState:
             self.tokens[index] += tokens
 
     def taken(self, update: Contribution) -> None:
-        """What was processed for an update is part of a mean, or will be."""
+        """Note that the samples of an update are part of a mean, or will be."""
         self.samples[update.fragment] -= update.samples
         self.tokens[update.fragment] -= update.tokens
 
     def overwritten(self, fragment: int) -> None:
-        """The trained weights of a fragment are the global ones now: nothing of it is left to send."""
+        """Note that a fragment's trained weights are the global ones now: nothing of it is left to send."""
         self.samples[fragment] = self.tokens[fragment] = 0
 
     def pseudo_gradient(self, fragment: int) -> tuple[Tensor, int]:
-        """What this worker's steps have taken off a fragment, since it was last part of a mean.
+        """The change of a fragment by this worker's steps, since it was last part of a mean.
 
         Returns:
             The pseudo-gradient, flat, and the weight it has in the mean.
@@ -355,14 +355,14 @@ class OuterState:
                     parameter.copy_(own[name])
 
     def state_dict(self) -> dict[str, Any]:
-        """What is to be kept beside the weights; those are in a checkpoint anyway, unless they lose precision there."""
+        """State to keep beside the weights. A checkpoint has the weights anyway, unless they lose precision there."""
         state = self._optimizer.state_dict()
         if all(parameter.dtype == torch.float32 for parameter in self._parameters.values()):
             del state["weights"]
         return state
 
     def own_state_dict(self) -> dict[str, Any]:
-        """What this worker has trained, on top of the global weights, and on how much since each fragment was sent."""
+        """What this worker has trained on top of the global weights, and on how much since each fragment was sent."""
         weights = {name: parameter.detach().to("cpu", copy=True) for name, parameter in self._parameters.items()}
         return {"weights": weights, "samples": list(self.samples), "tokens": list(self.tokens)}
 

@@ -1,13 +1,12 @@
-"""Who is there, and where each is in the round.
+"""The workers that are present, and where each one is in the round.
 
-Nothing here grows without end: those who were lost or have left are forgotten, with their step times, when they have
-not been heard of for ``expiry`` seconds, or when there are very many of them.
+Nothing here grows without bound: workers that were lost or have left are forgotten, with their step times, when they
+have not been heard of for ``expiry`` seconds, or when there are very many of them.
 
-What the batch scheduler knows of one worker: where it is in the round, and how long its steps take.
-
-A step's time is the mean of the middle half of the last ones, so that it is steady under blips. When several in a row
-lie well above it, or well below, things have changed for good, and what was before is forgotten. Limits: a lasting
-change of less than half takes up to the whole window to be seen.
+For each worker, the batch scheduler knows where it is in the round, and how long its steps take. A step's time is the
+mean of the middle half of the last ones, so single slow steps hardly change it. If several in a row are well above it,
+or well below, the change is taken to last, and earlier values are forgotten. Limits: a lasting change of less than half
+may take the whole window to show.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _SHORTEST_S = 1e-9
 
 
 class RobustMean:
-    """Middle half mean of the last sixteen values, each 0 or more.
+    """Mean of the middle half of the last sixteen values, each 0 or more.
 
     Attributes:
         mean: The estimate, or ``None`` before the first value.
@@ -47,7 +46,7 @@ class RobustMean:
         """Take note of a value."""
         self._values.append(value)
         if value == self.mean and self._values.count(value) == len(self._values):
-            return  # as batch sizes mostly are
+            return  # as with most batch sizes
         values = list(self._values)
         before, recent = values[:-_CHANGED_AFTER], values[-_CHANGED_AFTER:]
         if before and _may_differ(before, recent):
@@ -58,7 +57,7 @@ class RobustMean:
 
 
 def _may_differ(before: list[float], recent: list[float]) -> bool:
-    """Whether values may all lie well above, or below, the mean of others, which is nowhere beyond these."""
+    """Whether values may all be well above, or below, the mean of others; it is somewhere between these."""
     return min(recent) > min(before) * _CHANGED_BY or max(recent) < max(before) / _CHANGED_BY
 
 
@@ -78,8 +77,8 @@ class BatchSchedulerState(TypedDict):
 class StepTime:
     """Robust time and batch size of one worker's steps.
 
-    The first step after a synchronisation is slower than others (caches, queues, allocations) and its time does not
-    count, unless there is nothing else: a worker of one step a round has only first steps.
+    The first step after a synchronisation is slower than others (caches, queues, allocations). Its time does not count,
+    unless there is no other: a worker with one step per round has only first steps.
 
     Attributes:
         seconds: Of a step, or ``None`` before the first.
@@ -117,7 +116,7 @@ class StepTime:
 
     def _estimate(self) -> None:
         seconds, batch_size = self._seconds.mean, self._batch_sizes.mean
-        # What makes first steps slow only ever adds.
+        # The causes that slow first steps only ever add time.
         self.seconds = min(self._first, default=None) if seconds is None else seconds
         self.batch_size = None if batch_size is None else max(round(batch_size), 1)
 
@@ -142,14 +141,14 @@ class WorkerProgress:
     """One worker in one round. Times are in seconds of the scheduler's clock.
 
     Attributes:
-        name: Of the worker.
-        number: Stands for it where names would do, but for two starts of one process.
-        session: Which start of its process this is.
+        name: The worker's name.
+        number: Replaces the name where that would do, but also tells apart two starts of one process.
+        session: Identifies the start of its process.
         state: Where it is.
         heard: When it was last heard of.
-        paused: It lives, and does something else.
+        paused: Whether it does something else, but is alive.
         began_late: Whether it was let into a round that others had begun before. No worker waits for what it does.
-        left: It has left; what it has sent is waited for no more, and counts if it comes.
+        left: Whether it has left. What it has sent is not waited for any more, and counts if it comes.
         resumed: What it had done, by its own account, in a round that is to begin, when it joined.
         step_time: Survives the round.
         transfer: Seconds from its last step until its pseudo-gradient was there; survives the round.

@@ -1,15 +1,15 @@
-"""The rounds of a run, as their host has them: worker 0 of those launched together, or a coordinator.
+"""The rounds of a run, for their host: worker 0 of workers launched together, or a coordinator.
 
-:class:`Rounds` wraps the batch scheduler. What that says goes to the workers, but for the end of a round: there the
-host says whether what follows is held until it lets the workers go on, as where a mean is to be there before. So a
-worker hears of a round's end before it hears of the next round's start. Beside the scheduler's own decisions, one
-worker may end a round for all; where all take equally many steps in a round, those that are behind it go on until they
+:class:`Rounds` wraps the batch scheduler. The scheduler's messages go to the workers, except at the end of a round.
+There the host decides whether later messages are held until it lets the workers go on, as when a mean must arrive
+first. So a worker hears of a round's end before it hears of the next round's start. Besides the scheduler, a worker may
+end a round for all. Where all take the same number of steps in a round, workers that are behind it go on until they
 have taken as many.
 
-*Whether all stand still* at a round's end is decided here, too: of workers that were launched together, each may ask
-for the end of a round because its data or its steps are used up, or for a validation. Then no worker starts the next
-round before all have passed that. In the records of such a run a worker that is through before the others is waiting
-until they come: it can send nothing before, though to the scheduler it is sending.
+*Whether all stand still* at a round's end is decided here, too. Each of the workers that were launched together may ask
+for the end of a round, because its data or its steps are used up, or for a validation. Then no worker starts the next
+round before all have passed that point. In the records of such a run, a worker that is done before the others is
+waiting until they come. It can send nothing before that, although the scheduler sees it as sending.
 
 No clock, no threads, no transport; for one thread, or under one lock. :class:`RoundsThread` hosts the rounds of a job
 on worker 0.
@@ -47,7 +47,7 @@ from lightning_bytescheduler.diloco.round_roster import BatchSchedulerState
 
 _STATUS_EVERY_S = 0.5
 _LOOK_S = 1.0
-_SILENT_STEPS, _SILENT_S = 3, 5.0  # whose sum is a silence that is told of
+_SILENT_STEPS, _SILENT_S = 3, 5.0  # a silence of their sum is logged
 
 
 class Rounds:
@@ -83,23 +83,23 @@ class Rounds:
         self._ending: SendNow | SendAfter | None = None  # what all were told when one asked for a round's end
         self._told: dict[str, float] = {}
         self._status, self._status_at = RoundStatus(round=0, left=0), 0.0  # one for all: it takes a look at all
-        # What is said after a round's end, and an end that comes before that one was passed, or merged.
+        # Messages after a round's end, and an end that comes before the last one was passed or merged.
         self._held: list[tuple[str, Message] | RoundRecord] | None = None
         self._together = tuple(together)
         self._wishes: set[str] = set()  # what is to happen at the end of the round, of workers launched together
-        self._passed: dict[str, bool] = {}  # who has passed the end of a round, and whether it stops
+        self._passed: dict[str, bool] = {}  # workers that have passed the end of a round, and whether they stop
         self._sent_at: dict[str, float] = {}  # when each worker was through
 
     @property
     def stand_still(self) -> bool:
-        """Whether what follows a round's end is held."""
+        """Whether messages after a round's end are held."""
         return self._held is not None
 
     def handle(self, message: FromWorker, *, now: float) -> None:
-        """Take in what a worker says.
+        """Handle a worker's message.
 
         Raises:
-            RuntimeError: If it is nothing that a worker says.
+            RuntimeError: If it is not a message of a worker.
         """
         if isinstance(message, StepMetrics):
             self.metrics.add(message.worker, batch_size=message.batch_size, seconds=message.seconds, loss=message.loss)
@@ -119,15 +119,15 @@ class Rounds:
                 self._answer(message.worker, message.round, now)
 
     def tick(self, *, now: float) -> None:
-        """Take note that time has passed."""
+        """Note that time has passed."""
         if not self._together or self._held is None:  # no worker is silent while all stand still
             self.scheduler.tick(now=now)
 
     def end_now(self, steps: int) -> None:
-        """End the round that is on for all, which one worker asks for.
+        """End the current round for all, at the request of one worker.
 
         Args:
-            steps: That it has taken.
+            steps: Steps that this worker has taken.
         """
         round = self.scheduler.round
         if self._held is None and (self._ending is None or self._ending.round != round):
@@ -137,7 +137,7 @@ class Rounds:
                 self._post(name, self._ending)
 
     def go_on(self, *, over: int | None = None) -> None:
-        """Say what was held, or that training is over after a round."""
+        """Send the messages that were held, or tell that training is over after a round."""
         held, self._held = self._held or [], None
         if over is not None:
             held = [(name, TrainingOver(round=over)) for name in self.scheduler.workers]
@@ -155,7 +155,7 @@ class Rounds:
         if self._held is not None:
             return
         if self._ending is not None and round == self._ending.round:
-            self._post(name, self._ending)  # the first may have come before it had started
+            self._post(name, self._ending)  # the first one may have come before it had started
         elif now - self._told.get(name, -_STATUS_EVERY_S) >= _STATUS_EVERY_S:
             self._told[name] = now
             if self._status.round != self.scheduler.round or now - self._status_at >= _STATUS_EVERY_S:
@@ -212,7 +212,7 @@ class Rounds:
             self.go_on(over=message.round if any(self._passed.values()) else None)
 
     def _with_common_waiting(self, record: RoundRecord) -> RoundRecord:
-        """The same round, in which a worker waits until all are through, and sends only from then on."""
+        """The same round, in which each worker waits until all are done, and sends only from then on."""
         last = max(self._sent_at.values(), default=record.end)
         workers = []
         for worker in record.workers:

@@ -1,17 +1,17 @@
-"""The weighted mean of pseudo-gradients, in memory for one sum and the same for any order of arrival.
+"""The weighted mean of pseudo-gradients, in the memory of one sum, and the same for any order of arrival.
 
-The weighted sum of each element is kept in fixed point, as two 64-bit whole numbers: multiples of 2^-24, and what is
-left of those in multiples of 2^-64. Whole numbers add up to the same in any order, which floating-point numbers do not;
-weights are whole numbers too.
+The weighted sum of each element is kept in fixed point, as two 64-bit integers: multiples of 2^-24, and the remainder
+in multiples of 2^-64. Integers add up to the same in any order; floating-point numbers do not. Weights are integers,
+too.
 
-Bound: a pseudo-gradient of weight w adds w times its fp32 value with an error of 2^-65 at most, and of 0 if the value
-is 0 or 2^-40 or more. The mean differs from the exact one by ``n * 2^-65 / total weight`` at most for n of them before
-it is rounded, relatively by 2^-51, and then to fp32.
+Bound: a pseudo-gradient of weight w adds w times its fp32 value with an error of at most 2^-65, and of 0 if the value
+is 0 or at least 2^-40. Before rounding, the mean of n of them differs from the exact one by at most ``n * 2^-65 / total
+weight``. It is then rounded relatively by 2^-51, and to fp32.
 
-Adding works on chunks that fit into a core's cache. Splitting a number in two costs two additions: beside 1.5 * 2^28 a
-double has no smaller unit than 2^-24, so that the sum is rounded to one, and its bits, taken as a whole number, count
-such units, from a constant on; beside 1.5 * 2^-12 the unit is 2^-64. The bits are added up as they are, and the
-constants are taken off when the mean is formed. What is too large for that is split with a conversion.
+Adding works on chunks that fit into a core's cache. Splitting a number in two costs two additions. Next to 1.5 * 2^28 a
+double has no smaller unit than 2^-24, so the sum is rounded to such units, and its bits, read as an integer, count them
+from a constant on. Next to 1.5 * 2^-12 the unit is 2^-64. The bits are added up as they are, and the constants are
+subtracted when the mean is formed. Numbers that are too large for that are split with a conversion.
 """
 
 from __future__ import annotations
