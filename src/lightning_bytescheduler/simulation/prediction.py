@@ -34,16 +34,16 @@ BEST = "bytescheduler, best sizes"
 SERVERS = "bytescheduler, servers"
 AUTO = "bytescheduler, auto"
 FIXED = {codec: f"bytescheduler, {codec}" for codec in CODECS}
-"""Strategies that compress all gradients, by what in."""
+"""Strategies that compress all gradients, and the format of each."""
 DILOCO = "diloco"
 ALONE = "one worker alone"
 
 _MIB = 1024 * 1024
 _DDP_BUCKETS = tuple(size * _MIB for size in (1, 2, 5, 10, 25, 50, 100, 250))
 _PARTITIONS = tuple(size * _MIB // 4 for size in (1, 4, 16, 64, 256, 1024))
-_MOST_PIECES = 2500  # finer ones order large models no better, and take long to play
+_MOST_PIECES = 2500  # a finer cut orders large models no better, and takes long to simulate
 _WIDTH = 4  # bytes of a parameter
-_EQUAL = 1.03  # steps that differ by less than this are the same, as far as a model of a network can tell
+_EQUAL = 1.03  # steps that differ by less count as equal, given how exact a model of a network is
 _DILOCO_OVERHEAD = 0.05  # of the computation, that exchanges may add to it
 _LONG_HOP_SECONDS = 1e-3
 _NAME_LENGTH = 40  # letters
@@ -65,10 +65,10 @@ class MeasuredStep:
     """A training step on one worker, without communication.
 
     Attributes:
-        profile: Its layers; they take as long as the step.
+        profile: Its layers, which together take as long as the step.
         waiting: Seconds of the step spent waiting for data.
         device: Where it was measured, such as ``cpu`` or ``cuda``; empty if it was not.
-        compressed_share: Bytes of the gradients as bf16, as a share of what they are.
+        compressed_share: Bytes of the gradients as bf16, relative to their actual bytes.
         unused: Names of parameters that got no gradient.
         synchronised_because: Why ``bytescheduler`` cannot carry updates across steps here, with the way out.
         norm_needed_by: What needs to know all gradients before an update, such as norm clipping.
@@ -85,15 +85,15 @@ class MeasuredStep:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Expectation:
-    """What one strategy makes of the model on the link.
+    """The prediction for one strategy on the link.
 
     Attributes:
-        strategy: Which one.
+        strategy: Its name.
         step_seconds: Seconds of a step.
         same_training: Whether the weights are those of ``ddp``.
-        schedule: What was simulated, where that is one schedule.
+        schedule: The simulated schedule, if there is a single one.
         inner_steps: Steps between two exchanges, for ``diloco``.
-        compressed_share: Of the gradients' bytes, where that is a choice.
+        compressed_share: Share of the gradients' bytes that is compressed, if that is a choice.
     """
 
     strategy: str
@@ -112,7 +112,7 @@ class Expectation:
 
     @property
     def label(self) -> str:
-        """The strategy with what it chose, for a table."""
+        """The strategy with its choices, for a table."""
         text = self.strategy
         if self.inner_steps is not None:
             text += f", every {self.inner_steps} steps" if self.inner_steps > 1 else ", every step"
@@ -123,7 +123,7 @@ class Expectation:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What to expect of a model on a network. Prints as text, saves as JSON, draws as a picture.
+    """Predictions for a model on a network. Prints as text, saves as JSON, draws as a picture.
 
     Attributes:
         measured: The model's step on one worker.
@@ -142,12 +142,12 @@ class Prediction:
 
     @property
     def communication_seconds(self) -> float:
-        """Seconds of sending all gradients once, with nothing else to do."""
+        """Seconds of sending all gradients once, without computing."""
         return _exchange_seconds(self.measured.profile, self.link)
 
     @property
     def ceiling_seconds(self) -> float:
-        """Seconds that no order of these bytes can get a step below."""
+        """Least seconds of a step with these bytes, in any order."""
         return lower_bound(self.measured.profile, self.link)
 
     @property
@@ -157,7 +157,7 @@ class Prediction:
 
     @property
     def recommended(self) -> Expectation:
-        """Of the strategies that train as ``ddp`` does the simplest that is within 3% of the fastest."""
+        """The simplest of the strategies that train as ``ddp`` does and are within 3% of the fastest."""
         names = (DDP, DDP_BEST, BYTESCHEDULER, SERVERS)
         exact = [one for name in names for one in self.expectations if one.strategy == name]
         fastest = min(expected.step_seconds for expected in exact)
@@ -170,7 +170,7 @@ class Prediction:
 
     @property
     def line(self) -> str:
-        """The line of Python that does what is recommended."""
+        """The line of Python for the recommendation."""
         recommended = self.recommended
         if self.alone_is_faster:
             argument = "devices=1"
@@ -183,16 +183,16 @@ class Prediction:
         return f"trainer = L.Trainer({argument})"
 
     def of(self, strategy: str) -> Expectation:
-        """What is expected of a strategy.
+        """The prediction for a strategy.
 
         Raises:
-            OptionError: If there is none of this name.
+            OptionError: If there is no strategy with this name.
         """
         by_name = {expected.strategy: expected for expected in self.expectations}
         return by_name[require_one_of("strategy", strategy, by_name)]
 
     def speedup(self, step_seconds: float) -> float:
-        """How many times as many samples all workers train on as one alone does."""
+        """How many times as many samples all workers process as one worker alone, in the same time."""
         return self.link.workers * self.compute_seconds / step_seconds
 
     def figures(self) -> dict[str, Any]:
@@ -234,7 +234,7 @@ class Prediction:
         Path(file).write_text(json.dumps(self.figures(), indent=1) + "\n", encoding="utf-8")
 
     def draw(self, out: str | os.PathLike[str]) -> None:
-        """Draw what strategies would make of a tenth to ten times the bandwidth.
+        """Draw the strategies' speeds over a tenth to ten times the bandwidth.
 
         Args:
             out: The file to write; its suffix names the format (png, svg, pdf, ...). Parent directories are created.
@@ -263,7 +263,7 @@ class Prediction:
         return f"bytescheduler is {times}; {workers:,} workers are {speed:.2f}x as fast as one"
 
     def _draw_speeds(self, ax: Axes) -> None:
-        """Draw how many times as fast as one worker all are, over bandwidth, a line for each strategy."""
+        """Draw the speedup over one worker against bandwidth, one line for each strategy."""
         from matplotlib.ticker import LogLocator
 
         factors = [10 ** (exponent / _POINTS) for exponent in range(-_POINTS, _POINTS + 1)]
@@ -305,7 +305,7 @@ class Prediction:
         ]
 
     def text(self) -> str:
-        """What the figures mean, a paragraph a line; the first says what to do."""
+        """The meaning of the figures, one paragraph per line; the first says what to do."""
         return "\n".join([self._answer(), self._of_what(), *self._remarks()])
 
     def __str__(self) -> str:
@@ -382,13 +382,13 @@ class Prediction:
 
 
 def predict(model: ModelProfile | MeasuredStep, link: LinkModel) -> Prediction:
-    """Say how long a step of a model takes on a network with each strategy.
+    """Predict the step time of a model on a network with each strategy.
 
-    ``diloco`` exchanges all parameters at once, uncompressed, as often as adds 5% to the computation at most.
+    ``diloco`` exchanges all parameters at once, uncompressed, as often as adds at most 5% to the computation.
 
     Args:
-        model: The model, or a step of it that was measured.
-        link: The network. Where it has parameter servers, there is one line more; all others reduce without.
+        model: The model, or a measured step of it.
+        link: The network. With parameter servers, they get a line of their own; all others reduce without them.
 
     Raises:
         OptionError: If there are less than two workers.
@@ -399,7 +399,7 @@ def predict(model: ModelProfile | MeasuredStep, link: LinkModel) -> Prediction:
 
 
 def check(link: LinkModel) -> None:
-    """Refuse what there is nothing to predict of.
+    """Refuse a link without anything to predict.
 
     Raises:
         OptionError: If there are less than two workers.
@@ -423,7 +423,7 @@ def _expectations(measured: MeasuredStep, given: LinkModel) -> Iterator[Expectat
     yield replace(_best(BF16, profile, half, [Schedule.ddp()]), same_training=False)
     if measured.device != "cuda":  # gradients on a GPU are not compressed
         yield from _compressed(measured, link)
-    # Rounded before it is rounded up: 1.0000000001 exchanges per allowance are 1.
+    # Rounded before it is rounded up, so that 1.0000000001 exchanges per allowance are 1.
     exchanges = _exchange_seconds(profile, link) / (_DILOCO_OVERHEAD * profile.compute_seconds)
     inner = max(1, math.ceil(round(exchanges, 6)))
     seconds = profile.compute_seconds + _exchange_seconds(profile, link) / inner
@@ -431,7 +431,7 @@ def _expectations(measured: MeasuredStep, given: LinkModel) -> Iterator[Expectat
 
 
 def _compressed(measured: MeasuredStep, link: LinkModel) -> Iterator[Expectation]:
-    """As much in int4 as hides the rest, and all gradients in one codec; codecs as fast as ``CODECS`` says."""
+    """As much in int4 as hides the rest, and all gradients in one codec; the codecs' speeds are in ``CODECS``."""
 
     def step_on(other: LinkModel) -> float:
         return _scheduled(AUTO, measured, other).step_seconds
@@ -444,7 +444,7 @@ def _compressed(measured: MeasuredStep, link: LinkModel) -> Iterator[Expectation
         seconds, share = min((seconds, share), (step_on(smaller), part / _PARTS))
     yield Expectation(strategy=AUTO, step_seconds=seconds, same_training=not share, compressed_share=share)
     for name, strategy in FIXED.items():
-        # Of gradients in two bytes, half as many times fewer.
+        # Gradients of two bytes shrink half as much as fp32 ones.
         codec = CODECS[name]._replace(ratio=CODECS[name].ratio * 0.5 / measured.compressed_share)
         yield Expectation(strategy=strategy, step_seconds=step_on(compressed_link(link, codec)), same_training=False)
 
@@ -452,9 +452,9 @@ def _compressed(measured: MeasuredStep, link: LinkModel) -> Iterator[Expectation
 def _scheduled(
     strategy: str, measured: MeasuredStep, link: LinkModel, schedules: Iterable[Schedule] = ()
 ) -> Expectation:
-    """The best of some schedules, or DDP's way where that is faster: the strategy keeps it then.
+    """The best of some schedules, or plain DDP if that is faster, as the strategy then keeps it.
 
-    By default there is one schedule, with the sizes that the strategy chooses.
+    If left out, there is one schedule, with the sizes that the strategy chooses.
     """
     found = _best(strategy, measured.profile, link, schedules or [next(_schedules(measured, link))])
     kept = _best(strategy, measured.profile, link.without_servers, [Schedule.ddp()])
@@ -462,7 +462,7 @@ def _scheduled(
 
 
 def _schedules(measured: MeasuredStep, link: LinkModel) -> Iterator[Schedule]:
-    """With the strategy's own sizes first, and then with others."""
+    """Schedules with the strategy's own sizes first, and then with others."""
     waits = _waits_for_all(measured, link)
     in_shards = bool(measured.norm_needed_by) and not waits
     found = _sizes(measured.profile, link, in_shards=in_shards, busy_processor=measured.device == "cpu")
@@ -470,14 +470,14 @@ def _schedules(measured: MeasuredStep, link: LinkModel) -> Iterator[Schedule]:
 
 
 def _waits_for_all(measured: MeasuredStep, link: LinkModel) -> bool:
-    """With servers, what waits for the norm is taken to wait for all gradients."""
+    """Whether updates wait for all gradients. With servers, an update that needs the norm is taken to do so."""
     return bool(measured.synchronised_because or (measured.norm_needed_by and link.architecture == "ps"))
 
 
 def chosen_schedule(
     profile: ModelProfile, link: LinkModel, *, in_shards: bool = False, busy_processor: bool = False
 ) -> Schedule:
-    """What the strategy would choose by itself for this model, if it measured this link.
+    """The schedule that the strategy would choose for this model if it measured this link.
 
     Args:
         profile: The model.
@@ -495,7 +495,7 @@ def chosen_schedule(
         architecture=link.architecture,
     )
     coarser = 1
-    if link.architecture == "ps":  # whose partitions of a very large model are so many that larger ones are played
+    if link.architecture == "ps":  # very large models have more partitions than are simulated
         coarser = max(profile.parameter_bytes // (sizes.partition_size * _WIDTH * _MOST_PIECES), 1)
     return Schedule(
         partition_bytes=coarser * sizes.partition_size * _WIDTH,
@@ -508,7 +508,7 @@ def _sizes(
     profile: ModelProfile, link: LinkModel, *, in_shards: bool = False, busy_processor: bool = False
 ) -> Iterator[Schedule]:
     yield chosen_schedule(profile, link, in_shards=in_shards, busy_processor=busy_processor)
-    # What the link carries in the time in which a lone piece is under way but not on the link.
+    # The bytes that the link carries while a lone piece is in flight but not on the link.
     hidden = int(link.latency_seconds / link.seconds_per_byte) if link.seconds_per_byte else 0
     for partition in _PARTITIONS:
         if partition * _MOST_PIECES < profile.parameter_bytes and partition != _PARTITIONS[-1]:
@@ -524,7 +524,7 @@ def _best(strategy: str, profile: ModelProfile, link: LinkModel, schedules: Iter
 
 
 def _exchange_seconds(profile: ModelProfile, link: LinkModel) -> float:
-    """Of sending all gradients in one go, with nothing else to do."""
+    """Seconds of sending all gradients at once, without computing."""
     return profile.parameter_bytes * link.seconds_per_byte + link.latency_seconds
 
 

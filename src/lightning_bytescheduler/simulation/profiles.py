@@ -1,4 +1,4 @@
-"""What a model's step is made of: the sizes and times of its layers; of your own model, or of a well-known network.
+"""The sizes and times of a model's layers; of your own model, or of a well-known network.
 
 A profile (:class:`ModelProfile`) is measured once, on one worker, and can be kept as JSON::
 
@@ -40,9 +40,9 @@ _Layer = tuple[str, int, float]  # name, parameters, multiply-adds per sample
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerProfile:
-    """One layer: what gates as a whole in the forward pass, and gets its gradients as a whole.
+    """One layer: the unit that is gated in the forward pass, and gets its gradients as a whole.
 
-    A parameter that several layers share belongs to the first: that uses it first, and its gradient is
+    A parameter shared by several layers belongs to the first of them: that layer uses it first, and its gradient is
     complete last.
 
     Attributes:
@@ -240,7 +240,7 @@ def _resnet50() -> list[_Layer]:
 def _transformer() -> list[_Layer]:
     """GPT-2 small with sequences of 1024 tokens: 124 million parameters.
 
-    The output layer shares the embedding's weights, so these are needed first and final last.
+    The output layer shares the embedding's weights, so they are needed first and final last.
     """
     width, vocabulary, length = 768, 50257, 1024
     layers: list[_Layer] = [("embedding", (vocabulary + length) * width, 0.0)]

@@ -1,4 +1,4 @@
-r"""How long a training step takes on a modelled link: played event by event, and at least.
+r"""How long a training step takes on a modelled link: simulated event by event, and lower bounds.
 
 **Played** (`simulate`). A worker computes forward and backward passes in turn. A bucket whose gradients are complete is
 cut into pieces; pieces are launched by priority while credit lasts, pass the link one after the other
@@ -66,7 +66,7 @@ _FACT, _DECISION = 0, 1  # at one moment, what happened goes before what is deci
 
 
 class Bucket(NamedTuple):
-    """What becomes ready, and opens the forward pass of its layers, as a whole.
+    """Layers that become ready, and open their forward pass, together.
 
     Attributes:
         layers: Indices of its layers, in the order of the backward pass.
@@ -230,7 +230,7 @@ class _Simulation:
         self._decide()
 
     def _decide(self) -> None:
-        """Launch what may be, once all that happens at this moment has happened."""
+        """Launch what is allowed, after all events of this moment."""
         if not self._deciding:
             self._deciding = True
             self._at(self._now, self._launch, _DECISION)

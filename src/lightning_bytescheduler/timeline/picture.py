@@ -1,7 +1,7 @@
-"""Pictures: what all of them share, and that of a few steps of a timeline, with the command that makes it.
+"""Pictures: helpers for all of them, the picture of a few timeline steps, and its command.
 
-The picture shows at a glance what the communication was hidden under. Needs matplotlib, which is imported when a
-picture is drawn. Limits: two or three steps make a readable picture, a hundred do not.
+The picture shows what hides the communication. It needs matplotlib, which is imported when a picture is drawn. Limits:
+two or three steps make a readable picture, a hundred do not.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def require_picture(option: str, out: str | os.PathLike[str], what: str = "A pic
     Args:
         option: Its name.
         out: The file.
-        what: Is drawn, as the subject of a sentence.
+        what: What is drawn, as the subject of a sentence.
 
     Raises:
         ImportError: If matplotlib is not installed; the message names the extra to install.
@@ -75,7 +75,7 @@ def page(out: str | os.PathLike[str], what: str, width: float, height: float) ->
 
     Args:
         out: The file. Its suffix names the format (png, svg, pdf, ...); parent directories are created.
-        what: Is drawn, as the subject of a sentence.
+        what: What is drawn, as the subject of a sentence.
         width: In inches.
         height: In inches.
 
@@ -94,12 +94,12 @@ def page(out: str | os.PathLike[str], what: str, width: float, height: float) ->
 
 
 def headed(figure: Figure, text: str, size: float = 15) -> None:
-    """Say above everything what is found."""
+    """Write the finding above the picture."""
     figure.suptitle(text, x=0.01, ha="left", fontsize=size, weight="bold", color=INK)
 
 
 def in_colours(figure: Figure, meaning: Mapping[str, str], *others: object) -> None:
-    """Say below everything what colours mean.
+    """Write the meaning of colours below the picture.
 
     Args:
         figure: The picture.
@@ -130,9 +130,9 @@ def add_picture(parser: argparse.ArgumentParser, what: str, *, of: str = "", def
 
     Args:
         parser: Of a command.
-        what: Is drawn.
+        what: What is drawn.
         of: The other option's name, such as ``steps``.
-        default: What is shown without it.
+        default: What is drawn without it.
     """
     parser.add_argument(
         "--png", metavar="OUT", help=f"draw {what} to this file, a .png, .svg or .pdf (needs the extra 'plots')"
@@ -154,10 +154,10 @@ def _range(text: str) -> tuple[int, int]:
 
 
 def among(known: Sequence[int], asked: tuple[int, int], option: str) -> list[int]:
-    """Those of some steps or rounds that a range asks for.
+    """The steps or rounds within a range.
 
     Raises:
-        OptionError: If it asks for none of them; names ``option``.
+        OptionError: If there are none; names ``option``.
     """
     chosen = [number for number in known if asked[0] <= number < asked[1]]
     if not chosen:
@@ -219,7 +219,7 @@ def _choose(trace: Trace, asked: tuple[int, int] | None) -> tuple[list[int], Int
 
 
 def _typical(known: Sequence[int], trace: Trace, durations: Mapping[int, float]) -> list[int]:
-    """Up to three neighbouring steps of the kind that most are of, as long as most, near the middle."""
+    """Up to three consecutive steps of the commonest kind, of typical length, near the middle."""
     kinds = trace.kinds()
     counts = Counter(kinds.get(step, "") for step in known)
     most = max(counts, key=lambda kind: (counts[kind], kind == "overlapped"))
@@ -238,13 +238,13 @@ def _typical(known: Sequence[int], trace: Trace, durations: Mapping[int, float])
 
     def unsteadiness(run: int) -> tuple[float, int]:
         deviation = sum(abs(durations[step] - typical) for step in runs[run]) / typical
-        return round(deviation, 2), abs(run - len(runs) // 2)  # rounded: among equally steady ones, the middle counts
+        return round(deviation, 2), abs(run - len(runs) // 2)  # rounded, so that the middle of equal ones wins
 
     return runs[min(range(len(runs)), key=unsteadiness)]
 
 
 def _clip(trace: Trace, window: Interval) -> Trace:
-    """Return what lies in the window, with times from its start on."""
+    """Return the part of the trace within the window, with times from its start."""
     begin, end = window
     spans = (
         replace(span, start=max(span.start, begin) - begin, end=min(span.end, end) - begin)
@@ -317,7 +317,7 @@ def _draw(figure: Figure, trace: Trace, subject: str, steps: Sequence[int]) -> N
 
 
 def _finding(cover: Cover, waited: float, step: float) -> tuple[str, str]:
-    """Say in a heading what the steps show, and in a line the figures; times in seconds."""
+    """A heading with the finding, and a line with the figures; times in seconds."""
     total = length(interval for part in cover for interval in part)
     if not total:
         return "No communication in these steps", ""
@@ -378,7 +378,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def tables(options: argparse.Namespace) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Sum up the timeline, and draw it where that was asked for.
+    """Sum up the timeline, and draw it if the arguments say so.
 
     Raises:
         OptionError: If there is no such file, it is not one to draw, or it has none of the steps that were chosen.
