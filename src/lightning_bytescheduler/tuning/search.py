@@ -10,8 +10,7 @@ the one in which it is made.
 A search has five stages.
 
 1. *As DDP*, if it begins so. Steps are plain DDP's, at no cost, until they show how much overlap could hide: the time
-in
-   which all ranks wait for gradients with idle processors. If that is a large part of a step, overlapped steps are
+   in which all ranks wait for gradients with idle processors. If that is a large part of a step, overlapped steps are
    tried at once. If it is a smaller part, they are tried when a trial's few steps are negligible among the steps so
    far. If the first overlapped trial does not pay, steps are plain DDP's again, and the next trial is delayed.
 2. *Exploration*. The point in force is measured, then plain DDP, guesses from outside, and points that the search
