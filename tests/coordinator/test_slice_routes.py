@@ -94,13 +94,14 @@ def test_slices_of_a_worker_that_stands_still_are_handed_out_sooner_if_others_wa
         slices.take_back(members, workers, rounds, 20.0)
         assert slices.held("a") == 0
     answer(two, ReportProgress(session=sessions[1], grant=second.grant, trained=10))
-    asked = answer(two, RequestSlice(session=sessions[1], epoch=0))
+    more = RequestSlice(session=sessions[1], epoch=0, holding=(second.grant,))  # until it is in the weights
+    asked = answer(two, more)
     if others_wait:
         assert isinstance(asked, AskLater)
         slices.take_back(members, workers, rounds, 9.9)
         assert slices.held("a") == 1
         slices.take_back(members, workers, rounds, 10.0)
-        asked = answer(two, RequestSlice(session=sessions[1], epoch=0))
+        asked = answer(two, more)
     assert isinstance(asked, Assignment)
     assert isinstance(answer(one, RequestSlice(session=sessions[0], epoch=0)), JoinAgain)
 
@@ -125,11 +126,12 @@ def test_who_answers_no_ping_as_a_round_begins_stands_still(tmp_path: Path) -> N
             sessions.append(joined.session)
             grants.append((await ask(worker, RequestSlice(session=joined.session, epoch=0))).grant)
         await ask(two, ReportProgress(session=sessions[1], grant=grants[1], trained=10))
+        more = RequestSlice(session=sessions[1], epoch=0, holding=(grants[1],))  # until it is in the weights
         for _ in range(80):  # longer than it may be silent
-            assert isinstance(await ask(two, RequestSlice(session=sessions[1], epoch=0)), AskLater)
+            assert isinstance(await ask(two, more), AskLater)
             await asyncio.sleep(0.05)
         reading[0].cancel()
-        while isinstance(await ask(two, RequestSlice(session=sessions[1], epoch=0)), AskLater):
+        while isinstance(await ask(two, more), AskLater):
             await asyncio.sleep(0.05)
         assert all(worker.connected for worker in server.status().workers)
         reading[1].cancel()

@@ -112,8 +112,8 @@ class RequestSlice(_Message, frozen=True):
     Attributes:
         epoch: The epoch it trains; it may be given the rest of an earlier one. The first request for the next epoch
             opens it, if workers hold all that is left of this one.
-        holding: Every known grant that is not finished. A missing one that the worker never began is sent again, as its
-            answer must have been lost.
+        holding: Every known grant that is not finished; or that is not in the weights, where merged samples count. A
+            missing one that the worker never began is sent again, as its answer must have been lost.
         looks: Only ask about the epoch's state: while another worker holds a slice, none is given.
     """
 
