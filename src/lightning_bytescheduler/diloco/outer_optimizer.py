@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,7 +26,9 @@ from lightning_bytescheduler.checks import importing, require_positive, require_
 from lightning_bytescheduler.diloco.fragments import TrainedWeights, mix
 from lightning_bytescheduler.diloco.weighted_mean import LARGEST, pseudo_gradient_weight
 from lightning_bytescheduler.exceptions import CoordinatorError, OptionError, UnsupportedError
-from lightning_bytescheduler.slices.messages import TrainedRun
+
+if TYPE_CHECKING:
+    from lightning_bytescheduler.slices.messages import TrainedRun
 
 SPARSE_DEFAULTS: Mapping[str, float] = {"outer_lr": 1.0, "outer_momentum": 0.5}
 """Of sparse pseudo-gradients: what they leave unsent acts as momentum, too."""

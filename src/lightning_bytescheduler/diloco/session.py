@@ -39,7 +39,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from threading import Condition
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import msgspec
 import torch
@@ -77,7 +77,9 @@ from lightning_bytescheduler.diloco.outer_timeline import OuterTimeline
 from lightning_bytescheduler.diloco.process_groups import WorkerGroup
 from lightning_bytescheduler.diloco.round_counter import RoundCounter
 from lightning_bytescheduler.exceptions import SchedulerTimeoutError, UnsupportedError
-from lightning_bytescheduler.slices.messages import TrainedRun, touching
+
+if TYPE_CHECKING:
+    from lightning_bytescheduler.slices.messages import TrainedRun
 
 log = logging.getLogger(__name__)
 
@@ -822,7 +824,7 @@ class Session:
             said.round,
             steps=said.steps + self._carried_steps,
             round_samples=said.samples + self._carried_samples,
-            trained=touching(self._carried_runs + self._runs),
+            trained=self._trained_runs(),
         )
         upload, longest = self._start(update), self.overlap.longest(said.steps)
         self._sent = Sent(said=said, update=update, upload=upload, longest=longest, trained=self._take_runs())
@@ -943,6 +945,14 @@ class Session:
         self._carry(None)
         self._take_runs()
         self._tell_data()
+
+    def _trained_runs(self) -> tuple[TrainedRun, ...]:
+        runs = self._carried_runs + self._runs
+        if not runs:
+            return ()
+        from lightning_bytescheduler.slices.messages import touching  # where there are slices: it takes time
+
+        return touching(runs)
 
     def _take_runs(self) -> tuple[TrainedRun, ...]:
         runs, self._runs = self._runs, ()
