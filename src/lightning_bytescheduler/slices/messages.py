@@ -13,7 +13,7 @@ from typing import Annotated, Protocol, TypeAlias
 import msgspec
 
 from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.slices.slice import Slice
+from lightning_bytescheduler.slices.slice import Runs, Slice
 
 Name: TypeAlias = Annotated[str, msgspec.Meta(min_length=1)]
 Natural: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
@@ -44,6 +44,14 @@ def touching(runs: Iterable[TrainedRun]) -> tuple[TrainedRun, ...]:
         else:
             found.append(run)
     return tuple(found)
+
+
+def by_slice(runs: Iterable[TrainedRun]) -> dict[tuple[int, int], Runs]:
+    """Return where the runs of each slice start and stop, in order, by epoch and slice."""
+    found: dict[tuple[int, int], Runs] = {}
+    for run in runs:
+        found.setdefault((run.epoch, run.slice_index), []).append((run.start, run.stop))
+    return {place: sorted(own) for place, own in found.items()}
 
 
 class HeldSlice(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

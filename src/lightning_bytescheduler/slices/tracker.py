@@ -14,10 +14,10 @@ A loaded state takes the epoch back to when it was saved. The guarantees hold fo
 there, with weights saved at the same moment.
 
 *With a coordinator* (``counts_merged=True``) a sample counts when the update that was made of it is part of the
-weights, and each sample is in the weights of an epoch exactly once, whoever dies. An update names its samples, and is
-taken only if none of them is in the weights, in another update, or begun by another worker. What an update holds that
-is not taken, or a dead worker had not sent, is handed out again. So a slice is its holder's until it is in the weights;
-what a worker reports only says how far it is.
+weights, and each sample is in the weights of an epoch exactly once, whichever worker dies. An update names its samples.
+It is taken only if none of them is in the weights, in another update, or begun by another worker. What an update holds
+that is not taken, or a dead worker had not sent, is handed out again. So a slice is its holder's until it is in the
+weights. What a worker reports only says how far it is.
 
 No worker idles at an epoch's end: while workers hold the last slices of the current epoch, a worker that asks for the
 next epoch gets slices of that one. The guarantees are per epoch and unaffected: each epoch's slices are counted in
@@ -69,6 +69,7 @@ from lightning_bytescheduler.slices.messages import (
     RequestSlice,
     TrainedRun,
     WaitReason,
+    by_slice,
 )
 from lightning_bytescheduler.slices.options import TrackerOptions
 from lightning_bytescheduler.slices.slice import Runs, SliceState, joined, samples_of, without
@@ -197,8 +198,9 @@ class SliceTracker:
             if number in record.grants:
                 record.grants[number].told = True
         if self._counts_merged:
-            for number, grant in record.grants.items():
-                if number not in message.holding and self._epoch_of(grant).todo(grant.index):
+            for number in record.grants.keys() - set(message.holding):
+                grant = record.grants[number]
+                if self._epoch_of(grant).todo(grant.index):
                     grant.told = False  # its worker does not know it any more
         newest = self._epochs[-1]
         is_next = message.epoch == newest.epoch + 1 and not newest.available
@@ -298,7 +300,7 @@ class SliceTracker:
             workers: Names under which its sender takes slices.
             runs: The samples that the update was made of, each once. Those of quarantined slices do not matter.
         """
-        for (epoch, index), own in _by_slice(runs).items():
+        for (epoch, index), own in by_slice(runs).items():
             one = self._open(epoch)
             if one is None or index >= len(one.samples):
                 return False
@@ -323,7 +325,7 @@ class SliceTracker:
     @_alone
     def book(self, workers: Collection[str], runs: Iterable[TrainedRun]) -> None:
         """An update that :meth:`fits` is to become part of the weights: its samples are handed out no more."""
-        for (epoch, index), own in _by_slice(runs).items():
+        for (epoch, index), own in by_slice(runs).items():
             one = self._epochs[epoch - self.epoch]
             if index in one.holders and one.holders[index][0].name not in workers and not one.holders[index][1].begun:
                 self._take_away(one, index)
@@ -338,7 +340,7 @@ class SliceTracker:
             merged: Whether they are part of the weights.
             is_kept: If not, whether their worker still has what it made of them, and sends it again.
         """
-        for (epoch, index), own in _by_slice(runs).items():
+        for (epoch, index), own in by_slice(runs).items():
             one = self._open(epoch)
             if one is None:
                 continue
@@ -723,11 +725,13 @@ class EpochSlices:
         self.dropped = int(self.samples[self.states == SliceState.QUARANTINED].sum())
         for index, runs in self._done.items():
             done = samples_of(runs)
-            if ended[index]:
-                self.dropped += int(self.samples[index]) * (self.states[index] == SliceState.USED) - done
-                self.trained -= int(self.samples[index]) * (self.states[index] == SliceState.USED)
-            self.trained += done
-        self.trained, self.dropped = int(self.trained), int(self.dropped)
+            rest = int(self.samples[index]) - done
+            if self.states[index] == SliceState.USED:
+                self.trained, self.dropped = self.trained - rest, self.dropped + rest
+            elif self.states[index] == SliceState.QUARANTINED:
+                self.trained, self.dropped = self.trained + done, self.dropped - done
+            else:
+                self.trained += done
         self.unfinished = int(len(ended) - np.count_nonzero(ended))
         self.available = int(np.count_nonzero(self.states == SliceState.AVAILABLE))
 
@@ -851,14 +855,6 @@ class EpochSlices:
         self._finishing.discard(index)
         self.states[index] = state
         self.unfinished -= 1
-
-
-def _by_slice(runs: Iterable[TrainedRun]) -> dict[tuple[int, int], Runs]:
-    """Return the runs of each slice in an epoch, in order."""
-    found: dict[tuple[int, int], Runs] = {}
-    for run in runs:
-        found.setdefault((run.epoch, run.slice_index), []).append((run.start, run.stop))
-    return {place: sorted(own) for place, own in found.items()}
 
 
 class SavedEpoch(msgspec.Struct, kw_only=True):

@@ -48,6 +48,7 @@ from lightning_bytescheduler.slices.messages import (
     TrackerClient,
     TrainedRun,
     WaitReason,
+    by_slice,
 )
 from lightning_bytescheduler.slices.options import TrackerOptions
 from lightning_bytescheduler.slices.slice import Runs, Slice, joined, samples_of, without
@@ -315,7 +316,8 @@ class TrackerPlan:
         if number is not None:
             for held, start, stop in self._out.pop(number):
                 held.trained += stop - start
-                held.unmerged.append((start, stop))
+                if self._counts_merged:
+                    held.unmerged.append((start, stop))
                 self._reached[held] = None
 
     def report(self) -> None:
@@ -329,12 +331,12 @@ class TrackerPlan:
 
     def merged(self, runs: Iterable[TrainedRun]) -> None:
         """Record that samples are part of the weights."""
-        for run in runs:
-            for held in list(self._held.values()):
-                if (held.epoch, held.slice_index) == (run.epoch, run.slice_index):
-                    held.unmerged = without(held.unmerged, [(run.start, run.stop)])
-                    if held.is_trained and not held.unmerged:
-                        self._drop((held.grant,))
+        known = by_slice(runs)
+        for held in list(self._held.values()):
+            if (own := known.get((held.epoch, held.slice_index))) is not None:
+                held.unmerged = without(held.unmerged, own)
+                if held.is_trained and not held.unmerged:
+                    self._drop((held.grant,))
 
     def reset(self, unmerged: Iterable[TrainedRun]) -> None:
         """Find out from the tracker what is left to train on: what was made of some samples is lost, or may be.
@@ -342,9 +344,7 @@ class TrackerPlan:
         Args:
             unmerged: What is still to become part of the weights of what this worker has trained on.
         """
-        known: dict[tuple[int, int], Runs] = {}
-        for run in unmerged:
-            known.setdefault((run.epoch, run.slice_index), []).append((run.start, run.stop))
+        known = by_slice(unmerged)
         for held in self._held.values():
             held.unmerged = known.get((held.epoch, held.slice_index), [])
         if self._session:
