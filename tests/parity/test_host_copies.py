@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from tests.parity.checks import DDP, assert_overlapped, assert_same, train_on
 from tests.parity.test_compression import INT8
 from tests.parity.test_kinds_of_tensors import Complex
 from tests.parity.test_parameter_servers import PS
+from tests.support import late_copies
 from tests.support.fit import Outcome, Recipe, Run, train
 from tests.support.models import Tower
 from tests.support.rank_pool import RankPool
@@ -91,12 +92,17 @@ def test_complex_gradients_that_are_reduced_in_shards_come_back_to_their_places(
     assert_same(straight, by_host)
 
 
+def long_copies() -> AbstractContextManager[Any]:
+    """Copies that end after any thread that does not wait for them, also on a busy machine."""
+    return patch.object(late_copies, "LATE_S", 0.05)
+
+
 @contextmanager
 def without_waiting_for_the_way_out() -> Iterator[None]:
     def at_once(self: HostCopies, mark: object, then: Callable[[], None]) -> None:
         then()
 
-    with patch.object(HostCopies, "when_made", at_once):
+    with patch.object(HostCopies, "when_made", at_once), long_copies():
         yield
 
 
@@ -105,7 +111,7 @@ def without_waiting_for_the_way_back() -> Iterator[None]:
     def leave(self: HostCopies, copy: torch.Tensor, buffer: torch.Tensor) -> None:
         self._copied(buffer, copy, self._back)
 
-    with patch.object(HostCopies, "put_back", leave):
+    with patch.object(HostCopies, "put_back", leave), long_copies():
         yield
 
 

@@ -253,6 +253,27 @@ def test_what_is_planned_stays_in_a_cache_that_others_fill(options, tmp_path):
         assert store.statistics.cache_hits == 1
 
 
+def test_a_slice_stays_cached_though_its_reader_stops_at_its_last_chunk(options, monkeypatch):
+    source, stopped, slice_bytes = FaultySource(1), threading.Event(), len(FaultySource(1).contents["s0"])
+    write = cache.SliceWriter.write
+    written = 0
+
+    def write_and_be_read(self, chunk):
+        nonlocal written
+        write(self, chunk)
+        written += len(chunk)
+        if written == slice_bytes:
+            stopped.wait(LONG)
+
+    monkeypatch.setattr(cache.SliceWriter, "write", write_and_be_read)
+    with SliceStore(source, options) as store:
+        assert list(store.samples(source.slices[0])) == lines(0)
+        store.prefetcher._stopped.set()  # as its end does, before it waits for the threads
+        stopped.set()
+    with SliceStore(source, options) as store:
+        assert store.is_here(source.slices[0])
+
+
 def test_a_wanted_slice_does_not_stand_behind_plans(options):
     source, held = FaultySource(4), threading.Event()
     source.fault = lambda slice_, start, answer: answer if slice_.key == "s3" or held.wait(LONG) else b""

@@ -19,7 +19,7 @@ from tests.support.fake_device import FakeDevice
 
 __all__ = ["LateCopies", "by_host"]
 
-_LATE_S = 1e-3
+LATE_S = 1e-3
 _seeds = itertools.count()
 
 
@@ -34,7 +34,7 @@ class LateCopies(HostCopies):
 
     def _copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
         def late() -> None:
-            time.sleep(_LATE_S)
+            time.sleep(LATE_S)
             to.copy_(source)
 
         to.fill_(torch.nan) if to.dtype.is_floating_point else to.zero_()  # who does not wait finds that

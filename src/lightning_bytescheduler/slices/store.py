@@ -543,9 +543,9 @@ class SlicePrefetcher:
             return None
         try:
             for chunk in self._store.fetch(job.slice, waiting=self._waiting):
-                writer.write(chunk)
-                if self._stopped.is_set():
+                if self._stopped.is_set():  # not after the last chunk: its reader may have ended the training
                     raise _Stopped
+                writer.write(chunk)
             return writer.commit()
         finally:
             writer.abandon()
