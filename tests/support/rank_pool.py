@@ -10,6 +10,7 @@ everything that is known about it, and the next call gets new processes, as the 
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import fcntl
 import gc
@@ -18,7 +19,9 @@ import multiprocessing
 import os
 import pickle
 import random
+import signal
 import socket
+import sys
 import tempfile
 import time
 import traceback
@@ -137,6 +140,7 @@ class RankPool:
         """
         if not self._ranks:
             self._start()
+        self._signal(signal.SIGCONT)
         message = pickle.dumps((function, arguments, 0.9 * timeout))
         answers: dict[int, tuple[bool, Any]] = {}
         for number, rank in enumerate(self._ranks):
@@ -146,6 +150,7 @@ class RankPool:
                 answers[number] = (False, self._epitaph(rank))
         self._collect(answers, time.monotonic() + timeout)
         if len(answers) == self.world_size and all(good for good, _ in answers.values()):
+            self._signal(signal.SIGSTOP)
             return [answers[number][1] for number in range(self.world_size)]
         report = self._report(answers, timeout)
         self.stop(grace=0.0)  # whoever did not fail may wait for whoever did
@@ -165,6 +170,7 @@ class RankPool:
 
     def stop(self, grace: float = _STOP_S) -> None:
         """End the processes: politely, then by force; each by its own id."""
+        self._signal(signal.SIGCONT)
         for rank in self._ranks:
             rank.pipe.close()  # an idle rank ends at the end of its pipe
         deadline = time.monotonic() + grace
@@ -186,6 +192,12 @@ class RankPool:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+
+    def _signal(self, number: signal.Signals) -> None:
+        """Stop or continue the ranks: gloo's threads look for messages every few milliseconds, also in idle ranks."""
+        for rank in self._ranks:
+            if rank.process.pid is not None and rank.process.is_alive():
+                os.kill(rank.process.pid, number)
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -289,6 +301,9 @@ def show_stacks() -> None:
 
 def _serve(rank: int, world_size: int, port: int, pipe: Connection, stacks: str) -> None:
     """A rank's main loop."""
+    if sys.platform == "linux":
+        set_signal_at_end_of_parent = 1  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(set_signal_at_end_of_parent, signal.SIGKILL)  # a stopped rank sees no end of its pipe
     os.environ.update(
         LOCAL_RANK=str(rank),
         RANK=str(rank),

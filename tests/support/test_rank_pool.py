@@ -6,12 +6,14 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support import rank_pool
 from tests.support.rank_pool import RankPool, RanksFailed, show_stacks
+from tests.support.waiting import until
 
 
 def environment(rank: int, name: str) -> tuple[int, str | None, int]:
@@ -113,3 +115,14 @@ def test_a_rank_that_dies_of_a_signal_is_reported_with_its_stacks(pool: RankPool
 def test_a_result_that_cannot_be_sent_is_a_failure(pool: RankPool) -> None:
     with pytest.raises(RanksFailed, match="The result cannot be pickled"):
         pool.run(return_a_lambda)
+
+
+def _process(rank: int) -> int:
+    return os.getpid()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_idle_ranks_take_no_processor_time_and_go_on(pool: RankPool) -> None:
+    processes = pool.run(_process)
+    until(lambda: {Path(f"/proc/{process}/stat").read_text().split()[2] for process in processes} == {"T"})
+    assert pool.run(_process) == processes
