@@ -51,21 +51,6 @@ def test_what_is_let_through_and_what_is_refused(
         assert str(caught.value) == f"option={value!r} is not allowed: option must be {words}."
 
 
-def test_what_is_gone_says_what_to_use_instead() -> None:
-    with pytest.raises(OptionError) as caught:
-        checks.require_known(
-            ["samples"], ["weighting"], of="ByteSchedulerStrategy", elsewhere={"samples": "Elsewhere."}
-        )
-    assert checks.GONE["ByteSchedulerStrategy"]["samples"] in str(caught.value)
-    with pytest.raises(OptionError, match=r"Other has no option 'samples'\. Elsewhere\. Its"):
-        checks.require_known(["samples"], ["weighting"], of="Other", elsewhere={"samples": "Elsewhere."})
-    with pytest.raises(OptionError) as caught:
-        checks.require_one_of("placement", "djb2", ["balanced", "mixed"])
-    assert str(caught.value).endswith(checks.GONE[""]["placement=djb2"])
-    assert checks.gone("--idle", of="advise") == checks.GONE["predict"]["--idle"]  # an older name of the command
-    assert checks.gone("partition_size", 1) == checks.gone("placement", "balanced") == ""
-
-
 def test_paths_become_text() -> None:
     assert checks.require_path("timeline", Path("a/b")) == "a/b"
 

@@ -204,10 +204,6 @@ def test_without_arguments_it_prints_help(capsys: pytest.CaptureFixture[str]) ->
         (["tuning", "run", "--pgn", "a.png"], "there is no option --pgn; did you mean --png?"),
         (["tuning", "--pgn=a.png"], "there is no option --pgn; did you mean --png?"),
         (["tuning", "run", "more"], "more is one argument too many. Try"),
-        (
-            ["timeline", "a.json", "b.json"],
-            "one argument too many. Give one worker's file. The command rounds",
-        ),
         (["slices", "verfy", "x"], "did you mean verify?"),
         (["rounds"], "For example: lightning-bytescheduler rounds lightning_logs/version_0"),
         (["check", "nope.py"], "command='nope.py' is not allowed: command must be a script that is there"),

@@ -57,10 +57,6 @@ if not TYPE_CHECKING:  # by then, names are those that are imported as themselve
 def __getattr__(name: str) -> Any:
     place = _IMPORTED_AT_FIRST_USE.get(name)
     if place is None:
-        from lightning_bytescheduler.checks import gone
-
-        if instead := gone(name, of=__name__):
-            raise ImportError(f"There is no {name} any more. {instead}")  # an AttributeError's words are not shown
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{place}"), name)
     globals()[name] = value

@@ -23,96 +23,6 @@ from lightning_bytescheduler.exceptions import OptionError
 _T = TypeVar("_T")
 _Class = TypeVar("_Class", bound=type)
 
-GONE: dict[str, dict[str, str]] = {
-    "ByteSchedulerStrategy": {
-        "architecture": "Leave it out for all-reduce; servers=0 or more has parameter servers average gradients.",
-        "credit_tuning": "Use tuning='credit', or tuning=False.",
-        "group": "Use servers={'spare': k, 'group': 'node'}.",
-        "max_batch_size": "Use batch_size={'balanced': most}.",
-        "max_error": "compression='auto' compresses in 'int4', with error feedback; 'int8' or 'bf16' leaves less out.",
-        "partition_tuning": "Use tuning='both', or 'partition' where the credit stays as it is.",
-        "placement": "Use servers={'spare': k, 'placement': 'mixed'}.",
-        "samples": "Give weighting= the function, in place of weighting='samples'.",
-        "staleness": "Leave it out for exact steps, or use DiLoCoStrategy where ranks should wait less for each other.",
-    },
-    "ByteSchedulerFabricStrategy": {"max_error": "Gradients are compressed by ByteSchedulerStrategy, for Trainer."},
-    "DiLoCoStrategy": {
-        **dict.fromkeys(("inner_size", "inner_options"), "Write inner={'strategy': 'ddp', 'size': ...}, and so on."),
-        "coordinator_ca": "Write coordinator={'url': ..., 'authority': FILE}.",
-        "coordinator_certificate": "Write coordinator={'url': ..., 'certificate': FILE, 'key': FILE}.",
-        "coordinator_key": "Write coordinator={'url': ..., 'certificate': FILE, 'key': FILE}.",
-        "token_file": "Write coordinator={'url': ..., 'token_file': FILE}.",
-        "worker_name": "Write coordinator={'url': ..., 'name': ...}.",
-        "density": "Write wire_dtype='sparse:0.01'.",
-        "mixing": "A merge keeps half of the local weights with overlap, and none without.",
-        "lead_steps": "A round's end is decided three steps ahead.",
-        "partition_size": "Parts have two million parameters at most, unless BYTESCHEDULER_PARTITION is set.",
-        "credit": "Two parts are on their way at once, unless BYTESCHEDULER_CREDIT is set.",
-        "rounds_file": "The record is rounds.jsonl, in the logger's folder or in Trainer(default_root_dir=...).",
-    },
-    "SliceDataModule": {
-        **dict.fromkeys(("cache_dir", "cache_bytes"), "Write cache=FOLDER, or cache={'dir': ..., 'bytes': ...}."),
-        "slice_bytes": "Files without an index are cut at 64 MiB; 'slices make --slice-size' cuts them otherwise.",
-        "shortage": "Samples are repeated where a step has fewer than there are ranks.",
-        "shuffle_samples": "Write shuffle='samples'.",
-        "prefetch_factor": "Each process reads two batches ahead.",
-        "pin_memory": "Batches are pinned where they go to a GPU.",
-        "prefetch": "Eight slices are fetched ahead, or as many as a quarter of the cache holds.",
-        "attempts": "A chunk that is short or wrong is fetched three times.",
-        "lease": "A worker is taken for dead after 300 s without a word.",
-    },
-    "coordinator": {
-        **dict.fromkeys(("--cert", "--key", "--client-ca"), "Write --tls CERT KEY, or --tls CERT KEY CLIENT_CA."),
-        "--density": "Write --wire-dtype sparse:0.01.",
-        "--lead-steps": "A round's end is decided three steps ahead.",
-        "--mixing": "A merge keeps half of the local weights with overlap, and none without.",
-        "--rounds-file": "The record is rounds.jsonl in the folder of --state, if it is one of this machine.",
-        "--seed": "A coordinator hands slices out in one order, that of the seed 0.",
-        **dict.fromkeys(("--spool", "--spool-bytes"), "Uploads share 2 GiB of memory, or 16 bytes for each parameter."),
-        "--step-cap": "Use --equal-steps where no worker may take more steps than others.",
-        "--shards": "A coordinator adds up in threads of its own; --wire-dtype int8 or sparse is less work for it.",
-        "--standby": "Have what runs the coordinator start it again: it goes on from --state, and workers wait for it.",
-        "--state-lease-s": "A second coordinator on the same --state is refused while the first lives.",
-    },
-    "LinkModel": {
-        "algorithm": "An all-reduce goes around a ring; servers=0 or more are parameter servers.",
-        "architecture": "Leave it out for all-reduce; servers=0 or more are parameter servers.",
-        "overhead": "What a message costs whatever its size is its latency.",
-        "idle_share": "Links to spare servers wait for each other for the share of the time that was measured.",
-        "spare_servers": "It is servers, as of the strategy.",
-    },
-    "lightning_bytescheduler": {
-        "Advice": "It is called Prediction, and predict() returns it.",
-        "SliceCoordinator": "A SliceDataModule reports and logs its steps by itself.",
-        "SliceDataset": "The loaders of a SliceDataModule work in a loop of your own too, after setup('fit').",
-    },
-    "predict": {
-        "--data": "Name a function that returns a pair of the module and its data.",
-        "--messages": "LinkModel(messages_in_flight=...) has it.",
-        "--overhead": "What a message costs whatever its size is its latency, --latency.",
-        "--algorithm": "An all-reduce goes around a ring; --servers 0 or more are parameter servers.",
-        "--architecture": "Leave it out for all-reduce; --servers 0 or more are parameter servers.",
-        "--idle": "Links to spare servers wait for each other for the share of the time that was measured.",
-        "--policy": "'make bench' measures policies beside each other.",
-    },
-    "check": {"--report": "What is printed is the report: '> check.txt' keeps it."},
-    "timeline": {"FILES": "Give one worker's file. The command rounds draws all workers of a DiLoCo training."},
-    "": {
-        "late=aligned": "Use 'discount', which counts a late update by how late it is.",
-        "batch_size=global-balanced": "Use 'balanced', with the loader's batch size divided by the number of ranks.",
-        "compression=dithering": "Use 'int8' or 'int4', which round at random in 'int8:stochastic' and lose less.",
-        "compression=lossless": "Leave compression out for exact gradients, or use 'bf16', which sends half the bytes.",
-        "compression=randomk": "Use 'topk:DENSITY', which sends the largest elements and loses less.",
-        **dict.fromkeys(("policy=tictac", "policy=us-byte"), "Use 'bytescheduler', which goes by first use, too."),
-        **dict.fromkeys(
-            [f"placement={how}" for how in ("naive", "djb2", "sdbm", "built_in", "random")],
-            "Use 'balanced', which divides bytes by the links' shares, or BytePS's 'mixed'.",
-        ),
-    },
-}
-"""What replaces an option or a value that was removed, by ``option`` or ``option=value``; for this release only."""
-GONE["advise"] = GONE["predict"]
-
 _FLOAT_BYTES = 4
 _SIZE = re.compile(r"(\d[\d_]*(?:\.\d*)?(?:e\d+)?)\s*(b|[kmgt]i?)?\s*(b|bytes?|parameters|params)?", re.IGNORECASE)
 _PREFIXES = ["", "k", "m", "g", "t"]
@@ -150,14 +60,6 @@ def named(**names: str) -> Iterator[None]:
         option = error.option
         usual = f"--{option.replace('_', '-')}" if option.isidentifier() and option.islower() else option
         raise OptionError(names.get(option, usual), error.value, error.allowed, error.hint) from error
-
-
-def gone(option: str, value: object = None, *, of: str = "") -> str:
-    """The replacement of a removed option or value of a class or command, as a sentence of :data:`GONE`.
-
-    Empty if it was not removed. Checks of names and of values ask this before they guess what was meant.
-    """
-    return GONE.get(of, {}).get(option if value is None else f"{option}={value}".lower(), "")
 
 
 def is_whole(value: object, least: int = 0) -> TypeGuard[int]:
@@ -287,7 +189,7 @@ def require_one_of(option: str, value: _T, allowed: Iterable[_T]) -> _T:
     """
     choices = list(allowed)
     if value not in choices:
-        hint = gone(option, value) or did_you_mean(value, [choice for choice in choices if isinstance(choice, str)])
+        hint = did_you_mean(value, [choice for choice in choices if isinstance(choice, str)])
         raise OptionError(option, value, f"one of {', '.join(map(repr, choices))}", hint)
     return value
 
@@ -427,7 +329,7 @@ def require_known(
     for name in given:
         if name not in known:
             listed = ", ".join(known)
-            hint = gone(name, of=of) or (elsewhere or {}).get(name) or did_you_mean(name, known)
+            hint = (elsewhere or {}).get(name) or did_you_mean(name, known)
             raise OptionError(
                 name,
                 values.get(name),

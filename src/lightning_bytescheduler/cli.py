@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from lightning_bytescheduler.__about__ import __version__
-from lightning_bytescheduler.checks import closest, gone, records_in, require_new_file
+from lightning_bytescheduler.checks import closest, records_in, require_new_file
 from lightning_bytescheduler.exceptions import ByteSchedulerError, OptionError
 
 _PROGRAM = "lightning-bytescheduler"
@@ -134,8 +134,7 @@ class _Parser(argparse.ArgumentParser):
         self._given = list(args or ())
         found, rest = super().parse_known_args(args, namespace)
         if rest:
-            instead = gone("FILES", of=self.prog.rpartition(" ")[2])
-            self.error(self._unknown(rest) or f"{' '.join(rest)} is one argument too many. {instead}".rstrip(" ."))
+            self.error(self._unknown(rest) or f"{' '.join(rest)} is one argument too many")
         return found, rest
 
     def print_help(self, file: Any = None) -> None:
@@ -164,8 +163,6 @@ class _Parser(argparse.ArgumentParser):
                 break  # the rest is for another program
             name = argument.partition("=")[0]
             if re.match(r"--?[a-zA-Z]", name) and not any(option.startswith(name) for option in known):
-                if instead := gone(name, of=self.prog.rpartition(" ")[2]):
-                    return f"there is no option {name} any more: {instead.removesuffix('.')}"
                 return f"there is no option {name}{_like(name, known)}"
         return ""
 

@@ -262,9 +262,6 @@ def test_specs() -> None:
         ("int8:up", "rounding='up'"),
         ("powersgd:0", "rank=0"),
         ("powersgd", "takes whole matrices, of all ranks at once"),
-        ("lossless", "Leave compression out for exact gradients"),
-        ("dithering:7", "Use 'int8' or 'int4'"),
-        ("randomk:0.01", "Use 'topk:DENSITY'"),
         (8, "a text"),
     ],
 )

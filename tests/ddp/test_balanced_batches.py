@@ -294,10 +294,6 @@ def fit_other_data(rank: int) -> Seen:
             {"batch_size": "balance"},
             r"batch_size='balance' is not allowed: batch_size must be 'balanced', 'global', {'balanced': most}, or",
         ),
-        (
-            {"batch_size": "global-balanced"},
-            r"or left out\. Use 'balanced', with the loader's batch",
-        ),
         ({"batch_size": 32}, r"batch_size=32 .*DiLoCoStrategy\(batch_size=\.\.\.\), or the DataLoader's"),
         ({"batch_size": "balanced", "weighting": "ranks"}, r"batch_size='balanced'.*need weighting='samples'"),
         ({"batch_size": {"balanced": 0}}, r"batch_size={'balanced': 0} .*1 or more, or one for each rank"),

@@ -21,7 +21,6 @@ def test_what_only_the_trainer_can_do(option: str) -> None:
     ("options", "named"),
     [
         ({"partition_siz": 4096}, "partition_siz"),
-        ({"max_error": 0.1}, "no option 'max_error'. Gradients are compressed by ByteSchedulerStrategy, for Trainer"),
         ({"partition_size": -1}, "partition_size=-1"),
         ({"mode": "fast"}, "mode='fast'"),
         ({"weighting": "sample"}, "weighting='sample'"),

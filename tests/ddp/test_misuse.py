@@ -116,7 +116,6 @@ def test_values_are_checked_where_they_are_given(option: str, value: object, all
         ("devices", r"It is an option of Trainer: Trainer\(devices=...\)"),
         ("trials", "option of the callback CreditTuner"),
         ("inner_steps", r"DiLoCoStrategy\(inner_steps=...\)"),
-        ("max_error", "compression='auto' compresses in 'int4', with error feedback"),
     ],
 )
 def test_a_misspelt_option_is_refused_at_once(option: str, says: str) -> None:

@@ -40,8 +40,6 @@ def test_a_wrong_weighting_is_named() -> None:
 def test_what_counts_samples_is_a_function() -> None:
     with pytest.raises(OptionError, match=r"weighting=3 is not allowed: .*or a function of the batch"):
         ByteSchedulerStrategy(weighting=3)  # type: ignore[arg-type]
-    with pytest.raises(OptionError, match=r"no option 'samples'\. Give weighting= the function"):
-        ByteSchedulerStrategy(weighting="samples", samples=len)
 
 
 def differ(rank: int) -> str:

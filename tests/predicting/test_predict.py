@@ -28,8 +28,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def test_it_is_public() -> None:
     assert {"Prediction", "LinkModel", "advise", "predict"} <= set(lightning_bytescheduler.__all__)
     assert advise is predict
-    with pytest.raises(ImportError, match=r"There is no Advice any more\. It is called Prediction"):
-        from lightning_bytescheduler import Advice  # type: ignore[attr-defined]  # noqa: F401
 
 
 def test_a_model_on_a_link(clock: Clock) -> None:

@@ -83,9 +83,8 @@ def test_more_servers_than_workers_count_as_many_as_there_are_workers() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"algorithm": "push_pull"}, "servers=0 or more are parameter servers."),
-        ({"architecture": "ps"}, "Leave it out for all-reduce; servers=0 or more are parameter servers."),
-        ({"spare_servers": 2}, "It is servers, as of the strategy."),
+        ({"architecture": "ps"}, "LinkModel has no option 'architecture'."),
+        ({"spare_servers": 2}, "Did you mean 'servers'?"),
     ],
 )
 def test_other_words_are_told_the_right_one(options: dict[str, Any], says: str) -> None:

@@ -5,7 +5,7 @@ Pure: no Lightning, no process groups. Parts are flat tensors, on any device.
 
 from collections.abc import Callable
 
-from lightning_bytescheduler.checks import did_you_mean, gone, require_text
+from lightning_bytescheduler.checks import did_you_mean, require_text
 from lightning_bytescheduler.compression.compressor import Compressor
 from lightning_bytescheduler.compression.dense import DENSE, Dense, OneBit
 from lightning_bytescheduler.compression.powersgd import PowerSGD
@@ -45,7 +45,7 @@ def make_codec(spec: str, *, option: str = "compression") -> Codec:
     """
     name, *given = require_text(option, spec).split(":")
     if name not in _KINDS:
-        raise OptionError(option, spec, _FORMS, gone("compression", name) or did_you_mean(name, COMPRESSORS))
+        raise OptionError(option, spec, _FORMS, did_you_mean(name, COMPRESSORS))
     make, parsers, least = _KINDS[name]
     if not least <= len(given) <= len(parsers):
         count = f"{least} to {len(parsers)}" if least != len(parsers) else str(least)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_bytescheduler.checks import did_you_mean, gone, require_whole
+from lightning_bytescheduler.checks import did_you_mean, require_whole
 from lightning_bytescheduler.compression import COMPRESSORS, Codec, Compressor, PowerSGD, make_codec
 from lightning_bytescheduler.compression.dense import Dense, DenseKind
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
@@ -234,6 +234,6 @@ def _made(option: str, value: Any) -> Codec:
         return Dense(_TO_NEAREST[value], "nearest")
     if (kind := value.split(":")[0]) not in COMPRESSORS:
         names = ", ".join(map(repr, COMPRESSORS))
-        hint = gone("compression", kind) or did_you_mean(kind, (AUTO, *COMPRESSORS))
+        hint = did_you_mean(kind, (AUTO, *COMPRESSORS))
         raise OptionError(option, value, f"{AUTO!r}, or one of {names}", hint)
     return make_codec(value, option=option)

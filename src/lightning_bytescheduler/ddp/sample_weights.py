@@ -35,7 +35,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from lightning_bytescheduler.checks import did_you_mean, gone, is_whole
+from lightning_bytescheduler.checks import did_you_mean, is_whole
 from lightning_bytescheduler.collectives.number_exchange import NumberExchange, PostedNumbers
 from lightning_bytescheduler.ddp.balance import Balance
 from lightning_bytescheduler.ddp.device_time import DeviceTime
@@ -176,8 +176,7 @@ class Weighting:
                 allowed = "{'balanced': most}, with a whole number of samples, 1 or more, or one for each rank"
                 raise OptionError("batch_size", self._given, allowed)
         if batch_size not in (None, "balanced", "global"):
-            of_others = "A number is an option of DiLoCoStrategy(batch_size=...), or the DataLoader's."
-            hint = gone("batch_size", batch_size) or of_others
+            hint = "A number is an option of DiLoCoStrategy(batch_size=...), or the DataLoader's."
             raise OptionError("batch_size", batch_size, "'balanced', 'global', {'balanced': most}, or left out", hint)
         self.batch_size = batch_size
         if batch_size is not None and not self.by_samples:

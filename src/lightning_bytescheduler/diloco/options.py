@@ -49,9 +49,9 @@ OPTIONS_ELSEWHERE = {
         for name in (*known_ddp_options(), *_SCHEDULED)
         if name != "timeline"
     },
+    "inner_size": "Write inner={'strategy': 'ddp', 'size': ...}.",
     "outer_learning_rate": "Did you mean 'outer_lr'?",
-    "local_steps": "Did you mean 'inner_steps'?",
-    "sync_every": "Did you mean 'inner_steps'?",
+    **dict.fromkeys(("local_steps", "sync_every"), "Did you mean 'inner_steps'?"),
 }
 """What to say of options that ``DiLoCoStrategy`` does not have itself, by name."""
 
