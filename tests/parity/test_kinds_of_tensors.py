@@ -12,9 +12,11 @@ from lightning.pytorch import Callback, Trainer
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
-from tests.parity.checks import DDP, assert_same_as_ddp, train_on
+from tests.parity.checks import DDP, assert_same, assert_same_as_ddp, train_on
 from tests.parity.observers import sums
-from tests.support.fit import Recipe, Run
+from tests.parity.test_parameter_servers import PS
+from tests.parity.test_synchronised import SparseTable
+from tests.support.fit import SIZES, Recipe, Run
 from tests.support.models import Tower
 from tests.support.rank_pool import RankPool
 
@@ -132,6 +134,21 @@ def test_kinds(two_ranks: RankPool, model: Any) -> None:
     _, ours = assert_same_as_ddp(two_ranks, recipe, overlap=False)
     assert ours[0].statistics is not None
     assert ours[0].statistics.overlapped_steps == STEPS - 1
+
+
+@pytest.mark.parametrize("options", [SIZES, PS], ids=["allreduce", "ps"])
+@pytest.mark.parametrize("bucket_views", [True, False])
+@pytest.mark.parametrize("model", [AllSorts, SparseTable], ids=["all sorts", "sparse"])
+def test_the_first_pass_of_a_static_graph_with_several_buckets(
+    two_ranks: RankPool, model: Any, bucket_views: bool, options: dict[str, Any]
+) -> None:
+    """DDP hands all of them over at the end of this pass, each with index 0, and calls none of them the last."""
+    ddp = {"static_graph": True, "gradient_as_bucket_view": bucket_views}
+    recipe = Recipe(model=partial(model, optimizer=partial(SGD, lr=0.02, momentum=0.9)), steps=STEPS, ddp=ddp)
+    expected, actual = train_on(two_ranks, recipe, DDP, Run(options=options, network="late"))
+    assert_same(expected, actual)
+    assert actual[0].statistics is not None
+    assert actual[0].statistics.overlapped_steps == (STEPS - 1 if bucket_views and model is AllSorts else 0)
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,8 @@ class GradientEngine:
         self._first_use = FirstUseObserver(context.parameters)
         self._bucket_order: dict[int, int] = {}
         self._last_index = sys.maxsize  # index of this backward pass's latest bucket
+        self._static_graph = False
+        self._first_forward: ForwardPass | None = None  # whose gradients the first hook got
         self._backward_start = 0.0
         self._in_backward = 0  # id of the thread within the strategy's backward pass
 
@@ -102,6 +104,7 @@ class GradientEngine:
     def take_over(self, model: DistributedDataParallel) -> None:
         """Replace the communication of ``model``."""
         self.context.own_gradients.know(model)
+        self._static_graph = model.static_graph
         model.register_comm_hook(self, GradientEngine.hook)
         model.join_hook = refuse_join  # type: ignore[method-assign]
         model._setup_in_backward_optimizers = partial(refuse_steps_in_backward, model.module)  # type: ignore[method-assign]
@@ -152,13 +155,16 @@ class GradientEngine:
     def hook(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """DDP's comm hook, called in order of bucket index on every rank; see ``register_comm_hook``."""
         index = bucket.index()
-        if index <= self._last_index:  # hooks run in order of index, so a new backward pass has begun
+        # Hooks run in order of index, so another pass has begun. But in the first pass of a static graph DDP gives index
+        # 0 to all buckets, and calls none of them the last.
+        first_of_static = self._static_graph and self.context.forward is self._first_forward
+        if index <= self._last_index and not first_of_static:
             self._begin_step()
         self._last_index = index
         step = self.context.step
         if self.context.weights is not None:
             self.context.weights.gradient_exists()
-        if bucket.is_last():
+        if bucket.is_last() or first_of_static:
             self.steps_offered = step.number
         buffer = bucket.buffer()
         self.context.own_gradients.hand_over(bucket)
@@ -171,6 +177,8 @@ class GradientEngine:
                 "self.manual_backward(loss) instead of loss.backward(), or use cross_barrier=False."
             )
         context, options, number = self.context, self.options, self.context.step.number + 1
+        if number == 1:
+            self._first_forward = context.forward
         weight = None if context.weights is None else context.weights.begin_step()
         context.weight = weight or context.equal_weight
         as_ddp = number > 1 and self.mode.ddp_mode
@@ -186,7 +194,8 @@ class GradientEngine:
             context.step = OverlappedStep(context, number, self._position_of, sharded=options.sharded)
         else:
             scheduled = ScheduledBuckets(context, number, self._position_of)
-            context.step = PlainStep(context, number, scheduled, self.mode.add_exposed if as_ddp else None)
+            each = self._static_graph and number == 1
+            context.step = PlainStep(context, number, scheduled, self.mode.add_exposed if as_ddp else None, each=each)
         if context.compression is not None:
             # If the plan cannot overlap, all steps are as DDP's and compressed.
             context.compression.begin_step(as_ddp=as_ddp and options.overlapped)

@@ -88,6 +88,7 @@ class PlainStep(TrainingStep):
     Args:
         buckets: Averages the step's buckets.
         on_exposed: Called with the seconds that training has waited idle at the end; may be ``None``.
+        each: Wait in the hook of each bucket, as DDP does not say which one is the last.
     """
 
     def __init__(
@@ -96,8 +97,11 @@ class PlainStep(TrainingStep):
         number: int,
         buckets: AwaitedBuckets,
         on_exposed: Callable[[float], None] | None = None,
+        *,
+        each: bool = False,
     ) -> None:
         super().__init__(context, number)
+        self._each = each
         self.kind = buckets.kind
         self._buckets = buckets
         self._on_exposed = on_exposed
@@ -106,18 +110,18 @@ class PlainStep(TrainingStep):
         """See :class:`TrainingStep`."""
         if buffer.numel():
             self._buckets.send(bucket, buffer)
-        if bucket.is_last():
+        if bucket.is_last() or self._each:
             self._finish()
         return self.context.futures.completed(bucket.index(), buffer)
 
     def reduce_sparse(self, bucket: dist.GradBucket, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
         """See :class:`TrainingStep`."""
-        if bucket.is_last():
+        if bucket.is_last() or self._each:
             self._finish()
         return super().reduce_sparse(bucket, buffer)
 
     def _finish(self) -> None:
-        self.waits_from = self.context.clock()
+        self.waits_from = self.waits_from or self.context.clock()
         exposed = self._buckets.finish()
         if self._on_exposed is not None:
             self._on_exposed(exposed)
