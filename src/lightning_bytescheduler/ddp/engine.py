@@ -155,8 +155,8 @@ class GradientEngine:
     def hook(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """DDP's comm hook, called in order of bucket index on every rank; see ``register_comm_hook``."""
         index = bucket.index()
-        # Hooks run in order of index, so another pass has begun. But in the first pass of a static graph DDP gives index
-        # 0 to all buckets, and calls none of them the last.
+        # Hooks run in order of index, so another pass has begun. But in the first pass of a static graph DDP gives
+        # index 0 to all buckets, and calls none of them the last.
         first_of_static = self._static_graph and self.context.forward is self._first_forward
         if index <= self._last_index and not first_of_static:
             self._begin_step()
