@@ -110,7 +110,7 @@ def test_an_empty_run_has_a_status(capsys):
     )
     with served(empty) as url:
         assert main(["status", url, "--once"]) == 0
-    assert "Nobody is here." in capsys.readouterr().out
+    assert "No worker is here." in capsys.readouterr().out
     assert b"bytescheduler_round 0.0" in page.metrics_text(empty)
 
 

@@ -98,8 +98,8 @@ def test_who_is_late_or_silent_or_dead_is_left_out(workers: Workers) -> None:
     workers.kept[0].keep(BEGUN, {"own": 1})
     found = workers.collection(limit=2.0).collect(BEGUN)
     assert found["worker1"] == {"own": 1}
-    assert str(found["worker2"]).startswith("Nobody answered")
-    assert str(workers.collection("worker3", limit=0.05).collect(BEGUN)["worker3"]).startswith("Nobody answered")
+    assert str(found["worker2"]).startswith("No answer came")
+    assert str(workers.collection("worker3", limit=0.05).collect(BEGUN)["worker3"]).startswith("No answer came")
     workers.gone = True
     assert "rank 2 has died" in str(workers.collection("worker3").collect(BEGUN)["worker3"])
 

@@ -59,6 +59,13 @@ def test_each_exported_name_is_in_the_reference() -> None:
     assert documented == {name for name in lightning_bytescheduler.__all__ if not name.startswith("__")}
 
 
+def test_forty_names_are_public_at_most() -> None:
+    text = "".join(block.text for block in page("api").blocks)
+    documented = re.findall(r"^\.\. auto(\w+):: ", text, re.MULTILINE)
+    assert "module" not in documented  # which would show all of a room's names
+    assert len(documented) <= 40
+
+
 def test_each_exception_has_a_way_out() -> None:
     headings = set(page("troubleshooting").headings)
     exported = {name: getattr(lightning_bytescheduler, name) for name in lightning_bytescheduler.__all__}

@@ -76,7 +76,7 @@ def test_precision_is_as_for_the_trainer() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"link": LinkModel(workers=1, bandwidth=2.0)}, "workers=1 .* 2 or more: one worker has nobody to talk to"),
+        ({"link": LinkModel(workers=1, bandwidth=2.0)}, "workers=1 .* 2 or more: one worker exchanges nothing"),
         ({"link": "500mbit"}, "link='500mbit' .* a LinkModel, such as"),
         ({"link": SLOW, "steps": 0}, "steps=0"),
         ({"link": SLOW, "steps": True}, "steps=True"),

@@ -182,7 +182,7 @@ def test_the_bound_holds_for_the_built_in_networks() -> None:
 
 
 def test_one_worker_needs_no_network() -> None:
-    with pytest.raises(OptionError, match=r"workers=1 .* one worker has nobody to talk to"):
+    with pytest.raises(OptionError, match=r"workers=1 .* one worker exchanges nothing"):
         of(workers=1)
 
 

@@ -59,7 +59,7 @@ def make_codec(spec: str, *, option: str = "compression") -> Codec:
 
 
 def make_compressor(spec: str) -> Compressor:
-    """Return a codec of parts by its name; see :func:`make_codec`.
+    """Return a codec of parts by its name; see ``make_codec``.
 
     Raises:
         OptionError: Also for ``"powersgd"``, which needs whole matrices of all ranks.

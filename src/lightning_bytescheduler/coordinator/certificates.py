@@ -196,7 +196,7 @@ def run(options: argparse.Namespace) -> int:
     print(f"Certificates in {options.folder}, good until {made.until:%Y-%m-%d %H:%M} UTC:")
     if made.server is not None:
         print(f"  coordinator: --tls {made.server[0]} {made.server[1]}  (as {', '.join(made.hosts)})")
-    print(f"  whoever connects: {made.authority}, to know the coordinator by; also as SSL_CERT_FILE={made.authority}")
+    print(f"  clients: {made.authority}, to check the coordinator with; also as SSL_CERT_FILE={made.authority}")
     for certificate, key in made.clients.values():
         print(f"  a client: {certificate} and {key}")
     if made.clients:

@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help=f"waited beyond the deadline, or auto (default: {defaults.grace:g})",
     )
-    waiting.add_argument("--silent-after", type=float, metavar="S", help="seconds; nobody counts on a silent worker")
+    waiting.add_argument("--silent-after", type=float, metavar="S", help="seconds; a silent worker is not waited for")
     waiting.add_argument(
         "--late", metavar="RULE", help="what a late update counts: drop for nothing, or discount (default: drop)"
     )

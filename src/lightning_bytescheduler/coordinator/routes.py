@@ -332,7 +332,7 @@ class BulkRoutes:
         try:
             tensors = await self._weights_in(request, length)
             if not run.provides(member):
-                return problem(409, "Another worker has sent the first weights meanwhile.")
+                return problem(409, "Another worker has sent the first weights already.")
             await self._begin(tensors)
         except OptionError as error:
             return problem(422, str(error))

@@ -320,7 +320,7 @@ def status_view(status: RunStatus, width: int) -> RenderableType:
     losses = [ended.loss for ended in status.rounds if ended.loss is not None][-_ROUNDS:]
     if len(losses) > 1:
         lines.append(Text(f"loss {losses[0]:.4g} {_sparks(losses)} {losses[-1]:.4g}"))
-    return Group(*lines, table if status.workers else Text("Nobody is here."))
+    return Group(*lines, table if status.workers else Text("No worker is here."))
 
 
 def _lines(status: RunStatus) -> list[str]:

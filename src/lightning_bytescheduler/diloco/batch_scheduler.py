@@ -64,7 +64,7 @@ forecast, but with one, a worker may be in the middle of a step that it should n
 
 
 class _Phase(Enum):
-    IDLE = "nobody is there"
+    IDLE = "no worker is there"
     TRAINING = "the end of the round is open"
     COLLECTING = "the end of the round is decided"
     FINISHED = "the training is over"

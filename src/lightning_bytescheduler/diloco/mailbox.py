@@ -256,7 +256,7 @@ class Caller:
         mailbox = key.removeprefix(f"{self._answers}/").partition("/")[2]
         if not await_key(self._store, key, limit=self._timeout, check=self._check, clock=self._clock):
             raise SchedulerTimeoutError(
-                f"Nobody answered at {mailbox!r} for {self._timeout:.0f} s. Raise the strategy's timeout if a worker "
+                f"No answer came at {mailbox!r} for {self._timeout:.0f} s. Raise the strategy's timeout if a worker "
                 "may take longer to get there."
             )
         answer = msgspec.json.decode(self._taken(key), type=_Answer)

@@ -369,7 +369,7 @@ class DiLoCoStrategy(RankStrategy):
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             refuse_searches(callbacks_of(trainer))
             if self._world is not None and self._world.workers == 1 and self._address is None:
-                rank_zero_info("diloco: 1 worker: there is nobody to average with, and outer steps are taken alone.")
+                rank_zero_info("diloco: 1 worker: it averages with no other, and takes outer steps alone.")
             added: list[pl.Callback] = [RoundHooks(self)]
             if not any(isinstance(callback, PerformanceMonitor) for callback in callbacks_of(trainer)):
                 added.append(PerformanceMonitor())

@@ -342,7 +342,7 @@ class FaultBoard:
                 pass
             if self.fault is not None:
                 return self.fault
-            where = self._vital_signs.whereabouts() or "nobody answers"
+            where = self._vital_signs.whereabouts() or "no rank answers"
         located = SchedulerTimeoutError(f"{brief(error)} {_WHERE} {where}. The strategy's timeout allows more.")
         located.__cause__ = error
         return located

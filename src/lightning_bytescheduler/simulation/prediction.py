@@ -405,7 +405,7 @@ def check(link: LinkModel) -> None:
         OptionError: If there are less than two workers.
     """
     if link.workers < 2:
-        raise OptionError("workers", link.workers, "2 or more: one worker has nobody to talk to")
+        raise OptionError("workers", link.workers, "2 or more: one worker exchanges nothing")
 
 
 def _expectations(measured: MeasuredStep, given: LinkModel) -> Iterator[Expectation]:
