@@ -142,7 +142,7 @@ def test_elastic_torchrun(nursery: Nursery, tmp_path: Path) -> None:
 def test_elastic_torchrun_counts_each_sample_once_although_processes_die() -> None:
     """A rank, a machine, which leaves one rank; batches are drawn ahead, steps accumulate, validations are between."""
     options = "--kills 3 --nodes 2 --machines 0.5 --epochs 2 --samples 1900 --every 3 --accumulate 2 --loader-workers 1"
-    text = launched("-m", "benchmarks.elastic_kills", *options.split())
+    text = launched("-m", "tests.faults.elastic_kills", *options.split())
     assert "Each sample once an epoch, in one process's batches: yes." in text
     happened = json.loads(text[: text.index("}") + 1])
     assert happened["rank"] + happened["machine"] == 3

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.elastic_kills import expected_batches, steps_taken
 from examples.elastic_torchrun import samples_by_batch
+from tests.faults.elastic_kills import expected_batches, steps_taken
 from tests.faults.ranks import Nursery
 
 SCRIPT = Path(__file__).with_name("train_slurm.py")

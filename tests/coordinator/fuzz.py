@@ -1,6 +1,6 @@
 """A coordinator under fire: malformed, oversized, replayed, half-sent and slow messages on every route.
 
-``python -m benchmarks.coordinator_fuzz --messages 100000`` runs a coordinator with a state, slices of data and an
+``python -m tests.coordinator.fuzz --messages 100000`` runs a coordinator with a state, slices of data and an
 honest worker, sends it that many messages which are all wrong in some way, and then has the worker finish its round.
 It fails if the coordinator fails or answers with an error of its own, if anything of the run's state has changed, if
 memory has grown, or if a saved state does not load. Senders have no token, a wrong one, no session, somebody's, or one
@@ -31,7 +31,6 @@ from typing import Any
 import aiohttp
 import torch
 
-from benchmarks.coordinator_attacks import Attacker, Failure
 from lightning_bytescheduler.__about__ import __version__
 from lightning_bytescheduler.coordinator.run import CoordinatorOptions
 from lightning_bytescheduler.coordinator.service import CoordinatorServer
@@ -45,6 +44,7 @@ from lightning_bytescheduler.diloco.round_end import RoundOptions
 from lightning_bytescheduler.serving import ServerAccess
 from lightning_bytescheduler.slices.make import make_slices
 from lightning_bytescheduler.slices.options import TrackerOptions
+from tests.coordinator.attacks import Attacker, Failure
 from tests.coordinator.small_worker import SmallWorker
 
 __all__ = ["fuzz"]

@@ -1,4 +1,4 @@
-"""Messages to a coordinator that are all wrong in some way, on every route; see ``coordinator_fuzz``."""
+"""Messages to a coordinator that are all wrong in some way, on every route; see ``fuzz.py``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A training under torchrun's elastic agent, whose processes are killed: ``python -m benchmarks.elastic_kills``.
+"""A training under torchrun's elastic agent, whose processes are killed: ``python -m tests.faults.elastic_kills``.
 
 Several agents on this machine play the machines of a job. They run ``examples.elastic_torchrun``. At random moments a
 rank is killed (SIGKILL), or an agent with its rank, as when a machine goes down; and a machine comes back. The agents
@@ -264,7 +264,7 @@ def weights_of(file: Path) -> dict[str, torch.Tensor]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run, and print what came of it; 1 if samples were not taken as they should."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.elastic_kills", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m tests.faults.elastic_kills", description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--nodes", type=int, default=4)
     parser.add_argument("--seed", type=int, default=1)
