@@ -175,7 +175,6 @@ def test_shuffle_is_no_number(tmp_path: Path) -> None:
         ("cache", 5),
         ("cache", {"bytes": 0}),
         ("cache", {"folder": "a"}),
-        ("delivery", "exactly_once"),
         ("timeout", -1.0),
     ],
 )

@@ -119,7 +119,7 @@ def test_a_worker_gets_first_what_it_keeps_in_the_epochs_order():
     assert got == sorted(order, key=lambda key: key not in first[-3:])
 
 
-def test_at_least_once_a_dead_workers_slice_comes_back_where_it_is_known_to_be():
+def test_a_dead_workers_slice_comes_back_where_it_is_known_to_be():
     counts, clock, trained = [10], Clock(), Counter[tuple[str, int]]()
     tracker = make_tracker(counts, clock)
     dead = Worker(tracker, "dead", trained)
@@ -136,25 +136,9 @@ def test_at_least_once_a_dead_workers_slice_comes_back_where_it_is_known_to_be()
     assert (report.trained, report.dropped, report.returned) == (10, 0, 1)
 
 
-def test_at_most_once_only_what_was_not_begun_comes_back_from_the_dead():
-    clock, trained = Clock(), Counter[tuple[str, int]]()
-    tracker = make_tracker([10, 10], clock, delivery="at_most_once")
-    dead = Worker(tracker, "dead", trained)
-    dead.ask()
-    dead.ask()
-    dead.train(4)
-    dead.train(2, report=False)
-    tracker.release("dead")
-    assert (tracker.report().trained, tracker.report().dropped) == (4, 6)
-    finish(tracker, [Worker(tracker, "0", trained)], clock)
-    assert max(trained.values()) == 1
-    assert (tracker.report().trained, tracker.report().dropped) == (14, 6)
-
-
-@pytest.mark.parametrize("delivery", ["at_least_once", "at_most_once"])
-def test_who_leaves_gives_everything_back_where_it_stands(delivery):
+def test_who_leaves_gives_everything_back_where_it_stands():
     counts, clock, trained = [10, 10], Clock(), Counter[tuple[str, int]]()
-    tracker = make_tracker(counts, clock, delivery=delivery)
+    tracker = make_tracker(counts, clock)
     worker = Worker(tracker, "0", trained)
     worker.ask()
     worker.train(4)
@@ -228,6 +212,18 @@ def test_at_the_end_a_slice_ahead_of_who_has_most_to_do_goes_to_who_has_nothing(
     assert tracker.report().stolen == 1
     finish(tracker, [slow, slower, fast], clock, batch=10)
     assert trained == exactly([100] * 5)
+
+
+def test_a_slice_ahead_is_taken_also_if_it_is_not_of_the_worker_with_most_to_do():
+    tracker = make_tracker([50, 50, 100, 1], prefetch=2, shuffle=False)
+    busy, full, idle = (Worker(tracker, name, Counter()) for name in ("busy", "full", "idle"))
+    busy.ask()
+    busy.ask()
+    busy.train(10)
+    full.ask()  # its only slice, which is not taken
+    idle.ask()
+    idle.train(1)
+    assert idle.ask().slice.key == "slice1"
 
 
 def test_a_begin_decides_whose_slice_it_is():
@@ -413,7 +409,6 @@ def test_a_request_looks_at_no_more_slices_than_there_are(monkeypatch):
         ("seed", 2**64),
         ("seed", 1.0),
         ("shuffle", 1),
-        ("delivery", "exactly_once"),
         ("lease", 0),
         ("lease", float("nan")),
         ("lease", True),

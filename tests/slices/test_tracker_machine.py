@@ -31,13 +31,12 @@ class TrackerMachine(RuleBasedStateMachine):
 
     @initialize(
         counts=st.lists(st.integers(1, 9), min_size=1, max_size=8),
-        delivery=st.sampled_from(["at_least_once", "at_most_once"]),
         prefetch=st.integers(1, 3),
         seed=st.integers(0, 5),
     )
-    def start(self, counts, delivery, prefetch, seed):
-        self.counts, self.delivery = counts, delivery
-        self.options = {"delivery": delivery, "prefetch": prefetch, "seed": seed, "lease": LEASE}
+    def start(self, counts, prefetch, seed):
+        self.counts = counts
+        self.options = {"prefetch": prefetch, "seed": seed, "lease": LEASE}
         self.clock = Clock()
         self.tracker = make_tracker(counts, self.clock, **self.options)
         self.trained: Counter = Counter()
@@ -198,7 +197,7 @@ class TrackerMachine(RuleBasedStateMachine):
             assert slices.trained <= len(trained)  # nothing counts that was not trained on
             assert slices.available == sum(state == 0 for state in slices.states)
             assert slices.unfinished == slices.available + len(slices.holders)
-            if self.delivery == "at_most_once" or slices.epoch not in self.deaths:
+            if slices.epoch not in self.deaths:
                 assert not trained or max(trained.values()) == 1
         assert max((sample[0] for sample in self.trained), default=0) <= self.tracker.epoch + 1
         for epoch in range(self.checked, self.tracker.epoch):  # that have ended since
@@ -210,8 +209,6 @@ class TrackerMachine(RuleBasedStateMachine):
         if epoch not in self.deaths and not self.tracker.report().quarantined:
             assert len(trained) == sum(self.counts)
             assert max(trained.values()) == 1
-        elif self.delivery == "at_most_once":
-            assert not trained or max(trained.values()) == 1
         elif not self.tracker.report().quarantined:
             assert len(trained) == sum(self.counts)
 

@@ -72,15 +72,14 @@ def test_a_worker_of_the_same_name_continues_exactly_what_it_held(stay):
             assert (assignment.slice.key, assignment.todo[0][0]) == (held.key, held.position)
 
 
-@pytest.mark.parametrize("delivery", ["at_least_once", "at_most_once"])
 @pytest.mark.parametrize("names", [["0"], ["x", "y", "z"], ["0", "1", "2"]])
 @pytest.mark.parametrize("said", [True, False])
-def test_any_workers_finish_the_epoch_exactly(delivery, names, said):
+def test_any_workers_finish_the_epoch_exactly(names, said):
     """Whether it is said who goes on, or the leases of the others have to end."""
-    tracker, _, trained = in_mid_epoch(delivery=delivery)
+    tracker, _, trained = in_mid_epoch()
     state = round_trip(tracker.state_dict())
     clock = Clock()
-    resumed = make_tracker(COUNTS, clock, delivery=delivery)
+    resumed = make_tracker(COUNTS, clock)
     resumed.load_state_dict(state, workers=names if said else None)
     workers = [Worker(resumed, name, trained, incarnation="b") for name in names]
     finish(resumed, workers, clock, batch=2)
@@ -113,12 +112,11 @@ def test_the_rest_of_the_epoch_and_the_next_come_in_the_same_order():
 
 
 @pytest.mark.parametrize("names", [["2"], ["x", "y"], ["0", "1", "2"]])
-@pytest.mark.parametrize("delivery", ["at_least_once", "at_most_once"])
-def test_two_open_epochs_go_on_exactly(names, delivery):
-    tracker, before, trained = with_two_epochs(delivery=delivery)
+def test_two_open_epochs_go_on_exactly(names):
+    tracker, before, trained = with_two_epochs()
     state = round_trip(tracker.state_dict())
     clock = Clock()
-    resumed = make_tracker(COUNTS, clock, delivery=delivery)
+    resumed = make_tracker(COUNTS, clock)
     resumed.load_state_dict(state)
     assert resumed.report() == replace(tracker.report(), stolen=0)
     assert resumed.report().ahead > 0
@@ -156,12 +154,12 @@ def test_sessions_and_grants_of_before_do_not_count():
 
 
 def test_quarantine_and_dropped_samples_are_kept():
-    tracker, workers, _ = in_mid_epoch(delivery="at_most_once")
+    tracker, workers, _ = in_mid_epoch()
     tracker.quarantine(QuarantineSlice(session=workers[1].session, key="slice4", reason="broken"))
     tracker.release("1")
     before = tracker.report()
     assert before.dropped > 0
-    resumed = make_tracker(COUNTS, delivery="at_most_once")
+    resumed = make_tracker(COUNTS)
     resumed.load_state_dict(round_trip(tracker.state_dict()))
     assert resumed.report() == replace(before, returned=0)
     assert state_of(resumed, "slice4") == SliceState.QUARANTINED

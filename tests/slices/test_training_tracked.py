@@ -74,7 +74,7 @@ def trained(*workers: list[list[int]]) -> Counter[int]:
     return Counter(number for batches in workers for batch in batches for number in batch)
 
 
-@pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"delivery": "at_most_once"}])
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1}])
 def test_workers_share_the_epochs(rows: str, options: dict[str, Any]) -> None:
     hosts = Hosts(3)
     others: list[list[list[int]]] = [[], []]

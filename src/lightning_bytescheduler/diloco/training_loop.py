@@ -293,7 +293,7 @@ class RoundBoundaries(LoopBoundaries):
     def _awaits_others(self) -> bool:
         if self._shared_data is None or self._session.halted or self._session.over:
             return False
-        return self._shared_data.awaits_others()
+        return self._shared_data.rest() is False
 
     def _end_epoch_for_all(self, *, used_up: bool, validate: bool = False) -> None:
         """End the epoch, or stand still with all others for another reason.

@@ -18,7 +18,6 @@ from lightning_bytescheduler.slices.fetch import SliceCounters, SliceStatistics
 from lightning_bytescheduler.slices.formats import SliceReader
 from lightning_bytescheduler.slices.loader import SliceLoader, collate_samples
 from lightning_bytescheduler.slices.options import (
-    Delivery,
     StoreOptions,
     TrackerOptions,
     batch_sizes_of,
@@ -87,8 +86,6 @@ class SliceDataModule(pl.LightningDataModule):
             ``{"s3": {...}, "https": {...}}``.
         cache: Folder of the cache, for sources that are not on this machine, or ``{"dir": ..., "bytes": ...}`` with its
             limit, by default 10 GiB; ``None`` is the user's folder for caches.
-        delivery: For workers that take slices as needed: ``"at_least_once"`` trains again on what a dead worker did not
-            report, ``"at_most_once"`` leaves that out. Without deaths, both are exactly once.
         timeout: Seconds that a source may be unavailable.
 
     Attributes:
@@ -116,7 +113,6 @@ class SliceDataModule(pl.LightningDataModule):
         reader: SliceReader | None = None,
         storage_options: dict[str, Any] | None = None,
         cache: str | dict[str, Any] | None = None,
-        delivery: Delivery = "at_least_once",
         timeout: float = 60.0,
     ) -> None:
         super().__init__()
@@ -146,7 +142,7 @@ class SliceDataModule(pl.LightningDataModule):
         if given_cache.get("dir") is None and CAN_CACHE:
             given_cache["dir"] = default_cache_dir()
         self._storing = StoreOptions(cache=given_cache, timeout=timeout)
-        self._tracking = TrackerOptions(seed=seed, shuffle=bool(shuffle), delivery=delivery)
+        self._tracking = TrackerOptions(seed=seed, shuffle=bool(shuffle))
         require_function("reader", reader, "stream", "first")
         self._opening: dict[str, Any] = {
             "reader": reader,

@@ -6,21 +6,17 @@ import importlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any
 
 from lightning_bytescheduler.checks import (
     importing,
     is_whole,
     require_bool,
-    require_one_of,
     require_positive,
     require_whole,
 )
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.slices.catalogue import require_seed
-
-Delivery = Literal["at_least_once", "at_most_once"]
-"""What a worker's death may cost: samples trained twice, or samples left out."""
 
 _PACKAGES = ("xxhash", "tenacity", "platformdirs")
 
@@ -70,9 +66,6 @@ class TrackerOptions:
     Attributes:
         seed: Seed of the order of slices, from 0 to 2**64 - 1.
         shuffle: False keeps the catalogue's order.
-        delivery: ``"at_least_once"``: what a dead worker had begun comes back from its last known trained sample, so
-            what it trained on after its last report is trained on twice. ``"at_most_once"``: that rest is dropped from
-            the epoch and counted. Without deaths both train each sample exactly once.
         lease: Seconds without a message after which a worker counts as dead.
         prefetch: Slices a worker may hold that it has not begun.
 
@@ -82,14 +75,12 @@ class TrackerOptions:
 
     seed: int = 0
     shuffle: bool = True
-    delivery: Delivery = "at_least_once"
     lease: float = 300.0
     prefetch: int = 2
 
     def __post_init__(self) -> None:
         require_seed("seed", self.seed)
         require_bool("shuffle", self.shuffle)
-        require_one_of("delivery", self.delivery, get_args(Delivery))
         require_positive("lease", self.lease, of="seconds")
         require_whole("prefetch", self.prefetch, 1)
 

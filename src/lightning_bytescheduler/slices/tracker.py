@@ -3,12 +3,8 @@
 Guarantees for an epoch, whatever workers join, leave and die, and whichever messages are lost, repeated or late:
 
 - Without deaths, if every worker begins a slice before it trains: each sample is trained on exactly once.
-- ``"at_least_once"``: each sample is trained on, except in quarantined slices. What a dead worker trained on beyond its
-  last report is trained on twice.
-- ``"at_most_once"``: no sample is trained on twice. A slice is handed out again only if its holder certainly trained on
-  nothing beyond its reports: its first report was not accepted (and will not be, as the grant is void), or it left with
-  ``LeaveTracker``, or it has not joined since the state that names it was loaded. The rest of any other slice is
-  dropped from the epoch, and counted.
+- With deaths: each sample is trained on, except in quarantined slices. What a dead worker trained on beyond its last
+  report is trained on twice.
 
 A loaded state takes the epoch back to when it was saved. The guarantees hold for the training that continues from
 there, with weights saved at the same moment.
@@ -161,7 +157,7 @@ class SliceTracker:
         prefetch = self.options.prefetch if message.prefetch is None else require_whole("prefetch", message.prefetch, 1)
         record = self._workers.get(message.worker)
         if record is not None and record.session is not None and record.incarnation != message.incarnation:
-            self._remove(record, begun_is_lost=True)
+            self._remove(record)
             record = None
         if record is None:
             record = self._add(message.worker)
@@ -219,8 +215,6 @@ class SliceTracker:
         chosen = None
         if not beyond and not any(one.untrained for one in asked):
             reason = WaitReason.MERGING if any(one.unfinished for one in asked) else WaitReason.OVER
-        elif message.looks and any(one.holders for one in asked):
-            reason = WaitReason.HELD
         elif len(record.ahead) >= record.prefetch:
             reason = WaitReason.LIMIT
         else:
@@ -287,7 +281,7 @@ class SliceTracker:
         record = self._sessions.get(message.session)
         if record is None:
             return JoinAgain()
-        self._remove(record, begun_is_lost=False)
+        self._remove(record)
         return Receipt(accepted=True)
 
     # Called by the tracker's owner.
@@ -360,7 +354,7 @@ class SliceTracker:
         """Take back the slices of a dead worker; returns whether it was known."""
         record = self._workers.get(worker)
         if record is not None:
-            self._remove(record, begun_is_lost=record.session is not None)
+            self._remove(record)
         return record is not None
 
     def held(self, worker: str) -> int:
@@ -527,24 +521,27 @@ class SliceTracker:
         return self._steal(record, asked[-1].epoch)
 
     def _steal(self, record: TrackedWorker, epoch: int) -> tuple[EpochSlices, int] | None:
-        """Take the last slice that the worker with most to do has not begun, of this or an earlier epoch.
+        """Take the last slice that a worker has not begun, of this or an earlier epoch; of the one with most to do.
 
-        The taker must still have less to do than that worker, so that no slice goes back and forth.
+        The taker must still have less to do than that worker, so that no slice goes back and forth. So where nothing
+        can be taken once, there will be nothing until a slice comes back.
         """
 
         def left(worker: TrackedWorker) -> int:
             return sum(int(self._epoch_of(one).samples[one.index]) - one.trained for one in worker.grants.values())
 
         # A worker that has not joined since a state was loaded is about to continue exactly what it held.
-        others = [other for other in self._sessions.values() if other is not record]
-        others = [other for other in others if any(grant.epoch <= epoch for grant in other.ahead)]
-        if not others:
+        own, most, found = left(record), 0, None
+        for other in self._sessions.values():
+            ahead = [grant for grant in other.ahead if grant.epoch <= epoch]
+            if other is record or not ahead or (to_do := left(other)) <= most:
+                continue
+            one = self._epoch_of(ahead[-1])
+            if own + int(one.samples[ahead[-1].index]) - ahead[-1].trained < to_do:
+                most, found = to_do, (one, other, ahead[-1])
+        if found is None:
             return None
-        victim = max(others, key=left)
-        grant = [grant for grant in victim.ahead if grant.epoch <= epoch][-1]
-        one = self._epoch_of(grant)
-        if left(record) + int(one.samples[grant.index]) - grant.trained >= left(victim):
-            return None
+        one, victim, grant = found
         self._drop_grant(victim, grant)
         one.stolen += 1
         return one, grant.index
@@ -563,15 +560,9 @@ class SliceTracker:
         del record.grants[grant.number]
         del self._epoch_of(grant).holders[grant.index]
 
-    def _remove(self, record: TrackedWorker, *, begun_is_lost: bool) -> None:
-        lost = begun_is_lost and self.options.delivery == "at_most_once" and not self._counts_merged
+    def _remove(self, record: TrackedWorker) -> None:
         for grant in list(record.grants.values()):
-            self._drop_grant(record, grant)
-            one = self._epoch_of(grant)
-            if lost and grant.begun:
-                one.drop_rest(grant.index)
-            else:
-                one.give_back(grant.index)
+            self._take_away(self._epoch_of(grant), grant.index)
         del self._workers[record.name]
         if record.session is not None:
             del self._sessions[record.session]
@@ -597,7 +588,7 @@ class TrackerReport:
         over: Whether nothing is left of it.
         samples: Samples of all slices.
         trained: Samples known to be trained on, each counted once.
-        dropped: Samples that the epoch will not train on: quarantined, or at most once.
+        dropped: Samples that the epoch will not train on, of quarantined slices.
         unfinished: Slices that are neither used nor quarantined.
         quarantined: Reason by key, of all slices that are left out.
         workers: Number of known workers.
@@ -704,8 +695,7 @@ class EpochSlices:
         self.ranks[self._order] = np.arange(len(self._order), dtype=np.int32)
         self.states: npt.NDArray[np.uint8] = np.full(len(samples), SliceState.AVAILABLE, np.uint8)
         self.states[list(left_out)] = SliceState.QUARANTINED
-        # Of slices that are done in part, or left out. Of another used one all is done, of another one nothing.
-        self._done: dict[int, Runs] = {index: [] for index in left_out}
+        self._done: dict[int, Runs] = {}  # of slices that are done in part; all is done of a used one
         self._booked: dict[int, Runs] = {}
         self._finishing: set[int] = set()  # all is trained on, and not all is done
         self.cursor = 0  # place in the order before which nothing is available
@@ -720,19 +710,11 @@ class EpochSlices:
         self._count()
 
     def _count(self) -> None:
-        ended = self.states >= SliceState.USED
-        self.trained = int(self.samples[self.states == SliceState.USED].sum())
-        self.dropped = int(self.samples[self.states == SliceState.QUARANTINED].sum())
-        for index, runs in self._done.items():
-            done = samples_of(runs)
-            rest = int(self.samples[index]) - done
-            if self.states[index] == SliceState.USED:
-                self.trained, self.dropped = self.trained - rest, self.dropped + rest
-            elif self.states[index] == SliceState.QUARANTINED:
-                self.trained, self.dropped = self.trained + done, self.dropped - done
-            else:
-                self.trained += done
-        self.unfinished = int(len(ended) - np.count_nonzero(ended))
+        in_part = {index: samples_of(runs) for index, runs in self._done.items()}
+        out = self.states == SliceState.QUARANTINED
+        self.trained = int(self.samples[self.states == SliceState.USED].sum()) + sum(in_part.values())
+        self.dropped = int(self.samples[out].sum()) - sum(done for index, done in in_part.items() if out[index])
+        self.unfinished = int(np.count_nonzero(self.states < SliceState.USED))
         self.available = int(np.count_nonzero(self.states == SliceState.AVAILABLE))
 
     def saved(self, workers: Iterable[TrackedWorker]) -> SavedEpoch:
@@ -756,7 +738,7 @@ class EpochSlices:
 
     def covered(self, index: int) -> Runs:
         """Return the samples of a slice that are done or booked."""
-        if self.states[index] == SliceState.USED and index not in self._done:
+        if self.states[index] == SliceState.USED:
             return [(0, int(self.samples[index]))]
         return joined([*self._done.get(index, ()), *self._booked.get(index, ())])
 
@@ -825,21 +807,13 @@ class EpochSlices:
         self._finishing.add(index)
         self.offer_again(index)
 
-    def drop_rest(self, index: int) -> None:
-        """Drop the rest of an assigned slice from this epoch."""
-        self._leave(index, SliceState.USED)
-
     def leave_out(self, index: int) -> None:
         """Leave out a quarantined slice; changes nothing if its part in the epoch has ended."""
         if self.states[index] < SliceState.USED:
             self.available -= int(self.states[index] == SliceState.AVAILABLE)
             self._booked.pop(index, None)
-            self._leave(index, SliceState.QUARANTINED)
-
-    def _leave(self, index: int, state: SliceState) -> None:
-        done = self._done.setdefault(index, [])
-        self.dropped += int(self.samples[index]) - samples_of(done)
-        self._end(index, state)
+            self.dropped += int(self.samples[index]) - samples_of(self._done.get(index, ()))
+            self._end(index, SliceState.QUARANTINED)
 
     def _finish(self, index: int, runs: Runs) -> None:
         before = self._done.get(index, [])
@@ -861,7 +835,7 @@ class SavedEpoch(msgspec.Struct, kw_only=True):
     """The saved form of an epoch: a byte a slice, and what is done of some.
 
     Attributes:
-        done: Runs of samples by slice, of those that are done in part, or left out. Of another used one all is done.
+        done: Runs of samples by slice, of those that are done in part. Of a used one all is done.
         workers: By name, what each holds of it, in order: the slice, and whether it was begun.
     """
 
@@ -937,7 +911,8 @@ def _require_whole(saved: SavedEpoch, samples: npt.NDArray[np.int64]) -> None:
         if index >= len(samples) or joined(runs) != runs or any(start >= stop for start, stop in runs):
             raise _damaged("done", "has runs that are out of order, or of no slice")
         # a slice that is done whole must be used, and has no runs
-        if samples_of(runs) >= samples[index] or (runs and runs[-1][1] > samples[index]):
+        is_used = states[index] == SliceState.USED
+        if is_used or samples_of(runs) >= samples[index] or (runs and runs[-1][1] > samples[index]):
             raise _damaged("done", "has a run outside its slice, or all of it")
     held = sorted(index for pairs in saved.workers.values() for index, _ in pairs)
     if held != np.nonzero(states == SliceState.ASSIGNED)[0].tolist():

@@ -142,7 +142,7 @@ class TrackerHost(Protocol):
         workers: Number of workers at the start. Others may join later.
         waits: Whether a worker that finds nothing when its epoch begins waits in its loader, and goes on to the next
             epoch of the data by itself. If not, its Lightning epoch may be empty, and the strategy ends epochs of the
-            data for all workers, with ``training.awaits_others()`` and ``training.end_epoch()``.
+            data for all workers, with ``training.rest()`` and ``training.end_epoch()``.
         counts_merged: Optional, ``False``: whether the tracker counts a sample when it is part of the run's weights,
             and ``training.merged`` and ``training.reset`` are called.
         ranks: Optional, or ``None``: a ``WorkerRanks``, if several ranks train together as this worker and share its
@@ -172,7 +172,7 @@ class _Held:
 
     Attributes:
         todo: What of it was not handed out to readers.
-        unmerged: What was trained on and is not known to be in the weights, where that counts.
+        unmerged: What was trained on and the tracker does not count yet.
         trained: Samples of it that are trained on, by this worker or before.
     """
 
@@ -202,7 +202,7 @@ class TrackerPlan:
     back to an earlier epoch, a pass goes through that and those that follow, until the one that it was in. A pass does
     not wait while one of its batches may be untrained, as others may wait for that. So only a pass that has just begun
     waits if the next epoch cannot be opened yet. With ``waits=False`` a pass does not go on to another epoch, and the
-    code that ends epochs for all workers together calls ``awaits_others`` and ``end_epoch``.
+    code that ends epochs for all workers together calls ``rest`` and ``end_epoch``.
 
     Args:
         ahead: Slices to hold that are not begun, so that they can be fetched.
@@ -316,8 +316,7 @@ class TrackerPlan:
         if number is not None:
             for held, start, stop in self._out.pop(number):
                 held.trained += stop - start
-                if self._counts_merged:
-                    held.unmerged.append((start, stop))
+                held.unmerged.append((start, stop))
                 self._reached[held] = None
 
     def report(self) -> None:
@@ -326,8 +325,6 @@ class TrackerPlan:
         for held in reached:
             if self._held.get(held.grant) is held:  # else it was taken away
                 self._trains(held)
-                if held.is_trained and not self._counts_merged:
-                    self._drop((held.grant,))
 
     def merged(self, runs: Iterable[TrainedRun]) -> None:
         """Record that samples are part of the weights."""
@@ -351,7 +348,7 @@ class TrackerPlan:
             self._join()
 
     def rest(self) -> bool | None:
-        """Whether there is something to train on of the epochs until this pass's; ``None`` if all is in the weights."""
+        """Whether there is something to train on of the epochs until this pass's; ``None`` if all of it counts."""
         self.report()
         self._is_over = False  # it may have been so before the tracker was taken back
         while not self._has_todo:
@@ -371,20 +368,19 @@ class TrackerPlan:
         # What was handed out is trained on by now where this is asked, or is to be handed out again.
         return any(held.todo for held in self._held.values()) or any(self._out.values())
 
-    def awaits_others(self) -> bool:
-        """Whether other workers hold all that is left of the epoch, so that this one has nothing to train on."""
-        return not self._look() and not self._held
-
     def end_epoch(self) -> None:
         """Go on to the next epoch, if nothing is left of this one."""
-        if self._look():
+        if self.rest() is None:
             self._go_on()
 
     def leave(self) -> None:
         """Give back held slices at their positions. A later pass joins again."""
         self.report()
         if session := self._session:
-            self._leave_all()
+            self._session = 0
+            self._is_over = self._is_given_out = False
+            self._held.clear()
+            self._out = {number: [] for number in self._out}  # still to come from readers, with nothing to report
             self._client.answer(LeaveTracker(session=session))
 
     # ------------------------------------------------------------------ internal
@@ -430,20 +426,15 @@ class TrackerPlan:
         return held.begun
 
     def _trains(self, held: _Held) -> bool:
-        """Report a slice's position; returns whether this worker may train on it, and drops it if not."""
+        """Report a slice's position; returns whether this worker may train on it. Drops it if not, or if all counts."""
         accepted = self._tell(ReportProgress(session=self._session, grant=held.grant, trained=held.trained))
         if accepted is None:  # this worker has joined again, with another grant if the slice is still its own
             return held.begun and self._held.get(held.grant) is held
-        if not accepted:
+        if accepted and not self._counts_merged:
+            held.unmerged = []
+        if not accepted or (held.is_trained and not held.unmerged):
             self._drop((held.grant,))
         return accepted
-
-    def _look(self) -> bool:
-        """Ask whether the epoch is over; accepts a slice only if no worker holds one."""
-        self.report()
-        while not self._held and self._ask(looks=True):
-            pass
-        return self._is_over
 
     def _go_on(self) -> None:
         self.epoch += 1
@@ -451,16 +442,16 @@ class TrackerPlan:
         self._is_over = self._is_given_out = False
         self._ask_at = 0.0
 
-    def _ask(self, *, looks: bool = False) -> bool:
+    def _ask(self) -> bool:
         """Request one more slice; returns whether something has changed."""
         if not self._session:
             self._join()
         elif self._is_over:
             return False
-        request = RequestSlice(session=self._session, epoch=self.epoch, holding=tuple(self._held), looks=looks)
+        request = RequestSlice(session=self._session, epoch=self.epoch, holding=tuple(self._held))
         answer = cast(Assignment | AskLater | JoinAgain, self._call(request, Assignment, AskLater, JoinAgain))
         if isinstance(answer, JoinAgain):
-            self._forget()
+            self._join()
             return True
         self._drop(answer.revoked)
         if isinstance(answer, Assignment):
@@ -475,12 +466,12 @@ class TrackerPlan:
 
     def _join(self) -> None:
         """Join, or join again, and go on with what is still this worker's."""
-        former = {(held.epoch, held.slice_index): held for held in self._held.values()} if self._counts_merged else {}
+        former = {(held.epoch, held.slice_index): held for held in self._held.values()}
         holds = tuple(HeldSlice(*place, held.begun) for place, held in former.items())
         joined = self._call(msgspec.structs.replace(self._joins, holds=holds), Joined)
         is_first = self._last_epoch < 0
         self._session, self._lease, self.epoch = joined.session, joined.lease, joined.epoch
-        if self._counts_merged and not is_first:
+        if not is_first:
             self.epoch = min(joined.epoch, self._last_epoch)
         self._last_epoch = max(self._last_epoch, self.epoch)
         self._is_over = self._is_given_out = self._is_soon = False
@@ -513,7 +504,7 @@ class TrackerPlan:
         """Returns whether a message counts, or ``None`` if this worker had to join again."""
         reply = cast(Receipt | JoinAgain, self._call(message, Receipt, JoinAgain))
         if isinstance(reply, JoinAgain):
-            self._forget()
+            self._join()
             return None
         return reply.accepted
 
@@ -527,20 +518,6 @@ class TrackerPlan:
     def _drop(self, grants: Iterable[int]) -> None:
         for grant in grants:
             self._held.pop(grant, None)
-
-    def _forget(self) -> None:
-        """The session is over."""
-        self._session = 0
-        if self._counts_merged:
-            self._join()
-        else:
-            self._leave_all()
-
-    def _leave_all(self) -> None:
-        self._session = 0
-        self._is_over = self._is_given_out = False
-        self._held.clear()
-        self._out = {number: [] for number in self._out}  # still to come from readers, without anything to report
 
 
 class TrackedTraining:
@@ -745,10 +722,6 @@ class TrackedTraining:
 
     # ------------------------------------------------------------------ questions
 
-    def awaits_others(self) -> bool:
-        """Whether other workers hold all that is left of the epoch."""
-        return bool(self._ask(TrackerPlan.awaits_others))
-
     def end_epoch(self) -> None:
         """Go on to the next epoch of the data, if nothing is left of this one; for all workers at the same moment."""
         self._ask(TrackerPlan.end_epoch)
@@ -759,7 +732,7 @@ class TrackedTraining:
         return self._is_cut
 
     def rest(self) -> bool | None:
-        """Whether there is something to train on of the epoch; ``None`` if all of it is in the weights."""
+        """Whether there is something to train on of the epoch; ``None`` if all of it counts."""
         return self._ask(TrackerPlan.rest)
 
     def train_on_rest(self) -> None:
