@@ -15,6 +15,7 @@ ByteSchedulerError
 ├── CoordinatorError (RuntimeError)      the coordinator refuses this worker, and would again; has its words
 ├── SliceIndexError (ValueError)         an index of slices is damaged, or is none
 ├── SliceCorruptError (RuntimeError)     a slice's bytes are wrong however often they are fetched; names the slice
+├── BadSampleError (ValueError)          a sample of slices cannot be made; names it and the rank
 ├── SourceUnavailableError (OSError)     a source of slices does not answer, or refuses to; names it and what it said
 └── TrackerStateError (ValueError)       a saved state of a slice tracker is of other data, or damaged
 """
@@ -150,6 +151,10 @@ class SliceCorruptError(ByteSchedulerError, RuntimeError):
         self.key = key
         self.url = url
         self.reason = reason
+
+
+class BadSampleError(ByteSchedulerError, ValueError):
+    """A sample of a slice cannot be decoded, its transform raises, or more than a few are left out for that reason."""
 
 
 class SourceUnavailableError(ByteSchedulerError, OSError):

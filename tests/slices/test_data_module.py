@@ -175,6 +175,7 @@ def test_shuffle_is_no_number(tmp_path: Path) -> None:
         ("cache", 5),
         ("cache", {"bytes": 0}),
         ("cache", {"folder": "a"}),
+        ("on_bad_sample", "ignore"),
         ("timeout", -1.0),
     ],
 )

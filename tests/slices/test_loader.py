@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import multiprocessing
 import os
@@ -15,8 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import get_worker_info
 
 from lightning_bytescheduler import SliceDataModule, UnsupportedError
+from lightning_bytescheduler.exceptions import BadSampleError
 from lightning_bytescheduler.slices import data_module, formats
 from lightning_bytescheduler.slices.make import make_slices
 from lightning_bytescheduler.slices.slice import SliceStream
@@ -156,14 +159,64 @@ def as_column(samples: list[float]) -> torch.Tensor:
     return torch.tensor(samples).reshape(-1, 1)
 
 
-def test_a_malformed_sample_is_named_whichever_worker_finds_it(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text("".join("?\n" if number == 13 else f"{number}\n" for number in range(SAMPLES)))
-    data = SliceDataModule(f"{tmp_path}/a.jsonl", batch_size=4, num_workers=2, shuffle=False)
-    with pytest.warns(UserWarning, match="is corrupt, also when fetched again, and is quarantined: after sample 13"):
+def with_bad_lines(tmp_path: Path, bad: set[int], samples: int = SAMPLES) -> str:
+    lines = ("?\n" if number in bad else f"{number}\n" for number in range(samples))
+    (tmp_path / "a.jsonl").write_text("".join(lines))
+    return f"{tmp_path}/a.jsonl"
+
+
+def not_13(sample: int) -> int:
+    if sample == 13:
+        raise KeyError("thirteen")
+    return sample
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("shuffle", [False, "samples"])
+@pytest.mark.parametrize("transform", [None, not_13])
+def test_a_sample_that_cannot_be_made_is_named(tmp_path: Path, workers: int, shuffle: Any, transform: Any) -> None:
+    url = with_bad_lines(tmp_path, set() if transform else {13})
+    data = SliceDataModule(url, batch_size=4, num_workers=workers, shuffle=shuffle, transform=transform)
+    place = r"rank 0, DataLoader worker [01]" if workers else "rank 0"
+    cause = "KeyError: 'thirteen'" if transform else "JSONDecodeError"
+    with pytest.raises(BadSampleError, match=rf"Sample 13 of slice .*a\.jsonl.* cannot be made \({place}\): {cause}"):
+        batches_of(data)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("shuffle", [False, "samples"])
+def test_samples_that_cannot_be_made_are_skipped_where_that_is_wanted(
+    tmp_path: Path, workers: int, shuffle: Any
+) -> None:
+    """Also where one that cannot be decoded is before another one whose transform raises."""
+    url = with_bad_lines(tmp_path, {12, 17})
+    options: dict[str, Any] = {"batch_size": 4, "num_workers": workers, "shuffle": shuffle, "transform": not_13}
+    data = SliceDataModule(url, on_bad_sample="skip", **options)
+    with pytest.warns(UserWarning, match=r"Samples of slice .* are left out, of which this is the first\. Sample 1"):
         batches = batches_of(data)
     assert [len(batch) for batch in batches] == [4] * 12 + [2]
-    assert batches[0].tolist() == [0, 1, 2, 3]
-    assert batches[3].tolist() == [12, 12, 12, 12]
+    assert {int(sample) for batch in batches for sample in batch} == set(range(SAMPLES)) - {12, 13, 17}
+    if not shuffle:
+        assert batches[3].tolist() == [14, 15, 14, 15]
+    assert (data.statistics.skipped, data.statistics.samples) == (3, SAMPLES)
+
+
+def test_a_batch_of_bad_samples_repeats_others(tmp_path: Path) -> None:
+    url = with_bad_lines(tmp_path, set(range(1, 8)))
+    data = SliceDataModule(url, batch_size=4, shuffle=False, on_bad_sample="skip")
+    with pytest.warns(UserWarning, match="are left out"):
+        batches = batches_of(data)
+    assert [batch.tolist() for batch in batches[:3]] == [[0] * 4, [0] * 4, [8, 9, 10, 11]]
+
+
+def test_more_than_a_few_bad_samples_are_an_error(tmp_path: Path) -> None:
+    url = with_bad_lines(tmp_path, {20 * number + 1 for number in range(1, 50)}, samples=1000)
+    data = SliceDataModule(url, batch_size=4, shuffle=False, on_bad_sample="skip")
+    with (
+        pytest.warns(UserWarning, match="are left out"),
+        pytest.raises(BadSampleError, match=r"11 of the 224 samples .* more than one in 100\. The last one: Sample "),
+    ):
+        batches_of(data)
 
 
 def die(sample: Any) -> Any:
@@ -278,9 +331,20 @@ def test_passes_that_are_ended_by_another_one_or_given_up(tmp_path: Path) -> Non
     assert torch.equal(torch.rand(1), drawn)
 
 
+def breaks_at_13(stream: SliceStream, first: int) -> Iterator[int]:
+    """Not where samples are counted, at the start."""
+    stream.read(4 * first)
+    for number in itertools.count(first):
+        if not (record := stream.read(4)):
+            return
+        if number == 13 and get_worker_info() is not None:
+            raise ValueError("on purpose")
+        yield int(record)
+
+
 def test_a_corrupt_slice_is_told_in_each_epoch_by_workers_that_stay(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text("".join("?\n" if number == 13 else f"{number}\n" for number in range(SAMPLES)))
-    data = SliceDataModule(f"{tmp_path}/a.jsonl", batch_size=4, num_workers=2, shuffle=False)
+    (tmp_path / "a.numbers").write_bytes(b"".join(b"%04d" % number for number in range(SAMPLES)))
+    data = SliceDataModule(f"{tmp_path}/a.numbers", batch_size=4, num_workers=2, shuffle=False, reader=breaks_at_13)
     data.setup("fit")
     loader = data.train_dataloader()
     told: list[Any] = []

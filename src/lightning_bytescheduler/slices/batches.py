@@ -14,9 +14,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from torch.utils.data import get_worker_info
 
-from lightning_bytescheduler.exceptions import SliceCorruptError
+from lightning_bytescheduler.exceptions import BadSampleError, SliceCorruptError
 from lightning_bytescheduler.slices.catalogue import sample_order
+from lightning_bytescheduler.slices.samples import LeaveOut
 from lightning_bytescheduler.slices.store import OpenSlice, SliceStore
 
 SLICES_AHEAD = 8
@@ -45,12 +47,14 @@ class ReadReport(NamedTuple):
     Attributes:
         cost: Cost of reading since the last report, by the names of ``SliceStatistics``; zeros are left out.
         is_empty: Whether no sample could be read, so that there is no batch.
+        skipped: Samples that were left out: the key of the slice, and what is wrong in words.
     """
 
     cost: dict[str, float]
     corrupt: tuple[tuple[str, str], ...] = ()
     lost: int = 0
     is_empty: bool = False
+    skipped: tuple[tuple[str, str], ...] = ()
 
 
 def samples_in(runs: Iterable[SampleRun]) -> int:
@@ -79,7 +83,9 @@ class BatchReader:
 
     Args:
         shuffle_samples: Shuffle the samples of each slice, which maps or holds a whole slice.
-        fill: Replace each unreadable sample by a repeated one, for ranks that step together.
+        fill: Replace each sample of a corrupt slice by a repeated one, for ranks that step together.
+        skip: Leave out samples that cannot be made, and repeat others of the batch in their place.
+        rank: Of this process, for messages.
     """
 
     def __init__(
@@ -90,12 +96,16 @@ class BatchReader:
         shuffle_samples: bool = False,
         seed: int = 0,
         fill: bool = True,
+        skip: bool = False,
+        rank: int = 0,
     ) -> None:
         self.store = store
         self._transform = transform
         self._shuffle_samples = shuffle_samples
         self._seed = seed
         self._fill = fill
+        self._skip = skip
+        self._rank = rank
         self._open: OpenSlice | None = None
         self._opened: tuple[int, int] | None = None  # epoch and slice that are open
         self._stop = 0  # one after the last sample read there; earlier ones may have been overwritten
@@ -109,33 +119,34 @@ class BatchReader:
         """Read the samples of a batch: a list, or an array of rows.
 
         Raises:
+            BadSampleError: If a sample cannot be made, unless such are skipped.
             SliceCorruptError: If no slice can be read to fill a batch with lost samples.
             SourceUnavailableError: If a source is unavailable.
         """
         self._prefetch(batch.ahead)
         parts: list[Sequence[Any]] = []
         corrupt: list[tuple[str, str]] = []
+        skipped: dict[tuple[str, int], str] = {}
         wanted = samples_in(batch.runs)
         for run in batch.runs:
             if run.slice_index in self._bad:
                 continue
             try:
-                parts.extend(self._read(batch.epoch, run))
+                parts.extend(self._read(batch.epoch, run, skipped))
             except SliceCorruptError as error:
                 self._bad.add(run.slice_index)
                 self._close()
                 corrupt.append((error.key, error.reason))
         samples = _joined(parts)
         lost = wanted - len(samples)
-        if lost and self._fill:
+        if missing := lost if self._fill else len(skipped):
             spare = list(samples) or [self._any_sample()]
-            samples = [*samples, *itertools.islice(itertools.cycle(spare), lost)]
+            samples = [*samples, *itertools.islice(itertools.cycle(spare), missing)]
         if len(samples):
             self._spare = (samples[-1],)
-        if self._transform is not None:
-            samples = [self._transform(sample) for sample in samples]
-        report = ReadReport(self._cost(), tuple(corrupt), lost, is_empty=not len(samples))
-        return samples, report
+        self.store.counters.add(samples=wanted, skipped=len(skipped))
+        left_out = tuple((key, words) for (key, _), words in skipped.items())
+        return samples, ReadReport(self._cost(), tuple(corrupt), lost, not len(samples), left_out)
 
     def begin_pass(self) -> None:
         """Close what is open and forget corrupt slices, for a new pass."""
@@ -147,7 +158,7 @@ class BatchReader:
             self._ahead = ahead
             self.store.prefetch([self.store.source.slices[index] for index in ahead[: self.store.depth]])
 
-    def _read(self, epoch: int, run: SampleRun) -> Iterator[Sequence[Any]]:
+    def _read(self, epoch: int, run: SampleRun, skipped: dict[tuple[str, int], str]) -> Iterator[Sequence[Any]]:
         slice_ = self.store.source.slices[run.slice_index]
         opened = self._open
         if opened is None or self._opened != (epoch, run.slice_index) or run.start < self._stop:
@@ -156,13 +167,43 @@ class BatchReader:
             if self._shuffle_samples:
                 self._order = sample_order(slice_.samples, seed=self._seed, epoch=epoch, slice_index=run.slice_index)
         self._opened = None  # set again below; an interrupted read leaves the position unknown
+
+        def leave_out(number: int, error: Exception) -> None:
+            worker = get_worker_info()
+            place = f"rank {self._rank}" + ("" if worker is None else f", DataLoader worker {worker.id}")
+            words = f"{type(error).__name__}: {error}"
+            text = f"Sample {number} of slice {slice_.key!r} at {slice_.url} cannot be made ({place}): {words}"
+            if not self._skip:
+                raise BadSampleError(f"{text}. SliceDataModule(on_bad_sample='skip') leaves such out.") from error
+            skipped[slice_.key, number] = text
+
         if self._shuffle_samples:
-            yield from opened.samples.pick(self._order[run.start : run.stop])
+            numbers = self._order[run.start : run.stop]
+            parts = opened.samples.pick(numbers, leave_out)
         else:
-            yield from opened.samples.take(run.start, run.stop)
+            numbers = np.arange(run.start, run.stop)
+            parts = opened.samples.take(run.start, run.stop, leave_out)
+        if self._transform is None:
+            yield from parts
+        else:
+            # What cannot be decoded is left out before the samples after it come.
+            each = (number for number in numbers.tolist() if (slice_.key, number) not in skipped)
+            for part in parts:
+                yield list(self._transformed(part, each, leave_out))
         self._opened, self._stop = (epoch, run.slice_index), run.stop
         if run.stop == slice_.samples:
             self._close()
+
+    def _transformed(self, part: Sequence[Any], numbers: Iterator[int], leave_out: LeaveOut) -> Iterator[Any]:
+        transform: Callable[[Any], Any] = self._transform  # type: ignore[assignment]  # there is one where it is called
+        for sample in part:
+            number = next(numbers)
+            try:
+                made = transform(sample)
+            except Exception as error:
+                leave_out(number, error)
+            else:
+                yield made
 
     def _close(self) -> None:
         if self._open is not None:
@@ -177,7 +218,9 @@ class BatchReader:
         for index, slice_ in enumerate(slices):
             if index not in self._bad:
                 with suppress(SliceCorruptError):
-                    return next(iter(self.store.samples(slice_)))
+                    sample = next(iter(self.store.samples(slice_)))
+                    with suppress(Exception):  # another one may be better
+                        return sample if self._transform is None else self._transform(sample)
         raise SliceCorruptError(slices[0].key, slices[0].url, "and so is every other slice.")
 
     def _cost(self) -> dict[str, float]:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, Literal
 
 from lightning_bytescheduler.checks import options_by_name, require_one_of, require_whole
-from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
+from lightning_bytescheduler.exceptions import BadSampleError, OptionError, UnsupportedError
 from lightning_bytescheduler.lightning_api import pl, rank_zero_info, rank_zero_warn
 from lightning_bytescheduler.registration import require_same_package
 from lightning_bytescheduler.slices.batches import BatchReader, ReadReport
@@ -37,6 +37,8 @@ from lightning_bytescheduler.slices.training import (
     require_tracker_host,
 )
 from lightning_bytescheduler.slices.urls import require_protocols, require_storage_options, takes
+
+_FEW_SKIPPED, _READ_FOR_A_SKIPPED = 10, 100  # beyond the first few, how many must have been read for each
 
 _SPLITS = {
     "fit": ("train", "val"),
@@ -86,6 +88,9 @@ class SliceDataModule(pl.LightningDataModule):
             ``{"s3": {...}, "https": {...}}``.
         cache: Folder of the cache, for sources that are not on this machine, or ``{"dir": ..., "bytes": ...}`` with its
             limit, by default 10 GiB; ``None`` is the user's folder for caches.
+        on_bad_sample: What to do about a sample that cannot be decoded, or whose transform raises: ``"raise"`` a
+            ``BadSampleError`` that names it, or ``"skip"``, which repeats another one in its place and warns. More than
+            one in a hundred are an error.
         timeout: Seconds that a source may be unavailable.
 
     Attributes:
@@ -113,6 +118,7 @@ class SliceDataModule(pl.LightningDataModule):
         reader: SliceReader | None = None,
         storage_options: dict[str, Any] | None = None,
         cache: str | dict[str, Any] | None = None,
+        on_bad_sample: Literal["raise", "skip"] = "raise",
         timeout: float = 60.0,
     ) -> None:
         super().__init__()
@@ -135,6 +141,7 @@ class SliceDataModule(pl.LightningDataModule):
             raise OptionError("shuffle", shuffle, "True, False or 'samples'")
         require_function("transform", transform, "sample")
         require_function("collate", collate, "samples")
+        self._skips = require_one_of("on_bad_sample", on_bad_sample, ("raise", "skip")) == "skip"
         self._shuffle_samples = shuffle == "samples"
         self._transform, self._collate = transform, collate
         self._num_workers = require_whole("num_workers", num_workers, 0)
@@ -395,6 +402,8 @@ class SliceDataModule(pl.LightningDataModule):
             shuffle_samples=self._shuffle_samples and is_training,
             seed=self._tracking.seed,
             fill=plan.fills,
+            skip=self._skips,
+            rank=self._rank_and_ranks()[0],
         )
         self._loaders[split] = loader = SliceLoader(
             plan,
@@ -413,13 +422,24 @@ class SliceDataModule(pl.LightningDataModule):
             self._counters.add(wait_seconds=waited)
             self.training.received(report)
         for key, reason in report.corrupt:
-            if key not in self._warned:  # several processes may find it
-                self._warned.add(key)
-                warnings.warn(
-                    f"Slice {key!r} is corrupt, also when fetched again, and is quarantined: {reason} Check it with "
-                    "'lightning-bytescheduler slices verify'.",
-                    stacklevel=2,
+            self._warn_once(
+                f"Slice {key!r} is corrupt, also when fetched again, and is quarantined",
+                f": {reason} Check it with 'lightning-bytescheduler slices verify'.",
+            )
+        for key, words in report.skipped:
+            self._warn_once(f"Samples of slice {key!r} are left out", f", of which this is the first. {words}")
+        if report.skipped:
+            read = self.statistics
+            if read.skipped > max(_FEW_SKIPPED, read.samples / _READ_FOR_A_SKIPPED):
+                raise BadSampleError(
+                    f"{read.skipped} of the {read.samples} samples that this rank has read cannot be made, which is "
+                    f"more than one in {_READ_FOR_A_SKIPPED}. The last one: {report.skipped[-1][1]}"
                 )
+
+    def _warn_once(self, about: str, text: str) -> None:
+        if about not in self._warned:  # several processes may find it
+            self._warned.add(about)
+            warnings.warn(about + text, stacklevel=3)
 
     # ------------------------------------------------------------------ position
 
@@ -478,6 +498,7 @@ class SliceSteps(pl.Callback):
                 "slices/stall_ms": 1e3 * (now.stall_seconds - before.stall_seconds) / steps,
                 "slices/megabytes_fetched": (now.bytes_fetched - before.bytes_fetched) / steps / 1e6,
                 "slices/cache_hit_share": now.cache_hits / asked if asked else 1.0,
+                **({"slices/skipped": float(now.skipped)} if now.skipped else {}),
             },
             on_step=True,
             on_epoch=False,

@@ -215,6 +215,8 @@ class SliceStatistics:
     Attributes:
         wait_seconds: Seconds that the training waited for batches, including their preparation.
         stall_seconds: Seconds that readers waited for bytes.
+        samples: Samples that batches were to have.
+        skipped: Those of them that were left out, as they cannot be made.
         uncached: Slices that had no room in the cache and were read without it.
         bytes_fetched: Bytes from sources, repeated ones included; nothing for files on this machine.
         corrupt_chunks: Chunks that differ from the index, from a source or from the cache.
@@ -222,6 +224,8 @@ class SliceStatistics:
 
     wait_seconds: float = 0.0
     stall_seconds: float = 0.0
+    samples: int = 0
+    skipped: int = 0
     cache_hits: int = 0
     cache_misses: int = 0
     uncached: int = 0

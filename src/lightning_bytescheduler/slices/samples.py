@@ -13,11 +13,15 @@ from lightning_bytescheduler.exceptions import SliceCorruptError
 from lightning_bytescheduler.slices.formats import ListedSamples, SampleBlock, SampleNumbers
 from lightning_bytescheduler.slices.slice import Slice
 
+LeaveOut = Callable[[int, Exception], None]
+"""Called with the number of a sample that cannot be decoded, and why. The sample is left out, unless it raises."""
+
 
 class SliceSamples:
     """Samples of a slice, in parts with ``take``, or in any order with ``pick``, which keeps the whole slice.
 
-    Both raise a ``SliceCorruptError`` if the slice is not as expected; samples yielded before are correct.
+    Both raise a ``SliceCorruptError`` if the slice is not as expected, or a sample cannot be decoded and there is no
+    ``leave_out``; samples yielded before are correct.
 
     A known format finds samples without making them. A user's reader makes one after the other. To skip samples it
     begins anew, if all bytes are local, or makes samples in vain.
@@ -43,7 +47,7 @@ class SliceSamples:
         self._all: list[SampleBlock[Any]] = []
         self._begins: list[int] = []
 
-    def take(self, start: int, stop: int) -> Iterator[Sequence[Any]]:
+    def take(self, start: int, stop: int, leave_out: LeaveOut | None = None) -> Iterator[Sequence[Any]]:
         """Yield samples ``start`` to ``stop``; earlier ones cannot be requested afterwards."""
         if self._is_here is not None and (self._blocks is None or (start != self._end and self._is_here())):
             self._blocks, self._block = None, ListedSamples([])
@@ -54,22 +58,23 @@ class SliceSamples:
             upto = min(stop, self._end)
             if start >= upto:
                 raise self._wrong_count()
-            yield from self._made(self._block, self._begin, slice(start - self._begin, upto - self._begin))
+            inside = slice(start - self._begin, upto - self._begin)
+            yield from self._made(self._block, self._begin, inside, leave_out)
             start = upto
         if stop == self._slice.samples:
             self._require_end()
 
-    def pick(self, numbers: npt.NDArray[np.int64]) -> Iterator[Sequence[Any]]:
+    def pick(self, numbers: npt.NDArray[np.int64], leave_out: LeaveOut | None = None) -> Iterator[Sequence[Any]]:
         """Yield samples in any order."""
         if not self._all:
             self._read_all()
         if len(self._all) == 1:
-            yield from self._made(self._all[0], 0, numbers)
+            yield from self._made(self._all[0], 0, numbers, leave_out)
             return
         for number in numbers.tolist():
             which = bisect.bisect_right(self._begins, number) - 1
             inside = number - self._begins[which]
-            yield from self._made(self._all[which], self._begins[which], slice(inside, inside + 1))
+            yield from self._made(self._all[which], self._begins[which], slice(inside, inside + 1), leave_out)
 
     @property
     def _end(self) -> int:
@@ -103,18 +108,23 @@ class SliceSamples:
             raise self._wrong_count()
         self._all, self._begins = found, begins
 
-    def _made(self, block: SampleBlock[Any], begin: int, numbers: SampleNumbers) -> Iterator[Sequence[Any]]:
+    def _made(
+        self, block: SampleBlock[Any], begin: int, numbers: SampleNumbers, leave_out: LeaveOut | None
+    ) -> Iterator[Sequence[Any]]:
         """Yield samples of a block that begins at number ``begin`` of the slice; ``numbers`` count within the block."""
         try:
             made = block[numbers]
-        except ValueError:  # samples before the malformed one are correct
+        except ValueError:  # the other samples are correct
             each = range(*numbers.indices(len(block))) if isinstance(numbers, slice) else numbers.tolist()
             for number in each:
                 try:
                     one = block[number : number + 1]
                 except ValueError as error:
-                    raise self._corrupt(begin + number, error) from error
-                yield one
+                    if leave_out is None:
+                        raise self._corrupt(begin + number, error) from error
+                    leave_out(begin + number, error)
+                else:
+                    yield one
         else:
             yield made
 
