@@ -215,8 +215,8 @@ def _assert_mode(combination: Combination, scale: Scale, outcome: Outcome) -> No
     statistics = outcome.statistics
     assert statistics is not None
     assert statistics.updates > 0
-    if expected is rule.Mode.OVERLAPPED:
-        assert statistics.deferred_share >= 0.95, statistics
+    if expected is rule.Mode.OVERLAPPED:  # exports have all weights updated at once, now and then
+        assert statistics.deferred_share >= (0.75 if scale.reader == "exports" else 0.95), statistics
     elif expected is rule.Mode.PARTLY:
         assert statistics.deferred_share < 0.95, statistics
         if scale == Scale():  # where buckets are larger, all may share one with what is stepped at the step
