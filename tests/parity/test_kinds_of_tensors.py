@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
 from tests.parity.checks import DDP, assert_same, assert_same_as_ddp, train_on
+from tests.parity.factors import Combination
+from tests.parity.matrix import check
 from tests.parity.observers import sums
 from tests.parity.test_parameter_servers import PS
 from tests.parity.test_synchronised import SparseTable
@@ -149,6 +152,24 @@ def test_the_first_pass_of_a_static_graph_with_several_buckets(
     assert_same(expected, actual)
     assert actual[0].statistics is not None
     assert actual[0].statistics.overlapped_steps == (STEPS - 1 if bucket_views and model is AllSorts else 0)
+
+
+@pytest.mark.parametrize("model", ["plain", "sparse"])
+def test_two_passes_in_the_first_forward_of_a_static_graph(two_ranks: RankPool, model: str, tmp_path: Path) -> None:
+    two = Combination(
+        optimizer="SGD-momentum",
+        groups="one-group",
+        schedule="constant",
+        accumulation="1",
+        clipping="unclipped",
+        precision="32-true",
+        model=model,
+        ddp="static-graph",
+        weighting="ranks",
+        architecture="allreduce",
+        loop="two-optimizers",
+    )
+    check(two_ranks, two, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -158,7 +158,7 @@ class GradientEngine:
         # Hooks run in order of index, so another pass has begun. But in the first pass of a static graph DDP gives
         # index 0 to all buckets, and calls none of them the last.
         first_of_static = self._static_graph and self.context.forward is self._first_forward
-        if index <= self._last_index and not first_of_static:
+        if index <= self._last_index and not (first_of_static and self._last_index != sys.maxsize):
             self._begin_step()
         self._last_index = index
         step = self.context.step
