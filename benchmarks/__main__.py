@@ -20,7 +20,7 @@ from benchmarks.measure import MeasurementFailed, measure
 from benchmarks.models import REAL_MODELS
 from benchmarks.report import Cell, draw, prediction_errors, save, show
 from benchmarks.shaped_link import LinkError, ShapedLink
-from lightning_bytescheduler.simulation import NETWORKS
+from lightning_bytescheduler.simulation.profiles import NETWORKS
 
 _DDP = ["ddp", *(f"ddp, {size} MB buckets" for size in DDP_BUCKETS)]
 _EMULATED = [ALONE, *_DDP, "ddp, bf16 on the wire", "bytescheduler, overlapped", "bytescheduler, norm clipping"]

@@ -7,16 +7,10 @@ from dataclasses import dataclass
 from benchmarks.contenders import DDP_BUCKETS
 from benchmarks.delayed_link import PAYLOAD_SHARE
 from benchmarks.emulation import scaled
-from lightning_bytescheduler.simulation import (
-    LinkModel,
-    ModelProfile,
-    Schedule,
-    ddp_bound,
-    lower_bound,
-    network_profile,
-    simulate,
-)
+from lightning_bytescheduler.simulation.link import LinkModel
 from lightning_bytescheduler.simulation.prediction import chosen_schedule
+from lightning_bytescheduler.simulation.profiles import ModelProfile, network_profile
+from lightning_bytescheduler.simulation.simulator import Schedule, ddp_bound, lower_bound, simulate
 
 __all__ = ["Configuration"]
 

@@ -27,7 +27,7 @@ from benchmarks.measure import MeasurementFailed, ranks_of
 from benchmarks.models import REAL_MODELS
 from benchmarks.report import machine
 from benchmarks.shaped_link import LinkError
-from lightning_bytescheduler.simulation import NETWORKS
+from lightning_bytescheduler.simulation.profiles import NETWORKS
 
 _FIRST_STEPS = 500  # in which tuning may cost 2%
 _WARM_UP = 10

@@ -195,19 +195,19 @@ def test_without_arguments_it_prints_help(capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     ("argv", "meant"),
     [
-        (["predct"], "there is no command 'predct'; did you mean predict?"),
-        (["tunning", "x"], "did you mean tuning?"),
+        (["predct"], "there is no command 'predct'. Did you mean 'predict'? Commands"),
+        (["tunning", "x"], "Did you mean 'tuning'?"),
         (["paint"], "there is no command 'paint'. Commands: timeline, predict, advise"),
-        (["--verison"], "there is no option --verison; did you mean --version?"),
+        (["--verison"], "there is no option --verison. Did you mean '--version'?"),
         (["predict", "--key", "3"], "there is no option --key. Try"),
         (["slices", "make", "--seed", "3"], "there is no option --seed. Try"),
-        (["tuning", "run", "--pgn", "a.png"], "there is no option --pgn; did you mean --png?"),
-        (["tuning", "--pgn=a.png"], "there is no option --pgn; did you mean --png?"),
+        (["tuning", "run", "--pgn", "a.png"], "there is no option --pgn. Did you mean '--png'?"),
+        (["tuning", "--pgn=a.png"], "there is no option --pgn. Did you mean '--png'?"),
         (["tuning", "run", "more"], "more is one argument too many. Try"),
-        (["slices", "verfy", "x"], "did you mean verify?"),
+        (["slices", "verfy", "x"], "Did you mean 'verify'?"),
         (["rounds"], "For example: lightning-bytescheduler rounds lightning_logs/version_0"),
         (["check", "nope.py"], "command='nope.py' is not allowed: command must be a script that is there"),
-        (["check", "--stepz", "5", "--", "train.py"], "did you mean --steps?"),
+        (["check", "--stepz", "5", "--", "train.py"], "Did you mean '--steps'?"),
         (["check", "--steps", "few", "--", "train.py"], "'few' is not a whole number"),
         (["check", "--timeout", "long", "--", "train.py"], "'long' is not a number"),
     ],
@@ -338,7 +338,7 @@ def test_ctrl_c_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     def interrupted(_: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lightning_bytescheduler.predicting.command.predicted", interrupted)
+    monkeypatch.setattr("lightning_bytescheduler.predicting.command.tables", interrupted)
     assert main(["predict", "--profile", "vgg16", "--workers", "4", "--bandwidth", "1G"]) == 130
     assert capsys.readouterr().err == "lightning-bytescheduler: interrupted\n"
 

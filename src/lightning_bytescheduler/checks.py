@@ -282,8 +282,15 @@ def records_in(run: str | os.PathLike[str], name: str) -> list[Path]:
 
 def did_you_mean(value: object, known: Collection[str]) -> str:
     """The question that a misspelt name calls for, such as ``Did you mean 'credit'?``; empty if none is close."""
-    near = closest(value, known)
-    return f"Did you mean {near!r}?" if near is not None else ""
+    if not isinstance(value, str):
+        return ""
+    by_lower = {_plain(name): name for name in known if name not in ("-h", "--help")}
+    given = _plain(value)
+    close = difflib.get_close_matches(given, by_lower, n=1, cutoff=0.7)
+    # Letters left out at an end make a larger difference than a wrong letter.
+    close = close or [name for name in by_lower if len(given) > 3 and given in name]
+    close = close or difflib.get_close_matches(given, by_lower, n=1)
+    return f"Did you mean {by_lower[close[0]]!r}?" if close else ""
 
 
 def some_of(names: Sequence[str], most: int = 3) -> str:
@@ -293,17 +300,8 @@ def some_of(names: Sequence[str], most: int = 3) -> str:
     return f"{shown} and {more} more" if more > 0 else shown
 
 
-def closest(value: object, known: Collection[str]) -> str | None:
-    """The known name that a misspelt one is likely to be; None if none is close."""
-    if not isinstance(value, str):
-        return None
-    by_lower = {name.lower().replace("-", "_"): name for name in known}
-    given = value.lower().replace("-", "_")
-    close = difflib.get_close_matches(given, by_lower, n=1, cutoff=0.7)
-    # Letters left out at an end make a larger difference than a wrong letter.
-    close = close or [name for name in by_lower if len(given) > 3 and given in name]
-    close = close or difflib.get_close_matches(given, by_lower, n=1)
-    return by_lower[close[0]] if close else None
+def _plain(name: str) -> str:
+    return name.lower().lstrip("-").replace("-", "_")
 
 
 def require_known(

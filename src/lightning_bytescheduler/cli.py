@@ -13,14 +13,14 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from lightning_bytescheduler.__about__ import __version__
-from lightning_bytescheduler.checks import closest, records_in, require_new_file
+from lightning_bytescheduler.checks import did_you_mean, records_in, require_new_file
 from lightning_bytescheduler.exceptions import ByteSchedulerError, OptionError
 
 _PROGRAM = "lightning-bytescheduler"
@@ -60,9 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: list[str]) -> int:
     chosen = next((argument for argument in argv if not argument.startswith("-")), None)
     if chosen is not None and chosen not in _COMMANDS:
-        raise _UsageError(
-            f"there is no command {chosen!r}{_like(chosen, _COMMANDS) or '.'} Commands: {', '.join(_COMMANDS)}."
-        )
+        meant = " ".join(filter(None, [f"there is no command {chosen!r}.", did_you_mean(chosen, _COMMANDS)]))
+        raise _UsageError(f"{meant} Commands: {', '.join(_COMMANDS)}.")
     parser = _Parser(
         prog=_PROGRAM, description="Tools for trainings with lightning-bytescheduler.", example="COMMAND --help"
     )
@@ -74,9 +73,9 @@ def _run(argv: list[str]) -> int:
         )
         if name == chosen:  # adding the others' arguments would import modules that are not needed
             module = import_module(f"lightning_bytescheduler.{command.module}")
-            shows = hasattr(module, "tables")
             # A command that has actions of its own lets them set it.
-            added.set_defaults(run=command.run or (partial(_show, module) if shows else getattr(module, "run", None)))
+            run = partial(_show, module) if hasattr(module, "tables") else getattr(module, "run", None)
+            added.set_defaults(run=run)
             module.add_arguments(added)
     options = parser.parse_args(argv)
     if "run" not in options:
@@ -146,7 +145,8 @@ class _Parser(argparse.ArgumentParser):
         message = re.sub(r"invalid int value: (.*)", r"\1 is not a whole number", message)
         message = re.sub(r"invalid float value: (.*)", r"\1 is not a number", message)
         if choice := re.search(r"invalid choice: '?([^' ]*)'? \(choose from (.*)\)", message):
-            message += _like(choice[1], re.findall(r"[\w-]+", choice[2]))
+            meant = did_you_mean(choice[1], re.findall(r"[\w-]+", choice[2]))
+            message = f"{message}. {meant}".rstrip(" .")
         if "required" in message:
             message = self._unknown(self._given) or message
         stop = "" if message.endswith("?") else "."
@@ -163,13 +163,8 @@ class _Parser(argparse.ArgumentParser):
                 break  # the rest is for another program
             name = argument.partition("=")[0]
             if re.match(r"--?[a-zA-Z]", name) and not any(option.startswith(name) for option in known):
-                return f"there is no option {name}{_like(name, known)}"
+                return f"there is no option {name}. {did_you_mean(name, known)}".rstrip(" .")
         return ""
-
-
-def _like(name: str, known: Sequence[str] | dict[str, Any]) -> str:
-    near = closest(name, known)
-    return "" if near is None else f"; did you mean {near}?"
 
 
 class _Outputs:
@@ -214,18 +209,11 @@ def _show(module: Any, options: argparse.Namespace) -> int:
         if others:
             rest = ", ".join(map(str, others[:_OTHERS_NAMED])) + (" ..." if len(others) > _OTHERS_NAMED else "")
             print(f"{_PROGRAM}: the newest of {len(others) + 1} is {newest}; also there: {rest}", file=sys.stderr)
-    for title, rows in module.tables(options):
-        _print_table(title, rows)
-    outputs.say()
-    return 0
-
-
-def _predict(options: argparse.Namespace) -> int:
-    from lightning_bytescheduler.predicting.command import predicted
-
-    outputs = _Outputs(options)
-    for line in str(predicted(options)).splitlines():
-        print(_wrapped(line))
+    for text, rows in module.tables(options):
+        print(_wrapped(text))
+        width = max((len(label) for label, _ in rows), default=0)
+        for label, value in rows:
+            print(f"  {label:<{width}}  {value}")
     outputs.say()
     return 0
 
@@ -237,13 +225,6 @@ def _wrapped(text: str) -> str:
     return textwrap.fill(text, max(min(shutil.get_terminal_size().columns, _WIDEST + 20), 20), break_long_words=False)
 
 
-def _print_table(title: str, rows: Sequence[tuple[str, str]]) -> None:
-    print(title)
-    width = max(len(label) for label, _ in rows)
-    for label, value in rows:
-        print(f"  {label:<{width}}  {value}")
-
-
 class _Command(NamedTuple):
     """A sub-command.
 
@@ -252,14 +233,12 @@ class _Command(NamedTuple):
         description: What it does, for its own help.
         example: Arguments of an example.
         module: Adds its arguments, as ``add_arguments``, and does the work, as ``run`` or ``tables``.
-        run: Does the work and returns the exit code, where its module does not.
     """
 
     summary: str
     description: str
     example: str
     module: str
-    run: Callable[[argparse.Namespace], int] | None = None
 
 
 _PREDICT = _Command(
@@ -268,7 +247,6 @@ _PREDICT = _Command(
     "(--profile), or of your own module, of which a few steps are taken on a copy and on one device.",
     "train.py:Model --workers 4 --bandwidth 10Gbit/s --latency 50us --png plan.png",
     "predicting.command",
-    _predict,
 )
 
 _COMMANDS = {

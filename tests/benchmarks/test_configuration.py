@@ -11,7 +11,7 @@ from benchmarks.configuration import Configuration
 from benchmarks.contenders import CONTENDERS
 from benchmarks.emulation import Accelerator, EmulatedLayer, EmulatedModel, scaled
 from lightning_bytescheduler.ddp.gates import FirstUseObserver
-from lightning_bytescheduler.simulation import NETWORKS, LayerProfile, network_profile
+from lightning_bytescheduler.simulation.profiles import NETWORKS, LayerProfile, network_profile
 
 
 @pytest.mark.parametrize("network", NETWORKS)

@@ -131,6 +131,11 @@ def test_options_are_checked(options: dict[str, Any], name: str) -> None:
         check(Trainer(**BARE), Tower(), **options)
 
 
+def test_a_model_in_the_place_of_the_trainer_is_named() -> None:
+    with pytest.raises(OptionError, match=r"trainer must be a Trainer, as in check\(trainer, model"):
+        check(Tower(), Trainer(**BARE))  # type: ignore[arg-type]
+
+
 def test_one_of_several_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = Trainer(**BARE)
     monkeypatch.setenv("RANK", "0")

@@ -13,7 +13,7 @@ import pytest
 from lightning_bytescheduler.cli import main
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 from lightning_bytescheduler.predicting.command import call_target, load_target, profile_of
-from lightning_bytescheduler.simulation import network_profile
+from lightning_bytescheduler.simulation.profiles import network_profile
 
 PROJECT = """
 import torch
@@ -122,7 +122,7 @@ def test_files(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("argv", "reason"),
     [
-        ([], "--profile must be given, or the MODULE:NAME of a module"),
+        ([], "--profile is missing, or the MODULE:NAME of a module"),
         (
             ["advised:both", *LINK, "--compute", "1ms"],
             "--compute='1ms' is not allowed: --compute must be left out where a",
@@ -137,17 +137,18 @@ def test_files(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["advised:Data", *LINK], "must be a LightningModule"),
         (["advised:bare", *LINK], "the module has no train_dataloader"),
         (["advised:both", "--data", "advised:Data", *LINK], "there is no option --data"),
-        (["advised:both", "--workers", "1", "--bandwidth", "1gbit"], "workers=1"),
-        (["advised:both", "--bandwidth", "1gbit"], "--workers must be given, such as"),
-        (["advised:both", "--workers", "2", "--latency", "1ms"], "--bandwidth must be given, such as"),
+        (["advised:both", "--workers", "1", "--bandwidth", "1gbit"], "--workers=1"),
+        (["advised:both", "--bandwidth", "1gbit"], "--workers is missing, such as"),
+        (["advised:both", "--workers", "2", "--latency", "1ms"], "--bandwidth is missing, such as"),
         (["advised:both", "--workers", "2", "--bandwidth", "fast"], "--bandwidth='fast' is not allowed"),
         (["advised:both", "--workers", "2", "--bandwidth", "0mbit"], "--bandwidth='0mbit'"),
-        (["advised:both"], "--bandwidth must be given, such as"),
+        (["advised:both"], "--bandwidth is missing, such as"),
         (["advised:both", *LINK, "--steps", "0"], "steps=0"),
+        (["advice.py:both", *LINK], "target='advice.py:both' is not allowed: target must be in a file that is there"),
         (["advised:both", *LINK, "--precision", "fp17"], "'fp17'"),
         (["advised:quits", *LINK], "ended the process (exit code 3)"),
         (["advised:both", *LINK, "--json", "/dev/null/a.json"], "'/dev/null' is none"),
-        (["advised:both", *LINK, "--device", "abacus"], "device='abacus'"),
+        (["advised:both", *LINK, "--device", "abacus"], "--device='abacus'"),
         (["advised:both", *LINK, "--steps", "1", "--device", "cpu", "--png", "a.xyz"], "a.xyz"),
     ],
 )
@@ -246,16 +247,17 @@ def test_help_names_the_networks(capsys: pytest.CaptureFixture[str]) -> None:
         ([], "--profile"),
         (["--profile", "vgg16", "--workers", "4"], "--bandwidth"),
         (["--profile", "missing.json", *FAST], "missing.json"),
-        (["--profile", "gpt2", *FAST], "did you mean transformer?"),
+        (["--profile", "gpt2", *FAST], "Did you mean 'transformer'?"),
         (["--profile", "{file}/..", *FAST], "--profile='{file}/..'"),
         (["--profile", "resnet5", *FAST], "vgg16, resnet50, transformer, uniform"),
         (["--profile", "7bi", *FAST], "a size such as 350M or 100MB, or a JSON file that is there"),
-        (["--profile", "resnet5", *FAST], "did you mean resnet50?"),
-        (["--profile", "vgg16", "--workers", "4", "--bandwith", "1gbit"], "did you mean --bandwidth?"),
-        (["--profile", "vgg16", *FAST, "--latncy", "1ms"], "did you mean --latency?"),
+        (["--profile", "resnet5", *FAST], "Did you mean 'resnet50'?"),
+        (["--profile", "vgg16", "--workers", "4", "--bandwith", "1gbit"], "Did you mean '--bandwidth'?"),
+        (["--model", "vgg16", *FAST], "there is no option --model. Try"),
+        (["--profile", "vgg16", *FAST, "--latncy", "1ms"], "Did you mean '--latency'?"),
         (["--profile", "vgg16", "--workers", "four", "--bandwidth", "1gbit"], "'four' is not a whole number"),
         (["--profile", "vgg16", "--workers", "4", "--bandwidth", "1GB"], "is it in bits or in bytes a second?"),
-        (["--profile", "{file}", *FAST], "profile='{file}' is not allowed: profile must be a JSON file"),
+        (["--profile", "{file}", *FAST], "--profile='{file}' is not allowed: --profile must be a JSON file"),
         (["--profile", "vgg16", "--workers", "0", "--bandwidth", "1gbit"], "workers=0"),
         (["--profile", "vgg16", "--workers", "4", "--bandwidth", "0mbit"], "--bandwidth='0mbit' is not allowed"),
         (
@@ -335,9 +337,9 @@ def test_another_form(importable: Path, text: str) -> None:
 
 
 def test_misspelt_modules_and_names(importable: Path) -> None:
-    with pytest.raises(ImportError, match=r"no module advised_projct, .* did you mean advised_project:make\?"):
+    with pytest.raises(ImportError, match=r"no module advised_projct, .* Did you mean 'advised_project'\?"):
         load_target("advised_projct:make")
-    with pytest.raises(OptionError, match=r"did you mean make\?"):
+    with pytest.raises(OptionError, match=r"Did you mean 'make'\?"):
         load_target("advised_project:mak")
     with pytest.raises(ImportError, match=r"^advised_broken cannot be imported: No module named"):
         load_target("advised_broken:make")

@@ -15,7 +15,7 @@ from lightning_bytescheduler.predicting.predict import (
     make_profile,
     typical,
 )
-from lightning_bytescheduler.simulation import ModelProfile
+from lightning_bytescheduler.simulation.profiles import ModelProfile
 
 TIMES = StepParts(forward=10.0, backward=20.0, update=4.0, step=36.0)
 

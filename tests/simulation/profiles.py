@@ -8,7 +8,9 @@ from typing import Any
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from lightning_bytescheduler.simulation import LayerProfile, LinkModel, ModelProfile, Schedule
+from lightning_bytescheduler.simulation.link import LinkModel
+from lightning_bytescheduler.simulation.profiles import LayerProfile, ModelProfile
+from lightning_bytescheduler.simulation.simulator import Schedule
 
 unhurried = settings(deadline=None)
 """For properties: the machine may be busy."""

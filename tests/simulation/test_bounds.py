@@ -4,7 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_bytescheduler.simulation import LinkModel, ModelProfile, ddp_bound, lower_bound
+from lightning_bytescheduler.simulation.link import LinkModel
+from lightning_bytescheduler.simulation.profiles import ModelProfile
+from lightning_bytescheduler.simulation.simulator import ddp_bound, lower_bound
 from tests.simulation.profiles import all_reduce_links, links, model, models, plain_link, unhurried
 
 BOUNDS = [lower_bound, ddp_bound]

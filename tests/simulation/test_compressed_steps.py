@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_bytescheduler.simulation import LinkModel, network_profile, predict
-from lightning_bytescheduler.simulation.link import CODECS, compressed_link
-from lightning_bytescheduler.simulation.prediction import AUTO
+from lightning_bytescheduler.simulation.link import CODECS, LinkModel, compressed_link
+from lightning_bytescheduler.simulation.prediction import AUTO, predict
+from lightning_bytescheduler.simulation.profiles import network_profile
 
 UNIFORM = network_profile("uniform")  # 100 MB, 200 ms
 

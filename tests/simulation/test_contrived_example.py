@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_bytescheduler.simulation import Schedule, lower_bound, simulate
+from lightning_bytescheduler.simulation.simulator import Schedule, lower_bound, simulate
 from tests.simulation.profiles import CONTRIVED, plain_link
 
 PUSH_PULL = plain_link(servers=0)

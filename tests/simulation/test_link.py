@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.simulation import LinkModel
+from lightning_bytescheduler.simulation.link import LinkModel
 from tests.simulation.profiles import unhurried
 
 NAN, INF = float("nan"), float("inf")

@@ -12,16 +12,7 @@ import pytest
 from hypothesis import given, settings
 
 from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.simulation import (
-    LayerProfile,
-    LinkModel,
-    ModelProfile,
-    Prediction,
-    lower_bound,
-    network_profile,
-    predict,
-    simulate,
-)
+from lightning_bytescheduler.simulation.link import LinkModel
 from lightning_bytescheduler.simulation.prediction import (
     AUTO,
     BEST,
@@ -33,8 +24,12 @@ from lightning_bytescheduler.simulation.prediction import (
     FIXED,
     SERVERS,
     MeasuredStep,
+    Prediction,
     chosen_schedule,
+    predict,
 )
+from lightning_bytescheduler.simulation.profiles import LayerProfile, ModelProfile, network_profile
+from lightning_bytescheduler.simulation.simulator import lower_bound, simulate
 from tests.simulation.profiles import links, models
 
 GIGABIT = 1e9 / 8

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.simulation import NETWORKS, LayerProfile, ModelProfile, network_profile
+from lightning_bytescheduler.simulation.profiles import NETWORKS, LayerProfile, ModelProfile, network_profile
 from tests.simulation.profiles import CONTRIVED, models, unhurried
 
 LAYER = {"name": "fc", "parameter_bytes": 8, "forward_seconds": 0.5, "backward_seconds": 1}

@@ -9,14 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_bytescheduler.simulation import (
-    LinkModel,
-    ModelProfile,
-    Schedule,
-    ddp_bound,
-    lower_bound,
-    simulate,
-)
+from lightning_bytescheduler.simulation.link import LinkModel
+from lightning_bytescheduler.simulation.profiles import ModelProfile
+from lightning_bytescheduler.simulation.simulator import Schedule, ddp_bound, lower_bound, simulate
 from tests.simulation.profiles import (
     links,
     model,

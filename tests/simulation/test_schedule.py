@@ -2,7 +2,8 @@ from __future__ import annotations
 
 from hypothesis import given
 
-from lightning_bytescheduler.simulation import ModelProfile, Schedule, network_profile
+from lightning_bytescheduler.simulation.profiles import ModelProfile, network_profile
+from lightning_bytescheduler.simulation.simulator import Schedule
 from tests.simulation.profiles import model, models, schedules, unhurried
 
 MIB = 1024 * 1024

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.configuration import Configuration
-from lightning_bytescheduler.simulation import LinkModel, simulate
+from lightning_bytescheduler.simulation.link import LinkModel
 from lightning_bytescheduler.simulation.prediction import chosen_schedule
+from lightning_bytescheduler.simulation.simulator import simulate
 
 LINK = LinkModel(workers=4, bandwidth="1Gbit/s")
 

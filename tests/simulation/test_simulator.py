@@ -5,15 +5,9 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 
-from lightning_bytescheduler.simulation import (
-    LinkModel,
-    ModelProfile,
-    Schedule,
-    ddp_bound,
-    lower_bound,
-    network_profile,
-    simulate,
-)
+from lightning_bytescheduler.simulation.link import LinkModel
+from lightning_bytescheduler.simulation.profiles import ModelProfile, network_profile
+from lightning_bytescheduler.simulation.simulator import Schedule, ddp_bound, lower_bound, simulate
 from tests.simulation.profiles import links, model, models, plain_link, sizes, unhurried
 
 FIFO = Schedule()  # without a window all is sent as it comes

@@ -52,35 +52,35 @@ def test_what_is_alike_is_rarely_called_slower() -> None:
     assert wrong <= 15
 
 
-def test_a_turn_counts_what_settling_loses_but_no_more_than_it_can_explain() -> None:
+def test_a_turn_counts_its_first_steps_as_long_as_the_others() -> None:
     turn = Turn(settle=1)
     assert not turn.step_took(2.0)
     assert all(turn.step_took(0.4) for _ in range(10))
     assert turn.samples == [0.4] * 10
-    assert turn.lost(0.3) == pytest.approx(1.7 + 1.0)
-    assert turn.lost(0.3, before_seconds=0.3) == pytest.approx(0.4 + 1.0), "0.3 and 0.4 may share a step"
+    assert turn.lost(0.3) == pytest.approx(11 * 0.1)
+    assert turn.lost(0.3, ahead=2) == pytest.approx(13 * 0.1)
+    assert turn.lost(0.9) == 0.0, "a gain is no loss"
     assert Turn(settle=1).lost(0.3) == 0.0
 
 
 def test_one_disturbed_step_is_no_reason_to_leave() -> None:
     turn = Turn(settle=1)
     turn.step_took(5.0)
-    assert turn.loses_each_step(0.3) == 0.0
+    assert turn.lost(0.3, ahead=2) == 0.0
     turn.step_took(0.3)
-    assert turn.loses_each_step(0.3) == 0.0
+    assert turn.lost(0.3, ahead=2) == 0.0
     slow = Turn(settle=1)
     slow.step_took(5.0)
     slow.step_took(4.0)
-    assert slow.loses_each_step(0.3) == pytest.approx(3.7)
+    assert slow.lost(0.3) == pytest.approx(2 * 3.7)
 
 
-def test_gains_do_not_refill_a_budget() -> None:
+def test_a_budget_grows_with_the_steps() -> None:
     options = TuningOptions(cost_share=0.02, cost_steps=500)
     explored = Exploration(SPACE, first=[], trials=[trial(START, 1.0)], options=options)
     assert explored.left_seconds(0, reserve=0.0) == pytest.approx(10.0)
     assert explored.left_seconds(0) == pytest.approx(8.0), "some is kept for measuring the best again"
-    explored.lose(-5.0)
-    explored.lose(4.0)
+    explored.lost += 4.0
     assert explored.left_seconds(400, reserve=0.0) == pytest.approx(6.0)
     assert explored.left_seconds(1000, reserve=0.0) == pytest.approx(16.0)
 

@@ -152,7 +152,7 @@ def check(
         The result. Print it; ``equal`` is the answer.
 
     Raises:
-        OptionError: If an option's value is not allowed.
+        OptionError: If an option's value is not allowed, or the first argument is no Trainer.
         UnsupportedError: If this process is one of several ranks or cannot be forked, or if ``trainer`` is from the
             other package of Lightning.
     """
@@ -162,6 +162,10 @@ def check(
     if not hasattr(os, "fork"):
         raise UnsupportedError("check() forks this process, which this platform cannot do. Use the command.")
     from lightning_bytescheduler.checking.injected import train_forked  # imports torch
+    from lightning_bytescheduler.lightning_api import pl
+
+    if not isinstance(trainer, pl.Trainer):
+        raise OptionError("trainer", trainer, "a Trainer, as in check(trainer, model, ...)")
 
     data = {"train_dataloaders": train_dataloaders, "val_dataloaders": val_dataloaders, "datamodule": datamodule}
     start = partial(start_fork, partial(train_forked, trainer, model, data))

@@ -19,7 +19,14 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from lightning_bytescheduler.checks import closest, is_whole, options_by_name, require_size, require_text, require_whole
+from lightning_bytescheduler.checks import (
+    did_you_mean,
+    is_whole,
+    options_by_name,
+    require_size,
+    require_text,
+    require_whole,
+)
 from lightning_bytescheduler.collectives.groups import SchedulerGroups
 from lightning_bytescheduler.collectives.launch_order import DecidingOrder, FollowingOrder
 from lightning_bytescheduler.collectives.node_push_pull import each_alone
@@ -302,9 +309,7 @@ class PushPullStore:
         self._check_open()
         known = self._keys.get(key)
         if known is None:
-            near = closest(key, self._keys)
-            hint = "" if near is None else f"Did you mean {near!r}?"
-            raise OptionError("key", key, "one that was initialised", hint)
+            raise OptionError("key", key, "one that was initialised", did_you_mean(key, self._keys))
         for value in tensors:
             given, wanted = _facts(value), _facts(known.value)
             if given != wanted:

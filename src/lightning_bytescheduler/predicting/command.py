@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lightning_bytescheduler.checks import closest, named, parameters_in, require_whole
+from lightning_bytescheduler.checks import did_you_mean, named, parameters_in, require_whole
 from lightning_bytescheduler.exceptions import ByteSchedulerError, OptionError, UnsupportedError
 from lightning_bytescheduler.simulation.link import RATES, TIMES, LinkModel, require_duration
 from lightning_bytescheduler.simulation.prediction import MeasuredStep, Prediction, predict
@@ -87,14 +87,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def predicted(options: argparse.Namespace) -> Prediction:
+def tables(options: argparse.Namespace) -> list[tuple[str, list[tuple[str, str]]]]:
     """Do what the command was asked to do.
 
     Args:
         options: The parsed arguments.
 
     Returns:
-        The prediction to print.
+        The lines of the prediction, without rows below them.
 
     Raises:
         OptionError: If an argument is not allowed.
@@ -109,14 +109,15 @@ def predicted(options: argparse.Namespace) -> Prediction:
             where = "a module is measured" if measures else "no module is measured; name a MODULE:NAME for that"
             raise OptionError(f"--{name}", getattr(options, name), f"left out where {where}")
     if not measures and options.profile is None:
-        raise OptionError("--profile", None, "given, or the MODULE:NAME of a module to measure, such as train.py:Model")
+        raise _missing("--profile", "or the MODULE:NAME of a module to measure, such as train.py:Model")
     link = _link(options)
-    prediction = _of_module(options, link) if measures else _of_profile(options, link)
+    with named(target="target", module="module", data="data"):
+        prediction = _of_module(options, link) if measures else _of_profile(options, link)
     if options.json is not None:
         prediction.save(options.json)
     if options.png is not None:
         prediction.draw(options.png)
-    return prediction
+    return [(line, []) for line in str(prediction).splitlines()]
 
 
 def _link(options: argparse.Namespace) -> LinkModel:
@@ -124,9 +125,13 @@ def _link(options: argparse.Namespace) -> LinkModel:
     given = {name: value for name in _OF_LINKS if (value := getattr(options, name)) is not None}
     for name in ("bandwidth", "workers"):
         if name not in given:
-            raise OptionError(f"--{name}", None, "given, such as --workers 4 --bandwidth 10Gbit/s")
+            raise _missing(f"--{name}", "such as --workers 4 --bandwidth 10Gbit/s")
     with named():
         return LinkModel(**given)
+
+
+def _missing(option: str, such_as: str) -> OptionError:
+    return OptionError(option, None, "given", says=f"{option} is missing, {such_as}.")
 
 
 # ── A network in numbers ────────────────────────────────────────────────────────────────────────────
@@ -161,11 +166,9 @@ def profile_of(text: str) -> ModelProfile:
     size = parameters_in(text)
     if size is not None:
         return profile_of_size(text, size)
-    near = "transformer" if name in _GPT else closest(name, NETWORKS)
-    hint = "" if near is None else f" (did you mean {near}?)"
-    raise OptionError(
-        "--profile", text, f"{', '.join(NETWORKS)}, a size such as 350M or 100MB, or a JSON file that is there{hint}"
-    )
+    hint = "Did you mean 'transformer'?" if name in _GPT else did_you_mean(name, NETWORKS)
+    allowed = f"{', '.join(NETWORKS)}, a size such as 350M or 100MB, or a JSON file that is there"
+    raise OptionError("--profile", text, allowed, hint)
 
 
 # ── A module of the user's ──────────────────────────────────────────────────────────────────────────
@@ -246,7 +249,9 @@ def load_target(text: str) -> Any:
         file = os.path.abspath(module_name)
         here, module_name = os.path.dirname(file), Path(file).stem
     names = (*module_name.split("."), *name.split("."))
-    if not all(part.isidentifier() for part in names) or module_name.endswith(".py"):
+    if module_name.endswith(".py"):
+        raise OptionError("target", text, "in a file that is there")
+    if not all(part.isidentifier() for part in names):
         raise OptionError("target", text, "package.module:name or file.py:name, such as train.py:make")
     if here not in sys.path:
         sys.path.insert(0, here)  # as `python -m` does, and a console script does not
@@ -254,9 +259,9 @@ def load_target(text: str) -> Any:
         found: Any = _of_file(module_name, file) if file else importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
-            near = closest(error.name, [file.stem for file in Path(here).glob("*.py")])
-            hint = "" if near is None else f"; did you mean {near}:{name}?"
-            raise ImportError(f"There is no module {error.name}, neither in {here} nor installed{hint}") from error
+            hint = did_you_mean(error.name, [file.stem for file in Path(here).glob("*.py")])
+            says = f"There is no module {error.name}, neither in {here} nor installed. {hint}"
+            raise ImportError(says.rstrip()) from error
         raise ImportError(f"{module_name} cannot be imported: {error}", name=error.name) from error
     except SystemExit as error:
         raise UnsupportedError(
@@ -265,9 +270,8 @@ def load_target(text: str) -> Any:
         ) from error
     for part in name.split("."):
         if not hasattr(found, part):
-            near = closest(part, [n for n in dir(found) if not n.startswith("_")])
-            hint = "" if near is None else f" (did you mean {near}?)"
-            raise OptionError("target", text, f"a name that {module_name} has{hint}")
+            hint = did_you_mean(part, [n for n in dir(found) if not n.startswith("_")])
+            raise OptionError("target", text, f"a name that {module_name} has", hint)
         found = getattr(found, part)
     return found
 

@@ -203,32 +203,18 @@ class Turn:
         """The step time as far as it is known."""
         return StepTimeEstimate.of(self.samples, usual_noise=usual_noise) if self.samples else None
 
-    def lost(self, best_seconds: float, *, before_seconds: float | None = None) -> float:
-        """Seconds lost against steps of ``best_seconds``.
+    def lost(self, best_seconds: float, *, ahead: int = 0) -> float:
+        """Seconds lost against steps of ``best_seconds``; 0 after one step, which may be disturbed.
 
         Args:
             best_seconds: The best known step time.
-            before_seconds: The step time at the point before this one. Its last communication may be part of the first
-                steps here, which may take that much longer.
+            ahead: Further steps that will be taken here.
         """
-        here = self._likely_seconds()
-        if here is None:
+        steps = [*self._settling, *self.samples]
+        if len(steps) < 2:
             return 0.0
-        longest = float("inf") if before_seconds is None else here + before_seconds
-        settling = sum(max(min(seconds, longest) - best_seconds, 0.0) for seconds in self._settling)
-        return settling + len(self.samples) * max(here - best_seconds, 0.0)
-
-    def loses_each_step(self, best_seconds: float) -> float:
-        """Seconds that another step will probably lose. Unknown after one step, which may be disturbed."""
-        here = self._likely_seconds()
-        if here is None or len(self.samples) + len(self._settling) < 2:
-            return 0.0
-        return max(here - best_seconds, 0.0)
-
-    def _likely_seconds(self) -> float | None:
-        """Time of a step here. The first steps are used while few are measured."""
-        few = self.samples if len(self.samples) > 2 else [*self._settling, *self.samples]
-        return StepTimeEstimate.of(few).seconds if few else None
+        here = StepTimeEstimate.of(self.samples if len(self.samples) > 2 else steps).seconds
+        return (len(steps) + ahead) * max(here - best_seconds, 0.0)
 
 
 class DriftDetector:
@@ -385,10 +371,6 @@ class Exploration:
         """Relative scale of this training's step times: the median over the trials."""
         noises = sorted(trial.noise for trial in self.trials if trial.outcome == "measured")
         return noises[len(noises) // 2] if noises else 0.0
-
-    def lose(self, seconds: float) -> None:
-        """Count a loss; a gain does not offset it."""
-        self.lost += max(seconds, 0.0)
 
     def left_seconds(self, steps: int, *, reserve: float = _RESERVE) -> float:
         """The time that may still be lost, ``steps`` after the search began.
@@ -580,8 +562,7 @@ class CreditTuning:
             return
         self._steps += 1
         if step < self.in_force_from:
-            self._lose(seconds)  # still at the point before the last decision
-            return
+            return  # still at the point before the last decision, whose turn has counted it
         measured = self._turn.step_took(seconds)
         if self._phase == "as ddp":
             self._hideable = hideable
@@ -639,7 +620,6 @@ class CreditTuning:
         self._confirmation = Confirmation(())
         best = self._exploration.best
         self._kind: Kind = "start"
-        self._before: float | None = None  # step time at the point before
         self._current = in_force
         self._turn = Turn(settle=options.settle if 0 <= self._last_step < self.in_force_from else 0)
         if best is not None:
@@ -679,9 +659,8 @@ class CreditTuning:
 
     def _is_too_costly(self, best_seconds: float) -> bool:
         """Whether another step, and those until a change is in force, would cost more than the budget has left."""
-        another = (1 + self._options.lead) * self._turn.loses_each_step(best_seconds)
-        left = self._exploration.left_seconds(self._steps)
-        return another > 0 and self._turn.lost(best_seconds, before_seconds=self._before) + another > left
+        lost = self._turn.lost(best_seconds, ahead=1 + self._options.lead)
+        return lost > max(self._exploration.left_seconds(self._steps), 0.0)
 
     def _end_trial(self) -> None:
         turn, best = self._turn, self._exploration.best
@@ -759,21 +738,13 @@ class CreditTuning:
             self._turn = Turn(settle=self._options.settle)
 
     def _close_turn(self) -> float:
-        """Count what the steps at this point have lost, once."""
-        time, best = self._turn.time(), self._exploration.best
-        lost = 0.0
+        """Count what the steps at this point lose, once, with those until the next point is in force."""
+        best, lost = self._exploration.best, 0.0
         if best is not None and self._phase != "settled":
-            lost = self._turn.lost(best.step_seconds, before_seconds=self._before)
-            self._exploration.lose(lost)
-        self._before = time.seconds if time is not None else self._before
+            lost = self._turn.lost(best.step_seconds, ahead=self._options.lead - 1)
+            self._exploration.lost += lost
         self._turn = Turn(settle=0)
         return lost
-
-    def _lose(self, seconds: float) -> None:
-        best = self._exploration.best
-        if best is not None:
-            longest = best.step_seconds + (self._before or 0.0)  # a longer step contains something else
-            self._exploration.lose(min(seconds, longest) - best.step_seconds)
 
     def _enter(self, kind: Kind, point: TuningPoint, time: StepTimeEstimate, **more: Any) -> TrialEntry:
         entry = TrialEntry(
