@@ -46,9 +46,8 @@ expected improvement of the package ``bayesian-optimization``. Four things are a
   all treated as equally bad, so that a cliff does not dwarf the differences that matter.
 - Each observation has the error with which it was measured. Improvement is counted from the best *expected* value of
   the points tried, not from the luckiest measurement, and from plain DDP's value if that is better.
-- Few observations would give extreme length scales. So the length scales are the most probable ones of a grid, under a
-  prior that expects the step time to change over some octaves. As there is no numerical optimisation, a proposal
-  depends on the observations alone, and costs little.
+- Few observations would give extreme length scales. So these are bounded: the step time changes over some octaves. The
+  fit begins at the usual ones and draws nothing, so a proposal depends on the observations alone.
 - Expected improvement is evaluated on all points of the search space, which are valid by construction and few. Only
   points near a measured one count, and only where the time that a trial would probably lose is affordable.
 
@@ -61,10 +60,10 @@ same decisions.
 
 from __future__ import annotations
 
-import itertools
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -128,8 +127,7 @@ _NOT_BAD = 0.3  # logarithm of a step time relative to the best one
 _WORST = 0.5  # the same; beyond it all points are equally bad
 _LEAST_SPREAD = 0.05  # share by which sizes are expected to change the step time at least
 _FIRST_SPREAD, _FEW = 0.2, 4  # the same, while there are at most so many points
-_LENGTH_SCALES = (1.0, 1.7, 3.0, 5.0, 9.0)  # octaves
-_USUAL_LENGTH_SCALE, _LENGTH_SCALE_SPREAD = 3.0, 0.7  # log-normal
+_USUAL_LENGTH_SCALE, _LENGTH_SCALES = 3.0, (1.0, 9.0)  # octaves: where the fit begins, and its bounds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -847,9 +845,15 @@ class Proposal:
 
 def prepare() -> None:
     """Import the search's libraries, so that no step has to wait for them."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # old versions of SciPy and scikit-learn warn of each other
+    with _without_warnings():  # old versions of SciPy and scikit-learn warn of each other
         import bayes_opt  # noqa: F401
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def propose(space: SearchSpace, trials: Sequence[TrialEntry], *, affordable: float = math.inf) -> Proposal:
@@ -923,29 +927,15 @@ def _improvements(
     least_spread = _FIRST_SPREAD if len(seen) <= _FEW else _LEAST_SPREAD
     middle, spread = float(np.mean(seen)), max(float(np.std(seen)), least_spread)
     process = GaussianProcessRegressor(
-        kernel=Matern(length_scale=[_USUAL_LENGTH_SCALE] * tuned, length_scale_bounds=(0.1, 100.0), nu=2.5),
+        kernel=Matern(length_scale=[_USUAL_LENGTH_SCALE] * tuned, length_scale_bounds=_LENGTH_SCALES, nu=2.5),
         alpha=np.square(np.maximum(errors, 1e-3) / spread),
-        optimizer=_most_probable,
         random_state=0,  # nothing is drawn
     )
-    process.fit(known, (seen - middle) / spread)
+    with _without_warnings():  # of a length scale at its bound
+        process.fit(known, (seen - middle) / spread)
     improvement = ExpectedImprovement(xi=0.0)
     # Relative to the best expected value of the tried points.
     improvement.y_max = max(float(process.predict(known).max()), (ceiling - middle) / spread)  # type: ignore[assignment]
     mean, deviation = process.predict(octaves(candidates), return_std=True)
     gains, lost = spread * improvement.base_acq(mean, deviation), -(middle + spread * (mean - deviation))
     return gains.tolist(), lost.tolist()
-
-
-def _most_probable(negative_likelihood: Callable[..., float], initial: Vector, bounds: Vector) -> tuple[Vector, float]:
-    """Choose logarithms of length scales from a grid. Serves as scikit-learn's ``optimizer``."""
-    import numpy as np
-
-    def cost(theta: Vector) -> float:
-        prior = np.square((theta - math.log(_USUAL_LENGTH_SCALE)) / _LENGTH_SCALE_SPREAD).sum() / 2
-        return float(negative_likelihood(theta, eval_gradient=False) + prior)
-
-    grid = [np.log(scales) for scales in itertools.product(_LENGTH_SCALES, repeat=len(initial))]
-    costs = [cost(theta) for theta in grid]
-    least = min(range(len(grid)), key=costs.__getitem__)
-    return grid[least], costs[least]
