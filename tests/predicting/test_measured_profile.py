@@ -9,25 +9,26 @@ from lightning_bytescheduler.predicting.predict import (
     BETWEEN_STEPS,
     READ_UNSEEN,
     UNUSED,
-    StepParts,
+    StepTimes,
     WatchedParameter,
-    WatchedStep,
     make_profile,
     typical,
 )
 from lightning_bytescheduler.simulation.profiles import ModelProfile
 
-TIMES = StepParts(forward=10.0, backward=20.0, update=4.0, step=36.0)
+TIMES = StepTimes(forward=10.0, backward=20.0, update=4.0, step=36.0)
 
 
 def parameters(*layers: tuple[str, int]) -> list[WatchedParameter]:
     return [WatchedParameter(key=key, layer=layer, size=size) for key, (layer, size) in enumerate(layers)]
 
 
-def step(first_use: dict[int, float], gradient: dict[int, float], scale: float = 1.0) -> WatchedStep:
-    return WatchedStep(
+def step(first_use: dict[int, float], gradient: dict[int, float], scale: float = 1.0) -> StepTimes:
+    return StepTimes(
+        step=36.0 * scale,
         forward=10.0 * scale,
         backward=20.0 * scale,
+        update=4.0 * scale,
         first_use={key: moment * scale for key, moment in first_use.items()},
         gradient={key: moment * scale for key, moment in gradient.items()},
     )
@@ -94,19 +95,19 @@ def test_a_parameter_that_is_used_without_a_gradient_keeps_its_place() -> None:
 
 
 def test_a_typical_step_is_no_disturbed_one() -> None:
-    odd = StepParts(forward=90.0, backward=5.0, update=3.0, step=100.0)
+    odd = StepTimes(forward=90.0, backward=5.0, update=3.0, step=100.0)
     assert typical([TIMES, odd, TIMES], lambda step: step.step) == TIMES
 
 
 @pytest.mark.parametrize("watched", [step({0: 1.0}, {}), step({}, {})])
-def test_without_a_gradient_there_is_nothing_to_send(watched: WatchedStep) -> None:
+def test_without_a_gradient_there_is_nothing_to_send(watched: StepTimes) -> None:
     with pytest.raises(UnsupportedError, match="No parameter of the module gets a gradient"):
         make_profile("m", parameters(("a", 1)), watched, TIMES)
 
 
 seconds = st.floats(0.001, 50.0)
 times = st.builds(
-    lambda forward, backward, update, rest: StepParts(
+    lambda forward, backward, update, rest: StepTimes(
         forward=forward, backward=backward, update=update, step=forward + backward + update + rest
     ),
     seconds,
@@ -123,7 +124,7 @@ times = st.builds(
     ),
 )
 def test_whatever_was_seen_the_sum_is_the_step_and_no_byte_is_lost(
-    times: StepParts, moments: list[tuple[int, float | None, float]]
+    times: StepTimes, moments: list[tuple[int, float | None, float]]
 ) -> None:
     watched = step(
         {key: use for key, (_, use, _) in enumerate(moments) if use is not None},

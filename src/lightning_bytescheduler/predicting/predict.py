@@ -26,8 +26,8 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -67,7 +67,6 @@ _MOMENTS = 5  # of a step
 _COMPRESSED_WIDTH = 2  # bytes of a bf16 value
 _MOST_STEPS_FOR_EACH = 10
 _ACCELERATORS = {"cpu": "cpu", "cuda": "gpu"}
-_Step = TypeVar("_Step")
 
 
 def predict(
@@ -387,8 +386,8 @@ class ObservedDevice(SingleDeviceStrategy):
         waited: Returns the seconds spent waiting for data so far.
 
     Attributes:
-        times: Parts of the steps that were only timed.
-        watched: What was seen in the watched steps.
+        times: The steps that were only timed.
+        watched: The watched steps.
     """
 
     def __init__(
@@ -408,8 +407,8 @@ class ObservedDevice(SingleDeviceStrategy):
         self._watches = False
         self._first_use: dict[int, Any] = {}
         self._gradient: dict[int, Any] = {}
-        self.times: list[StepParts] = []
-        self.watched: list[WatchedStep] = []
+        self.times: list[StepTimes] = []
+        self.watched: list[StepTimes] = []
 
     @property
     def complete(self) -> bool:
@@ -434,6 +433,7 @@ class ObservedDevice(SingleDeviceStrategy):
             )
         self._begun += 1
         self._watches = self._begun > _WARM_UP_STEPS and len(self.watched) < len(self.times)
+        self._first_use, self._gradient = {}, {}
         if self._watches:
             self._watch()
             now = self._clock.moment()
@@ -510,7 +510,6 @@ class ObservedDevice(SingleDeviceStrategy):
         if not self._parameters:
             self._parameters = {n: p for n, p in self._trained.named_parameters() if p.requires_grad}
             self._unseen = set(unseen_parameters(self._trained))
-        self._first_use, self._gradient = {}, {}
         seen = (p for p in self._parameters.values() if id(p) not in self._unseen)
         arm((p for p in seen if can_be_gated(p) and not is_armed(p)), self)
 
@@ -523,23 +522,26 @@ class ObservedDevice(SingleDeviceStrategy):
             return
         begun, ended, began, gradients, updated = self._moments.values()
         seconds = self._clock.seconds
-        forward, backward = seconds(begun, ended), seconds(began, gradients)
-        if self._watches:
-            first_use = {key: seconds(begun, moment) for key, moment in self._first_use.items()}
-            ready = {key: seconds(began, moment) for key, moment in self._gradient.items()}
-            self.watched.append(WatchedStep(forward=forward, backward=backward, first_use=first_use, gradient=ready))
-            return
-        update, step = seconds(gradients, updated), seconds(begun, now)
-        # If the device is behind, waiting for data may be hidden.
-        waiting = min(waited - self._waited_before, step - forward - backward - update)
-        self.times.append(StepParts(step=step, forward=forward, backward=backward, update=update, waiting=waiting))
+        forward, backward, update = seconds(begun, ended), seconds(began, gradients), seconds(gradients, updated)
+        step = seconds(begun, now)
+        found = StepTimes(
+            step=step,
+            forward=forward,
+            backward=backward,
+            update=update,
+            # If the device is behind, waiting for data may be hidden.
+            waiting=min(waited - self._waited_before, step - forward - backward - update),
+            first_use={key: seconds(begun, moment) for key, moment in self._first_use.items()},
+            gradient={key: seconds(began, moment) for key, moment in self._gradient.items()},
+        )
+        (self.watched if self._watches else self.times).append(found)
 
 
 # ── A profile of them ───────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StepParts:
+class StepTimes:
     """Seconds of a step, from the start of a forward pass to the start of the next.
 
     Attributes:
@@ -548,6 +550,10 @@ class StepParts:
         backward: The backward pass.
         update: Clipping and the optimizer's step.
         waiting: Waiting for data; a part of the time between steps.
+        first_use: In a watched step, seconds from the start of the forward pass, by parameter key; without parameters
+            whose use was not seen.
+        gradient: In a watched step, seconds from the start of the backward pass, by parameter key; without parameters
+            that got no gradient.
     """
 
     step: float
@@ -555,6 +561,8 @@ class StepParts:
     backward: float
     update: float
     waiting: float = 0.0
+    first_use: Mapping[int, float] = field(default_factory=dict)
+    gradient: Mapping[int, float] = field(default_factory=dict)
 
     @property
     def rest(self) -> float:
@@ -562,7 +570,7 @@ class StepParts:
         return max(0.0, self.step - self.forward - self.backward - self.update)
 
 
-def typical(steps: Sequence[_Step], seconds: Callable[[_Step], float]) -> _Step:
+def typical(steps: Sequence[StepTimes], seconds: Callable[[StepTimes], float]) -> StepTimes:
     """The step with the median time."""
     return sorted(steps, key=seconds)[len(steps) // 2]
 
@@ -572,7 +580,7 @@ class WatchedParameter:
     """A trained parameter.
 
     Attributes:
-        key: Identifies it in :class:`WatchedStep`.
+        key: Identifies it in :class:`StepTimes`.
         layer: Name of the module that holds it.
         size: Bytes of its gradient.
     """
@@ -582,28 +590,7 @@ class WatchedParameter:
     size: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WatchedStep:
-    """What was seen of one step.
-
-    Attributes:
-        forward: Seconds of the forward pass.
-        backward: Seconds of the backward pass.
-        first_use: Seconds from the start of the forward pass, by parameter key; without parameters whose use was not
-            seen.
-        gradient: Seconds from the start of the backward pass, by parameter key; without parameters that got no
-            gradient.
-    """
-
-    forward: float
-    backward: float
-    first_use: Mapping[int, float]
-    gradient: Mapping[int, float]
-
-
-def make_profile(
-    name: str, parameters: Sequence[WatchedParameter], step: WatchedStep, times: StepParts
-) -> ModelProfile:
+def make_profile(name: str, parameters: Sequence[WatchedParameter], step: StepTimes, times: StepTimes) -> ModelProfile:
     """Make a profile, whose layers take ``times.step`` together.
 
     Parameters of one module that are first used one after another are one layer. Parameters that got a gradient

@@ -127,7 +127,7 @@ _NOT_BAD = 0.3  # logarithm of a step time relative to the best one
 _WORST = 0.5  # the same; beyond it all points are equally bad
 _LEAST_SPREAD = 0.05  # share by which sizes are expected to change the step time at least
 _FIRST_SPREAD, _FEW = 0.2, 4  # the same, while there are at most so many points
-_USUAL_LENGTH_SCALE, _LENGTH_SCALES = 3.0, (1.0, 9.0)  # octaves: where the fit begins, and its bounds
+_USUAL_LENGTH_SCALE, _LENGTH_SCALES = 3.0, (1.7, 9.0)  # octaves: where the fit begins, and its bounds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
