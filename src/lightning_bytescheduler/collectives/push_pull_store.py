@@ -19,14 +19,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from lightning_bytescheduler.checks import (
-    did_you_mean,
-    is_whole,
-    options_by_name,
-    require_size,
-    require_text,
-    require_whole,
-)
+from lightning_bytescheduler.checks import did_you_mean, options_by_name, require_size, require_text, require_whole
 from lightning_bytescheduler.collectives.groups import SchedulerGroups
 from lightning_bytescheduler.collectives.launch_order import DecidingOrder, FollowingOrder
 from lightning_bytescheduler.collectives.node_push_pull import each_alone
@@ -208,7 +201,7 @@ class PushPullStore:
         known = self._known(key, value)
         if known.pushed is not None:
             raise TaskStateError(f"{key!r} was pushed and not pulled since. Pull it first.")
-        known.pushed = value, _whole(priority)
+        known.pushed = value, require_whole("priority", priority, 0)
 
     def pull(self, key: str, out: torch.Tensor | None = None, priority: int | None = None) -> PulledTensor:
         """Begin to pull the sum of all ranks' pushes; without a push here, the key's last value.
@@ -238,7 +231,7 @@ class PushPullStore:
             return PulledTensor(out, None, self._timeout)
         value, urgency = known.pushed
         if priority is not None:
-            urgency = _whole(priority)
+            urgency = require_whole("priority", priority, 0)
         with torch.no_grad():
             out.copy_(value)
         return PulledTensor(out, self._enqueue(key, known, out, urgency), self._timeout)
@@ -362,12 +355,6 @@ class PushPullStore:
 
     def _close_order(self, failed: bool) -> None:
         self._order_is_closed = self._order.end(_MOMENT_S if failed else self._timeout)
-
-
-def _whole(priority: int) -> int:
-    if not is_whole(priority):
-        raise OptionError("priority", priority, "a whole number")
-    return priority
 
 
 def _facts(tensor: object) -> str:
