@@ -27,7 +27,7 @@ from benchmarks.models import REAL_MODELS
 from benchmarks.rank import _end_with_parent
 from benchmarks.visits import Visits, grid
 from lightning_bytescheduler import ByteSchedulerStrategy, CreditTuner
-from lightning_bytescheduler.ddp import runtime
+from lightning_bytescheduler.ddp import wire
 from lightning_bytescheduler.tuning.sizes import PLAIN_DDP, LinkEstimate, TuningPoint
 
 __all__: list[str] = []
@@ -133,7 +133,7 @@ def _probe_finds(mbit: float, round_trip_ms: float) -> None:
     """Have every fit from here on take the link for another one."""
     workers = int(os.environ["WORLD_SIZE"])
     link = LinkEstimate(alpha=(workers - 1) * round_trip_ms / 1e3, beta=2 * (workers - 1) / workers / (mbit * 1e6 / 8))
-    patch.object(runtime, "probe_link", lambda *_: link).start()
+    patch.object(wire, "probe_link", lambda *_: link).start()
 
 
 def _plain(point: TuningPoint | None) -> list[int] | None:

@@ -10,7 +10,7 @@ import torch
 from benchmarks.configuration import Configuration
 from benchmarks.contenders import CONTENDERS
 from benchmarks.emulation import Accelerator, EmulatedLayer, EmulatedModel, scaled
-from lightning_bytescheduler.ddp.gates import FirstUseObserver
+from lightning_bytescheduler.ddp.reads import FirstUseObserver
 from lightning_bytescheduler.simulation.profiles import NETWORKS, LayerProfile, network_profile
 
 

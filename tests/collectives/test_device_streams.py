@@ -15,7 +15,7 @@ import torch
 from lightning_bytescheduler.collectives import device_streams, operations
 from lightning_bytescheduler.collectives.device_streams import DeviceStreams, ReadyMark
 from lightning_bytescheduler.collectives.operations import StartedOperation
-from lightning_bytescheduler.ddp.steps import TrainingStream
+from lightning_bytescheduler.ddp.fit import TrainingStream
 from lightning_bytescheduler.exceptions import SchedulerTimeoutError
 from lightning_bytescheduler.scheduler.core import ByteCore
 from lightning_bytescheduler.scheduler.task import CommTask, TaskKey

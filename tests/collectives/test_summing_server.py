@@ -29,7 +29,7 @@ from lightning_bytescheduler.collectives.server_meeting import (
 )
 from lightning_bytescheduler.collectives.summing_server import SummingServer, await_goodbyes
 from lightning_bytescheduler.ddp.compression_rules import CompressionRules
-from lightning_bytescheduler.ddp.parameter_servers import ServerOptions
+from lightning_bytescheduler.ddp.wire import ServerOptions
 from lightning_bytescheduler.exceptions import (
     ByteSchedulerError,
     OptionError,

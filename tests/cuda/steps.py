@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -25,11 +26,11 @@ from lightning_bytescheduler.collectives.routing_group import RoutingGroup
 from lightning_bytescheduler.collectives.transport import GradientTransport
 from lightning_bytescheduler.ddp.compressed_reduction import GradientCompression
 from lightning_bytescheduler.ddp.compression_rules import CompressionRules
-from lightning_bytescheduler.ddp.engine import EngineOptions, GradientEngine
-from lightning_bytescheduler.ddp.point_in_force import StepMode
+from lightning_bytescheduler.ddp.fit import Fit, StepMode, TrainingStep
+from lightning_bytescheduler.ddp.overlapped_step import OverlappedStep
+from lightning_bytescheduler.ddp.plain_step import MergedBuckets, PlainStep, ScheduledBuckets
 from lightning_bytescheduler.ddp.residuals import Residuals
-from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
-from lightning_bytescheduler.ddp.steps import StepContext
+from lightning_bytescheduler.ddp.statistics import Record, SchedulerStatistics
 from lightning_bytescheduler.scheduler.core import ByteCore
 from tests.support.late_copies import by_host
 from tests.support.models import MeanOfAll
@@ -105,6 +106,17 @@ class _Tower(nn.Module):
         return late
 
 
+class _PlainFit(Fit):
+    """Steps of each kind, without a Trainer that decides."""
+
+    def make_step(self, number: int, *, as_ddp: bool) -> TrainingStep:
+        if as_ddp and self.merges:
+            return PlainStep(self, number, MergedBuckets.of(self, number, limit=0, processors=1))
+        if number > 1 and self.overlapped and not as_ddp:
+            return OverlappedStep(self, number)
+        return PlainStep(self, number, ScheduledBuckets(self, number))
+
+
 class Scheduled:
     """An engine and what it needs, on one rank."""
 
@@ -121,7 +133,8 @@ class Scheduled:
             else FollowingOrder(self.groups.control, self._note)
         )
         self.core = ByteCore(partition_size=400, credit=800, order=self.order)
-        self.statistics = SchedulerStatistics()
+        self.record = Record()
+        self.statistics = self.record.statistics
         self.compression = self._compression(parameters, case)
         payloads = None if self.compression is None else self.compression.work_on(device)
         assert (payloads is None) == (case.compression is None)
@@ -132,30 +145,20 @@ class Scheduled:
         if isinstance(self.order, FollowingOrder):
             self.order.start(self.core.update_order)
         self.routing = self.transport.routing = self._route(device)
-        context = StepContext(
-            core=self.core,
-            transport=self.transport,
-            parameters=parameters,
-            device=device,
-            timeout=_TIMEOUT_S,
-            statistics=self.statistics,
-            compression=self.compression,
+        wire: Any = SimpleNamespace(
+            core=self.core, transport=self.transport, groups=self.groups, timeout=_TIMEOUT_S, servers=None
         )
-        self.engine = GradientEngine(context)
-        self.engine.begin_fit(
-            EngineOptions(
-                overlapped=case.mode != "synchronised",
-                mode=StepMode(case.mode == "ddp"),
-                sharded=case.max_norm is not None,
-            )
-        )
+        self.fit = _PlainFit(wire, parameters, device, self.record, codec=self.compression)
+        self.fit.overlapped = case.mode != "synchronised"
+        self.fit.mode = StepMode(case.mode == "ddp")
+        self.fit.sharded = case.max_norm is not None
 
     def _compression(self, parameters: list[nn.Parameter], case: Case) -> GradientCompression | None:
         rules = CompressionRules.resolve(case.compression, None if case.compression is None else 40)
         if rules is None:
             return None
         named = {str(position): parameter for position, parameter in enumerate(parameters)}
-        return GradientCompression(rules, named, Residuals(), statistics=self.statistics)
+        return GradientCompression(rules, named, Residuals(), record=self.record)
 
     def _route(self, device: torch.device) -> RoutingGroup | None:
         if self.groups.reports is None or dist.group.WORLD is None:
@@ -190,7 +193,7 @@ class Scheduled:
             assert self.order.wait_sent(_TIMEOUT_S)
         else:
             assert self.order.wait_closed(_TIMEOUT_S)
-        self.engine.close()
+        self.fit.open_gates()
         assert self.transport.stop_encoding(_TIMEOUT_S)
         assert self.transport.stop(_TIMEOUT_S)
         let_go()
@@ -254,23 +257,23 @@ def _train_scheduled(
 ) -> tuple[list[Tensor], SchedulerStatistics, Any]:
     model, optimizer, inputs = _model(rank, case, device)
     scheduled = Scheduled(list(model.module.parameters()), device, case)
-    engine = scheduled.engine
-    engine.take_over(model)
+    fit = scheduled.fit
+    fit.take_over(model)
     with inside(scheduled) as seen:
         for batch in inputs:
-            engine.begin_forward()
+            fit.begin_forward()
             loss = model(batch).pow(2).mean()
-            engine.end_forward()
+            fit.end_forward()
             optimizer.zero_grad()
-            with engine.backward():
+            with fit.backward():
                 loss.backward()
-            if case.max_norm is not None and not engine.context.step.clip_norm(optimizer, case.max_norm):
+            if case.max_norm is not None and not fit.step.clip_norm(optimizer, case.max_norm):
                 torch.nn.utils.clip_grad_norm_(model.parameters(), case.max_norm)
-            if engine.options.overlapped:
-                engine.step(optimizer, optimizer.step)
+            if fit.overlapped:
+                fit.take_step(optimizer, optimizer.step)
             else:
                 optimizer.step()
-        engine.flush()
+        fit.flush()
         weights = _weights(model)
     scheduled.close()
     return weights, scheduled.statistics, seen

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from lightning_bytescheduler.collectives import transport as transport_module
 from lightning_bytescheduler.collectives.device_streams import DeviceStreams, ReadyMark
 from lightning_bytescheduler.collectives.operations import StartedOperation, all_reduce
-from lightning_bytescheduler.ddp.steps import TrainingStream
+from lightning_bytescheduler.ddp.fit import TrainingStream
 from lightning_bytescheduler.scheduler.task import CommTask
 from tests.cuda.steps import Case, Scheduled
 from tests.support.rank_pool import RankPool

@@ -17,7 +17,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_bytescheduler import ByteSchedulerStrategy
-from lightning_bytescheduler.ddp import fit_report
+from lightning_bytescheduler.ddp import tuned_fit
 from lightning_bytescheduler.tuning import credit_tuner
 from lightning_bytescheduler.tuning.search import CreditTuning
 from tests.support.fit import SIZES
@@ -94,7 +94,7 @@ def say_what_is_found(rank: int, steps: int, **pace: float) -> tuple[list[str], 
     trainer = trainer_with(rank, strategy, max_steps=steps, max_epochs=-1)
     with (
         patch.object(credit_tuner, "CreditTuning", partial(Paced, **pace)),
-        patch.object(fit_report, "is_slow", lambda *_, **__: False),
+        patch.object(tuned_fit, "is_slow", lambda *_, **__: False),
         said() as lines,
     ):
         trainer.fit(Tower(samples=2000))
@@ -151,8 +151,8 @@ class _Looks(Callback):
         if not self.threads:  # later, rank 0 may be through already, and has told the others so
             self.threads = sorted(t.name for t in threading.enumerate() if t.name.startswith("bytescheduler"))
         strategy = trainer.strategy
-        if isinstance(strategy, ByteSchedulerStrategy) and strategy.runtime is not None:
-            core = strategy.runtime.core
+        if isinstance(strategy, ByteSchedulerStrategy) and strategy.fit is not None:
+            core = strategy.fit.wire.core
             self.seen = {"partition_size": core.partition_size, "credit": core.credit}
 
 

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_bytescheduler.collectives.groups import SchedulerGroups
-from lightning_bytescheduler.ddp import agreed_sizes
-from lightning_bytescheduler.ddp.agreed_sizes import AgreedSizes, agree_on_sizes
+from lightning_bytescheduler.ddp import wire
+from lightning_bytescheduler.ddp.wire import AgreedSizes, agree_on_sizes
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
 from lightning_bytescheduler.tuning.sizes import LinkEstimate
 from tests.support.rank_pool import RankPool, join_default_group, let_go
@@ -34,14 +34,14 @@ def agreed_over_long_ways(rank: int, world_size: int) -> list[AgreedSizes]:
     try:
         for link in (LINK, FAR):
             with (
-                patch.object(agreed_sizes, "probe_link", lambda *_, link=link: link),
-                patch.object(agreed_sizes, "probe_start_up", lambda *_, link=link: link.alpha),
+                patch.object(wire, "probe_link", lambda *_, link=link: link),
+                patch.object(wire, "probe_start_up", lambda *_, link=link: link.alpha),
             ):
                 for options in (SchedulerOptions(), SchedulerOptions(partition_size=1000, credit=5000)):
                     found.append(agree_on_sizes(groups, options, parameters, torch.device("cpu")))
         with (
-            patch.object(agreed_sizes, "probe_link", _must_not_be_probed),
-            patch.object(agreed_sizes, "probe_start_up", _must_not_be_probed),
+            patch.object(wire, "probe_link", _must_not_be_probed),
+            patch.object(wire, "probe_start_up", _must_not_be_probed),
         ):
             given = SchedulerOptions(partition_size=1000, credit=5000, mode="overlapped")
             assert not agree_on_sizes(groups, given, parameters, torch.device("cpu")).far
@@ -70,7 +70,7 @@ def agreed_on(rank: int) -> list[tuple[int, int, int]]:
     groups = SchedulerGroups.create(timeout=timedelta(seconds=WAIT))
     found = []
     try:
-        with patch.object(agreed_sizes, "probe_link", lambda *_: LINK):
+        with patch.object(wire, "probe_link", lambda *_: LINK):
             for in_shards, options in (
                 (False, SchedulerOptions()),
                 (rank == 0, SchedulerOptions()),  # rank 1 expects something else

@@ -14,9 +14,9 @@ from torch.optim import Adam
 from torch.utils.checkpoint import checkpoint
 from torch.utils.dlpack import from_dlpack
 
-from lightning_bytescheduler.ddp import aliases
-from lightning_bytescheduler.ddp.aliases import AliasDetector, references_to_memory
+from lightning_bytescheduler.ddp import reads
 from lightning_bytescheduler.ddp.gates import arm, disarm, is_armed
+from lightning_bytescheduler.ddp.reads import AliasDetector, references_to_memory
 
 MAKE_ALIAS: dict[str, Callable[[nn.Module], Any]] = {
     "data": lambda module: [p.data for p in module.parameters()],
@@ -190,7 +190,7 @@ def test_references_are_found_where_pytorch_has_no_function_for_them(monkeypatch
     tensor = torch.zeros(3)
     kept = [tensor.detach() for _ in range(5)]
     by_function = references_to_memory(tensor)
-    monkeypatch.setattr(aliases, "_use_count", aliases._read_count)
+    monkeypatch.setattr(reads, "_use_count", reads._read_count)
     assert references_to_memory(tensor) == by_function
     parameter = nn.Parameter(tensor)
     assert AliasDetector([parameter]).works
@@ -201,7 +201,7 @@ def test_references_are_found_where_pytorch_has_no_function_for_them(monkeypatch
 
 
 def test_a_pytorch_that_counts_something_else_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aliases, "_use_count", lambda _: 1)
+    monkeypatch.setattr(reads, "_use_count", lambda _: 1)
     parameter = nn.Parameter(torch.zeros(3))
     kept = parameter.data
     assert not AliasDetector([parameter]).works

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_bytescheduler.ddp.balance import Balance, Pace, part_of, shares_by_pace
+from lightning_bytescheduler.ddp.batches import Balance, Pace, part_of, shares_by_pace
 
 AHEAD = 8
 

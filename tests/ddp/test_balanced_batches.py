@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Ra
 
 from lightning_bytescheduler import ByteSchedulerStrategy, OptionError, UnsupportedError
 from lightning_bytescheduler.collectives.number_exchange import PostedNumbers
-from lightning_bytescheduler.ddp.balance import Balance
-from lightning_bytescheduler.ddp.balanced_batches import (
+from lightning_bytescheduler.ddp.batches import (
+    Balance,
     BalancedBatchSampler,
     EpochOrder,
     LateLoader,

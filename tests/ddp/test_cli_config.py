@@ -81,7 +81,7 @@ def test_what_the_config_leaves_out_keeps_the_strategys_defaults(tmp_path: Path)
     """The parser passes every default explicitly: DDP's own must not replace ours."""
     strategy = _strategy(tmp_path, _CONFIG.split("    init_args")[0])
     assert strategy._ddp_kwargs["gradient_as_bucket_view"] is True
-    assert not strategy._gradients._own_buckets
+    assert not strategy._fit_options.own_buckets
     assert strategy._options.cross_barrier
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lightning_bytescheduler.ddp.compressed_layers import CompressedLayers, LayerSearch
+from lightning_bytescheduler.ddp.compression_rules import CompressedLayers, LayerSearch
 from lightning_bytescheduler.simulation.link import LinkModel
 from lightning_bytescheduler.simulation.profiles import ModelProfile, network_profile
 from lightning_bytescheduler.simulation.simulator import Schedule, simulate

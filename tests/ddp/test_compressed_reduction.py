@@ -20,13 +20,17 @@ from lightning_bytescheduler.collectives.host_copies import HostPayloads
 from lightning_bytescheduler.collectives.launch_order import DecidingOrder, FollowingOrder
 from lightning_bytescheduler.collectives.transport import GradientTransport
 from lightning_bytescheduler.compression.dense import Dense
-from lightning_bytescheduler.ddp.compressed_bucket import CompressedBucket, Piece
-from lightning_bytescheduler.ddp.compressed_reduction import CompressedReduction, GradientCompression
+from lightning_bytescheduler.ddp.compressed_reduction import (
+    CompressedBucket,
+    CompressedReduction,
+    GradientCompression,
+    Piece,
+)
 from lightning_bytescheduler.ddp.compression_rules import CompressionRules
 from lightning_bytescheduler.ddp.reduction import GradientBucket, ShardedReduction, StepTasks
 from lightning_bytescheduler.ddp.residuals import Residuals
 from lightning_bytescheduler.ddp.sample_weights import EqualWeight
-from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
+from lightning_bytescheduler.ddp.statistics import Record, SchedulerStatistics
 from lightning_bytescheduler.scheduler.core import ByteCore
 from tests.support.rank_pool import RankPool, join_default_group, let_go
 from tests.support.waiting import WAIT
@@ -109,7 +113,7 @@ def reduce_steps(
 ) -> Result:
     """Average some buckets, of gradients that only step and rank tell, and return all of it."""
     parameters = {name: nn.Parameter(torch.zeros(size)) for name, size in _SIZES.items()}
-    residuals, statistics = Residuals(), SchedulerStatistics()
+    residuals, record = Residuals(), Record()
     rules = CompressionRules.resolve(compression, min_size)
     assert rules is not None
     scale = 8.0
@@ -117,7 +121,7 @@ def reduce_steps(
         rules,
         parameters,
         residuals,
-        statistics=statistics,
+        record=record,
         loss_scale=lambda: scale if overflow else None,
         layers=Scripted() if compression == "auto" else None,  # type: ignore[arg-type]
     )
@@ -133,7 +137,7 @@ def reduce_steps(
         order.start(core.update_order)
 
     transport = GradientTransport(group, failed, torch.device("cpu"))
-    result = Result([], {}, [], statistics)
+    result = Result([], {}, [], record.statistics)
     try:
         for step in range(1, steps + 1):
             if overflow and step == overflow + 1:

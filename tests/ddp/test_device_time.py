@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_bytescheduler.ddp.device_time import DeviceTime
-from lightning_bytescheduler.ddp.sample_weights import SampleCounter, SampleWeights
+from lightning_bytescheduler.ddp.sample_weights import DeviceTime, SampleCounter, SampleWeights
 
 on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 

@@ -9,8 +9,8 @@ from torch import nn
 from torch.optim import LBFGS, SGD, Adam
 
 from lightning_bytescheduler.ddp import plan
-from lightning_bytescheduler.ddp.aliases import AliasDetector
 from lightning_bytescheduler.ddp.plan import model_reasons, optimizer_reasons, unseen_parameters
+from lightning_bytescheduler.ddp.reads import AliasDetector
 
 
 def weights() -> list[nn.Parameter]:

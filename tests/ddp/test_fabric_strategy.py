@@ -23,7 +23,7 @@ def test_what_only_the_trainer_can_do(option: str) -> None:
         ({"partition_siz": 4096}, "partition_siz"),
         ({"partition_size": -1}, "partition_size=-1"),
         ({"mode": "fast"}, "mode='fast'"),
-        ({"weighting": "sample"}, "weighting='sample'"),
+        ({"weighting": "samples"}, "no option 'weighting'. It is an option of .* multiply each loss by samples"),
         ({"bucket_cap_mb": 0}, "bucket_cap_mb=0"),
         ({"timeout": 30}, "timeout=30"),
         ({"precision": "16-mixed"}, "precision='16-mixed'"),

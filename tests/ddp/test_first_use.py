@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_bytescheduler.ddp.gates import FirstUseObserver, is_armed
+from lightning_bytescheduler.ddp.gates import is_armed
+from lightning_bytescheduler.ddp.reads import FirstUseObserver
 
 
 class Backwards(nn.Module):

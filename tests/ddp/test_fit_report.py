@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from lightning_bytescheduler import OverlapPlan
-from lightning_bytescheduler.ddp.agreed_sizes import AgreedSizes
-from lightning_bytescheduler.ddp.fit_report import (
+from lightning_bytescheduler.ddp.plan import (
     codec_cost,
     say_start,
     summary_of,
 )
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
 from lightning_bytescheduler.ddp.tuned_fit import first_pace
+from lightning_bytescheduler.ddp.wire import AgreedSizes
 from lightning_bytescheduler.scheduler.options import policy_of
 from lightning_bytescheduler.tuning.sizes import LinkEstimate, SchedulerSizes
 from tests.ddp.fits import said, say_what_is_found, train_alone

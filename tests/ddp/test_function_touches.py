@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from lightning_bytescheduler.ddp import entry_points
 from lightning_bytescheduler.ddp.entry_points import watch_entry_points
-from lightning_bytescheduler.ddp.gates import FirstUseObserver, GatedParameter, arm, disarm
+from lightning_bytescheduler.ddp.gates import GatedParameter, arm, disarm
+from lightning_bytescheduler.ddp.reads import FirstUseObserver
 
 
 class Gate:

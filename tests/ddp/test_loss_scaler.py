@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ class Engine:
         self.norm = norm
         self.pending: Any = None
         self.settled = 0
-        self.context = SimpleNamespace(step=self)
+        self.step = self
 
     def unscale(self, optimizer: Any, inverse_scale: torch.Tensor) -> Unscale | None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]

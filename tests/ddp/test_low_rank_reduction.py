@@ -17,13 +17,13 @@ from lightning_bytescheduler.collectives.groups import leave
 from lightning_bytescheduler.collectives.launch_order import DecidingOrder, FollowingOrder
 from lightning_bytescheduler.collectives.transport import GradientTransport
 from lightning_bytescheduler.compression import PowerSGD
-from lightning_bytescheduler.ddp import low_rank_reduction
+from lightning_bytescheduler.ddp import compressed_reduction
 from lightning_bytescheduler.ddp.compressed_reduction import CompressedReduction, GradientCompression
 from lightning_bytescheduler.ddp.compression_rules import CompressionRules
 from lightning_bytescheduler.ddp.reduction import GradientBucket, StepTasks
 from lightning_bytescheduler.ddp.residuals import Residuals
 from lightning_bytescheduler.ddp.sample_weights import EqualWeight
-from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
+from lightning_bytescheduler.ddp.statistics import Record
 from lightning_bytescheduler.scheduler.core import ByteCore
 from tests.support.rank_pool import RankPool, join_default_group, let_go
 from tests.support.waiting import WAIT
@@ -71,7 +71,7 @@ def reduce_steps(
     residuals = Residuals()
     rules = CompressionRules.resolve(_CODECS, 100)
     assert rules is not None
-    known = GradientCompression(rules, parameters, residuals, statistics=SchedulerStatistics())
+    known = GradientCompression(rules, parameters, residuals, record=Record())
     control = dist.new_group(backend="gloo", timeout=timedelta(seconds=WAIT))
     order = FollowingOrder(control, lambda error: core.abort(error)) if rank else DecidingOrder(control)
     core = ByteCore(partition_size=100, credit=200, order=order)
@@ -164,7 +164,7 @@ def reduce_among_three(rank: int, direct_bytes: int) -> tuple[Result, set[str]]:
     ways = set()
 
     def noted(way: str) -> Any:
-        original = getattr(low_rank_reduction, way)
+        original = getattr(compressed_reduction, way)
 
         def call(*arguments: Any) -> Any:
             ways.add(way)
@@ -173,9 +173,9 @@ def reduce_among_three(rank: int, direct_bytes: int) -> tuple[Result, set[str]]:
         return call
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(low_rank_reduction, "_DIRECT", direct_bytes)
+        patch.setattr(compressed_reduction, "_DIRECT", direct_bytes)
         for way in ("all_reduce_direct", "all_reduce_in_shards"):
-            patch.setattr(low_rank_reduction, way, noted(way))
+            patch.setattr(compressed_reduction, way, noted(way))
         return reduce_steps(rank, None, torch.float32, ranks=3), ways
 
 
@@ -226,9 +226,7 @@ def test_a_step_that_is_left_out_takes_nothing_that_was_left_of_a_matrix() -> No
     weight, residuals, scale = nn.Parameter(torch.zeros(40, 50)), Residuals(), 8.0
     rules = CompressionRules.resolve("powersgd:1", 0)
     assert rules is not None
-    known = GradientCompression(
-        rules, {"weight": weight}, residuals, statistics=SchedulerStatistics(), loss_scale=lambda: scale
-    )
+    known = GradientCompression(rules, {"weight": weight}, residuals, record=Record(), loss_scale=lambda: scale)
     known.begin_step()
     residuals.of("weight", 2000).fill_(3.0)
     assert known.in_factors(GradientBucket(0, [weight], torch.zeros(2000), 0), 1, EqualWeight(1)) is not None

@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from lightning_bytescheduler.ddp.merged_buckets import MergedBuckets, merged_bytes
+from lightning_bytescheduler.ddp.plain_step import MergedBuckets, merged_bytes
 from lightning_bytescheduler.ddp.sample_weights import EqualWeight
 from lightning_bytescheduler.exceptions import RankFailedError
 from lightning_bytescheduler.tuning.sizes import LinkEstimate

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -13,30 +12,32 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_bytescheduler.ddp.fit import Fit
 from lightning_bytescheduler.ddp.overlapped_step import BucketUpdate, OverlappedStep, UpdateState
 from lightning_bytescheduler.ddp.partial_step import DueStep
+from lightning_bytescheduler.ddp.reads import SeenReads
 from lightning_bytescheduler.ddp.reduction import GradientBucket
-from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
-from lightning_bytescheduler.ddp.steps import StepContext, StepListener
+from lightning_bytescheduler.ddp.statistics import Record
 from lightning_bytescheduler.scheduler.task import CommTask, TaskKey
-from tests.ddp.transports import idle_transport
+from tests.ddp.transports import idle_wire
 
 
-class Listener(StepListener):
+class Listener(SeenReads):
     """Notes what it is told, and whether another thread can get at the steps meanwhile."""
 
     def __init__(self) -> None:
-        self.context: StepContext | None = None
+        super().__init__()
+        self.fit: Fit | None = None
         self.told: list[tuple[str, bool]] = []
 
     def _note(self, what: str) -> None:
-        context = self.context
-        assert context is not None
+        fit = self.fit
+        assert fit is not None
 
         def others_get_on() -> bool:
-            taken = context.lock.acquire(timeout=0.2)
+            taken = fit.lock.acquire(timeout=0.2)
             if taken:
-                context.lock.release()
+                fit.lock.release()
             return taken
 
         with ThreadPoolExecutor(1) as another:
@@ -56,21 +57,12 @@ def parameter() -> nn.Parameter:
 
 @pytest.fixture
 def step(parameter: nn.Parameter) -> OverlappedStep:
-    transport = idle_transport(join=lambda task, timeout: task.wait(timeout))
     core: Any = SimpleNamespace(abort=lambda error: None)
-    context = StepContext(
-        core=core,
-        transport=transport,
-        parameters=[parameter],
-        device=torch.device("cpu"),
-        timeout=5.0,
-        statistics=SchedulerStatistics(),
-        timeline=None,
-        clock=time.perf_counter,
-    )
+    wire = idle_wire(core, join=lambda task, timeout: task.wait(timeout))
+    fit = Fit(wire, [parameter], torch.device("cpu"), Record())
     listener = Listener()
-    listener.context, context.listener = context, listener
-    return OverlappedStep(context, 2, lambda index, parameters: 0, sharded=False)
+    listener.fit, fit.reads.seen = fit, listener
+    return OverlappedStep(fit, 2)
 
 
 def arrived(step: OverlappedStep, parameter: nn.Parameter) -> BucketUpdate:
@@ -95,7 +87,7 @@ def due(step: OverlappedStep, parameter: nn.Parameter) -> BucketUpdate:
 
 
 def told(step: OverlappedStep) -> list[tuple[str, bool]]:
-    listener = step.context.listener
+    listener = step.fit.reads.seen
     assert isinstance(listener, Listener)
     return listener.told
 
@@ -129,7 +121,7 @@ def test_a_step_that_is_taken_while_somebody_waits_is_the_trainings(
             yield
             entered.append(update.state)
 
-    step.context.stream = Stream()  # type: ignore[assignment]
+    step.fit.stream = Stream()  # type: ignore[assignment]
     step.step_while_waiting(CommTask("bucket 1", 3, launch=lambda _: None, key=TaskKey(step.number)))
     assert entered == [UpdateState.OPENING, UpdateState.OPENING]
     assert update.state is UpdateState.STEPPED

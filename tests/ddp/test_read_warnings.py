@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from lightning.pytorch import Callback
 
-from lightning_bytescheduler.ddp import fit_report
-from lightning_bytescheduler.ddp.fit_report import SeenReads
+from lightning_bytescheduler.ddp import reads as reads_module
+from lightning_bytescheduler.ddp.reads import SeenReads
 from tests.parity.checks import assert_overlapped, train_on
 from tests.support.fit import Recipe, Run
 from tests.support.models import Tower
@@ -104,4 +104,4 @@ def test_validation_is_not_meant() -> None:
     reads = SeenReads({}, trainer=trainer)
     Habit().on_train_batch_end(reads)
     assert reads.steps == {}
-    assert fit_report._reader(None) is None
+    assert reads_module._reader(None) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -43,11 +44,33 @@ def test_residuals_are_in_host_memory_whatever_the_default_is() -> None:
     assert made.tolist() == [0.0] * 4
 
 
+def begin_step(
+    residuals: Residuals, loss_scale: float | None, dropped: Iterable[str] = (), not_applied: Iterable[str] = ()
+) -> None:
+    """Begin a step after one whose gradients were applied, but for those that were ``dropped`` or ``not_applied``."""
+    parameters = residuals._parameters
+    for name, parameter in parameters.items():
+        parameter.grad = None if name in dropped else torch.ones(2)
+    applied = [p for name, p in parameters.items() if name not in {*dropped, *not_applied}]
+    if applied:
+        residuals.stepped(torch.optim.SGD(applied, lr=1.0))
+    residuals.before_backward()
+    residuals.begin_step(loss_scale)
+
+
+def left_without(residuals: Residuals, *applied: str) -> None:
+    """The last step was that of the ``applied`` ones alone."""
+    for parameter in residuals._parameters.values():
+        parameter.grad = torch.ones(2)
+    residuals.stepped(torch.optim.SGD([residuals._parameters[name] for name in applied], lr=1.0))
+
+
 def kept(*, loss_scale: float | None = None, may_be_dropped: bool = False) -> Residuals:
     """Those of two parameters, of which a step has left other things than there were before."""
     residuals = Residuals()
-    residuals.may_be_dropped = may_be_dropped
-    residuals.begin_step(loss_scale)
+    parameters = {name: nn.Parameter(torch.zeros(2)) for name in ("one", "other")}
+    residuals.begin_fit(parameters if may_be_dropped else {}, may_drop=may_be_dropped)
+    begin_step(residuals, loss_scale, not_applied=())
     for name in ("one", "other"):
         residual, before = residuals.to_change(name, 2)
         if before is not None:
@@ -59,7 +82,7 @@ def kept(*, loss_scale: float | None = None, may_be_dropped: bool = False) -> Re
 def test_what_a_dropped_gradient_left_is_taken_back() -> None:
     residuals = kept(may_be_dropped=True)
     assert set(residuals.changed) == {"one", "other"}
-    residuals.begin_step(None, ["one"])
+    begin_step(residuals, None, ["one"])
     assert residuals.of("one", 2).tolist() == [0.0, 0.0]
     assert residuals.of("other", 2).tolist() == [5.0, 5.0]
 
@@ -75,13 +98,13 @@ def send(residuals: Residuals, name: str, left: float) -> None:
 def test_what_is_pending_is_taken_back_as_a_whole() -> None:
     """Two backward passes, whose sum is dropped: what there was before the first is what is to be sent."""
     residuals = kept(may_be_dropped=True)
-    residuals.begin_step(None)
+    begin_step(residuals, None)
     send(residuals, "one", 6.0)
-    residuals.begin_step(None, not_applied={"one"})
+    begin_step(residuals, None, not_applied={"one"})
     send(residuals, "one", 7.0)
     send(residuals, "other", 7.0)
     assert residuals.changed == {"one", "other"}
-    residuals.begin_step(None, {"one", "other"})
+    begin_step(residuals, None, {"one", "other"})
     assert residuals.of("one", 2).tolist() == residuals.of("other", 2).tolist() == [5.0, 5.0]
     assert not residuals.changed
 
@@ -89,11 +112,11 @@ def test_what_is_pending_is_taken_back_as_a_whole() -> None:
 def test_accumulated_gradients_that_overflow_are_taken_back_as_a_whole() -> None:
     """What was kept before goes along with the loss scale."""
     residuals = kept(loss_scale=8.0, may_be_dropped=True)
-    residuals.begin_step(8.0)
+    begin_step(residuals, 8.0)
     send(residuals, "one", 6.0)
-    residuals.begin_step(16.0, not_applied={"one"})
+    begin_step(residuals, 16.0, not_applied={"one"})
     send(residuals, "one", 7.0)
-    residuals.begin_step(4.0, not_applied={"one"})
+    begin_step(residuals, 4.0, not_applied={"one"})
     assert residuals.of("one", 2).tolist() == [2.5, 2.5]
     assert residuals.of("other", 2).tolist() == [2.5, 2.5]
     assert not residuals.changed
@@ -109,16 +132,17 @@ def test_a_checkpoint_after_a_step_that_was_left_out_has_what_there_was_before()
     assert state is not None
     assert state["residuals"]["one"].tolist() == [0.0, 0.0]
     assert state["loss_scale"] == 4.0
-    residuals.begin_step(4.0)
+    begin_step(residuals, 4.0)
     assert residuals.of("one", 2).tolist() == [0.0, 0.0]
 
 
 def test_a_checkpoint_after_an_overflow_has_what_there_was_before_at_the_scale_of_now() -> None:
     """Also of those whose gradient nobody has stepped with."""
     residuals = kept(loss_scale=8.0, may_be_dropped=True)
-    residuals.begin_step(8.0)
+    begin_step(residuals, 8.0)
     send(residuals, "one", 6.0)
-    state = residuals.total(lambda tensor: None, keep=True, loss_scale=4.0, not_applied={"one"})
+    left_without(residuals, "other")
+    state = residuals.total(lambda tensor: None, keep=True, loss_scale=4.0)
     assert state is not None
     assert state["residuals"]["one"].tolist() == [2.5, 2.5]
 
@@ -134,8 +158,8 @@ def test_what_was_loaded_of_others_is_left_out() -> None:
     }
     residuals = Residuals()
     residuals.load(state, 2)
-    layouts = {name: Layout.of(nn.Parameter(torch.zeros(shape))) for name, shape in SHAPES.items()}
-    assert residuals.are_of(layouts) == ["as", "gone"]
+    parameters = {name: nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
+    assert residuals.begin_fit(parameters, may_drop=False) == ["as", "gone"]
     assert residuals.of("one", 2).tolist() == [0.5, 0.5]
     assert not residuals.knows("gone")
     residuals.load(None, 2)
@@ -144,7 +168,8 @@ def test_what_was_loaded_of_others_is_left_out() -> None:
 
 def test_a_checkpoint_has_nothing_of_gradients_that_it_does_not_have() -> None:
     residuals = kept(may_be_dropped=True)
-    state = residuals.total(lambda tensor: None, keep=True, not_applied={"one"})
+    left_without(residuals, "other")
+    state = residuals.total(lambda tensor: None, keep=True)
     assert state is not None
     assert {name: left.tolist() for name, left in state["residuals"].items()} == {"one": [0, 0], "other": [5, 5]}
     assert residuals.of("one", 2).tolist() == [5.0, 5.0], "training goes on with it"
@@ -157,14 +182,14 @@ def weight_in(memory_format: torch.memory_format) -> nn.Parameter:
 def test_a_model_in_another_memory_format_gets_what_was_left_of_the_same_elements() -> None:
     saving, going_on = weight_in(torch.channels_last), weight_in(torch.contiguous_format)
     residuals, resumed = Residuals(), Residuals()
-    residuals.are_of({"weight": Layout.of(saving)})
+    residuals.begin_fit({"weight": saving}, may_drop=False)
     residuals.of("weight", 48).copy_(saving.detach().permute(0, 2, 3, 1).reshape(-1))  # as its bucket has it
     resumed.load(residuals.total(lambda tensor: None, keep=True), 1)
-    assert not resumed.are_of({"weight": Layout.of(going_on)})
+    assert not resumed.begin_fit({"weight": going_on}, may_drop=False)
     assert torch.equal(resumed.of("weight", 48), going_on.detach().reshape(-1))
     alike = Residuals()
     alike.load(residuals.total(lambda tensor: None, keep=True), 1)
-    alike.are_of({"weight": Layout.of(saving)})
+    alike.begin_fit({"weight": saving}, may_drop=False)
     assert torch.equal(alike.of("weight", 48), residuals.of("weight", 48))
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_bytescheduler.ddp import merged_buckets
-from lightning_bytescheduler.ddp.merged_buckets import MergedBuckets, SentMessages
+from lightning_bytescheduler.ddp import plain_step
+from lightning_bytescheduler.ddp.plain_step import MergedBuckets, SentMessages
 from lightning_bytescheduler.ddp.sample_weights import EqualWeight
-from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
+from lightning_bytescheduler.ddp.statistics import Record
 from lightning_bytescheduler.timeline.timeline import COMMUNICATION, Span, Timeline, read_timeline
 
 
@@ -52,17 +52,15 @@ class Steps:
         self.path = path
         self.group = Group()
         self.timeline = Timeline(path, clock=lambda: 0.0, wall_clock=lambda: 0.0)
-        context: Any = SimpleNamespace(
-            clock=lambda: self.now,
-            timeline=self.timeline,
+        fit: Any = SimpleNamespace(
+            record=Record(self.timeline, clock=lambda: self.now),
             device=torch.device("cpu"),
-            statistics=SchedulerStatistics(),
-            transport=SimpleNamespace(streams=streams, wire_share=1.5),
+            wire=SimpleNamespace(transport=SimpleNamespace(streams=streams, wire_share=1.5)),
         )
         group: Any = self.group
         device: Any = SimpleNamespace(type="any")  # nothing is waited for on the host
         group._get_backend = lambda _: SimpleNamespace(name=lambda: "any")
-        self._merged = MergedBuckets(group, device, EqualWeight(4), record=SentMessages(context, 7).sending)
+        self._merged = MergedBuckets(group, device, EqualWeight(4), record=SentMessages(fit, 7).sending)
 
     def send(self, *buffers: torch.Tensor) -> None:
         """All of them in one message."""
@@ -97,7 +95,7 @@ def test_what_fails_is_not_sent(tmp_path: Path) -> None:
 
 
 def test_on_a_gpu_it_is_the_device_that_comes_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(merged_buckets, "ReadyMark", lambda device: None)
+    monkeypatch.setattr(plain_step, "ReadyMark", lambda device: None)
     streams = Streams()
     steps = Steps(tmp_path / "t.json", streams)
     steps.send(torch.zeros(10))

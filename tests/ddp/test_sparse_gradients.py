@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from lightning_bytescheduler.collectives.groups import _gloo_of_one_thread
-from lightning_bytescheduler.ddp.sparse_gradients import SparseGradients, sparse_layers
+from lightning_bytescheduler.ddp.reduction import SparseGradients, sparse_layers
 from tests.parity.checks import DDP, assert_same, train_on
 from tests.support.fit import SIZES, Recipe, Run
 from tests.support.models import Tower

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from lightning_bytescheduler.cli import main
-from lightning_bytescheduler.ddp.agreed_sizes import AgreedSizes
-from lightning_bytescheduler.ddp.fit_report import announce
+from lightning_bytescheduler.ddp.plan import announce
 from lightning_bytescheduler.ddp.tuned_fit import FitTuning, first_guess, space_for
+from lightning_bytescheduler.ddp.wire import AgreedSizes
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
 from lightning_bytescheduler.tuning import credit_tuner
 from lightning_bytescheduler.tuning.record import read_record

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_bytescheduler.ddp.gates import UnseenReads, is_armed
+from lightning_bytescheduler.ddp.gates import is_armed
+from lightning_bytescheduler.ddp.reads import UnseenReads
 
 
 @pytest.fixture

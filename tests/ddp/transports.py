@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["idle_transport"]
+__all__ = ["idle_transport", "idle_wire"]
 
 
 def idle_transport(**besides: Any) -> Any:
@@ -21,4 +21,15 @@ def idle_transport(**besides: Any) -> Any:
         all_reduce=None,
         wire_share=1.0,
         **besides,
+    )
+
+
+def idle_wire(core: Any, **besides: Any) -> Any:
+    """What a fit asks of a wire of two ranks, on a CPU; ``besides`` is of its transport."""
+    return SimpleNamespace(
+        core=core,
+        transport=idle_transport(routing=None, **besides),
+        groups=SimpleNamespace(sparse=None, counts=None),
+        timeout=5.0,
+        servers=None,
     )

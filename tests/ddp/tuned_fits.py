@@ -13,9 +13,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_bytescheduler import ByteSchedulerStrategy, CreditTuner
-from lightning_bytescheduler.ddp import fit_report
 from lightning_bytescheduler.ddp import tuned_fit as tuned_fit_module
-from lightning_bytescheduler.ddp.point_in_force import PointInForce
+from lightning_bytescheduler.ddp.tuned_fit import PointInForce
 from tests.ddp.fits import said, trainer_with
 from tests.support.models import Tower
 
@@ -56,11 +55,11 @@ class _Looks(Callback):
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
         strategy = trainer.strategy
         assert isinstance(strategy, ByteSchedulerStrategy)
-        assert strategy.runtime is not None
-        engine, core = strategy.runtime.engine, strategy.runtime.core
-        self._seen.is_decided.append(isinstance(engine.mode, PointInForce))
+        assert strategy.fit is not None
+        fit, core = strategy.fit, strategy.fit.wire.core
+        self._seen.is_decided.append(isinstance(fit.mode, PointInForce))
         self._seen.tunes_sizes.append(strategy._tuning.tunes_now)
-        self._seen.points.append((0, 0) if engine.mode.ddp_mode else (core.credit, core.partition_size))
+        self._seen.points.append((0, 0) if fit.mode.ddp_mode else (core.credit, core.partition_size))
         tuners = [callback for callback in trainer.callbacks if isinstance(callback, CreditTuner)]  # type: ignore[attr-defined]
         self._seen.tuners = len(tuners)
         if tuners:
@@ -104,7 +103,7 @@ def tuned_fit(
     given = {f"BYTESCHEDULER_{name}": value for name, value in (environment or {}).items()}
     with (
         patch.dict("os.environ", {"BYTESCHEDULER_CREDIT_TUNING": "", **given}),
-        patch.object(fit_report, "is_slow", lambda *_, **__: slow and rank == 0),
+        patch.object(tuned_fit_module, "is_slow", lambda *_, **__: slow and rank == 0),
         patch.object(tuned_fit_module, "SHORTEST_FIT", 20),
         patch.dict(inspect.unwrap(CreditTuner.__init__).__kwdefaults__, steps_per_trial=10),
         said() as seen.said,

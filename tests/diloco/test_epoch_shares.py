@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_bytescheduler.ddp.balanced_batches import EpochOrder
+from lightning_bytescheduler.ddp.batches import EpochOrder
 from lightning_bytescheduler.diloco.epoch_shares import EpochShare, ShareLoader, deal, shared_loader
 
 

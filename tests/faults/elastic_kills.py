@@ -33,7 +33,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from benchmarks.measure import free_port
 from examples import elastic_torchrun
-from lightning_bytescheduler.ddp.balanced_batches import EpochOrder
+from lightning_bytescheduler.ddp.batches import EpochOrder
 
 __all__ = ["ElasticJob", "expected_batches", "main", "run_with_kills", "weights_of"]
 

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_bytescheduler import ByteSchedulerStrategy, CreditTuner, LaunchOrderError, SchedulerClosedError
 from lightning_bytescheduler.collectives.node_push_pull import NodePushPull
 from lightning_bytescheduler.collectives.transport import GradientTransport
-from lightning_bytescheduler.ddp import agreed_sizes, overlapped_step
+from lightning_bytescheduler.ddp import overlapped_step, wire
 from lightning_bytescheduler.ddp.gates import GatedParameter
 from lightning_bytescheduler.failures import rendezvous
 from tests.faults.bounds import set_bounds
@@ -285,8 +285,8 @@ def main(options: Options) -> None:
         place = {"NODE_RANK": node, "GROUP_RANK": node, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": each}
         os.environ.update({name: str(value) for name, value in place.items()})
     if options.get("far"):
-        agreed_sizes._FAR_S = 0.0  # as over a link whose messages are long under way
-        agreed_sizes._chooses = lambda options: True
+        wire._FAR_S = 0.0  # as over a link whose messages are long under way
+        wire._chooses = lambda options: True
     boom = Boom(options)
     kill_in_mid_communication(boom)
     kill_in_mid_sum(boom)

@@ -33,11 +33,11 @@ class DDPStrategy(ByteSchedulerStrategy):
 
     def setup(self, trainer: pl.Trainer) -> None:
         super().setup(trainer)
-        if self.runtime is not None:
+        if self.fit is not None:
             self._note("scheduled", ranks=self.world_size)
 
     def teardown(self) -> None:
-        runs = self.runtime is not None
+        runs = self.fit is not None
         super().teardown()
         if runs and self.statistics is not None:
             self._note("trained", steps=self.statistics.steps, overlapped=self.statistics.overlapped_steps)

@@ -17,15 +17,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_bytescheduler.ddp import deferred_optimizer as loss_scaler_module
+from lightning_bytescheduler.ddp import fit as fit_module
 from lightning_bytescheduler.ddp import overlapped_step as overlapped_module
-from lightning_bytescheduler.ddp import runtime as runtime_module
-from lightning_bytescheduler.ddp import scheduled_gradients as scheduled_module
-from lightning_bytescheduler.ddp.aliases import AliasDetector
-from lightning_bytescheduler.ddp.engine import GradientEngine
-from lightning_bytescheduler.ddp.gates import UnseenReads
+from lightning_bytescheduler.ddp import trainer_fit as trainer_module
+from lightning_bytescheduler.ddp.fit import Fit
 from lightning_bytescheduler.ddp.gradient_transforms import ClipNorm, ClipValue, Unscale
 from lightning_bytescheduler.ddp.overlapped_step import BucketUpdate, OverlappedStep, UpdateState
-from lightning_bytescheduler.ddp.sparse_gradients import SparseGradients
+from lightning_bytescheduler.ddp.reads import AliasDetector, UnseenReads
+from lightning_bytescheduler.ddp.reduction import SparseGradients
 from lightning_bytescheduler.ddp.strategy import ByteSchedulerStrategy
 from lightning_bytescheduler.scheduler.core import ByteCore
 
@@ -77,23 +76,23 @@ def no_gate_on(module: LightningModule, *, names: tuple[str, ...]) -> Iterator[N
 @contextmanager
 def blind_between_steps(module: LightningModule) -> Iterator[None]:
     """See touches in training steps only: all that is read elsewhere is what was there before the update."""
-    touched, begin_forward = BucketUpdate.touched, GradientEngine.begin_forward
+    touched, begin_forward = BucketUpdate.touched, Fit.begin_forward
 
     def touched_in_forward(update: BucketUpdate, parameter: nn.Parameter, gradient_only: bool) -> None:
-        if update.step.context.forward.under_way or update.state is not UpdateState.DUE:
+        if update.step.fit.reads.forward.under_way or update.state is not UpdateState.DUE:
             touched(update, parameter, gradient_only)
         else:
             update.open_gate()
 
-    def rearming_begin_forward(engine: GradientEngine, *batch: Any) -> None:
-        begin_forward(engine, *batch)
-        for update in engine.context.step.updates if isinstance(engine.context.step, OverlappedStep) else ():
+    def rearming_begin_forward(fit: Fit, *batch: Any) -> None:
+        begin_forward(fit, *batch)
+        for update in fit.step.updates if isinstance(fit.step, OverlappedStep) else ():
             if update.state is UpdateState.DUE:
                 update.close_gate()
 
     with (
         patch.object(BucketUpdate, "touched", touched_in_forward),
-        patch.object(GradientEngine, "begin_forward", rearming_begin_forward),
+        patch.object(Fit, "begin_forward", rearming_begin_forward),
     ):
         yield
 
@@ -139,7 +138,7 @@ def every_read_is_seen(module: LightningModule) -> Iterator[None]:
 @contextmanager
 def no_entry_points(module: LightningModule) -> Iterator[None]:
     """Let functions that tell nobody what they are handed have it as it is."""
-    with patch.object(runtime_module, "watch_entry_points", lambda _: lambda: None):
+    with patch.object(fit_module, "watch_entry_points", lambda _: lambda: None):
         yield
 
 
@@ -162,11 +161,11 @@ def nothing_lands_at_the_end(module: LightningModule) -> Iterator[None]:
 def nothing_lands_after_a_failure(module: LightningModule) -> Iterator[None]:
     """Drop what is still due when a fit fails."""
 
-    def drop(engine: GradientEngine) -> tuple[int, int]:
-        engine.close()
+    def drop(fit: Fit) -> tuple[int, int]:
+        fit.open_gates()
         return 0, 0
 
-    with patch.object(GradientEngine, "land_what_arrived", drop):
+    with patch.object(Fit, "land_what_arrived", drop):
         yield
 
 
@@ -174,9 +173,9 @@ def nothing_lands_after_a_failure(module: LightningModule) -> Iterator[None]:
 def everything_is_deferred(module: LightningModule) -> Iterator[None]:
     """Believe that any optimizer steps each parameter on its own."""
     with (
-        patch.object(scheduled_module, "optimizer_reasons", lambda _: []),
+        patch.object(trainer_module, "optimizer_reasons", lambda _: []),
         patch.object(overlapped_module, "wants_whole_steps", lambda *_: None),
-        patch.object(scheduled_module, "wants_whole_steps", lambda *_: None),
+        patch.object(trainer_module, "wants_whole_steps", lambda *_: None),
     ):
         yield
 
@@ -192,13 +191,13 @@ def sparse_gradients_stay_here(module: LightningModule) -> Iterator[None]:
 @contextmanager
 def backward_waits_for_nothing(module: LightningModule) -> Iterator[None]:
     """Return from each backward pass before its gradients have arrived, even where steps are synchronised."""
-    hook = GradientEngine.hook
+    hook = Fit.hook
 
-    def hurried_hook(engine: GradientEngine, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        hook(engine, bucket)
+    def hurried_hook(fit: Fit, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        hook(fit, bucket)
         return _done(bucket.buffer())
 
-    with patch.object(GradientEngine, "hook", hurried_hook):
+    with patch.object(Fit, "hook", hurried_hook):
         yield
 
 
@@ -211,31 +210,31 @@ def _done(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
 @contextmanager
 def nobody_sits_out(module: LightningModule) -> Iterator[None]:
     """Step every parameter of the optimizer, with zeros where no rank had a gradient."""
-    step = GradientEngine.step
+    step = Fit.take_step
 
-    def step_all(engine: GradientEngine, optimizer: Optimizer, own_step: Any) -> Any:
+    def step_all(fit: Fit, optimizer: Optimizer, own_step: Any) -> Any:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-        return step(engine, optimizer, own_step)
+        return step(fit, optimizer, own_step)
 
-    with patch.object(GradientEngine, "step", step_all):
+    with patch.object(Fit, "take_step", step_all):
         yield
 
 
 @contextmanager
 def only_buckets_step(module: LightningModule) -> Iterator[None]:
     """Forget the optimizer's parameters that are in no bucket."""
-    step, step_partially = GradientEngine.step, overlapped_module.step_partially
+    step, step_partially = Fit.take_step, overlapped_module.step_partially
 
-    def step_buckets(engine: GradientEngine, *args: Any) -> Any:
+    def step_buckets(fit: Fit, *args: Any) -> Any:
         with patch.object(overlapped_module, "step_partially", lambda *_: None):
-            result = step(engine, *args)
+            result = step(fit, *args)
         assert overlapped_module.step_partially is step_partially
         return result
 
-    with patch.object(GradientEngine, "step", step_buckets):
+    with patch.object(Fit, "take_step", step_buckets):
         yield
 
 

@@ -14,8 +14,8 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.plugins import MixedPrecision
 from torch.optim import AdamW
 
-from lightning_bytescheduler.ddp import fit_report
-from lightning_bytescheduler.ddp.compressed_layers import LayerSearch
+from lightning_bytescheduler.ddp import plan as plan_module
+from lightning_bytescheduler.ddp.compression_rules import LayerSearch
 from lightning_bytescheduler.exceptions import OptionError, RanksDifferError
 from lightning_bytescheduler.tuning import credit_tuner
 from lightning_bytescheduler.tuning.search import CreditTuning
@@ -225,7 +225,7 @@ def slope_of(step: int, rank: int) -> torch.Tensor:
 
 def residuals_of(trainer: Trainer, model: Any) -> None:
     strategy: Any = trainer.strategy
-    kept = strategy._gradients.residuals
+    kept = strategy._residuals
     left = {name: kept.of(name, 2400).view(60, 40) / kept._scale for name in ("always", "rarely")}
     model.notes.append(left)
 
@@ -414,7 +414,7 @@ def test_gradients_that_hooks_drop_leave_nothing_to_be_sent(
 
 def what_is_left(trainer: Trainer, model: Any) -> None:
     strategy: Any = trainer.strategy
-    model.notes.append(strategy._gradients.residuals.of("always", 2400).view(60, 40).clone())
+    model.notes.append(strategy._residuals.of("always", 2400).view(60, 40).clone())
 
 
 @pytest.mark.parametrize(
@@ -449,9 +449,9 @@ class SweepsAndGoesBack(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         strategy: Any = trainer.strategy
         if trainer.global_step == 4:
-            assert len(strategy._gradients.residuals)
+            assert len(strategy._residuals)
             strategy.load_compression_state(None)  # of a checkpoint before the first step
-            assert not len(strategy._gradients.residuals)
+            assert not len(strategy._residuals)
 
 
 def test_a_checkpoint_without_anything_left_leaves_nothing(two_ranks: RankPool, tmp_path: Path) -> None:
@@ -463,7 +463,7 @@ def test_a_checkpoint_without_anything_left_leaves_nothing(two_ranks: RankPool, 
 def load_anew(rank: int, saved: str, options: dict[str, Any]) -> tuple[list[str], list[str]]:
     """Returns what was said of it, and of what the next checkpoint has something left."""
     said: list[str] = []
-    with patch.object(fit_report, "rank_zero_info", said.append):
+    with patch.object(plan_module, "rank_zero_info", said.append):
         recipe = Recipe(model=partial(Tower, optimizer=adamw), steps=17, resume=saved, after=left_names)
         outcome = train(rank, recipe, Run(options=options))
     return [line for line in said if "left to be sent" in line], outcome.notes[-1]

@@ -10,8 +10,8 @@ from unittest.mock import patch
 import pytest
 from torch.optim import SGD, AdamW
 
-from lightning_bytescheduler.ddp.engine import GradientEngine
-from lightning_bytescheduler.ddp.merged_buckets import MergedBuckets
+from lightning_bytescheduler.ddp.fit import Fit
+from lightning_bytescheduler.ddp.plain_step import MergedBuckets
 from lightning_bytescheduler.tuning import credit_tuner
 from lightning_bytescheduler.tuning.search import CreditTuning
 from lightning_bytescheduler.tuning.sizes import PLAIN_DDP
@@ -47,15 +47,15 @@ class Restless(CreditTuning):
 def run_restlessly(rank: int, recipe: Recipe) -> tuple[Outcome, list[bool]]:
     """A fit whose mode changes as rank 0 wants, and the mode of each step."""
     modes: list[bool] = []
-    begin_step = GradientEngine._begin_step
+    begin_step = Fit._begin_step
 
-    def watched(engine: GradientEngine) -> None:
-        modes.append(engine.mode.ddp_mode)
-        begin_step(engine)
+    def watched(fit: Fit) -> None:
+        modes.append(fit.mode.ddp_mode)
+        begin_step(fit)
 
     with (
         patch.object(credit_tuner, "CreditTuning", Restless),
-        patch.object(GradientEngine, "_begin_step", watched),
+        patch.object(Fit, "_begin_step", watched),
     ):
         outcome = train(rank, recipe, Run(options={**SIZES, "mode": "auto", "tuning": False}))
     return outcome, modes

@@ -18,8 +18,7 @@ from torch.optim import AdamW
 
 from lightning_bytescheduler.collectives.host_copies import PayloadCopies
 from lightning_bytescheduler.collectives.transport import GradientTransport
-from lightning_bytescheduler.ddp.compressed_reduction import GradientCompression
-from lightning_bytescheduler.ddp.low_rank_reduction import LowRankBucket
+from lightning_bytescheduler.ddp.compressed_reduction import GradientCompression, LowRankBucket
 from tests.parity.checks import DDP, assert_overlapped, assert_same, train_on
 from tests.parity.test_checkpoints import SaveAt
 from tests.parity.test_compression import INT8, Overflows, max_difference, same_weights, scaled
@@ -27,7 +26,7 @@ from tests.parity.test_kinds_of_tensors import Complex
 from tests.support.fit import Outcome, Recipe, Run, train
 from tests.support.models import Tower
 from tests.support.rank_pool import RankPool
-from tests.support.simulated_device import LatePayloads
+from tests.support.simulated_device import LatePayloads, OnDevice
 
 model = partial(Tower, depth=2, optimizer=partial(AdamW, lr=0.005))
 SETTLED = [
@@ -39,19 +38,23 @@ SETTLED = [
 def train_there(rank: int, recipe: Recipe, run: Run) -> tuple[Outcome, set[str], int]:
     """Returns the outcome, the kinds of tensors that were sent encoded, and how often a bucket stayed on the device."""
     kinds, stayed = set[str](), [0]
-    stays, encoded = GradientCompression.stays_on_device, GradientTransport.send_encoded
+    encoded = GradientTransport.send_encoded
 
-    def counted(self: GradientCompression, bucket: Any) -> bool:
-        found = stays(self, bucket)
-        stayed[0] += found
-        return found
+    def counting(decides: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(self: GradientCompression, bucket: Any, *more: Any) -> Any:
+            found = decides(self, bucket, *more)
+            stayed[0] += found is not None and isinstance(bucket.buffer, OnDevice)
+            return found
+
+        return counted
 
     def seen(self: GradientTransport, *given: Any) -> None:
         kinds.add(type(self.payloads).__name__)
         encoded(self, *given)
 
     with (
-        patch.object(GradientCompression, "stays_on_device", counted),
+        patch.object(GradientCompression, "encoded", counting(GradientCompression.encoded)),
+        patch.object(GradientCompression, "in_factors", counting(GradientCompression.in_factors)),
         patch.object(GradientTransport, "send_encoded", seen),
     ):
         return train(rank, recipe, run), kinds, stayed[0]

@@ -13,7 +13,7 @@ import pytest
 from lightning.pytorch import LightningModule
 from torch.optim import Adam
 
-from lightning_bytescheduler.ddp.engine import GradientEngine
+from lightning_bytescheduler.ddp.fit import Fit
 from lightning_bytescheduler.scheduler.task import SubCommTask
 from tests.parity.checks import DDP, assert_overlapped, assert_same, train_on
 from tests.support.compare import bit_differences
@@ -92,15 +92,15 @@ def withheld_until_the_middle(
             timers[-1].start()
 
     module.in_the_middle = in_the_middle  # type: ignore[method-assign]
-    begin_forward = GradientEngine.begin_forward
+    begin_forward = Fit.begin_forward
 
-    def wait_for_all(engine: GradientEngine, *batch: Any) -> None:
-        engine.flush()
-        begin_forward(engine, *batch)
+    def wait_for_all(fit: Fit, *batch: Any) -> None:
+        fit.flush()
+        begin_forward(fit, *batch)
 
     with (
         patch.object(SubCommTask, "notify_finish", notify_or_withhold),
-        patch.object(GradientEngine, "begin_forward", wait_for_all if barrier else begin_forward),
+        patch.object(Fit, "begin_forward", wait_for_all if barrier else begin_forward),
     ):
         yield
     for timer in timers:
@@ -148,14 +148,14 @@ def test_ranks_agree_on_gradients_that_go_straight(four_ranks: RankPool) -> None
 @contextmanager
 def synchronous_steps(module: LightningModule) -> Iterator[None]:
     """Claim to defer a step, and wait for it all the same."""
-    step = GradientEngine.step
+    step = Fit.take_step
 
-    def step_and_wait(engine: GradientEngine, *args: Any) -> Any:
-        result = step(engine, *args)
-        engine.flush()
+    def step_and_wait(fit: Fit, *args: Any) -> Any:
+        result = step(fit, *args)
+        fit.flush()
         return result
 
-    with patch.object(GradientEngine, "step", step_and_wait):
+    with patch.object(Fit, "take_step", step_and_wait):
         yield
 
 

@@ -86,7 +86,7 @@ class SeesNoCopies(Callback):
 
 
 def own_of(strategy: Any) -> OwnGradients:
-    gradients: OwnGradients = strategy.runtime.engine.context.own_gradients
+    gradients: OwnGradients = strategy.fit.own_gradients
     return gradients
 
 

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 from lightning.pytorch import LightningModule
 
-from lightning_bytescheduler.ddp.engine import GradientEngine
+from lightning_bytescheduler.ddp.fit import Fit
 from tests.parity.checks import DDP, assert_same, assert_same_as_ddp, train_on
 from tests.parity.sabotage import blind_to_gradients
 from tests.parity.second_passes import ADDS, AddsPenalty, Smallest
@@ -22,7 +22,7 @@ from tests.support.rank_pool import RankPool
 @contextmanager
 def passes_meet_nothing(module: LightningModule) -> Iterator[None]:
     """Let every backward pass add to whatever is under way."""
-    with patch.object(GradientEngine, "backward_pass", lambda _: nullcontext()):
+    with patch.object(Fit, "backward_pass", lambda _: nullcontext()):
         yield
 
 

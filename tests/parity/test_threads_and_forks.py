@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_bytescheduler.ddp.engine import GradientEngine
+from lightning_bytescheduler.ddp.fit import Fit
 from lightning_bytescheduler.ddp.overlapped_step import BucketUpdate, OverlappedStep, UpdateState
 from lightning_bytescheduler.scheduler.task import CommTask
 from tests.parity.checks import DDP, assert_same, assert_same_as_ddp, train_on
@@ -112,7 +112,7 @@ def test_a_monitor_thread(two_ranks: RankPool) -> None:
 def loses_steps_taken_while_waiting(module: LightningModule) -> Any:
     def forget(step: OverlappedStep, task: CommTask) -> None:
         if not task.done():
-            with step.context.lock:
+            with step.fit.lock:
                 for update in step.updates:
                     if update.state is UpdateState.DUE and update.has_arrived:
                         update.state = UpdateState.STEPPED
@@ -196,8 +196,8 @@ class Forks(Callback):
 @contextmanager
 def nothing_before_forks(module: LightningModule) -> Any:
     with (
-        patch.object(GradientEngine, "before_fork", lambda _: None),
-        patch.object(GradientEngine, "after_fork", lambda _, in_child: None),
+        patch.object(Fit, "before_fork", lambda _: None),
+        patch.object(Fit, "after_fork", lambda _, in_child: None),
         patch(f"{__name__}._PATIENCE_S", 2.0),
     ):
         yield

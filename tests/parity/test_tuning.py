@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 from torch.optim import AdamW
 
-from lightning_bytescheduler.ddp.engine import GradientEngine
+from lightning_bytescheduler.ddp.fit import Fit
 from lightning_bytescheduler.tuning import credit_tuner
 from lightning_bytescheduler.tuning.search import CreditTuning
 from lightning_bytescheduler.tuning.sizes import PLAIN_DDP, TuningPoint
@@ -58,16 +58,16 @@ class Restless(CreditTuning):
 def run_restlessly(rank: int, recipe: Recipe, options: dict[str, Any]) -> tuple[Outcome, list[tuple[int, int]]]:
     """Also returns the sizes in force at each forward pass; credit 0 where it is as DDP's."""
     seen: list[tuple[int, int]] = []
-    begin_forward = GradientEngine.begin_forward
+    begin_forward = Fit.begin_forward
 
-    def watched(engine: GradientEngine, *batch: Any) -> None:
-        begin_forward(engine, *batch)
-        core = engine.context.core
-        seen.append((0, 0) if engine.mode.ddp_mode else (core.credit, core.partition_size))
+    def watched(fit: Fit, *batch: Any) -> None:
+        begin_forward(fit, *batch)
+        core = fit.wire.core
+        seen.append((0, 0) if fit.mode.ddp_mode else (core.credit, core.partition_size))
 
     with (
         patch.object(credit_tuner, "CreditTuning", Restless),
-        patch.object(GradientEngine, "begin_forward", watched),
+        patch.object(Fit, "begin_forward", watched),
     ):
         tuned = {**SIZES, "mode": "auto", "tuning": "both", **options}
         recipe = replace(recipe, callbacks=(credit_tuner.CreditTuner,))

@@ -25,8 +25,8 @@ from torch.distributed import distributed_c10d
 from lightning_bytescheduler import ByteSchedulerStrategy, SchedulerStatistics
 from lightning_bytescheduler.collectives import groups as groups_module
 from lightning_bytescheduler.collectives import routing_group
-from lightning_bytescheduler.ddp import agreed_sizes
-from lightning_bytescheduler.ddp import runtime as runtime_module
+from lightning_bytescheduler.ddp import fit as fit_module
+from lightning_bytescheduler.ddp import wire
 from lightning_bytescheduler.ddp.buffers import BufferBroadcast
 from lightning_bytescheduler.ddp.gates import GatedParameter
 from lightning_bytescheduler.ddp.overlapped_step import OverlappedStep
@@ -120,7 +120,7 @@ class Outcome:
 
 
 class _OneThreaded(dist.ProcessGroupGloo):
-    """As it is, but for one thread: see ``ddp/sparse_gradients.py``."""
+    """As it is, but for one thread: see ``ddp/reduction.py``."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, **_: object) -> None:
         # Torch 2.14 also says whether ranks may be exchanged, which no test asks for.
@@ -137,10 +137,10 @@ def train(rank: int, recipe: Recipe, run: Run) -> Outcome:
     model = recipe.model()
     error = None
     with ExitStack() as stack:
-        stack.enter_context(patch.object(agreed_sizes, "_FAR_S", 0.0 if run.far else math.inf))  # whatever clocks say
-        stack.enter_context(patch.object(runtime_module, "_LANDING_S", _LANDING_S))  # however busy the machine is
+        stack.enter_context(patch.object(wire, "_FAR_S", 0.0 if run.far else math.inf))  # whatever clocks say
+        stack.enter_context(patch.object(fit_module, "_LANDING_S", _LANDING_S))  # however busy the machine is
         if run.far:
-            stack.enter_context(patch.object(agreed_sizes, "_chooses", lambda _: True))
+            stack.enter_context(patch.object(wire, "_chooses", lambda _: True))
         if run.routed:
             stack.enter_context(patch.object(routing_group, "ROUTED_BACKENDS", {"gloo"}))
             stack.enter_context(patch.object(BufferBroadcast, "of", lambda *_, **__: None))

@@ -13,7 +13,7 @@ import torch
 
 from lightning_bytescheduler.collectives import transport
 from lightning_bytescheduler.collectives.host_copies import HostCopies
-from lightning_bytescheduler.ddp import scheduled_gradients
+from lightning_bytescheduler.ddp import trainer_fit
 from lightning_bytescheduler.ddp.compressed_reduction import GradientCompression
 from tests.support.fake_device import FakeDevice
 
@@ -50,7 +50,7 @@ class LateCopies(HostCopies):
 def by_host() -> Iterator[None]:
     """Have gradients travel by host memory, as from a GPU, and be encoded there."""
     with ExitStack() as stack:
-        stack.enter_context(patch.object(scheduled_gradients, "travel_by_host", lambda *_, **__: True))
+        stack.enter_context(patch.object(trainer_fit, "travel_by_host", lambda *_, **__: True))
         stack.enter_context(patch.object(transport, "HostCopies", LateCopies))
         stack.enter_context(patch.object(GradientCompression, "work_on", lambda *_: None))
         yield

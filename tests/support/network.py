@@ -11,7 +11,8 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from lightning_bytescheduler.collectives.transport import GradientTransport
-from lightning_bytescheduler.ddp.fabric_strategy import ModuleGradients
+from lightning_bytescheduler.ddp.fabric_strategy import FabricFit
+from lightning_bytescheduler.ddp.fit import Fit
 from lightning_bytescheduler.ddp.strategy import ByteSchedulerStrategy
 from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask
 
@@ -63,25 +64,25 @@ class LateNetwork:
                 self._becoming_ready.put(task)
 
         def releasing_training_step(strategy: ByteSchedulerStrategy, *args: Any, **kwargs: Any) -> Any:
-            self._release(strategy)
+            self._release(strategy.fit)
             return training_step(strategy, *args, **kwargs)
 
         def releasing_flush(strategy: ByteSchedulerStrategy) -> None:
-            self._release(strategy)
+            self._release(strategy.fit)
             flush(strategy)
 
-        forward, flush_module = ModuleGradients.forward, ModuleGradients.flush
+        forward, flush_module = FabricFit.forward, FabricFit.flush
 
-        def releasing_forward(gradients: ModuleGradients) -> AbstractContextManager[None]:
-            self._release(gradients)
-            return forward(gradients)
+        def releasing_forward(fit: FabricFit) -> AbstractContextManager[None]:
+            self._release(fit)
+            return forward(fit)
 
-        def releasing_flush_module(gradients: ModuleGradients) -> None:
-            self._release(gradients)
-            flush_module(gradients)
+        def releasing_flush_module(fit: FabricFit) -> None:
+            self._release(fit)
+            flush_module(fit)
 
-        self._patch(ModuleGradients, "forward", releasing_forward)
-        self._patch(ModuleGradients, "flush", releasing_flush_module)
+        self._patch(FabricFit, "forward", releasing_forward)
+        self._patch(FabricFit, "flush", releasing_flush_module)
         self._patch(GradientTransport, "send", late_send)
         self._patch(CommTask, "notify_ready", late_notify_ready)
         self._patch(ByteSchedulerStrategy, "training_step", releasing_training_step)
@@ -111,9 +112,9 @@ class LateNetwork:
             self._delay()
             task.notify_ready()
 
-    def _release(self, strategy: ByteSchedulerStrategy | ModuleGradients) -> None:
-        if strategy.runtime is not None:
-            self._release_up_to(strategy.runtime.engine.context.step.number)
+    def _release(self, fit: Fit | None) -> None:
+        if fit is not None:
+            self._release_up_to(fit.step.number)
 
     def _release_up_to(self, step: int) -> None:
         with self._released:

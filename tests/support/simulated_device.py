@@ -22,10 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_bytescheduler.collectives.host_copies import PayloadCopies
 from lightning_bytescheduler.compression import dense
 from lightning_bytescheduler.ddp import compressed_reduction
-from lightning_bytescheduler.ddp.compressed_reduction import GradientCompression
-from lightning_bytescheduler.ddp.reduction import GradientBucket
+from lightning_bytescheduler.ddp.compressed_reduction import CompressedReduction, GradientCompression
+from lightning_bytescheduler.ddp.reduction import AllReduction, GradientBucket, ShardedReduction
 from lightning_bytescheduler.ddp.residuals import Residuals
-from lightning_bytescheduler.ddp.steps import StepContext
 from tests.support.fake_device import FakeDevice
 from tests.support.late_copies import by_host
 
@@ -166,23 +165,31 @@ class LatePayloads(PayloadCopies):
 def on_device() -> Iterator[None]:
     """Have gradients be encoded on the device, and travel from host memory."""
 
-    def on_the_wire(self: StepContext, bucket: GradientBucket, step: int) -> GradientBucket:
-        there = GradientBucket(bucket.index, bucket.parameters, OnDevice(bucket.buffer), bucket.priority)
-        return original(self, there, step)
-
     def generator_on(device: torch.device, *seed: int) -> torch.Generator:
         return draws(torch.device("cpu"), *seed)
 
-    original, draws, work_on = StepContext.on_the_wire, dense.generator_on, GradientCompression.work_on
+    draws, work_on = dense.generator_on, GradientCompression.work_on
     with ExitStack() as stack:
         stack.enter_context(by_host())
         stack.enter_context(patch.object(GradientCompression, "work_on", work_on))
         stack.enter_context(patch.object(compressed_reduction, "PayloadCopies", LatePayloads))
-        stack.enter_context(patch.object(StepContext, "on_the_wire", on_the_wire))
+        for kind in (AllReduction, CompressedReduction, ShardedReduction):
+            stack.enter_context(patch.object(kind, "reduce", _from_device(kind.reduce)))
         stack.enter_context(patch.object(dense, "generator_on", generator_on))
         for of, name in ((Residuals, "load"), (Residuals, "live_on"), (GradientCompression, "in_factors")):
             stack.enter_context(patch.object(of, name, _there(getattr(of, name))))
         yield
+
+
+def _from_device(reduce: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, with a bucket that is on the device."""
+
+    def reducing(self: Any, bucket: GradientBucket, *more: Any) -> Any:
+        if not isinstance(bucket.buffer, OnDevice) and bucket.exists is None:
+            bucket = GradientBucket(bucket.index, bucket.parameters, OnDevice(bucket.buffer), bucket.priority)
+        return reduce(self, bucket, *more)
+
+    return reducing
 
 
 def _there(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -42,7 +42,7 @@ def test_options_are_given_by_name() -> None:
 
 def test_one_tuner_decides() -> None:
     tuner = CreditTuner()
-    strategy = SimpleNamespace(runtime=None)
+    strategy = SimpleNamespace(has_sizes_to_tune=True)
     CreditTuner().setup(SimpleNamespace(strategy=strategy, callbacks=[tuner]), None, "fit")  # type: ignore[arg-type]
     trainer: Any = SimpleNamespace(strategy=strategy, callbacks=[tuner, CreditTuner()])
     with pytest.raises(UnsupportedError, match="more than one CreditTuner"):
@@ -61,7 +61,9 @@ def test_a_record_that_cannot_be_written(tmp_path: Path) -> None:
         CreditTuner(record=tmp_path)
     tuner = CreditTuner(record=tmp_path / "below" / "tuning.jsonl")
     (tmp_path / "below").touch()  # since it was checked
-    trainer: Any = SimpleNamespace(strategy=SimpleNamespace(runtime=None), callbacks=[tuner], is_global_zero=True)
+    trainer: Any = SimpleNamespace(
+        strategy=SimpleNamespace(has_sizes_to_tune=True), callbacks=[tuner], is_global_zero=True
+    )
     with pytest.raises(OptionError, match=r"^record=.* must be a file that can be written \("):
         tuner.setup(trainer, None, "fit")  # type: ignore[arg-type]
     trainer.is_global_zero = False

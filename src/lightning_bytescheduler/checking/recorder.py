@@ -141,9 +141,9 @@ class Recorder(pl.Callback):
         """See Callback."""
         self._start = trainer.global_step
         self._record.initial = _digests(pl_module)
-        runtime = trainer.strategy.runtime if isinstance(trainer.strategy, ByteSchedulerStrategy) else None
-        if runtime is not None and self._spec.strategy == "undeferred":
-            runtime.engine.context.unseen.update(map(id, pl_module.parameters()))
+        fit = trainer.strategy.fit if isinstance(trainer.strategy, ByteSchedulerStrategy) else None
+        if fit is not None and self._spec.strategy == "undeferred":
+            fit.reads.unseen.update(map(id, pl_module.parameters()))
         self._step_ended = time.perf_counter()
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:

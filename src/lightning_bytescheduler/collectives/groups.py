@@ -60,7 +60,7 @@ class SchedulerGroups:
     Attributes:
         counts: Carries each rank's number of samples; gloo. ``None`` if samples are not counted.
         reports: Carries what each rank has submitted, if other code's collectives are ordered; gloo.
-        sparse: Carries sparse gradients, one at a time: see ``ddp/sparse_gradients.py``. ``None`` if there are none, or
+        sparse: Carries sparse gradients, one at a time: see ``ddp/reduction.py``. ``None`` if there are none, or
             they travel on the default group.
         by_host: Whether gradients travel from host memory wherever they live, see ``host_copies.py``; the data group is
             then gloo.

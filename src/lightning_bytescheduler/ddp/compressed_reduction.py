@@ -35,48 +35,532 @@ exception.
 
 from __future__ import annotations
 
+import hashlib
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_bytescheduler.collectives.host_copies import HostPayloads, PayloadCopies
-from lightning_bytescheduler.collectives.operations import profiled
+from lightning_bytescheduler.collectives.operations import (
+    StartedOperation,
+    all_reduce_direct,
+    all_reduce_in_shards,
+    others_of,
+    profiled,
+    scale,
+    shard_of,
+)
+from lightning_bytescheduler.collectives.transport import EncodedStart
+from lightning_bytescheduler.compression import Compressor
+from lightning_bytescheduler.compression.compressor import is_finite
 from lightning_bytescheduler.compression.powersgd import Matrix, PowerSGD
-from lightning_bytescheduler.ddp.compressed_bucket import CompressedBucket, Piece
-from lightning_bytescheduler.ddp.compressed_layers import CompressedLayers
-from lightning_bytescheduler.ddp.compression_rules import AUTO, CompressionRules
-from lightning_bytescheduler.ddp.low_rank_reduction import LowRankBucket, Rest, reduce_in_factors
-from lightning_bytescheduler.ddp.reduction import AllReduction, GradientBucket, StepTasks
-from lightning_bytescheduler.ddp.residuals import Layout, Residuals
+from lightning_bytescheduler.ddp.compression_rules import AUTO, CompressedLayers, CompressionRules
+from lightning_bytescheduler.ddp.reduction import AllReduction, GradientBucket, Phase, StepTasks, Uncompressed
+from lightning_bytescheduler.ddp.residuals import Residuals
 from lightning_bytescheduler.ddp.sample_weights import StepWeight
-from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
+from lightning_bytescheduler.ddp.statistics import Record
 from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask
-from lightning_bytescheduler.timeline.timeline import CODEC, Timeline
+from lightning_bytescheduler.timeline.timeline import CODEC
 
-__all__ = ["CompressedReduction", "GradientCompression", "has_no_gradient"]
+__all__ = [
+    "CompressedBucket",
+    "CompressedReduction",
+    "GradientCompression",
+    "LowRankBucket",
+    "Piece",
+    "Rest",
+    "has_no_gradient",
+    "reduce_in_factors",
+]
+
+_ALIGNED = 8  # bytes, so that a body can be read as numbers
+_WIDTH = 4  # bytes of an element of a residual
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Neighbouring elements of a bucket that belong to one parameter.
+
+    Attributes:
+        codec: Their codec; ``None`` for uncompressed.
+        residual: Flat, fp32, as long as the piece; ``None`` if nothing was left out so far.
+        before: Receives a copy of the residual at the beginning of the step, if it may have to be restored.
+        idle: Whether the parameter has no gradient on this rank. If that holds on all ranks, no optimizer applies what
+            is sent, so no residual may be sent with it.
+    """
+
+    first: int
+    end: int
+    codec: Compressor | None
+    residual: Tensor | None = None
+    before: Tensor | None = None
+    name: str = ""
+    idle: bool = False
+
+    def within(self, first: int, end: int) -> Piece | None:
+        """Return the part between two positions in the bucket, or ``None``."""
+        start, stop = max(first, self.first), min(end, self.end)
+        if start >= stop:
+            return None
+        here = slice(start - self.first, stop - self.first)
+        residual = None if self.residual is None else self.residual[here]
+        before = None if self.before is None else self.before[here]
+        return Piece(start, stop, self.codec, residual, before, self.name, self.idle)
+
+    def nbytes(self, width: int) -> int:
+        """Return the bytes on the wire; an uncompressed element takes ``width`` bytes."""
+        size = self.end - self.first
+        return size * width if self.codec is None else self.codec.payload_bytes(size)
+
+    def encode(self, values: Tensor, *, seed: int, worker: int, squares: list[float]) -> Tensor:
+        """Return the body of the piece, and keep what it leaves out.
+
+        Args:
+            values: Its values; in fp32 if it has a codec.
+            seed: Random seed, the same on all ranks for this part of a step.
+            worker: Number that gives each rank other random numbers.
+            squares: Receives the squared norm of the residual.
+        """
+        codec, residual = self.codec, self.residual
+        if codec is None:
+            return values.view(torch.uint8)
+        if residual is None or not is_finite(values):  # an overflowed gradient is lost, and the residual stays
+            return codec.compress(values, seed=seed + self.first, worker=worker)
+        left = torch.zeros_like(residual) if self.idle else residual
+        body = codec.compress_with(left, values, seed=seed + self.first, worker=worker)
+        if self.idle:
+            residual.add_(left)
+        squares.append(float(torch.dot(residual, residual)))
+        return body
+
+
+class CompressedBucket:
+    """One bucket in one step, which travels encoded, part by part, to the owners of its shards and back.
+
+    A bucket consists of *pieces*: neighbouring elements of one parameter, each encoded by that parameter's codec. A
+    *payload* is the encoded bodies of pieces, each beginning at a multiple of eight bytes. Ranks all know the pieces,
+    so nothing else is sent between them.
+
+    Args:
+        pieces: Those of whole parameters, without residuals.
+        weight: This rank's weight, known before anything is sent; residuals hold gradients times its factor.
+        copies: Copies payloads between ``buffer``'s device and host memory.
+        fold: How many times larger its parts are than others', see :class:`CommTask`.
+    """
+
+    def __init__(
+        self,
+        buffer: Tensor,
+        pieces: list[Piece],
+        observer: GradientCompression,
+        weight: StepWeight,
+        copies: HostPayloads,
+        fold: int = 1,
+    ) -> None:
+        self.fold = fold
+        self._copies = copies
+        self._buffer = buffer
+        self._width = buffer.element_size()
+        self._pieces = pieces
+        self._observer = observer
+        self._weight = weight
+        self._sums: dict[int, Tensor] = {}  # by index of the part: this rank's encoded shard
+
+    def add_left(self) -> None:
+        """Add residuals to the gradient, as the bucket is about to travel unencoded.
+
+        Where the residual is zero, the gradient keeps its bits. Otherwise this waits until this rank's weight is known.
+        A rank with weight 0 keeps its residual for a later step.
+        """
+        for piece in self._pieces:
+            piece = self._observer.with_residual(piece, make=False)
+            residual = piece.residual
+            if residual is None:
+                continue
+            if piece.before is not None:
+                piece.before.copy_(residual)
+            if residual.any():
+                self._weight.wait(self._observer.failure)
+                self._add_left(piece, residual, self._weight.factor)
+
+    def _add_left(self, piece: Piece, residual: Tensor, factor: float) -> None:
+        gradient = self._buffer[piece.first : piece.end]
+        if not factor or piece.idle or not is_finite(gradient):
+            return
+        before = gradient.float() if self._width < _WIDTH else None
+        gradient.add_(residual, alpha=1.0 / factor)  # the gradient is multiplied by the factor later
+        if before is None:
+            residual.zero_()
+        elif is_finite(gradient):  # subtract only what the gradient's precision could take
+            residual.sub_(gradient.float().sub_(before), alpha=factor)
+        else:
+            gradient.copy_(before)
+
+    def scatter(self, group: dist.ProcessGroup, sub_task: SubCommTask, number: int) -> StartedOperation:
+        """Send a part's shards to their owners, and sum this rank's shard; an ``EncodedStart``."""
+        rank, seed = group.rank(), _seed(sub_task)
+        with self._observer.working("encode", sub_task) as squares, self._copies.working():
+            self._take_residuals(sub_task)
+            shards = self._shards(group, sub_task)
+            scale(self._buffer[sub_task.offset : sub_task.offset + sub_task.size], self._weight.factor)
+            sent = {
+                other: self._copies.to_host(self._packed(shard, self._values(shard), seed, rank, squares))
+                for other, shard in shards.items()
+                if other != rank
+            }
+        own = shards.get(rank, [])
+
+        def add_up(received: dict[int, Tensor]) -> None:
+            if own:
+                with self._observer.working("reduce", sub_task) as squares, self._copies.working():
+                    sums = self._values(own)
+                    for payload in received.values():
+                        self._add(own, self._copies.to_device(payload), sums)
+                    packed = self._packed(own, sums, seed, rank, squares, place=True)
+                    self._sums[sub_task.index] = self._copies.to_host(packed)
+
+        senders = dict.fromkeys(others_of(group), own) if own else {}
+        return self._messages(group, sub_task, senders, sent, number, add_up)
+
+    def gather(self, group: dist.ProcessGroup, sub_task: SubCommTask, number: int) -> StartedOperation:
+        """Send this rank's summed shard of a part to all ranks and receive theirs; an ``EncodedStart``."""
+        shards = self._shards(group, sub_task)
+        payload = self._sums.pop(sub_task.index, None)
+        sent = {} if payload is None else dict.fromkeys(others_of(group), payload)
+
+        def place(received: dict[int, Tensor]) -> None:
+            with self._observer.working("decode", sub_task), self._copies.working():
+                for rank, payload in received.items():
+                    for piece, body in self._bodies(shards[rank], self._copies.to_device(payload)):
+                        self._place(piece, body)
+
+        senders = {rank: shards[rank] for rank in others_of(group) if rank in shards}
+        return self._messages(group, sub_task, senders, sent, number, place)
+
+    def _take_residuals(self, sub_task: SubCommTask) -> None:
+        """Give each piece of a part its residual, and save it in case the step is skipped."""
+        edges = sub_task.offset, sub_task.offset + sub_task.size
+        for at, piece in enumerate(self._pieces):
+            if piece.within(*edges) is not None:
+                self._pieces[at] = piece = self._observer.with_residual(piece)
+                inside = piece.within(*edges)
+                if inside is not None and inside.before is not None and inside.residual is not None:
+                    inside.before.copy_(inside.residual)
+
+    # ------------------------------------------------------------------ messages
+
+    def _messages(
+        self,
+        group: dist.ProcessGroup,
+        sub_task: SubCommTask,
+        senders: dict[int, list[Piece]],
+        sent: dict[int, Tensor],
+        number: int,
+        then: Callable[[dict[int, Tensor]], None],
+    ) -> StartedOperation:
+        """Exchange payloads, then call ``then`` with those of ``senders``."""
+        sub_task.encoded_bytes = (sub_task.encoded_bytes or 0) + sum(len(payload) for payload in sent.values())
+        received = {rank: self._copies.memory(self._payload_bytes(shard)) for rank, shard in senders.items()}
+        return StartedOperation(_works(group, received, sent, number), partial(then, received), messages=True)
+
+    def _shards(self, group: dist.ProcessGroup, sub_task: SubCommTask) -> dict[int, list[Piece]]:
+        shards = {}
+        for rank in range(group.size()):
+            first, end = (sub_task.offset + edge for edge in shard_of(sub_task.size, rank, group.size()))
+            if first < end:
+                found = (piece.within(first, end) for piece in self._pieces)
+                shards[rank] = [piece for piece in found if piece is not None]
+        return shards
+
+    def _payload_bytes(self, shard: Sequence[Piece]) -> int:
+        return sum(_aligned(piece.nbytes(self._width)) for piece in shard)
+
+    def _bodies(self, shard: Sequence[Piece], payload: Tensor) -> Iterator[tuple[Piece, Tensor]]:
+        """Yield each piece with its part of a payload."""
+        at = 0
+        for piece in shard:
+            size = piece.nbytes(self._width)
+            yield piece, payload[at : at + size]
+            at += _aligned(size)
+
+    # ------------------------------------------------------------------ arithmetic
+
+    def _values(self, shard: list[Piece]) -> list[Tensor]:
+        """Return this rank's values of a shard: views of the buffer, or fp32 copies for a codec."""
+        parts = [(piece, self._buffer[piece.first : piece.end]) for piece in shard]
+        return [part if piece.codec is None else part.float() for piece, part in parts]
+
+    def _packed(
+        self,
+        shard: list[Piece],
+        values: list[Tensor],
+        seed: int,
+        worker: int,
+        squares: list[float],
+        *,
+        place: bool = False,
+    ) -> Tensor:
+        """Encode a shard and keep its residual; with ``place``, write the decoded values into the buffer."""
+        bodies = []
+        for piece, part in zip(shard, values, strict=True):
+            bodies.append(piece.encode(part, seed=seed, worker=worker, squares=squares))
+            if place:  # decode the bytes that travel, as all other ranks do
+                self._place(piece, bodies[-1])
+        size = self._payload_bytes(shard)
+        if len(bodies) == 1 and shard[0].codec is not None and size == len(bodies[0]):
+            return bodies[0]
+        at, payload = 0, bodies[0].new_empty(size)
+        for body in bodies:
+            payload[at : at + len(body)] = body
+            at += _aligned(len(body))
+        return payload
+
+    def _add(self, shard: list[Piece], payload: Tensor, sums: list[Tensor]) -> None:
+        for (piece, body), total in zip(self._bodies(shard, payload), sums, strict=True):
+            if piece.codec is None:
+                total.add_(body.view(total.dtype))
+            else:
+                piece.codec.add(body, total)
+
+    def _place(self, piece: Piece, body: Tensor) -> None:
+        gradient = self._buffer[piece.first : piece.end]
+        if piece.codec is None:
+            gradient.copy_(body.view(gradient.dtype))
+        elif gradient.dtype is torch.float32:
+            piece.codec.decompress(body, len(gradient), out=gradient)
+        else:
+            gradient.copy_(piece.codec.decompress(body, len(gradient)))
+
+
+def _aligned(size: int) -> int:
+    """Round up to a multiple of the alignment of bodies."""
+    return -(-size // _ALIGNED) * _ALIGNED
+
+
+def _seed(sub_task: SubCommTask) -> int:
+    """Return a random seed: equal on all ranks and in both directions, different for each part and step."""
+    key = sub_task.parent.key
+    names = f"{key.step} {key.bucket} {sub_task.index}".encode()
+    return int.from_bytes(hashlib.blake2b(names, digest_size=7).digest(), "little")
+
+
+def _works(
+    group: dist.ProcessGroup, received: Mapping[int, Tensor], sent: Mapping[int, Tensor], number: int
+) -> list[dist.Work]:
+    works = [group.recv([payload], rank, number) for rank, payload in received.items()]
+    return works + [group.send([sent[rank]], rank, number) for rank in others_of(group) if rank in sent]
+
+
+_DIRECT = 1 << 15  # bytes that a rank may send in addition to save a round of messages of 1 to 2 ms
+
+
+class LowRankBucket:
+    """The matrices of one bucket in one step, reduced as products of two thin matrices P and Q.
+
+    Both sums are tasks with the bucket's priority. The scheduler cuts and orders them like others, so urgent layers'
+    factors pass those of others, and the second sum travels during the next forward pass. The rest of a bucket (biases,
+    small or flat parameters, parameters under other rules) is reduced as one more buffer.
+
+    Why the ranks agree: as in ``reduction.py``. A rank's right task (Q) waits for its left task (P) and for the rest of
+    the bucket. Rank 0 launches it after these have ended there, so they come first in the order of all ranks. Each rank
+    orthonormalises and multiplies P itself. The bits are equal as long as processors are of one kind and torch uses
+    them alike, which is checked at the start (``CompressionRules.facts``).
+
+    On a GPU the arithmetic runs where gradients are, and only factors are copied to host memory and back
+    (``host_copies.py``). The rest is reduced as if it were a whole bucket.
+
+    Threads: :meth:`LowRankBucket.left` and :meth:`LowRankBucket.right` run on the codec thread.
+    :meth:`LowRankBucket.place` runs on the thread that sees the last part of the right task arrive, before the task
+    ends, so an error in it fails the task.
+
+    Args:
+        buffer: The flat gradient; the matrices' places are filled with the mean.
+        weight: This rank's weight, known before anything is sent.
+        copies: Copies factors between ``buffer``'s device and host memory.
+    """
+
+    def __init__(
+        self,
+        buffer: Tensor,
+        matrices: Sequence[Matrix],
+        ranks: int,
+        observer: GradientCompression,
+        weight: StepWeight,
+        copies: HostPayloads,
+    ) -> None:
+        self._buffer = buffer
+        self._copies = copies
+        self._weight = weight
+        self._matrices = matrices
+        self._ranks = ranks
+        self._observer = observer
+        sizes = [
+            (matrix.shape[0] * matrix.right.shape[1], matrix.shape[1] * matrix.right.shape[1]) for matrix in matrices
+        ]
+        self.lefts = torch.empty(sum(rows for rows, _ in sizes), dtype=torch.float32, device=buffer.device)
+        self.rights = torch.empty(sum(columns for _, columns in sizes), dtype=torch.float32, device=buffer.device)
+        self._sent_lefts, self._sent_rights = self.lefts, self.rights  # or copies in host memory
+        self._factors = list(
+            zip(
+                matrices,
+                self.lefts.split([rows for rows, _ in sizes]),
+                self.rights.split([columns for _, columns in sizes]),
+                strict=True,
+            )
+        )
+        self._have_left = self._have_right = False
+
+    @property
+    def elements(self) -> int:
+        """Number of elements of all matrices."""
+        return sum(matrix.end - matrix.first for matrix in self._matrices)
+
+    def left(self, group: dist.ProcessGroup, sub_task: SubCommTask, number: int) -> StartedOperation:
+        """Sum a part of all P over the ranks; an ``EncodedStart``."""
+        if not self._have_left:
+            self._have_left = True
+            with self._observer.working("encode", sub_task), self._copies.working():
+                for matrix, left, _ in self._factors:
+                    matrix.begin(self._buffer, self._weight.factor, left)
+                self._sent_lefts = self._copies.to_host(self.lefts)
+        return _mean(group, self._sent_lefts, sub_task, number)
+
+    def right(self, group: dist.ProcessGroup, sub_task: SubCommTask, number: int) -> StartedOperation:
+        """Sum a part of all Q over the ranks; an ``EncodedStart``, after all of :meth:`left`."""
+        if not self._have_right:
+            self._have_right = True
+            with self._observer.working("reduce", sub_task), self._copies.working():
+                self._copies.bring_back(self._sent_lefts, self.lefts)
+                for matrix, left, right in self._factors:
+                    matrix.go_on(left, right)
+                self._sent_rights = self._copies.to_host(self.rights)
+        return _mean(group, self._sent_rights, sub_task, number)
+
+    def place(self, last: SubCommTask, rest: Rest) -> None:
+        """Write the means of matrices and rest into the buffer; after all of :meth:`right`."""
+        with self._observer.working("decode", last) as squares, self._copies.working():
+            rest.put_back()
+            self._copies.bring_back(self._sent_rights, self.rights)
+            for matrix, left, right in self._factors:
+                squares.append(matrix.end_with(self._buffer, self._ranks, left, right))
+
+
+def reduce_in_factors(
+    tasks: StepTasks,
+    bucket: GradientBucket,
+    matrices: LowRankBucket,
+    rest: Rest,
+    reduce_rest: Callable[[GradientBucket, Callable[[CommTask], None] | None], CommTask],
+    on_end: Callable[[CommTask], None] | None,
+) -> CommTask:
+    """Average the buffer of a bucket that has matrices; see ``Reduction.reduce``."""
+    ready, share = tasks.mark(bucket), (tasks.world_size - 1) / tasks.world_size
+    awaited, arriving = _Countdown(2 if rest.buffer.numel() else 1), _Countdown(matrices.rights.numel())
+
+    def enqueue(
+        name: str,
+        phase: Phase,
+        factors: Tensor,
+        start: EncodedStart,
+        on_end: Callable[[CommTask], None] | None,
+        on_part: Callable[[SubCommTask], None] | None = None,
+    ) -> CommTask:
+        return tasks.enqueue(
+            f"bucket {bucket.index} {name}",
+            factors,
+            tasks.encoded(start, on_part),
+            phase=phase,
+            index=bucket.index,
+            priority=bucket.priority,
+            # Unencoded matrices would travel once to their owners and once to all.
+            wire_share=share * matrices.elements / factors.numel() * bucket.buffer.element_size() / 4,
+            on_end=on_end,
+        )
+
+    def ended(task: CommTask) -> None:
+        # If it failed, the core stops, and all waits end.
+        if task.error is None and awaited.less(1):
+            right.notify_ready()
+
+    def place(part: SubCommTask) -> None:
+        if arriving.less(part.size):
+            matrices.place(part, rest)
+
+    left = enqueue("left", Phase.LEFT, matrices.lefts, matrices.left, ended)
+    right = enqueue("right", Phase.RIGHT, matrices.rights, matrices.right, on_end, place)
+    if rest.buffer.numel():
+        reduce_rest(GradientBucket(bucket.index, rest.parameters, rest.buffer, bucket.priority), ended)
+    tasks.notify_ready(left, ready)
+    return right
+
+
+class Rest:
+    """The part of a bucket that is reduced beside its matrices, in its own buffer."""
+
+    def __init__(self, buffer: Tensor, pieces: Sequence[tuple[nn.Parameter, int, int]]) -> None:
+        self.parameters = [parameter for parameter, _, _ in pieces]
+        self._places = [buffer[first:end] for _, first, end in pieces]
+        self.buffer = torch.cat(self._places) if pieces else buffer[:0]
+
+    def put_back(self) -> None:
+        """Copy the result into the bucket."""
+        parts = self.buffer.split([len(place) for place in self._places])
+        for place, part in zip(self._places, parts, strict=True):
+            place.copy_(part)
+
+
+class _Countdown:
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._lock = threading.Lock()
+
+    def less(self, count: int) -> bool:
+        with self._lock:
+            self._count -= count
+            return not self._count
+
+
+def _mean(group: dist.ProcessGroup, factors: Tensor, sub_task: SubCommTask, number: int) -> StartedOperation:
+    """Average a part over all ranks by messages that are matched by their number.
+
+    It takes two rounds, or one if that sends hardly more, as on two ranks. The sizes that decide are known to all
+    ranks.
+    """
+    part = factors[sub_task.offset : sub_task.offset + sub_task.size]
+    width, others = factors.element_size(), group.size() - 1
+    first, end = shard_of(sub_task.size, group.rank(), group.size())
+    in_shards = (sub_task.size - (end - first) + others * (end - first)) * width
+    direct = others * sub_task.size * width
+    if direct * (1 - 2 / group.size()) <= _DIRECT:
+        sub_task.encoded_bytes = direct
+        return all_reduce_direct(group, part, number, 1.0 / group.size())
+    sub_task.encoded_bytes = in_shards
+    return all_reduce_in_shards(group, part, number, 1.0 / group.size())
+
 
 _SEEN_STEPS = 30
 _FOLD = 4  # times as large parts where bytes shrink eightfold, as each part has a fixed cost of codecs and threads
-_FIRST = 1024  # elements of a gradient that are looked at first to see that it is not zero
 
 
-class GradientCompression:
+class GradientCompression(Uncompressed):
     """The compression of one fit's gradients on this rank, with their residuals.
 
     Args:
-        timeline: Takes spans; ``None`` for none.
+        record: Takes what is measured.
         loss_scale: Returns the current factor of losses, which residuals also contain; ``None`` if it never changes.
         layers: Decides how many layers are compressed; ``None`` for all.
         failure: Returns the reason why nothing will come, if so.
         idle: Whether a parameter has got no gradient in this step on this rank; asked when its bucket is ready.
         may_drop: Whether mean gradients may be dropped without an optimizer step, as with two losses and optimizers.
             The residuals are then restored.
+        seen: Called once after some steps.
 
     Attributes:
         ratio: How many times fewer bytes travel for all gradients together, as far as that does not depend on their
@@ -91,24 +575,20 @@ class GradientCompression:
         parameters: Mapping[str, nn.Parameter],
         residuals: Residuals,
         *,
-        statistics: SchedulerStatistics,
-        timeline: Timeline | None = None,
+        record: Record,
         loss_scale: Callable[[], float | None] = lambda: None,
         layers: CompressedLayers | None = None,
         failure: Callable[[], BaseException | None] = lambda: None,
         idle: Callable[[nn.Parameter], bool] = lambda parameter: False,
         may_drop: bool = False,
         seen: Callable[[], None] = lambda: None,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.clock = clock
         self._idle = idle
-        self._seen = seen
+        self.seen = seen
         self.layers = layers
         self.failure = failure
         self._residuals = residuals
-        self._statistics = statistics
-        self._timeline = timeline
+        self._record = record
         self._loss_scale = loss_scale
         self.copies = HostPayloads()
         self._lock = threading.Lock()  # guards the counters, which two threads update
@@ -116,43 +596,29 @@ class GradientCompression:
         self._codecs = {id(parameters[name]): (name, codec) for name, codec in codecs.items() if codec is not None}
         self.compressed = {name: AUTO if rules.auto else codec.spec for name, codec in self._codecs.values()}
         self.ratio = 1.0 if rules.auto else rules.ratio(parameters)
-        self._parameters = {name: parameters[name] for name in self.compressed}
-        residuals.may_be_dropped = may_drop
-        self.left_out = residuals.are_of({name: Layout.of(parameters[name]) for name in self.compressed})
-        self._stepped: set[int] = set()  # ids of parameters stepped since the last reduced backward pass
-        self._versions: dict[str, int] = {}  # of parameters, when that pass began
-        self._dropped: set[str] = set()  # gradients dropped since then
+        self.left_out = residuals.begin_fit({name: parameters[name] for name in self.compressed}, may_drop=may_drop)
+
+    def reduction(self, tasks: StepTasks) -> CompressedReduction:
+        """See ``Uncompressed``."""
+        return CompressedReduction(tasks, self)
+
+    def before_forward(self, step: int, *, counts: bool, tries: bool) -> None:
+        """See ``Uncompressed``; only one setting is tried at a time."""
+        if self.layers is not None:
+            self.layers.before_step(step, counts=counts and not (self.layers.is_settled and tries))
+
+    def disturb(self) -> None:
+        """See ``Uncompressed``."""
+        if self.layers is not None:
+            self.layers.disturb()
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """Record that an optimizer has stepped with the present mean gradients."""
-        if self._residuals.may_be_dropped:
-            with torch._C.DisableTorchFunctionSubclass():
-                self._stepped.update(
-                    id(parameter)
-                    for group in optimizer.param_groups
-                    for parameter in group["params"]
-                    if parameter.grad is not None
-                )
+        """See ``Uncompressed``."""
+        self._residuals.stepped(optimizer)
 
     def before_backward(self) -> None:
-        """Record which mean gradients were dropped; nothing may be in flight."""
-        with torch._C.DisableTorchFunctionSubclass():
-            self._dropped.update(name for name in self.not_applied() if _is_dropped(self._parameters[name].grad))
-
-    def not_applied(self) -> set[str]:
-        """Return the parameters whose last mean gradient may still be dropped unused; nothing may be in flight.
-
-        A step that bypasses the strategy, such as that of a separate optimizer, shows as a write to the parameter.
-        """
-        if not self._residuals.may_be_dropped:
-            return set()
-        with torch._C.DisableTorchFunctionSubclass():
-            return {
-                name
-                for name in self._residuals.changed
-                if id(self._parameters[name]) not in self._stepped
-                and self._parameters[name]._version == self._versions.get(name)
-            }
+        """See ``Uncompressed``."""
+        self._residuals.before_backward()
 
     def work_on(self, device: torch.device) -> PayloadCopies:
         """Encode on ``device``, where gradients are; nothing may be in flight.
@@ -164,30 +630,25 @@ class GradientCompression:
         self._residuals.live_on(copies.device)
         return copies
 
-    def leave_device(self) -> None:
-        """Move residuals to host memory at the end of a fit; nothing may be in flight."""
-        self._residuals.live_on(torch.device("cpu"))
+    def close(self) -> None:
+        """See ``Uncompressed``: residuals move to host memory; those of gradients never applied are restored."""
+        self._residuals.end_fit()
 
     def begin_step(self, *, as_ddp: bool = False) -> None:
-        """Begin the step at the first bucket of a backward pass; nothing of the last one may be in flight.
+        """See ``Uncompressed``.
 
         Args:
             as_ddp: Whether the step is taken as DDP's: exact, if only some layers are compressed.
         """
         if self.layers is not None:
             self.layers.begin_backward(exact=as_ddp)
-        if self._statistics.steps >= _SEEN_STEPS:
-            self._seen()
-            self._seen = lambda: None
-        self._residuals.begin_step(self._loss_scale(), self._dropped, self.not_applied())
-        self._stepped.clear()
-        self._dropped.clear()
-        if self._residuals.may_be_dropped:
-            with torch._C.DisableTorchFunctionSubclass():
-                self._versions = {name: parameter._version for name, parameter in self._parameters.items()}
+        if self._record.statistics.steps >= _SEEN_STEPS:
+            self.seen()
+            self.seen = lambda: None
+        self._residuals.begin_step(self._loss_scale())
 
     def encoded(self, bucket: GradientBucket, weight: StepWeight) -> CompressedBucket | None:
-        """Return the encoded form of a bucket in a step with this rank's ``weight``; ``None`` if it travels exact."""
+        """See ``Uncompressed``."""
         codecs = (self._codecs.get(id(parameter), ("", None))[1] for parameter in bucket.parameters)
         buffer, layers = bucket.buffer, self.layers
         nbytes = buffer.numel() * buffer.element_size()
@@ -202,12 +663,6 @@ class GradientCompression:
             return None
         return encoded
 
-    def stays_on_device(self, bucket: GradientBucket) -> bool:
-        """Whether a bucket is encoded on its device, so that it need not be copied to host memory."""
-        if not isinstance(self.copies, PayloadCopies) or bucket.buffer.is_complex():
-            return False
-        return any(id(parameter) in self._codecs for parameter in bucket.parameters)
-
     def with_residual(self, piece: Piece, *, make: bool = True) -> Piece:
         """Return the piece of a whole parameter with its residual; called on the thread that sends it.
 
@@ -220,10 +675,6 @@ class GradientCompression:
             return piece
         residual, before = self._residuals.to_change(piece.name, size)
         return replace(piece, residual=residual, before=before)
-
-    def forget_not_applied(self) -> None:
-        """Restore residuals of gradients that were never applied, as a fit ends; nothing may be in flight."""
-        self._residuals.take_back(self.not_applied())
 
     def in_factors(self, bucket: GradientBucket, ranks: int, weight: StepWeight) -> tuple[LowRankBucket, Rest] | None:
         """Split a bucket into matrices that travel as factors and the rest; ``None`` if it has no such matrix."""
@@ -264,46 +715,26 @@ class GradientCompression:
     @contextmanager
     def working(self, what: str, sub_task: SubCommTask) -> Iterator[list[float]]:
         """Time a codec's work for a part; the list collects squared norms of residuals."""
-        name, statistics = f"{what} {sub_task.name}", self._statistics
+        name, record = f"{what} {sub_task.name}", self._record
         squares: list[float] = []
         with profiled(f"bytescheduler::{name}"):
-            start = self.clock()
+            start = record.clock()
             try:
                 yield squares
             finally:
-                now = self.clock()
+                now = record.span(name, CODEC, start, step=sub_task.parent.key.step)
                 with self._lock:
-                    statistics.codec_s += now - start
-                    statistics.residual_squares += sum(squares)
-                if self._timeline is not None:
-                    lane, step = threading.current_thread().name, sub_task.parent.key.step
-                    self._timeline.span(name, CODEC, start, now, lane=lane, args={"step": step})
-
-
-def _is_dropped(gradient: Tensor | None) -> bool:
-    """Whether ``zero_grad`` was called, with or without ``set_to_none``."""
-    if gradient is None:
-        return True
-    flat = gradient.detach().reshape(-1)
-    return not flat[:_FIRST].any() and not flat.any()
+                    record.statistics.codec_s += now - start
+                    record.statistics.residual_squares += sum(squares)
 
 
 class CompressedReduction:
     """Encoded reduce-scatter and all-gather by priority; an all-reduce for buckets that travel uncompressed.
 
     See :class:`~lightning_bytescheduler.ddp.reduction.Reduction`.
-
-    Args:
-        on_host: Copies a bucket on a device to the host, so that it can travel uncompressed.
     """
 
-    def __init__(
-        self,
-        tasks: StepTasks,
-        compression: GradientCompression,
-        on_host: Callable[[GradientBucket], GradientBucket] = lambda bucket: bucket,
-    ) -> None:
-        self._on_host = on_host
+    def __init__(self, tasks: StepTasks, compression: GradientCompression) -> None:
         self._tasks = tasks
         self._as_it_is = AllReduction(tasks)
         self._compression = compression
@@ -316,7 +747,7 @@ class CompressedReduction:
             return reduce_in_factors(tasks, bucket, *in_factors, self.reduce, on_end)
         encoded = self._compression.encoded(bucket, tasks.weight)
         if encoded is None:
-            return self._as_it_is.reduce(self._on_host(bucket) if bucket.exists is None else bucket, on_end)
+            return self._as_it_is.reduce(bucket, on_end)
         return tasks.enqueue_halves(bucket, buffer, encoded, scatter_priority=bucket.priority, on_end=on_end)
 
     def close(self) -> None:

@@ -138,10 +138,10 @@ def check_options(
         OptionError: Names the option, its value and what is allowed.
         UnsupportedError: Names the option that cannot be honoured, the reason and the way out.
     """
-    own = [name for name in inspect.signature(of).parameters if name != "kwargs"]
+    own = [name for name in inspect.signature(of).parameters if name not in ("args", "kwargs")]
     # LightningCLI passes what the strategy says itself
     named = {name: value for name, value in given.items() if name not in SAID_BY_THE_STRATEGY}
-    require_known(named, [*own, *_ddp_parameters(), *_HOOKS], of=of.__name__, elsewhere=elsewhere)
+    require_known(named, [*own, *launch, *_ddp_parameters(), *_HOOKS], of=of.__name__, elsewhere=elsewhere)
     check_ddp_options({**given, **ddp})
     check_launch_options(launch, strategy=of.__name__, example=example)
 

@@ -1,7 +1,7 @@
-"""Hands an optimizer's step to the engine, with clipping, unscaling and the update of the loss scale.
+"""Hands an optimizer's step to the fit, with clipping, unscaling and the update of the loss scale.
 
 *fp16 loss scaling*: the update of the scale is deferred, too. During a step a stand-in replaces the scaler. It shares
-the scaler's state, and hands unscaling and the step to the engine. The scale is updated when the exchange of norms has
+the scaler's state, and hands unscaling and the step to the fit. The scale is updated when the exchange of norms has
 shown whether a gradient overflowed. Until then the scaler is gated like a parameter: code that reads it
 (``state_dict()``, ``get_scale()``) waits and sees the scale that a synchronous step would have left. Source:
 ``torch.amp.GradScaler``.
@@ -17,7 +17,7 @@ import torch
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from lightning_bytescheduler.ddp.engine import GradientEngine
+from lightning_bytescheduler.ddp.fit import Fit
 from lightning_bytescheduler.ddp.gradient_transforms import Unscale
 from lightning_bytescheduler.ddp.partial_step import replaced
 from lightning_bytescheduler.lightning_api import DDPStrategy, MixedPrecision, Precision
@@ -47,8 +47,8 @@ def followed_by(after: Callable[[], None], closure: Callable[[], Any]) -> Callab
 
 
 @contextmanager
-def deferred_step(optimizer: Optimizer, engine: GradientEngine) -> Iterator[None]:
-    """Within the context, ``optimizer.step(closure)`` runs the closure and hands the step to ``engine``."""
+def deferred_step(optimizer: Optimizer, fit: Fit) -> Iterator[None]:
+    """Within the context, ``optimizer.step(closure)`` runs the closure and hands the step to ``fit``."""
     own_step = optimizer.step
 
     def step(closure: Callable[[], Any] | None = None) -> Any:
@@ -56,7 +56,7 @@ def deferred_step(optimizer: Optimizer, engine: GradientEngine) -> Iterator[None
         if closure is not None:
             with torch.enable_grad():
                 output = closure()
-        engine.step(optimizer, own_step)
+        fit.take_step(optimizer, own_step)
         optimizer._opt_called = True  # type: ignore[attr-defined]  # learning-rate schedules look for it
         return output
 
@@ -65,29 +65,27 @@ def deferred_step(optimizer: Optimizer, engine: GradientEngine) -> Iterator[None
 
 
 @contextmanager
-def deferring(optimizer: Optimizer, engine: GradientEngine, plugin: Precision) -> Iterator[None]:
-    """Like :func:`deferred_step`; also hands the plugin's clipping and the scaler's unscaling to ``engine``.
+def deferring(optimizer: Optimizer, fit: Fit, plugin: Precision) -> Iterator[None]:
+    """Like :func:`deferred_step`; also hands the plugin's clipping and the scaler's unscaling to ``fit``.
 
     It replaces attributes of the instances, as learning-rate schedules do with ``optimizer.step``. So precision
     plugins, hooks and user code see the optimizer itself.
     """
     with ExitStack() as stack:
-        stack.enter_context(deferred_step(optimizer, engine))
+        stack.enter_context(deferred_step(optimizer, fit))
         for name, defer in (("clip_grad_by_norm", "clip_norm"), ("clip_grad_by_value", "clip_value")):
             if getattr(type(plugin), name) is getattr(Precision, name):  # otherwise the user has overridden it
-                stack.enter_context(replaced(plugin, name, _or_else(engine, defer, getattr(plugin, name))))
+                stack.enter_context(replaced(plugin, name, _or_else(fit, defer, getattr(plugin, name))))
         scaler = plugin.scaler if isinstance(plugin, MixedPrecision) and scales_losses(plugin) else None
         if isinstance(plugin, MixedPrecision) and scaler is not None:
-            plugin.scaler = stack.enter_context(scaling_later(scaler, engine))
+            plugin.scaler = stack.enter_context(scaling_later(scaler, fit))
             stack.callback(setattr, plugin, "scaler", scaler)
         yield
 
 
-def _or_else(
-    engine: GradientEngine, defer: str, clip: Callable[[Optimizer, float], None]
-) -> Callable[[Optimizer, float], None]:
+def _or_else(fit: Fit, defer: str, clip: Callable[[Optimizer, float], None]) -> Callable[[Optimizer, float], None]:
     def clip_later(optimizer: Optimizer, clip_val: float) -> None:
-        if not getattr(engine.context.step, defer)(optimizer, clip_val):  # the step that the closure has begun
+        if not getattr(fit.step, defer)(optimizer, clip_val):  # the step that the closure has begun
             clip(optimizer, clip_val)
 
     return clip_later
@@ -125,10 +123,10 @@ def loss_scale_of(strategy: DDPStrategy) -> float | None:
 
 
 @contextmanager
-def scaling_later(scaler: GradScaler, engine: GradientEngine) -> Iterator[GradScaler]:
+def scaling_later(scaler: GradScaler, fit: Fit) -> Iterator[GradScaler]:
     """Yield a stand-in for ``scaler`` during one step of an optimizer."""
     stand_in = object.__new__(_DeferringScaler)
-    stand_in.scaler, stand_in.engine = scaler, engine
+    stand_in.scaler, stand_in.fit = scaler, fit
     stand_in.unscale, stand_in.found_inf = None, None
     # Both share one state. It is taken without opening the gate.
     object.__setattr__(stand_in, "__dict__", object.__getattribute__(scaler, "__dict__"))
@@ -136,10 +134,10 @@ def scaling_later(scaler: GradScaler, engine: GradientEngine) -> Iterator[GradSc
 
 
 class _DeferringScaler(GradScaler):
-    __slots__ = ("engine", "found_inf", "scaler", "unscale")
+    __slots__ = ("fit", "found_inf", "scaler", "unscale")
 
     scaler: GradScaler
-    engine: GradientEngine
+    fit: Fit
     unscale: Unscale | None
     found_inf: torch.Tensor | None
 
@@ -150,7 +148,7 @@ class _DeferringScaler(GradScaler):
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
-        self.unscale = self.engine.context.step.unscale(optimizer, inv_scale)
+        self.unscale = self.fit.step.unscale(optimizer, inv_scale)
         if self.unscale is None:
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         self.found_inf = found_inf  # the value is filled in later
@@ -161,7 +159,7 @@ class _DeferringScaler(GradScaler):
     ) -> float | None:
         if self.unscale is None:
             return super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)
-        output: float | None = optimizer.step(*args, **kwargs)  # the engine skips it if necessary
+        output: float | None = optimizer.step(*args, **kwargs)  # the fit skips it if necessary
         return output
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
@@ -169,8 +167,8 @@ class _DeferringScaler(GradScaler):
             super().update(new_scale)
             return
         pending = _PendingUpdate(self.scaler, self.unscale, self.found_inf, new_scale)
-        _close_gate(self.scaler, self.engine.context.step.update_scale)
-        self.engine.context.step.scale_later(pending)
+        _close_gate(self.scaler, self.fit.step.update_scale)
+        self.fit.step.scale_later(pending)
 
 
 class _PendingUpdate:

@@ -54,9 +54,9 @@ from torch._functorch import utils
 from torch.multiprocessing.reductions import reduce_tensor
 
 from lightning_bytescheduler.ddp import compiled_calls
-from lightning_bytescheduler.ddp.aliases import note_script
 from lightning_bytescheduler.ddp.compiled_calls import open_everything, resume
 from lightning_bytescheduler.ddp.gates import GatedParameter, any_closed, open_gates
+from lightning_bytescheduler.ddp.reads import note_script
 
 _FUNCTION = torch.autograd.Function
 _IN_PYTHON = isinstance(vars(_FUNCTION)["apply"], classmethod)
@@ -105,15 +105,15 @@ _of_this_thread = threading.local()
 
 def _before() -> None:
     _of_this_thread.held = held = []
-    for engine in list(_watchers):
-        engine.before_fork()
-        held.append(engine)
+    for fit in list(_watchers):
+        fit.before_fork()
+        held.append(fit)
 
 
 def _after(*, in_child: bool) -> None:
     held, _of_this_thread.held = getattr(_of_this_thread, "held", []), []
-    for engine in reversed(held):
-        engine.after_fork(in_child=in_child)
+    for fit in reversed(held):
+        fit.after_fork(in_child=in_child)
 
 
 if hasattr(os, "register_at_fork"):
@@ -164,10 +164,10 @@ _NEED_ALL_OPEN = {
 _RUN_BACKWARD = ("torch.autograd", "torch.autograd.graph")  # modules that look the function up
 
 
-def watch_entry_points(engine: Watching) -> Callable[[], None]:
+def watch_entry_points(fit: Watching) -> Callable[[], None]:
     """Open gates at each entry point until the returned function is called; calls may overlap, on any threads."""
     with _lock:
-        _watchers.append(engine)
+        _watchers.append(fit)
         if len(_watchers) == 1:
             _replace_all()
     left = False
@@ -178,7 +178,7 @@ def watch_entry_points(engine: Watching) -> Callable[[], None]:
             if left:
                 return
             left = True
-            _watchers.remove(engine)
+            _watchers.remove(fit)
             if not _watchers:
                 while _replaced:
                     owner, name, original, ours = _replaced.pop()
@@ -216,8 +216,8 @@ def _telling_passes(run: Any) -> Any:
         if not adds or torch.compiler.is_dynamo_compiling():
             return run(*args, **kwargs)
         with ExitStack() as told:
-            for engine in list(_watchers):
-                told.enter_context(engine.backward_pass())
+            for fit in list(_watchers):
+                told.enter_context(fit.backward_pass())
             return run(*args, **kwargs)
 
     return running

@@ -16,6 +16,7 @@ Only the first module that is set up has its gradients scheduled; DDP reduces th
 from __future__ import annotations
 
 import atexit
+import inspect
 import logging
 import os
 import sys
@@ -23,7 +24,6 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from datetime import timedelta
 from typing import Any, Literal
 
 import torch
@@ -32,11 +32,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_bytescheduler.collectives.groups import SchedulerGroups
-from lightning_bytescheduler.ddp.agreed_sizes import agree_on_sizes
 from lightning_bytescheduler.ddp.ddp_arguments import SAID_BY_THE_STRATEGY, check_hooks, check_module, check_options
 from lightning_bytescheduler.ddp.deferred_optimizer import deferred_step, followed_by, is_enabled
 from lightning_bytescheduler.ddp.fit_position import introduce, parameter_facts
-from lightning_bytescheduler.ddp.fit_report import DecidedSteps
 from lightning_bytescheduler.ddp.partial_step import wants_whole_steps
 from lightning_bytescheduler.ddp.plan import (
     OverlapPlan,
@@ -47,41 +45,43 @@ from lightning_bytescheduler.ddp.plan import (
     unseen_parameters,
 )
 from lightning_bytescheduler.ddp.rank_strategy import JoinedRanks, PublishesFailures
-from lightning_bytescheduler.ddp.sample_weights import Weighting
-from lightning_bytescheduler.ddp.sparse_gradients import sparse_layers
-from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
-from lightning_bytescheduler.ddp.tuned_fit import FitTuning
-from lightning_bytescheduler.ddp.uneven_data import DrawnBatches, DrawnLoader, gather_lengths
-from lightning_bytescheduler.exceptions import UnsupportedError
+from lightning_bytescheduler.ddp.reduction import sparse_layers
+from lightning_bytescheduler.ddp.statistics import Record, SchedulerStatistics
+from lightning_bytescheduler.ddp.tuned_fit import DecidedFit, FitTuning
+from lightning_bytescheduler.ddp.wire import Wire, agree_on_sizes
 from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.failures.rendezvous import Introduction, hold_roll_call
 from lightning_bytescheduler.lightning_api import (
-    CheckpointIO,
-    ClusterEnvironment,
     FabricDDPStrategy,
     FabricMixedPrecision,
     FabricPrecision,
     _FabricLauncher,
-    default_pg_timeout,
-    pl,
     rank_zero_info,
 )
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
+from lightning_bytescheduler.timeline.timeline import Timeline
 
+# Options of Fabric's strategy that are not DDP's, with their defaults.
+_LAUNCH = {name: of.default for name, of in inspect.signature(FabricDDPStrategy).parameters.items() if name != "kwargs"}
 _END_S = 10.0  # seconds to wait for the other ranks to end, too
 
-_ELSEWHERE = dict.fromkeys(
-    ("tuning", "log_metrics", "compression", "compression_min_size", "batch_size", "servers"),
-    "It is an option of ByteSchedulerStrategy, for Trainer.",
-)
+_ELSEWHERE = {
+    **dict.fromkeys(
+        ("tuning", "log_metrics", "compression", "compression_min_size", "batch_size", "servers"),
+        "It is an option of ByteSchedulerStrategy, for Trainer.",
+    ),
+    "weighting": "It is an option of ByteSchedulerStrategy, for Trainer. In a loop of your own, multiply each loss by "
+    "samples * fabric.world_size / fabric.all_reduce(torch.tensor(samples), reduce_op='sum'): then each rank counts by "
+    "its samples.",
+}
 
 
 class ScheduledDataParallel(DistributedDataParallel):
-    """DDP's wrapper; the scheduler observes its forward passes while gradients are enabled."""
+    """DDP's wrapper; the fit observes its forward passes while gradients are enabled."""
 
-    def __init__(self, gradients: ModuleGradients, *, module: nn.Module, **options: Any) -> None:
+    def __init__(self, fit: FabricFit, *, module: nn.Module, **options: Any) -> None:
         super().__init__(module=module, **options)
-        self._bytescheduler = gradients
+        self._bytescheduler = fit
 
     def __getstate__(self) -> Any:
         state = super().__getstate__()  # type: ignore[no-untyped-call]
@@ -91,38 +91,44 @@ class ScheduledDataParallel(DistributedDataParallel):
     @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """See DistributedDataParallel."""
-        gradients = self.__dict__.get("_bytescheduler")
-        with nullcontext() if gradients is None or not torch.is_grad_enabled() else gradients.forward():
+        fit = self.__dict__.get("_bytescheduler")
+        with nullcontext() if fit is None or not torch.is_grad_enabled() else fit.forward():
             return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
 
 
-class ModuleGradients(DecidedSteps):
-    """The scheduler of one module, from its wrapping to the last step."""
+class FabricFit(DecidedFit):
+    """The fit of one module, from its wrapping to the last step; every rank begins it at the same point."""
 
     def __init__(self, module: nn.Module, strategy: ByteSchedulerFabricStrategy, board: FaultBoard) -> None:
-        timeout, options = strategy._timeout, strategy._options
-        tuning = FitTuning(options, timeout=timeout)
-        super().__init__(strategy, options, own_buckets=strategy._own_buckets, tuning=tuning)
+        timeout, options, device = strategy._timeout, strategy._options, strategy.root_device
         check_module(module)
         check_hooks(module)
-        self._batches = batches = strategy._batches
-        self._module = weakref.ref(module)
-        self._wrapper: weakref.ref[ScheduledDataParallel] | None = None
-        self._parameters = set(map(id, module.parameters()))
-        self._has_run = False  # whether a forward pass ran since the last backward pass
         parameters = [p for p in module.parameters() if p.requires_grad]
-        groups = SchedulerGroups.create(timeout=timeout, sparse=bool(sparse_layers(module)), counts=batches is not None)
-        agreed = agree_on_sizes(groups, options, parameters, strategy.root_device)
-        self._open(groups, board, agreed, parameters, timeout=timeout, counter=batches)
+        groups = SchedulerGroups.create(timeout=timeout, sparse=bool(sparse_layers(module)))
+        agreed = agree_on_sizes(groups, options, parameters, device)
+        record = Record(None if options.timeline is None else Timeline(options.timeline, rank=board.rank))
+        super().__init__(
+            strategy,
+            options,
+            Wire(groups, board, agreed, options, device, timeout=timeout, record=record),
+            parameters,
+            own_buckets=strategy._own_buckets,
+            tuning=FitTuning(options, timeout=timeout),
+            record=record,
+        )
+        self.module = weakref.ref(module)
+        self._wrapper: weakref.ref[ScheduledDataParallel] | None = None
+        self._ids = set(map(id, module.parameters()))
+        self._has_run = False  # whether a forward pass ran since the last backward pass
+        self.start()
 
     def wrap(self, module: nn.Module, device_ids: list[int] | None) -> ScheduledDataParallel:
         """Wrap the module with DDP whose gradients go to the scheduler."""
-        runtime, ddp = self.runtime, dict(self._strategy._ddp_kwargs)
-        if runtime is not None and not self._own_buckets:
-            ddp["bucket_cap_mb"] = runtime.agreed.sizes.bucket_bytes / 2**20
+        ddp = dict(self._strategy._ddp_kwargs)
+        if not self._own_buckets:
+            ddp["bucket_cap_mb"] = self.wire.agreed.sizes.bucket_bytes / 2**20
         model = ScheduledDataParallel(self, module=module, device_ids=device_ids, **ddp)
-        if runtime is not None:
-            runtime.engine.take_over(model)
+        self.take_over(model)
         self._wrapper = weakref.ref(model)
         return model
 
@@ -131,50 +137,27 @@ class ModuleGradients(DecidedSteps):
         """Whether the wrapped module was garbage-collected."""
         return self._wrapper is not None and self._wrapper() is None
 
-    @property
-    def plan(self) -> OverlapPlan | None:
-        """What overlaps, and why not; ``None`` before the first step."""
-        return self._so_far(self._module())
-
     def _has(self, optimizer: Optimizer) -> set[bool]:
-        return {id(p) in self._parameters for group in optimizer.param_groups for p in group["params"]}
+        return {id(p) in self._ids for group in optimizer.param_groups for p in group["params"]}
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Wrap a forward pass that a backward pass may follow."""
-        runtime, module = self.runtime, self._module()
+        """Wrap a forward pass that a backward pass may follow; one rank may run it alone."""
         self._has_run = True
-        if runtime is not None:
-            if self._batches is not None and module is not None:
-                self._batches.begin_forward(module)
-            runtime.engine.begin_forward(looks=False)  # one rank may run a forward pass alone
+        self.begin_forward(looks=False)
         yield
-        if runtime is not None:
-            runtime.engine.end_forward()
+        self.end_forward()
 
     @contextmanager
-    def backward(self, loss: Tensor) -> Iterator[bool]:
-        """Wrap a backward pass of this module or another; all ranks begin it. Yields whether to take it."""
-        runtime, wrapper = self.runtime, None if self._wrapper is None else self._wrapper()
-        if runtime is None:
-            yield True
-            return
-        engine, weights, has_run, self._has_run = runtime.engine, runtime.weights, self._has_run, False
+    def backward(self) -> Iterator[None]:
+        """Wrap a backward pass of this module or another; all ranks begin it."""
+        has_run, self._has_run = self._has_run, False
         if has_run:
-            engine.look()
-        if self._batches is None or weights is None:
-            with engine.backward():
-                yield True
-            return
-        weights.begin_batch(None)
-        if weights.leaves_out(communicates=wrapper is None or wrapper.require_backward_grad_sync):
-            yield False  # its weight is zero
-        else:
-            with engine.backward(), weights.backward(loss):
-                yield True
-        self._batches.end_backward()
+            self.look()
+        with super().backward():
+            yield
 
-    def step(
+    def step_with(
         self, take: Callable[..., Any], optimizer: Optimizer, closure: Callable[[], Any] | None, *, deferrable: bool
     ) -> Any:
         """Defer the optimizer's step if its gradients are in flight; otherwise take it, with final gradients.
@@ -185,42 +168,34 @@ class ModuleGradients(DecidedSteps):
             closure: Computes loss and gradients; may be ``None``.
             deferrable: Whether nothing but a closure was given to the step.
         """
-        runtime = self.runtime
         has = self._has(optimizer)
-        if runtime is None or True not in has:
+        if True not in has:
             return take(closure)
-        engine = runtime.engine
-        if engine.options.overlapped and deferrable:
+        if self.overlapped and deferrable:
             why_whole = wants_whole_steps(optimizer)
             if False in has:
                 why_whole = "the optimizer has parameters of something else, too"
             if why_whole is None:
-                with deferred_step(optimizer, engine):
+                with deferred_step(optimizer, self):
                     return take(closure)
-            if self._reads is not None:
-                self._reads.stepped_whole(why_whole)
+            self.reads.seen.stepped_whole(why_whole)
         if closure is None:
-            engine.flush()
-        output = take(None if closure is None else followed_by(engine.flush, closure))
+            self.flush()
+        output = take(None if closure is None else followed_by(self.flush, closure))
         if deferrable:
-            engine.count_whole_step(optimizer)
-        if self._plan is None:
+            self.took_whole_step(optimizer)
+        if self.plan is None:
             self._decide(optimizer)
         return output
 
     def clip_value(self, optimizer: Optimizer, limit: float) -> bool:
         """Clip gradients by value when they have arrived; ``False`` if the caller has to clip now."""
-        runtime = self.runtime
-        return (
-            runtime is not None
-            and False not in self._has(optimizer)
-            and runtime.engine.context.step.clip_value(optimizer, limit)
-        )
+        return False not in self._has(optimizer) and self.step.clip_value(optimizer, limit)
 
     def _decide(self, optimizer: Optimizer) -> None:
         """Decide with the other ranks what overlaps, after the first step."""
-        module, runtime, strategy = self._module(), self.runtime, self._strategy
-        if module is None or runtime is None:
+        module, strategy = self.module(), self._strategy
+        if module is None:
             return
         bucket_views = strategy._ddp_kwargs.get("gradient_as_bucket_view", True)
         reasons = [
@@ -230,12 +205,7 @@ class ModuleGradients(DecidedSteps):
             *model_reasons(module),
         ]
         unseen = unseen_parameters(module)
-        plan = plan_of(module, reasons, unseen=unseen, held=runtime.engine.context.find_held())
-        self._begin_steps(module, plan, runtime, unseen)
-
-    def close(self, *, failed: bool) -> None:
-        """Stop every thread and make every parameter plain again; bounded, idempotent."""
-        self._close(self.plan, failed=failed)
+        self.begin_steps(module, plan_of(module, reasons, unseen=unseen, held=self.reads.find_held()), unseen)
 
 
 def _precision_reasons(plugin: FabricPrecision) -> list[str]:
@@ -259,14 +229,7 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
     scheduled; DDP reduces those of others.
 
     Args:
-        accelerator: As for Fabric's DDPStrategy, like all positional arguments.
-        parallel_devices: See DDPStrategy.
-        cluster_environment: See DDPStrategy.
-        checkpoint_io: See DDPStrategy.
-        precision: See DDPStrategy.
-        process_group_backend: See DDPStrategy.
-        timeout: Also bounds every wait for gradients.
-        start_method: See DDPStrategy.
+        *args: For Fabric's DDPStrategy.
         partition_size: Largest piece of gradient sent at once, in parameters. Chosen from model and link when left out;
             ``BYTESCHEDULER_PARTITION`` is used if set.
         credit: Most that may be in flight at once, in parameters. Chosen from model and link when left out;
@@ -279,11 +242,10 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
             ``BYTESCHEDULER_TIMELINE`` is used if left out.
         debug: Log each scheduling decision; ``BYTESCHEDULER_DEBUG`` is used if left out.
         policy: The order and the pieces in which gradients travel, see :class:`ByteSchedulerStrategy`.
-        weighting: Whether ranks' gradients are weighted equally or by samples, see :class:`ByteSchedulerStrategy`.
-            Samples are counted in the loaders that ``fabric.setup_dataloaders`` returns.
         bucket_cap_mb: Size at which DDP closes a bucket, in MiB. Chosen from model and link when left out.
         gradient_as_bucket_view: See DistributedDataParallel. ``False`` is honoured, but keeps steps from overlapping.
-        **kwargs: For :class:`~torch.nn.parallel.DistributedDataParallel`.
+        **kwargs: For Fabric's DDPStrategy, whose ``timeout`` also bounds every wait for gradients, and for
+            :class:`~torch.nn.parallel.DistributedDataParallel`.
 
     Raises:
         OptionError: If an option or environment variable has a value that is not allowed.
@@ -292,15 +254,7 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
 
     def __init__(
         self,
-        accelerator: pl.accelerators.Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision: FabricPrecision | None = None,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = default_pg_timeout,
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
-        *,
+        *args: Any,
         partition_size: int | None = None,
         credit: int | None = None,
         cross_barrier: bool = True,
@@ -308,22 +262,13 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
         timeline: str | os.PathLike[str] | None = None,
         debug: bool | None = None,
         policy: str = "bytescheduler",
-        weighting: Literal["ranks", "samples"] | Callable[[Any], Any] = "ranks",
         bucket_cap_mb: float | None = None,
         gradient_as_bucket_view: bool = True,
         **kwargs: Any,
     ) -> None:
         buckets = {"bucket_cap_mb": bucket_cap_mb, "gradient_as_bucket_view": gradient_as_bucket_view}
-        launch: dict[str, Any] = {
-            "accelerator": accelerator,
-            "parallel_devices": parallel_devices,
-            "cluster_environment": cluster_environment,
-            "checkpoint_io": checkpoint_io,
-            "precision": precision,
-            "process_group_backend": process_group_backend,
-            "timeout": timeout,
-            "start_method": start_method,
-        }
+        launch = {**_LAUNCH, **dict(zip(_LAUNCH, args, strict=False))}
+        launch.update((name, kwargs.pop(name)) for name in _LAUNCH if name in kwargs)
         check_options(ByteSchedulerFabricStrategy, kwargs, ddp=buckets, launch=launch, elsewhere=_ELSEWHERE)
         self._options = SchedulerOptions.resolve(
             partition_size=partition_size,
@@ -335,10 +280,9 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
             debug=debug,
             policy=policy,
         )
-        self._weighting = Weighting(weighting)
-        self._batches: DrawnBatches | None = None
         self._own_buckets = bucket_cap_mb is not None or kwargs.get("bucket_cap_mb_list") is not None
-        self._gradients: ModuleGradients | None = None
+        self.fit: FabricFit | None = None
+        self._outcome: tuple[OverlapPlan | None, SchedulerStatistics | None] = None, None  # of what has ended
         self._until_end = ExitStack()  # what ends with the training
         self._trains = False
         super().__init__(**launch, **kwargs)
@@ -348,17 +292,12 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
     @property
     def statistics(self) -> SchedulerStatistics | None:
         """Counters of the scheduled module; ``None`` before one is set up, and on one process."""
-        return None if self._gradients is None else self._gradients.statistics
+        return self._outcome[1] if self.fit is None else self.fit.record.statistics
 
     @property
     def plan(self) -> OverlapPlan | None:
         """What overlaps in that module, and why not; ``None`` before its first step."""
-        return None if self._gradients is None else self._gradients.plan
-
-    @property
-    def has_batch(self) -> bool:
-        """Whether the last drawn batch is new; with ``weighting="samples"`` a batch may be repeated."""
-        return self._batches is None or self._batches.has_batch
+        return self._outcome[0] if self.fit is None else self.fit.so_far(self.fit.module())
 
     # ------------------------------------------------------------------ life cycle
 
@@ -374,26 +313,15 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
             return
         self._failed = False
         self._board = FaultBoard.open(rank=self.global_rank, world_size=self.world_size)
-        facts = {**self._facts_of(self._options), **self._weighting.facts, "precision": type(self.precision).__name__}
+        facts = {**self._facts_of(self._options), "precision": type(self.precision).__name__}
         own = introduce(self.global_rank, "bytescheduler in Fabric", facts)
         self._meet("options", own, connected=self._just_connected)
-        if self._weighting.by_samples:
-            self._batches = DrawnBatches(self._weighting.samples, self.global_rank)
         self._until_end.enter_context(_uncaught_published(weakref.ref(self)))
         self._until_end.callback(atexit.unregister, self._end_at_exit)
         self._end_before_exit()
 
     def _know_ranks(self) -> None:
         self._set_world_ranks()
-
-    def process_dataloader(self, dataloader: Any) -> Any:
-        """Count batches with ``weighting="samples"``, and go on until all ranks have used theirs up."""
-        dataloader = super().process_dataloader(dataloader)
-        if self._batches is None:
-            return dataloader
-        with self._explained():
-            _, most, certain = gather_lengths(dataloader, self.root_device)
-        return DrawnLoader(dataloader, self._batches, most if certain else None)
 
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
         """Wrap ``module`` with DDP and the scheduler; every rank does so at the same point. See DDPStrategy."""
@@ -402,27 +330,29 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
             return super().setup_module(module)
         self.barrier()  # the barrier detects a rank that has died; the store does not
         self._meet("a model", Introduction(rank=self.global_rank, facts=parameter_facts(module.parameters())))
-        if self._gradients is not None:
-            if not self.reduce_boolean_decision(self._gradients.is_gone):
-                if self._batches is not None:
-                    raise UnsupportedError(
-                        f"weighting='samples' weighs gradients of one module, and {type(module).__name__} would be "
-                        "another. Set up one module with both inside, or drop what fabric.setup returned of the first."
-                    )
+        if self.fit is not None:
+            if not self.reduce_boolean_decision(self.fit.is_gone):
                 rank_zero_info(
                     "bytescheduler: one module has its gradients scheduled, the first that was set up; DDP itself "
                     f"reduces those of {type(module).__name__}. To have them scheduled too, set up one module with "
                     "both inside."
                 )
                 return super().setup_module(module)
-            self._gradients.flush()
-            self._gradients.close(failed=False)
+            self.fit.flush()
+            self._close_fit(failed=False)
         device_ids = self._determine_ddp_device_ids()
         with self._explained():
-            self._gradients = ModuleGradients(module, self, board)
+            self.fit = FabricFit(module, self, board)
             self._end_before_exit()
             with nullcontext() if device_ids is None else torch.cuda.stream(torch.cuda.Stream()):
-                return self._gradients.wrap(module, device_ids)
+                return self.fit.wrap(module, device_ids)
+
+    def _close_fit(self, *, failed: bool) -> None:
+        fit = self.fit
+        if fit is not None:
+            self._outcome = self.plan, self.statistics
+            self.fit = None
+            fit.close(failed=failed)
 
     # ------------------------------------------------------------------ one step
 
@@ -433,12 +363,8 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
         if not self._trains:  # another rank may load a checkpoint that this one does not
             self._trains = True
             self._meet("the first backward pass", Introduction(rank=self.global_rank, facts={}))
-        with (
-            self._explained(),
-            nullcontext(True) if self._gradients is None else self._gradients.backward(tensor) as taken,
-        ):
-            if taken:
-                super().backward(tensor, module, *args, **kwargs)
+        with self._explained(), nullcontext() if self.fit is None else self.fit.backward():
+            super().backward(tensor, module, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Take the step, or defer it if its gradients are in flight. See DDPStrategy."""
@@ -447,15 +373,15 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
         def take(closure: Callable[[], Any] | None) -> Any:
             return own_step(optimizer, **kwargs, **({} if closure is None else {"closure": closure}))
 
-        if self._gradients is None:
+        if self.fit is None:
             return take(closure)
         with self._explained():
-            return self._gradients.step(take, optimizer, closure, deferrable=not kwargs)
+            return self.fit.step_with(take, optimizer, closure, deferrable=not kwargs)
 
     def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float | int) -> None:
         """Clip gradients now, or when they have arrived. See DDPStrategy."""
         with self._explained():
-            if self._gradients is None or not self._gradients.clip_value(optimizer, float(clip_val)):
+            if self.fit is None or not self.fit.clip_value(optimizer, float(clip_val)):
                 super().clip_gradients_value(module, optimizer, clip_val)
 
     def clip_gradients_norm(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -473,9 +399,8 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
     def save_checkpoint(self, path: Any, state: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
         """See DDPStrategy. Another rank's failure does not end this process while it saves."""
         self.flush()
-        for runtime in self._runtimes():
-            if runtime.lost_weights is not None:
-                raise runtime.lost_weights
+        if self.fit is not None and self.fit.lost_weights is not None:
+            raise self.fit.lost_weights
         with nullcontext() if self._board is None else self._board.patient():
             super().save_checkpoint(path, dict(state), *args, **kwargs)
 
@@ -502,7 +427,7 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
         try:
             if not self._failed:
                 self.flush()
-                if self._gradients is not None:  # each rank waits for the others while it stops, if they end, too
+                if self.fit is not None:  # each rank waits for the others while it stops, if they end, too
                     place, own = board.meeting_place("end"), Introduction(rank=self.global_rank, facts={})
                     ranks = board.world_size
                     with suppress(Exception):
@@ -515,8 +440,7 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
             self._until_end.close()
             self._board = None
             try:
-                if self._gradients is not None:
-                    self._gradients.close(failed=not in_order)
+                self._close_fit(failed=not in_order)
             finally:
                 board.close()
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_bytescheduler.__about__ import __version__
-from lightning_bytescheduler.ddp.runtime import SchedulerRuntime
+from lightning_bytescheduler.ddp.fit import Fit
 from lightning_bytescheduler.failures.rendezvous import Introduction
 from lightning_bytescheduler.failures.standstill import Standing
 from lightning_bytescheduler.lightning_api import PACKAGE, TrainerFn, pl
@@ -71,14 +71,14 @@ class FitPosition:
         if self._last is not None:
             return self._last
         trainer, strategy = self._trainer, cast(Any, self._trainer.strategy)
-        runtime: SchedulerRuntime | None = strategy.runtime
+        fit: Fit | None = strategy.fit
         progress = trainer.fit_loop.epoch_loop.batch_progress
         ready, expected = progress.current.ready, trainer.fit_loop.max_batches
         is_last = progress.is_last_batch or ready == expected
         return Standing(
             place=place_of(trainer),
-            steps=0 if runtime is None else runtime.engine.steps_offered,
-            awaited_step=0 if runtime is None else runtime.engine.awaited_step,
+            steps=0 if fit is None else fit.progress.offered,
+            awaited_step=0 if fit is None else fit.awaited_step,
             launched=_launched(),
             ended=ended,
             batches=self._batches,

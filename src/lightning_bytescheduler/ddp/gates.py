@@ -9,8 +9,8 @@ Why parameters and not modules: a gate on a module's forward misses reads elsewh
 self.embedding.weight)``, a callback that reads weights, ``state_dict()``). A gate on the parameter is exact wherever it
 is read, in every iteration, and costs nothing once it is open. It cannot see code that holds the memory without the
 Python object: scripted modules, extensions, or an alias made earlier with ``.data``. Such parameters are found
-beforehand (``plan.py``), in the first iteration (:class:`FirstUseObserver`), in later ones (:class:`UnseenReads`) or by
-their references (``aliases.py``), and their steps are not deferred. PyTorch functions that read parameters without a
+beforehand (``plan.py``), in iterations, or by their references (both in ``reads.py``), and their steps are not
+deferred. PyTorch functions that read parameters without a
 touch open gates first (``entry_points.py``, ``compiled_calls.py``).
 
 In the first forward pass every parameter has a gate that only records its turn. ByteScheduler's priority is this
@@ -28,7 +28,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from threading import current_thread, get_ident
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -231,186 +231,3 @@ def is_armed(parameter: nn.Parameter) -> bool:
 def gate_of(parameter: nn.Parameter) -> Gate | None:
     """Return the gate that is closed on ``parameter``, if any."""
     return _gates.get(id(parameter))
-
-
-class FirstUseObserver:
-    """Records the order of first touches of parameters during one forward pass.
-
-    Args:
-        parameters: All parameters, in registration order, which is used for those that were not touched.
-    """
-
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self._parameters = list(parameters)
-        self._registration = {id(p): index for index, p in enumerate(self._parameters)}
-        self._position: dict[int, int] = {}
-        self._unseen: set[int] = set()
-        self._compiled: set[int] = set()
-        self._untouched: list[nn.Parameter] = []  # in the observed pass, until its backward pass has been observed too
-        self._observing = False
-        self._done = False
-
-    def begin(self, unseen: Iterable[int] = ()) -> None:
-        """Begin to observe, unless a pass was observed before.
-
-        Args:
-            unseen: Ids of parameters that are read without a touch. They are skipped, as compiled code specialises on
-                the class of what it reads.
-        """
-        if not self._done:
-            self._observing = True
-            self._unseen.update(unseen)
-            # A pass that touched nothing does not count, but updates may still be pending.
-            arm((p for p in self._parameters if id(p) not in self._unseen and not is_armed(p)), self)
-
-    def end(self) -> None:
-        """Stop observing."""
-        if not self._observing:
-            return
-        self._observing = False
-        self._done = bool(self._position)
-        observed = [p for p in self._parameters if gate_of(p) is self]
-        disarm(observed)
-        self._untouched = [p for p in observed if id(p) not in self._position]
-
-    def touched(self, parameter: nn.Parameter, gradient_only: bool) -> None:
-        """See :class:`~lightning_bytescheduler.ddp.gates.Gate`."""
-        if gradient_only:
-            return
-        disarm((parameter,))
-        if torch.compiler.is_compiling():
-            self._compiled.add(id(parameter))
-        self._position.setdefault(id(parameter), len(self._position))
-
-    def open_all(self, reason: str) -> None:
-        """See :class:`~lightning_bytescheduler.ddp.gates.Gate`: stop observing until :meth:`resume`."""
-        disarm([p for p in self._parameters if gate_of(p) is self])
-
-    def resume(self, read: Iterable[int]) -> None:
-        """Observe again; parameters with the ids ``read`` were used in between."""
-        if not self._observing:
-            return
-        for parameter in read:
-            if parameter in self._registration and parameter not in self._unseen:
-                self._position.setdefault(parameter, len(self._position))
-        known = self._unseen | self._position.keys()
-        arm((p for p in self._parameters if id(p) not in known and not is_armed(p)), self)
-
-    def read_unseen(self) -> set[int]:
-        """Return the ids of parameters that the observed pass read without a touch or in compiled code.
-
-        Call it after the backward pass. Empty unless a pass was observed since the last call.
-        """
-        found = {id(p) for p in self._untouched if p.grad is not None} | self._compiled
-        self._untouched = []
-        self._compiled = set()
-        self._unseen |= found
-        return found
-
-    def note_unseen(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Record that ``parameters`` are read without a touch."""
-        self._unseen.update(map(id, parameters))
-
-    def position(self, parameters: Iterable[nn.Parameter]) -> int:
-        """Return the earliest position among ``parameters``: the priority of a bucket that holds them.
-
-        Parameters that are read unseen come first, as their step does not wait for the forward pass. Unused ones come
-        last, in the order of registration.
-        """
-        return min(map(self._position_of, parameters), default=0)
-
-    def _position_of(self, parameter: nn.Parameter) -> int:
-        key = id(parameter)
-        if key in self._unseen:
-            return -1
-        return self._position.get(key, len(self._position) + self._registration.get(key, 0))
-
-
-_TOLD_APART_EVERY = 16  # passes
-
-
-class UnseenReads:
-    """Finds unseen reads that begin after the first iteration, such as a kernel that is switched on later.
-
-    A parameter was read unseen, before its update, if the update was pending, nothing touched it in the forward pass,
-    and it gets a gradient in the backward pass. A gate opens for a whole bucket, which hides the bucket's other
-    parameters. So in one pass out of sixteen these keep a gate that only records their own touches.
-
-    Cost: one more touch of each parameter in one pass out of sixteen. Not found: reads without a gradient, and a
-    parameter that is read unseen and then touched in the same forward pass.
-
-    It watches one engine's forward and backward passes, under its lock or on the training thread.
-    """
-
-    def __init__(self) -> None:
-        self._apart = False
-        self._watched: dict[int, nn.Parameter] = {}
-        self._stale: dict[int, nn.Parameter] = {}  # not touched, and stepped only when the forward pass ended
-        self._doubtful: dict[int, nn.Parameter] = {}  # not touched, but in a bucket that was opened
-        self._with_gradient: set[int] = set()
-        self._handles: list[Any] = []
-
-    def begin(self, step: int) -> None:
-        """Begin a forward pass."""
-        self._apart = step % _TOLD_APART_EVERY == 0
-
-    def opened(self, parameters: Iterable[nn.Parameter], touched: nn.Parameter | None) -> None:
-        """Handle ``parameters`` whose gate a touch has opened in a forward pass, instead of making them plain."""
-        if not self._apart:
-            return
-        others = [p for p in parameters if p is not touched]
-        self._watched.update((id(p), p) for p in others)
-        arm(others, self)
-
-    def touched(self, parameter: nn.Parameter, gradient_only: bool) -> None:
-        """See :class:`~lightning_bytescheduler.ddp.gates.Gate`."""
-        if gradient_only:
-            return
-        self._watched.pop(id(parameter), None)
-        if gate_of(parameter) is self:
-            disarm((parameter,))
-
-    def open_all(self, reason: str) -> None:
-        """See :class:`~lightning_bytescheduler.ddp.gates.Gate`: known unseen reads begin."""
-        watched, self._watched = self._watched, {}
-        disarm(p for p in watched.values() if gate_of(p) is self)
-
-    def end(self, late: Iterable[nn.Parameter] = (), untouched: Iterable[nn.Parameter] = ()) -> None:
-        """End a forward pass; it touched neither ``late``, which are stepped only now, nor ``untouched``."""
-        watched, self._watched = self._watched, {}
-        disarm(p for p in watched.values() if gate_of(p) is self)
-        self._doubtful = watched | {id(p): p for p in untouched}
-        self._stale = {id(p): p for p in late}
-
-    def before_backward(self) -> None:
-        """Record which parameters get a gradient in this process; DDP also fills in those of other ranks."""
-        self._forget_hooks()
-        for parameter in (*self._stale.values(), *self._doubtful.values()):
-            if parameter.requires_grad:
-                self._handles.append(parameter.register_hook(self._noting(id(parameter))))
-
-    def after_backward(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """Return the parameters that were read unseen: those certainly read before the update, and those possibly."""
-        found = self._with_gradient
-        stale = [p for key, p in self._stale.items() if key in found]
-        doubtful = [p for key, p in self._doubtful.items() if key in found]
-        self.close()
-        return stale, doubtful
-
-    def close(self) -> None:
-        """Remove all hooks and gates."""
-        self.end()
-        self._doubtful = {}
-        self._forget_hooks()
-
-    def _forget_hooks(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-        self._with_gradient = set()
-
-    def _noting(self, key: int) -> Callable[[Any], None]:
-        return lambda _: self._with_gradient.add(key)
-
-
-OpeningKind = Literal["touch", "gradient", "step", "forward end", "flush"]

@@ -17,7 +17,7 @@ lock::
               state, as other threads wait for the lock
     DONE      parameters are plain again
 
-Lock order: ``StepContext.lock``, then a task's or the core's. Threads of the scheduler never take it. A thread that
+Lock order: ``Fit.lock``, then a task's or the core's. Threads of the scheduler never take it. A thread that
 touches a parameter while another one applies its bucket waits for this lock, with any locks that it holds itself. No
 thread waits for such other locks while holding this one. Under it there is only the wait for a task, which scheduler
 threads, an abort or the timeout end, and the optimizer's arithmetic. A listener, which may log, is called without it. A
@@ -41,8 +41,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_bytescheduler.collectives.operations import profiled
-from lightning_bytescheduler.ddp.aliases import state_is_kept
-from lightning_bytescheduler.ddp.gates import OpeningKind, arm, can_be_gated, disarm, gate_of
+from lightning_bytescheduler.ddp.fit import Fit, TrainingStep
+from lightning_bytescheduler.ddp.gates import arm, can_be_gated, disarm, gate_of
 from lightning_bytescheduler.ddp.gradient_transforms import PendingScale, StepTransforms, Unscale
 from lightning_bytescheduler.ddp.partial_step import (
     DueStep,
@@ -53,8 +53,8 @@ from lightning_bytescheduler.ddp.partial_step import (
     step_partially,
     wants_whole_steps,
 )
+from lightning_bytescheduler.ddp.reads import state_is_kept
 from lightning_bytescheduler.ddp.reduction import GradientBucket
-from lightning_bytescheduler.ddp.steps import StepContext, TrainingStep
 from lightning_bytescheduler.scheduler.task import CommTask
 from lightning_bytescheduler.timeline.timeline import STEP
 
@@ -110,7 +110,7 @@ class BucketUpdate:
 
     def is_unseen(self) -> bool:
         """Whether touches of a parameter may be missed."""
-        unseen = self.step.context.unseen
+        unseen = self.step.fit.reads.unseen
         return not self.is_gateable() or any(id(p) in unseen for p in self.bucket.parameters)
 
     def close_gate(self) -> None:
@@ -125,28 +125,28 @@ class BucketUpdate:
 
     def touched(self, parameter: nn.Parameter, gradient_only: bool) -> None:
         """See :class:`~lightning_bytescheduler.ddp.gates.Gate`; on any thread."""
-        step, context = self.step, self.step.context
-        if context.entered:
+        step, fit = self.step, self.step.fit
+        if fit.entered:
             return
-        if gradient_only and context.own_gradients.look(parameter):
+        if gradient_only and fit.own_gradients.look(parameter):
             return  # in the backward pass, and not in flight
         self.touched_by = parameter
-        with context.lock:
+        with fit.lock:
             waits = self.state is UpdateState.DUE or (self.state is UpdateState.REDUCING and gradient_only)
-            early = waits and context.waits_early()
+            early = waits and fit.reads.waits_early()
         if early:
             # without the lock, as a logging handler may touch parameters on another thread
-            context.listener.waited_early()
-        if self.state is UpdateState.DUE and context.transport.streams is None:
+            fit.reads.seen.waited_early()
+        if self.state is UpdateState.DUE and fit.wire.transport.streams is None:
             step.step_while_waiting(self.task)
-            context.wait(self.task)  # without the lock, so that other threads can use buckets that have arrived
-        with context.lock:
+            fit.wait(self.task)  # without the lock, so that other threads can use buckets that have arrived
+        with fit.lock:
             if self.state in (UpdateState.DUE, UpdateState.STEPPED):
-                self.apply("touch")
+                self.apply(touched=True)
             elif self.state is UpdateState.REDUCING and gradient_only:
-                self.await_gradient("gradient")
+                self.await_gradient()
             elif self.state in (UpdateState.REDUCED, UpdateState.DONE):
-                with context.stream.entered():  # another thread has enqueued the step on its own stream
+                with fit.stream.entered():  # another thread has enqueued the step on its own stream
                     self.open_gate()
         gate = gate_of(parameter)
         if gate is not None and gate is not self:
@@ -158,23 +158,23 @@ class BucketUpdate:
 
     # ------------------------------------------------------------------ under the lock
 
-    def await_gradient(self, why: OpeningKind) -> None:
+    def await_gradient(self) -> None:
         """Wait for the gradient, transform it for the optimizer, and open the gate."""
-        context, transforms = self.step.context, self.step.transforms
-        with context.stream.entered():
-            context.wait(self.task)
-            with self._opening(UpdateState.REDUCED, why), plain_mode(context.device, torch.get_default_dtype()):
+        fit, transforms = self.step.fit, self.step.transforms
+        with fit.stream.entered():
+            fit.wait(self.task)
+            with self._opening(UpdateState.REDUCED), plain_mode(fit.device, torch.get_default_dtype()):
                 transforms.hand_out(self.bucket)
 
-    def apply(self, why: OpeningKind) -> None:
+    def apply(self, *, touched: bool = False) -> None:
         """Wait for the gradient, update the parameters unless that is done, and open the gate."""
-        context = self.step.context
-        if context.forward.under_way:
-            context.forward.touched_buckets.append(self.bucket.index)
-        with context.stream.entered():
-            context.wait(self.task)
+        fit = self.step.fit
+        if fit.reads.forward.under_way:
+            fit.reads.forward.touched_buckets.append(self.bucket.index)
+        with fit.stream.entered():
+            fit.wait(self.task)
             due = self.state is UpdateState.DUE
-            with context.or_torn(len(self.chosen)), self._opening(UpdateState.DONE, why):
+            with fit.or_torn(len(self.chosen)), self._opening(UpdateState.DONE, touched=touched):
                 if due:
                     self.update()
 
@@ -182,7 +182,7 @@ class BucketUpdate:
         """Update the parameters once the gradient has arrived; the gate stays closed."""
         self.state = UpdateState.OPENING
         try:
-            with self.step.context.stream.entered(), self.step.context.or_torn(len(self.chosen)):
+            with self.step.fit.stream.entered(), self.step.fit.or_torn(len(self.chosen)):
                 self.update()
         finally:
             self.state = UpdateState.STEPPED
@@ -192,59 +192,46 @@ class BucketUpdate:
         due = self.due
         if not self.chosen or due is None:
             return
-        context, transforms = self.step.context, self.step.transforms
-        start = context.clock()
+        fit, transforms = self.step.fit, self.step.transforms
+        start = fit.record.clock()
         with (
             profiled(f"bytescheduler::deferred step bucket {self.bucket.index}"),
-            plain_mode(context.device, due.default_dtype, for_all_threads=get_ident() == context.training_thread),
+            plain_mode(fit.device, due.default_dtype, for_all_threads=get_ident() == fit.record.training_thread),
         ):
             transforms.apply(self.bucket)
             if not transforms.leaves_step_out():
                 step_partially(due, self.chosen)
-        context.statistics.deferred_step_s += context.clock() - start
-        context.record(f"step bucket {self.bucket.index}", STEP, start, step=self.step.number)
+        fit.record.statistics.deferred_step_s += fit.record.clock() - start
+        fit.record.span(f"step bucket {self.bucket.index}", STEP, start, step=self.step.number)
 
     @contextmanager
-    def _opening(self, then: UpdateState, why: OpeningKind) -> Iterator[None]:
+    def _opening(self, then: UpdateState, *, touched: bool = False) -> Iterator[None]:
         """Wrap the work that the gate guards: other threads find it closed and wait for the lock.
 
         The gate opens even if the work fails, as nothing is left to wait for.
         """
-        context = self.step.context
         self.state = UpdateState.OPENING
         try:
             yield
         finally:
             self.state = then
-            if why == "touch" and context.forward.under_way:
-                context.reads.opened(self.bucket.parameters, self.touched_by)
+            if touched:
+                self.step.fit.reads.opened(self.bucket.parameters, self.touched_by)
             self.open_gate()
 
 
 class OverlappedStep(TrainingStep):
-    """A step whose updates cross the step boundary; see the module.
-
-    Args:
-        position_of: Returns a bucket's position in the forward pass, from its index and parameters.
-        sharded: Reduce in shards, so that norms are known early; the same on all ranks.
-    """
+    """A step whose updates cross the step boundary; see the module."""
 
     kind = "overlapped"
+    defers = True
 
-    def __init__(
-        self,
-        context: StepContext,
-        number: int,
-        position_of: Callable[[int, list[nn.Parameter]], int],
-        *,
-        sharded: bool,
-    ) -> None:
-        super().__init__(context, number)
+    def __init__(self, fit: Fit, number: int) -> None:
+        super().__init__(fit, number)
         self.updates: list[BucketUpdate] = []
         self._buckets: list[GradientBucket] = []
-        self._reduction = context.reduction(number, sharded=sharded)
-        self.transforms = StepTransforms(self._reduction, self._buckets, context.wait)
-        self._position_of = position_of
+        self._reduction = fit.reduction(number, overlaps=True)
+        self.transforms = StepTransforms(self._reduction, self._buckets, fit.wait)
         self._all_closed = False
         self._optimizer: Optimizer | None = None
         self._due: DueStep | None = None
@@ -254,11 +241,11 @@ class OverlappedStep(TrainingStep):
     def reduce(self, bucket: dist.GradBucket, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
         """See :class:`TrainingStep`; DDP does not wait."""
         index = bucket.index()
-        future = self.context.futures.completed(index, buffer)
+        future = self.fit.futures.completed(index, buffer)
         if buffer.numel():
             parameters = cast("list[nn.Parameter]", bucket.parameters())
-            known = GradientBucket(index, parameters, buffer, self._position_of(index, parameters))
-            task = self._reduction.reduce(self.context.on_the_wire(known, self.number))
+            known = GradientBucket(index, parameters, buffer, self.fit.reads.position_of(index, parameters))
+            task = self._reduction.reduce(known)
             self._buckets.append(known)
             self.updates.append(BucketUpdate(self, known, task))
             self.updates[-1].close_gate()  # hooks of this pass may read and write gradients
@@ -269,44 +256,44 @@ class OverlappedStep(TrainingStep):
 
     def await_means(self, parameters: set[int]) -> None:
         """See :class:`TrainingStep`."""
-        self.context.listener.stepped_whole(_KEPT)
-        with self.context.lock:
+        self.fit.reads.seen.stepped_whole(_KEPT)
+        with self.fit.lock:
             for update in self.updates:
                 if update.state is UpdateState.REDUCING and not parameters.isdisjoint(map(id, update.parameters)):
-                    update.await_gradient("gradient")
+                    update.await_gradient()
 
     def end_backward(self) -> None:
         """See :class:`TrainingStep`."""
-        with self.context.lock:
+        with self.fit.lock:
             for update in self.updates:
                 if update.state is UpdateState.REDUCING and not update.is_gateable():
-                    update.await_gradient("step")  # reads of its gradient would be missed
+                    update.await_gradient()  # reads of its gradient would be missed
 
     # ------------------------------------------------------------------ optimizer step
 
     def unscale(self, optimizer: Optimizer, inverse_scale: torch.Tensor) -> Unscale | None:
         """See :class:`TrainingStep`."""
-        with self.context.lock:
+        with self.fit.lock:
             return self.transforms.unscale(optimizer, inverse_scale) if self._all_closed else None
 
     def clip_norm(self, optimizer: Optimizer, max_norm: float) -> bool:
         """See :class:`TrainingStep`."""
-        with self.context.lock:
+        with self.fit.lock:
             return self._all_closed and self.transforms.clip_norm(optimizer, max_norm)
 
     def clip_value(self, optimizer: Optimizer, limit: float) -> bool:
         """See :class:`TrainingStep`."""
-        with self.context.lock:
+        with self.fit.lock:
             return self._all_closed and self.transforms.clip_value(optimizer, limit)
 
     def scale_later(self, pending: PendingScale) -> None:
         """See :class:`TrainingStep`."""
-        with self.context.lock:
+        with self.fit.lock:
             self.transforms.scale_later(pending)
 
     def update_scale(self) -> None:
         """See :class:`TrainingStep`."""
-        with self.context.lock:
+        with self.fit.lock:
             self.transforms.update_scale()
 
     def take(self, optimizer: Optimizer, own_step: Callable[[], Any]) -> Any:
@@ -314,8 +301,8 @@ class OverlappedStep(TrainingStep):
 
         If nothing can be deferred, ``own_step`` runs as it is. See :class:`TrainingStep`.
         """
-        context = self.context
-        with context.lock:
+        fit = self.fit
+        with fit.lock:
             self._await_unseen()
             deferrable = [u for u in self.updates if u.state is UpdateState.REDUCING]
             # If the backward pass left a bucket out, the gates never closed; DDP raises at the next forward pass.
@@ -324,21 +311,21 @@ class OverlappedStep(TrainingStep):
                 self._defer(optimizer, deferrable)
                 return None
         if why_whole:
-            context.listener.stepped_whole(why_whole)
-        with context.lock:
+            fit.reads.seen.stepped_whole(why_whole)
+        with fit.lock:
             self._land()
-            context.count_whole_step(optimizer)
+            fit.count_whole_step(optimizer)
             return None if self.transforms.leaves_step_out() else own_step()
 
     def _await_unseen(self) -> None:
-        held = self.context.find_held() if self._all_closed else set()
+        held = self.fit.reads.find_held() if self._all_closed else set()
         for update in self.updates:
             unseen = update.is_unseen() or not held.isdisjoint(map(id, update.parameters))
             if unseen and update.state is UpdateState.REDUCING:
-                update.await_gradient("step")  # later reads of its weights would be missed
+                update.await_gradient()  # later reads of its weights would be missed
 
     def _defer(self, optimizer: Optimizer, deferrable: list[BucketUpdate]) -> None:
-        statistics = self.context.statistics
+        statistics = self.fit.record.statistics
         statistics.steps += 1
         update_of = {id(p): update for update in deferrable for p in update.parameters}
         due = self._due = DueStep(optimizer)
@@ -364,7 +351,7 @@ class OverlappedStep(TrainingStep):
         statistics.overlapped_steps += 1
         if now:
             statistics.updates += len(now)
-            with self.context.or_torn(len(now)):
+            with self.fit.or_torn(len(now)):
                 if not self.transforms.leaves_step_out():
                     step_partially(due, now)
 
@@ -378,7 +365,7 @@ class OverlappedStep(TrainingStep):
     def step_while_waiting(self, task: CommTask) -> None:
         """Step buckets that have arrived while ``task`` is awaited. Their gates stay closed."""
         while not task.done():
-            with self.context.lock:
+            with self.fit.lock:
                 update = next((u for u in self.updates if u.state is UpdateState.DUE and u.has_arrived), None)
                 if update is None or not self.transforms.known:
                     return
@@ -386,29 +373,29 @@ class OverlappedStep(TrainingStep):
 
     def open_all(self, reason: str) -> None:
         """See :class:`TrainingStep`."""
-        context = self.context
-        with context.lock:
+        fit = self.fit
+        with fit.lock:
             if not any(update.is_closed for update in self.updates):
                 return
-            context.opened_for[reason] += 1
-            early = context.waits_early()
+            fit.reads.opened_for[reason] += 1
+            early = fit.reads.waits_early()
         if early:
-            context.listener.waited_early()
+            fit.reads.seen.waited_early()
         self.flush()
 
     def flush(self) -> None:
         """See :class:`TrainingStep`; on any thread."""
-        if not self.context.entered:
+        if not self.fit.entered:
             self._flush()
 
     def _flush(self) -> None:
-        with self.context.lock:
+        with self.fit.lock:
             self._land()
             self.transforms.update_scale()
 
     def finish(self) -> None:
         """See :class:`TrainingStep`."""
-        with self.context.lock:
+        with self.fit.lock:
             self._flush()
             self.updates = []  # they refer back to this step; clear them to free memory at once
             self.transforms.let_go()
@@ -425,8 +412,8 @@ class OverlappedStep(TrainingStep):
             [p for update in self.updates if update.state is state for p in update.parameters]
             for state in (UpdateState.DUE, UpdateState.STEPPED)
         )
-        with self.context.lock:
-            self._apply_all("forward end")
+        with self.fit.lock:
+            self._apply_all()
         return late, untouched
 
     def due_tasks(self) -> list[CommTask]:
@@ -444,7 +431,7 @@ class OverlappedStep(TrainingStep):
     def land_what_arrived(self) -> tuple[int, int]:
         """See :class:`TrainingStep`."""
         applied = lost = 0
-        with self.context.lock:
+        with self.fit.lock:
             for update in self.updates:
                 arrived = update.has_arrived and self.transforms.known
                 if update.state is UpdateState.DUE and not arrived:
@@ -452,14 +439,14 @@ class OverlappedStep(TrainingStep):
                     continue
                 applied += len(update.chosen)
                 if update.state is UpdateState.DUE:
-                    update.apply("flush")
+                    update.apply()
             if self.transforms.known:
                 self.transforms.update_scale()  # a loss scale belongs to the step that updates it
         return applied, lost
 
     def close(self) -> None:
         """See :class:`TrainingStep`."""
-        with self.context.lock:
+        with self.fit.lock:
             for update in self.updates:
                 update.open_gate()
                 update.state = UpdateState.DONE
@@ -472,13 +459,13 @@ class OverlappedStep(TrainingStep):
     def _land(self) -> None:
         for update in self.updates:
             if update.state is UpdateState.REDUCING:
-                update.await_gradient("flush")
-        self._apply_all("flush")
+                update.await_gradient()
+        self._apply_all()
 
-    def _apply_all(self, why: OpeningKind) -> None:
+    def _apply_all(self) -> None:
         for update in self.updates:
             if update.state in (UpdateState.DUE, UpdateState.STEPPED):
-                update.apply(why)
+                update.apply()
         if self._due is not None:
             self._due.complete()
             self._due = None

@@ -27,8 +27,8 @@ from torch import nn
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_bytescheduler.ddp.aliases import kept_elsewhere
 from lightning_bytescheduler.ddp.gates import arm, disarm, gate_of, is_armed
+from lightning_bytescheduler.ddp.reads import kept_elsewhere
 from lightning_bytescheduler.lightning_api import rank_zero_warn
 
 __all__ = ["OwnGradients"]

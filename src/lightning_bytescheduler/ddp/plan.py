@@ -1,8 +1,14 @@
-"""Decides what is overlapped in a fit, what is not, and why; ``strategy.plan`` shows it."""
+"""Decides what is overlapped in a fit, what is not, and why; ``strategy.plan`` shows it.
+
+There is one message to the user on rank 0 for each decision, and one at the end. It has the figures behind the
+decision, and avoids this package's own terms. A fit without anything to schedule gets one line that says so.
+``reads.py`` has what is told of reads that cost overlap or exactness.
+"""
 
 from __future__ import annotations
 
 import itertools
+import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,15 +19,168 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_bytescheduler.checks import some_of
-from lightning_bytescheduler.ddp.aliases import AliasDetector
 from lightning_bytescheduler.ddp.compiled_calls import compiled_calls_are_seen
+from lightning_bytescheduler.ddp.compressed_reduction import GradientCompression
 from lightning_bytescheduler.ddp.compression_rules import AUTO
 from lightning_bytescheduler.ddp.deferred_optimizer import scales_losses, steps_plainly
 from lightning_bytescheduler.ddp.gates import can_be_gated
 from lightning_bytescheduler.ddp.partial_step import whole_steps_for
-from lightning_bytescheduler.ddp.sparse_gradients import sparse_layers
-from lightning_bytescheduler.lightning_api import GradClipAlgorithmType, Precision, is_overridden, pl
+from lightning_bytescheduler.ddp.reads import AliasDetector
+from lightning_bytescheduler.ddp.reduction import sparse_layers
+from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
+from lightning_bytescheduler.ddp.wire import AgreedSizes
+from lightning_bytescheduler.lightning_api import (
+    GradClipAlgorithmType,
+    Precision,
+    is_overridden,
+    pl,
+    rank_zero_info,
+    rank_zero_warn,
+)
+from lightning_bytescheduler.scheduler.options import POLICIES, SchedulerOptions, SchedulingPolicy, policy_of
 from lightning_bytescheduler.scheduler.placement import Placement
+from lightning_bytescheduler.tuning.sizes import LinkEstimate
+
+_FAR = (
+    "The link's latency is high, so each rank's share of a part goes straight to it, and its sum straight to all; "
+    "urgent parts overtake on separate connections. "
+)
+_TUNED = " How much travels at once is tuned while training."
+_BYTESCHEDULER = policy_of(POLICIES[0])
+_TINY = 1024  # parameters
+_CODEC_THREADS = 2  # one encodes while the other sums and decodes
+_WORTH_A_LINE = 0.1  # of all steps: fewer overlapped ones were trials, which have their own lines
+
+
+def announce(options: SchedulerOptions, agreed: AgreedSizes) -> None:
+    """Report what was ignored or clamped, and switch on the debug log."""
+    sizes = agreed.sizes
+    if options.partition_size and options.credit and options.partition_size > options.credit:
+        rank_zero_warn(
+            f"partition_size={options.partition_size} is above credit={options.credit}; "
+            f"partitions of {sizes.partition_size} parameters are used."
+        )
+    if options.ignored_variables:
+        rank_zero_info(
+            f"bytescheduler: {', '.join(options.ignored_variables)} ignored: ranks find each other through the "
+            "process group."
+        )
+    if options.debug:
+        logger = logging.getLogger("lightning_bytescheduler")
+        logger.setLevel(logging.DEBUG)
+        if not logger.handlers:
+            logger.addHandler(logging.StreamHandler())
+
+
+def say_start(
+    plan: OverlapPlan,
+    agreed: AgreedSizes,
+    world_size: int,
+    nbytes: int,
+    *,
+    tuned: bool,
+    policy: SchedulingPolicy = _BYTESCHEDULER,
+) -> None:
+    """Report how the steps of a fit begin.
+
+    Args:
+        plan: The plan, as decided.
+        agreed: The sizes on all ranks.
+        world_size: Number of ranks.
+        nbytes: Bytes of all gradients.
+        tuned: Whether sizes are tuned from the start.
+        policy: The scheduling policy.
+    """
+    facts = sizes = ""
+    steps, link, used = plan.summary(), agreed.link, agreed.sizes
+    if plan.overlapped:
+        facts, steps = f"{world_size} ranks. ", steps[0].upper() + steps[1:]
+        if link is not None:
+            facts = (
+                f"{world_size} ranks, all-reduce at {1e-6 / link.beta:.0f} MB/s after {1e3 * link.alpha:.2f} ms: "
+                f"{_ms(link.seconds(nbytes))} ms for all gradients ({nbytes / 1e6:.3g} MB). "
+            )
+        if not plan.as_ddp:
+            sizes = f" {policy.in_words.format(partition_size=used.partition_size, credit=used.credit)}"
+    if agreed.far:
+        facts += _FAR
+    rank_zero_info(f"bytescheduler: {facts}{steps}{sizes}{_TUNED if tuned else ''}")
+
+
+def say_compressed(compression: GradientCompression) -> None:
+    """Report what a user who asked for compression may not expect."""
+    if not compression.compressed:
+        rank_zero_warn(
+            "bytescheduler: no gradient of this model is compressed: each is smaller than compression_min_size, would "
+            "not be smaller compressed, or fits no pattern."
+        )
+    if left := compression.left_out:
+        rank_zero_info(
+            f"bytescheduler: the checkpoint has what was left to be sent of {len(left)} parameters that are not "
+            f"compressed now, or have another size or name, such as {left[0]!r}. That is left out."
+        )
+
+
+def summary_of(statistics: SchedulerStatistics, finding: str) -> str | None:
+    """Return one line for the end of a fit; ``None`` if hardly any step overlapped.
+
+    Args:
+        statistics: Counters of the fit.
+        finding: What was found to be fastest, if measured.
+    """
+    steps, overlapped = statistics.steps, statistics.overlapped_steps
+    if not overlapped or overlapped < _WORTH_A_LINE * steps:
+        return None
+    line = f"{steps} steps, {overlapped} of them overlapped; training waited {statistics.exposed_ms:.1f} ms a step for "
+    return f"{line}gradients; {finding}." if finding else f"{line}gradients."
+
+
+def codec_cost(statistics: SchedulerStatistics, link: LinkEstimate | None, ranks: int) -> str:
+    """Return a warning if codecs take longer than they save on the link; empty otherwise.
+
+    Args:
+        statistics: Counters of the fit so far.
+        link: The measured link, if any.
+        ranks: Number of ranks.
+    """
+    if link is None or not statistics.steps:
+        return ""
+    codecs = statistics.codec_s / _CODEC_THREADS
+    sent_per_byte = 2 * (ranks - 1) / ranks  # per byte that is all-reduced, as in the measurement of the link
+    saved = link.beta * (statistics.bytes_uncompressed - statistics.bytes_sent) / sent_per_byte
+    if codecs <= saved:
+        return ""
+    return (
+        "compression makes steps slower on this link: codecs take "
+        f"{_ms(codecs / statistics.steps)} ms of a step, and the bytes that they save would travel in "
+        f"{_ms(max(saved, 0.0) / statistics.steps)} ms. Leave compression out here."
+    )
+
+
+def _ms(seconds: float) -> str:
+    milliseconds = 1e3 * seconds
+    return f"{milliseconds:.0f}" if milliseconds >= 100 else f"{milliseconds:.1f}"
+
+
+def say_if_tiny(**sizes: int | None) -> None:
+    """Warn of tiny sizes, which may have been meant as megabytes."""
+    for option, size in sizes.items():
+        if size is not None and size < _TINY:
+            rank_zero_info(
+                f"bytescheduler: {option}={size} is in parameters: {4 * size:,} bytes of fp32 at a time, which is "
+                f"slow. {size} MB of fp32 = {size * 250_000:,} parameters."
+            )
+
+
+def warn_unaveraged(names: Sequence[str]) -> None:
+    """Warn that DDP does not average some parameters, as they did not require gradients when it wrapped the model."""
+    rank_zero_warn(
+        f"bytescheduler: the gradients of {some_of(names, 2)} are not averaged over ranks: they require gradients now, "
+        "and did not when DDP wrapped the model. As with strategy='ddp', each rank trains them on its own batches, and "
+        "the ranks' weights differ. To have them averaged, freeze them in on_fit_start, not before, and use "
+        "find_unused_parameters=True."
+    )
+
 
 ONE_RANK = "1 rank: nothing to schedule"
 """Reason for the steps of a training on one process."""
@@ -260,8 +419,8 @@ def unseen_parameters(model: nn.Module) -> set[int]:
     """Return the ids of parameters that may be read without a touch; their steps are not deferred.
 
     These are parameters of scripted modules, whose code holds the memory itself, and parameters of other classes.
-    :class:`~lightning_bytescheduler.ddp.gates.FirstUseObserver` finds those that show only at run time, and
-    :class:`~lightning_bytescheduler.ddp.aliases.AliasDetector` finds aliases.
+    :class:`~lightning_bytescheduler.ddp.reads.FirstUseObserver` finds those that show only at run time, and
+    :class:`~lightning_bytescheduler.ddp.reads.AliasDetector` finds aliases.
     """
     scripted = (m for m in model.modules() if isinstance(m, torch.jit.ScriptModule))
     unseen = {id(p) for script in scripted for p in script.parameters()}

@@ -20,7 +20,7 @@ import os
 import socket
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -32,16 +32,20 @@ import torch.distributed as dist
 from msgspec.structs import replace
 from torch import Tensor, nn
 from torch.distributed.rendezvous import rendezvous
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_bytescheduler.checks import unknown_variables
 from lightning_bytescheduler.collectives.groups import VARIABLE, choose_interface
 from lightning_bytescheduler.ddp.ddp_arguments import check_launch_options
 from lightning_bytescheduler.ddp.fit_position import FitPosition
-from lightning_bytescheduler.ddp.runtime import SchedulerRuntime
-from lightning_bytescheduler.ddp.scheduled_gradients import ScheduledGradients
+from lightning_bytescheduler.ddp.plan import OverlapPlan
+from lightning_bytescheduler.ddp.residuals import Residuals
 from lightning_bytescheduler.ddp.sigterm import ends_by_sigterm, sigterm_ends_at_once
-from lightning_bytescheduler.exceptions import RankFailedError, RanksDivergedError
+from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
+from lightning_bytescheduler.ddp.trainer_fit import FitOptions, TrainerFit
+from lightning_bytescheduler.ddp.tuned_fit import DecidedFit
+from lightning_bytescheduler.exceptions import RankFailedError, RanksDivergedError, SchedulerClosedError
 from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.failures.messages import phrase
 from lightning_bytescheduler.failures.rendezvous import (
@@ -99,7 +103,8 @@ class JoinedRanks:
     _ddp_kwargs: dict[str, Any]
     _timeout: timedelta | None
 
-    _gradients: Any = None  # if ByteScheduler carries the gradients
+    fit: DecidedFit | None = None
+    """What carries the gradients, while a fit runs and several ranks train together."""
     _board: FaultBoard | None = None
     _failed: bool = False
     _just_connected: bool = False
@@ -108,15 +113,11 @@ class JoinedRanks:
         # The other Lightning package's Trainer takes this class for a wrong name, and shows only this.
         return f"<{type(self).__name__} of {PACKAGE!r}>"
 
-    def _runtimes(self) -> Iterable[SchedulerRuntime]:
-        runtime = None if self._gradients is None else self._gradients.runtime
-        return () if runtime is None else (runtime,)
-
     def flush(self) -> None:
         """Wait for all gradients and apply every pending update; the weights are final afterwards."""
         with self._explained():
-            if self._gradients is not None:
-                self._gradients.flush()
+            if self.fit is not None:
+                self.fit.flush()
 
     def end_of_worker(self) -> None:
         """Called when a process that a launcher started has finished its function."""
@@ -281,8 +282,8 @@ class JoinedRanks:
             board.publish(cause, patience=self.sigterm_patience_s if isinstance(cause, SIGTERMException) else 0.0)
         if cause is not exception and hasattr(exception, "add_note"):
             exception.add_note(str(cause))
-        for runtime in self._runtimes():
-            runtime.fail(cause)
+        if self.fit is not None:
+            self.fit.fail(cause)
         self._end_with(cause)
         board.close()  # here, as teardown is skipped if another callback's on_exception raises
 
@@ -307,12 +308,9 @@ class JoinedRanks:
             raise cause from (None if str(cause) in str(error) else error)
 
     def _explain(self, error: BaseException) -> BaseException:
-        runtimes = list(self._runtimes())
-        for runtime in runtimes:
-            explained = runtime.explain(error)
-            if explained is not error:
-                return self._ending(explained)
-        return self._ending(error if runtimes or self._board is None else self._board.explain(error))
+        if self.fit is not None:
+            return self._ending(self.fit.wire.explain(error))
+        return self._ending(error if self._board is None else self._board.explain(error))
 
     def _ending(self, error: BaseException) -> BaseException:
         """Return ``error``, or this rank's own SIGTERM if it has got one like the rank that ``error`` names."""
@@ -374,7 +372,11 @@ class RankStrategy(JoinedRanks, DDPStrategy):
 
     def __init__(self, **options: Any) -> None:
         self._position: FitPosition | None = None  # if all ranks train together
-        self._gradients: ScheduledGradients | None = None  # if ByteScheduler carries the gradients
+        self.fit: TrainerFit | None = None
+        self._fit_options: FitOptions | None = None  # if ByteScheduler carries the gradients
+        self._residuals = Residuals()  # kept for checkpoints until the next fit begins
+        self._lost_weights: SchedulerClosedError | None = None  # in the last fit
+        self._outcome: tuple[OverlapPlan | None, SchedulerStatistics | None] = None, None  # of the last fit
         self._checkpoint: tuple[Any, str] | None = None  # a checkpoint's path, and when it was written
         check_launch_options(options, strategy=type(self).__name__, example=self.example_option)
         for sentence in unknown_variables(os.environ):
@@ -408,18 +410,37 @@ class RankStrategy(JoinedRanks, DDPStrategy):
         with sigterm_ends_at_once(self.cluster_environment):
             super().setup(trainer)
 
+    # ------------------------------------------------------------------ the fit
+
+    def begin_fit(self) -> None:
+        """Begin a fit before the model is wrapped, if ByteScheduler carries the gradients of several ranks."""
+        if self._fit_options is not None and self._board is not None and self.lightning_module is not None:
+            self._lost_weights = None
+            self.fit = TrainerFit.begin(self, self._fit_options, self._board, self._residuals)
+
+    def end_fit(self) -> None:
+        """Stop every thread and make every parameter plain again; bounded, idempotent."""
+        if self._failed:  # ranks may have residuals of different steps
+            self._residuals = Residuals()
+        fit = self.fit
+        if fit is not None:
+            self._outcome = fit.so_far(self.lightning_module), fit.record.statistics
+            self.fit = None
+            fit.close(failed=self._failed)
+            self._lost_weights = fit.lost_weights
+
     # ------------------------------------------------------------------ one step
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """See DDPStrategy."""
         batch = args[0] if args else next(iter(kwargs.values()), None)
-        with self._explained(), nullcontext() if self._gradients is None else self._gradients.forward(batch):
+        with self._explained(), nullcontext() if self.fit is None else self.fit.forward(batch):
             return super().training_step(*args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """See DDPStrategy."""
-        if self._gradients is not None:
-            self._gradients.validate()
+        if self.fit is not None:
+            self.fit.validate()
         with self._explained():
             return super().validation_step(*args, **kwargs)
 
@@ -427,8 +448,8 @@ class RankStrategy(JoinedRanks, DDPStrategy):
         """Record that an epoch begins."""
         if self._position is not None:
             self._position.begin_epoch()
-        if self._gradients is not None:
-            self._gradients.begin_epoch()
+        if self.fit is not None:
+            self.fit.begin_epoch()
 
     def count_batch(self) -> None:
         """Record that a batch begins; raises if ranks wait for each other in vain."""
@@ -439,9 +460,9 @@ class RankStrategy(JoinedRanks, DDPStrategy):
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """See DDPStrategy."""
-        if self._gradients is not None and self._gradients.leaves_out():
+        if self.fit is not None and self.fit.leaves_out():
             return closure_loss
-        with self._explained(), nullcontext() if self._gradients is None else self._gradients.backward(closure_loss):
+        with self._explained(), nullcontext() if self.fit is None else self.fit.backward_of(closure_loss):
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     def optimizer_step(
@@ -453,18 +474,18 @@ class RankStrategy(JoinedRanks, DDPStrategy):
     ) -> Any:
         """Run the closure; defer the step if its gradients are in flight. See DDPStrategy."""
         step = super().optimizer_step
-        if self._gradients is None:
+        if self.fit is None:
             return step(optimizer, closure, model, **kwargs)
         with self._explained():
-            return self._gradients.step(
+            return self.fit.step_with(
                 lambda closure: step(optimizer, closure, model, **kwargs), optimizer, closure, deferrable=not kwargs
             )
 
     def _register_ddp_hooks(self) -> None:
-        if self._gradients is None:
+        if self.fit is None:
             super()._register_ddp_hooks()
-        else:
-            self._gradients.take_over(self.model)
+        elif isinstance(self.model, DistributedDataParallel):
+            self.fit.take_over(self.model)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """See DDPStrategy."""

@@ -22,14 +22,15 @@ from __future__ import annotations
 import enum
 import math
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
 from lightning_bytescheduler.collectives.operations import (
     Averaging,
@@ -38,19 +39,87 @@ from lightning_bytescheduler.collectives.operations import (
     all_gather,
     exchange,
     reduce_scatter,
+    scale,
     shard_of,
 )
 from lightning_bytescheduler.collectives.transport import EncodedStart, GradientTransport, ReadyMark
-from lightning_bytescheduler.ddp.compressed_bucket import CompressedBucket
 from lightning_bytescheduler.ddp.sample_weights import StepWeight
+from lightning_bytescheduler.ddp.statistics import BEFORE_GATHERS, Record
+from lightning_bytescheduler.failures.standstill import break_connections
 from lightning_bytescheduler.scheduler.core import ByteCore
 from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask, TaskKey
+from lightning_bytescheduler.timeline.timeline import COPY_TO_DEVICE, COPY_TO_HOST
+
+__all__ = ["SparseGradients", "sparse_layers"]
+
+
+def sparse_layers(model: nn.Module) -> list[str]:
+    """Return the names of layers whose gradients are sparse, by DDP's rule."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
+    ]
+
+
+class SparseGradients:
+    """Averages sparse buckets, which cannot be cut into partitions, during the backward pass.
+
+    They are reduced one by one, on their own group with one thread (``collectives/groups.py``). With two threads gloo
+    stores the name of the last operation without a lock. Names of up to 15 letters survive this, but
+    ``_ALLREDUCE_SPARSE`` is on the heap and may be freed during a write. Sparse and dense all-reduces on one group of
+    torch 2.13 can so end a process (``malloc(): unaligned tcache chunk detected``).
+
+    Ranks agree on the order, as DDP's hooks run on the training thread by index of the bucket.
+
+    Args:
+        group: Their group; the default group if ``None``.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+        self._last: dist.Work | None = None
+
+    def reduce(self, buffer: torch.Tensor, factor: float) -> torch.futures.Future[torch.Tensor]:
+        """Average a sparse bucket over all ranks; returns a future of it.
+
+        Args:
+            buffer: The bucket's buffer.
+            factor: This rank's weight in the mean.
+
+        Raises:
+            RuntimeError: If the default process group is gone.
+        """
+        group = dist.group.WORLD if self._group is None else self._group
+        if group is None:
+            raise RuntimeError("The default process group is gone.")
+        if factor == 1.0 / group.size():
+            buffer.div_(group.size())  # as DDP does
+        else:
+            scale(buffer, factor)
+        self._last = work = group.allreduce([buffer])
+        reduced: torch.futures.Future[torch.Tensor] = work.get_future().then(_first_value)
+        return reduced
+
+    @property
+    def under_way(self) -> bool:
+        """Whether something has been sent and has not arrived."""
+        return self._last is not None and not self._last.is_completed()
+
+    def call_off(self) -> None:
+        """End all waits for operations in flight; for any thread."""
+        if self._group is not None and self.under_way:
+            break_connections(self._group)
+
+
+def _first_value(future: torch.futures.Future[Any]) -> torch.Tensor:
+    tensor: torch.Tensor = future.value()[0]
+    return tensor
+
 
 OnPart = Callable[[SubCommTask], None]
 Launch = Callable[[SubCommTask], None]
 """Sends a part; see :class:`CommTask`."""
-
-_BEFORE_GATHERS = 1 << 40  # subtracted from a position in the forward pass: more urgent than any position
 
 
 class Phase(enum.IntEnum):
@@ -59,13 +128,8 @@ class Phase(enum.IntEnum):
     REDUCE = 0  # all-reduce or reduce-scatter of a bucket
     GATHER = 1
     NORMS = 2  # all buckets
-    LEFT = 3  # factors of a bucket, see ``low_rank_reduction.py``
+    LEFT = 3  # factors of a bucket, see ``compressed_reduction.py``
     RIGHT = 4
-
-
-def position_of(task: CommTask) -> int:
-    """Return the position in the forward pass of a task's bucket."""
-    return task.priority if task.priority > -_BEFORE_GATHERS // 2 else task.priority + _BEFORE_GATHERS
 
 
 def total_norm(norms: Iterable[float]) -> float:
@@ -104,12 +168,25 @@ class GradientBucket:
         return first <= gradient.data_ptr() < first + self.buffer.numel() * self.buffer.element_size()
 
 
-Encode = Callable[[GradientBucket, StepWeight], CompressedBucket | None]
-"""Returns the encoded form of a bucket for one step with this rank's weight; ``None`` if it travels exact."""
+class EncodedBucket(Protocol):
+    """The encoded form of a bucket in one step.
+
+    Attributes:
+        fold: How many times larger its parts are than others', see :class:`CommTask`.
+        scatter: Sends a part's shards to their owners.
+        gather: Sends this rank's summed shard of a part to all ranks.
+    """
+
+    fold: int
+
+    @property
+    def scatter(self) -> EncodedStart: ...
+
+    @property
+    def gather(self) -> EncodedStart: ...
 
 
-def exact(bucket: GradientBucket, weight: StepWeight) -> None:
-    """Encode nothing; an :data:`Encode`."""
+Encode = Callable[[GradientBucket, StepWeight], EncodedBucket | None]
 
 
 class Reduction(Protocol):
@@ -138,7 +215,9 @@ class AllReduction:
 
     def reduce(self, bucket: GradientBucket, on_end: Callable[[CommTask], None] | None = None) -> CommTask:
         """See :class:`Reduction`."""
-        tasks, ready = self._tasks, self._tasks.mark(bucket)
+        tasks = self._tasks
+        bucket = tasks.on_host(bucket)
+        ready = tasks.mark(bucket)
         task = tasks.enqueue(
             f"bucket {bucket.index}",
             bucket.buffer,
@@ -166,13 +245,13 @@ class ShardedReduction:
     A lock guards what both threads use; nothing is called with it held.
 
     Args:
-        encode: Decides what travels encoded.
+        encode: Returns the encoded form of a bucket, see :meth:`Uncompressed.encoded`.
 
     Attributes:
         norms: The exchange; it ends when every parameter's norm is known. ``None`` before :meth:`close`.
     """
 
-    def __init__(self, tasks: StepTasks, encode: Encode = exact) -> None:
+    def __init__(self, tasks: StepTasks, encode: Encode) -> None:
         self.norms: CommTask | None = None
         self._tasks = tasks
         self._encode = encode
@@ -186,7 +265,11 @@ class ShardedReduction:
 
     def reduce(self, bucket: GradientBucket, on_end: Callable[[CommTask], None] | None = None) -> CommTask:
         """See :class:`Reduction`."""
-        tasks, buffer, parameters = self._tasks, bucket.buffer, bucket.parameters
+        tasks, parameters = self._tasks, bucket.parameters
+        encoded = self._encode(bucket, tasks.weight)
+        if encoded is None:
+            bucket = tasks.on_host(bucket)
+        buffer = bucket.buffer
         first = len(self._position)
         for position, parameter in enumerate(parameters, first):
             self._position[id(parameter)] = position
@@ -194,14 +277,13 @@ class ShardedReduction:
             sizes = [2 * p.numel() if p.is_complex() else p.numel() for p in parameters]
         if buffer.is_complex():  # its norm is that of all real and imaginary parts
             buffer = torch.view_as_real(buffer).view(-1)
-        encoded = self._encode(bucket, tasks.weight)
         with self._lock:
             self._under_way += 1
         return tasks.enqueue_halves(
             bucket,
             buffer,
             encoded,
-            scatter_priority=bucket.priority - _BEFORE_GATHERS,
+            scatter_priority=bucket.priority - BEFORE_GATHERS,
             on_scattered=lambda scatter: self._scattered(buffer, first, sizes, scatter),
             on_end=on_end,
         )
@@ -211,7 +293,7 @@ class ShardedReduction:
         count = len(self._position)
         with self._tasks.aside():  # not behind the backward pass, as the GPU needs the norms before it ends
             self._rows = torch.zeros(self._tasks.world_size, count, dtype=torch.float64, device=self._tasks.device)
-        self.norms = self._tasks.enqueue_exchange(self._rows, priority=-_BEFORE_GATHERS)
+        self.norms = self._tasks.enqueue_exchange(self._rows, priority=-BEFORE_GATHERS)
         self._one_less()
 
     def norm(self, parameter: nn.Parameter) -> float:
@@ -282,12 +364,60 @@ def _norms(pieces: Sequence[torch.Tensor], kind: torch.dtype | None) -> list[flo
     return norms
 
 
+class Uncompressed:
+    """Gradients that travel as they are; the base of codecs."""
+
+    layers: Any = None
+    """Decides how many layers are compressed; ``None`` unless that varies."""
+    compressed: Mapping[str, str] = {}
+    """Name of the codec by name of the parameter."""
+    ratio = 1.0
+    """How many times fewer bytes travel for all gradients together."""
+
+    def reduction(self, tasks: StepTasks) -> Reduction:
+        """Return the reduction of one step."""
+        return AllReduction(tasks)
+
+    def sharded(self, tasks: StepTasks) -> ShardedReduction:
+        """Return the reduction of one step in shards, so that norms are known early."""
+        return ShardedReduction(tasks, self.encoded)
+
+    def encoded(self, bucket: GradientBucket, weight: StepWeight) -> EncodedBucket | None:
+        """Return the encoded form of a bucket in a step with this rank's ``weight``; ``None`` if it travels exact."""
+        return None
+
+    def before_forward(self, step: int, *, counts: bool, tries: bool) -> None:
+        """Record that a forward pass of ``step`` begins, on all ranks.
+
+        Args:
+            step: Number of the step.
+            counts: Whether the last step's time shows what compression brings.
+            tries: Whether something else is being tried.
+        """
+
+    def before_backward(self) -> None:
+        """Record which mean gradients were dropped; nothing may be in flight."""
+
+    def begin_step(self, *, as_ddp: bool) -> None:
+        """Begin a step at the first bucket of a backward pass; nothing of the last one may be in flight."""
+
+    def disturb(self) -> None:
+        """Ignore the time of the present step, as something unusual such as a checkpoint is in it."""
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """Record that an optimizer has stepped with the present mean gradients."""
+
+    def close(self) -> None:
+        """End a fit without failure; nothing may be in flight."""
+
+
 class StepTasks:
     """Makes the tasks of one step.
 
     Args:
         step: Number of the step, the same on all ranks.
         weight: This rank's weight.
+        record: Takes copies of buckets that travel from host memory.
     """
 
     def __init__(
@@ -296,7 +426,9 @@ class StepTasks:
         transport: GradientTransport,
         step: int,
         weight: StepWeight,
+        record: Record | None = None,
     ) -> None:
+        self._record = Record() if record is None else record
         self.core = core
         self.step = step
         self.device = transport.wire_device
@@ -310,6 +442,33 @@ class StepTasks:
     def mark(self, bucket: GradientBucket) -> ReadyMark:
         """Return the mark at which the contents of a bucket are complete."""
         return bucket.exists or self._transport.mark(bucket.buffer)
+
+    def on_host(self, bucket: GradientBucket) -> GradientBucket:
+        """Return the bucket to send: its copy in host memory if gradients travel from there, otherwise ``bucket``."""
+        copies, record = self._transport.host_copies, self._record
+        if copies is None:
+            return bucket
+        buffer = bucket.buffer
+        copy, exists, made = copies.take_out(bucket.index, buffer)
+        if record.timeline is not None:
+            began: list[float] = []
+            copies.when_made(exists, lambda: began.append(record.clock()))
+            copies.when_made(made, lambda: record.copied(COPY_TO_HOST, bucket.index, began.pop(), step=self.step))
+        on_host = GradientBucket(bucket.index, bucket.parameters, copy, bucket.priority)
+        on_host.exists = made
+
+        def put_back(part: SubCommTask) -> None:
+            start, place = record.clock(), slice(part.offset, part.offset + part.size)
+            if part.passage is not None:
+                part.passage.came = part.passage.came or start
+            whole = copy, buffer
+            if part.parent.size != copy.numel():  # sharded reduction sends complex numbers as pairs of real ones
+                whole = torch.view_as_real(copy).view(-1), torch.view_as_real(buffer).view(-1)
+            copies.put_back(whole[0][place], whole[1][place])
+            record.copied(COPY_TO_DEVICE, bucket.index, start, step=self.step)
+
+        on_host.on_part = put_back
+        return on_host
 
     def averaged(
         self, buffer: torch.Tensor, operation: Averaging, ready: ReadyMark, on_part: OnPart | None = None
@@ -391,7 +550,7 @@ class StepTasks:
         self,
         bucket: GradientBucket,
         buffer: torch.Tensor,
-        encoded: CompressedBucket | None,
+        encoded: EncodedBucket | None,
         *,
         scatter_priority: int,
         on_scattered: Callable[[CommTask], None] | None = None,

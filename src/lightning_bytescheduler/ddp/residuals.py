@@ -22,12 +22,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_bytescheduler.compression.powersgd import PowerSGD
 
 __all__ = ["Layout", "Residuals", "add_up_on_first"]
 
 _FORMAT = 2
+_FIRST = 1024  # elements of a gradient that are looked at first to see that it is not zero
 
 
 class Layout(NamedTuple):
@@ -70,9 +72,13 @@ class Residuals:
         self._pending: set[str] = set()  # changed earlier, by gradients that are neither applied nor dropped
         self._may_be_left_out = False
         self._layouts: dict[str, Layout] | None = None  # by name of each parameter compressed in this fit
+        self._parameters: Mapping[str, nn.Parameter] = {}  # during a fit
+        self._may_drop = False
+        self._stepped: set[int] = set()  # ids of parameters stepped since the last reduced backward pass
+        self._versions: dict[str, int] = {}  # of parameters, when that pass began
+        self._dropped: set[str] = set()  # gradients dropped since then
         self._loaded: dict[str, Tensor] = {}
         self._ranks = 1
-        self.may_be_dropped = False
         self._device = torch.device("cpu")
 
     def live_on(self, device: torch.device) -> None:
@@ -113,26 +119,74 @@ class Residuals:
             self._changed.add(name)
         return residual, before
 
-    def begin_step(
-        self, loss_scale: float | None, dropped: Collection[str] = (), not_applied: Collection[str] = ()
-    ) -> None:
+    # ------------------------------------------------------------------ one fit
+
+    def begin_fit(self, parameters: Mapping[str, nn.Parameter], *, may_drop: bool) -> list[str]:
+        """Begin a fit that compresses these parameters; loaded residuals of others, or of other shapes, are dropped.
+
+        Args:
+            parameters: The parameters by name.
+            may_drop: Whether mean gradients may be dropped without an optimizer step, as with two losses and
+                optimizers. The residuals are then restored.
+
+        Returns:
+            Names of the dropped ones.
+        """
+        self._parameters, self._may_drop = parameters, may_drop
+        self._layouts = {name: Layout.of(parameter) for name, parameter in parameters.items()}
+        return self._leave_out_others()
+
+    def end_fit(self) -> None:
+        """End a fit: move to host memory, and restore residuals of gradients that were never applied."""
+        self.take_back(self.not_applied())
+        self._parameters = {}
+        self.live_on(torch.device("cpu"))
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """Record that an optimizer has stepped with the present mean gradients."""
+        if self._may_drop:
+            with torch._C.DisableTorchFunctionSubclass():
+                parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+                self._stepped.update(id(parameter) for parameter in parameters if parameter.grad is not None)
+
+    def not_applied(self) -> set[str]:
+        """Return the parameters whose last mean gradient may still be dropped unused.
+
+        A step that bypasses the strategy, such as that of a separate optimizer, shows as a write to the parameter.
+        """
+        if not self._may_drop:
+            return set()
+        with torch._C.DisableTorchFunctionSubclass():
+            return {
+                name
+                for name in self.changed & self._parameters.keys()
+                if id(self._parameters[name]) not in self._stepped
+                and self._parameters[name]._version == self._versions.get(name)
+            }
+
+    def before_backward(self) -> None:
+        """Record which mean gradients were dropped."""
+        with torch._C.DisableTorchFunctionSubclass():
+            self._dropped.update(name for name in self.not_applied() if _is_dropped(self._parameters[name].grad))
+
+    def begin_step(self, loss_scale: float | None) -> None:
         """Begin a step with ``loss_scale``; ``None`` if steps are never skipped.
 
         A smaller scale than before means that the last step overflowed and was skipped. Then the earlier residuals are
-        restored.
-
-        Args:
-            loss_scale: The factor of losses.
-            dropped: Names of parameters whose last mean gradient was dropped without a step; also restored.
-            not_applied: Names of parameters whose last mean gradient was not applied. If not dropped, it is still
-                there, and this step's is added.
+        restored, as are those of mean gradients that were dropped without a step. One that was not applied and not
+        dropped is still there, and this step's is added.
         """
         self._take_back_if_left_out(loss_scale)
-        self.take_back(dropped)
-        self._pending = self.changed.intersection(not_applied)
+        self.take_back(self._dropped)
+        self._pending = self.not_applied()
         self._changed.clear()
-        self._may_be_left_out = loss_scale is not None or self.may_be_dropped
+        self._stepped.clear()
+        self._dropped.clear()
+        self._may_be_left_out = loss_scale is not None or self._may_drop
         self.scale_to(1.0 if loss_scale is None else loss_scale)
+        if self._may_drop:
+            with torch._C.DisableTorchFunctionSubclass():
+                self._versions = {name: parameter._version for name, parameter in self._parameters.items()}
 
     @property
     def changed(self) -> set[str]:
@@ -178,7 +232,6 @@ class Residuals:
         *,
         keep: bool,
         loss_scale: float | None = None,
-        not_applied: Collection[str] = (),
     ) -> dict[str, Any] | None:
         """Return the sum of all ranks' residuals for a checkpoint; all ranks call it together and keep theirs.
 
@@ -186,8 +239,6 @@ class Residuals:
             add_up: Replaces a tensor by the sum over all ranks, in place, on ranks that save.
             keep: Whether this rank saves.
             loss_scale: The present loss scale; ``None`` if it never changes.
-            not_applied: Names of parameters whose mean gradient was not applied. No checkpoint has this gradient, so
-                their earlier residuals are saved.
 
         Returns:
             The state for :meth:`load`; ``None`` if this rank does not save or there is none.
@@ -197,7 +248,7 @@ class Residuals:
         layouts = self._layouts or {}
         for name, tensor in list(self._loaded.items()):  # parameters that were not sent since loading
             self.of(name, tensor.numel())
-        given = self.changed.intersection(not_applied)  # without those just restored
+        given = self.not_applied()  # no checkpoint has these gradients, so earlier residuals are saved
         for name in sorted(self._tensors):
             kept = self._before if name in given else self._tensors
             tensor = kept[name].to("cpu", copy=True)
@@ -228,15 +279,6 @@ class Residuals:
         self._ranks = ranks
         self._leave_out_others()
 
-    def are_of(self, layouts: Mapping[str, Layout]) -> list[str]:
-        """Set the parameters that are compressed in this fit, and drop loaded residuals of others or of other shapes.
-
-        Returns:
-            Names of the dropped ones.
-        """
-        self._layouts = dict(layouts)
-        return self._leave_out_others()
-
     def _leave_out_others(self) -> list[str]:
         layouts = self._layouts
         if layouts is None:
@@ -249,6 +291,14 @@ class Residuals:
 
     def __len__(self) -> int:
         return len(self._tensors)
+
+
+def _is_dropped(gradient: Tensor | None) -> bool:
+    """Whether ``zero_grad`` was called, with or without ``set_to_none``."""
+    if gradient is None:
+        return True
+    flat = gradient.detach().reshape(-1)
+    return not flat[:_FIRST].any() and not flat.any()
 
 
 def add_up_on_first(tensor: Tensor, device: torch.device) -> None:

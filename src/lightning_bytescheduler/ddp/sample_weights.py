@@ -25,9 +25,11 @@ same on all ranks in DDP. All ranks' factors come from the same numbers, so they
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, is_dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -37,9 +39,104 @@ from torch import nn
 
 from lightning_bytescheduler.checks import did_you_mean, is_whole
 from lightning_bytescheduler.collectives.number_exchange import NumberExchange, PostedNumbers
-from lightning_bytescheduler.ddp.balance import Balance
-from lightning_bytescheduler.ddp.device_time import DeviceTime
 from lightning_bytescheduler.exceptions import OptionError
+
+_UNDER_WAY = 64  # batches that the host may be ahead
+
+
+class _Batch:
+    __slots__ = ("begin", "end", "samples", "waits")
+
+    def __init__(self, begin: Any) -> None:
+        self.begin = begin
+        self.end: Any = None
+        self.samples = 0
+        self.waits: list[tuple[Any, Any]] = []
+
+    @property
+    def over(self) -> bool:
+        return bool(self.end.query()) and all(after.query() for _, after in self.waits)
+
+    @property
+    def milliseconds(self) -> float:
+        waited = sum(before.elapsed_time(after) for before, after in self.waits)
+        return float(self.begin.elapsed_time(self.end) - waited)
+
+
+class DeviceTime:
+    """Times batches on one device; for the training thread and the hooks of its backward passes.
+
+    The host runs ahead of a GPU, so its clock is of no use here. Events are recorded on the training's stream: when the
+    forward pass of a batch begins, around each wait for gradients, and when the last gradient of the batch is complete.
+    The time from the first to the last, less the waits, is this rank's computing time. It is read when the GPU has
+    passed these events, a batch or more later, without waiting.
+
+    A wait begins when the stream has done the work before it, so time that the host waits does not count. Waits within
+    other collectives, such as those of synchronised batch normalization, count as computing. Source: "CUDA semantics"
+    in PyTorch's documentation.
+    """
+
+    def __init__(self, device: torch.device, *, cuda: Any = torch.cuda) -> None:
+        self._device = device
+        self._cuda = cuda
+        self._thread = 0
+        self._batch: _Batch | None = None
+        self._waits: list[tuple[Any, Any]] = []
+        self._sends = False  # whether the present backward pass sends gradients
+        self._past: deque[_Batch] = deque(maxlen=_UNDER_WAY)
+
+    def begin(self) -> None:
+        """Begin the forward pass of a batch."""
+        self._thread = threading.get_ident()
+        self._waits = []
+        self._batch = _Batch(self._now())
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Wrap a wait for gradients of the training's stream, and possibly of the host."""
+        if self._batch is None or threading.get_ident() != self._thread:
+            yield
+            return
+        before = self._now()
+        try:
+            yield
+        finally:
+            self._waits.append((before, self._now()))
+
+    def gradient_exists(self) -> None:
+        """Record that all work of a gradient is on the current stream; a batch ends with its last gradient."""
+        batch = self._batch
+        if batch is not None:
+            self._sends = True
+            batch.end = self._now()
+            batch.waits = list(self._waits)  # later waits are not part of the batch
+
+    def end(self, samples: int) -> None:
+        """Record that a backward pass has returned on the host; a batch ends with its last one."""
+        batch = self._batch
+        if batch is None:
+            return
+        if not self._sends:  # gradients are accumulated and none was sent
+            self.gradient_exists()
+        self._sends = False
+        batch.samples = samples
+        if not self._past or self._past[-1] is not batch:
+            self._past.append(batch)
+
+    def latest(self) -> list[int]:
+        """Return samples and nanoseconds of the last batch that the GPU has finished; both 0 if there is no new one."""
+        found = None
+        while self._past and self._past[0].over:
+            found = self._past.popleft()
+        if found is None:
+            return [0, 0]
+        return [found.samples, max(int(1e6 * found.milliseconds), 0)]
+
+    def _now(self) -> Any:
+        event = self._cuda.Event(enable_timing=True)
+        event.record(self._cuda.current_stream(self._device))
+        return event
+
 
 NUMBERS = 3
 """What a rank posts with a batch: its samples, then samples and nanoseconds of the previous batch, if known."""
@@ -61,6 +158,13 @@ class BatchSizes(Protocol):
 
     def share_of_step(self, batch: int, accumulated: int) -> float:
         """Return a batch's weight among the ``accumulated`` ones of its step; 1 if all are equally large."""
+
+
+class Shares(Protocol):
+    """Knows the shares of batches."""
+
+    def add(self, posted: PostedNumbers) -> None:
+        """Record that a batch begins, with what all ranks post."""
 
 
 def tensors_in(batch: Any) -> Iterator[torch.Tensor | int]:
@@ -267,24 +371,80 @@ class SampledWeight:
         self._batches[-1][1].wait(failure)
 
 
-class SampleWeights:
-    """Keeps the numbers of one rank's batches, and weights its backward passes; for the training thread.
+class RankWeights:
+    """Ranks that weigh the same, whatever their batches are; for the training thread.
 
     Args:
+        ranks: Their number.
+    """
+
+    by_samples = False
+
+    def __init__(self, ranks: int) -> None:
+        self.equal: StepWeight = EqualWeight(ranks)
+
+    def begin_batch(self, batch: Any) -> None:
+        """Begin the forward pass of ``batch``."""
+
+    def begin_computing(self) -> None:
+        """Restart the clock: waits since the batch began are not this rank's computing."""
+
+    def gradient_exists(self) -> None:
+        """Record that a gradient to be sent is computed; a GPU may still be working on it."""
+
+    def end_backward(self) -> None:
+        """Record that a backward pass has ended, with its waits already counted."""
+
+    def begin_epoch(self) -> None:
+        """Begin an epoch: drop an unfinished step, as Lightning does."""
+
+    def has_batch(self, has: bool) -> PostedNumbers:
+        """Post whether this rank has drawn a batch; the result has all ranks' answers. Only by samples."""
+        raise NotImplementedError
+
+    def share_out(self, shares: Shares, sizes: BatchSizes, position: Callable[[], int]) -> None:
+        """Share batches out from here on. Only by samples."""
+        raise NotImplementedError
+
+    def leaves_out(self, *, communicates: bool) -> bool:
+        """Whether to skip the backward pass of this batch, as it has no sample."""
+        return False
+
+    def backward(self, loss: torch.Tensor) -> AbstractContextManager[None]:
+        """Wrap a backward pass of this batch."""
+        return nullcontext()
+
+    def begin_step(self) -> StepWeight:
+        """Return the weight of a step whose backward pass communicates."""
+        return self.equal
+
+    def close(self, timeout: float) -> None:
+        """End the exchange of numbers within ``timeout`` seconds."""
+
+
+class SampleWeights(RankWeights):
+    """Keeps the numbers of one rank's batches, and weights its backward passes; see :class:`RankWeights`.
+
+    Args:
+        ranks: Number of ranks.
         exposed: Returns the seconds that the training thread has waited for gradients so far.
         device_time: Times batches on a GPU, where the clock is of no use.
     """
+
+    by_samples = True
 
     def __init__(
         self,
         counter: SampleCounter,
         exchange: NumberExchange,
         *,
+        ranks: int = 1,
         parameters: Iterable[nn.Parameter] = (),
         exposed: Callable[[], float] = lambda: 0.0,
         clock: Callable[[], float] = time.perf_counter,
         device_time: DeviceTime | None = None,
     ) -> None:
+        super().__init__(ranks)
         self._device_time = device_time
         self._own = 0  # this rank's own samples of the present batch
         self._parameters = list(parameters)
@@ -295,7 +455,7 @@ class SampleWeights:
         self._began = 0.0  # start of this batch, less the time that the training thread has waited
         self._took = [0, 0]  # samples and nanoseconds of the last batch
         self._sizes: BatchSizes | None = None
-        self._shares: Balance | None = None
+        self._shares: Shares | None = None
         self._position: Callable[[], int] = lambda: 0
         self._added = -1  # the batch whose numbers were added last
         self._batch: tuple[int, PostedNumbers] | None = None
@@ -304,7 +464,7 @@ class SampleWeights:
         self._is_empty = False
 
     def has_batch(self, has: bool) -> PostedNumbers:
-        """Post whether this rank has drawn a batch; the result has all ranks' answers."""
+        """See :class:`RankWeights`."""
         return self._exchange.post([int(has), *[0] * (NUMBERS - 1)])
 
     def begin_batch(self, batch: Any) -> None:
@@ -328,29 +488,29 @@ class SampleWeights:
         self.begin_computing()
 
     def begin_computing(self) -> None:
-        """Restart the clock: waits since the batch began are not this rank's computing."""
+        """See :class:`RankWeights`."""
         self._began = self._clock() - self._exposed()
         if self._device_time is not None:
             self._device_time.begin()
 
     def gradient_exists(self) -> None:
-        """Record that a gradient to be sent is computed; a GPU may still be working on it."""
+        """See :class:`RankWeights`."""
         if self._device_time is not None:
             self._device_time.gradient_exists()
 
     def end_backward(self) -> None:
-        """Record that a backward pass has ended, with its waits already counted."""
+        """See :class:`RankWeights`."""
         self._took[1] = max(int(1e9 * (self._clock() - self._exposed() - self._began)), 0)
         if self._device_time is not None:
             self._device_time.end(self._own)
 
     def begin_epoch(self) -> None:
-        """Begin an epoch: drop an unfinished step, as Lightning does."""
+        """See :class:`RankWeights`."""
         self._step.clear()
         self._added = -1
 
-    def share_out(self, shares: Balance, sizes: BatchSizes, position: Callable[[], int]) -> None:
-        """Share batches out from here on."""
+    def share_out(self, shares: Shares, sizes: BatchSizes, position: Callable[[], int]) -> None:
+        """See :class:`RankWeights`."""
         self._shares, self._sizes, self._position, self._added = shares, sizes, position, -1
 
     def leaves_out(self, *, communicates: bool) -> bool:
@@ -387,12 +547,16 @@ class SampleWeights:
             for hook in hooks:
                 hook.remove()
 
-    def begin_step(self) -> StepWeight | None:
-        """Return the weight of a step whose backward pass communicates; ``None`` for equal weights."""
+    def begin_step(self) -> StepWeight:
+        """See :class:`RankWeights`; equal weights if no batch has begun."""
         batches, self._step = self._step, []
         if not self._in_backward and self._batch is not None:  # a loss.backward() outside of Lightning
             batches.append(self._batch)
-        return SampledWeight(batches) if batches else None
+        return SampledWeight(batches) if batches else self.equal
+
+    def close(self, timeout: float) -> None:
+        """See :class:`RankWeights`."""
+        self._exchange.close(timeout)
 
 
 def _first(batches: Sequence[tuple[int, PostedNumbers]]) -> int:

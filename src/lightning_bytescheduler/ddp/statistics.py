@@ -1,9 +1,27 @@
-"""Counters of the scheduler, readable at any time."""
+"""What one fit measures on one rank: counters, readable at any time, and spans on the timeline, if there is one."""
 
 from __future__ import annotations
 
 import math
+import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, fields
+
+from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask
+from lightning_bytescheduler.timeline.timeline import COMMUNICATION, COMPUTE, QUEUE, REPLY, Timeline
+
+__all__ = ["Record", "SchedulerStatistics"]
+
+_LANE = "training thread"
+
+BEFORE_GATHERS = 1 << 40
+"""Subtracted from a position in the forward pass: more urgent than any position."""
+
+
+def position_of(task: CommTask) -> int:
+    """Return the position in the forward pass of a task's bucket."""
+    return task.priority if task.priority > -BEFORE_GATHERS // 2 else task.priority + BEFORE_GATHERS
 
 
 @dataclass(slots=True)
@@ -77,3 +95,88 @@ class SchedulerStatistics:
     def since(self, earlier: SchedulerStatistics) -> SchedulerStatistics:
         """Return the difference to an earlier snapshot."""
         return SchedulerStatistics(**{f.name: getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)})
+
+
+class Record:
+    """Takes what is measured; for any thread.
+
+    Args:
+        timeline: Takes spans; ``None`` for none.
+
+    Attributes:
+        training_thread: Id of the thread that trains.
+    """
+
+    def __init__(self, timeline: Timeline | None = None, *, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.statistics = SchedulerStatistics()
+        self.timeline = timeline
+        self.clock = clock
+        self.training_thread = threading.get_ident()
+        self._busy_until = 0.0
+
+    def span(self, name: str, category: str, start: float, *, step: int) -> float:
+        """Record a span of this thread from ``start`` until now; returns its end."""
+        end = self.clock()
+        if self.timeline is not None:
+            here = threading.current_thread()
+            lane = _LANE if here.ident == self.training_thread else here.name
+            self.timeline.span(name, category, start, end, lane=lane, args={"step": step})
+        return end
+
+    def waited(self, name: str, category: str, start: float, *, step: int) -> float:
+        """Count the seconds from ``start`` until now as waiting for gradients; returns them.
+
+        Counters, log, metrics and timeline all use this figure.
+        """
+        seconds = self.span(name, category, start, step=step) - start
+        self.statistics.exposed_s += seconds
+        return seconds
+
+    def backward(self, start: float, *, step: int, kind: str) -> None:
+        """Record the backward pass that ends now, of a step of a kind; empty if no gradient was handed over."""
+        if self.timeline is not None:
+            args = {"step": step, **({"kind": kind} if kind else {})}
+            self.timeline.span("backward", COMPUTE, start, self.clock(), lane=_LANE, args=args)
+
+    def copied(self, stage: str, bucket: int, start: float, *, step: int) -> None:
+        """Record a copy of a bucket or its part, from ``start`` until now."""
+        if self.timeline is not None:
+            args = {"step": step, "task": bucket}
+            self.timeline.overlapping(f"bucket {bucket}", stage, start, self.clock(), lane=stage.upper(), args=args)
+
+    def arrived(self, sub: SubCommTask) -> None:
+        """Record a partition that has arrived; called by the scheduler's core."""
+        plain_bytes = sub.size * sub.parent.wire_bytes
+        wire_bytes = plain_bytes if sub.encoded_bytes is None else sub.encoded_bytes
+        statistics = self.statistics
+        statistics.sub_tasks += 1
+        statistics.bytes_sent += wire_bytes
+        statistics.bytes_uncompressed += plain_bytes
+        if sub.encoded_bytes is not None:
+            statistics.bytes_compressed += plain_bytes
+        statistics.communication_s += max(0.0, sub.finished_at - max(sub.started_at, self._busy_until))
+        self._busy_until = max(self._busy_until, sub.finished_at)
+        if self.timeline is None:
+            return
+        args = {
+            "bytes": wire_bytes,
+            "priority": position_of(sub.parent),
+            "step": sub.parent.key.step,
+            "task": sub.parent.key.bucket,
+            "partition": sub.index,
+        }
+        if sub.encoded_bytes is not None:
+            args["uncompressed_bytes"] = plain_bytes
+        name, record = sub.parent.name, self.timeline.overlapping
+        record(name, QUEUE, sub.ready_at, sub.started_at, lane="QUEUE", args=args)
+        record(name, COMMUNICATION, sub.started_at, sub.finished_at, lane="COMMUNICATION", args=args)
+        if sub.passage is not None:
+            for stage, start, end, nbytes in sub.passage.stages(sub.finished_at):
+                told = {**args, **sub.passage.where, "bytes": nbytes}
+                record(name, stage, start, end, lane=stage.upper(), args=told)
+
+    def replied(self, worker: int, number: int, nbytes: int, start: float, end: float) -> None:
+        """Record a sum that a parameter server has sent; called on the thread that sends it."""
+        if self.timeline is not None:
+            args = {"bytes": nbytes, "operation": number}
+            self.timeline.span(f"to rank {worker}", REPLY, start, end, lane="REPLY", args=args)

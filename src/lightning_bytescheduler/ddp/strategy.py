@@ -15,31 +15,35 @@ import torch
 import torch.distributed as dist
 
 from lightning_bytescheduler.checks import require_bool
-from lightning_bytescheduler.ddp.balanced_batches import BatchSharing, loader_resumes
+from lightning_bytescheduler.ddp.batches import (
+    BatchSharing,
+    UnevenLoader,
+    gather_lengths,
+    loader_resumes,
+    stateful_or_not,
+)
 from lightning_bytescheduler.ddp.compression_rules import CompressionRules
 from lightning_bytescheduler.ddp.ddp_arguments import (
     ELSEWHERE,
     SAID_BY_THE_STRATEGY,
     check_options,
 )
+from lightning_bytescheduler.ddp.deferred_optimizer import loss_scale_of
 from lightning_bytescheduler.ddp.fit_position import (
     FitPosition,
     introduce,
     optimizer_facts,
     parameter_facts,
 )
-from lightning_bytescheduler.ddp.fit_report import say_if_tiny
-from lightning_bytescheduler.ddp.parameter_servers import ServerOptions
-from lightning_bytescheduler.ddp.plan import ONE_RANK, OverlapPlan
+from lightning_bytescheduler.ddp.plan import ONE_RANK, OverlapPlan, say_if_tiny
 from lightning_bytescheduler.ddp.rank_strategy import COMPRESSION, OUTER_STATE, RankStrategy, callbacks_of
-from lightning_bytescheduler.ddp.residuals import add_up_on_first
-from lightning_bytescheduler.ddp.runtime import SchedulerRuntime
+from lightning_bytescheduler.ddp.residuals import Residuals, add_up_on_first
 from lightning_bytescheduler.ddp.sample_weights import SampleCounter, Weighting
-from lightning_bytescheduler.ddp.scheduled_gradients import ScheduledGradients
 from lightning_bytescheduler.ddp.sigterm import RequeueForAll, SigtermForAll, requeues
 from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
+from lightning_bytescheduler.ddp.trainer_fit import FitOptions, TrainerFit
 from lightning_bytescheduler.ddp.tuned_fit import FitTuning
-from lightning_bytescheduler.ddp.uneven_data import UnevenLoader, gather_lengths, stateful_or_not
+from lightning_bytescheduler.ddp.wire import ServerOptions
 from lightning_bytescheduler.exceptions import OptionError, RanksDivergedError, UnsupportedError
 from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.failures.rendezvous import Introduction
@@ -137,7 +141,7 @@ class ByteSchedulerStrategy(RankStrategy):
     # Lightning stops all ranks after a SIGTERM to rank 0 or to every rank, which is not a failure.
     sigterm_patience_s = 10.0
     example_option = "partition_size=131_072"
-    _gradients: ScheduledGradients
+    has_sizes_to_tune = True
 
     def __init__(
         self,
@@ -205,7 +209,7 @@ class ByteSchedulerStrategy(RankStrategy):
         self._log_metrics = log_metrics
         self._hooks: SchedulerHooks | None = None
         self._sigterm: SigtermForAll | None = None
-        self._fit = ExitStack()  # contexts that last as long as a fit
+        self._during_fit = ExitStack()  # contexts that last as long as a fit
         self._tuning = FitTuning(self._options, timeout=timeout)
         super().__init__(
             accelerator=accelerator,
@@ -218,9 +222,8 @@ class ByteSchedulerStrategy(RankStrategy):
             start_method=start_method,
             **kwargs,
         )
-        self._gradients = ScheduledGradients(
-            self,
-            self._options,
+        self._fit_options = FitOptions(
+            scheduler=self._options,
             timeout=timeout,
             own_buckets=bucket_cap_mb is not None or kwargs.get("bucket_cap_mb_list") is not None,
             tuning=self._tuning,
@@ -235,12 +238,13 @@ class ByteSchedulerStrategy(RankStrategy):
     @property
     def statistics(self) -> SchedulerStatistics | None:
         """Counters of the current or last fit; ``None`` before the first and on one process."""
-        return self._gradients.statistics
+        return self._outcome[1] if self.fit is None else self.fit.record.statistics
 
     @property
     def plan(self) -> OverlapPlan | None:
         """What overlaps in the current or last fit, and why not; ``None`` before the first."""
-        plan, shares = self._gradients.plan, self._sharing.balance
+        plan = self._outcome[0] if self.fit is None else self.fit.so_far(self.lightning_module)
+        shares = self._sharing.balance
         if plan is None or shares is None:
             return plan
         return replace(plan, batch_shares=shares.present, waiting_saved_ms=shares.saved_ms)
@@ -251,7 +255,7 @@ class ByteSchedulerStrategy(RankStrategy):
 
     def remember(self, outcome: tuple[OverlapPlan | None, SchedulerStatistics | None]) -> None:
         """See RankStrategy."""
-        self._gradients.remember(*outcome)
+        self._outcome = outcome
 
     def metrics(self, new: SchedulerStatistics) -> dict[str, float]:
         """Return the values to log.
@@ -282,11 +286,6 @@ class ByteSchedulerStrategy(RankStrategy):
         """
         return self._weighting.batch_of_all(size, self.world_size)
 
-    @property
-    def runtime(self) -> SchedulerRuntime | None:
-        """The scheduler during ``fit``."""
-        return self._gradients.runtime
-
     # ------------------------------------------------------------------ life cycle
 
     def setup_environment(self) -> None:
@@ -296,7 +295,7 @@ class ByteSchedulerStrategy(RankStrategy):
         self._failed = False
         trainer = None if self.lightning_module is None else self.lightning_module._trainer
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
-            self._gradients.begin_anew()
+            self._residuals = Residuals()
             self._sharing.begin()
         if trainer is not None and self.world_size > 1:
             self._board = FaultBoard.open(rank=self.global_rank, world_size=self.world_size)
@@ -308,11 +307,11 @@ class ByteSchedulerStrategy(RankStrategy):
             self._hooks = SchedulerHooks(self, self._sigterm, log_metrics=self._log_metrics)
             callbacks_of(trainer).insert(0, self._hooks)
             self._tuning.bring_tuner(callbacks_of(trainer))
-            self._fit.enter_context(self._sigterm.handled())
+            self._during_fit.enter_context(self._sigterm.handled())
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING and requeues(self.cluster_environment):
             agreed = None if self._board is None else self._board.agree_on_stop("requeue")
             requeue = RequeueForAll(agreed, failure=self._no_hope, timeout=self._longest_wait_s)
-            self._fit.enter_context(requeue.handled(trainer))
+            self._during_fit.enter_context(requeue.handled(trainer))
 
     def setup_distributed(self) -> None:
         """Meet the other ranks; see DDPStrategy."""
@@ -330,26 +329,26 @@ class ByteSchedulerStrategy(RankStrategy):
                 # slices handle this themselves
                 goes_on = self._weighting.by_samples and several and not hasattr(dataloader, "plan")
                 return self._go_on(dataloader, module) if goes_on else dataloader
-            runtime = self._runtime_of_data() if several else None
+            fit = self._fit_of_data() if several else None
             made = self._sharing.share_out(
-                dataloader, module.trainer, runtime, self._meet_with, several=len(self._loaders) > 1
+                dataloader, module.trainer, fit, self._meet_with, several=len(self._loaders) > 1
             )
         if made is not dataloader:
-            self._fit.enter_context(loader_resumes())
+            self._during_fit.enter_context(loader_resumes())
         return made
 
-    def _runtime_of_data(self) -> SchedulerRuntime:
-        """Return the runtime through which ranks report their batches.
+    def _fit_of_data(self) -> TrainerFit:
+        """Return the fit through which ranks report their batches.
 
         Raises:
             UnsupportedError: If there is none yet.
         """
-        if self.runtime is None:
+        if self.fit is None:
             raise UnsupportedError(
                 "weighting='samples': training data was loaded before the model is wrapped, as by "
                 "trainer.estimated_stepping_batches in setup. Ask for that in configure_optimizers, or later."
             )
-        return self.runtime
+        return self.fit
 
     def _go_on(self, dataloader: object, module: pl.LightningModule) -> object:
         self._uneven = None  # of the previous epoch, if loaders are made anew
@@ -368,7 +367,7 @@ class ByteSchedulerStrategy(RankStrategy):
             dataloader,
             length=most,
             trusted=certain,
-            runtime=self._runtime_of_data,
+            fit=self._fit_of_data,
             loaded=self._loaders,
             progress=module.trainer.fit_loop.epoch_loop.batch_progress,
         )
@@ -382,10 +381,10 @@ class ByteSchedulerStrategy(RankStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """See DDPStrategy. A rank without a batch also takes part."""
-        if self._uneven is None or not self._uneven.is_empty:
+        if self._uneven is None or not self._uneven.is_empty or self.fit is None:
             return super().training_step(*args, **kwargs)
         with self._explained():
-            return self._gradients.step_without_batch()
+            return self.fit.step_without_batch()
 
     def _meet_with(self, what: str, facts: Mapping[str, str]) -> None:
         self._meet(what, Introduction(rank=self.global_rank, facts=facts))
@@ -411,8 +410,11 @@ class ByteSchedulerStrategy(RankStrategy):
         """Wrap the model with DDP and the scheduler; see DDPStrategy."""
         super().setup(trainer)
         if self.world_size == 1 and trainer.state.fn == TrainerFn.FITTING:
-            self._gradients.train_alone(OverlapPlan(steps="synchronised", as_ddp=True, reasons=(ONE_RANK,)))
-        self._gradients.decide()
+            alone = OverlapPlan(steps="synchronised", as_ddp=True, reasons=(ONE_RANK,))
+            self._outcome = alone, None
+            rank_zero_info(f"bytescheduler: {alone.summary()}")
+        if self.fit is not None:
+            self.fit.decide()
 
     def configure_ddp(self) -> None:
         """Agree on sizes with the other ranks, then wrap the model."""
@@ -421,7 +423,7 @@ class ByteSchedulerStrategy(RankStrategy):
             if module is not None:
                 self.barrier("model")  # the barrier detects a rank that has died; the store does not
                 self._meet_with("the model", parameter_facts(module.parameters()))
-            self._gradients.prepare(self._board)
+            self.begin_fit()
         super().configure_ddp()
 
     def _await_batch(self) -> None:
@@ -452,11 +454,11 @@ class ByteSchedulerStrategy(RankStrategy):
             raise board.fault  # this rank has finished, but others never will
 
     def _release(self) -> None:
-        self._fit.close()
+        self._during_fit.close()
         self._sigterm = None
         if self._position is not None:
             self._position.end()
-        self._gradients.release(failed=self._failed)
+        self.end_fit()
         board, self._board = self._board, None
         if board is not None:
             board.close()
@@ -473,14 +475,20 @@ class ByteSchedulerStrategy(RankStrategy):
         if self._rules is None or self._failed or not dist.is_initialized():
             return None
         self.flush()
+        if self.fit is not None:
+            self.fit.codec.disturb()
         with self._explained():
-            return self._gradients.all_left(partial(add_up_on_first, device=self.root_device), keep=self.is_global_zero)
+            return self._residuals.total(
+                partial(add_up_on_first, device=self.root_device),
+                keep=self.is_global_zero,
+                loss_scale=loss_scale_of(self),
+            )
 
     def load_compression_state(self, state: Mapping[str, Any] | None) -> None:
         """Restore the result of :meth:`compression_state`, on any number of ranks."""
         if self._rules is not None:
             self.flush()
-            self._gradients.residuals.load(state, self.world_size)
+            self._residuals.load(state, self.world_size)
 
     # ------------------------------------------------------------------ failures
 
@@ -491,13 +499,15 @@ class ByteSchedulerStrategy(RankStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """See DDPStrategy. Raises rather than save a checkpoint that lacks updates."""
-        self._gradients.check_weights()
+        lost = self._lost_weights if self.fit is None else self.fit.lost_weights
+        if lost is not None:
+            raise lost
         return super().lightning_module_state_dict()
 
     def load_model_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """See DDPStrategy."""
         super().load_model_state_dict(*args, **kwargs)
-        self._gradients.weights_replaced()
+        self._lost_weights = None
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """See DDPStrategy. Reports which parts of the checkpoint are left out."""
@@ -600,7 +610,8 @@ class SchedulerHooks(pl.Callback):
         """Land pending updates before other callbacks read the trained weights."""
         self._strategy.flush()
         self._sigterm.end_training()
-        self._strategy._gradients.say_end()
+        if self._strategy.fit is not None:
+            self._strategy.fit.say_end()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Publish the failure before other callbacks or the teardown can block."""

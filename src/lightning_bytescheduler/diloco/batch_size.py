@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from lightning_bytescheduler.checks import is_whole, require_positive, require_share, require_whole
-from lightning_bytescheduler.ddp.balanced_batches import arguments_of
+from lightning_bytescheduler.ddp.batches import arguments_of
 from lightning_bytescheduler.diloco.worker_restart import random_numbers, set_random_numbers
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 from lightning_bytescheduler.lightning_api import garbage_collection_cuda, is_oom_error, pl

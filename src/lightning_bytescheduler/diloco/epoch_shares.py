@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 
-from lightning_bytescheduler.ddp.balanced_batches import EpochOrder, arguments_of
+from lightning_bytescheduler.ddp.batches import EpochOrder, arguments_of
 from lightning_bytescheduler.lightning_api import pl
 
 

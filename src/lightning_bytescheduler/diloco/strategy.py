@@ -26,11 +26,12 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_bytescheduler.checks import options_by_name
-from lightning_bytescheduler.ddp.balanced_batches import loader_resumes
+from lightning_bytescheduler.ddp.batches import loader_resumes
 from lightning_bytescheduler.ddp.fit_position import introduce, parameter_facts
 from lightning_bytescheduler.ddp.rank_strategy import OUTER_STATE, RankStrategy, callbacks_of
-from lightning_bytescheduler.ddp.scheduled_gradients import ScheduledGradients
 from lightning_bytescheduler.ddp.sigterm import worker_signals
+from lightning_bytescheduler.ddp.trainer_fit import FitOptions
+from lightning_bytescheduler.ddp.tuned_fit import FitTuning
 from lightning_bytescheduler.diloco.batch_size import resolve_batch_size, sized_loader
 from lightning_bytescheduler.diloco.coordinator_client import resolve_coordinator
 from lightning_bytescheduler.diloco.coordinator_protocol import wire_named
@@ -320,10 +321,11 @@ class DiLoCoStrategy(RankStrategy):
         )
         if self._options.inner == "bytescheduler":
             given = self._options.inner_options
-            self._gradients = ScheduledGradients(
-                self,
-                scheduler_options(given),
+            scheduler = scheduler_options(given)
+            self._fit_options = FitOptions(
+                scheduler=scheduler,
                 timeout=timeout,
+                tuning=FitTuning(scheduler, timeout=timeout),
                 own_buckets=any(given.get(option) is not None for option in ("bucket_cap_mb", "bucket_cap_mb_list")),
             )
 
@@ -433,8 +435,7 @@ class DiLoCoStrategy(RankStrategy):
         self._joint = JointCollectives(self._world.everyone)
         self._board = FaultBoard.open(rank=self.global_rank, world_size=self.ranks, store=self._world.store)
         self._open.callback(self._board.close)
-        if (gradients := self._gradients) is not None:
-            self._open.callback(lambda: gradients.release(failed=self._failed))
+        self._open.callback(self.end_fit)
 
     def _meet_all(self, watch: RendezvousWatch | None, store: dist.Store, connected: bool) -> None:
         """Make sure with the other ranks that they are in the same training; before there are groups."""
@@ -451,8 +452,8 @@ class DiLoCoStrategy(RankStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         """See DDPStrategy."""
         super().setup(trainer)
-        if self._gradients is not None:
-            self._gradients.decide()
+        if self.fit is not None:
+            self.fit.decide()
         if self._address is not None:
             refuse_plateaus(self.lr_scheduler_configs)
         if trainer.state.fn != TrainerFn.FITTING:
@@ -474,8 +475,7 @@ class DiLoCoStrategy(RankStrategy):
                 self._open.enter_context(leads_only)
             if self.inner_size == 1:
                 return
-            if self._gradients is not None and self._board is not None:
-                self._gradients.prepare(self._board)
+            self.begin_fit()
             super().configure_ddp()
 
     def process_dataloader(self, dataloader: object) -> object:
@@ -513,9 +513,9 @@ class DiLoCoStrategy(RankStrategy):
 
     def flush(self) -> None:
         """Bring the weights up to date, where the updates of their last step may still be on their way."""
-        if self._gradients is not None and not self._failed:
+        if self.fit is not None and not self._failed:
             with self._explained():
-                self._gradients.flush()
+                self.fit.flush()
 
     # ------------------------------------------------------------------ what all workers do together
 

@@ -1,6 +1,6 @@
 """The callback that chooses credit, partition size or plain DDP while ``fit`` runs. It works on rank 0.
 
-Each decision comes into force on all ranks before the same step (``ddp/point_in_force.py``). A few steps wait for
+Each decision comes into force on all ranks before the same step (``ddp/tuned_fit.py``). A few steps wait for
 milliseconds while the search proposes a point. The libraries for that are imported before the fit, unless it begins
 with DDP's steps.
 """
@@ -220,7 +220,7 @@ class CreditTuner(pl.Callback):
         require_same_package(trainer, "CreditTuner")
         if stage != "fit":
             return
-        if not hasattr(trainer.strategy, "runtime"):
+        if not getattr(trainer.strategy, "has_sizes_to_tune", False):
             raise UnsupportedError(
                 f"CreditTuner tunes ByteSchedulerStrategy, not {type(trainer.strategy).__name__}: use "
                 "Trainer(strategy='bytescheduler'), or leave the callback out."

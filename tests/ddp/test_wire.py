@@ -5,20 +5,20 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from lightning_bytescheduler.ddp.runtime import SchedulerRuntime
+from lightning_bytescheduler.ddp.wire import Wire
 from lightning_bytescheduler.exceptions import RankFailedError, SchedulerClosedError
 
 
 def test_a_rank_keeps_an_error_of_its_own_when_another_has_failed() -> None:
     cause = RankFailedError(1, "ValueError: boom")
-    runtime: Any = SimpleNamespace(
-        core=SimpleNamespace(abort_cause=cause), _servers=None, _explained_by_board=lambda error: error
+    wire: Any = SimpleNamespace(
+        core=SimpleNamespace(abort_cause=cause), servers=None, _explained_by_board=lambda error: error
     )
     own = RuntimeError("Expected to have finished reduction in the prior iteration before starting a new one.")
-    assert SchedulerRuntime.explain(runtime, own) is own
+    assert Wire.explain(wire, own) is own
     for consequence in (
         RuntimeError(f"RankFailedError: {cause} At: hook"),
         SchedulerClosedError("It is closed."),
         cause,
     ):
-        assert SchedulerRuntime.explain(runtime, consequence) is cause
+        assert Wire.explain(wire, consequence) is cause

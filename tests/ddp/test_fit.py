@@ -9,41 +9,32 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_bytescheduler.ddp.engine import GradientEngine
+from lightning_bytescheduler.ddp.fit import Fit
 from lightning_bytescheduler.ddp.own_gradients import OwnGradients
-from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
-from lightning_bytescheduler.ddp.steps import StepContext
-from tests.ddp.transports import idle_transport
+from lightning_bytescheduler.ddp.statistics import Record
+from tests.ddp.transports import idle_wire
 
 
 @pytest.fixture
-def engine() -> GradientEngine:
-    context = StepContext(
-        core=Mock(),
-        transport=idle_transport(),
-        parameters=[nn.Parameter(torch.ones(3))],
-        device=torch.device("cpu"),
-        timeout=5.0,
-        statistics=SchedulerStatistics(),
-    )
-    return GradientEngine(context)
+def fit() -> Fit:
+    return Fit(idle_wire(Mock()), [nn.Parameter(torch.ones(3))], torch.device("cpu"), Record())
 
 
-def test_updates_land_after_a_backward_pass_that_failed(engine: GradientEngine) -> None:
-    with pytest.raises(ValueError, match="boom"), engine.backward():
+def test_updates_land_after_a_backward_pass_that_failed(fit: Fit) -> None:
+    with pytest.raises(ValueError, match="boom"), fit.backward():
         raise ValueError("boom")
-    engine.context.step = step = Mock()
-    engine.flush()
+    fit.step = step = Mock(number=1)
+    fit.flush()
     step.flush.assert_called_once_with()
 
 
-def test_another_threads_pass_leaves_the_trainings_alone(engine: GradientEngine) -> None:
+def test_another_threads_pass_leaves_the_trainings_alone(fit: Fit) -> None:
     def passes() -> None:
-        with engine.backward_pass():
+        with fit.backward_pass():
             pass
 
-    with engine.backward(), ThreadPoolExecutor(1) as another:
-        engine.context.step = step = Mock()
+    with fit.backward(), ThreadPoolExecutor(1) as another:
+        fit.step = step = Mock(number=1)
         another.submit(passes).result()
         assert not step.mock_calls
         passes()

@@ -11,11 +11,17 @@ import pytest
 import torch
 from lightning.pytorch.plugins.precision import Precision
 
-from lightning_bytescheduler.ddp import fit_report, scheduled_gradients
-from lightning_bytescheduler.ddp.agreed_sizes import AgreedSizes
-from lightning_bytescheduler.ddp.scheduled_gradients import ScheduledGradients
+from lightning_bytescheduler.ddp import trainer_fit
+from lightning_bytescheduler.ddp.residuals import Residuals
+from lightning_bytescheduler.ddp.statistics import Record
+from lightning_bytescheduler.ddp.trainer_fit import FitOptions, TrainerFit
+from lightning_bytescheduler.ddp.tuned_fit import FitTuning
+from lightning_bytescheduler.ddp.wire import AgreedSizes
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
 from lightning_bytescheduler.tuning.sizes import SchedulerSizes
+from tests.ddp.transports import idle_wire
+
+_GROUPS = SimpleNamespace(create=lambda **_: SimpleNamespace(by_host=False))
 
 
 class _Asked(Exception):
@@ -28,6 +34,12 @@ class _Model(L.LightningModule):
         self.layer = torch.nn.Linear(2, 2)
 
 
+def _options(*, own_buckets: bool) -> FitOptions:
+    scheduler = SchedulerOptions()
+    tuning = FitTuning(scheduler, timeout=None)
+    return FitOptions(scheduler=scheduler, timeout=None, own_buckets=own_buckets, tuning=tuning)
+
+
 @pytest.mark.parametrize(("clips", "in_shards"), [({}, False), ({"gradient_clip_val": 1.0}, True)])
 def test_sizes_are_for_shards_where_a_norm_is_needed(
     clips: dict[str, Any], in_shards: bool, monkeypatch: pytest.MonkeyPatch
@@ -35,29 +47,28 @@ def test_sizes_are_for_shards_where_a_norm_is_needed(
     def asked(*_: Any, **options: Any) -> None:
         raise _Asked(options)
 
-    monkeypatch.setattr(scheduled_gradients, "agree_on_sizes", asked)
-    monkeypatch.setattr(scheduled_gradients, "SchedulerGroups", SimpleNamespace(create=lambda **_: None))
+    monkeypatch.setattr(trainer_fit, "agree_on_sizes", asked)
+    monkeypatch.setattr(trainer_fit, "SchedulerGroups", _GROUPS)
     module = _Model()
     module.trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, **clips)
     strategy: Any = SimpleNamespace(
         lightning_module=module, root_device=torch.device("cpu"), precision_plugin=Precision(), _ddp_kwargs={}
     )
-    gradients = ScheduledGradients(strategy, SchedulerOptions(), timeout=None, own_buckets=False)
-    board: Any = None
+    board: Any = SimpleNamespace(rank=0)
     with pytest.raises(_Asked) as raised:
-        gradients.prepare(board)
+        TrainerFit.begin(strategy, _options(own_buckets=False), board, Residuals())
     expected = {"in_shards": in_shards, "ratio": 1.0, "architecture": "allreduce"}
     assert raised.value.args[0] == expected
 
 
 def test_buckets_that_were_chosen_are_those_that_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    def made(*_: Any, agreed: AgreedSizes, **__: Any) -> None:
+    def made(groups: Any, board: Any, agreed: AgreedSizes, *_: Any, **__: Any) -> None:
         raise _Asked(agreed.sizes)
 
     sizes = SchedulerSizes(partition_size=10, credit=20, bucket_bytes=1000)
-    monkeypatch.setattr(scheduled_gradients, "agree_on_sizes", lambda *_, **__: AgreedSizes(sizes=sizes, link=None))
-    monkeypatch.setattr(scheduled_gradients, "SchedulerGroups", SimpleNamespace(create=lambda **_: None))
-    monkeypatch.setattr(fit_report, "SchedulerRuntime", made)
+    monkeypatch.setattr(trainer_fit, "agree_on_sizes", lambda *_, **__: AgreedSizes(sizes=sizes, link=None))
+    monkeypatch.setattr(trainer_fit, "SchedulerGroups", _GROUPS)
+    monkeypatch.setattr(trainer_fit, "Wire", made)
     module = _Model()
     module.trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     strategy: Any = SimpleNamespace(
@@ -66,23 +77,24 @@ def test_buckets_that_were_chosen_are_those_that_count(monkeypatch: pytest.Monke
         precision_plugin=Precision(),
         _ddp_kwargs={"bucket_cap_mb": 2},
     )
-    board: Any = None
+    board: Any = SimpleNamespace(rank=0)
     with pytest.raises(_Asked) as raised:
-        ScheduledGradients(strategy, SchedulerOptions(), timeout=None, own_buckets=True).prepare(board)
+        TrainerFit.begin(strategy, _options(own_buckets=True), board, Residuals())
     assert raised.value.args[0].bucket_bytes == 2 * 2**20
     assert strategy._ddp_kwargs == {"bucket_cap_mb": 2}
 
 
-@pytest.mark.parametrize("what", ["an epoch", "a validation", "a checkpoint"])
+@pytest.mark.parametrize("what", ["an epoch", "a validation"])
 def test_a_step_with_something_else_in_it_says_nothing_of_layers(what: str) -> None:
-    strategy: Any = SimpleNamespace(lightning_module=None, precision_plugin=Precision())
-    gradients = ScheduledGradients(strategy, SchedulerOptions(), timeout=None, own_buckets=False)
-    gradients._compression = compression = Mock()
-    compression.not_applied.return_value = ()
+    module: Any = SimpleNamespace(automatic_optimization=True)
+    strategy: Any = SimpleNamespace(
+        lightning_module=module, precision_plugin=Precision(), root_device=torch.device("cpu")
+    )
+    wire, codec = idle_wire(Mock()), Mock()
+    wire.agreed = AgreedSizes(sizes=SchedulerSizes(partition_size=10, credit=20, bucket_bytes=1000), link=None)
+    fit = TrainerFit(strategy, _options(own_buckets=False), wire, [], record=Record(), codec=codec)
     if what == "an epoch":
-        gradients.begin_epoch()
-    elif what == "a validation":
-        gradients.validate()
+        fit.begin_epoch()
     else:
-        gradients.all_left(lambda total: None, keep=False)
-    compression.layers.disturb.assert_called_once_with()
+        fit.validate()
+    codec.disturb.assert_called_once_with()

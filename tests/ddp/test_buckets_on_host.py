@@ -1,4 +1,4 @@
-"""What all steps share: buckets that travel as copies in host memory, and come back part by part."""
+"""Buckets that travel as copies in host memory, and come back part by part."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from lightning_bytescheduler.collectives.operations import Passage
-from lightning_bytescheduler.ddp.reduction import GradientBucket
-from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
-from lightning_bytescheduler.ddp.steps import StepContext
+from lightning_bytescheduler.ddp.reduction import GradientBucket, StepTasks
+from lightning_bytescheduler.ddp.sample_weights import EqualWeight
 from lightning_bytescheduler.scheduler.task import CommTask
+from tests.ddp.transports import idle_transport
 from tests.support.late_copies import LateCopies
 from tests.support.waiting import WAIT
 
@@ -23,41 +23,31 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def context() -> Iterator[StepContext]:
-    transport: Any = SimpleNamespace(
-        host_copies=LateCopies(CPU, lambda error: None), wire_device=CPU, group=SimpleNamespace(size=lambda: 2)
-    )
-    core: Any = SimpleNamespace()
-    yield StepContext(
-        core=core,
-        transport=transport,
-        parameters=[],
-        device=CPU,
-        timeout=WAIT,
-        statistics=SchedulerStatistics(),
-        timeline=None,
-        clock=time.perf_counter,
-    )
-    assert transport.host_copies.stop(WAIT)
+def copies() -> Iterator[LateCopies]:
+    copies = LateCopies(CPU, lambda error: None)
+    yield copies
+    assert copies.stop(WAIT)
 
 
-def copied(context: StepContext, buffer: torch.Tensor) -> GradientBucket:
+def copied(copies: LateCopies, buffer: torch.Tensor) -> GradientBucket:
     """What travels of ``buffer``, once it has been copied."""
     bucket = GradientBucket(3, [], buffer, 7)
-    on_host = context.on_the_wire(bucket, step=1)
+    core: Any = SimpleNamespace()
+    transport = idle_transport()
+    transport.host_copies = copies
+    on_host = StepTasks(core, transport, 1, EqualWeight(2)).on_host(bucket)
     assert (on_host.index, on_host.priority) == (3, 7)
     assert on_host.buffer.data_ptr() != buffer.data_ptr()
-    there, copies = threading.Event(), context.transport.host_copies
-    assert copies is not None
+    there = threading.Event()
     assert on_host.exists is not None
     copies.when_made(on_host.exists, there.set)
     assert there.wait(WAIT)
     return on_host
 
 
-def test_a_part_comes_back_to_its_place_and_its_pull_ends_before(context: StepContext) -> None:
+def test_a_part_comes_back_to_its_place_and_its_pull_ends_before(copies: LateCopies) -> None:
     buffer = torch.arange(4.0)
-    on_host = copied(context, buffer)
+    on_host = copied(copies, buffer)
     assert torch.equal(on_host.buffer, buffer)
     on_host.buffer.add_(10.0)
     part = CommTask("bucket 3", 4, launch=lambda _: None).partition(2)[1]
@@ -68,10 +58,10 @@ def test_a_part_comes_back_to_its_place_and_its_pull_ends_before(context: StepCo
     assert 0 < part.passage.came < time.perf_counter() - 1e-3, "copies take a millisecond here"
 
 
-def test_pairs_of_real_numbers_come_back_to_the_complex_ones_that_they_are_of(context: StepContext) -> None:
+def test_pairs_of_real_numbers_come_back_to_the_complex_ones_that_they_are_of(copies: LateCopies) -> None:
     """Where norms are told a bucket of complex numbers travels as twice as many real ones."""
     buffer = torch.tensor([1 + 2j, 3 + 4j])
-    on_host = copied(context, buffer)
+    on_host = copied(copies, buffer)
     torch.view_as_real(on_host.buffer).add_(10.0)
     first, second = CommTask("bucket 3 gather", 4, launch=lambda _: None).partition(2)
     assert on_host.on_part is not None

@@ -1,0 +1,837 @@
+"""Batches of training data on ranks that are weighted by samples: shared out, balanced by pace, or unequally many.
+
+Batches that all ranks share: equally with ``batch_size="global"``, by pace with ``batch_size="balanced"``.
+
+All ranks' batches together equal those of one process. The order of an epoch is a permutation from a seed, batch b
+begins at b times the batch size, and each rank takes its share of the batch, in rank order. So every sample is used
+once per epoch whatever the shares are, and an epoch can go on from any batch under other shares or on another number of
+ranks. Slices have their own plan (``slices/epoch_plan.py``) that only needs the shares.
+
+*Why ranks draw from the same shares.* With batch t each rank posts the time of the previous batch
+(``number_exchange.py``). All put the same numbers into the same arithmetic (:class:`Balance`), whose decisions count
+from batch t + ahead on. A DataLoader with workers draws batches early, so ``ahead`` is farther than any rank's loader
+draws; the ranks agree on it before the first batch. A rank that draws batch b waits until the numbers posted with batch
+b - ahead + 1 have come.
+
+*Why that wait ends.* A rank posts with batch t before it does anything else with it. To get that batch it waited for
+numbers of batch t - ahead + 1 at most, so the waits form no circle. Ranks that step together are at most one step
+apart, which may be several accumulated batches; ``ahead`` includes these, so the numbers have been sent.
+
+*Where an epoch stands, in a checkpoint.* Given the same batch size, order and samples, the number of trained batches
+says which samples were used, on any number of ranks. Lightning saves that number; the rest is saved beside it. A
+checkpoint in the middle of an accumulated step lacks the gradients of its earlier batches, so training goes on with the
+first batch of that step.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
+
+from lightning_bytescheduler.collectives.number_exchange import PostedNumbers
+from lightning_bytescheduler.ddp.fit import Fit
+from lightning_bytescheduler.ddp.reduction import sparse_layers
+from lightning_bytescheduler.ddp.sample_weights import BatchSizes, Weighting
+from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
+from lightning_bytescheduler.lightning_api import pl, rank_zero_info
+
+__all__ = ["Balance", "Pace", "part_of", "shares_by_pace"]
+
+_WINDOW = 64
+_CHANGED_AFTER = 5  # values in a row; a disturbance is shorter
+_SLOWER, _FASTER = 1.5, 0.5  # times the pace; both equally unlikely by chance
+_LEAST_VALUES = 5  # before a pace is used
+_LEAST_GAIN = 0.05  # fraction of a step that justifies a change
+_CERTAIN = 3.0  # times the uncertainty of a pace
+
+
+class Pace:
+    """Seconds that one sample takes on one rank."""
+
+    def __init__(self) -> None:
+        self._values: deque[float] = deque(maxlen=_WINDOW)
+
+    def observe(self, seconds: float) -> None:
+        """Record the seconds of one sample in a step."""
+        self._values.append(seconds)
+        recent = list(self._values)[-_CHANGED_AFTER:]
+        before = list(self._values)[:-_CHANGED_AFTER]
+        if before:
+            mean = _middle_mean(before)
+            if min(recent) > mean * _SLOWER or max(recent) < mean * _FASTER:
+                self._values = deque(recent, maxlen=_WINDOW)
+
+    def forget(self) -> None:
+        """Drop all values, as they belong to another share."""
+        self._values.clear()
+
+    @property
+    def known(self) -> bool:
+        """Whether enough steps were observed."""
+        return len(self._values) >= _LEAST_VALUES
+
+    @property
+    def seconds(self) -> float:
+        """Typical seconds per sample."""
+        return _middle_mean(list(self._values))
+
+    @property
+    def uncertainty(self) -> float:
+        """Relative standard error of :attr:`seconds`, estimated from the quartiles."""
+        ordered = sorted(self._values)
+        quarter = len(ordered) // 4
+        spread = (ordered[-1 - quarter] - ordered[quarter]) / 1.35  # standard deviation, for a normal distribution
+        return spread / math.sqrt(len(ordered)) / self.seconds
+
+
+def _middle_mean(values: list[float]) -> float:
+    ordered = sorted(values)
+    cut = max(len(ordered) // 4, 1) if len(ordered) > 2 else 0
+    kept = ordered[cut : len(ordered) - cut]
+    return sum(kept) / len(kept)
+
+
+def shares_by_pace(total: int, paces: Sequence[float], limits: Sequence[int]) -> tuple[int, ...]:
+    """Share samples out so that the slowest rank finishes as early as possible.
+
+    Args:
+        total: Samples of a batch over all ranks: at least one for each rank, at most the sum of ``limits``.
+        paces: Seconds per sample, by rank, each above 0.
+        limits: The most samples that each rank may take, 1 or more.
+
+    Returns:
+        Samples by rank, each 1 or more; their sum is ``total``.
+    """
+    rate = sum(1.0 / pace for pace in paces)
+    shares = [min(max(int(total / pace / rate), 1), limit) for pace, limit in zip(paces, limits, strict=True)]
+    ranks = range(len(shares))
+    while sum(shares) > total:
+        shares[max((rank for rank in ranks if shares[rank] > 1), key=lambda rank: shares[rank] * paces[rank])] -= 1
+    while sum(shares) < total:
+        free = (rank for rank in ranks if shares[rank] < limits[rank])
+        shares[min(free, key=lambda rank: (shares[rank] + 1) * paces[rank])] += 1
+    return tuple(shares)
+
+
+def part_of(shares: Sequence[int], size: int) -> tuple[int, ...]:
+    """Scale shares to a batch of ``size`` samples, with at least one for each rank if there are enough.
+
+    A rank without a sample would compute on a copy of another rank's and save no time.
+    """
+    total = sum(shares)
+    parts = [share * size // total for share in shares]
+    left = sorted(range(len(shares)), key=lambda rank: (-(shares[rank] * size % total), rank))
+    for rank in left[: size - sum(parts)]:
+        parts[rank] += 1
+    while 0 in parts and size >= len(parts):
+        parts[parts.index(max(parts))] -= 1
+        parts[parts.index(0)] += 1
+    return tuple(parts)
+
+
+class Balance:
+    """The shares of each batch, so that all ranks finish together; for the training thread. Reads no clock.
+
+    A rank's *pace* is the computing time of one sample, in seconds: the mean of the middle half of recent values, so
+    that short disturbances do not move it. When several values in a row lie well above or below it, the pace has
+    changed, and older values are dropped. A rank whose share changes is measured anew, as part of a step's time does
+    not depend on the number of samples.
+
+    *When shares change*: when the slowest rank's step would become shorter by more than a few percent and by more than
+    the paces are uncertain. So noise changes nothing, and equal machines keep equal shares.
+
+    *For which batch*: a decision based on the times of batch t counts from batch t + ahead on. All ranks put the same
+    numbers in the same order into the same arithmetic, so they decide alike without further messages. With each batch a
+    rank posts the time of the previous one (``number_exchange.py``). A rank that asks for the shares of batch b needs
+    what was posted with all batches up to b - ahead + 1.
+
+    Source: performance-aware scheduling. DiLoCo's rounds use the same paces (``diloco/round_roster.py``) to choose the
+    number of steps, where this module chooses their size.
+
+    Args:
+        total: Samples of a batch over all ranks: at least one for each rank, at most the sum of ``limits``.
+        ahead: A decision counts this many batches later, 2 or more: the time of a batch is posted with the next one,
+            and no rank's loader draws farther ahead. With ``math.inf`` shares stay equal.
+        failure: Called while waiting for other ranks' numbers; returns the reason if they will not come.
+    """
+
+    def __init__(
+        self,
+        total: int,
+        ranks: int,
+        *,
+        ahead: float,
+        limits: Sequence[int] | None = None,
+        failure: Callable[[], BaseException | None] = lambda: None,
+    ) -> None:
+        self._limits = tuple(limits) if limits is not None else (total,) * ranks
+        self.changes = 0
+        self.total = total
+        self.ahead = ahead
+        self._failure = failure
+        self._paces = [Pace() for _ in range(ranks)]
+        self._equal = shares_by_pace(total, [1.0] * ranks, self._limits)
+        self._from: list[tuple[float, tuple[int, ...]]] = [(0, self._equal)]  # (first batch, shares), oldest first
+        self._asked = 0
+        self._posted: deque[PostedNumbers] = deque()
+        self._taken = 0
+        self._begun = 0
+        self._first = 0  # number of this pass's first batch, counted over all passes
+
+    @property
+    def follows_pace(self) -> bool:
+        """Whether shares may change."""
+        return math.isfinite(self.ahead)
+
+    def add(self, posted: PostedNumbers) -> None:
+        """Record that a batch begins. Each row has samples, then the samples and nanoseconds of the previous one."""
+        if self.follows_pace:
+            self._posted.append(posted)
+        self._begun += 1
+
+    def of_pass(self, batch: int) -> tuple[int, ...]:
+        """Return the shares of the n-th batch that is drawn in a pass over the data, from 0.
+
+        Raises:
+            BaseException: The reason why other ranks' numbers do not come.
+        """
+        if batch == 0:
+            self._first = self._begun  # batches drawn in the last pass but not trained on do not count
+        number = self._first + batch
+        needed = number + 1 - self.ahead
+        while self._taken <= needed:
+            if not self._posted:
+                raise RuntimeError(f"Batch {number} was drawn before batch {needed} had begun.")
+            posted = self._posted.popleft()
+            posted.wait(self._failure)
+            seconds = [spent / samples * 1e-9 if samples and spent else None for _, samples, spent in posted.rows]
+            self.observe(self._taken - 1, seconds)
+            self._taken += 1
+        return self.shares(number)
+
+    def observe(self, batch: int, seconds: Sequence[float | None]) -> None:
+        """Record the seconds per sample of each rank in batch ``batch``; ``None`` where unknown.
+
+        Call this for every batch, in order.
+        """
+        last_from, current = self._from[-1]
+        if batch < last_from:  # these times belong to shares that are already being replaced
+            return
+        for pace, value in zip(self._paces, seconds, strict=True):
+            if value is not None and value > 0:
+                pace.observe(value)
+        paces = self._known_paces()
+        if paces is None:
+            return
+        wanted = shares_by_pace(self.total, paces, self._limits)
+        gain = _longest(current, paces) / _longest(wanted, paces) - 1.0
+        if gain <= max(_LEAST_GAIN, _CERTAIN * max(pace.uncertainty for pace in self._paces)):
+            return
+        self.changes += 1
+        self._from.append((batch + self.ahead, wanted))
+        for pace, before, now in zip(self._paces, current, wanted, strict=True):
+            if abs(now - before) > 0.1 * before:
+                pace.forget()
+
+    def _known_paces(self) -> list[float] | None:
+        return [pace.seconds for pace in self._paces] if all(pace.known for pace in self._paces) else None
+
+    def shares(self, batch: int) -> tuple[int, ...]:
+        """Return the shares of batch ``batch``. A loader that draws ahead may ask for later batches earlier."""
+        self._asked = batch
+        return self.present
+
+    @property
+    def present(self) -> tuple[int, ...]:
+        """Shares of the batch that was asked for last."""
+        return next(shares for first, shares in reversed(self._from) if first <= self._asked)
+
+    @property
+    def saved_ms(self) -> float | None:
+        """Milliseconds that present shares save per step against equal ones; ``None`` while paces are unknown."""
+        paces = self._known_paces()
+        return None if paces is None else 1e3 * (_longest(self._equal, paces) - _longest(self.present, paces))
+
+    def metrics(self) -> dict[str, float]:
+        """Return the values to log; empty if shares cannot change."""
+        if not self.follows_pace:
+            return {}
+        shares = {f"bytescheduler/share_of_rank_{rank}": float(share) for rank, share in enumerate(self.present)}
+        saved = self.saved_ms
+        return shares if saved is None else {**shares, "bytescheduler/waiting_saved_ms": saved}
+
+
+def _longest(shares: Sequence[int], paces: Sequence[float]) -> float:
+    return max(share * pace for share, pace in zip(shares, paces, strict=True))
+
+
+POSITION = "lightning_bytescheduler.position"
+"""Checkpoint key of the facts that an epoch's batches depend on."""
+
+_NOT_RESUMABLE = "You're resuming from a checkpoint that ended before the epoch ended"  # Lightning's warning
+_WAY_OUT = "Give each rank's loader its batch size where you make it, by trainer.global_rank, and leave batch_size out."
+
+
+class EpochOrder(DistributedSampler[Any]):
+    """The order of all samples of an epoch, the same on all ranks."""
+
+    def __init__(self, size: int, *, shuffle: bool = True, seed: int = 0) -> None:
+        super().__init__(range(size), num_replicas=1, rank=0, shuffle=shuffle, seed=seed)  # type: ignore[arg-type]
+
+    @classmethod
+    def of(cls, loader: DataLoader[Any]) -> EpochOrder:
+        """Return the order of a loader that Lightning has given its sampler."""
+        size, sampler = len(cast(Any, loader.dataset)), loader.sampler
+        if isinstance(sampler, DistributedSampler):
+            return cls(size, shuffle=sampler.shuffle, seed=sampler.seed)
+        # On one rank Lightning puts in no sampler. Use the order that several ranks would have.
+        return cls(size, shuffle=isinstance(sampler, RandomSampler), seed=int(os.environ.get("PL_GLOBAL_SEED", "0")))
+
+    @property
+    def described(self) -> str:
+        """The order in words, for messages."""
+        return f"shuffled from seed {self.seed}" if self.shuffle else "as it is"
+
+
+class BalancedBatchSampler(Sampler[list[int]]):
+    """Draws this rank's part of each batch; see the module.
+
+    The last batch of an epoch may have fewer samples than there are ranks. A rank without a sample then gets a copy of
+    another rank's to compute on. :meth:`size_of` returns 0 for it, and with ``weighting="samples"`` it has no weight.
+
+    Args:
+        order: Order of an epoch's samples, the same on all ranks.
+        shares: Returns the shares by rank of the n-th batch drawn in a pass, n = 0, 1, 2, ...
+        trained: Returns how many batches of the epoch are already trained on when a pass begins, as after a resume.
+    """
+
+    def __init__(
+        self,
+        order: EpochOrder,
+        batch_size: int,
+        rank: int,
+        shares: Callable[[int], Sequence[int]],
+        *,
+        drop_last: bool = False,
+        trained: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self.sampler = order
+        self._trained = trained
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+        self._rank = rank
+        self._shares = shares
+        self._sizes: dict[int, int] = {}  # this rank's samples by number of the batch in the epoch
+
+    def size_of(self, batch: int) -> int | None:
+        """Return this rank's samples in a batch of the epoch; ``None`` if it was not drawn."""
+        return self._sizes.get(batch)
+
+    def share_of_step(self, batch: int, accumulated: int) -> float:
+        """Return a batch's weight within its step, by samples of all ranks; 1 if batches are equally large."""
+        step = range(batch - batch % accumulated, len(self))[:accumulated]
+        sizes = [min(self.batch_size, len(self.sampler) - n * self.batch_size) for n in step]
+        return sizes[batch % accumulated] * len(sizes) / sum(sizes)
+
+    def __len__(self) -> int:
+        samples = len(self.sampler)
+        return samples // self.batch_size if self.drop_last else -(-samples // self.batch_size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        first = self._trained()
+        first = first if first < len(self) else 0  # the previous epoch was complete
+        self._sizes.clear()
+        order = list(self.sampler)
+        for batch in range(first, len(self)):
+            together = order[batch * self.batch_size : (batch + 1) * self.batch_size]
+            shares = part_of(self._shares(batch - first), len(together))
+            start, size = sum(shares[: self._rank]), shares[self._rank]
+            self._sizes[batch] = size
+            yield together[start : start + size] or together[:1]
+
+
+def require_balanceable(loader: Any, how: str, device: torch.device, ranks: int) -> None:
+    """Check that a loader's batches can be shared out: a plan of slices, or numbered samples in Lightning's order.
+
+    Args:
+        loader: Loader of training data, as Lightning made it.
+        how: Value of the option ``batch_size``.
+        device: The device that is trained on.
+        ranks: Number of ranks; with several, Lightning puts in its own sampler.
+
+    Raises:
+        UnsupportedError: If they cannot be shared out; says why, and what to do instead.
+    """
+    way_out = _WAY_OUT
+    if device.type not in ("cpu", "cuda") and how != "global":
+        why = f"this training: the time of a step is measured on CPUs and CUDA GPUs, and this trains on {device.type}"
+    elif _plan_of(loader) is not None:
+        return
+    elif hasattr(loader, "plan") and hasattr(loader, "draws_ahead"):
+        why = "a loader of slices without its data module"
+        way_out = "Give the Trainer that: trainer.fit(model, datamodule=data)."
+    elif type(loader) is not DataLoader:
+        why = f"a {type(loader).__name__}: a plain DataLoader is needed"
+    elif isinstance(loader.dataset, IterableDataset):
+        why = "an IterableDataset: samples need numbers, to be shared out"
+        way_out = f"Or cut the data into slices, for a SliceDataModule. {_WAY_OUT}"
+    elif loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
+        drawn = loader.batch_sampler
+        why = f"a DataLoader with {'batches of its own' if drawn is None else type(drawn).__name__}: "
+        why += "it has to have a batch_size"
+    elif type(loader.sampler) is not DistributedSampler and (ranks > 1 or not _takes_each_once(loader)):
+        why = f"a DataLoader with a {type(loader.sampler).__name__}: Lightning has to put in its own sampler"
+        way_out = "Leave out Trainer(use_distributed_sampler=False), and the loader's sampler."
+    else:
+        return
+    raise UnsupportedError(f"batch_size={how!r} cannot share out the batches of {why}. {way_out}")
+
+
+def _takes_each_once(loader: DataLoader[Any]) -> bool:
+    sampler = loader.sampler
+    if type(sampler) is RandomSampler:
+        return not sampler.replacement and sampler.num_samples == len(cast(Any, loader.dataset))
+    return type(sampler) is SequentialSampler
+
+
+def _plan_of(loader: object) -> Any:
+    plan = getattr(loader, "plan", None)
+    return plan if getattr(plan, "is_shared", False) else None
+
+
+class LateLoader(DataLoader[Any]):
+    """A DataLoader that draws nothing until its first batch is asked for.
+
+    Lightning makes iterators before it restores an epoch's position from a checkpoint, and the workers of a DataLoader
+    begin to draw at once.
+    """
+
+    def __iter__(self) -> Any:
+        """See DataLoader."""
+        yield from super().__iter__()
+
+
+_OF_BATCHES = ("dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last")
+
+
+def arguments_of(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Return the arguments that a loader of other batches of the same samples takes over."""
+    names = inspect.signature(DataLoader.__init__).parameters.keys() - {"self", *_OF_BATCHES}
+    return {name: getattr(loader, name) for name in names}
+
+
+@contextmanager
+def loader_resumes() -> Iterator[None]:
+    """Suppress Lightning's warning that a DataLoader begins anew in mid-epoch: here it goes on."""
+    warnings.filterwarnings("ignore", message=_NOT_RESUMABLE)
+    added = warnings.filters[0]
+    try:
+        yield
+    finally:
+        if added in warnings.filters:
+            warnings.filters.remove(added)  # type: ignore[attr-defined]
+
+
+def _drawn_from(loader: DataLoader[Any], together: int | None, ranks: int) -> dict[str, Any]:
+    order = EpochOrder.of(loader)
+    size = together or loader.batch_size
+    return {"batch_size": size, "samples": len(order), "order": order.described, "ranks": ranks}
+
+
+def _in_words(data: Mapping[str, Any]) -> str:
+    ranks = "1 rank" if data["ranks"] == 1 else f"{data['ranks']} ranks"
+    return f"batches of {data['batch_size']} samples (on {ranks}), of {data['samples']:,} {data['order']}"
+
+
+class BatchSharing:
+    """Gives each rank of a strategy its share of the training batches.
+
+    Attributes:
+        balance: The shares of the current or last fit; ``None`` until its batches are shared out.
+    """
+
+    def __init__(self, weighting: Weighting) -> None:
+        self._weighting = weighting
+        self._loaders = 0  # number of loaders shared out so far
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a fit."""
+        self.balance: Balance | None = None
+        self._sizes: BatchSizes | None = None
+        self._data: dict[str, Any] = {}  # empty for slices, which save their own position
+        self._resumed: Mapping[str, Any] = {}  # the checkpoint's facts about its epoch
+
+    def share_out(
+        self,
+        loader: Any,
+        trainer: pl.Trainer,
+        fit: Fit | None,
+        meet: Callable[[str, Mapping[str, str]], None],
+        several: bool,
+    ) -> object:
+        """Give each rank its share of every batch, if the user asked for that. All ranks call this together.
+
+        Args:
+            loader: Loader of training data, as Lightning made it.
+            trainer: The trainer of the fit.
+            fit: This rank's fit; ``None`` on one rank.
+            meet: Checks that facts are the same on all ranks, under a name.
+            several: Whether there is another training loader.
+
+        Returns:
+            The loader to train on.
+
+        Raises:
+            OptionError: If a batch is too small, too large for the limits of ``batch_size``, or differs from that of
+                the checkpoint's epoch.
+            UnsupportedError: If the batches cannot be shared out, or there is another loader.
+        """
+        how, device = str(self._weighting.batch_size), trainer.strategy.root_device
+        if fit is None and how != "global" and self.balance is None and not self._is_amid(trainer):
+            return loader
+        plan = _plan_of(loader)
+        if plan is not None and self._sizes is plan:
+            return loader  # already shared out in an earlier epoch
+        rank, ranks = (0, 1) if fit is None else (dist.get_rank(), dist.get_world_size())
+        require_balanceable(loader, how, device, ranks)
+        if plan is None:
+            data = _drawn_from(loader, self._weighting.batch_of_all(loader.batch_size, ranks), ranks)
+            facts = {"the training data": _in_words(data), "the DataLoader's drop_last": str(loader.drop_last)}
+            option, total, drawn = "DataLoader", data["batch_size"], loader.num_workers * (loader.prefetch_factor or 1)
+        else:
+            option, total, drawn = "SliceDataModule", plan.batch_size, loader.draws_ahead
+            data, facts = {}, plan.facts
+        self._loaders += 1
+        if fit is not None:
+            meet(f"batches {self._loaders}", facts)
+            if several:
+                raise UnsupportedError(
+                    f"batch_size={how!r} shares out the batches of one DataLoader, and there are several. Make one "
+                    "data set of them, or leave batch_size out."
+                )
+        if total < ranks:
+            hint = f"With batch_size={how!r} in the strategy it counts for all {ranks} ranks together."
+            raise OptionError(f"{option}(batch_size)", total, f"{ranks} or more, one for each rank", hint)
+        self._require_same_epoch(data, trainer)
+        self._data, self.balance = data, self._balance_of(total, ranks, drawn, trainer, fit)
+        shares, progress = self.balance.of_pass, trainer.fit_loop.epoch_loop.batch_progress
+        if plan is None:
+            self._sizes = BalancedBatchSampler(
+                EpochOrder.of(loader),
+                total,
+                rank,
+                shares,
+                drop_last=loader.drop_last,
+                trained=lambda: progress.current.completed,
+            )
+            loader = LateLoader(loader.dataset, batch_sampler=self._sizes, **arguments_of(loader))
+        else:
+            plan.share_out(lambda n, size: part_of(shares(n), size), unfinished=lambda: unfinished_batches(trainer))
+            self._sizes = plan
+        if fit is not None:
+            fit.weights.share_out(self.balance, self._sizes, lambda: trainer.fit_loop.batch_idx)
+        said = f"by rank {self.balance.present}"
+        if self.balance.follows_pace:
+            said = f"by pace; a change counts {self.balance.ahead} batches later, as loaders draw ahead"
+        rank_zero_info(f"bytescheduler: batches of {total} samples are shared out {said}.")
+        return loader
+
+    def _balance_of(self, total: int, ranks: int, drawn: int, trainer: pl.Trainer, fit: Fit | None) -> Balance:
+        """Make the shares of batches of ``total`` samples; this rank's loader draws ``drawn`` batches ahead."""
+        if fit is None or self._weighting.batch_size != "balanced":
+            return Balance(total, ranks, ahead=math.inf)
+        # Ranks may be apart by the batches of one accumulated step, and times are posted one batch later.
+        later = max(drawn, 1) + trainer.accumulate_grad_batches + 2
+        message = torch.tensor([later], device=trainer.strategy.root_device)
+        dist.all_reduce(message, op=dist.ReduceOp.MAX)
+        ahead, before = int(message), self.balance
+        if before is not None and before.total == total and before.ahead >= ahead:
+            return before  # Lightning made the loader anew; the paces are still valid
+        limits = self._weighting.limits(ranks, total)
+        return Balance(total, ranks, ahead=ahead, limits=limits, failure=fit.own_failure)
+
+    def weigh(self, loss: torch.Tensor, trainer: pl.Trainer) -> None:
+        """Weight a loss by its batch's samples within the step, on a rank that takes whole batches."""
+        if self._sizes is None or self._weighting.samples is not None:
+            return
+        share = self._sizes.share_of_step(trainer.fit_loop.batch_idx, trainer.accumulate_grad_batches)
+        if share != 1.0 and loss.requires_grad:
+            loss.register_hook(lambda gradient: gradient * share)
+
+    def note(self, checkpoint: dict[str, Any], module: pl.LightningModule) -> None:
+        """Save in a checkpoint what is needed to go on within its epoch."""
+        if self.balance is not None and "loops" in checkpoint:
+            checkpoint[POSITION] = {**self._data, "batches_of_unfinished_step": unfinished_batches(module.trainer)}
+
+    def load(self, checkpoint: Mapping[str, Any]) -> None:
+        """Restore from a checkpoint. An unfinished step begins again, as its gradients are not saved."""
+        if self._weighting.batch_size is None:
+            return
+        self._resumed = checkpoint.get(POSITION, {})
+        left = self._resumed.get("batches_of_unfinished_step", 0)
+        if left:
+            progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+            for counts in (progress["total"], progress["current"]):
+                done = counts["processed"] - left
+                counts.update(ready=done, started=done, processed=done, completed=done)
+
+    def _is_amid(self, trainer: pl.Trainer) -> bool:
+        """Whether training resumes in the middle of an epoch whose batches came from a shared DataLoader."""
+        progress: Any = trainer.fit_loop.epoch_loop.batch_progress  # already restored
+        return "samples" in self._resumed and progress.current.processed > 0 and not progress.is_last_batch
+
+    def _require_same_epoch(self, data: Mapping[str, Any], trainer: pl.Trainer) -> None:
+        """Check that data and batch size are those of the checkpoint's unfinished epoch."""
+        differs = any(data[name] != self._resumed.get(name) for name in data.keys() - {"ranks"})
+        if not differs or not self._is_amid(trainer):
+            return
+        progress: Any = trainer.fit_loop.epoch_loop.batch_progress
+        raise OptionError(
+            "batch_size",
+            data["batch_size"],
+            "",
+            says=f"The checkpoint is of the middle of an epoch, after {progress.current.processed} of its "
+            f"{_in_words(self._resumed)}. This training has {_in_words(data)}: which samples are left cannot be told. "
+            "Give the DataLoader the same data, the same seed, and batches of the same size: with batch_size='global' "
+            "its batch_size counts for all ranks, however many there are. Or go on from the end of an epoch.",
+        )
+
+
+def unfinished_batches(trainer: pl.Trainer) -> int:
+    """Return how many batches of an unfinished accumulated step have been trained on."""
+    progress: Any = trainer.fit_loop.epoch_loop.batch_progress
+    return 0 if progress.is_last_batch else int(progress.current.processed % trainer.accumulate_grad_batches)
+
+
+_USED_UP = "lightning_bytescheduler.used_up"
+_UNKNOWN = -1
+
+
+class UnevenLoader:
+    """A rank's loader of training data that lasts until all ranks' are used up, with empty batches at its end.
+
+    *How long.* If every rank's loader has a reliable length, the longest counts, without messages. Otherwise each rank
+    posts with every batch that it draws whether it has one (``number_exchange.py``). A rank that has one goes on at
+    once. A rank that has none waits for the others' numbers: if any rank has a batch, this one gets an empty one;
+    otherwise the epoch is over. The wait ends, as a rank draws and posts its next batch before it trains on the present
+    one, and ranks step together.
+
+    *What an empty batch is.* ``training_step`` is not called, so nothing is computed twice, no metric counts a sample
+    twice, no buffer changes, and no random number is drawn. A function of all trained parameters with gradients of 0
+    runs instead, in DDP's own forward pass. Hooks around the step run as usual, with the rank's last batch. Values that
+    a step logs for all ranks (``sync_dist=True``) are awaited by the other ranks, so they are also logged here, with as
+    little effect as possible (:func:`log_nothing`). They are known from the rank's own batches: it must have had one,
+    and all batches must log the same values in one order on all ranks.
+
+    *Which batch is empty.* Lightning may draw a batch ahead. So the loader records for each batch whether it is empty,
+    and the strategy reads this when Lightning moves the batch to its device, in the same order.
+
+    *A resume after an epoch's last batch.* Lightning makes the loader go on where it stood, where no rank has a batch.
+    If Lightning goes on with the next epoch, the data begins anew. If it has to end the epoch first, as after a
+    validation, it gets no batch.
+
+    All other attributes are those of the wrapped loader.
+
+    Args:
+        length: Length of the longest loader of all ranks; ``None`` if a rank does not know its own.
+        fit: Returns this rank's fit, which exchanges whether ranks have a batch.
+        loaded: Training loaders that are used together; several loaders are left unchanged.
+    """
+
+    handed_out: deque[bool]
+    at_end: bool
+
+    def __init__(
+        self,
+        loader: Any,
+        *,
+        length: int | None,
+        trusted: bool,
+        fit: Callable[[], Fit],
+        loaded: list[object],
+        progress: Any,
+    ) -> None:
+        self.__dict__.update(loader=loader, length=length, trusted=trusted, fit=fit, loaded=loaded)
+        # Whether each batch that was handed out and has not begun is empty, and whether the present one is.
+        self.__dict__.update(handed_out=deque(), is_empty=False)
+        self.__dict__.update(progress=progress, is_used_up=False, at_end=False)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__.get("loader"), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__:
+            self.__dict__[name] = value
+        else:
+            setattr(self.loader, name, value)
+
+    def __len__(self) -> int:
+        if len(self.loaded) > 1:
+            return len(self.loader)
+        if self.length is None:
+            raise TypeError("Not every rank knows how many batches it has.")
+        return int(self.length)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.is_empty, self.is_used_up, self.handed_out = False, False, deque()
+        if len(self.loaded) > 1:
+            return iter(self.loader)
+        if self.at_end:
+            next(iter(self.loader), None)  # a generator drops its state only when its first item is requested
+            self.at_end, batches = False, self.progress.current
+            if batches.completed == batches.processed:
+                return iter(())
+        return self._until_all_end(iter(self.loader), self.handed_out)
+
+    def _until_all_end(self, batches: Iterator[Any] | None, handed_out: deque[bool]) -> Iterator[Any]:
+        """Yield this rank's batches, then empty ones as long as another rank has one."""
+        drawn, last = 0, ()
+        while not (self.trusted and drawn == self.length):
+            if batches is not None:
+                try:
+                    last = next(batches)
+                except StopIteration:
+                    batches = None
+            if not self.trusted:
+                said = self.fit().weights.has_batch(batches is not None)
+                if batches is None:
+                    said.wait(self.fit().wire.failure)
+                    if not any(row[0] for row in said.rows):
+                        break
+            drawn += 1
+            self.is_used_up = batches is None and not (self.trusted and drawn == self.length)
+            handed_out.append(batches is None)
+            yield () if last is None and batches is None else last
+        self.is_used_up = False
+
+    def begin_batch(self) -> None:
+        """Begin the next of the batches that were handed out."""
+        self.is_empty = bool(self.handed_out) and self.handed_out.popleft()
+
+
+class _StatefulUnevenLoader(UnevenLoader):
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = {_USED_UP: True} if self.is_used_up else self.loader.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See Lightning's loops.
+
+        Raises:
+            UnsupportedError: If it does not say where all ranks' data stood.
+        """
+        self.at_end = self.progress.is_last_batch
+        if _USED_UP not in state:
+            self.loader.load_state_dict(state)
+        elif not self.at_end:
+            raise UnsupportedError(
+                "The checkpoint was saved in the middle of an epoch, when rank 0's training data was used up and other "
+                "ranks' was not: the state of its data loader does not say where theirs stood. Go on from a checkpoint "
+                "of an epoch's end, or from one that was saved while rank 0 had batches."
+            )
+
+
+def stateful_or_not(loader: Any) -> type[UnevenLoader]:
+    """Return the class for ``loader``: Lightning calls both state methods of loaders that have them."""
+    stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+    return _StatefulUnevenLoader if stateful else UnevenLoader
+
+
+def gather_lengths(loader: object, device: torch.device) -> tuple[int | None, int | None, bool]:
+    """Return the least and the most batches of a rank, and whether they are reliable; all ranks call it together.
+
+    They are ``None`` if a rank does not know its number. The length of an iterable data set is not reliable.
+    """
+    try:
+        own = len(loader)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        own = _UNKNOWN
+    guessed = own == _UNKNOWN or isinstance(getattr(loader, "dataset", None), IterableDataset)
+    message = torch.tensor([own, -own, guessed], device=device)
+    dist.all_reduce(message, op=dist.ReduceOp.MAX)
+    most, least, guessed = int(message[0]), -int(message[1]), bool(message[2])
+    return (None, None, False) if least == _UNKNOWN else (least, most, not guessed)
+
+
+class _Nothing(torch.autograd.Function):
+    """A loss of all parameters with gradients of 0 that reads none of them."""
+
+    @staticmethod
+    def forward(ctx: Any, makers: list[Callable[[], torch.Tensor | None]], *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.makers = makers
+        return parameters[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return None, *(make() for make in ctx.makers)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def loss_of_nothing(model: nn.Module, module: nn.Module, *, may_be_unused: bool) -> torch.Tensor:
+    """Run a forward pass of DDP that computes nothing; its backward pass gives all parameters gradients of 0.
+
+    Args:
+        model: DDP's model.
+        module: The module inside it.
+        may_be_unused: Whether DDP looks for parameters that no rank uses, which get no gradient. Then this rank uses
+            none, except where the user's hooks expect a gradient.
+    """
+    sparse = {id(module.get_submodule(name).weight) for name in sparse_layers(module)}
+    parameters = [p for p in module.parameters() if p.requires_grad]
+
+    def maker(parameter: nn.Parameter) -> Callable[[], torch.Tensor | None]:
+        if id(parameter) in sparse:
+            return lambda: torch.sparse_coo_tensor(
+                torch.zeros(1, 0, dtype=torch.int64), parameter.new_zeros(0, *parameter.shape[1:]), parameter.shape
+            )
+        hooked = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+        if may_be_unused and not hooked:
+            return lambda: None
+        return lambda: torch.zeros_like(parameter)
+
+    makers, forward = [maker(p) for p in parameters], module.forward
+    module.forward = lambda *_, **__: _Nothing.apply(makers, *parameters)  # type: ignore[no-untyped-call]
+    try:
+        loss: torch.Tensor = model()
+    finally:
+        module.forward = forward
+    return loss
+
+
+def log_nothing(trainer: pl.Trainer) -> None:
+    """Take part in what ``training_step`` logs for all ranks, without a value of its own.
+
+    Sums, minima and maxima do not change. A mean of ranks gets this rank's last value again. The mean of an epoch is
+    weighted by samples, and this adds none.
+    """
+    for result in trainer.fit_loop.epoch_loop._results.values():
+        meta = result.meta
+        if meta.fx != "training_step" or not (meta.sync.should or not result.is_tensor):
+            continue
+        if result.is_tensor and meta.on_step:
+            default = result._defaults["value"]
+            value = default if not meta.is_mean_reduction or result._forward_cache is None else result._forward_cache
+            result._forward_cache = meta.sync(value.clone())
+            if not meta.on_epoch:
+                result.value = result._forward_cache
+        result.has_reset = False

@@ -1,0 +1,618 @@
+"""Who reads parameters, when, and whether a gate sees it; and what the user is told of reads that cost something.
+
+The order of first use is the priority of buckets. What is read without a touch is found in the first iteration
+(:class:`FirstUseObserver`), in later ones (:class:`UnseenReads`) or by its references (:class:`AliasDetector`). Code
+that reads weights or gradients between steps costs overlap; it is named once (:class:`SeenReads`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_bytescheduler.checks import some_of
+from lightning_bytescheduler.ddp.gates import arm, can_be_gated, disarm, gate_of, is_armed
+from lightning_bytescheduler.ddp.partial_step import attributes_of
+from lightning_bytescheduler.lightning_api import Logger, pl, rank_zero_info, rank_zero_warn
+
+__all__ = ["FirstUseObserver", "ForwardPass", "Reads", "SeenReads", "UnseenReads"]
+
+_storage_of = torch.Tensor.untyped_storage
+_tensor_use_count: Callable[[torch.Tensor], int] | None = getattr(torch.Tensor, "_use_count", None)
+
+
+def _read_count(address: int) -> int:
+    """Read the count with which every reference-counted PyTorch object begins, after its virtual method table."""
+    return ctypes.c_uint32.from_address(address + ctypes.sizeof(ctypes.c_void_p)).value
+
+
+# Before 2.9 only builds for CUDA have the function. Both ways are tested below before they are trusted.
+_use_count: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", _read_count)
+
+
+def references_to_memory(tensor: torch.Tensor) -> int:
+    """Count the references to the memory of ``tensor``. Without an alias these are its own and this function's."""
+    storage = _storage_of(tensor)  # keeps the Python object alive while it is counted, as in every other count
+    return _use_count(storage._cdata)
+
+
+def _words(storage: torch.UntypedStorage) -> list[int]:
+    """Return the first words of a storage object: among them are the address of the memory and that of its owner."""
+    size = ctypes.sizeof(ctypes.c_void_p)
+    return [ctypes.c_size_t.from_address(storage._cdata + size * n).value for n in range(1, 6)]
+
+
+def _places_of(address: int, words: list[int]) -> list[int]:
+    return [place for place, word in enumerate(words) if word == address]
+
+
+def _place_of_owner() -> int | None:
+    """Find which word holds the owner's address; ``None`` if unknown. PyTorch's own host memory owns itself."""
+    own, foreign = (
+        torch.zeros(3, dtype=torch.float32).untyped_storage(),
+        torch.frombuffer(bytearray(12), dtype=torch.uint8),
+    )
+    twice = _places_of(own.data_ptr(), _words(own))
+    once = _places_of(foreign.untyped_storage().data_ptr(), _words(foreign.untyped_storage()))
+    return twice[1] if len(twice) == 2 and once == twice[:1] else None
+
+
+_OWNER = _place_of_owner()
+
+
+def is_foreign(storage: torch.UntypedStorage) -> bool:
+    """Whether other code may read the memory: a NumPy array, a mapped file or another process."""
+    if storage.resizable() and not (storage.device.type == "cpu" and storage.is_shared()):
+        return False
+    # What torch.load() has read cannot be resized either, but belongs to this process alone.
+    return _OWNER is None or storage.device.type != "cpu" or _words(storage)[_OWNER] != storage.data_ptr()
+
+
+def held_beside(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether one of ``tensors`` has an alias. No two of them may share memory. Opens no gate."""
+    alone, use_count, storage_of = _ALONE, _use_count, _storage_of
+    if alone is None:
+        return False
+    with torch._C.DisableTorchFunctionSubclass():
+        return any(
+            use_count((storage := storage_of(t))._cdata) > alone or (t.is_cpu and storage.is_shared()) for t in tensors
+        )
+
+
+def kept_elsewhere(of: Sequence[tuple[nn.Parameter, torch.Tensor]]) -> list[tuple[nn.Parameter, torch.Tensor]]:
+    """Return the gradients whose memory is held by more than the given gradients."""
+    if _ALONE is None or not of:
+        return []
+    dense = [(p, g) for p, g in of if g.layout is torch.strided]
+    sharing = Counter(_storage_of(g)._cdata for _, g in dense)
+    return [(p, g) for p, g in dense if references_to_memory(g) > _ALONE - 1 + sharing[_storage_of(g)._cdata]]
+
+
+class AliasDetector:
+    """Finds the parameters that have an alias.
+
+    A touch gate sits on the Python object of a parameter. An alias of its memory (``.data``, ``state_dict()``,
+    ``.numpy()``) can be read without a touch and would show weights before their deferred update. Every tensor over a
+    storage holds a reference to it, and PyTorch counts these references. A count higher than the parameter itself needs
+    means that there is an alias. Memory that PyTorch did not allocate (NumPy arrays, mapped files, shared memory) has
+    other readers, so it counts as aliased. ``untyped_storage()`` returns one Python object per storage, whose
+    references Python counts.
+
+    C++ code may hold the tensor itself, as a traced function does with a weight that it closes over. PyTorch counts
+    references to tensors, too. DDP holds each parameter several times, so only a parameter that is held more often than
+    most is reported.
+
+    ``optimizer.state_dict()`` returns the dictionaries and tensors that the optimizer works with. Code that keeps one
+    of them, or an alias of such a tensor, sees new moments right after each step under DDP. A deferred step would show
+    there late. The same counts reveal this.
+
+    Not detected: memory of which only the address is known (``data_ptr()``), and GPU memory that another process has
+    opened. A graph that is kept after its backward pass also holds references; that costs overlap and nothing else.
+
+    Args:
+        parameters: Parameters to watch; those that cannot be gated are skipped. They may share memory with each other.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._parameters = [p for p in parameters if can_be_gated(p) and p.layout is torch.strided and p.numel()]
+        self._alone = _references_of_one_tensor()
+
+    @property
+    def works(self) -> bool:
+        """Whether this version of PyTorch shows aliases at all. If not, none is ever found."""
+        return self._alone is not None
+
+    def find(self) -> set[int]:
+        """Return the ids of parameters that have an alias. Opens no gate."""
+        alone, use_count, storage_of = self._alone, _use_count, _storage_of
+        held: list[nn.Parameter] = []
+        found = self._held_in_cpp()
+        with torch._C.DisableTorchFunctionSubclass():
+            for p in self._parameters:
+                storage = storage_of(p)
+                if sys.getrefcount(storage) > _STORAGE_ALONE:
+                    found.add(id(p))
+                elif alone is not None and use_count(storage._cdata) > alone:
+                    held.append(p)
+                elif (not storage.resizable() or (p.is_cpu and storage.is_shared())) and is_foreign(storage):
+                    found.add(id(p))
+            if alone is not None and held:
+                sharing = Counter(storage_of(p)._cdata for p in held)
+                found.update(id(p) for p in held if references_to_memory(p) > alone - 1 + sharing[storage_of(p)._cdata])
+                found.update(id(p) for p in held if is_foreign(storage_of(p)))
+        return found
+
+    def _held_in_cpp(self) -> set[int]:
+        if _tensor_use_count is None or not self._parameters:
+            return set()
+        with torch._C.DisableTorchFunctionSubclass():
+            counts = list(map(_tensor_use_count, self._parameters))
+        if max(counts) == min(counts):
+            return set()
+        usual, _ = max(Counter(counts).items(), key=lambda of: (of[1], -of[0]))
+        return {id(p) for p, count in zip(self._parameters, counts, strict=True) if count > usual}
+
+
+def _references_of_one_tensor() -> int | None:
+    """Return ``None`` unless each alias adds one reference and removes it when it goes."""
+    tensor = torch.zeros(1, dtype=torch.float32)
+    alone = references_to_memory(tensor)
+    aliases: list[torch.Tensor] = []
+    for number in range(1, 4):
+        aliases.append(tensor.detach())
+        if references_to_memory(tensor) != alone + number:
+            return None
+    aliases.clear()
+    return alone if references_to_memory(tensor) == alone else None
+
+
+_ALONE = _references_of_one_tensor()
+
+
+def _references_of_one_storage() -> int:
+    tensor = torch.zeros(1, dtype=torch.float32)
+    storage = _storage_of(tensor)
+    return sys.getrefcount(storage)
+
+
+_STORAGE_ALONE = _references_of_one_storage()
+
+
+def state_is_kept(optimizer: Optimizer) -> bool:
+    """Whether other code holds the state of ``optimizer``, or a dictionary or tensor of it."""
+    own = attributes_of(optimizer)
+    if sys.getrefcount(own["state"]) > _ALONE_AS_ATTRIBUTE:
+        return True
+    if _most_references(own["state"].values()) > _ALONE_IN_MAPPING:
+        return True
+    tensors = _tensors(own["state"])
+    return _most_references(tensors) > _ALONE_IN_LIST or held_beside(tensors)
+
+
+def _most_references(values: Iterable[Any]) -> int:
+    return max(map(sys.getrefcount, values), default=0)
+
+
+def _tensors(state: Mapping[Any, Any]) -> list[torch.Tensor]:
+    return [
+        value
+        for values in state.values()
+        if isinstance(values, dict)
+        for value in values.values()
+        if type(value) is torch.Tensor and value.layout is torch.strided and value.numel()
+    ]
+
+
+class _Holder:
+    def __init__(self) -> None:
+        self.state: dict[int, dict[str, torch.Tensor]] = {0: {"": torch.zeros(1, dtype=torch.float32)}}
+
+
+# Python versions differ in the references that counting itself holds, so these are measured.
+_holder = vars(_Holder())
+_ALONE_AS_ATTRIBUTE = sys.getrefcount(_holder["state"])
+_ALONE_IN_MAPPING = _most_references(_holder["state"].values())
+_ALONE_IN_LIST = _most_references(_tensors(_holder["state"]))
+
+
+_scripts: list[tuple[weakref.ref[Any], list[int]]] = []  # with the ids of the modules' parameters
+
+
+def note_script(script: object, module: nn.Module) -> None:
+    """Record that ``script`` was made of ``module``: while it lives, it reads the module's parameters unseen."""
+    if ids := [id(parameter) for parameter in module.parameters()]:
+        _scripts.append((weakref.ref(script), ids))
+
+
+def scripted_parameters() -> set[int]:
+    """Return the ids of parameters that living scripted or traced modules read."""
+    if not _scripts:
+        return set()
+    _scripts[:] = [(script, ids) for script, ids in _scripts if script() is not None]
+    return {key for _, ids in _scripts for key in ids}
+
+
+log = logging.getLogger(__name__)
+
+
+class FirstUseObserver:
+    """Records the order of first touches of parameters during one forward pass.
+
+    Args:
+        parameters: All parameters, in registration order, which is used for those that were not touched.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._parameters = list(parameters)
+        self._registration = {id(p): index for index, p in enumerate(self._parameters)}
+        self._position: dict[int, int] = {}
+        self._unseen: set[int] = set()
+        self._compiled: set[int] = set()
+        self._untouched: list[nn.Parameter] = []  # in the observed pass, until its backward pass has been observed too
+        self._observing = False
+        self._done = False
+
+    def begin(self, unseen: Iterable[int] = ()) -> None:
+        """Begin to observe, unless a pass was observed before.
+
+        Args:
+            unseen: Ids of parameters that are read without a touch. They are skipped, as compiled code specialises on
+                the class of what it reads.
+        """
+        if not self._done:
+            self._observing = True
+            self._unseen.update(unseen)
+            # A pass that touched nothing does not count, but updates may still be pending.
+            arm((p for p in self._parameters if id(p) not in self._unseen and not is_armed(p)), self)
+
+    def end(self) -> None:
+        """Stop observing."""
+        if not self._observing:
+            return
+        self._observing = False
+        self._done = bool(self._position)
+        observed = [p for p in self._parameters if gate_of(p) is self]
+        disarm(observed)
+        self._untouched = [p for p in observed if id(p) not in self._position]
+
+    def touched(self, parameter: nn.Parameter, gradient_only: bool) -> None:
+        """See :class:`~lightning_bytescheduler.ddp.gates.Gate`."""
+        if gradient_only:
+            return
+        disarm((parameter,))
+        if torch.compiler.is_compiling():
+            self._compiled.add(id(parameter))
+        self._position.setdefault(id(parameter), len(self._position))
+
+    def open_all(self, reason: str) -> None:
+        """See :class:`~lightning_bytescheduler.ddp.gates.Gate`: stop observing until :meth:`resume`."""
+        disarm([p for p in self._parameters if gate_of(p) is self])
+
+    def resume(self, read: Iterable[int]) -> None:
+        """Observe again; parameters with the ids ``read`` were used in between."""
+        if not self._observing:
+            return
+        for parameter in read:
+            if parameter in self._registration and parameter not in self._unseen:
+                self._position.setdefault(parameter, len(self._position))
+        known = self._unseen | self._position.keys()
+        arm((p for p in self._parameters if id(p) not in known and not is_armed(p)), self)
+
+    def read_unseen(self) -> set[int]:
+        """Return the ids of parameters that the observed pass read without a touch or in compiled code.
+
+        Call it after the backward pass. Empty unless a pass was observed since the last call.
+        """
+        found = {id(p) for p in self._untouched if p.grad is not None} | self._compiled
+        self._untouched = []
+        self._compiled = set()
+        self._unseen |= found
+        return found
+
+    def note_unseen(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Record that ``parameters`` are read without a touch."""
+        self._unseen.update(map(id, parameters))
+
+    def position(self, parameters: Iterable[nn.Parameter]) -> int:
+        """Return the earliest position among ``parameters``: the priority of a bucket that holds them.
+
+        Parameters that are read unseen come first, as their step does not wait for the forward pass. Unused ones come
+        last, in the order of registration.
+        """
+        return min(map(self._position_of, parameters), default=0)
+
+    def _position_of(self, parameter: nn.Parameter) -> int:
+        key = id(parameter)
+        if key in self._unseen:
+            return -1
+        return self._position.get(key, len(self._position) + self._registration.get(key, 0))
+
+
+_TOLD_APART_EVERY = 16  # passes
+
+
+class UnseenReads:
+    """Finds unseen reads that begin after the first iteration, such as a kernel that is switched on later.
+
+    A parameter was read unseen, before its update, if the update was pending, nothing touched it in the forward pass,
+    and it gets a gradient in the backward pass. A gate opens for a whole bucket, which hides the bucket's other
+    parameters. So in one pass out of sixteen these keep a gate that only records their own touches.
+
+    Cost: one more touch of each parameter in one pass out of sixteen. Not found: reads without a gradient, and a
+    parameter that is read unseen and then touched in the same forward pass.
+
+    It watches one fit's forward and backward passes, under its lock or on the training thread.
+    """
+
+    def __init__(self) -> None:
+        self._apart = False
+        self._watched: dict[int, nn.Parameter] = {}
+        self._stale: dict[int, nn.Parameter] = {}  # not touched, and stepped only when the forward pass ended
+        self._doubtful: dict[int, nn.Parameter] = {}  # not touched, but in a bucket that was opened
+        self._with_gradient: set[int] = set()
+        self._handles: list[Any] = []
+
+    def begin(self, step: int) -> None:
+        """Begin a forward pass."""
+        self._apart = step % _TOLD_APART_EVERY == 0
+
+    def opened(self, parameters: Iterable[nn.Parameter], touched: nn.Parameter | None) -> None:
+        """Handle ``parameters`` whose gate a touch has opened in a forward pass, instead of making them plain."""
+        if not self._apart:
+            return
+        others = [p for p in parameters if p is not touched]
+        self._watched.update((id(p), p) for p in others)
+        arm(others, self)
+
+    def touched(self, parameter: nn.Parameter, gradient_only: bool) -> None:
+        """See :class:`~lightning_bytescheduler.ddp.gates.Gate`."""
+        if gradient_only:
+            return
+        self._watched.pop(id(parameter), None)
+        if gate_of(parameter) is self:
+            disarm((parameter,))
+
+    def open_all(self, reason: str) -> None:
+        """See :class:`~lightning_bytescheduler.ddp.gates.Gate`: known unseen reads begin."""
+        watched, self._watched = self._watched, {}
+        disarm(p for p in watched.values() if gate_of(p) is self)
+
+    def end(self, late: Iterable[nn.Parameter] = (), untouched: Iterable[nn.Parameter] = ()) -> None:
+        """End a forward pass; it touched neither ``late``, which are stepped only now, nor ``untouched``."""
+        watched, self._watched = self._watched, {}
+        disarm(p for p in watched.values() if gate_of(p) is self)
+        self._doubtful = watched | {id(p): p for p in untouched}
+        self._stale = {id(p): p for p in late}
+
+    def before_backward(self) -> None:
+        """Record which parameters get a gradient in this process; DDP also fills in those of other ranks."""
+        self._forget_hooks()
+        for parameter in (*self._stale.values(), *self._doubtful.values()):
+            if parameter.requires_grad:
+                self._handles.append(parameter.register_hook(self._noting(id(parameter))))
+
+    def after_backward(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """Return the parameters that were read unseen: those certainly read before the update, and those possibly."""
+        found = self._with_gradient
+        stale = [p for key, p in self._stale.items() if key in found]
+        doubtful = [p for key, p in self._doubtful.items() if key in found]
+        self.close()
+        return stale, doubtful
+
+    def close(self) -> None:
+        """Remove all hooks and gates."""
+        self.end()
+        self._doubtful = {}
+        self._forget_hooks()
+
+    def _forget_hooks(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._with_gradient = set()
+
+    def _noting(self, key: int) -> Callable[[Any], None]:
+        return lambda _: self._with_gradient.add(key)
+
+
+ENOUGH = 20  # steps of which most were read early, before a line is logged
+_OWNERS = (pl.Callback, pl.LightningModule, Logger)
+
+
+class SeenReads:
+    """Counts steps whose updates or gradients were waited for between steps, and other costs.
+
+    Such reads are exact, but each costs the overlap of its step. Nothing has to be declared: a callback that reads
+    every hundred steps costs every hundredth step's overlap.
+
+    Args:
+        trainer: The Trainer whose callbacks, module and loggers are named, while it trains.
+
+    Attributes:
+        steps: Number of steps each reader waited in, by its name, for example ``MyCallback.on_train_batch_end``.
+        unseen: The step in which each parameter was found to be read past its gate, by its name.
+    """
+
+    def __init__(
+        self, names: Mapping[int, str] | None = None, rank: int = 0, trainer: pl.Trainer | None = None
+    ) -> None:
+        self._names = {} if names is None else names
+        self._rank = rank
+        self._trainer = trainer
+        self._told: set[str] = set()
+        self._first_step: dict[str, int] = {}
+        self.steps: Counter[str] = Counter()
+        self.whole_steps: Counter[str] = Counter()
+        self.unseen: dict[str, int] = {}
+
+    def stepped_whole(self, why: str) -> None:
+        """Count a step that is not deferred although it could overlap; ``why`` in words."""
+        self.whole_steps[why] += 1
+        if self.whole_steps[why] == ENOUGH:
+            rank_zero_info(f"bytescheduler: {ENOUGH} steps were not deferred, because {why}.")
+
+    def waited_early(self) -> None:
+        """Count a reader that waits between two forward passes; it is reported once it has waited in most steps.
+
+        Called once between two, on the reader's thread, without a lock.
+        """
+        if self._trainer is None or not self._trainer.training or (reader := _reader(sys._getframe(1))) is None:
+            return
+        step = self._trainer.global_step
+        since = step - self._first_step.setdefault(reader, step) + 1
+        self.steps[reader] += 1
+        if reader not in self._told and self.steps[reader] >= ENOUGH and 2 * self.steps[reader] > since:
+            self._told.add(reader)
+            rank_zero_info(
+                f"bytescheduler: {reader} looks at weights or gradients between steps, in {self.steps[reader]} steps "
+                "so far. They are what DDP would show, but these steps wait for all gradients; looking less often "
+                "keeps the overlap."
+            )
+
+    def read_unseen(self, parameters: list[nn.Parameter], step: int, certain: bool) -> None:
+        """Tell that ``parameters`` were read past their gates in ``step``, certainly or possibly before the update.
+
+        Warns on rank 0, logs an error on the others.
+        """
+        found = [self._names[id(p)] for p in parameters]
+        self.unseen.update(dict.fromkeys(found, step))
+        had = "had" if certain else "may have had"
+        message = (
+            f"bytescheduler: in step {step} {some_of(found)} {'was' if len(found) == 1 else 'were'} read by code that "
+            "takes a weight's memory past PyTorch's functions, for the first time after the first step: it "
+            f"{had} the weights of the step before, and this training is not DDP's to the last bit. From here on "
+            "their updates are waited for. To avoid it, hand such code weight.detach(), use it from the first step "
+            "on, or train with cross_barrier=False."
+        )
+        if self._rank == 0:
+            rank_zero_warn(message)
+        else:
+            log.error("rank %d: %s", self._rank, message)
+
+
+def _reader(frame: FrameType | None) -> str | None:
+    """Return the innermost public method of a callback, module or logger on the stack."""
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, _OWNERS) and not frame.f_code.co_name.startswith("_"):
+            return f"{type(owner).__name__}.{frame.f_code.co_name}"
+        frame = frame.f_back
+    return None
+
+
+class ForwardPass:
+    """One forward pass that trains, until the next one begins.
+
+    Attributes:
+        touched_buckets: Indices of buckets in the order in which it opened their gates.
+        read_early: Whether code has waited between its end and the next one's start.
+    """
+
+    __slots__ = ("read_early", "start", "touched_buckets", "under_way")
+
+    def __init__(self, start: float, *, under_way: bool = True) -> None:
+        self.start = start
+        self.under_way = under_way
+        self.touched_buckets: list[int] = []
+        self.read_early = False
+
+
+class Reads:
+    """All that is known of the reads of one fit's parameters.
+
+    Args:
+        parameters: The trained parameters.
+        by_first_use: Whether a bucket's position is its first use in the forward pass; if false, its index.
+
+    Attributes:
+        seen: Takes what the user is told.
+        forward: The present or last forward pass.
+        unseen: Ids of parameters that are read without a touch; their updates are taken in the step.
+        held_elsewhere: Ids of parameters whose memory other code held at the last check.
+        opened_for: What needed all gates open at once, with the number of steps.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], *, by_first_use: bool = True) -> None:
+        parameters = list(parameters)
+        self.seen = SeenReads()
+        self.forward = ForwardPass(0.0, under_way=False)
+        self.unseen: set[int] = set()
+        self.held_elsewhere: set[int] = set()
+        self.opened_for: Counter[str] = Counter()
+        self._by_first_use = by_first_use
+        self._bucket_order: dict[int, int] = {}
+        self._first_use = FirstUseObserver(parameters)
+        self._later = UnseenReads()
+        self._aliases = AliasDetector(parameters)
+
+    def position_of(self, index: int, parameters: list[nn.Parameter]) -> int:
+        """Return a bucket's position in the forward pass, from its index and parameters."""
+        known = self._bucket_order.get(index) if self._by_first_use else index
+        return self._first_use.position(parameters) if known is None else known
+
+    def find_held(self) -> set[int]:
+        """Return the ids of parameters whose memory other code can read."""
+        self.held_elsewhere = self._aliases.find() | scripted_parameters()
+        return self.held_elsewhere
+
+    def begin_forward(self, start: float, step: int, *, observes: bool) -> None:
+        """Begin a forward pass of ``step``; ``observes`` unless nothing reads weights in it, or gates never close."""
+        self.forward = ForwardPass(start)
+        if observes:
+            self._first_use.begin(self.unseen)
+            self._later.begin(step)
+
+    def end_observing(self) -> None:
+        """End a forward pass, before the updates that it did not touch are applied."""
+        self._first_use.end()
+
+    def end_forward(self, late: Iterable[nn.Parameter], untouched: Iterable[nn.Parameter]) -> None:
+        """End a forward pass, after that; see :meth:`UnseenReads.end`."""
+        self._later.end(late, untouched)
+        if self.forward.touched_buckets:
+            self._bucket_order = {index: position for position, index in enumerate(self.forward.touched_buckets)}
+        self.forward.under_way = False
+
+    def opened(self, parameters: list[nn.Parameter], touched: nn.Parameter | None) -> None:
+        """Record that a touch of one of ``parameters`` has opened a bucket's gate."""
+        if self.forward.under_way:
+            self._later.opened(parameters, touched)
+
+    def before_backward(self) -> None:
+        """See :meth:`UnseenReads.before_backward`."""
+        self._later.before_backward()
+
+    def after_backward(self, step: int) -> None:
+        """Find newly read parameters, which are stepped within the step from here on.
+
+        Ranks may differ in this, as it changes no message. Call it after all passes of a step, as each may have
+        gradients of other layers.
+        """
+        self.unseen |= self._first_use.read_unseen()
+        for certain, parameters in zip((True, False), self._later.after_backward(), strict=True):
+            if parameters:
+                self.unseen.update(map(id, parameters))
+                self._first_use.note_unseen(parameters)
+                self.seen.read_unseen(parameters, step, certain)
+
+    def waits_early(self) -> bool:
+        """Record a wait; returns whether it is the first one since the last forward pass, outside of one."""
+        forward = self.forward
+        early = not forward.under_way and not forward.read_early
+        forward.read_early = forward.read_early or early
+        return early
+
+    def close(self) -> None:
+        """Remove all hooks and gates of observers."""
+        self._first_use.end()
+        self._later.close()

@@ -1,0 +1,354 @@
+"""A Trainer's fit, in a strategy whose ranks train together with DDP.
+
+The strategy calls it at each point of a step, and whenever weights have to be final.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lightning_bytescheduler.collectives.groups import SchedulerGroups
+from lightning_bytescheduler.collectives.host_copies import travel_by_host
+from lightning_bytescheduler.collectives.number_exchange import AgreedValues
+from lightning_bytescheduler.collectives.operations import shards_over
+from lightning_bytescheduler.ddp.batches import log_nothing, loss_of_nothing
+from lightning_bytescheduler.ddp.buffers import BufferBroadcast
+from lightning_bytescheduler.ddp.compressed_reduction import GradientCompression, has_no_gradient
+from lightning_bytescheduler.ddp.compression_rules import CompressedLayers, CompressionRules, names_that_count
+from lightning_bytescheduler.ddp.ddp_arguments import check_hooks, check_module
+from lightning_bytescheduler.ddp.deferred_optimizer import deferring, followed_by, loss_scale_of
+from lightning_bytescheduler.ddp.partial_step import wants_whole_steps
+from lightning_bytescheduler.ddp.plan import (
+    codec_cost,
+    may_drop_gradients,
+    model_reasons,
+    norm_needed_by,
+    optimizer_reasons,
+    option_reasons,
+    plan_of,
+    precision_reasons,
+    say_compressed,
+    summary_of,
+    unseen_parameters,
+    warn_unaveraged,
+)
+from lightning_bytescheduler.ddp.reduction import sparse_layers
+from lightning_bytescheduler.ddp.residuals import Residuals
+from lightning_bytescheduler.ddp.sample_weights import NOTHING, SampleCounter
+from lightning_bytescheduler.ddp.statistics import Record
+from lightning_bytescheduler.ddp.tuned_fit import DecidedFit, FitTuning
+from lightning_bytescheduler.ddp.wire import ServerOptions, Wire, agree_on_sizes
+from lightning_bytescheduler.exceptions import UnsupportedError
+from lightning_bytescheduler.failures.board import FaultBoard
+from lightning_bytescheduler.lightning_api import DDPStrategy, pl, rank_zero_info
+from lightning_bytescheduler.scheduler.options import SchedulerOptions
+from lightning_bytescheduler.timeline.timeline import Timeline
+
+__all__ = ["FitOptions", "TrainerFit"]
+
+
+def _wait_for_nothing() -> None:
+    """Ranks begin their batches without each other."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitOptions:
+    """What all fits of a strategy have in common.
+
+    Attributes:
+        scheduler: The scheduler's options.
+        timeout: Longest wait for one bucket.
+        own_buckets: Whether the user has chosen the size of buckets.
+        tuning: Decides how steps are taken.
+        rules: Which gradients travel compressed, if any.
+        counter: Makes the counter of a rank's samples, if gradients are weighted by them.
+        servers: Who averages gradients.
+        await_batch: Waits until the other ranks have begun the present batch, too.
+    """
+
+    scheduler: SchedulerOptions
+    timeout: timedelta | None
+    own_buckets: bool
+    tuning: FitTuning
+    rules: CompressionRules | None = None
+    counter: Callable[[int], SampleCounter] | None = None
+    servers: ServerOptions = field(default_factory=ServerOptions)
+    await_batch: Callable[[], None] = _wait_for_nothing
+
+    @property
+    def sure_rules(self) -> CompressionRules | None:
+        """The rules if it is certain that something is compressed; with ``"auto"`` it is not."""
+        return None if self.rules is None or self.rules.auto else self.rules
+
+
+class TrainerFit(DecidedFit):
+    """One fit of a Trainer; use :meth:`begin`."""
+
+    def __init__(self, strategy: DDPStrategy, options: FitOptions, *args: Any, **more: Any) -> None:
+        super().__init__(
+            strategy, options.scheduler, *args, own_buckets=options.own_buckets, tuning=options.tuning, **more
+        )
+        self._of = options
+        self._buffers: BufferBroadcast | None = None
+        self._known: set[int] = set()  # ids of parameters that DDP averages, and of those warned of
+        self._epoch_begins = False
+
+    @classmethod
+    def begin(cls, strategy: DDPStrategy, options: FitOptions, board: FaultBoard, residuals: Residuals) -> TrainerFit:
+        """Begin a fit: agree on sizes with the other ranks, before the model is wrapped.
+
+        Args:
+            strategy: The strategy, which has its module.
+            options: See the class.
+            board: Tells failures to the other ranks.
+            residuals: What earlier steps left out.
+
+        Raises:
+            UnsupportedError: If there is nothing to train, or a part of the model cannot be trained so.
+            OptionError: If an option does not fit the model.
+        """
+        module, device = strategy.lightning_module, strategy.root_device
+        if module is None:
+            raise RuntimeError("There is no module to train.")
+        check_module(module)
+        rules, timeout, served = options.rules, options.timeout, options.servers.used
+        if rules is not None:
+            rules.check_device(device)
+        parameters = [p for p in module.parameters() if p.requires_grad]
+        if not parameters:
+            raise UnsupportedError(
+                f"No parameter of {type(module).__name__} requires gradients, so that there is nothing to train. Let "
+                "some layers learn (requires_grad_(True)) before fit, or call trainer.validate or trainer.test."
+            )
+        if rules is not None:
+            rules.check_patterns(names_that_count(module))
+        groups = SchedulerGroups.create(
+            timeout=timeout,
+            counts=options.counter is not None,
+            routed_on=device,
+            sparse=bool(sparse_layers(module)),
+            by_host=travel_by_host(device, compressed=rules is not None, served=served),
+        )
+        sure = options.sure_rules
+        agreed = agree_on_sizes(
+            groups,
+            options.scheduler,
+            parameters,
+            device,
+            in_shards=bool(norm_needed_by(module, strategy.precision_plugin)) or sure is not None,
+            ratio=1.0 if sure is None else sure.ratio(_trained(module)),
+            architecture="ps" if served else "allreduce",
+        )
+        ddp = strategy._ddp_kwargs
+        if not options.own_buckets:
+            ddp["bucket_cap_mb"] = agreed.sizes.bucket_bytes / 2**20
+        elif ddp.get("bucket_cap_mb") is not None:
+            chosen = max(int(ddp["bucket_cap_mb"] * 2**20), 1)
+            agreed = replace(agreed, sizes=replace(agreed.sizes, bucket_bytes=chosen))
+        servers = options.servers.join(groups, board, strategy, timeout=timeout, say=rank_zero_info)
+        path = options.scheduler.timeline
+        record = Record(None if path is None else Timeline(path, rank=board.rank))
+        codec = None if rules is None else _codec(rules, module, strategy, options, residuals, record)
+        wire = Wire(
+            groups,
+            board,
+            agreed,
+            options.scheduler,
+            device,
+            timeout=timeout,
+            record=record,
+            payloads=None if codec is None or not groups.by_host else codec.work_on(device),
+            servers=servers,
+        )
+        counter = None if options.counter is None else options.counter(groups.rank)
+        fit = cls(strategy, options, wire, parameters, record=record, codec=codec, counter=counter)
+        fit._known = set(map(id, parameters))
+        if codec is not None:
+            codec.failure, codec.seen = wire.failure, fit._say_cost
+        fit.start()
+        return fit
+
+    def _say_cost(self) -> None:
+        line = codec_cost(self.record.statistics, self.wire.agreed.link, self.wire.groups.world_size)
+        if line:
+            rank_zero_info(f"bytescheduler: {line}")
+
+    def take_over(self, model: DistributedDataParallel) -> None:
+        """See :class:`Fit`; also replaces the broadcast of buffers."""
+        super().take_over(model)
+        self._buffers = BufferBroadcast.of(
+            model,
+            partial(self._strategy.reduce_boolean_decision, all=True),
+            await_batch=self._of.await_batch,
+            failure=self.wire.failure,
+            timeout=self._of.timeout,
+        )
+
+    def decide(self) -> None:
+        """Decide with the other ranks what overlaps, once everything is set up."""
+        module = self._strategy.lightning_module
+        check_hooks(module)
+        unseen = unseen_parameters(module)
+        needed_by = norm_needed_by(module, self._strategy.precision_plugin)
+        reasons = [*self._reasons(module), *self._norm_reasons(needed_by)]
+        plan = plan_of(module, reasons, unseen=unseen, held=self.reads.find_held(), norm_needed_by=needed_by)
+        if isinstance(self.codec, GradientCompression):
+            say_compressed(self.codec)
+        self.begin_steps(module, plan, unseen)
+
+    def _reasons(self, module: pl.LightningModule) -> Iterator[str]:
+        strategy = self._strategy
+        if module.automatic_optimization:
+            yield from optimizer_reasons(strategy.optimizers)
+        else:
+            yield "optimization is manual (automatic optimization keeps the overlap)"
+        bucket_views = strategy._ddp_kwargs.get("gradient_as_bucket_view", True)
+        yield from option_reasons(cross_barrier=self._options.cross_barrier, bucket_views=bucket_views)
+        yield from precision_reasons(strategy.precision_plugin, strategy.optimizers)
+        yield from model_reasons(module)
+
+    def _norm_reasons(self, needed_by: tuple[str, ...]) -> Iterator[str]:
+        if not needed_by:
+            return
+        what, wire, group = " and ".join(needed_by), self.wire.transport.wire_device, self.wire.groups.data
+        before = f"{what} needs all gradients before a step, and"
+        if not shards_over(group, wire):
+            yield (
+                f"{what} on {wire.type} needs all gradients before a step, and {dist.get_backend(group)} cannot reduce "
+                "in shards there (process_group_backend='nccl' keeps the overlap)"
+            )
+        if self.wire.servers is not None:
+            yield f"{before} parameter servers tell no norms before (leaving servers out keeps the overlap)"
+        if self._of.rules is not None and self._of.rules.whole_matrices:
+            yield f"{before} compression='powersgd' cannot reduce in shards (another compression keeps the overlap)"
+
+    def say_end(self) -> None:
+        """Report the end of a fit."""
+        line = summary_of(self.record.statistics, self._tuning.standing)
+        if line is not None:
+            rank_zero_info(f"bytescheduler: {line}")
+
+    def close(self, *, failed: bool) -> None:
+        """See :class:`Fit`."""
+        buffers, self._buffers = self._buffers, None
+        if buffers is not None:
+            buffers.close(failed=failed)
+        super().close(failed=failed)
+
+    # ------------------------------------------------------------------ one step
+
+    def begin_epoch(self) -> None:
+        """Begin an epoch: callbacks may unfreeze more layers until its first step."""
+        self._epoch_begins = True
+        self.validate()
+        if self._strategy.lightning_module.automatic_optimization:
+            self.weights.begin_epoch()
+
+    def validate(self) -> None:
+        """Record that a validation or similar code runs before the next training batch."""
+        self.codec.disturb()
+        if self._buffers is not None:
+            self._buffers.look_closely()
+
+    def _find_unaveraged(self) -> None:
+        with torch._C.DisableTorchFunctionSubclass():  # opens no gate
+            named = self._strategy.lightning_module.named_parameters()
+            found = {n: id(p) for n, p in named if p.requires_grad and id(p) not in self._known}
+        if found:
+            self._known.update(found.values())
+            warn_unaveraged(list(found))
+
+    @contextmanager
+    def forward(self, batch: Any = None) -> Iterator[None]:
+        """Wrap a forward pass that trains on ``batch``."""
+        model = self._strategy.model
+        if self._buffers is None and isinstance(model, DistributedDataParallel) and model.will_sync_module_buffers():
+            self._of.await_batch()  # DDP waits for the first rank here
+        self.begin_forward(batch)
+        yield
+        self.end_forward()
+        if self._buffers is not None:
+            self._buffers.after_forward()
+
+    def step_without_batch(self) -> torch.Tensor:
+        """Replace ``training_step`` on a rank that has no batch."""
+        model, module = self._strategy.model, self._strategy.lightning_module
+        with self.forward(NOTHING):
+            loss: torch.Tensor = loss_of_nothing(model, module, may_be_unused=model.find_unused_parameters)
+            log_nothing(module.trainer)
+        return loss
+
+    def leaves_out(self) -> bool:
+        """Whether to skip a backward pass, as the batch has no sample."""
+        sends = getattr(self._strategy.model, "require_backward_grad_sync", True)
+        return self.weights.leaves_out(communicates=sends)
+
+    @contextmanager
+    def backward_of(self, loss: torch.Tensor) -> Iterator[None]:
+        """Wrap a backward pass of ``loss``."""
+        self._of.await_batch()  # hand over gradients only of batches that all ranks have begun
+        with self.backward(), self.weights.backward(loss):
+            yield
+
+    def step_with(
+        self, take: Callable[..., Any], optimizer: Optimizer, closure: Callable[[], Any], *, deferrable: bool
+    ) -> Any:
+        """Run the closure; defer the step if its gradients are in flight."""
+        if self._epoch_begins:
+            self._epoch_begins = False
+            self._find_unaveraged()
+        # checked each time, as the optimizer may have been replaced
+        why_whole = wants_whole_steps(optimizer) if self.overlapped else None
+        if not self.overlapped or not deferrable or why_whole:
+            if why_whole:
+                self.reads.seen.stepped_whole(why_whole)
+            output = take(closure if deferrable and not why_whole else followed_by(self.flush, closure))
+            self.took_whole_step(optimizer)
+            return output
+        with deferring(optimizer, self, self._strategy.precision_plugin):
+            return take(closure)
+
+
+def _codec(
+    rules: CompressionRules,
+    module: pl.LightningModule,
+    strategy: DDPStrategy,
+    options: FitOptions,
+    residuals: Residuals,
+    record: Record,
+) -> GradientCompression:
+    trained = _trained(module)
+    codec = GradientCompression(
+        rules,
+        trained,
+        residuals,
+        record=record,
+        loss_scale=partial(loss_scale_of, strategy),
+        idle=has_no_gradient,
+        may_drop=may_drop_gradients(module),
+    )
+    if rules.auto:
+        codec.layers = CompressedLayers(
+            rules.ratio(trained),
+            AgreedValues(1, timeout=options.timeout, failure=lambda: codec.failure()),
+            decides=dist.get_rank() == 0,
+            statistics=record.statistics,
+        )
+    return codec
+
+
+def _trained(module: pl.LightningModule) -> dict[str, nn.Parameter]:
+    # these are not reduced in buckets
+    sparse = {id(module.get_submodule(name).weight) for name in sparse_layers(module)}
+    return {name: p for name, p in module.named_parameters() if p.requires_grad and id(p) not in sparse}
