@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -94,12 +93,8 @@ class GradientTransport:
         self._streams: DeviceStreams | None = None
         self._completions: list[tuple[dist.ProcessGroup, CompletionThread]] = []  # by lane; empty if streams wait
         self._codec = WorkThread("codec")
-        self._start: Callable[..., None] = self._start_on_host
-        if push_pull is not None:
-            self._start = partial(self._start_at_servers, push_pull)
         if self.wire_device.type == "cuda":
             self._streams = DeviceStreams(group, self.wire_device, on_error)
-            self._start = partial(self._start_on_stream, self._streams)
         elif overtaking is not None:
             self._completions = [(one, self._in_two_halves(one, n)) for n, one in enumerate((group, overtaking))]
         else:
@@ -152,34 +147,20 @@ class GradientTransport:
             last: Called when the operation has ended, before the sub-task is notified; on a CPU.
         """
         self._started += 1
-        self._start(part, sub_task, operation, ready, last)
-
-    def _start_on_stream(
-        self, streams: DeviceStreams, part: torch.Tensor, sub_task: SubCommTask, operation: Operation, *marks: Any
-    ) -> None:
-        streams.send(part, sub_task, operation, self._started, marks[0])
-
-    def _start_on_host(
-        self,
-        part: torch.Tensor,
-        sub_task: SubCommTask,
-        operation: Operation,
-        ready: ReadyMark | None,
-        last: Callable[[], None] | None,
-    ) -> None:
-        group, completion = self._completions[sub_task.lane]
-        started = _ending(operation(group, part, self._started), last)
-        sub_task.passage = started.passage
-        self._lane(started.lane, completion).watch(started, sub_task)
-
-    def _start_at_servers(self, push_pull: PushPull, part: torch.Tensor, sub_task: SubCommTask, *how: Any) -> None:
-        push_pull.expect(sub_task.parent.key.bucket, sub_task.index)
-        try:
-            self._start_on_host(part, sub_task, *how)
-        except RuntimeError as error:
-            if not is_communication_error(error):
-                raise
-            raise self._failed(error) from error  # the connection has ended before the wait
+        if self.push_pull is not None:
+            self.push_pull.expect(sub_task.parent.key.bucket, sub_task.index)
+        if self._streams is not None:
+            self._streams.send(part, sub_task, operation, self._started, ready)
+        else:
+            group, completion = self._completions[sub_task.lane]
+            try:
+                started = _ending(operation(group, part, self._started), last)
+            except RuntimeError as error:
+                if self.push_pull is None or not is_communication_error(error):
+                    raise
+                raise self._failed(error) from error  # the connection has ended before the wait
+            sub_task.passage = started.passage
+            self._lane(started.lane, completion).watch(started, sub_task)
 
     def _lane(self, lane: int | str | None, otherwise: CompletionThread) -> CompletionThread:
         """Return the thread that waits for operations of ``lane``; called under the launching lock."""
