@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,64 @@ def test_an_epoch_ends_for_all_when_the_first_is_through_its_share(diloco_ranks:
     assert fast.global_step == 3 * 16  # of 128 samples, in batches of 4 for each of two ranks
     assert 0 < slow.global_step < fast.global_step
     assert same_weights([fast, slow])
+
+
+class LinesAndPlan(Callback):
+    """Keeps the lines of the log, the strategy's plan, and the batches of each epoch."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.handler = logging.Handler(logging.INFO)
+        lines: list[str] = []
+        self.handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+        self.logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+        self.level = self.logger.level
+        self.logger.addHandler(self.handler)
+        self.logger.setLevel(logging.INFO)
+        self.seen[:] = [lines, None, []]
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.seen[2].append(trainer.fit_loop.epoch_loop.batch_progress.current.ready)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.seen[1] = trainer.strategy.plan
+        self.logger.removeHandler(self.handler)
+        self.logger.setLevel(self.level)
+
+
+def test_what_an_epoch_leaves_out_is_said_and_kept_with_equal_steps(diloco_ranks: RankPool, tmp_path: Path) -> None:
+    fast, slow = fit(diloco_ranks, tmp_path, max_epochs=2, callbacks=(LinesAndPlan,))
+    lines, plan, _ = fast.seen[0]
+    left = {0: [0, 16 - slow.seen[0][2][0]], 1: [0, 16 - slow.seen[0][2][1]]}
+    assert all(0 < counts[1] < 16 for counts in left.values())
+    assert dict(plan.left_out) == dict(slow.seen[0][1].left_out) == left
+    said = [line for line in lines if "leaves out batches" in line]
+    assert said == [f"diloco: epoch {one} leaves out batches: {left[one][1]} of worker 1." for one in (0, 1)]
+    (start,) = (line for line in lines if "2 workers" in line)
+    assert "rounds of 4 steps of the fastest" in start
+    assert "equal_steps=True" in start
+    (end,) = (line for line in lines if "samples of all workers" in line)
+    assert f"{sum(counts[1] for counts in left.values())} of worker 1" in end
+
+
+def test_with_equal_steps_every_worker_trains_on_all_of_its_share(diloco_ranks: RankPool, tmp_path: Path) -> None:
+    options = {"inner_steps": 5, "equal_steps": True}
+    results = fit(
+        diloco_ranks,
+        tmp_path,
+        options=options,
+        paces=None,
+        pauses={1: 0.005},
+        max_epochs=2,
+        callbacks=(LinesAndPlan,),
+    )
+    assert [result.global_step for result in results] == [32, 32]
+    for result in results:
+        lines, plan, _ = result.seen[0]
+        assert not plan.left_out
+        assert not [line for line in lines if "leaves out batches" in line]
 
 
 def test_the_first_worker_at_max_steps_ends_the_training(diloco_ranks: RankPool, tmp_path: Path) -> None:

@@ -168,6 +168,13 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return FixedSteps(self.inner_steps) if self.equal_steps else FastestSteps(self.inner_steps)
 
     @property
+    def target_in_words(self) -> str:
+        """What ends a round, for people."""
+        if self.inner_steps is None:
+            return f"{self.samples_per_round} samples of all workers"
+        return f"{self.inner_steps} steps of {'every worker' if self.equal_steps else 'the fastest worker'}"
+
+    @property
     def wire(self) -> WireFormat:
         """How updates and means travel."""
         return wire_named("wire_dtype", self.wire_dtype)

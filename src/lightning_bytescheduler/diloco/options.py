@@ -244,6 +244,47 @@ class DiLoCoOptions:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundsPlan:
+    """How workers that were launched together train; the same on all ranks.
+
+    Attributes:
+        workers: How many there are.
+        run: What all of them have in common, with defaults for what was left out.
+        slices: Whether a tracker gives the data out, so that no worker has a share of its own.
+        left_out: By epoch that has ended, the batches of its share that each worker has not trained on; -1 where its
+            loader has no length. Empty for epochs of which nothing was left out.
+    """
+
+    workers: int
+    run: RunOptions
+    slices: bool = False
+    left_out: Mapping[int, Sequence[int]] = field(default_factory=dict)
+
+    def summary(self) -> str:
+        """Return one line for the log."""
+        if self.workers == 1:
+            return "1 worker: it averages with no other, and takes outer steps alone."
+        data = "Slices go to the workers that need them, and an epoch ends when each sample was trained on."
+        if not self.slices:
+            data = f"An epoch ends for all when one worker is through its share of the data. {WAY_OUT}"
+        rounds, wire = self.run.target_in_words, self.run.wire_dtype
+        return f"{self.workers} workers, {wire} between them, in rounds of {rounds}. {data}"
+
+
+WAY_OUT = (
+    "What others have left of theirs is left out; not with inner_steps and equal_steps=True, where each trains on all "
+    "of its share at the pace of the slowest, nor with a SliceDataModule, where faster ones train on more of the data."
+)
+
+
+def batches_left_out(counts: Sequence[int], most: int = 4) -> str:
+    """Batches that workers have not trained on, in words: the largest numbers."""
+    behind = sorted((number for number, count in enumerate(counts) if count), key=lambda number: -abs(counts[number]))
+    said = [f"{counts[one] if counts[one] > 0 else 'some'} of worker {one}" for one in behind[:most]]
+    return ", ".join(said) + (f" and those of {len(behind) - most} more" if len(behind) > most else "")
+
+
 _NAMES = [field.name for field in fields(DiLoCoOptions) if field.name not in ("given", "run")]
 
 

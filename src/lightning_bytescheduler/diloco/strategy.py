@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,10 @@ from lightning_bytescheduler.diloco.epoch_shares import share_of, shared_loader
 from lightning_bytescheduler.diloco.fragments import TrainedWeights
 from lightning_bytescheduler.diloco.options import (
     OPTIONS_ELSEWHERE,
+    WAY_OUT,
     DiLoCoOptions,
+    RoundsPlan,
+    batches_left_out,
     common_options,
     ddp_options,
     inner_of,
@@ -81,6 +84,8 @@ if TYPE_CHECKING:
     from lightning_bytescheduler.diloco.worker_slices import WorkerSlices
 
 log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 
 @contextmanager
@@ -158,8 +163,8 @@ class DiLoCoStrategy(RankStrategy):
       ``max_steps`` steps, so that no schedule runs beyond its end; slower ones take fewer, but with ``equal_steps`` go
       on until they have taken as many. ``min_steps`` and ``min_epochs`` bind the worker that wants to stop.
     * An epoch ends for all when the first worker has gone through its share of the data; what others have left of
-      theirs is not used in that epoch, except for the steps they are behind with ``equal_steps``. It always ends a
-      round.
+      theirs is not used in that epoch, except for the steps they are behind with ``equal_steps``; the log and
+      :attr:`plan` say how much that is. It always ends a round.
     * A :class:`SliceDataModule` has no shares: a tracker at worker 0 hands its slices out to whoever needs one, and an
       epoch ends for all when each of its samples was trained on. A worker for which nothing is left meanwhile takes
       part in rounds without a step, or has an epoch without a batch. A checkpoint that is written while all stand still
@@ -308,6 +313,7 @@ class DiLoCoStrategy(RankStrategy):
         self._statistics: SessionStatistics | None = None
         self._idle = True  # nothing is under way in the groups
         self._slices: WorkerSlices | None = None
+        self._plan: RoundsPlan | None = None
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -360,6 +366,11 @@ class DiLoCoStrategy(RankStrategy):
         """Counters of the current fit, or of the last one; ``None`` before the first."""
         return self._statistics
 
+    @property
+    def plan(self) -> RoundsPlan | None:
+        """How the current fit, or the last one, trains in rounds; ``None`` before the first, and with a coordinator."""
+        return self._plan
+
     # ------------------------------------------------------------------ life cycle
 
     def setup_environment(self) -> None:
@@ -370,11 +381,9 @@ class DiLoCoStrategy(RankStrategy):
         trainer = None if self.lightning_module is None else self.lightning_module._trainer
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             refuse_searches(callbacks_of(trainer))
-            if self._world is not None and self._world.workers == 1 and self._address is None:
-                rank_zero_info("diloco: 1 worker: it averages with no other, and takes outer steps alone.")
             added: list[pl.Callback] = [RoundHooks(self)]
             if not any(isinstance(callback, PerformanceMonitor) for callback in callbacks_of(trainer)):
-                added.append(PerformanceMonitor())
+                added.append(PerformanceMonitor(progress_bar=True))
             self._open.enter_context(with_callbacks(trainer, added))
             self._open.enter_context(worker_signals(trainer, self.cluster_environment, together=self.inner_size > 1))
             self._share(trainer)
@@ -487,7 +496,10 @@ class DiLoCoStrategy(RankStrategy):
             seed_sampler(dataloader, self._runtime.worker)
         size = resolve_batch_size(self._options.batch_size, worker=self.worker)
         sized = sized_loader(module, dataloader, size, alone=self.inner_size == 1, workers=self.workers)
-        return sized if self._address is not None else self._resumable(sized, module.trainer)
+        if self._address is not None:
+            return sized
+        progress: Any = module.trainer.fit_loop.epoch_loop.batch_progress
+        return shared_loader(sized, self.global_rank, self.ranks, lambda: progress.current.processed)
 
     def teardown(self) -> None:
         """Stop every thread, leave all groups; see DDPStrategy."""
@@ -611,11 +623,6 @@ class DiLoCoStrategy(RankStrategy):
             self._resumed = Resumed.from_checkpoint(checkpoint, 0 if alone else self.worker, self.workers)
         return checkpoint
 
-    def _resumable(self, loader: object, trainer: pl.Trainer) -> object:
-        """The same loader of training data, if it can go on in the middle of an epoch."""
-        progress: Any = trainer.fit_loop.epoch_loop.batch_progress
-        return shared_loader(loader, self.global_rank, self.ranks, lambda: progress.current.processed)
-
     # ------------------------------------------------------------------ rounds (called by callbacks)
 
     def begin_rounds(self) -> None:
@@ -645,13 +652,29 @@ class DiLoCoStrategy(RankStrategy):
                 together=self._validating_together,
                 explained=self._explained,
                 shared_data=None if self._slices is None else self._slices.training,
+                of_workers=self._of_workers,
             )
+            self._plan = RoundsPlan(
+                workers=world.workers,
+                run=self._options.run,
+                slices=self._slices is not None,
+                left_out=boundaries.left_out,
+            )
+            rank_zero_info(f"diloco: {self._plan.summary()}")
         self._statistics = runtime.session.statistics
         self._open.callback(boundaries.detach)
         with self._explained():
             self._next_epoch = runtime.begin(boundaries, state, resumed)
         if resumed is not None and resumed.positions and share_of(trainer) is not None:
             self._open.enter_context(loader_resumes())
+
+    def _of_workers(self, own: int) -> Sequence[int]:
+        """A number of each worker, the largest of its ranks where all but one are 0 or more."""
+        if self._joint is None:
+            return (own,)
+        with self._explained():
+            numbers = self._joint.gather(torch.tensor(own)).reshape(-1, self.inner_size)
+        return [min(row) if min(row) < 0 else max(row) for row in numbers.tolist()]
 
     def _runtime_of(
         self, trainer: pl.Trainer, world: WorkerWorld, group: WorkerGroup, board: FaultBoard, *, append: bool
@@ -685,17 +708,19 @@ class DiLoCoStrategy(RankStrategy):
         then, self._next_epoch = self._next_epoch, None
         if then is not None:
             then()
+        return self.at_boundary(lambda boundaries: boundaries.before_epoch()) is not False
+
+    def at_boundary(self, work: Callable[[LoopBoundaries], _T]) -> _T | None:
+        """Do something where the loop and the rounds meet, once they have begun."""
         if self._boundaries is None:
-            return True
+            return None
         with self._explained():
-            return self._boundaries.before_epoch()
+            return work(self._boundaries)
 
     def on_validation_end(self) -> None:
         """See DDPStrategy."""
         super().on_validation_end()
-        if self._boundaries is not None:
-            with self._explained():
-                self._boundaries.after_validation()
+        self.at_boundary(lambda boundaries: boundaries.after_validation())
 
     def end_rounds(self) -> None:
         """End the training for all workers, with the global weights on each."""
@@ -709,6 +734,17 @@ class DiLoCoStrategy(RankStrategy):
                         self._runtime.states.over()
                     if self._slices is not None:
                         self._slices.finish()
+                    if self._plan is not None:
+                        self._say_end(self._plan, self._runtime.session.statistics)
+
+    def _say_end(self, plan: RoundsPlan, known: SessionStatistics) -> None:
+        totals = [sum(counts) for counts in zip(*plan.left_out.values(), strict=True)]
+        left = f" Left out in all: batches, {batches_left_out(totals)}. {WAY_OUT}" if totals else ""
+        rank_zero_info(
+            f"diloco: {known.rounds} rounds with {known.merged_samples} samples of all workers. Worker 0 took "
+            f"{known.steps} steps, and waited {known.start_s:.3g} s for rounds to begin and {known.exchange_s:.3g} s "
+            f"for means.{left}"
+        )
 
     def report_batch(self, *, samples: int, tokens: int, loss: float | None) -> None:
         """Take note of a batch; reported to the scheduler with the step that it is part of."""
@@ -765,19 +801,12 @@ class RoundHooks(pl.Callback):
         Raises:
             StopIteration: If another worker stopped there, and training is over.
         """
-        boundaries = self._strategy._boundaries
-        if boundaries is not None:
-            with self._strategy._explained():
-                goes_on = boundaries.before_batch()
-            if not goes_on:
-                raise StopIteration
+        if self._strategy.at_boundary(lambda boundaries: boundaries.before_batch()) is False:
+            raise StopIteration
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """See to it that the epoch ends for all."""
-        boundaries = self._strategy._boundaries
-        if boundaries is not None:
-            with self._strategy._explained():
-                boundaries.before_epoch_end()
+        self._strategy.at_boundary(lambda boundaries: boundaries.before_epoch_end())
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Know of it before a checkpoint is written."""

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from torch.utils.data import DistributedSampler
 
 from lightning_bytescheduler.ddp.rank_strategy import callbacks_of
+from lightning_bytescheduler.diloco.options import batches_left_out
 from lightning_bytescheduler.diloco.process_groups import WorkerGroup
 from lightning_bytescheduler.diloco.session import Session
 from lightning_bytescheduler.exceptions import UnsupportedError
@@ -73,6 +74,7 @@ class LoopBoundaries(ABC):
         self._samples = 0
         self._tokens = 0
         self._loss: float | None = None
+        self._has_batch = False  # since the last decision
         self._ended = False  # for the ranks of this worker, which have agreed on it
 
     def attach(self, kept: WorkerStates | None = None) -> None:
@@ -96,7 +98,7 @@ class LoopBoundaries(ABC):
         """Take note of a batch, which is a step or, where gradients are accumulated, a part of one."""
         self._samples += samples
         self._tokens += tokens
-        self._loss = loss
+        self._loss, self._has_batch = loss, True
 
     def before_epoch(self) -> bool:
         """Returns whether all ranks of this worker train on; called by those that would."""
@@ -168,6 +170,10 @@ class RoundBoundaries(LoopBoundaries):
         together: What holds while all workers validate together.
         explained: Turns an error of an exchange into its cause.
         shared_data: The training data, if all workers share it.
+        of_workers: A number of each worker, the largest of its ranks; all ranks ask, while all workers stand still.
+
+    Attributes:
+        left_out: See ``RoundsPlan``.
     """
 
     def __init__(
@@ -180,8 +186,11 @@ class RoundBoundaries(LoopBoundaries):
         together: Callable[[], AbstractContextManager[None]],
         explained: Callable[[], AbstractContextManager[None]] = nullcontext,
         shared_data: TrackedTraining | None = None,
+        of_workers: Callable[[int], Sequence[int]] = lambda own: (own,),
     ) -> None:
         super().__init__(trainer, session, group=group)
+        self.left_out: dict[int, Sequence[int]] = {}
+        self._of_workers = of_workers
         self._first_worker = first_worker
         self._together = together
         self._explained = explained
@@ -189,17 +198,11 @@ class RoundBoundaries(LoopBoundaries):
         self._open = ExitStack()
         self._epoch_to_end = False  # this worker's share is used up, and the others do not know yet
         self._epoch_ended = False  # for all; where data is shared
-        self._has_batch = False  # since the last decision
 
     def detach(self) -> None:
         """Leave the loop as it was."""
         self._open.close()
         super().detach()
-
-    def report_batch(self, *, samples: int, tokens: int, loss: float | None) -> None:
-        """See LoopBoundaries."""
-        super().report_batch(samples=samples, tokens=tokens, loss=loss)
-        self._has_batch = True
 
     def before_batch(self) -> bool:
         """Go on after all workers stood still; returns whether training goes on."""
@@ -317,6 +320,8 @@ class RoundBoundaries(LoopBoundaries):
             self._epoch_ended = True
             if not ended.stop:  # else worker 0 may be through with everything
                 self._shared_data.end_epoch()
+        elif ended.epoch:
+            self._note_left_out(own_epoch_ends)
         if ended.epoch and not own_epoch_ends:
             # Another worker has gone through its share of the data: the epoch ends here as if this batch were the last.
             self._loop.batch_progress.is_last_batch = True
@@ -328,6 +333,20 @@ class RoundBoundaries(LoopBoundaries):
         if ended.validate:
             self._open.enter_context(self._together())
         return ended.validate
+
+    def _note_left_out(self, own_epoch_ends: bool) -> None:
+        """Say what the end of an epoch leaves out of each worker's share.
+
+        All ranks are here, once for each epoch: the same end of a round has told all workers of it, none goes on before
+        all have passed it, and no other collective of all ranks comes before a validation, which follows.
+        """
+        batches: float = self.trainer.num_training_batches  # inf, where a loader has no length
+        left = 0.0 if own_epoch_ends else batches - self._loop.batch_progress.current.ready
+        counts = self._of_workers(-1 if left == float("inf") else max(int(left), 0))
+        if any(counts):
+            epoch = self.trainer.current_epoch
+            self.left_out[epoch] = counts
+            rank_zero_info(f"diloco: epoch {epoch} leaves out batches: {batches_left_out(counts)}.")
 
 
 class CoordinatedBoundaries(LoopBoundaries):
