@@ -166,10 +166,6 @@ class Coordinated:
             "--state": str(self.folder / "state"),
             "--train": self.rows,
             "--samples-per-round": str(self.asked.round),
-            "--quorum": "0.25",
-            "--grace-s": "auto",
-            "--lease-s": "30",
-            "--silent-after": str(self.asked.silent_after),
         }
         tls: list[str] = []
         if self.guarded:
@@ -444,7 +440,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--step-s", type=float, default=0.25)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--round", type=int, default=1280, help="samples of a round (default: %(default)s)")
-    parser.add_argument("--silent-after", type=float, default=2.0)
     parser.add_argument("--slices", type=int, default=64)
     parser.add_argument("--samples", type=int, default=500, help="of a slice (default: %(default)s)")
     parser.add_argument("--warm-up", type=int, default=3, help="rounds (default: %(default)s)")

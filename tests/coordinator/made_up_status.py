@@ -57,6 +57,8 @@ def made_up_status(workers: int = 8, rounds: int = 40, *, seed: int = 7) -> RunS
                 samples=65_536,
                 merged=workers - number % 2,
                 workers=workers,
+                live=workers,
+                participation=(workers - number % 2) / workers,
                 loss=2.4 + 6 * 0.9**number + chance.uniform(-0.1, 0.1),
             )
             for number in range(rounds)

@@ -14,7 +14,7 @@ import pytest
 
 from lightning_bytescheduler.cli import main
 from lightning_bytescheduler.coordinator.status import RunStatus, summary_of
-from lightning_bytescheduler.diloco.round_record import RoundRecord
+from lightning_bytescheduler.diloco.round_record import RoundRecord, WorkerRound
 from lightning_bytescheduler.serving import Refusals, ServerAccess, guard
 from tests.coordinator.made_up_status import made_up_status
 from tests.coordinator.runs import options_of
@@ -181,6 +181,7 @@ def test_prometheus_reads_the_metrics():
     assert samples["bytescheduler_events_total", "updates_added"] == 312
     assert samples["bytescheduler_events_total", "refused_token"] == 3
     assert samples["bytescheduler_loss",] == pytest.approx(made_up_status().rounds[-1].loss)
+    assert samples["bytescheduler_last_round_participation",] == made_up_status().rounds[-1].participation == 7 / 8
     assert families["bytescheduler_events"].type == "counter"
 
 
@@ -254,6 +255,17 @@ def test_a_coordinator_that_is_busy_is_not_over(monkeypatch):
 
 def test_a_round_has_the_time_that_it_had() -> None:
     record = RoundRecord(round=1, start=5.0, end=9.0, decided=None, workers=())
-    assert summary_of(record, None, 0.0).deadline is None
-    waited = summary_of(msgspec.structs.replace(record, decided=7.0, deadline=25.0), None, 0.0)
+    assert summary_of(record, None, 0.0, live=3).deadline is None
+    waited = summary_of(msgspec.structs.replace(record, decided=7.0, deadline=25.0), None, 0.0, live=3)
     assert (waited.seconds, waited.deadline) == (4.0, 20.0)
+
+
+def test_participation_is_the_share_of_live_workers_that_are_merged() -> None:
+    workers = tuple(
+        WorkerRound(worker=name, steps=5, samples=10, merged=name != "c", spans=()) for name in ("a", "b", "c")
+    )
+    record = RoundRecord(round=1, start=0.0, end=9.0, decided=None, workers=workers)
+    ended = summary_of(record, None, 0.0, live=4)
+    assert (ended.merged, ended.live, ended.participation) == (2, 4, 0.5)
+    nobody = summary_of(msgspec.structs.replace(record, workers=()), None, 0.0, live=0)
+    assert nobody.participation == 0.0

@@ -6,7 +6,7 @@ import functools
 from pathlib import Path
 
 from lightning_bytescheduler.diloco.round_end import RoundOptions, SampleTarget
-from lightning_bytescheduler.diloco.round_record import RoundRecord, write_round
+from lightning_bytescheduler.diloco.round_record import RoundFile, RoundRecord
 from tests.diloco.simulated_run import Machine, simulate
 
 
@@ -24,7 +24,8 @@ def small_run() -> tuple[RoundRecord, ...]:
 
 def written(path: Path) -> Path:
     """The same in a file."""
-    with path.open("w", encoding="utf-8") as file:
-        for record in small_run():
-            write_round(record, file)
+    file = RoundFile(path, append=False)
+    for record in small_run():
+        file.write(record)
+    file.close()
     return path

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import json
 import math
 import random
 from collections.abc import Callable
@@ -128,7 +127,7 @@ class _Run:
         self.lease = lease
         self._make = lambda: kind(target, options, post=self._post, end=self._ended)
         self.scheduler = self._watched()
-        self._saved = json.dumps(self.scheduler.state_dict())
+        self._saved = self.scheduler.rounds_over
         self.chance, self.loss, self.doubling = chance, loss, doubling
         self.now, self.numbers = 0.0, itertools.count()
         self.heap: list[tuple[float, bool, int, Callable[[], None]]] = []
@@ -150,11 +149,11 @@ class _Run:
     def _ended(self, record: RoundRecord) -> None:
         assert record.round == len(self.seen.rounds) + 1
         self.seen.rounds.append(record)
-        self._saved = json.dumps(self.scheduler.state_dict())
+        self._saved = self.scheduler.rounds_over
 
     def _restart(self) -> None:
         self.scheduler = self._watched()
-        self.scheduler.load_state_dict(json.loads(self._saved))
+        self.scheduler.resume(self._saved)
         for worker in self.workers.values():
             worker.join_again()
 

@@ -58,7 +58,7 @@ def test_the_limit_is_tried_and_not_passed() -> None:
 
 @pytest.mark.parametrize(
     ("options", "reason"),
-    [({"start": 0}, "start"), ({"start": 8, "limit": 4}, "limit"), ({"least_gain": -1.0}, "least_gain")],
+    [({"start": 0}, "start"), ({"start": 8, "limit": 4}, "limit")],
 )
 def test_what_is_not_allowed(options: dict, reason: str) -> None:
     with pytest.raises(OptionError, match=reason):

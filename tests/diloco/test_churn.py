@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ from lightning_bytescheduler.diloco.messages import (
 )
 from lightning_bytescheduler.diloco.round_end import FixedSteps, worthwhile_wait
 from lightning_bytescheduler.diloco.round_record import LateUpdate
-from lightning_bytescheduler.diloco.round_roster import WorkerState
+from lightning_bytescheduler.diloco.round_roster import RETURN_S, WorkerState
 from tests.diloco.bench import MERGED, Bench
 
 
@@ -108,7 +107,7 @@ def test_after_a_restart_the_steps_of_the_open_round_count() -> None:
     bench.start("a", "b")
     bench.steps(20, "a", "b")
     again = Bench(start_workers=2)
-    again.scheduler.load_state_dict(json.loads(json.dumps(bench.scheduler.state_dict())))
+    again.scheduler.resume(bench.scheduler.rounds_over)
     again.scheduler.expect(2)
     again.now = 5.0
     assert again.say(JoinRounds(worker="a", session=1, round=1, steps=20, samples=20)) == {"a": [WaitForRound(round=1)]}
@@ -444,3 +443,54 @@ def test_nobody_else_waits_for_one_who_pauses() -> None:
     bench.steps(3, "b", first=48)
     bench.arrive("b")
     assert bench.records[0].merged == ("b",)
+
+
+# ── Without a connection ───────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("sends", [False, True])
+def test_a_worker_whose_connection_closes_is_waited_for_as_long_as_a_live_one_needs_to_be_back(sends: bool) -> None:
+    bench = Bench(FixedSteps(10), start_workers=3, outer_steps=2)
+    bench.start("a", "b", "c")
+    bench.steps(9, "a", "b", "c")
+    bench.steps(1, "a", "b", first=10)
+    if sends:
+        bench.say(bench.report("c", 10))
+        bench.say(SendingPseudoGradient(worker="c", round=1, steps=10, samples=10))
+    bench.arrive("a", "b")
+    bench.scheduler.note_connections({"a", "b"}, now=bench.now)
+    closed = bench.now
+    assert bench.scheduler.next_tick == closed + RETURN_S
+    bench.now = closed + RETURN_S - 0.01
+    bench.scheduler.note_connections({"a", "b"}, now=bench.now)
+    assert MERGED not in bench.tick(), "it may be back"
+    bench.now = closed + RETURN_S
+    assert set(merged(bench.tick())) == {"a", "b"}
+
+
+def test_a_worker_that_is_back_in_time_has_its_place_in_the_round() -> None:
+    bench = Bench(FixedSteps(10), start_workers=2, outer_steps=2)
+    bench.start("a", "b")
+    bench.steps(9, "a", "b")
+    bench.steps(1, "a", first=10)
+    bench.arrive("a")
+    bench.scheduler.note_connections({"a"}, now=bench.now)
+    bench.now += RETURN_S - 0.5
+    bench.say(bench.report("b", 10))
+    bench.scheduler.note_connections({"a", "b"}, now=bench.now)
+    bench.now += 1.0
+    assert MERGED not in bench.tick()
+    assert set(merged(bench.arrive("b"))) == {"a", "b"}
+
+
+def test_steps_of_a_worker_that_is_gone_are_left_to_the_others() -> None:
+    bench = Bench(start_workers=2, outer_steps=2)
+    bench.start("a", "b")
+    bench.steps(20, "a", "b")
+    bench.scheduler.note_connections({"a"}, now=bench.now)
+    while not bench.scheduler.collecting:
+        bench.steps(1, "a", first=bench.scheduler.workers["a"].steps + 1)
+    progress = bench.scheduler.workers["a"]
+    bench.steps((progress.send_after or progress.steps) - progress.steps, "a", first=progress.steps + 1)
+    assert merged(bench.arrive("a")) == ("a",)
+    assert bench.records[0].samples >= 100, "those of the one that is gone count for nothing"

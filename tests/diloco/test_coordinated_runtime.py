@@ -17,6 +17,7 @@ from torch import nn
 from lightning_bytescheduler.coordinator.service import CoordinatorServer
 from lightning_bytescheduler.diloco import runtime as runtimes
 from lightning_bytescheduler.diloco.coordinator_client import CoordinatorAddress, CoordinatorClient
+from lightning_bytescheduler.diloco.coordinator_protocol import Welcome
 from lightning_bytescheduler.diloco.process_groups import WorkerGroup
 from lightning_bytescheduler.diloco.runtime import CoordinatedRuntime
 from lightning_bytescheduler.exceptions import RankFailedError
@@ -74,7 +75,15 @@ def test_a_coordinator_that_is_gone_as_soon_as_it_has_answered_is_waited_for_wit
         def __init__(self, *_: Any, **__: Any) -> None:
             self.worker = "bert"
             self.first: Future[Any] = Future()
-            self.first.set_result(SimpleNamespace(worker="bert", options=runtimes.RunOptions(), leads=True))
+            welcome = {
+                "worker": "bert",
+                "session": "0" * 32,
+                "version": 0,
+                "chain": "0" * 32,
+                "fetch": False,
+                "lease": 60.0,
+            }
+            self.first.set_result(Welcome(options=runtimes.RunOptions(), leads=True, **welcome))
 
         def post(self, *_: Any) -> None:
             pass

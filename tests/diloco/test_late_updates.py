@@ -7,7 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_bytescheduler.diloco.round_end import late_weight, require_late, round_of_late, staleness
+from lightning_bytescheduler.coordinator.run import CoordinatorOptions
+from lightning_bytescheduler.diloco.coordinator_protocol import RunOptions
+from lightning_bytescheduler.diloco.round_end import RoundOptions, late_weight, round_of_late, staleness
 from lightning_bytescheduler.exceptions import OptionError
 from tests.support.plain_mean import PlainMean
 
@@ -45,13 +47,10 @@ def test_a_late_update_joins_the_next_round_of_its_fragment(round, current, frag
 
 
 def test_what_is_not_allowed() -> None:
-    with pytest.raises(OptionError, match="late"):
-        late_weight("later", 1, staleness=1)  # type: ignore[arg-type]
-    with pytest.raises(OptionError, match="staleness"):
-        late_weight("drop", 1, staleness=0)
+    for weighting in ("uniform", "tokens"):
+        CoordinatorOptions(run=RunOptions(weighting=weighting))
+    CoordinatorOptions(run=RunOptions(weighting="tokens"), rounds=RoundOptions(late="discount"))
     with pytest.raises(OptionError, match="'drop' where weighting='uniform'"):
-        require_late("late", "discount", weighting="uniform")
-    assert require_late("late", "drop", weighting="uniform") == "drop"
-    assert require_late("late", "discount", weighting="tokens") == "discount"
+        CoordinatorOptions(run=RunOptions(weighting="uniform"), rounds=RoundOptions(late="discount"))
     with pytest.raises(OptionError, match="one of 'drop', 'discount'"):
-        require_late("late", "aligned")  # type: ignore[arg-type]
+        RoundOptions(late="aligned")  # type: ignore[arg-type]

@@ -179,12 +179,6 @@ def test_what_is_not_allowed(options: dict) -> None:
         OuterOptimizer({"x": torch.ones(1)}, **options)
 
 
-@pytest.mark.parametrize("options", [{"lr": 0.5}, {"momentum": 0.5}])
-def test_two_ways_to_set_one_thing(options: dict) -> None:
-    with pytest.raises(OptionError, match="left out where factory"):
-        OuterOptimizer({"x": torch.ones(1)}, factory=torch.optim.Adam, **options)
-
-
 @pytest.mark.parametrize("merged", [{"y": torch.ones(1)}, {"x": torch.ones(2)}])
 def test_what_does_not_fit_is_not_stepped(merged) -> None:
     outer = OuterOptimizer({"x": torch.ones(1)})
@@ -205,8 +199,6 @@ def test_what_does_not_fit_is_not_stepped(merged) -> None:
     ],
 )
 def test_an_optimizer_that_would_not_step_the_weights(factory: Any, says: str) -> None:
-    with pytest.raises(OptionError, match=rf"^factory=.*{says}"):
-        OuterOptimizer(weights_of(model()), factory=factory)
     trained = TrainedWeights(model())
     with pytest.raises(OptionError, match=rf"^outer_optimizer=.*{says}"):
         OuterState(trained, weighting="samples", lr=None, momentum=None, factory=factory)

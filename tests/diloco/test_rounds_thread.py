@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from lightning_bytescheduler.diloco.batch_scheduler import BatchSchedulerState
 from lightning_bytescheduler.diloco.messages import (
     EndRound,
     JoinRounds,
@@ -54,7 +53,7 @@ class Mail:
 
 
 def hosted(
-    target: Any, *, outer_steps: int | None = None, state: BatchSchedulerState | None = None
+    target: Any, *, outer_steps: int | None = None, rounds_over: int = 0
 ) -> tuple[RoundsThread, Mail, list[RoundRecord], list[BaseException]]:
     mail, records, errors = Mail(), [], []  # type: Mail, list[RoundRecord], list[BaseException]
     thread = RoundsThread(
@@ -66,7 +65,7 @@ def hosted(
         on_silence=lambda silent: None,
         on_error=errors.append,
     )
-    thread.start(state)
+    thread.start(rounds_over)
     return thread, mail, records, errors
 
 
@@ -137,7 +136,7 @@ def test_one_that_stops_after_a_halt_stops_all() -> None:
 
 def test_all_are_told_at_once_of_a_training_that_was_over_before() -> None:
     """Worker 0 has the thread, and may have ended when another one joins."""
-    thread, mail, _, errors = hosted(FixedSteps(2), outer_steps=3, state={"round": 3})
+    thread, mail, _, errors = hosted(FixedSteps(2), outer_steps=3, rounds_over=3)
     assert thread.stop(60.0)
     assert mail.told == {name: [TrainingOver(round=3)] for name in WORKERS}
     assert not errors

@@ -96,6 +96,7 @@ def _metrics(status: RunStatus) -> Iterator[Metric]:
         yield from gauge("last_round_seconds", "That the last round took.", last.seconds)
         yield from gauge("last_round_samples", "That were merged in it.", last.samples)
         yield from gauge("last_round_merged", "Workers whose updates were merged in it.", last.merged)
+        yield from gauge("last_round_participation", "Share of live workers merged in it.", last.participation)
         yield from gauge("loss", "Mean of the last round, where workers report one.", last.loss)
     if status.slices is not None:
         slices = {

@@ -128,6 +128,11 @@ class BulkRoutes:
             return _receipt("dropped", 0)
         return await self._alone(request, weights, offer, digest, trained_bytes)
 
+    @property
+    def uploading(self) -> set[str]:
+        """Names of workers whose updates are coming in."""
+        return {name for name, _ in self._uploads}
+
     def cut(self, member: Member) -> None:
         """End the uploads of a worker that has gone."""
         self._cut(lambda name, _: name == member.name)
@@ -169,37 +174,38 @@ class BulkRoutes:
 
     async def _trained_in(self, request: web.Request, length: int) -> tuple[TrainedRun, ...]:
         """The samples that an update was made of, which are in front of it."""
+        found = bytearray()
+        await self._read(request.content.read, length, found.extend)
         try:
-            with self._stalls.watch() as transfer:
-                found = bytearray()
-                while len(found) < length:
-                    chunk = await request.content.read(length - len(found))
-                    if not chunk:
-                        raise ConnectionError("The body ended early.")
-                    transfer.moved = True
-                    found += chunk
-                return _TRAINED.decode(found)
-        except ConnectionError as error:
-            raise web.HTTPBadRequest(text=f"The body did not come in whole: {type(error).__name__}.") from error
+            return _TRAINED.decode(found)
         except (msgspec.DecodeError, UnicodeError) as error:
             raise OptionError("update", "what is in front of it", f"a list of samples ({error})") from error
 
     async def _receive(self, request: web.Request, upload: Upload) -> None:
-        """Take in a body; its room is given back if it does not come in whole."""
+        """Take in the rest of a body; its room is given back if it does not come in whole."""
         try:
-            with self._stalls.watch() as transfer:
-                while not upload.is_complete:
-                    chunk = await request.content.readany()
-                    if not chunk and request.content.at_eof():
-                        raise ConnectionError("The body ended early.")
-                    transfer.moved = True
-                    upload.write(chunk)
-        except (ConnectionError, asyncio.IncompleteReadError) as error:
-            upload.close()
-            raise web.HTTPBadRequest(text=f"The body did not come in whole: {type(error).__name__}.") from error
+            # Whole chunks, as the rest is the last part: a body that is longer than its length, as a compressed one is
+            # here, is seen.
+            await self._read(lambda _: request.content.readany(), upload.length, upload.write)
         except BaseException:
             upload.close()
             raise
+
+    async def _read(
+        self, read: Callable[[int], Awaitable[bytes]], length: int, write: Callable[[bytes], object]
+    ) -> None:
+        """Hand on so many bytes of a body as they come."""
+        try:
+            with self._stalls.watch() as transfer:
+                while length > 0:
+                    chunk = await read(length)
+                    if not chunk:
+                        raise ConnectionError("The body ended early.")
+                    transfer.moved = True
+                    length -= len(chunk)
+                    write(chunk)
+        except ConnectionError as error:
+            raise web.HTTPBadRequest(text=f"The body did not come in whole: {type(error).__name__}.") from error
 
     async def _take(self, offer: Offer, upload: Upload, digest: str) -> web.StreamResponse:
         """Check an update that is complete, tell the run, and add it."""

@@ -55,7 +55,6 @@ from lightning_bytescheduler.diloco.messages import (
 from lightning_bytescheduler.diloco.round_end import (
     RoundOptions,
     late_weight,
-    require_late,
     round_of_late,
     staleness,
 )
@@ -93,19 +92,13 @@ class CoordinatorOptions:
     save_every: int = 1
 
     def __post_init__(self) -> None:
-        require_late("late", self.rounds.late, weighting=self.run.weighting)
+        if self.run.weighting == "uniform" and self.rounds.late != "drop":
+            raise OptionError("late", self.rounds.late, "'drop' where weighting='uniform': part of a weight of 1 is 0")
         require_positive("lease", self.lease, of="seconds")
         for option in ("keep_rounds", "save_every"):
             require_whole(option, getattr(self, option), 1)
         own = replace(self.rounds, outer_steps=self.run.outer_steps, closing_rounds=self.run.fragments - 1)
         object.__setattr__(self, "rounds", own)
-
-
-def target_in_words(options: RunOptions) -> str:
-    """What ends a round, for people."""
-    if options.samples_per_round is not None:
-        return f"{options.samples_per_round} samples of all workers"
-    return f"{options.inner_steps} steps of {'every worker' if options.equal_steps else 'the fastest worker'}"
 
 
 class Place(NamedTuple):
@@ -634,7 +627,6 @@ class Run:
             "version": self.lineage.version,
             "chain": self.lineage.chain,
             "samples": self.samples,
-            "scheduler": {**self.scheduler.state_dict(), "round": self.lineage.version},
             "model": msgspec.to_builtins(self.model),
             "options": msgspec.to_builtins(self.options.run),
             "members": self.members.state_dict(),
@@ -652,7 +644,7 @@ class Run:
             ours, theirs = getattr(self.options.run, name), getattr(saved, name)
             if ours != theirs and name not in changeable:
                 raise OptionError(name, ours, f"{theirs!r}, with which the saved run was started")
-        self.scheduler.load_state_dict(state["scheduler"])
+        self.scheduler.resume(int(state["version"]))
         self.model = msgspec.convert(state["model"], tuple[ModelParameter, ...])
         self.lineage = Lineage(int(state["version"]), str(state["chain"]))
         self.samples = int(state["samples"])

@@ -32,7 +32,7 @@ from lightning_bytescheduler.coordinator.global_weights import GlobalWeights
 from lightning_bytescheduler.coordinator.membership import Member
 from lightning_bytescheduler.coordinator.page import PUBLIC_PATHS, add_pages
 from lightning_bytescheduler.coordinator.routes import BulkRoutes, problem
-from lightning_bytescheduler.coordinator.run import CoordinatorOptions, Merge, Run, target_in_words
+from lightning_bytescheduler.coordinator.run import CoordinatorOptions, Merge, Run
 from lightning_bytescheduler.coordinator.slice_routes import SliceRoutes
 from lightning_bytescheduler.coordinator.state_store import StateStore
 from lightning_bytescheduler.coordinator.status import RoundSummary, RunStatus, WorkerStatus, summary_of
@@ -242,7 +242,7 @@ class CoordinatorService:
             phase=run.phase,
             outer_steps=run.options.run.outer_steps,
             last_round=run.scheduler.last_round,
-            target=target_in_words(run.options.run),
+            target=run.options.run.target_in_words,
             left=max(run.scheduler.left, 0),
             weights_version=run.lineage.version,
             chain=run.lineage.chain,
@@ -292,17 +292,19 @@ class CoordinatorService:
             connection.post(message)
 
     def _note(self, record: RoundRecord, metrics: Mapping[str, float]) -> None:
-        summary = summary_of(record, metrics.get("loss"), time.time())
+        live = len({*self._connections, *record.merged})  # one may have gone that has sent
+        summary = summary_of(record, metrics.get("loss"), time.time(), live=live)
         self.rounds.append(summary)
         self.timeline.append(msgspec.structs.replace(record, workers=record.workers[:_WORKERS_DRAWN]))
         self._rounds_file.write(record)
         loss = "" if summary.loss is None else f", loss {summary.loss:.4f}"
         log.info(
-            "Round %d: %d samples of %d of %d workers in %.1f s%s.",
+            "Round %d: %d samples of %d of %d workers, participation %.2f, in %.1f s%s.",
             summary.round,
             summary.samples,
             summary.merged,
             summary.workers,
+            summary.participation,
             summary.seconds,
             loss,
         )
@@ -331,6 +333,7 @@ class CoordinatorService:
                     heard = connection.last_heard(now, every=quiet, patience=self.options.lease / 3)
                     if heard is not None:
                         self.run.alive(connection.member, heard)
+                self.run.scheduler.note_connections({*self._connections, *self.bulk.uploading}, now=now)
             self.run.tick(now)
             self.stalls.look()
             if self.slices is not None:

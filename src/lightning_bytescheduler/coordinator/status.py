@@ -81,6 +81,8 @@ class RoundSummary(msgspec.Struct, frozen=True, kw_only=True):
         samples: Samples that were merged.
         merged: Workers whose updates were merged.
         workers: Workers that took part.
+        live: Workers that were connected when it was merged, or are part of it.
+        participation: Share of these whose updates are part of it; 0 in a round without a quorum.
         deadline: Seconds from its start after which it would have ended without the missing workers; ``None`` if it
             waited for none.
         loss: Mean over the round; ``None`` if no worker reports one.
@@ -92,6 +94,8 @@ class RoundSummary(msgspec.Struct, frozen=True, kw_only=True):
     samples: int
     merged: int
     workers: int
+    live: int = 0
+    participation: float = 0.0
     deadline: float | None = None
     loss: float | None = None
 
@@ -148,13 +152,14 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     timeline: tuple[RoundRecord, ...] = ()
 
 
-def summary_of(record: RoundRecord, loss: float | None, ended: float) -> RoundSummary:
+def summary_of(record: RoundRecord, loss: float | None, ended: float, *, live: int) -> RoundSummary:
     """The summary of a round.
 
     Args:
         record: The round's record.
         loss: Its mean loss, if there is one.
         ended: When it ended, in seconds since the epoch.
+        live: Workers that were there when it was merged.
     """
     return RoundSummary(
         round=record.round,
@@ -163,6 +168,8 @@ def summary_of(record: RoundRecord, loss: float | None, ended: float) -> RoundSu
         samples=record.samples,
         merged=len(record.merged),
         workers=len(record.workers),
+        live=live,
+        participation=len(record.merged) / max(live, 1),
         deadline=None if record.deadline is None else record.deadline - record.start,
         loss=loss,
     )
@@ -336,7 +343,7 @@ def _lines(status: RunStatus) -> list[str]:
     if status.rounds:
         last = status.rounds[-1]
         loss = "" if last.loss is None else f", loss {last.loss:.4g}"
-        lines.append(f"Round {last.round:,} took {last.seconds:.1f} s, {last.merged} of {last.workers} merged{loss}.")
+        lines.append(f"Round {last.round:,} took {last.seconds:.1f} s, {last.merged} of {last.live} live merged{loss}.")
     if status.slices is not None:
         slices = status.slices
         share = 100 * slices.trained / max(slices.samples, 1)

@@ -228,11 +228,6 @@ class Upload:
                 self._job.result()
             self._job = asyncio.get_running_loop().run_in_executor(self._room.executor, self._look, end)
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether the whole body has come in."""
-        return self._filled == self.length
-
     async def finish(self) -> Update:
         """The update, once the whole body has come in."""
         if self._job is not None:

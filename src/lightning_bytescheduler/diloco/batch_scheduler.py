@@ -23,11 +23,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from enum import Enum
-
-import msgspec
 
 from lightning_bytescheduler.diloco.coordinator_protocol import PauseRounds, ResumeRounds
 from lightning_bytescheduler.diloco.messages import (
@@ -48,8 +46,7 @@ from lightning_bytescheduler.diloco.messages import (
 )
 from lightning_bytescheduler.diloco.round_end import FixedSteps, RoundOptions, RoundTarget, worthwhile_wait
 from lightning_bytescheduler.diloco.round_record import LateUpdate, RoundRecord
-from lightning_bytescheduler.diloco.round_roster import BatchSchedulerState, RoundRoster, WorkerProgress, WorkerState
-from lightning_bytescheduler.exceptions import OptionError
+from lightning_bytescheduler.diloco.round_roster import RoundRoster, WorkerProgress, WorkerState
 
 log = logging.getLogger(__name__)
 
@@ -118,6 +115,14 @@ class BatchScheduler:
         """Whether ``outer_steps`` rounds are over, and the rounds that close the training."""
         return self._phase is _Phase.FINISHED
 
+    def note_connections(self, there: Collection[str], *, now: float) -> None:
+        """Note which workers have a connection or an upload under way, where the host can tell."""
+        for name, worker in self._roster.workers.items():
+            if name in there:
+                worker.gone = None
+            elif worker.gone is None:
+                worker.gone = now
+
     @property
     def last_round(self) -> int | None:
         """The last round of the training, with the closing rounds after ``outer_steps``."""
@@ -155,9 +160,10 @@ class BatchScheduler:
             return None
         if self._phase is _Phase.TRAINING and self._is_to_look:
             return self._look_at
-        counted_on = [worker for worker in self._roster if worker.is_counted_on(self._options, self._now)]
-        silence = min((worker.silent_at(self._options) for worker in counted_on), default=None)
-        if self._phase is _Phase.TRAINING or self._all_pause():
+        training = self._phase is _Phase.TRAINING or self._all_pause()
+        awaited = [worker.awaited_until(self._options) for worker in self._roster if worker.is_training or not training]
+        silence = min((until for until in awaited if self._now < until < math.inf), default=None)
+        if training:
             return silence
         end = self._end_of_waiting(self._now)
         return end if silence is None else min(silence, end)
@@ -243,25 +249,18 @@ class BatchScheduler:
         self._now = now
         self._advance(now)
 
-    def state_dict(self) -> BatchSchedulerState:
-        """The state to keep over a restart. Workers have to join again, and their paces are observed anew.
+    @property
+    def rounds_over(self) -> int:
+        """What to keep over a restart. Workers have to join again, and their paces are observed anew.
 
         The current round begins anew, with the steps that workers then say they have taken in it.
         """
-        return {"round": self._round - self.is_open}
+        return self._round - self.is_open
 
-    def load_state_dict(self, state: BatchSchedulerState) -> None:
-        """Continue from a saved state. Call it before any worker joins.
-
-        Raises:
-            OptionError: If it is not what :meth:`state_dict` gave; names what is wrong.
-        """
-        try:
-            state = msgspec.convert(state, BatchSchedulerState)
-        except msgspec.ValidationError as error:
-            raise OptionError("state of the rounds", state, f"what a batch scheduler has kept ({error})") from error
-        self._round = state["round"]
-        if self._round:
+    def resume(self, rounds_over: int) -> None:
+        """Continue after that many rounds. Call it before any worker joins."""
+        self._round = rounds_over
+        if rounds_over:
             self._first = 1
         self._phase = _Phase.FINISHED if self._is_over() else _Phase.IDLE
 
@@ -272,7 +271,7 @@ class BatchScheduler:
     # ── One worker ───────────────────────────────────────────────────────────
 
     def _hear(self, worker: WorkerProgress, message: WorkerMessage | PauseRounds | ResumeRounds, now: float) -> None:
-        worker.heard = now
+        worker.heard, worker.gone = now, None
         if worker.state is WorkerState.LOST:
             worker.state = WorkerState.WAITING
         if isinstance(message, PauseRounds):
@@ -399,7 +398,7 @@ class BatchScheduler:
         if self._paused_since is not None:
             self._deadline += now - self._paused_since
             self._paused_since = None
-        if not any(self._is_awaited(worker, now) for worker in self.workers.values()) or (
+        if not any(now < worker.awaited_until(self._options) for worker in self.workers.values()) or (
             now >= self._end_of_waiting(now)
         ):
             self._end_round(now)
@@ -415,11 +414,6 @@ class BatchScheduler:
             pausing = True
         return pausing
 
-    def _is_awaited(self, worker: WorkerProgress, now: float) -> bool:
-        """Whether its pseudo-gradient may still come."""
-        is_sending = worker.state is WorkerState.SENDING and not worker.left
-        return is_sending or worker.is_counted_on(self._options, now)
-
     def _decide(self, now: float) -> None:
         members = self._roster.members()
         training = [worker for worker in members if worker.is_counted_on(self._options, now)]
@@ -432,7 +426,11 @@ class BatchScheduler:
                 self._collect({}, 0.0, now)
             return
         # A silent worker is not counted on, nor is what it did: its pseudo-gradient will probably not come.
-        ended = [one for one in members if one.has_ended and not (one.left and one.state is WorkerState.SENDING)]
+        ended = [
+            one
+            for one in members
+            if one.has_ended and (one.arrived is not None or now < one.awaited_until(self._options))
+        ]
         left = self._left_of(training + ended)
         if left <= 0 or self._closes:
             # No worker should begin another step, and a worker that has not started yet need not.
@@ -479,7 +477,7 @@ class BatchScheduler:
         if now < self._deadline or self._decided is None:
             return self._deadline  # which is waited for in any case; what it then is worth is known then
         workers = self._roster.workers.values()
-        missing = sum(worker.missing_samples for worker in workers if self._is_awaited(worker, now))
+        missing = sum(worker.missing_samples for worker in workers if now < worker.awaited_until(self._options))
         arrived = self._arrived(self._roster.members())
         if len(arrived) < self._least():
             missing += sum(worker.samples for worker in arrived)  # without a quorum, these count nothing either

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from lightning_bytescheduler.checks import is_whole, require_positive, require_share, require_whole
+from lightning_bytescheduler.checks import is_whole, require_positive, require_whole
 from lightning_bytescheduler.ddp.batches import arguments_of
 from lightning_bytescheduler.diloco.worker_restart import random_numbers, set_random_numbers
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
@@ -33,6 +33,7 @@ BATCH_SIZE_VARIABLE = "BYTESCHEDULER_BATCH_SIZE"
 
 _ALLOWED = "a positive whole number or 'auto'"
 _REFINED_TO = 8  # when memory is the limit, the size is found to an eighth
+_GAIN = 1.05  # of samples a second, for a larger size to be chosen
 _STEPS = 3  # measured steps of each size
 _MESSAGE = (
     "Strategy 'diloco' cannot change the batch size of a {what}. Leave batch_size out, and give each worker's loader "
@@ -78,7 +79,6 @@ def find_batch_size(
     *,
     start: int = 1,
     limit: int = 1 << 20,
-    least_gain: float = 0.05,
 ) -> int:
     """Find a batch size that a worker computes fast.
 
@@ -90,10 +90,9 @@ def find_batch_size(
             enough memory. What it measures should be the median of some steps after a warm-up.
         start: The first size.
         limit: The largest size to try.
-        least_gain: A larger size must process this share more samples per second to be chosen.
 
     Returns:
-        The smallest size tried whose throughput no larger one tried exceeds by ``least_gain`` or more.
+        The smallest size tried whose throughput no larger one tried exceeds by a twentieth or more.
 
     Raises:
         OptionError: If an argument is not allowed, or ``try_batch`` returned no positive time.
@@ -101,7 +100,6 @@ def find_batch_size(
     """
     require_whole("start", start, 1)
     require_whole("limit", limit, start)
-    require_share("least_gain", least_gain)
     best, best_rate = 0, 0.0
 
     def fits(size: int) -> bool:
@@ -111,7 +109,7 @@ def find_batch_size(
         if seconds is None:
             return False
         rate = size / require_positive("try_batch", seconds)
-        if rate >= best_rate * (1 + least_gain):
+        if rate >= best_rate * _GAIN:
             best, best_rate = size, rate
         return True
 

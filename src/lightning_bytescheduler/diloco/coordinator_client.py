@@ -34,7 +34,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from lightning_bytescheduler.checks import importing, require_known, require_text
@@ -56,6 +56,8 @@ from lightning_bytescheduler.serving import client_tls, is_loopback, read_token
 
 if TYPE_CHECKING:
     import aiohttp
+
+    from lightning_bytescheduler.diloco.session import Session
 
 
 log = logging.getLogger(__name__)
@@ -205,22 +207,6 @@ class Answer:
         return self.body[:500].decode("utf-8", "replace").strip() or f"status {self.status}"
 
 
-class Listener(Protocol):
-    """What is told what comes over the connection."""
-
-    def welcomed(self, welcome: Welcome) -> None:
-        """There is a connection."""
-
-    def receive(self, message: FromCoordinator | FromWorker) -> None:
-        """The coordinator says something."""
-
-    def lost(self) -> None:
-        """There is no connection any more."""
-
-    def fail(self, error: BaseException) -> None:
-        """There will be none; once."""
-
-
 class CoordinatorClient:
     """The connection.
 
@@ -255,7 +241,7 @@ class CoordinatorClient:
         self.first: Future[Welcome] = Future()
         self.error: BaseException | None = None
         self._telling = threading.Lock()
-        self._listener: Listener | None = None
+        self._listener: Session | None = None
         self._untold: list[tuple[str, tuple[Any, ...]]] = []
         self._loop = asyncio.new_event_loop()
         # What follows is the thread's.
@@ -276,7 +262,7 @@ class CoordinatorClient:
 
     # ------------------------------------------------------------------ for other threads
 
-    def listen(self, listener: Listener) -> None:
+    def listen(self, listener: Session) -> None:
         """Have what comes told to a listener, and first what has come so far; once."""
         with self._telling:
             self._listener = listener

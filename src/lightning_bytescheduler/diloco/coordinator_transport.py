@@ -131,6 +131,10 @@ class CoordinatorTransport:
         """The mean of a round that has ended, if it follows weights of that chain."""
         return self.client.start(self._fetch_mean(round, chain))
 
+    def flush(self, timeout: float) -> bool:
+        """See ``GlobalState``."""
+        return self.client.flush(timeout)
+
     def fetch_state(self) -> Future[tuple[bytes, int, str]]:
         """The global state as it is now, as ``outer_optimizer`` reads it; its version and its chain."""
         return self.client.start(self._state())

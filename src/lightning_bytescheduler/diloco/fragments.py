@@ -153,10 +153,6 @@ class TrainedWeights:
         """The fragment that a round ends with."""
         return fragment_of(round, fragments=len(self.fragments))
 
-    def others(self, round: int) -> list[int]:
-        """All other fragments."""
-        return [fragment for fragment in range(len(self.fragments)) if fragment != self.fragment_of(round)]
-
     def of(self, fragment: int) -> list[nn.Parameter]:
         """The parameters of a fragment, in an order that is the same on every rank."""
         return [self.parameters[name] for name in self.fragments[fragment]]

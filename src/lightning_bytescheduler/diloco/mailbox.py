@@ -168,10 +168,6 @@ class Postman:
         for message in messages:
             self._queue.put(message)
 
-    def flush(self, timeout: float) -> bool:
-        """Returns at once: what was posted is, before the thread ends."""
-        return True
-
     def close(self, mailbox: str) -> None:
         """Have a mailbox closed, after all that was posted before; at once, never blocks."""
         self._queue.put(partial(post, mailbox=mailbox, sender=self._sender, text=None))
@@ -211,7 +207,6 @@ class Caller:
         sender: Who calls.
         timeout: Longest wait for an answer, in seconds.
         check: Called again and again while waiting; raises if no answer is to be expected any more.
-        clock: Seconds; injected by tests.
     """
 
     def __init__(
@@ -221,13 +216,11 @@ class Caller:
         sender: str,
         timeout: float,
         check: Callable[[], None],
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = connection_to(store)
         self._sender = sender
         self._timeout = timeout
         self._check = check
-        self._clock = clock
         self._answers = f"answers/{uuid.uuid4().hex}"
         self._calls = 0
 
@@ -254,7 +247,7 @@ class Caller:
             RuntimeError: If the call could not be answered, with what was said; or the store is gone.
         """
         mailbox = key.removeprefix(f"{self._answers}/").partition("/")[2]
-        if not await_key(self._store, key, limit=self._timeout, check=self._check, clock=self._clock):
+        if not await_key(self._store, key, limit=self._timeout, check=self._check):
             raise SchedulerTimeoutError(
                 f"No answer came at {mailbox!r} for {self._timeout:.0f} s. Raise the strategy's timeout if a worker "
                 "may take longer to get there."
@@ -276,13 +269,12 @@ def await_key(
     *,
     limit: float,
     check: Callable[[], None],
-    clock: Callable[[], float] = time.monotonic,
 ) -> bool:
     """Wait until a store has a key; return whether it has. Calls ``check`` while it waits, and raises its error."""
-    began, pause = clock(), _SHORTEST_S
+    began, pause = time.monotonic(), _SHORTEST_S
     while not store.check([key]):  # torch warns of each wait that is not over in time
         check()
-        if clock() - began >= limit:
+        if time.monotonic() - began >= limit:
             return False
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_S)

@@ -10,7 +10,6 @@ messages, or of a pseudo-gradient, costs the worker its part in the round.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Annotated, Any, TypeAlias, TypeVar
 
@@ -19,7 +18,6 @@ import msgspec
 from lightning_bytescheduler.exceptions import OptionError
 
 _T = TypeVar("_T")
-_ALL = sys.maxsize
 
 MOST = 2**40
 """Steps, samples or tokens of one worker in one round: as what a worker says is bounded, so are sums over all."""
@@ -300,7 +298,9 @@ def decode(text: str | bytes, *, sender: str = "a sender unknown") -> Message:
     return decoded(_DECODER, text, sender=sender, of="the training's rounds")
 
 
-def decoded(decoder: msgspec.json.Decoder[_T], text: str | bytes, *, sender: str, of: str, shown: int = _ALL) -> _T:
+def decoded(
+    decoder: msgspec.json.Decoder[_T], text: str | bytes, *, sender: str, of: str, shown: int | None = None
+) -> _T:
     """Read a message of some protocol.
 
     Args:
@@ -308,7 +308,7 @@ def decoded(decoder: msgspec.json.Decoder[_T], text: str | bytes, *, sender: str
         text: The message.
         sender: Who sent it, for the error.
         of: The protocol in words, for the error.
-        shown: Letters of the message that the error has.
+        shown: Letters of the message that the error has; ``None`` for all.
 
     Raises:
         OptionError: If it is none; names the sender and the field.

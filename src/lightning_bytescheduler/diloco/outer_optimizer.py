@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,20 +38,17 @@ def pseudo_gradient(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -
     return {name: before[name].detach().float() - tensor.detach().float() for name, tensor in after.items()}
 
 
-def made_by(
-    factory: Callable[[list[Tensor]], Optimizer], tensors: list[Tensor], *, option: str = "factory"
-) -> Optimizer:
+def made_by(factory: Callable[[list[Tensor]], Optimizer], tensors: list[Tensor]) -> Optimizer:
     """The optimizer that ``factory`` makes of ``tensors``, if it will step them.
 
     Args:
         factory: Makes it.
         tensors: What it is to step.
-        option: What an error calls ``factory``.
 
     Raises:
         OptionError: If it is no optimizer, has other tensors, or takes its steps with a closure.
     """
-    made = factory(tensors)
+    made, option = factory(tensors), "outer_optimizer"
     if not isinstance(made, Optimizer):
         raise OptionError(option, factory, "a function that makes an optimizer", f"It returned {type(made).__name__}.")
     held = {id(tensor) for group in made.param_groups for tensor in group["params"]}
@@ -78,13 +74,13 @@ class OuterOptimizer:
         weights: The weights to start from, by name. Copied, in fp32.
         lr: Outer learning rate, 0.7 by default.
         momentum: From 0 to 1, 0.9 by default; 0 for plain SGD.
-        factory: Makes the optimizer for a list of tensors, in place of SGD.
+        factory: Makes the optimizer for a list of tensors, in place of SGD; without the two above.
 
     Attributes:
         weights: The global weights, in fp32. To be read only; a step changes them in place.
 
     Raises:
-        OptionError: If a value is not allowed, or ``factory`` is given together with ``lr`` or ``momentum``.
+        OptionError: If a value is not allowed.
     """
 
     def __init__(
@@ -95,9 +91,6 @@ class OuterOptimizer:
         momentum: float | None = None,
         factory: Callable[[list[Tensor]], Optimizer] | None = None,
     ) -> None:
-        for option, value in (("lr", lr), ("momentum", momentum)):
-            if factory is not None and value is not None:
-                raise OptionError(option, value, "left out where factory makes the optimizer, and set in there")
         self._given = {name: value for name, value in (("lr", lr), ("momentum", momentum)) if value is not None}
         lr = require_positive("lr", 0.7 if lr is None else lr)
         momentum = require_share("momentum", 0.9 if momentum is None else momentum)
@@ -134,12 +127,11 @@ class OuterOptimizer:
 
     def state_dict(self) -> dict[str, Any]:
         """Copies of weights and optimizer state: tensors and primitives only."""
-        state: dict[str, Any] = {
+        return {
             "weights": {name: tensor.clone() for name, tensor in self.weights.items()},
             "optimizer": _copied(self._optimizer.state_dict()),
             "kind": type(self._optimizer).__name__,
         }
-        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state; a learning rate and a momentum that were given stay.
@@ -268,7 +260,7 @@ class OuterState:
             {name: parameter.detach().cpu() for name, parameter in self._parameters.items()},
             lr=lr,
             momentum=momentum,
-            factory=None if factory is None else partial(made_by, factory, option="outer_optimizer"),
+            factory=factory,
         )
         self.samples = [0] * len(trained.fragments)
         self.tokens = [0] * len(trained.fragments)

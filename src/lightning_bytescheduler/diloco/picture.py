@@ -40,11 +40,7 @@ _LETTER = 0.0068  # width of a letter, and some air, as a share of the width of 
 
 
 def draw_rounds(
-    record: Sequence[RoundRecord],
-    out: str | os.PathLike[str],
-    *,
-    rounds: tuple[int, int] | None = None,
-    title: str | None = None,
+    record: Sequence[RoundRecord], out: str | os.PathLike[str], *, rounds: tuple[int, int] | None = None
 ) -> None:
     """Draw what each worker did in some rounds.
 
@@ -52,7 +48,6 @@ def draw_rounds(
         record: The rounds; see ``read_rounds``.
         out: The file to write. Its suffix names the format (png, svg, pdf, ...); parent directories are created.
         rounds: First round to draw, and the one after the last, as in ``range``. By default the last six.
-        title: The heading; by default it names the rounds.
 
     Raises:
         ImportError: If matplotlib is not installed; the message names the extra to install.
@@ -67,7 +62,7 @@ def draw_rounds(
     with page(out, "Drawing rounds", 12.5, height) as figure:
         numbers = f"{shown[0].round}" if len(shown) == 1 else f"{shown[0].round} to {shown[-1].round}"
         found = f"workers waited {waiting_share(shown):.1%} of their time"
-        heading = f"Round{'s' if len(shown) > 1 else ''} {numbers}: {found}" if title is None else title
+        heading = f"Round{'s' if len(shown) > 1 else ''} {numbers}: {found}"
         _draw(figure, shown, workers, heading)
 
 

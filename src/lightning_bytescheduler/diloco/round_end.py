@@ -34,29 +34,14 @@ from numpy.typing import NDArray
 
 from lightning_bytescheduler.checks import (
     require_one_of,
-    require_positive,
     require_seconds,
     require_share,
     require_whole,
 )
-from lightning_bytescheduler.exceptions import OptionError
 
 LateRule = Literal["drop", "discount"]
 LATE_RULES: tuple[LateRule, ...] = get_args(LateRule)
 """What becomes of an update whose round is over."""
-
-
-def require_late(option: str, value: LateRule, *, weighting: str = "samples") -> LateRule:
-    """Return ``value`` if it is one of ``LATE_RULES`` that goes with the weighting.
-
-    Raises:
-        OptionError: If it is not; names ``option``.
-    """
-    require_one_of(option, value, LATE_RULES)
-    rule: LateRule = value
-    if weighting == "uniform" and rule != "drop":
-        raise OptionError(option, value, "'drop' where weighting='uniform': part of a weight of 1 is 0")
-    return rule
 
 
 def round_of_late(round: int, *, current: int, fragments: int = 1) -> int:
@@ -88,13 +73,7 @@ def late_weight(rule: LateRule, weight: int, *, staleness: int) -> int:
         rule: One of ``LATE_RULES``.
         weight: That it would have had in time.
         staleness: See :func:`staleness`; 1 or more.
-
-    Raises:
-        OptionError: If a value is not allowed.
     """
-    require_one_of("late", rule, LATE_RULES)
-    require_whole("weight", weight, 0)
-    require_whole("staleness", staleness, 1)
     return weight // (1 + staleness) if rule == "discount" else 0
 
 
@@ -178,9 +157,6 @@ class Pace:
         most: Steps that it may take in this round at most; any number by default.
         committed: Steps that it will take in any case: the one in progress, and those it takes before a decision
             reaches it.
-
-    Raises:
-        OptionError: Names the value that is not allowed.
     """
 
     batch_size: int
@@ -189,14 +165,6 @@ class Pace:
     steps: int = 0
     most: int | None = None
     committed: int = 0
-
-    def __post_init__(self) -> None:
-        require_whole("batch_size", self.batch_size, 1)
-        require_positive("step_seconds", self.step_seconds)
-        require_whole("steps", self.steps, 0)
-        require_whole("committed", self.committed, 0)
-        if self.most is not None:
-            require_whole("most", self.most, 0)
 
     @property
     def sure(self) -> int:
@@ -222,8 +190,8 @@ class Projection:
         samples: Processed from now on, with the steps that workers are committed to.
         left: Samples to go; 0 or less if the target is reached.
         steps: Each worker's steps from now on.
-        stopped: ``"target"`` when enough samples are processed, ``"steps"`` or ``"time"`` when that limit was reached
-            before, ``"idle"`` when no worker may take another step.
+        stopped: ``"target"`` when enough samples are processed, ``"steps"`` or ``"time"`` when that limit was
+            reached before, ``"idle"`` when no worker may take another step.
     """
 
     seconds: float
@@ -249,14 +217,7 @@ def project(
         now: In seconds, from the clock that ``Pace.began`` is read from.
         step_limit: Stop when a worker has taken this many steps from now on.
         time_limit: Stop with the first step that ends this many seconds from now or later.
-
-    Raises:
-        OptionError: Names the limit that is not allowed.
     """
-    if step_limit is not None:
-        require_whole("step_limit", step_limit, 0)
-    if time_limit is not None:
-        require_seconds("time_limit", time_limit)
     batch, seconds, sure = (
         np.array([getattr(pace, name) for pace in paces], dtype=np.float64)
         for name in ("batch_size", "step_seconds", "sure")
@@ -350,15 +311,9 @@ class SampleTarget:
     The proposal for performance-aware scheduling gives a round as a number of steps (there: ``outer_steps``) with a
     theoretical ``batch_size``: ``samples`` is their product. No worker need have that batch size. The samples are
     shared out by what each one gets through in the same time.
-
-    Raises:
-        OptionError: If ``samples`` is not a positive whole number.
     """
 
     samples: int
-
-    def __post_init__(self) -> None:
-        require_whole("samples", self.samples, 1)
 
     @property
     def step_cap(self) -> int | None:
@@ -387,15 +342,9 @@ class FastestSteps:
     """A round is over when the fastest worker has taken ``steps`` steps; others take fewer (dynamic local updates).
 
     Source: Liu et al., "Asynchronous Local-SGD Training for Language Modeling", section 5.
-
-    Raises:
-        OptionError: If ``steps`` is not a positive whole number.
     """
 
     steps: int
-
-    def __post_init__(self) -> None:
-        require_whole("steps", self.steps, 1)
 
     @property
     def step_cap(self) -> int | None:
@@ -416,11 +365,7 @@ class FastestSteps:
 
 @dataclass(frozen=True, slots=True)
 class FixedSteps(FastestSteps):
-    """A round is over when every worker has taken ``steps`` steps, however long the slowest takes (published DiLoCo).
-
-    Raises:
-        OptionError: If ``steps`` is not a positive whole number.
-    """
+    """A round is over when every worker has taken ``steps`` steps, as long as the slowest takes (published DiLoCo)."""
 
     def left(self, *, samples: int, steps: Sequence[int]) -> int:
         """Steps that are missing to the one who has taken fewest."""

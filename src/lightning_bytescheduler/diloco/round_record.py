@@ -149,12 +149,6 @@ def waiting_share(rounds: Iterable[RoundRecord]) -> float:
     return sum(worker.seconds("waiting") for worker in workers) / total if total else 0.0
 
 
-def write_round(record: RoundRecord, file: IO[str]) -> None:
-    """Append a round to an open text file, and see to it that it is there if the run dies."""
-    file.write(msgspec.json.encode(record).decode() + "\n")
-    file.flush()
-
-
 def read_rounds(path: str | os.PathLike[str]) -> list[RoundRecord]:
     """Read the rounds of a run. The last line may be cut short, as when the run has died.
 
@@ -217,7 +211,8 @@ class RoundFile:
         try:
             if self._file is None:
                 self._file = self._open(self._path)
-            write_round(record, self._file)
+            self._file.write(msgspec.json.encode(record).decode() + "\n")
+            self._file.flush()  # it is there if the run dies
         except OSError as error:
             log.warning("Rounds are not recorded any more: %s", error)
             self._path = None

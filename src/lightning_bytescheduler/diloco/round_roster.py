@@ -11,13 +11,12 @@ may take the whole window to show.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Annotated, TypedDict, get_args
-
-import msgspec
+from typing import get_args
 
 from lightning_bytescheduler.diloco.messages import JoinRounds, StepReport
 from lightning_bytescheduler.diloco.round_end import Pace, RoundOptions
@@ -29,6 +28,8 @@ _CHANGED_BY = 1.5
 _FIRST_STEPS = 4  # of rounds, that are kept
 _SILENT_STEPS = 3
 _SHORTEST_S = 1e-9
+RETURN_S = 2.0
+"""For a worker to be back whose connection has closed. One that lives tries again after half a second at most."""
 
 
 class RobustMean:
@@ -49,16 +50,12 @@ class RobustMean:
             return  # as with most batch sizes
         values = list(self._values)
         before, recent = values[:-_CHANGED_AFTER], values[-_CHANGED_AFTER:]
-        if before and _may_differ(before, recent):
+        # Whether all may be well above, or below, the mean of the others, which is somewhere between these.
+        if before and (min(recent) > min(before) * _CHANGED_BY or max(recent) < max(before) / _CHANGED_BY):
             mean = _middle_mean(before)
             if min(recent) > mean * _CHANGED_BY or max(recent) < mean / _CHANGED_BY:
                 self._values, values = deque(recent, maxlen=_WINDOW), recent
         self.mean = _middle_mean(values)
-
-
-def _may_differ(before: list[float], recent: list[float]) -> bool:
-    """Whether values may all be well above, or below, the mean of others; it is somewhere between these."""
-    return min(recent) > min(before) * _CHANGED_BY or max(recent) < max(before) / _CHANGED_BY
 
 
 def _middle_mean(values: list[float]) -> float:
@@ -66,12 +63,6 @@ def _middle_mean(values: list[float]) -> float:
     cut = max(len(ordered) // 4, 1) if len(ordered) > 2 else 0
     kept = ordered[cut : len(ordered) - cut]
     return sum(kept) / len(kept)
-
-
-class BatchSchedulerState(TypedDict):
-    """What to keep of a ``BatchScheduler`` over a restart: primitives only."""
-
-    round: Annotated[int, msgspec.Meta(ge=0)]
 
 
 class StepTime:
@@ -112,13 +103,10 @@ class StepTime:
             self._first.append(seconds)
         else:
             self._seconds.observe(seconds)
-        self._estimate()
-
-    def _estimate(self) -> None:
-        seconds, batch_size = self._seconds.mean, self._batch_sizes.mean
+        mean, size = self._seconds.mean, self._batch_sizes.mean
         # The causes that slow first steps only ever add time.
-        self.seconds = min(self._first, default=None) if seconds is None else seconds
-        self.batch_size = None if batch_size is None else max(round(batch_size), 1)
+        self.seconds = min(self._first, default=None) if mean is None else mean
+        self.batch_size = None if size is None else max(round(size), 1)
 
 
 class WorkerState(Enum):
@@ -164,6 +152,7 @@ class WorkerProgress:
         reported: When the step began that it is taking.
         sending: When it began to send.
         arrived: When its pseudo-gradient was there.
+        gone: Since when nothing connects it to its host; ``None`` where something does, or its host cannot tell.
     """
 
     name: str
@@ -189,6 +178,7 @@ class WorkerProgress:
     reported: float = 0.0
     sending: float | None = None
     arrived: float | None = None
+    gone: float | None = None
 
     def tell_to_start(self, now: float, *, late: bool = False) -> None:
         """Begin a round anew.
@@ -292,9 +282,20 @@ class WorkerProgress:
         idle = self.paused or self.state in (WorkerState.WAITING, WorkerState.ARRIVED)
         return not idle and now >= self.silent_at(options)
 
+    def awaited_until(self, options: RoundOptions) -> float:
+        """Until when what it still has to do in this round is waited for; 0 where that is nothing.
+
+        A dead process is told from a silent one by its connection, which its machine closes at once. So it is not
+        waited for as long as silence may take that has another cause.
+        """
+        back = math.inf if self.gone is None else self.gone + RETURN_S
+        if self.is_training and not self.paused:
+            return min(self.silent_at(options), back)
+        return back if self.state is WorkerState.SENDING and not self.left else 0.0
+
     def is_counted_on(self, options: RoundOptions, now: float) -> bool:
-        """Whether it has steps of this round before it, and is neither silent nor paused."""
-        return self.is_training and not self.paused and now < self.silent_at(options)
+        """Whether it has steps of this round before it, and is neither silent, nor gone, nor paused."""
+        return self.is_training and now < self.awaited_until(options)
 
     @property
     def missing_samples(self) -> int:

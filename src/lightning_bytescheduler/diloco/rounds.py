@@ -43,7 +43,6 @@ from lightning_bytescheduler.diloco.messages import (
 )
 from lightning_bytescheduler.diloco.round_end import FixedSteps, RoundOptions, RoundTarget
 from lightning_bytescheduler.diloco.round_record import Activity, RoundMetrics, RoundRecord
-from lightning_bytescheduler.diloco.round_roster import BatchSchedulerState
 
 _STATUS_EVERY_S = 0.5
 _LOOK_S = 1.0
@@ -262,11 +261,10 @@ class RoundsThread:
         self._looked = 0.0
         self._thread = threading.Thread(target=self._run, name="bytescheduler-rounds", daemon=True)
 
-    def start(self, state: BatchSchedulerState | None = None) -> None:
-        """Begin, or carry on from what :meth:`state_dict` gave."""
-        if state is not None:
-            self._rounds.scheduler.load_state_dict(state)
-            self._rounds.scheduler.expect(len(self._workers))
+    def start(self, rounds_over: int) -> None:
+        """Begin, or carry on after that many rounds."""
+        self._rounds.scheduler.resume(rounds_over)
+        self._rounds.scheduler.expect(len(self._workers))
         if self._rounds.scheduler.finished:  # worker 0 may be gone before the others ask
             for worker in self._workers:
                 self._post(worker, TrainingOver(round=self._rounds.scheduler.round))
@@ -277,10 +275,6 @@ class RoundsThread:
         for message in messages:
             self._inbox.put(message)
 
-    def flush(self, timeout: float) -> bool:
-        """Returns at once: what was posted is taken in, before the thread ends."""
-        return True
-
     def stop(self, timeout: float) -> bool:
         """End the thread; returns whether it ended within ``timeout`` seconds."""
         self._inbox.put(None)
@@ -288,10 +282,11 @@ class RoundsThread:
             self._thread.join(timeout)
         return not self._thread.is_alive()
 
-    def state_dict(self) -> BatchSchedulerState:
+    @property
+    def rounds_over(self) -> int:
         """What to keep over a restart. For any thread."""
         with self._lock:
-            return self._rounds.scheduler.state_dict()
+            return self._rounds.scheduler.rounds_over
 
     def _run(self) -> None:
         try:

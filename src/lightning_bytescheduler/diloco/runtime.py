@@ -28,6 +28,7 @@ from lightning_bytescheduler.diloco.coordinator_protocol import (
     Hello,
     ModelParameter,
     RunOptions,
+    Welcome,
 )
 from lightning_bytescheduler.diloco.coordinator_transport import CoordinatorTransport
 from lightning_bytescheduler.diloco.fragments import TrainedWeights
@@ -68,11 +69,13 @@ class Runtime:
         session: The same, once there is one.
         state: The global weights, on a rank that leads its worker.
         boundaries: Where the loop and the rounds meet, once they have begun.
+        states: What a checkpoint is to have of this worker, and of others.
     """
 
     session: Session
     state: OuterState | None = None
     boundaries: LoopBoundaries | None = None
+    states: WorkerStates | None = None
 
     def __init__(self, session: Session, board: FaultBoard) -> None:
         self.session = session
@@ -123,20 +126,16 @@ class Runtime:
         self.session.begin()
         leads = self.state is not None
         then = None if resumed is None else resumed.go_on(boundaries.trainer, leads=leads)
-        boundaries.attach(self._keep_states(boundaries.trainer, resumed))
+        self._keep_states(boundaries.trainer, resumed)
+        boundaries.attach(self.states)
         return then
 
     def _carry_on(self, state: Mapping[str, Any] | None) -> None:
         if state is not None and self.state is not None:
             self.state.load_state_dict(state["outer"])
 
-    def _keep_states(self, trainer: pl.Trainer, resumed: Resumed | None) -> WorkerStates | None:
+    def _keep_states(self, trainer: pl.Trainer, resumed: Resumed | None) -> None:
         """Begin to keep what a checkpoint is to have of this worker."""
-
-    @property
-    def states(self) -> WorkerStates | None:
-        """What a checkpoint is to have of this worker, and of others."""
-        return None
 
     @property
     def leads(self) -> bool:
@@ -210,7 +209,6 @@ class LeadingRuntime(Runtime):
         self._silence = min(_SILENCE_S, timeout / 4)
         self._stopped = self._idle = False
         self._examining: threading.Thread | None = None
-        self._states: WorkerStates | None = None
         self._kept = KeptStates(2 if options.run.overlap else 1)
         self.state = OuterState(trained, weighting=options.run.weighting, **options.outer_step)
         self.timeline = OuterTimeline(options.timeline, rank=world.rank, worker=name)
@@ -278,16 +276,16 @@ class LeadingRuntime(Runtime):
         super()._carry_on(state)
         if state is not None:
             self._exchange.load_state_dict(state.get("unsent", _NOTHING_UNSENT))
-        rounds = None if state is None else state["rounds"]
+        rounds_over = 0 if state is None else state["rounds"]["round"]
         if self._rounds is not None:
-            self._rounds.start(rounds)
-        self.session.stand_at(0 if rounds is None else rounds["round"])
+            self._rounds.start(rounds_over)
+        self.session.stand_at(rounds_over)
 
-    def _keep_states(self, trainer: pl.Trainer, resumed: Resumed | None) -> WorkerStates:
+    def _keep_states(self, trainer: pl.Trainer, resumed: Resumed | None) -> None:
         own = None if resumed is None else resumed.own
         if resumed is not None and own is not None and resumed.alike:
             self._load_own_counts(own)
-        self._states = WorkerStates(
+        self.states = WorkerStates(
             trainer,
             self.session,
             self._world,
@@ -297,13 +295,7 @@ class LeadingRuntime(Runtime):
             kept=self._kept,
             own_state=self._own_state,
         )
-        self._states.begun()
-        return self._states
-
-    @property
-    def states(self) -> WorkerStates | None:
-        """See Runtime."""
-        return self._states
+        self.states.begun()
 
     def state_dict(self) -> dict[str, Any] | None:
         """See Runtime; ``None`` on all workers but the first."""
@@ -311,7 +303,7 @@ class LeadingRuntime(Runtime):
             return None
         return {
             "outer": self.state.state_dict(),
-            "rounds": self._rounds.state_dict(),
+            "rounds": {"round": self._rounds.rounds_over},
             "unsent": self._exchange.state_dict(),
         }
 
@@ -349,8 +341,8 @@ class LeadingRuntime(Runtime):
         if self._stopped:
             return self._idle
         try:
-            if self._states is not None:
-                self._states.leave(failed=failed)
+            if self.states is not None:
+                self.states.leave(failed=failed)
         finally:  # an interrupt of that wait leaves no thread either
             self._stopped = True
             super().stop(failed=failed)
@@ -390,14 +382,6 @@ class LeadingRuntime(Runtime):
             cause.__cause__ = error
         self._end_session(cause)
         return cause
-
-
-class _Place(msgspec.Struct, frozen=True):
-    """What the first rank tells the others of its worker once it is one of the run."""
-
-    worker: str
-    options: RunOptions
-    leads: bool
 
 
 class CoordinatedRuntime(Runtime):
@@ -463,14 +447,13 @@ class CoordinatedRuntime(Runtime):
         """
         self._board.watch(self)
         _ = self._model  # as it is before training
-        place = ""
+        text = ""
         if self.group.leads:
             self.client = CoordinatorClient(self._address, hello=self._hello, timeout=self._timeout)
             self.check()
-            welcome = self.client.first.result()  # the client gives up in time
-            place = msgspec.json.encode(_Place(welcome.worker, welcome.options, welcome.leads)).decode()
-        found = msgspec.json.decode(self.group.tell(place), type=_Place)
-        self.worker, self.options, self._led = found.worker, found.options, found.leads
+            text = msgspec.json.encode(self.client.first.result()).decode()  # the client gives up in time
+        welcome = msgspec.json.decode(self.group.tell(text), type=Welcome)
+        self.worker, self.options, self._led = welcome.worker, welcome.options, welcome.leads
         rank_zero_info(
             f"diloco: this is {self.worker!r} in the run of {self._address.url}"
             f"{', which leads: it validates, logs and saves for all' if self._led else ''}."

@@ -98,9 +98,6 @@ class Link(Protocol):
     def post(self, *messages: FromWorker) -> None:
         """Send messages; at once, never blocks."""
 
-    def flush(self, timeout: float) -> bool:
-        """Wait until all that was posted is heard; returns whether it was, in time."""
-
 
 class Exchange(Protocol):
     """A worker's way to the others' pseudo-gradients. Only what the futures are of takes time."""
@@ -131,6 +128,9 @@ class Exchange(Protocol):
 
 class GlobalState(Protocol):
     """Where a worker that is far behind takes the global weights from; ranks launched together need none."""
+
+    def flush(self, timeout: float) -> bool:
+        """Wait until all messages are heard; returns whether they were, in time."""
 
     def provide(self, payload: bytes) -> Future[bool]:
         """Send this worker's weights as the first ones; whether there are some then."""
@@ -917,7 +917,7 @@ class Session:
 
     def _synchronise_others(self, round: int) -> None:
         """All stand still, with the same weights: synchronise the fragments that the round is not of."""
-        updates = [self._update(fragment, 0) for fragment in self._trained.others(round)]
+        updates = [self._update(one, 0) for one in self._fragments if one != self._trained.fragment_of(round)]
         for update, upload in [(update, self._start(update)) for update in updates]:
             self.state.taken(update)
             with self._timed("exchange_s"):
@@ -1156,8 +1156,8 @@ class Session:
                 self._conclude()
             with self._lock:
                 self._post(LeaveRounds(worker=self.worker))
-            if place.connected:
-                self._link.flush(_RECEIPT_S / 3)
+            if place.connected and self._source is not None:
+                self._source.flush(_RECEIPT_S / 3)
         self._sent = None
         self._take_global_weights()
 

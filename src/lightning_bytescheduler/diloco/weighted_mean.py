@@ -193,7 +193,7 @@ class _Splitter:
             _add_whole(coarse, split.view(torch.int64), out=coarse)
             # What the coarse part has too much: exact, as it is made of digits of the number that was split.
             split.sub_(_COARSE_SHIFT).sub_(value, alpha=self._weight).add_(_FINE_SHIFT)
-            _subtract_whole(fine, split.view(torch.int64), out=fine)
+            _add_whole(fine, split.view(torch.int64), out=fine, sign=-1)
             return
         value.mul_(self._weight * 2.0**_COARSE_BITS)
         torch.trunc(value, out=split)
@@ -201,20 +201,13 @@ class _Splitter:
         fine.add_(value.sub_(split).mul_(2.0**_FINE_BITS).round_().to(torch.int64))
 
 
-def _add_whole(one: Tensor, other: Tensor | int, *, out: Tensor) -> Tensor:
-    """``one + other``, modulo 2^64."""
-    if _by_numpy():
-        np.add(one.numpy(), other.numpy() if isinstance(other, Tensor) else np.int64(other), out=out.numpy())
-        return out
-    return torch.add(one, other, out=out)
-
-
-def _subtract_whole(one: Tensor, other: Tensor, *, out: Tensor) -> Tensor:
-    """``one - other``, modulo 2^64."""
-    if _by_numpy():
-        np.subtract(one.numpy(), other.numpy(), out=out.numpy())
-        return out
-    return torch.sub(one, other, out=out)
+def _add_whole(one: Tensor, other: Tensor | int, *, out: Tensor, sign: int = 1) -> Tensor:
+    """``one + other``, or ``one - other`` with a sign of -1, modulo 2^64."""
+    if not _by_numpy():
+        return torch.add(one, other, alpha=sign, out=out)
+    number = other.numpy() if isinstance(other, Tensor) else np.int64(other)
+    (np.add if sign > 0 else np.subtract)(one.numpy(), number, out=out.numpy())
+    return out
 
 
 def _by_numpy() -> bool:
