@@ -269,7 +269,7 @@ def test_misuse() -> None:
         plan.trained()
     train([plan], 2)
     state = plan.state_dict()
-    dealt, _, held = state["together"]["position"]
+    ((dealt, _, held),) = state["together"]["position"]
     (run, *_), *_ = held
     for damage in (
         [dealt, [[run[0], run[1], run[1] + 1]], held],  # twice
@@ -282,7 +282,7 @@ def test_misuse() -> None:
         [dealt, [[run[0], "0", 5]], []],
     ):
         with pytest.raises(TrackerStateError, match="damaged"):
-            plan.load_state_dict({"together": {**state["together"], "position": damage}})
+            plan.load_state_dict({"together": {**state["together"], "position": [damage]}})
         assert plan.state_dict() == state
     (other,) = together([4], [9, 9])
     with pytest.raises(TrackerStateError, match="other data or another order"):

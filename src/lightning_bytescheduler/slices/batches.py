@@ -10,6 +10,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -75,6 +76,22 @@ def cut_runs(runs: deque[SampleRun], samples: int) -> tuple[SampleRun, ...]:
     return tuple(found)
 
 
+@dataclass(slots=True)
+class _Reading:
+    """A slice that is open.
+
+    Attributes:
+        place: Epoch and slice; ``None`` after a read that was interrupted, so that the position is unknown.
+        order: Of its samples, if they are shuffled.
+        stop: One after the last sample read; earlier ones may have been overwritten.
+    """
+
+    slice: OpenSlice
+    place: tuple[int, int] | None
+    order: npt.NDArray[np.int64]
+    stop: int = 0
+
+
 class BatchReader:
     """Reads batches of a store. Can be pickled before its first batch.
 
@@ -86,6 +103,7 @@ class BatchReader:
         fill: Replace each sample of a corrupt slice by a repeated one, for ranks that step together.
         skip: Leave out samples that cannot be made, and repeat others of the batch in their place.
         rank: Of this process, for messages.
+        source_of: Number of the source of each slice of a mixture: a slice of each stays open.
     """
 
     def __init__(
@@ -98,6 +116,7 @@ class BatchReader:
         fill: bool = True,
         skip: bool = False,
         rank: int = 0,
+        source_of: npt.NDArray[np.int64] | None = None,
     ) -> None:
         self.store = store
         self._transform = transform
@@ -106,10 +125,8 @@ class BatchReader:
         self._fill = fill
         self._skip = skip
         self._rank = rank
-        self._open: OpenSlice | None = None
-        self._opened: tuple[int, int] | None = None  # epoch and slice that are open
-        self._stop = 0  # one after the last sample read there; earlier ones may have been overwritten
-        self._order: npt.NDArray[np.int64] = np.zeros(0, np.int64)  # of its samples, if shuffled
+        self._source_of = source_of
+        self._open: dict[int, _Reading] = {}  # by source
         self._bad: set[int] = set()
         self._ahead: tuple[int, ...] = ()
         self._spare: Any = None
@@ -135,7 +152,7 @@ class BatchReader:
                 parts.extend(self._read(batch.epoch, run, skipped))
             except SliceCorruptError as error:
                 self._bad.add(run.slice_index)
-                self._close()
+                self._close(self._source(run))
                 corrupt.append((error.key, error.reason))
         samples = _joined(parts)
         lost = wanted - len(samples)
@@ -150,7 +167,8 @@ class BatchReader:
 
     def begin_pass(self) -> None:
         """Close what is open and forget corrupt slices, for a new pass."""
-        self._close()
+        for source in list(self._open):
+            self._close(source)
         self._bad, self._spare = set(), None
 
     def _prefetch(self, ahead: tuple[int, ...]) -> None:
@@ -159,14 +177,17 @@ class BatchReader:
             self.store.prefetch([self.store.source.slices[index] for index in ahead[: self.store.depth]])
 
     def _read(self, epoch: int, run: SampleRun, skipped: dict[tuple[str, int], str]) -> Iterator[Sequence[Any]]:
-        slice_ = self.store.source.slices[run.slice_index]
-        opened = self._open
-        if opened is None or self._opened != (epoch, run.slice_index) or run.start < self._stop:
-            self._close()
-            opened = self._open = self.store.open(slice_, whole=self._shuffle_samples)
+        slice_, source = self.store.source.slices[run.slice_index], self._source(run)
+        place = (epoch, run.slice_index)
+        reading = self._open.get(source)
+        if reading is None or reading.place != place or run.start < reading.stop:
+            self._close(source)
+            order = np.arange(slice_.samples)
             if self._shuffle_samples:
-                self._order = sample_order(slice_.samples, seed=self._seed, epoch=epoch, slice_index=run.slice_index)
-        self._opened = None  # set again below; an interrupted read leaves the position unknown
+                order = sample_order(slice_.samples, seed=self._seed, epoch=epoch, slice_index=run.slice_index)
+            reading = _Reading(self.store.open(slice_, whole=self._shuffle_samples), place, order)
+            self._open[source] = reading
+        reading.place = None  # set again below
 
         def leave_out(number: int, error: Exception) -> None:
             worker = get_worker_info()
@@ -177,12 +198,11 @@ class BatchReader:
                 raise BadSampleError(f"{text}. SliceDataModule(on_bad_sample='skip') leaves such out.") from error
             skipped[slice_.key, number] = text
 
+        numbers, samples = reading.order[run.start : run.stop], reading.slice.samples
         if self._shuffle_samples:
-            numbers = self._order[run.start : run.stop]
-            parts = opened.samples.pick(numbers, leave_out)
+            parts = samples.pick(numbers, leave_out)
         else:
-            numbers = np.arange(run.start, run.stop)
-            parts = opened.samples.take(run.start, run.stop, leave_out)
+            parts = samples.take(run.start, run.stop, leave_out)
         if self._transform is None:
             yield from parts
         else:
@@ -190,9 +210,9 @@ class BatchReader:
             each = (number for number in numbers.tolist() if (slice_.key, number) not in skipped)
             for part in parts:
                 yield list(self._transformed(part, each, leave_out))
-        self._opened, self._stop = (epoch, run.slice_index), run.stop
+        reading.place, reading.stop = place, run.stop
         if run.stop == slice_.samples:
-            self._close()
+            self._close(source)
 
     def _transformed(self, part: Sequence[Any], numbers: Iterator[int], leave_out: LeaveOut) -> Iterator[Any]:
         transform: Callable[[Any], Any] = self._transform  # type: ignore[assignment]  # there is one where it is called
@@ -205,10 +225,13 @@ class BatchReader:
             else:
                 yield made
 
-    def _close(self) -> None:
-        if self._open is not None:
-            self._open.close()
-        self._open, self._opened = None, None
+    def _source(self, run: SampleRun) -> int:
+        return 0 if self._source_of is None else int(self._source_of[run.slice_index])
+
+    def _close(self, source: int) -> None:
+        reading = self._open.pop(source, None)
+        if reading is not None:
+            reading.slice.close()
 
     def _any_sample(self) -> Any:
         """Return a sample to repeat: the last one read, or the first readable one."""

@@ -7,13 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
+import numpy as np
+
 from lightning_bytescheduler.checks import options_by_name, require_one_of, require_whole
 from lightning_bytescheduler.exceptions import BadSampleError, OptionError, UnsupportedError
 from lightning_bytescheduler.lightning_api import pl, rank_zero_info, rank_zero_warn
 from lightning_bytescheduler.registration import require_same_package
 from lightning_bytescheduler.slices.batches import BatchReader, ReadReport
 from lightning_bytescheduler.slices.cache import CAN_CACHE
-from lightning_bytescheduler.slices.epoch_plan import EpochPlan
+from lightning_bytescheduler.slices.epoch_plan import EpochPlan, Mixture
 from lightning_bytescheduler.slices.fetch import SliceCounters, SliceStatistics
 from lightning_bytescheduler.slices.formats import SliceReader
 from lightning_bytescheduler.slices.loader import SliceLoader, collate_samples
@@ -24,6 +26,7 @@ from lightning_bytescheduler.slices.options import (
     default_cache_dir,
     require_batch_size,
     require_function,
+    require_mixture,
     require_packages,
     require_urls,
 )
@@ -69,7 +72,10 @@ class SliceDataModule(pl.LightningDataModule):
     weight. With ``ByteSchedulerStrategy(weighting="samples")`` they have equal weight.
 
     Args:
-        train: URL, glob or folder of files or slices, or a list of them; any URL that fsspec opens.
+        train: URL, glob or folder of files or slices, or a list of them; any URL that fsspec opens. Or a mixture, with
+            the weight of each: ``{"data/a": 0.7, "data/b": 0.3}``. Its shares hold in any window of batches, and an
+            epoch ends with the first source that is used up, or with ``Trainer(limit_train_batches=...)``. Each epoch
+            begins all sources anew, in another order if they are shuffled. It is for ranks that step together.
         val: Validation data.
         test: Test data.
         predict: Prediction data.
@@ -103,7 +109,7 @@ class SliceDataModule(pl.LightningDataModule):
 
     def __init__(
         self,
-        train: str | list[str] | None = None,
+        train: str | list[str] | dict[str, float] | None = None,
         *,
         val: str | list[str] | None = None,
         test: str | list[str] | None = None,
@@ -122,8 +128,13 @@ class SliceDataModule(pl.LightningDataModule):
         timeout: float = 60.0,
     ) -> None:
         super().__init__()
-        given = {"train": train, "val": val, "test": test, "predict": predict}
+        places: tuple[str, ...] | None = None
+        self._weights: tuple[float, ...] | None = None
+        if train is not None:
+            places, self._weights = require_mixture("train", train)
+        given = {"val": val, "test": test, "predict": predict}
         self._urls = {split: None if urls is None else require_urls(split, urls) for split, urls in given.items()}
+        self._urls = {"train": places, **self._urls}
         if not any(self._urls.values()):
             raise OptionError("train", train, "given, or val, test or predict")
         require_packages("SliceDataModule")
@@ -162,6 +173,7 @@ class SliceDataModule(pl.LightningDataModule):
         self._loaders: dict[str, SliceLoader] = {}
         self._host: TrackerHost | None = None
         self._training: Plan | None = None
+        self._mixture: Mixture | None = None
         self._pending: dict[str, Any] | None = None
         self._reload_epochs: int | None = None  # the Trainer's own value, during a fit
         self._counters = SliceCounters()
@@ -272,9 +284,11 @@ class SliceDataModule(pl.LightningDataModule):
 
     def _set_up_training(self) -> None:
         before = self._training
+        self._mixture = None if self._weights is None else self._mixed(self._weights)
         training = self._together() if self._host is None else self._tracked(self._host)
         if self.trainer is not None:
-            require_same(self.trainer, "train", repr(self._sources["train"].catalogue))
+            shares = "" if self._mixture is None else f" in shares of {self._mixture.shares}"
+            require_same(self.trainer, "train", f"{self._sources['train'].catalogue!r}{shares}")
         if before is not None:  # a further fit continues where the last one stopped
             training.load_state_dict(before.state_dict())
         self._training = training
@@ -291,6 +305,18 @@ class SliceDataModule(pl.LightningDataModule):
                 self._reload_epochs = self.trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
                 self.trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]
 
+    def _mixed(self, weights: Sequence[float]) -> Mixture:
+        if self._host is not None:
+            raise UnsupportedError(
+                "Workers that take slices from a tracker, as under 'diloco', take them of all sources alike: give "
+                "train one URL or a list, or mix sources with strategy='bytescheduler' or 'ddp'."
+            )
+        source = self._sources["train"]
+        missing = [url for number, url in enumerate(self._urls["train"] or ()) if number not in source.places]
+        if missing:
+            raise OptionError("train", missing[0], "a source with samples that no other source of the mixture has")
+        return Mixture(weights, np.array(source.places, np.int64))
+
     def _together(self) -> EpochPlan:
         rank, ranks = self._rank_and_ranks()
         size = require_batch_size("batch_size", self.batch_size)
@@ -302,6 +328,7 @@ class SliceDataModule(pl.LightningDataModule):
         return EpochPlan(
             self._sources["train"].catalogue,
             batch_sizes=batch_sizes,
+            mixture=self._mixture,
             rank=rank,
             seed=self._tracking.seed,
             shuffle=self._tracking.shuffle,
@@ -404,6 +431,7 @@ class SliceDataModule(pl.LightningDataModule):
             fill=plan.fills,
             skip=self._skips,
             rank=self._rank_and_ranks()[0],
+            source_of=self._mixture.source_of if is_training and self._mixture is not None else None,
         )
         self._loaders[split] = loader = SliceLoader(
             plan,

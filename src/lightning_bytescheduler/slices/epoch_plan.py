@@ -6,6 +6,9 @@ it takes over the last part of what another rank holds, the one that would take 
 of both, whole slices if possible. So ranks read different slices, except at the end of an epoch, and each sample is
 taken once.
 
+A *mixture* has such a pool for each of its sources. Which source each sample of an epoch is of follows from its number
+and the shares alone, so that shares hold in any window, on each rank, and after any change of ranks and batch sizes.
+
 How many samples each rank takes in a step follows from what is left and the batch sizes, or comes from a strategy that
 shares batches out. All ranks know the numbers of all ranks, so each computes the same assignment without messages.
 
@@ -15,6 +18,8 @@ position takes the same numbers again, batch by batch, when they have been train
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
@@ -28,10 +33,11 @@ from lightning_bytescheduler.exceptions import OptionError, TrackerStateError, U
 from lightning_bytescheduler.lightning_api import pl, rank_zero_info
 from lightning_bytescheduler.slices.batches import SLICES_AHEAD, ReadReport, SampleRun, SliceBatch, cut_runs, samples_in
 from lightning_bytescheduler.slices.catalogue import DataOrder, SliceCatalogue, corrupt_on_any, slice_order
+from lightning_bytescheduler.slices.options import LEAST_SHARE
 from lightning_bytescheduler.slices.tracker import read_state
 
 _HELD = 1 + SLICES_AHEAD  # slices, so that the next ones can be fetched
-_VERSION = 3
+_VERSION = 4
 
 
 class EpochPosition(NamedTuple):
@@ -164,6 +170,97 @@ class EpochPool:
             ends[run.slice_index] = run.stop
 
 
+class Mixture:
+    """Which source each sample of an epoch comes from: one after the other the source that is most behind its share.
+
+    So no source is a sample ahead of its share of the first samples of an epoch, whatever their number.
+
+    Args:
+        weights: Of each source, in any unit; shares are rounded to one in 10,000.
+        source_of: Number of its source, for each slice of a catalogue.
+
+    Attributes:
+        shares: Samples of each source, of as many as they are together.
+        source_of: As given.
+    """
+
+    def __init__(self, weights: Sequence[float], source_of: npt.NDArray[np.int64]) -> None:
+        parts = [max(round(weight / sum(weights) * LEAST_SHARE), 1) for weight in weights]
+        self.shares = tuple(part // math.gcd(*parts) for part in parts)
+        self.source_of = source_of
+        self._period = sum(self.shares)
+        self._shares = np.array(self.shares, np.int64)
+        self._counts = np.zeros((self._period + 1, len(self.shares)), np.int64)  # of the first samples of a period
+        for number in range(self._period):
+            behind = (number + 1) * self._shares - self._period * self._counts[number]
+            self._counts[number + 1] = self._counts[number]
+            self._counts[number + 1, behind.argmax()] += 1
+
+    def counts(self, samples: Sequence[int]) -> npt.NDArray[np.int64]:
+        """Return how many of the first samples of an epoch are of each source; a row for each number of samples."""
+        numbers = np.array(samples, np.int64)
+        return numbers[:, None] // self._period * self._shares + self._counts[numbers % self._period]
+
+    def samples(self, totals: Sequence[int]) -> int:
+        """Return the samples of an epoch, which ends when a source is used up, from the samples of each source."""
+        found = []
+        for source, total in enumerate(totals):
+            periods, rest = divmod(total, self.shares[source])
+            more = int(np.searchsorted(self._counts[:, source], rest, side="right")) - 1
+            found.append(periods * self._period + more)
+        return min(found)
+
+
+class MixedPool:
+    """Hands out what is left of an epoch whose samples are of several sources, with a pool for each.
+
+    Args:
+        pools: What is left of each source.
+        totals: Samples of each source.
+
+    Raises:
+        OptionError: If what was taken is not what the mixture takes first.
+    """
+
+    def __init__(self, mixture: Mixture, pools: Sequence[EpochPool], totals: Sequence[int]) -> None:
+        self._mixture, self._pools, self._totals = mixture, tuple(pools), tuple(totals)
+        taken = [total - pool.left for total, pool in zip(totals, pools, strict=True)]
+        self._taken = sum(taken)
+        if mixture.counts([self._taken])[0].tolist() != taken:
+            raise OptionError("position", taken, f"samples of the sources in shares of {mixture.shares}")
+        self.left = mixture.samples(totals) - self._taken
+
+    def copy(self) -> MixedPool:
+        """Return a copy at the same position."""
+        return MixedPool(self._mixture, [pool.copy() for pool in self._pools], self._totals)
+
+    @property
+    def position(self) -> tuple[EpochPosition, ...]:
+        """The position of each source."""
+        return tuple(pool.position for pool in self._pools)
+
+    @property
+    def has_more(self) -> bool:
+        """Whether some samples are held by no rank."""
+        return any(pool.has_more for pool in self._pools)
+
+    def slices_of(self, rank: int) -> list[int]:
+        """Return indices of the slices that a rank will read next, of each source in turn."""
+        turns = itertools.zip_longest(*(pool.slices_of(rank) for pool in self._pools))
+        return [index for turn in turns for index in turn if index is not None]
+
+    def take(self, sizes: Sequence[int]) -> list[tuple[SampleRun, ...]]:
+        """Take a batch; see :meth:`EpochPool.take`."""
+        self.left -= sum(sizes)
+        if len(self._pools) == 1:  # a step of one source takes microseconds
+            return self._pools[0].take(sizes)
+        counts = self._mixture.counts([self._taken + size for size in itertools.accumulate(sizes, initial=0)])
+        self._taken += sum(sizes)
+        own = np.diff(counts, axis=0).T.tolist()  # of each source: samples of each rank
+        taken = [pool.take(source) for pool, source in zip(self._pools, own, strict=True)]
+        return [tuple(itertools.chain.from_iterable(parts)) for parts in zip(*taken, strict=True)]
+
+
 def step_sizes(left: int, batch_sizes: Sequence[int]) -> tuple[int, ...]:
     """Return the samples of each rank in the next step.
 
@@ -192,6 +289,7 @@ class EpochPlan:
     """The batches of ranks that take the same number of steps and have the same position.
 
     Args:
+        mixture: Of the sources of the slices; ``None`` if they are one.
         repeats: Whether another epoch follows, whose first slices are named ahead at the end.
         is_shared: Whether :meth:`share_out` sets the shares of each batch. All batches but the last then have equal
             size. A rank without a sample computes on a copy of another's, with weight 0.
@@ -213,6 +311,7 @@ class EpochPlan:
         catalogue: SliceCatalogue,
         *,
         batch_sizes: Sequence[int],
+        mixture: Mixture | None = None,
         rank: int = 0,
         seed: int = 0,
         shuffle: bool = True,
@@ -220,6 +319,7 @@ class EpochPlan:
         is_shared: bool = False,
     ) -> None:
         self.catalogue = catalogue
+        self._mixture = mixture or Mixture([1.0], np.zeros(len(catalogue), np.int64))
         self._batch_sizes = tuple(batch_sizes)
         self.batch_size = sum(self._batch_sizes)
         self._rank = rank
@@ -307,7 +407,8 @@ class EpochPlan:
                 run = others[self._rank % len(others)]
                 runs = (run._replace(stop=run.start + 1),)
             slices = dict.fromkeys(pool.slices_of(self._rank))
-            slices.pop(runs[-1].slice_index, None)
+            for run in runs:
+                slices.pop(run.slice_index, None)
             if len(slices) < SLICES_AHEAD and self._repeats and not pool.has_more:
                 if afterwards is None:
                     afterwards = self._pool_of(self.epoch + 1, self._quarantined, None).slices_of(self._rank)
@@ -328,7 +429,8 @@ class EpochPlan:
             current: Any = trainer.fit_loop.epoch_loop.batch_progress.current  # its type lacks attributes
             self.counted = int(current.processed)  # Lightning's count of done batches in the epoch
         if not self.steps:
-            raise OptionError("train", f"{len(self.catalogue)} slices", "one that can be read: all are quarantined")
+            allowed = "one that can be read, of each source: all are quarantined"
+            raise OptionError("train", f"{len(self.catalogue)} slices", allowed)
         if self.padded:
             rank_zero_info(
                 f"slices: the samples of epoch {self.epoch} do not go round, so {self.padded} will be repeated, for "
@@ -391,6 +493,7 @@ class EpochPlan:
                 "left_out": dict(self._left_out),
                 "quarantined": dict(self._quarantined),
                 "order": msgspec.structs.asdict(self._order),
+                "shares": list(self._mixture.shares),
             }
         }
 
@@ -410,6 +513,8 @@ class EpochPlan:
             )
         saved = read_state(state["together"], _SavedPosition, version=_VERSION, what="The state of the slices")
         difference = self._order.difference(saved.order)
+        if saved.shares != self._mixture.shares:
+            difference = f"the shares of its sources were {saved.shares}, are {self._mixture.shares} now"
         if saved.position is not None and difference is not None:
             raise TrackerStateError(
                 f"The state was saved in the middle of an epoch of other data or another order ({difference}): resume "
@@ -428,29 +533,37 @@ class EpochPlan:
     def _order(self) -> DataOrder:
         return self.catalogue.order(seed=self._seed, shuffle=self._shuffle)
 
-    def _start(self, position: EpochPosition | None) -> None:
+    def _start(self, position: tuple[EpochPosition, ...] | None) -> None:
         """Set up what is left; nothing has changed if it raises."""
         self._pool = self._pool_of(self.epoch, self._left_out, position)
         self._is_restored = position is not None
         self._drawn = deque[tuple[int, ...]]()
-        self._before = deque[EpochPosition]()  # where each batch of an unfinished step began
+        self._before = deque[tuple[EpochPosition, ...]]()  # where each batch of an unfinished step began
         self._steps = self._opened = 0
         self.left, ranks = self._pool.left, len(self._batch_sizes)
         self.steps = -(-self.left // self.batch_size)
         self.padded = 0 if self.is_shared else max(self.steps * ranks - self.left, 0)
 
-    def _pool_of(self, epoch: int, left_out: Mapping[str, str], position: EpochPosition | None) -> EpochPool:
+    def _pool_of(
+        self, epoch: int, left_out: Mapping[str, str], position: tuple[EpochPosition, ...] | None
+    ) -> MixedPool:
         samples: npt.NDArray[np.int64] = self.catalogue.samples.copy()
         samples[[index for key in left_out if (index := self.catalogue.find(key)) is not None]] = 0
         order = slice_order(len(samples), seed=self._seed, epoch=epoch, shuffle=self._shuffle)
-        return EpochPool(order, samples, len(self._batch_sizes), position)
+        sources = range(len(self._mixture.shares))
+        own = [np.where(self._mixture.source_of == source, samples, 0) for source in sources]
+        places = [None for _ in sources] if position is None else position
+        if len(places) != len(own):
+            raise OptionError("position", len(places), f"of {len(own)} sources")
+        pools = [EpochPool(order, one, len(self._batch_sizes), place) for one, place in zip(own, places, strict=True)]
+        return MixedPool(self._mixture, pools, [int(one.sum()) for one in own])
 
     def _sizes_of(self, number: int, left: int) -> tuple[int, ...]:
         if self._shares_of is None:
             return step_sizes(left, self._batch_sizes)
         return tuple(self._shares_of(number, min(self.batch_size, left)))
 
-    def _position(self) -> EpochPosition | None:
+    def _position(self) -> tuple[EpochPosition, ...] | None:
         unfinished = min(self._unfinished(), len(self._before))
         if self._steps == unfinished and not self._is_restored:
             return None
@@ -461,10 +574,11 @@ class _SavedPosition(msgspec.Struct):
     """Types of a plan's saved state."""
 
     epoch: Annotated[int, msgspec.Meta(ge=0)]
-    position: EpochPosition | None
+    position: tuple[EpochPosition, ...] | None
     left_out: dict[str, str]
     quarantined: dict[str, str]
     order: DataOrder
+    shares: tuple[int, ...]
 
 
 def ends_restored_epoch(trainer: pl.Trainer) -> bool:

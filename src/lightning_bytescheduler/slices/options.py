@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,9 @@ from lightning_bytescheduler.slices.catalogue import require_seed
 
 _PACKAGES = ("xxhash", "tenacity", "platformdirs")
 
+
+LEAST_SHARE = 10_000
+"""A source of a mixture has more than one in so many of its samples."""
 
 TIMEOUT = 60.0
 """Default seconds that a source may be unavailable."""
@@ -122,6 +126,22 @@ def require_urls(option: str, urls: object) -> tuple[str, ...]:
         allowed = f"a list of different URLs, and {twice!r} is there twice: a sample is in an epoch once"
         raise OptionError(option, urls, allowed)
     return found
+
+
+def require_mixture(option: str, urls: object) -> tuple[tuple[str, ...], tuple[float, ...] | None]:
+    """Return URLs as a tuple of texts, and the weight of each, if they are a mixture.
+
+    Raises:
+        OptionError: If there are no URLs, one is repeated, or a weight is not positive, or next to nothing.
+    """
+    if not isinstance(urls, Mapping):
+        return require_urls(option, urls), None
+    weights = [weight for weight in urls.values() if isinstance(weight, (int, float)) and weight is not True]
+    total = sum(weights)
+    if not urls or len(weights) < len(urls) or not math.isfinite(total) or min(weights) <= total / LEAST_SHARE:
+        allowed = "a URL, a list of some, or weights by URL, such as {'data/a': 0.7, 'data/b': 0.3}"
+        raise OptionError(option, urls, f"{allowed}, each of them more than 1/{LEAST_SHARE} of their sum")
+    return require_urls(option, list(urls)), tuple(map(float, weights))
 
 
 def require_batch_size(option: str, size: object) -> int | list[int]:

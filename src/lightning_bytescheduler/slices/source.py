@@ -81,9 +81,11 @@ class SliceSource:
         files: Files by URL.
         plans: Chunks of slices with digests, by the slice's key.
         storage_options: For fsspec's file systems.
+        places: Number of the given URL that each slice is of; ``None`` if there is only one.
 
     Attributes:
         slices: The slices in the order of the data; each key once.
+        places: As given.
     """
 
     def __init__(
@@ -92,8 +94,10 @@ class SliceSource:
         files: Mapping[str, SourceFile],
         plans: Mapping[str, ChunkPlan],
         storage_options: Mapping[str, Any],
+        places: Sequence[int] | None = None,
     ) -> None:
         self.slices = tuple(slices)
+        self.places = [0] * len(self.slices) if places is None else list(places)
         self._files = dict(files)
         self._plans = dict(plans)
         self._storage_options = dict(storage_options)
@@ -196,7 +200,7 @@ def open_source(
     known = require_storage_options(places, storage_options)
     opening = _Opening(option, reader, slice_bytes, known, timeout, waiting or Waiting(), needs_index)
     for number, place in enumerate(places):
-        opening.add(place, prefix=f"{number}:" if len(places) > 1 else "")
+        opening.add(place, number, prefix=f"{number}:" if len(places) > 1 else "")
     opening.scan()
     return opening.result(places)
 
@@ -211,11 +215,17 @@ class _Opening:
     _waiting: Waiting
     _needs_index: bool
     _found: dict[str, list[Slice]] = field(default_factory=dict)  # by place and file, in the order of the result
+    _places: dict[str, int] = field(default_factory=dict)  # of files
     _unread: dict[str, int] = field(default_factory=dict)  # files to read, with their sizes
     _files: dict[str, SourceFile] = field(default_factory=dict)
     _plans: dict[str, ChunkPlan] = field(default_factory=dict)
 
-    def add(self, place: str, *, prefix: str) -> None:
+    def add(self, place: str, number: int, *, prefix: str) -> None:
+        before = len(self._found)
+        self._add(place, prefix)
+        self._places.update(dict.fromkeys(list(self._found)[before:], number))
+
+    def _add(self, place: str, prefix: str) -> None:
         urls = self._ask(place, partial(expand, place, self._storage_options, self._option))
         index = next((url for url in urls if _name(url) == INDEX_NAME), None)
         if index is not None:
@@ -253,9 +263,10 @@ class _Opening:
 
     def result(self, places: Sequence[str]) -> SliceSource:
         slices = [slice_ for found in self._found.values() for slice_ in found]
+        numbers = [self._places[url] for url, found in self._found.items() for _ in found]
         if not slices:
             raise OptionError(self._option, places, "files with at least one sample")
-        return SliceSource(slices, self._files, self._plans, self._storage_options)
+        return SliceSource(slices, self._files, self._plans, self._storage_options, numbers)
 
     def _ask(self, url: str, question: Callable[[], _Result]) -> _Result:
         return ask(url, question, timeout=self._timeout, waiting=self._waiting, lasting=LASTING_AT_FIRST)
