@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.support.rank_pool import RankPool
+from tests.support.rank_pool import RankPool, preload
 
 # torch's store asks for the name of each address that connects to it. Where a name server leaves a question unanswered,
 # the resolver asks again after 5 seconds: several times in a file of tests.
@@ -35,7 +35,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """No property fails because the machine is busy. New examples are for when all slow tests are run."""
+    """No property fails because the machine is busy. New examples are for when all slow tests are run.
+
+    Ranks are forked with what they need imported.
+    """
     everything = config.getoption("--slow") == "all"
     settings.register_profile(
         "tests",
@@ -45,6 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
         suppress_health_check=[HealthCheck.too_slow],
     )
     settings.load_profile("tests")
+    preload(now="PYTEST_XDIST_WORKER" in os.environ)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -68,5 +68,5 @@ def test_the_variable_of_byteps_asks_for_mixed_mode() -> None:
     assert chosen_placement("balanced", {variable: "1"}) == "balanced"
     with pytest.raises(OptionError, match=f"{variable}='yes' is not allowed: {variable} must be 0 or 1"):
         chosen_placement(None, {variable: "yes"})
-    with pytest.raises(OptionError, match=r"must be one of 'balanced', 'mixed'\. Use 'balanced'"):
+    with pytest.raises(OptionError, match=r"must be one of 'balanced', 'mixed'\."):
         chosen_placement("djb2", {})

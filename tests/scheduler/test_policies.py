@@ -25,7 +25,7 @@ def test_sizes_and_order_of_each() -> None:
     ("policy", "says"),
     [
         ("fifi", "Did you mean 'fifo'?"),
-        ("tictac", "Use 'bytescheduler'"),
+        ("tictac", "one of 'bytescheduler', 'fifo', 'p3'"),
         (len, "one of 'bytescheduler', 'fifo', 'p3'"),
         (3, "one of 'bytescheduler', 'fifo', 'p3'"),
     ],

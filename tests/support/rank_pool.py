@@ -27,6 +27,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -37,7 +38,7 @@ from unittest.mock import patch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-__all__ = ["RankPool", "RanksFailed", "free_port", "let_go", "show_stacks", "threads_at_ends"]
+__all__ = ["RankPool", "RanksFailed", "free_port", "let_go", "preload", "show_stacks", "threads_at_ends"]
 
 _PRELOADED = (
     "lightning.pytorch",
@@ -96,6 +97,18 @@ def join_default_group(rank: int, *, world_size: int = 2) -> None:
     store, _, _ = next(rendezvous("env://", rank=rank, world_size=world_size))
     name = f"default group {next(_default_groups)}"
     dist.init_process_group("gloo", store=dist.PrefixStore(name, store), rank=rank, world_size=world_size)
+
+
+def preload(*, now: bool) -> None:
+    """Have the fork server import what ranks need, also if code that makes no ranks is the first to start it.
+
+    Args:
+        now: Start it, with one thread for arithmetic.
+    """
+    multiprocessing.get_context("forkserver").set_forkserver_preload(list(_PRELOADED))
+    if now:
+        with patch.dict(os.environ, _ONE_THREAD):
+            forkserver.ensure_running()
 
 
 class RanksFailed(AssertionError):
