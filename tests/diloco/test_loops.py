@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch.optim.lr_scheduler import StepLR
 
 from tests.diloco.fits import FAST_AND_SLOW, Measured, Result, calm_tower, fit_alone, fit_diloco, plain_sgd
+from tests.support.models import Tower
 from tests.support.rank_pool import RankPool
 
 ROUNDS = {"inner_steps": 4}
@@ -84,6 +86,27 @@ def test_what_an_epoch_leaves_out_is_said_and_kept_with_equal_steps(diloco_ranks
     assert "equal_steps=True" in start
     (end,) = (line for line in lines if "samples of all workers" in line)
     assert f"{sum(counts[1] for counts in left.values())} of worker 1" in end
+
+
+class LeavesItsEpoch(Tower):
+    """One worker skips the rest of an epoch, as Lightning documents it, once another one has come to its end."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        if self.trainer.strategy.worker == 0 and batch_idx == 8:
+            time.sleep(1.0)
+            return -1
+        return None
+
+
+def test_a_worker_may_skip_the_rest_of_an_epoch_that_ends_for_another(diloco_ranks: RankPool, tmp_path: Path) -> None:
+    options = {"inner_steps": 100}
+    model = partial(LeavesItsEpoch, optimizer=plain_sgd)
+    results = fit(
+        diloco_ranks, tmp_path, options=options, model=model, paces=None, max_epochs=1, callbacks=(LinesAndPlan,)
+    )
+    assert [result.global_step for result in results] == [8, 16]
+    for result in results:
+        assert dict(result.seen[0][1].left_out) == {0: [7, 0]}
 
 
 def test_with_equal_steps_every_worker_trains_on_all_of_its_share(diloco_ranks: RankPool, tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ MESSAGES: list[Call | Reply] = [
     JoinTracker(worker="worker-1", incarnation="x", keeps=3, prefetch=None),
     JoinTracker(worker="worker-1", incarnation="x", holds=(HeldSlice(epoch=1, slice_index=4, begun=True),)),
     Joined(session=3, epoch=1, lease=2.5),
-    RequestSlice(session=3, epoch=1, holding=(1, 2)),
+    RequestSlice(session=3, epoch=1, holding=(1, 2), looks=True),
     ReportProgress(session=3, grant=1, trained=7),
     QuarantineSlice(session=3, key="a", reason="held"),
     RenewLease(session=3),

@@ -288,6 +288,23 @@ def test_without_waiting_epochs_end_together():
     assert trained == all_of([4], epochs=2)
 
 
+def test_a_worker_whose_pass_is_over_takes_no_slice_by_asking_what_is_left():
+    clock = Clock()
+    tracker = make_tracker([100, 100, 30], clock, shuffle=False)
+    slow = Trains(tracker, clock, "slow", Counter(), batch_size=10, ahead=1, waits=False)
+    fast = Trains(tracker, clock, "fast", Counter(), batch_size=30, ahead=1, waits=False)
+    for _ in range(8):  # of one slice, with another one ahead
+        assert slow.fetch()
+        slow.train()
+    assert fast.fetch()
+    assert not fast.fetch(), "it would have more to do than the other worker"
+    fast.train()
+    slow.fetch()
+    slow.train()
+    assert fast.plan.rest() is False
+    assert slow.plan.rest()
+
+
 def test_a_worker_that_asks_what_is_left_is_given_what_nobody_holds():
     clock = Clock()
     tracker = make_tracker([4], clock)

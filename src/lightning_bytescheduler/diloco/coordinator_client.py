@@ -177,6 +177,7 @@ _T = TypeVar("_T")
 _THREAD = "bytescheduler-coordinator-client"
 _of_its_own = random.SystemRandom()  # Python's other one is the user's, and seeded alike on all workers
 _SHORTEST_S, _LONGEST_S = 0.05, 5.0  # between two tries
+_HURRY_S, _HURRIED_S = 10.0, 0.5  # after a connection was lost, and the longest pause then
 _CONNECT_S = 10.0  # for a connection, and for the answer to a Hello
 _QUIET_S = 30.0  # that a first connection is tried for without a word
 _READ_S = 60.0  # without a byte of an answer
@@ -400,7 +401,7 @@ class CoordinatorClient:
     async def _stay_connected(self) -> None:
         began = time.monotonic()
         log.info("coordinator: connecting to %s as %s", self._url, self.worker)
-        failed, last, warned = 0, "", False
+        failed, last, warned, lost = 0, "", False, float("-inf")
         # One that asks for certificates ends connections of others without a word, in TLS 1.3.
         hint = "" if self._tls is None else " It may ask for a certificate that it knows."
         while True:
@@ -433,6 +434,7 @@ class CoordinatorClient:
                 self._connected.clear()
                 self._outbox.clear()
                 if was_connected:
+                    lost = time.monotonic()
                     self._tell("lost")
             failed = 0 if was_connected and time.monotonic() - before > _LONGEST_S else failed + 1
             if not self.first.done() and time.monotonic() - began >= self._timeout:
@@ -440,7 +442,10 @@ class CoordinatorClient:
                     f"No coordinator answered at {self._url} for {self._timeout:.0f} s ({last}). "
                     f"Start it with 'lightning-bytescheduler coordinator', or raise the strategy's timeout.{hint}"
                 )
-            await asyncio.sleep(_pause(failed - 1))
+            pause = _pause(failed - 1)
+            if time.monotonic() - lost < _HURRY_S:  # a round waits for it, but not for long
+                pause = min(pause, _HURRIED_S)
+            await asyncio.sleep(pause)
 
     async def _connection(self) -> None:
         async with self._http.ws_connect(self._url + WORKER_PATH, max_msg_size=_FRAME_BYTES, heartbeat=None) as socket:

@@ -267,14 +267,16 @@ class RoundsPlan:
             return "1 worker: it averages with no other, and takes outer steps alone."
         data = "Slices go to the workers that need them, and an epoch ends when each sample was trained on."
         if not self.slices:
-            data = f"An epoch ends for all when one worker is through its share of the data. {WAY_OUT}"
+            way_out = "" if self.run.equal_steps else f" {WAY_OUT}"
+            data = f"An epoch ends for all when one worker is through its share of the data.{way_out}"
         rounds, wire = self.run.target_in_words, self.run.wire_dtype
         return f"{self.workers} workers, {wire} between them, in rounds of {rounds}. {data}"
 
 
 WAY_OUT = (
     "What others have left of theirs is left out; not with inner_steps and equal_steps=True, where each trains on all "
-    "of its share at the pace of the slowest, nor with a SliceDataModule, where faster ones train on more of the data."
+    "of as many batches at the pace of the slowest, nor with a SliceDataModule, where faster ones train on more of the "
+    "data."
 )
 
 

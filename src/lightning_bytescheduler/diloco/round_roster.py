@@ -28,8 +28,8 @@ _CHANGED_BY = 1.5
 _FIRST_STEPS = 4  # of rounds, that are kept
 _SILENT_STEPS = 3
 _SHORTEST_S = 1e-9
-RETURN_S = 2.0
-"""For a worker to be back whose connection has closed. One that lives tries again after half a second at most."""
+RETURN_S = 4.0
+"""For a worker to be back whose connection has closed. One that lives tries again each half second at first."""
 
 
 class RobustMean:
@@ -375,7 +375,7 @@ class RoundRoster:
             return None
         self._departed.remove(worker)
         self._remembered.pop(name, None)
-        self.workers[name], worker.left, worker.heard = worker, False, now
+        self.workers[name], worker.left, worker.heard, worker.gone = worker, False, now, None
         return worker
 
     def remove(self, worker: WorkerProgress, now: float, *, has_left: bool) -> None:

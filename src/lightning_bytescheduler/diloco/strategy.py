@@ -739,7 +739,9 @@ class DiLoCoStrategy(RankStrategy):
 
     def _say_end(self, plan: RoundsPlan, known: SessionStatistics) -> None:
         totals = [sum(counts) for counts in zip(*plan.left_out.values(), strict=True)]
-        left = f" Left out in all: batches, {batches_left_out(totals)}. {WAY_OUT}" if totals else ""
+        left = f" Left out in all: batches, {batches_left_out(totals)}." if totals else ""
+        if left and not plan.run.equal_steps:
+            left += f" {WAY_OUT}"
         rank_zero_info(
             f"diloco: {known.rounds} rounds with {known.merged_samples} samples of all workers. Worker 0 took "
             f"{known.steps} steps, and waited {known.start_s:.3g} s for rounds to begin and {known.exchange_s:.3g} s "

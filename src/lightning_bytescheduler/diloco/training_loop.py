@@ -321,7 +321,7 @@ class RoundBoundaries(LoopBoundaries):
             if not ended.stop:  # else worker 0 may be through with everything
                 self._shared_data.end_epoch()
         elif ended.epoch:
-            self._note_left_out(own_epoch_ends)
+            self._note_left_out(own_epoch_ends, epoch=self.trainer.current_epoch)
         if ended.epoch and not own_epoch_ends:
             # Another worker has gone through its share of the data: the epoch ends here as if this batch were the last.
             self._loop.batch_progress.is_last_batch = True
@@ -334,17 +334,27 @@ class RoundBoundaries(LoopBoundaries):
             self._open.enter_context(self._together())
         return ended.validate
 
-    def _note_left_out(self, own_epoch_ends: bool) -> None:
+    def before_end(self) -> None:
+        """See LoopBoundaries; an epoch of others may end with the same round."""
+        super().before_end()
+        session = self._session
+        if not session.over and not session.halted:
+            session.end_round(stop=True)
+            ended = session.round_end
+            if session.halted and ended is not None and ended.epoch and self._shared_data is None:
+                self._note_left_out(own_epoch_ends=False, epoch=max(self.trainer.current_epoch - 1, 0))
+
+    def _note_left_out(self, own_epoch_ends: bool, *, epoch: int) -> None:
         """Say what the end of an epoch leaves out of each worker's share.
 
-        All ranks are here, once for each epoch: the same end of a round has told all workers of it, none goes on before
-        all have passed it, and no other collective of all ranks comes before a validation, which follows.
+        All ranks are here, once for each epoch: the same end of a round has told all workers of it, in training or as
+        they end, none goes on before all have passed it, and no other collective of all ranks comes before a
+        validation, which follows.
         """
         batches: float = self.trainer.num_training_batches  # inf, where a loader has no length
         left = 0.0 if own_epoch_ends else batches - self._loop.batch_progress.current.ready
         counts = self._of_workers(-1 if left == float("inf") else max(int(left), 0))
         if any(counts):
-            epoch = self.trainer.current_epoch
             self.left_out[epoch] = counts
             rank_zero_info(f"diloco: epoch {epoch} leaves out batches: {batches_left_out(counts)}.")
 

@@ -122,11 +122,13 @@ class RequestSlice(_Message, frozen=True):
             opens it, if workers hold all that is left of this one.
         holding: Every known grant that is not finished; or that is not in the weights, where merged samples count. A
             missing one that the worker never began is sent again, as its answer must have been lost.
+        looks: Only ask about the epoch's state: while another worker holds a slice, none is given.
     """
 
     session: Natural
     epoch: Natural
     holding: tuple[Natural, ...] = ()
+    looks: bool = False
 
 
 class WaitReason(str, Enum):

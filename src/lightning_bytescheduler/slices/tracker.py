@@ -215,6 +215,8 @@ class SliceTracker:
         chosen = None
         if not beyond and not any(one.untrained for one in asked):
             reason = WaitReason.MERGING if any(one.unfinished for one in asked) else WaitReason.OVER
+        elif message.looks and any(one.holders for one in asked):
+            reason = WaitReason.HELD
         elif len(record.ahead) >= record.prefetch:
             reason = WaitReason.LIMIT
         else:
@@ -523,8 +525,7 @@ class SliceTracker:
     def _steal(self, record: TrackedWorker, epoch: int) -> tuple[EpochSlices, int] | None:
         """Take the last slice that a worker has not begun, of this or an earlier epoch; of the one with most to do.
 
-        The taker must still have less to do than that worker, so that no slice goes back and forth. So where nothing
-        can be taken once, there will be nothing until a slice comes back.
+        The taker must still have less to do than that worker, so that no slice goes back and forth.
         """
 
         def left(worker: TrackedWorker) -> int:

@@ -348,11 +348,14 @@ class TrackerPlan:
             self._join()
 
     def rest(self) -> bool | None:
-        """Whether there is something to train on of the epochs until this pass's; ``None`` if all of it counts."""
+        """Whether there is something to train on of the epochs until this pass's; ``None`` if all of it counts.
+
+        Where all workers end an epoch together, this takes no slice from another worker: its pass has ended.
+        """
         self.report()
         self._is_over = False  # it may have been so before the tracker was taken back
         while not self._has_todo:
-            if not self._ask():
+            if not self._ask(looks=not self._waits):
                 if not self._is_given_out or self.epoch >= self._last_epoch:
                     return None if self._is_over else False
                 self._go_on()
@@ -442,13 +445,13 @@ class TrackerPlan:
         self._is_over = self._is_given_out = False
         self._ask_at = 0.0
 
-    def _ask(self) -> bool:
+    def _ask(self, *, looks: bool = False) -> bool:
         """Request one more slice; returns whether something has changed."""
         if not self._session:
             self._join()
         elif self._is_over:
             return False
-        request = RequestSlice(session=self._session, epoch=self.epoch, holding=tuple(self._held))
+        request = RequestSlice(session=self._session, epoch=self.epoch, holding=tuple(self._held), looks=looks)
         answer = cast(Assignment | AskLater | JoinAgain, self._call(request, Assignment, AskLater, JoinAgain))
         if isinstance(answer, JoinAgain):
             self._join()
