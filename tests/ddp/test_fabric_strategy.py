@@ -34,6 +34,15 @@ def test_what_is_not_allowed(options: dict[str, Any], named: str) -> None:
         ByteSchedulerFabricStrategy(**options)
 
 
+@pytest.mark.parametrize(
+    ("given", "named", "says"),
+    [(("cpu",), {"accelerator": "cpu"}, "multiple values"), ((None,) * 20, {}, "too many positional")],
+)
+def test_arguments_are_those_of_fabrics_ddp(given: tuple[Any, ...], named: dict[str, Any], says: str) -> None:
+    with pytest.raises(TypeError, match=says):
+        ByteSchedulerFabricStrategy(*given, **named)
+
+
 def test_one_process_has_nothing_to_schedule() -> None:
     fabric = Fabric(accelerator="cpu", devices=1, strategy=ByteSchedulerFabricStrategy())
     assert fabric.strategy.plan is fabric.strategy.statistics is None  # type: ignore[attr-defined]

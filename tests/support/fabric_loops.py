@@ -13,6 +13,7 @@ from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_bytescheduler import ByteSchedulerFabricStrategy, OverlapPlan, SchedulerStatistics
 from lightning_bytescheduler.ddp.gates import GatedParameter
@@ -80,6 +81,8 @@ def _compare(rank: int, loop: Loop, network: str, options: Mapping[str, Any], ar
     strategy.end()
     modules = [value for value in actual.values() if isinstance(value, nn.Module)]
     assert not [p for module in modules for p in module.parameters() if type(p) is GatedParameter]
+    wrapped = [inner for module in modules for inner in module.modules() if isinstance(inner, DistributedDataParallel)]
+    assert not [inner for inner in wrapped if hasattr(inner, "_bytescheduler")], "a fit that is over still looks"
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("bytescheduler")]
     return Compared(bit_differences(expected, found), plan, statistics, late.forced)
 

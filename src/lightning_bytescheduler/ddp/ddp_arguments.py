@@ -271,5 +271,5 @@ def refuse_join(**_: object) -> NoReturn:
     raise UnsupportedError(
         "torch.distributed.algorithms.Join cannot stand in for a rank whose data is used up, as gradients travel by "
         "the scheduler. Leave it out, and give the strategy weighting='samples': such a rank then takes part with "
-        "batches that count nothing until all are done. In Fabric, draw from what fabric.setup_dataloaders returns."
+        "batches that count nothing until all are done. In Fabric, give all ranks as many batches."
     )

@@ -38,6 +38,7 @@ from lightning_bytescheduler.ddp.fit_position import introduce, parameter_facts
 from lightning_bytescheduler.ddp.partial_step import wants_whole_steps
 from lightning_bytescheduler.ddp.plan import (
     OverlapPlan,
+    announce,
     model_reasons,
     optimizer_reasons,
     option_reasons,
@@ -106,6 +107,7 @@ class FabricFit(DecidedFit):
         parameters = [p for p in module.parameters() if p.requires_grad]
         groups = SchedulerGroups.create(timeout=timeout, sparse=bool(sparse_layers(module)))
         agreed = agree_on_sizes(groups, options, parameters, device)
+        announce(options, agreed)
         record = Record(None if options.timeline is None else Timeline(options.timeline, rank=board.rank))
         super().__init__(
             strategy,
@@ -131,6 +133,13 @@ class FabricFit(DecidedFit):
         self.take_over(model)
         self._wrapper = weakref.ref(model)
         return model
+
+    def close(self, *, failed: bool) -> None:
+        """See :class:`Fit`; the wrapped module goes on as a plain one."""
+        super().close(failed=failed)
+        wrapper = None if self._wrapper is None else self._wrapper()
+        if wrapper is not None:
+            wrapper.__dict__.pop("_bytescheduler", None)
 
     @property
     def is_gone(self) -> bool:
@@ -267,8 +276,8 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
         **kwargs: Any,
     ) -> None:
         buckets = {"bucket_cap_mb": bucket_cap_mb, "gradient_as_bucket_view": gradient_as_bucket_view}
-        launch = {**_LAUNCH, **dict(zip(_LAUNCH, args, strict=False))}
-        launch.update((name, kwargs.pop(name)) for name in _LAUNCH if name in kwargs)
+        named = {name: kwargs.pop(name) for name in _LAUNCH if name in kwargs}
+        launch = {**_LAUNCH, **inspect.signature(FabricDDPStrategy).bind_partial(*args, **named).arguments}
         check_options(ByteSchedulerFabricStrategy, kwargs, ddp=buckets, launch=launch, elsewhere=_ELSEWHERE)
         self._options = SchedulerOptions.resolve(
             partition_size=partition_size,

@@ -30,6 +30,7 @@ from lightning_bytescheduler.ddp.ddp_arguments import check_hooks, check_module
 from lightning_bytescheduler.ddp.deferred_optimizer import deferring, followed_by, loss_scale_of
 from lightning_bytescheduler.ddp.partial_step import wants_whole_steps
 from lightning_bytescheduler.ddp.plan import (
+    announce,
     codec_cost,
     may_drop_gradients,
     model_reasons,
@@ -156,6 +157,7 @@ class TrainerFit(DecidedFit):
         elif ddp.get("bucket_cap_mb") is not None:
             chosen = max(int(ddp["bucket_cap_mb"] * 2**20), 1)
             agreed = replace(agreed, sizes=replace(agreed.sizes, bucket_bytes=chosen))
+        announce(options.scheduler, agreed)
         servers = options.servers.join(groups, board, strategy, timeout=timeout, say=rank_zero_info)
         path = options.scheduler.timeline
         record = Record(None if path is None else Timeline(path, rank=board.rank))

@@ -36,7 +36,7 @@ from lightning_bytescheduler.collectives.number_exchange import MOST, AgreedValu
 from lightning_bytescheduler.ddp.fit import Fit, StepMode, TrainingStep
 from lightning_bytescheduler.ddp.overlapped_step import OverlappedStep
 from lightning_bytescheduler.ddp.plain_step import MergedBuckets, PlainStep, ScheduledBuckets, merged_bytes
-from lightning_bytescheduler.ddp.plan import OverlapPlan, announce, names_of, say_start
+from lightning_bytescheduler.ddp.plan import OverlapPlan, names_of, say_start
 from lightning_bytescheduler.ddp.reads import SeenReads
 from lightning_bytescheduler.ddp.wire import Wire
 from lightning_bytescheduler.lightning_api import DDPStrategy, FabricDDPStrategy, pl, rank_zero_info
@@ -413,7 +413,6 @@ class DecidedFit(Fit):
         self._merged_bytes = 0
         self._processors = 1
         self._tuning = tuning
-        announce(options, wire.agreed)
 
     def make_step(self, number: int, *, as_ddp: bool) -> TrainingStep:
         """See :class:`Fit`."""
