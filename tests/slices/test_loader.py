@@ -209,6 +209,24 @@ def test_a_batch_of_bad_samples_repeats_others(tmp_path: Path) -> None:
     assert [batch.tolist() for batch in batches[:3]] == [[0] * 4, [0] * 4, [8, 9, 10, 11]]
 
 
+def test_the_first_batch_may_have_nothing_but_bad_samples(tmp_path: Path) -> None:
+    def from_2_on(sample: Any) -> Any:
+        return sample if int(sample) > 1 else 1 // 0
+
+    url = with_bad_lines(tmp_path, set())
+    data = SliceDataModule(url, batch_size=1, shuffle=False, transform=from_2_on, on_bad_sample="skip")
+    with pytest.warns(UserWarning, match="are left out"):
+        batches = batches_of(data)
+    assert [int(batch[0]) for batch in batches[:4]] == [2, 2, 2, 3]
+
+
+def test_slices_of_bad_samples_alone_are_an_error_that_says_so(tmp_path: Path) -> None:
+    url = with_bad_lines(tmp_path, set())
+    data = SliceDataModule(url, batch_size=1, shuffle=False, transform=lambda sample: 1 // 0, on_bad_sample="skip")
+    with pytest.raises(BadSampleError, match="No sample can be made of the first 100 of each slice"):
+        batches_of(data)
+
+
 def test_more_than_a_few_bad_samples_are_an_error(tmp_path: Path) -> None:
     url = with_bad_lines(tmp_path, {20 * number + 1 for number in range(1, 50)}, samples=1000)
     data = SliceDataModule(url, batch_size=4, shuffle=False, on_bad_sample="skip")

@@ -208,11 +208,33 @@ def test_a_damaged_position_is_refused() -> None:
 
 @pytest.mark.parametrize(
     "train",
-    [{}, {"a": 0.0}, {"a": -1.0, "b": 2.0}, {"a": "much"}, {"a": True}, {"a": float("nan")}, {"a": 1.0, "b": 1e-5}],
+    [
+        {},
+        {"a": 0.0},
+        {"a": -1.0, "b": 2.0},
+        {"a": "much"},
+        {"a": True},
+        {"a": float("nan")},
+        {"a": 1.0, "b": 1e-5},
+        {"a": 10**400},
+    ],
 )
 def test_weights_that_are_none(train: dict[str, Any]) -> None:
     with pytest.raises(OptionError, match=r"train=.*weights by URL, such as \{'data/a': 0.7, 'data/b': 0.3\}"):
         SliceDataModule(train)
+
+
+def test_weights_of_numpy_and_of_one_source(rows: dict[str, float]) -> None:
+    data = SliceDataModule({url: np.float32(weight) for url, weight in rows.items()})
+    data.setup("fit")
+    (first, *_) = rows
+    alone = data_of(Hosts(1).of(0), {first: 1.0})  # type: ignore[arg-type]
+    alone.setup("fit")  # it is no mixture
+
+
+def test_without_any_sample_of_a_source_there_is_no_epoch() -> None:
+    assert Mixture([0.99, 0.01], np.zeros(0, np.int64)).samples([1000, 0]) == 0
+    assert Mixture([0.5, 0.5], np.zeros(0, np.int64)).samples([0, 1000]) == 0
 
 
 def test_misuse(rows: dict[str, float]) -> None:

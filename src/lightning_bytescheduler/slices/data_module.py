@@ -95,8 +95,8 @@ class SliceDataModule(pl.LightningDataModule):
         cache: Folder of the cache, for sources that are not on this machine, or ``{"dir": ..., "bytes": ...}`` with its
             limit, by default 10 GiB; ``None`` is the user's folder for caches.
         on_bad_sample: What to do about a sample that cannot be decoded, or whose transform raises: ``"raise"`` a
-            ``BadSampleError`` that names it, or ``"skip"``, which repeats another one in its place and warns. More than
-            one in a hundred are an error.
+            ``BadSampleError`` that names it, or ``"skip"``, which repeats another one in its place and warns. Beyond
+            the first ten, more than one in a hundred are an error.
         timeout: Seconds that a source may be unavailable.
 
     Attributes:

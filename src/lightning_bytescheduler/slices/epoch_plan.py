@@ -7,7 +7,8 @@ of both, whole slices if possible. So ranks read different slices, except at the
 taken once.
 
 A *mixture* has such a pool for each of its sources. Which source each sample of an epoch is of follows from its number
-and the shares alone, so that shares hold in any window, on each rank, and after any change of ranks and batch sizes.
+and the shares alone, so that shares hold in any window of the batches of all ranks, and after any change of ranks and
+batch sizes.
 
 How many samples each rank takes in a step follows from what is left and the batch sizes, or comes from a strategy that
 shares batches out. All ranks know the numbers of all ranks, so each computes the same assignment without messages.
@@ -202,7 +203,12 @@ class Mixture:
         return numbers[:, None] // self._period * self._shares + self._counts[numbers % self._period]
 
     def samples(self, totals: Sequence[int]) -> int:
-        """Return the samples of an epoch, which ends when a source is used up, from the samples of each source."""
+        """Return the samples of an epoch, which ends when a source is used up, from the samples of each source.
+
+        Without any sample of a source there is no epoch.
+        """
+        if not all(totals):
+            return 0
         found = []
         for source, total in enumerate(totals):
             periods, rest = divmod(total, self.shares[source])
