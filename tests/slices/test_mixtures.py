@@ -53,7 +53,7 @@ def test_no_source_is_ahead_of_its_share(weights: list[float], first: int, more:
 @given(WEIGHTS, st.data())
 def test_an_epoch_ends_with_the_source_that_is_used_up_first(weights: list[float], data: st.DataObject) -> None:
     mixture = Mixture(weights, np.zeros(0, np.int64))
-    totals = data.draw(st.lists(st.integers(0, 5000), min_size=len(weights), max_size=len(weights)))
+    totals = data.draw(st.lists(st.integers(1, 5000), min_size=len(weights), max_size=len(weights)))
     whole, over = mixture.counts([mixture.samples(totals), mixture.samples(totals) + 1])
     assert (whole <= totals).all()
     assert (over > totals).any()
