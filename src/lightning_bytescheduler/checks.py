@@ -69,7 +69,10 @@ def is_whole(value: object, least: int = 0) -> TypeGuard[int]:
 
 def is_finite(value: object) -> TypeGuard[float]:
     """Whether ``value`` is a number, neither infinite nor NaN; ``True`` and ``False`` are none."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    try:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # a whole number beyond all floats
+        return False
 
 
 def require_bool(option: str, value: object) -> bool:

@@ -14,7 +14,6 @@ processors are few.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import os
 import random
@@ -34,19 +33,15 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from benchmarks.measure import free_port
 from examples import elastic_torchrun
 from lightning_bytescheduler.ddp.batches import EpochOrder
+from tests.support.rank_pool import end_with_parent
 
 __all__ = ["ElasticJob", "expected_batches", "main", "run_with_kills", "weights_of"]
 
-_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
-def _end_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
-
-
 def _rank(arguments: Sequence[str]) -> None:
-    _end_with_parent()
+    end_with_parent()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as in a new process, and not the agent's
     elastic_torchrun.main(arguments)
 
@@ -58,7 +53,7 @@ def _fork(run: Callable[[], object], log: Path) -> int:
         return process
     code = 1
     try:
-        _end_with_parent()
+        end_with_parent()
         stream = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(stream, 1)
         os.dup2(stream, 2)

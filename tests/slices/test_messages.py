@@ -69,6 +69,7 @@ WRONG = [
     ("Joined", {"lease": None}),
     ("RequestSlice", {"epoch": 0.5}),
     ("RequestSlice", {"holding": ["1"]}),
+    ("RequestSlice", {"looks": 1}),
     ("ReportProgress", {"grant": "1"}),
     ("ReportProgress", {"session": -1}),
     ("ReportProgress", {"trained": True}),

@@ -38,7 +38,16 @@ from unittest.mock import patch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-__all__ = ["RankPool", "RanksFailed", "free_port", "let_go", "preload", "show_stacks", "threads_at_ends"]
+__all__ = [
+    "RankPool",
+    "RanksFailed",
+    "end_with_parent",
+    "free_port",
+    "let_go",
+    "preload",
+    "show_stacks",
+    "threads_at_ends",
+]
 
 _PRELOADED = (
     "lightning.pytorch",
@@ -50,6 +59,7 @@ _PRELOADED = (
     "tests.support.fit",
     "tests.support.models",
 )
+_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # ranks share the machine's cores
 _GRACE_S = 5.0  # for the other ranks to answer too, once one has failed
 _STOP_S = 5.0
@@ -99,16 +109,22 @@ def join_default_group(rank: int, *, world_size: int = 2) -> None:
     dist.init_process_group("gloo", store=dist.PrefixStore(name, store), rank=rank, world_size=world_size)
 
 
-def preload(*, now: bool) -> None:
+def preload(modules: Sequence[str] = _PRELOADED, *, now: bool) -> None:
     """Have the fork server import what ranks need, also if code that makes no ranks is the first to start it.
 
     Args:
+        modules: What that is.
         now: Start it, with one thread for arithmetic.
     """
-    multiprocessing.get_context("forkserver").set_forkserver_preload(list(_PRELOADED))
+    multiprocessing.get_context("forkserver").set_forkserver_preload(list(modules))
     if now:
         with patch.dict(os.environ, _ONE_THREAD):
             forkserver.ensure_running()
+
+
+def end_with_parent() -> None:
+    """Have this process killed when its parent ends; on Linux."""
+    ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
 
 
 class RanksFailed(AssertionError):
@@ -213,8 +229,8 @@ class RankPool:
                 os.kill(rank.process.pid, number)
 
     def _start(self) -> None:
+        preload(self._preloaded, now=True)
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(self._preloaded)
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         port = free_port()
         for number in range(self.world_size):
@@ -226,8 +242,7 @@ class RankPool:
                 name=f"rank-{number}-of-{self.world_size}",
                 daemon=True,
             )
-            with patch.dict(os.environ, _ONE_THREAD):  # reaches the fork server, if this starts it
-                process.start()
+            process.start()
             theirs.close()
             self._ranks.append(_Rank(process, ours, stacks))
         self._await_start(time.monotonic() + _START_S)
@@ -315,8 +330,7 @@ def show_stacks() -> None:
 def _serve(rank: int, world_size: int, port: int, pipe: Connection, stacks: str) -> None:
     """A rank's main loop."""
     if sys.platform == "linux":
-        set_signal_at_end_of_parent = 1  # PR_SET_PDEATHSIG
-        ctypes.CDLL(None).prctl(set_signal_at_end_of_parent, signal.SIGKILL)  # a stopped rank sees no end of its pipe
+        end_with_parent()  # a stopped rank sees no end of its pipe
     os.environ.update(
         LOCAL_RANK=str(rank),
         RANK=str(rank),

@@ -54,8 +54,6 @@ from lightning_bytescheduler.ddp.sample_weights import BatchSizes, Weighting
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 from lightning_bytescheduler.lightning_api import pl, rank_zero_info
 
-__all__ = ["Balance", "Pace", "part_of", "shares_by_pace"]
-
 _WINDOW = 64
 _CHANGED_AFTER = 5  # values in a row; a disturbance is shorter
 _SLOWER, _FASTER = 1.5, 0.5  # times the pace; both equally unlikely by chance

@@ -10,8 +10,8 @@ self.embedding.weight)``, a callback that reads weights, ``state_dict()``). A ga
 is read, in every iteration, and costs nothing once it is open. It cannot see code that holds the memory without the
 Python object: scripted modules, extensions, or an alias made earlier with ``.data``. Such parameters are found
 beforehand (``plan.py``), in iterations, or by their references (both in ``reads.py``), and their steps are not
-deferred. PyTorch functions that read parameters without a
-touch open gates first (``entry_points.py``, ``compiled_calls.py``).
+deferred. PyTorch functions that read parameters without a touch open gates first (``entry_points.py``,
+``compiled_calls.py``).
 
 In the first forward pass every parameter has a gate that only records its turn. ByteScheduler's priority is this
 observed order of first use, not the order of registration. A parameter that gets a gradient although nothing touched it

@@ -25,8 +25,6 @@ from lightning_bytescheduler.ddp.gates import arm, can_be_gated, disarm, gate_of
 from lightning_bytescheduler.ddp.partial_step import attributes_of
 from lightning_bytescheduler.lightning_api import Logger, pl, rank_zero_info, rank_zero_warn
 
-__all__ = ["FirstUseObserver", "ForwardPass", "Reads", "SeenReads", "UnseenReads"]
-
 _storage_of = torch.Tensor.untyped_storage
 _tensor_use_count: Callable[[torch.Tensor], int] | None = getattr(torch.Tensor, "_use_count", None)
 

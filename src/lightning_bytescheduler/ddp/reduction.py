@@ -50,8 +50,6 @@ from lightning_bytescheduler.scheduler.core import ByteCore
 from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask, TaskKey
 from lightning_bytescheduler.timeline.timeline import COPY_TO_DEVICE, COPY_TO_HOST
 
-__all__ = ["SparseGradients", "sparse_layers"]
-
 
 def sparse_layers(model: nn.Module) -> list[str]:
     """Return the names of layers whose gradients are sparse, by DDP's rule."""
@@ -173,17 +171,17 @@ class EncodedBucket(Protocol):
 
     Attributes:
         fold: How many times larger its parts are than others', see :class:`CommTask`.
-        scatter: Sends a part's shards to their owners.
-        gather: Sends this rank's summed shard of a part to all ranks.
     """
 
     fold: int
 
     @property
-    def scatter(self) -> EncodedStart: ...
+    def scatter(self) -> EncodedStart:
+        """Sends a part's shards to their owners."""
 
     @property
-    def gather(self) -> EncodedStart: ...
+    def gather(self) -> EncodedStart:
+        """Sends this rank's summed shard of a part to all ranks."""
 
 
 Encode = Callable[[GradientBucket, StepWeight], EncodedBucket | None]

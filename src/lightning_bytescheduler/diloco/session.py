@@ -515,9 +515,15 @@ class Session:
 
     def finish(self) -> None:
         """End the training for all workers, of which none leaves before."""
-        if not self.over and not self.halted:
-            self.end_round(stop=True)
+        self.end_last_round()
         self.pass_on(stop=True)
+
+    def end_last_round(self) -> bool:
+        """Have the training end with this round, unless all stand still already; returns whether they do now."""
+        if self.over or self.halted:
+            return False
+        self.end_round(stop=True)
+        return self.halted
 
     def pause(self, *, shows: bool = True) -> None:
         """Send what was trained, and do something else until :meth:`resume`; the others go on.

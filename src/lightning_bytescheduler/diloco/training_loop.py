@@ -337,11 +337,9 @@ class RoundBoundaries(LoopBoundaries):
     def before_end(self) -> None:
         """See LoopBoundaries; an epoch of others may end with the same round."""
         super().before_end()
-        session = self._session
-        if not session.over and not session.halted:
-            session.end_round(stop=True)
-            ended = session.round_end
-            if session.halted and ended is not None and ended.epoch and self._shared_data is None:
+        if self._session.end_last_round() and self._shared_data is None:
+            ended = self._session.round_end
+            if ended is not None and ended.epoch:
                 self._note_left_out(own_epoch_ends=False, epoch=max(self.trainer.current_epoch - 1, 0))
 
     def _note_left_out(self, own_epoch_ends: bool, *, epoch: int) -> None:

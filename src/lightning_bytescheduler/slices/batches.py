@@ -9,7 +9,7 @@ import itertools
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,7 +20,6 @@ from torch.utils.data import get_worker_info
 from lightning_bytescheduler.exceptions import BadSampleError, SliceCorruptError
 from lightning_bytescheduler.slices.catalogue import sample_order
 from lightning_bytescheduler.slices.samples import LeaveOut
-from lightning_bytescheduler.slices.slice import Slice
 from lightning_bytescheduler.slices.store import OpenSlice, SliceStore
 
 SLICES_AHEAD = 8
@@ -242,20 +241,16 @@ class BatchReader:
         if self._spare is not None:
             return self._spare[0]
         slices = self.store.source.slices
+        leave_out: LeaveOut | None = (lambda number, error: None) if self._skip else None
         for index, slice_ in enumerate(slices):
             if index not in self._bad:
                 with suppress(SliceCorruptError):
-                    for sample in self._first_samples(slice_):
+                    for sample in self.store.samples(slice_, stop=_TRIED, leave_out=leave_out):
                         with suppress(Exception):  # another one may be better
                             return sample if self._transform is None else self._transform(sample)
         if self._skip:
             raise BadSampleError(f"No sample can be made of the first {_TRIED} of each slice, as of {slices[0].url}.")
         raise SliceCorruptError(slices[0].key, slices[0].url, "and so is every other slice.")
-
-    def _first_samples(self, slice_: Slice) -> Iterator[Any]:
-        leave_out: LeaveOut | None = (lambda number, error: None) if self._skip else None
-        with closing(self.store.open(slice_)) as opened:
-            yield from itertools.chain.from_iterable(opened.samples.take(0, min(slice_.samples, _TRIED), leave_out))
 
     def _cost(self) -> dict[str, float]:
         if self._process != os.getpid():  # the store counts anew in each process

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import math
-import numbers
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from typing import Any
 
 from lightning_bytescheduler.checks import (
     importing,
+    is_finite,
     is_whole,
     require_bool,
     require_positive,
@@ -137,20 +137,13 @@ def require_mixture(option: str, urls: object) -> tuple[tuple[str, ...], tuple[f
     """
     if not isinstance(urls, Mapping):
         return require_urls(option, urls), None
-    weights = [_weight(value) for value in urls.values()]
+    given = (getattr(value, "item", lambda value=value: value)() for value in urls.values())  # NumPy's as Python's
+    weights = [float(value) for value in given if is_finite(value)]
     total = sum(weights)
-    if not urls or not math.isfinite(total) or min(weights) <= total / LEAST_SHARE:
+    if not urls or len(weights) < len(urls) or not math.isfinite(total) or min(weights) <= total / LEAST_SHARE:
         allowed = "a URL, a list of some, or weights by URL, such as {'data/a': 0.7, 'data/b': 0.3}"
         raise OptionError(option, urls, f"{allowed}, each of them more than 1/{LEAST_SHARE} of their sum")
     return require_urls(option, list(urls)), tuple(weights) if len(weights) > 1 else None
-
-
-def _weight(value: object) -> float:
-    """Return a number as such; NaN if it is none, or too large."""
-    try:
-        return float(value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else math.nan
-    except OverflowError:
-        return math.nan
 
 
 def require_batch_size(option: str, size: object) -> int | list[int]:

@@ -32,6 +32,7 @@ from lightning_bytescheduler.slices.cache import (
 )
 from lightning_bytescheduler.slices.fetch import SliceCounters, SliceStatistics, Waiting, fetch_chunks
 from lightning_bytescheduler.slices.options import StoreOptions
+from lightning_bytescheduler.slices.samples import LeaveOut
 from lightning_bytescheduler.slices.slice import Bytes, Slice, right_chunks
 from lightning_bytescheduler.slices.source import SliceSource
 from lightning_bytescheduler.slices.urls import local_path
@@ -70,8 +71,16 @@ class SliceStore:
             allowed = f"of at least {needed} bytes, which the largest slice, {key!r}, takes in it"
             raise OptionError("cache", {"bytes": self.options.cache_bytes}, allowed)
 
-    def samples(self, slice_: Slice, first: int = 0) -> Iterator[Any]:
-        """Read a slice.
+    def samples(
+        self, slice_: Slice, first: int = 0, stop: int | None = None, leave_out: LeaveOut | None = None
+    ) -> Iterator[Any]:
+        """Read a slice, or its samples from ``first`` up to, but not including, ``stop``.
+
+        Args:
+            slice_: A slice of the source.
+            first: The first sample.
+            stop: One after the last; ``None`` for all.
+            leave_out: Called with a sample that cannot be decoded, which is then left out; ``None`` to raise.
 
         Yields:
             The samples from there on, made of verified bytes.
@@ -83,7 +92,8 @@ class SliceStore:
             ImportError: If a library is missing that the URL or the format needs.
         """
         with contextlib.closing(self.open(slice_)) as opened:
-            yield from itertools.chain.from_iterable(opened.samples.take(first, slice_.samples))
+            stop = slice_.samples if stop is None else min(stop, slice_.samples)
+            yield from itertools.chain.from_iterable(opened.samples.take(first, stop, leave_out))
 
     def open(self, slice_: Slice, *, whole: bool = False) -> OpenSlice:
         """Open a slice to read it in parts: only requested samples are made.
