@@ -300,7 +300,7 @@ class BulkRoutes:
         return response
 
     async def give_way(self, merge: Merge) -> None:
-        """Let a large mean go out first, for a second at most: workers wait for it, and for the outer step nobody."""
+        """Let a large mean go out first, for a second at most: workers wait for it, and none for the outer step."""
         if merge.payload is None or merge.payload.numel() < _LARGE:
             return
         began = time.monotonic()

@@ -290,7 +290,7 @@ class Run:
         self._on_leave = on_leave
         self._on_no_provider = on_no_provider
         self.contributions = Contributions()
-        self._provider: Member | None = None  # whoever is to send the first weights
+        self._provider: Member | None = None  # the worker that is to send the first weights
         self._awaited: set[str] = set()  # after a restart, who was there before and is not back
         self._hold_until: float | None = None  # until then no round begins
         self.merging: Merge | None = None  # the round that is being merged
@@ -351,7 +351,7 @@ class Run:
         self._let_in(now)
 
     def _let_in(self, now: float) -> None:
-        """Whoever is ready joins the rounds, all at the same moment."""
+        """Workers that are ready join the rounds, all at the same moment."""
         self._awaited.clear()
         ready = sorted((one.ready for one in self.members if one.ready is not None), key=lambda joins: joins.worker)
         if self._hold_until is not None:
@@ -371,7 +371,7 @@ class Run:
         self._awaited.discard(member.name)
         self._rounds.forget(member.name)
         if not self.has_weights and not len(self.members):
-            self.model = ()  # nobody is left who would know it
+            self.model = ()  # no worker is left that would know it
         self._on_leave(member)
         if self._provider is member:
             self._provider = None
@@ -437,7 +437,7 @@ class Run:
         """What a worker says as it joins, for the scheduler: with its process, and with what it has done in a round.
 
         A worker says that only if its weights are those which the round begins with, and its steps count if that round
-        is on, or begins next. Whoever was told to take other weights has done nothing with them.
+        is on, or begins next. A worker that was told to take other weights has done nothing with them.
         """
         if member.begins_anew:
             return JoinRounds(worker=member.name, session=member.incarnation)

@@ -2,7 +2,7 @@
 
 The run's core lives on the event loop, and nothing there waits or computes for long: updates are added, means are made
 and the outer step is taken in threads, one merge after the other. A merge waits for the additions under way. While the
-outer step is taken, the weights are nobody's to read.
+outer step is taken, the weights must not be read.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ class CoordinatorService:
 
     @property
     def over(self) -> bool:
-        """Whether the last round is merged and every worker has left: nobody needs this coordinator any more."""
+        """Whether the last round is merged and every worker has left, so that this coordinator is not needed now."""
         run = self.run
         return run.scheduler.finished and run.merging is None and not len(run.members)
 
@@ -320,7 +320,7 @@ class CoordinatorService:
 
     def _ask_another(self) -> None:
         for connection in list(self._connections.values()):
-            connection.cut("Come back: somebody else has to send the first weights.")
+            connection.cut("Come back: another worker has to send the first weights.")
 
     async def _tick(self) -> None:
         loop_seconds = alive_at = 0.0
@@ -378,7 +378,7 @@ class CoordinatorService:
         return self.run.state_dict(), None if self.slices is None else self.slices.state_dict()
 
     async def _save(self) -> None:
-        """Hand the state at the last boundary to whoever saves it."""
+        """Hand the state at the last boundary to the code that saves it."""
         weights, store = self.weights, self._store
         if weights is None or store is None:
             return
@@ -497,7 +497,7 @@ class CoordinatorService:
             return problem(429, f"{member.name} asks about slices too often: try again later.", retry_after=1)
         await asyncio.sleep(pause)
         text = await request.read()
-        if self.run.members.by_name(member.name) is not member:  # nobody would take back what it got now
+        if self.run.members.by_name(member.name) is not member:  # what it got now would not be taken back
             return problem(403, f"{member.name} has left, or was given up, while it asked.")
         reply = self.slices.answer(member, text)
         return web.Response(text=encode(reply), content_type="application/json")

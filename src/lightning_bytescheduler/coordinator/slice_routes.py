@@ -129,7 +129,7 @@ class SliceRoutes:
 
     @property
     def wanted(self) -> bool:
-        """Whether somebody has asked for a slice and found that others hold all that are left."""
+        """Whether a worker has asked for a slice and found that others hold all that are left."""
         return self.tracker.wanted
 
     def held(self, name: str) -> int:

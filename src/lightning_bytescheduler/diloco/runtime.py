@@ -160,7 +160,7 @@ class Runtime:
         """Stop every thread; bounded, never raises, idempotent.
 
         Args:
-            failed: Whether training ended with an error: then nobody is waited for.
+            failed: Whether training ended with an error: then no rank is waited for.
 
         Returns:
             Whether nothing is under way on the group of the leaders.

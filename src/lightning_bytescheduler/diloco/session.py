@@ -18,7 +18,7 @@ the next round. With ``overlap_steps`` it takes steps beside what it has sent; w
 *Who stands still.* A round's end may say that it ``halts``: all workers stand still there until each has passed it, as
 where ranks that were launched together validate, end an epoch, or stop. Then all fragments are synchronised.
 
-*A coordinator's run*, where workers come and go. Nobody stands still for another worker's epoch or validation, and a
+*A coordinator's run*, where workers come and go. No worker stands still for another one's epoch or validation, and a
 worker's own end ends it alone. While the coordinator is away there is nothing to do: the worker takes steps on the
 weights it has, and what was sent without an answer is sent again with what was trained since. Samples are counted as
 sent when the round that they were sent for is part of the weights here. A round without a quorum changes no weights.

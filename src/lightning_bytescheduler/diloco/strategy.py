@@ -165,7 +165,7 @@ class DiLoCoStrategy(RankStrategy):
     * An epoch ends for all when the first worker has gone through its share of the data; what others have left of
       theirs is not used in that epoch, except for the steps they are behind with ``equal_steps``; the log and
       :attr:`plan` say how much that is. It always ends a round.
-    * A :class:`SliceDataModule` has no shares: a tracker at worker 0 hands its slices out to whoever needs one, and an
+    * A :class:`SliceDataModule` has no shares: a tracker at worker 0 hands its slices out to workers as needed, and an
       epoch ends for all when each of its samples was trained on. A worker for which nothing is left meanwhile takes
       part in rounds without a step, or has an epoch without a batch. A checkpoint that is written while all stand still
       (at an epoch's end or after a validation) knows exactly what its weights were trained on; one amid a round takes
@@ -187,7 +187,8 @@ class DiLoCoStrategy(RankStrategy):
     * all processes of a Trainer are one worker (``inner``), whose rounds, options and global weights are the
       coordinator's. Options of the run that are given must be the coordinator's. The first worker's weights are the
       first global ones; one that joins later, or was away for long, fetches the state.
-    * Whoever misses the end of a round sends what it has, and catches up. Training goes on without the coordinator.
+    * A worker that misses the end of a round sends what it has, and catches up. Training goes on without the
+      coordinator.
     * An epoch ends for its worker alone. ``max_steps``, ``max_epochs``, ``max_time``, a callback that stops and a
       SIGTERM end that worker: it sends what it has of the round's fragment, and ends with the global weights.
       ``outer_steps`` end all, and a round without a step follows for each other fragment.

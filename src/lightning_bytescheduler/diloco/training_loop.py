@@ -8,8 +8,8 @@ says, which is the same on all of them.
 *Launched together* (``RoundBoundaries``), a validation, the end of an epoch or of the training happen at the end of a
 round, at the same one on all workers. What each worker would do by itself is only what it asks the others for.
 
-*In a coordinator's run* (``CoordinatedBoundaries``) nobody stands still for anybody: an epoch, a validation and the end
-of a fit are each worker's own. The leader's validations take place at the end of a round, when its weights are the
+*In a coordinator's run* (``CoordinatedBoundaries``) no worker stands still for another one: an epoch, a validation and
+the end of a fit are each worker's own. The leader's validations take place at the end of a round, when its weights are the
 global ones and nothing of it is under way, or at the end of its epoch, with what it has trained sent before. The others
 validate nothing: checkpoint callbacks and loggers are passed over on them, and ``EarlyStopping`` is where what it
 monitors is not there, as a metric of the validation. A ``ReduceLROnPlateau`` is refused. Where ``EarlyStopping`` stops
