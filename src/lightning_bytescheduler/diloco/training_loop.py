@@ -9,12 +9,12 @@ says, which is the same on all of them.
 round, at the same one on all workers. What each worker would do by itself is only what it asks the others for.
 
 *In a coordinator's run* (``CoordinatedBoundaries``) no worker stands still for another one: an epoch, a validation and
-the end of a fit are each worker's own. The leader's validations take place at the end of a round, when its weights are the
-global ones and nothing of it is under way, or at the end of its epoch, with what it has trained sent before. The others
-validate nothing: checkpoint callbacks and loggers are passed over on them, and ``EarlyStopping`` is where what it
-monitors is not there, as a metric of the validation. A ``ReduceLROnPlateau`` is refused. Where ``EarlyStopping`` stops
-the leader, all are to stop. Another worker may be appointed at any time, which is looked at with each call. What was to
-be logged of hyperparameters before is logged then.
+the end of a fit are each worker's own. The leader's validations take place at the end of a round, when its weights are
+the global ones and nothing of it is under way, or at the end of its epoch, with what it has trained sent before. The
+others validate nothing: checkpoint callbacks and loggers are passed over on them, and ``EarlyStopping`` is where what
+it monitors is not there, as a metric of the validation. A ``ReduceLROnPlateau`` is refused. Where ``EarlyStopping``
+stops the leader, all are to stop. Another worker may be appointed at any time, which is looked at with each call. What
+was to be logged of hyperparameters before is logged then.
 """
 
 from __future__ import annotations
