@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
 from benchmarks.measure import MeasurementFailed, ranks_of
@@ -107,7 +108,9 @@ def measure(contender: str, options: argparse.Namespace) -> list[Fit]:
     asked = {"model": options.model, "fits": fits_asked}
     command = [sys.executable, "-m", "benchmarks.never_slower_rank", json.dumps(asked)]
     with ranks_of(command, options.workers, None) as (ranks, _):
-        fits = [json.loads(line) for line in ranks[0].stdout or () if line.startswith(b"{")]
+        lines = (line for line in ranks[0].stdout or () if line.startswith(b"{"))
+        console = Console(stderr=True)
+        fits = [json.loads(line) for line in track(lines, "fits", total=len(fits_asked), console=console)]
         codes = [rank.wait() for rank in ranks]
     if any(codes) or len(fits) < len(fits_asked):
         raise MeasurementFailed(f"Ranks ended with codes {codes} after {len(fits)} fits. Run one by hand: {command}")
