@@ -369,7 +369,11 @@ class DiLoCoStrategy(RankStrategy):
 
     @property
     def plan(self) -> RoundsPlan | None:
-        """How the current fit, or the last one, trains in rounds; ``None`` before the first, and with a coordinator."""
+        """How the current fit, or the last one, trains in rounds; ``None`` before the first, and with a coordinator.
+
+        Its ``summary()`` is the line of the log. Its ``left_out`` has, by epoch that has ended, the batches of its
+        share that each worker has not trained on.
+        """
         return self._plan
 
     # ------------------------------------------------------------------ life cycle
