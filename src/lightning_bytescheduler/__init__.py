@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from lightning_bytescheduler.checking.report import CheckReport as CheckReport
     from lightning_bytescheduler.collectives.push_pull_store import PushPullStore as PushPullStore
     from lightning_bytescheduler.ddp.fabric_strategy import ByteSchedulerFabricStrategy as ByteSchedulerFabricStrategy
-    from lightning_bytescheduler.ddp.plan import OverlapPlan as OverlapPlan
-    from lightning_bytescheduler.ddp.statistics import SchedulerStatistics as SchedulerStatistics
+    from lightning_bytescheduler.ddp.fit_report import OverlapPlan as OverlapPlan
+    from lightning_bytescheduler.ddp.fit_report import SchedulerStatistics as SchedulerStatistics
     from lightning_bytescheduler.ddp.strategy import ByteSchedulerStrategy as ByteSchedulerStrategy
     from lightning_bytescheduler.diloco.performance_monitor import PerformanceMonitor as PerformanceMonitor
     from lightning_bytescheduler.diloco.strategy import DiLoCoStrategy as DiLoCoStrategy
@@ -38,11 +38,11 @@ _IMPORTED_AT_FIRST_USE = {
     "CreditTuner": "tuning.credit_tuner",
     "DiLoCoStrategy": "diloco.strategy",
     "LinkModel": "simulation.link",
-    "OverlapPlan": "ddp.plan",
+    "OverlapPlan": "ddp.fit_report",
     "PerformanceMonitor": "diloco.performance_monitor",
     "Prediction": "simulation.prediction",
     "PushPullStore": "collectives.push_pull_store",
-    "SchedulerStatistics": "ddp.statistics",
+    "SchedulerStatistics": "ddp.fit_report",
     "SliceDataModule": "slices.data_module",
     "advise": "predicting.predict",
     "check": "checking.check",

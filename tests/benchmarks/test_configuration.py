@@ -10,7 +10,7 @@ import torch
 from benchmarks.configuration import Configuration
 from benchmarks.contenders import CONTENDERS
 from benchmarks.emulation import Accelerator, EmulatedLayer, EmulatedModel, scaled
-from lightning_bytescheduler.ddp.reads import FirstUseObserver
+from lightning_bytescheduler.ddp.reads import Reads
 from lightning_bytescheduler.simulation.profiles import NETWORKS, LayerProfile, network_profile
 
 
@@ -67,12 +67,13 @@ def test_raw_kernels_are_seen_by_their_custom_function_only(raw: bool) -> None:
         last=True,
         raw=raw,
     )
-    observer = FirstUseObserver([layer.weight])
-    observer.begin()
+    reads = Reads([layer.weight])
+    reads.begin_forward(0.0, 1, observes=True)
     loss = layer(torch.zeros(1, requires_grad=True)).sum()
-    observer.end()
+    reads.end_observing()
     loss.backward()
-    assert observer.read_unseen() == ({id(layer.weight)} if raw else set())
+    reads.after_backward(1)
+    assert reads.unseen == ({id(layer.weight)} if raw else set())
 
 
 def test_layers_keep_their_shares() -> None:

@@ -17,7 +17,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_bytescheduler import ByteSchedulerStrategy
-from lightning_bytescheduler.ddp import tuned_fit
+from lightning_bytescheduler.ddp import decided_fit
 from lightning_bytescheduler.tuning import credit_tuner
 from lightning_bytescheduler.tuning.search import CreditTuning
 from tests.support.fit import SIZES
@@ -94,7 +94,7 @@ def say_what_is_found(rank: int, steps: int, **pace: float) -> tuple[list[str], 
     trainer = trainer_with(rank, strategy, max_steps=steps, max_epochs=-1)
     with (
         patch.object(credit_tuner, "CreditTuning", partial(Paced, **pace)),
-        patch.object(tuned_fit, "is_slow", lambda *_, **__: False),
+        patch.object(decided_fit, "is_slow", lambda *_, **__: False),
         said() as lines,
     ):
         trainer.fit(Tower(samples=2000))

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 from torch.optim import SGD
 
-from lightning_bytescheduler.ddp import plan
+from lightning_bytescheduler.ddp import decided_fit
 from tests.support.fit import Recipe, Run, train
 from tests.support.models import Tower
 from tests.support.rank_pool import RankPool
@@ -17,7 +17,7 @@ from tests.support.rank_pool import RankPool
 
 def begin_refused(rank: int, recipe: Recipe, run: Run) -> tuple[str, list[str]]:
     refused = UserWarning("on purpose")
-    with patch.object(plan, "rank_zero_warn", side_effect=refused), pytest.raises(UserWarning) as raised:
+    with patch.object(decided_fit, "rank_zero_warn", side_effect=refused), pytest.raises(UserWarning) as raised:
         train(rank, recipe, run)
     return str(raised.value), [
         thread.name for thread in threading.enumerate() if thread.name.startswith("bytescheduler")

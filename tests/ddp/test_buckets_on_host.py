@@ -13,7 +13,7 @@ import torch
 
 from lightning_bytescheduler.collectives.operations import Passage
 from lightning_bytescheduler.ddp.reduction import GradientBucket, StepTasks
-from lightning_bytescheduler.ddp.sample_weights import EqualWeight
+from lightning_bytescheduler.ddp.sample_weights import StepWeight
 from lightning_bytescheduler.scheduler.task import CommTask
 from tests.ddp.transports import idle_transport
 from tests.support.late_copies import LateCopies
@@ -35,7 +35,7 @@ def copied(copies: LateCopies, buffer: torch.Tensor) -> GradientBucket:
     core: Any = SimpleNamespace()
     transport = idle_transport()
     transport.host_copies = copies
-    on_host = StepTasks(core, transport, 1, EqualWeight(2)).on_host(bucket)
+    on_host = StepTasks(core, transport, 1, StepWeight(2)).on_host(bucket)
     assert (on_host.index, on_host.priority) == (3, 7)
     assert on_host.buffer.data_ptr() != buffer.data_ptr()
     there = threading.Event()

@@ -27,10 +27,10 @@ from lightning_bytescheduler.ddp.compressed_reduction import (
     Piece,
 )
 from lightning_bytescheduler.ddp.compression_rules import CompressionRules
+from lightning_bytescheduler.ddp.fit_report import Record, SchedulerStatistics
 from lightning_bytescheduler.ddp.reduction import GradientBucket, ShardedReduction, StepTasks
 from lightning_bytescheduler.ddp.residuals import Residuals
-from lightning_bytescheduler.ddp.sample_weights import EqualWeight
-from lightning_bytescheduler.ddp.statistics import Record, SchedulerStatistics
+from lightning_bytescheduler.ddp.sample_weights import StepWeight
 from lightning_bytescheduler.scheduler.core import ByteCore
 from tests.support.rank_pool import RankPool, join_default_group, let_go
 from tests.support.waiting import WAIT
@@ -149,7 +149,7 @@ def reduce_steps(
             if spoil and step in spoil and rank == 1:
                 buffer[5] = spoil[step]
             bucket = GradientBucket(0, list(parameters.values()), buffer, priority=0)
-            weight: Any = Counts(step, rank) if weighted else EqualWeight(2)
+            weight: Any = Counts(step, rank) if weighted else StepWeight(2)
             if not weight.factor:
                 buffer.fill_(torch.nan)  # the mean over no sample
             tasks = StepTasks(core, transport, step, weight)
@@ -357,7 +357,7 @@ def test_a_gradient_takes_of_what_was_left_what_its_digits_can_hold(dtype: torch
     left = torch.tensor([1e-4, 0.25, 3.0, 1e-4])
     gradient = torch.tensor([1.0, 1.0, 1.0, 0.0], dtype=dtype)
     residual, bucket = left.clone(), gradient.clone()
-    add_left(bucket, Piece(0, 4, Dense("int8", "nearest"), residual), EqualWeight(2))
+    add_left(bucket, Piece(0, 4, Dense("int8", "nearest"), residual), StepWeight(2))
     taken = (bucket.float() - gradient.float()) / 2
     torch.testing.assert_close(taken + residual, left, rtol=1e-6, atol=1e-7)
     assert torch.equal(residual[1:3], torch.zeros(2))
@@ -366,7 +366,7 @@ def test_a_gradient_takes_of_what_was_left_what_its_digits_can_hold(dtype: torch
 
 def test_what_a_gradient_cannot_take_at_all_stays() -> None:
     gradient, left = torch.tensor([65000.0, 1.0], dtype=torch.float16), torch.tensor([60000.0, 0.5])
-    add_left(gradient, Piece(0, 2, Dense("int8", "nearest"), left), EqualWeight(1))
+    add_left(gradient, Piece(0, 2, Dense("int8", "nearest"), left), StepWeight(1))
     assert gradient.tolist() == [65000.0 - 8, 1.0]  # as fp16 has it
     assert left.tolist() == [60000.0, 0.5]
 

@@ -7,7 +7,7 @@ import inspect
 import pytest
 
 from lightning_bytescheduler import ByteSchedulerStrategy, DiLoCoStrategy
-from lightning_bytescheduler.ddp.tuned_fit import SHORTEST_FIT
+from lightning_bytescheduler.ddp.decided_fit import SHORTEST_FIT
 from lightning_bytescheduler.diloco.round_end import FastestSteps
 from lightning_bytescheduler.failures import rendezvous
 

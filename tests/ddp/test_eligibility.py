@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.optim import LBFGS, SGD, Adam
 
-from lightning_bytescheduler.ddp import plan
-from lightning_bytescheduler.ddp.plan import model_reasons, optimizer_reasons, unseen_parameters
+from lightning_bytescheduler.ddp import decided_fit
+from lightning_bytescheduler.ddp.decided_fit import model_reasons, optimizer_reasons, unseen_parameters
 from lightning_bytescheduler.ddp.reads import AliasDetector
 
 
@@ -115,7 +115,7 @@ def test_compiled_modules_are_seen(opaque: Any) -> None:
 
 @pytest.mark.parametrize(
     ("owner", "name", "value"),
-    [(plan, "compiled_calls_are_seen", lambda: False), (AliasDetector, "works", False)],
+    [(decided_fit, "compiled_calls_are_seen", lambda: False), (AliasDetector, "works", False)],
     ids=["compiled code", "aliases"],
 )
 def test_a_pytorch_that_hides_reads_has_no_overlap(

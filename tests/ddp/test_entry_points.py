@@ -21,9 +21,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from lightning_bytescheduler.ddp import entry_points as watched_at
+from lightning_bytescheduler.ddp.deferred_optimizer import plain_mode
 from lightning_bytescheduler.ddp.entry_points import watch_entry_points
 from lightning_bytescheduler.ddp.gates import GatedParameter, arm, disarm
-from lightning_bytescheduler.ddp.partial_step import plain_mode
 
 INPUTS = torch.linspace(-1.0, 1.0, 6).view(2, 3)
 DIRECTION = torch.linspace(1.0, 2.0, 9).view(3, 3)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_bytescheduler.ddp.gates import is_armed
-from lightning_bytescheduler.ddp.reads import FirstUseObserver
+from lightning_bytescheduler.ddp.reads import Reads
 
 
 class Backwards(nn.Module):
@@ -27,101 +28,118 @@ class Backwards(nn.Module):
         return self.second(self.first(inputs))
 
 
-def observe(observer: FirstUseObserver, module: nn.Module, unseen: set[int] | None = None) -> None:
-    observer.begin(unseen or set())
+def begin(reads: Reads, unseen: set[int] | None = None) -> None:
+    reads.unseen |= unseen or set()
+    reads.begin_forward(0.0, 1, observes=True)
+
+
+def observe(reads: Reads, module: nn.Module, unseen: set[int] | None = None) -> None:
+    begin(reads, unseen)
     loss = module(torch.ones(1, 2)).sum()
-    observer.end()
+    reads.end_observing()
     loss.backward()
+
+
+def read_unseen(reads: Reads) -> set[int]:
+    """What the backward pass shows to have been read unseen."""
+    before = set(reads.unseen)
+    reads.after_backward(1)
+    return reads.unseen - before
+
+
+def position(reads: Reads, parameters: Iterable[nn.Parameter]) -> int:
+    """That of a bucket of which nothing else is known."""
+    return reads.position_of(0, parameters)
 
 
 def test_the_order_is_that_of_use() -> None:
     module = Backwards()
-    observer = FirstUseObserver(module.parameters())
-    observe(observer, module)
-    assert [observer.position([p]) for p in module.first.parameters()] == [0, 1]
-    assert [observer.position([p]) for p in module.second.parameters()] == [2, 3]
+    reads = Reads(module.parameters())
+    observe(reads, module)
+    assert [position(reads, [p]) for p in module.first.parameters()] == [0, 1]
+    assert [position(reads, [p]) for p in module.second.parameters()] == [2, 3]
 
 
 def test_what_was_not_used_comes_last_in_the_order_of_registration() -> None:
     module = Backwards()
-    observer = FirstUseObserver(module.parameters())
-    observe(observer, module)
-    last = [observer.position([p]) for p in module.unused.parameters()]
+    reads = Reads(module.parameters())
+    observe(reads, module)
+    last = [position(reads, [p]) for p in module.unused.parameters()]
     assert last == sorted(last)
-    assert last[0] > observer.position([module.second.bias])
+    assert last[0] > position(reads, [module.second.bias])
 
 
 def test_a_bucket_is_as_urgent_as_its_most_urgent_parameter() -> None:
     module = Backwards()
-    observer = FirstUseObserver(module.parameters())
-    observe(observer, module)
-    assert observer.position([module.unused.weight, module.second.bias, module.first.bias]) == 1
+    reads = Reads(module.parameters())
+    observe(reads, module)
+    assert position(reads, [module.unused.weight, module.second.bias, module.first.bias]) == 1
 
 
 def test_before_any_pass_the_order_is_that_of_registration() -> None:
     module = Backwards()
-    observer = FirstUseObserver(module.parameters())
-    assert [observer.position([p]) for p in module.parameters()] == list(range(6))
+    reads = Reads(module.parameters())
+    assert [position(reads, [p]) for p in module.parameters()] == list(range(6))
 
 
 def test_no_gate_is_left_behind() -> None:
     module = Backwards()
-    observer = FirstUseObserver(module.parameters())
-    observer.begin()
+    reads = Reads(module.parameters())
+    begin(reads)
     assert all(is_armed(p) for p in module.parameters())
-    observer.end()
+    reads.end_observing()
     assert not any(is_armed(p) for p in module.parameters())
     assert all(type(p) is nn.Parameter for p in module.parameters())
 
 
 def test_one_pass_is_observed() -> None:
     module = Backwards()
-    observer = FirstUseObserver(module.parameters())
-    observe(observer, module)
+    reads = Reads(module.parameters())
+    observe(reads, module)
     module.first, module.second = module.second, module.first
-    observer.begin()
+    begin(reads)
     assert not any(is_armed(p) for p in module.parameters())
-    observer.end()
-    assert observer.position(module.second.parameters()) == 0
+    reads.end_observing()
+    assert position(reads, module.second.parameters()) == 0
 
 
 def test_a_pass_that_uses_nothing_does_not_count() -> None:
     module = Backwards()
-    observer = FirstUseObserver(module.parameters())
-    observer.begin()
-    observer.end()
-    observe(observer, module)
-    assert observer.position(module.first.parameters()) == 0
+    reads = Reads(module.parameters())
+    begin(reads)
+    reads.end_observing()
+    observe(reads, module)
+    assert position(reads, module.first.parameters()) == 0
 
 
 def test_gates_of_others_are_left_closed() -> None:
     """A pass that used nothing may have left updates on their way."""
     module = Backwards()
-    observer, other = FirstUseObserver(module.parameters()), FirstUseObserver([module.second.weight])
-    other.begin()
-    observer.begin()
+    reads, other = Reads(module.parameters()), Reads([module.second.weight])
+    begin(other)
+    begin(reads)
     module.first(torch.ones(1, 2))
-    observer.end()
+    reads.end_observing()
     assert is_armed(module.second.weight)
     assert not is_armed(module.second.bias)
-    other.end()
+    other.end_observing()
 
 
 def test_access_to_a_gradient_is_no_use() -> None:
     module = Backwards()
-    observer = FirstUseObserver(module.parameters())
-    observer.begin()
+    reads = Reads(module.parameters())
+    begin(reads)
     assert module.unused.weight.grad is None
     module(torch.ones(1, 2))
-    observer.end()
-    assert observer.position([module.first.weight]) == 0
+    reads.end_observing()
+    assert position(reads, [module.first.weight]) == 0
 
 
 def test_nothing_was_read_unseen_in_a_plain_module() -> None:
     module = Backwards()
-    observer = FirstUseObserver(module.parameters())
-    observe(observer, module)
-    assert observer.read_unseen() == set()
+    reads = Reads(module.parameters())
+    observe(reads, module)
+    assert read_unseen(reads) == set()
 
 
 class Extension(Backwards):
@@ -135,32 +153,32 @@ class Extension(Backwards):
 
 def test_a_gradient_without_a_touch_gives_a_silent_read_away() -> None:
     module = Extension()
-    observer = FirstUseObserver(module.parameters())
-    observe(observer, module)
-    assert observer.read_unseen() == {id(module.unused.bias)}
-    assert observer.read_unseen() == set()
+    reads = Reads(module.parameters())
+    observe(reads, module)
+    assert read_unseen(reads) == {id(module.unused.bias)}
+    assert read_unseen(reads) == set()
 
 
 def test_what_is_read_unseen_is_most_urgent() -> None:
     module = Extension()
-    observer = FirstUseObserver(module.parameters())
-    observe(observer, module)
-    observer.read_unseen()
-    assert observer.position([module.unused.bias]) < observer.position([module.first.weight])
+    reads = Reads(module.parameters())
+    observe(reads, module)
+    read_unseen(reads)
+    assert position(reads, [module.unused.bias]) < position(reads, [module.first.weight])
 
 
 def test_parameters_known_to_be_unseen_are_left_alone_and_most_urgent() -> None:
     module = Backwards()
-    observer = FirstUseObserver(module.parameters())
+    reads = Reads(module.parameters())
     known = {id(module.second.weight)}
-    observer.begin(known)
+    begin(reads, known)
     assert not is_armed(module.second.weight)
     assert is_armed(module.second.bias)
-    observer.end()
-    assert observer.position([module.second.weight]) < 0
-    observe(observer, module, known)
-    assert observer.position([module.second.weight]) < observer.position([module.first.weight]) == 0
-    assert observer.read_unseen() == set()
+    reads.end_observing()
+    assert position(reads, [module.second.weight]) < 0
+    observe(reads, module, known)
+    assert position(reads, [module.second.weight]) < position(reads, [module.first.weight]) == 0
+    assert read_unseen(reads) == set()
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks
@@ -171,9 +189,9 @@ def test_reads_of_compiled_code_are_told_apart() -> None:
         )
     module = Backwards()
     product = torch.compile(lambda inputs, weight: inputs @ weight, backend="eager")
-    observer = FirstUseObserver(module.parameters())
-    observer.begin()
+    reads = Reads(module.parameters())
+    begin(reads)
     loss = product(module(torch.ones(1, 2)), module.unused.weight).sum()
-    observer.end()
+    reads.end_observing()
     loss.backward()
-    assert observer.read_unseen() == {id(module.unused.weight)}
+    assert read_unseen(reads) == {id(module.unused.weight)}

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from lightning_bytescheduler.ddp.fit import Fit
+from lightning_bytescheduler.ddp.fit_report import Record
 from lightning_bytescheduler.ddp.own_gradients import OwnGradients
-from lightning_bytescheduler.ddp.statistics import Record
 from tests.ddp.transports import idle_wire
 
 

@@ -9,13 +9,8 @@ from typing import Any
 import pytest
 
 from lightning_bytescheduler import OverlapPlan
-from lightning_bytescheduler.ddp.plan import (
-    codec_cost,
-    say_start,
-    summary_of,
-)
-from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
-from lightning_bytescheduler.ddp.tuned_fit import first_pace
+from lightning_bytescheduler.ddp.decided_fit import first_pace, say_start
+from lightning_bytescheduler.ddp.fit_report import SchedulerStatistics, codec_cost, summary_of
 from lightning_bytescheduler.ddp.wire import AgreedSizes
 from lightning_bytescheduler.scheduler.options import policy_of
 from lightning_bytescheduler.tuning.sizes import LinkEstimate, SchedulerSizes

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_bytescheduler.ddp import entry_points
 from lightning_bytescheduler.ddp.entry_points import watch_entry_points
 from lightning_bytescheduler.ddp.gates import GatedParameter, arm, disarm
-from lightning_bytescheduler.ddp.reads import FirstUseObserver
+from lightning_bytescheduler.ddp.reads import Reads
 
 
 class Gate:
@@ -147,13 +147,14 @@ def test_without_it_nothing_is_seen(use: Callable[[nn.Parameter], Tensor]) -> No
 
 def test_the_order_of_first_use_sees_it(touches: None) -> None:
     first, second = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
-    observer = FirstUseObserver([first, second])
-    observer.begin()
+    reads = Reads([first, second])
+    reads.begin_forward(0.0, 1, observes=True)
     loss = (Product.apply(VALUE, second) + Product.apply(VALUE, first)).sum()
-    observer.end()
+    reads.end_observing()
     loss.backward()
-    assert observer.read_unseen() == set()
-    assert observer.position([second]) < observer.position([first])
+    reads.after_backward(1)
+    assert reads.unseen == set()
+    assert reads.position_of(0, [second]) < reads.position_of(0, [first])
 
 
 def test_a_gate_that_stays_closed_lets_the_function_run(touches: None) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW
 
-from lightning_bytescheduler.ddp.partial_step import (
+from lightning_bytescheduler.ddp.deferred_optimizer import (
     attributes_of,
     can_have_a_gate,
     close_state,

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam, Optimizer
 
-from lightning_bytescheduler.ddp.reads import state_is_kept
+from lightning_bytescheduler.ddp.deferred_optimizer import state_is_kept
 
 
 def stepped(kind: type[Optimizer]) -> Optimizer:

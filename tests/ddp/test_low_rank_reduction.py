@@ -20,10 +20,10 @@ from lightning_bytescheduler.compression import PowerSGD
 from lightning_bytescheduler.ddp import compressed_reduction
 from lightning_bytescheduler.ddp.compressed_reduction import CompressedReduction, GradientCompression
 from lightning_bytescheduler.ddp.compression_rules import CompressionRules
+from lightning_bytescheduler.ddp.fit_report import Record
 from lightning_bytescheduler.ddp.reduction import GradientBucket, StepTasks
 from lightning_bytescheduler.ddp.residuals import Residuals
-from lightning_bytescheduler.ddp.sample_weights import EqualWeight
-from lightning_bytescheduler.ddp.statistics import Record
+from lightning_bytescheduler.ddp.sample_weights import StepWeight
 from lightning_bytescheduler.scheduler.core import ByteCore
 from tests.support.rank_pool import RankPool, join_default_group, let_go
 from tests.support.waiting import WAIT
@@ -92,7 +92,7 @@ def reduce_steps(
                 parts[1][3, 3] = torch.inf
             buffer = torch.cat([part.reshape(-1) for part in parts]).to(dtype)
             bucket = GradientBucket(0, list(parameters.values()), buffer, priority=0)
-            weight: Any = Counts(step, rank) if weighted else EqualWeight(ranks)
+            weight: Any = Counts(step, rank) if weighted else StepWeight(ranks)
             if not weight.factor:
                 buffer.fill_(torch.nan)  # the mean over no sample
             tasks = StepTasks(core, transport, step, weight)
@@ -229,7 +229,7 @@ def test_a_step_that_is_left_out_takes_nothing_that_was_left_of_a_matrix() -> No
     known = GradientCompression(rules, {"weight": weight}, residuals, record=Record(), loss_scale=lambda: scale)
     known.begin_step()
     residuals.of("weight", 2000).fill_(3.0)
-    assert known.in_factors(GradientBucket(0, [weight], torch.zeros(2000), 0), 1, EqualWeight(1)) is not None
+    assert known.in_factors(GradientBucket(0, [weight], torch.zeros(2000), 0), 1, StepWeight(1)) is not None
     residuals.of("weight", 2000).fill_(5.0)  # what the step leaves
     scale = 4.0
     known.begin_step()

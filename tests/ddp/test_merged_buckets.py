@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lightning_bytescheduler.ddp.plain_step import MergedBuckets, merged_bytes
-from lightning_bytescheduler.ddp.sample_weights import EqualWeight
+from lightning_bytescheduler.ddp.sample_weights import StepWeight
 from lightning_bytescheduler.exceptions import RankFailedError
 from lightning_bytescheduler.tuning.sizes import LinkEstimate
 from tests.support.waiting import WAIT, until
@@ -68,7 +68,7 @@ class Group:
 
 
 def merged_on(group: Any, device: torch.device, *, limit: int) -> MergedBuckets:
-    return MergedBuckets(group, device, EqualWeight(2), limit=limit)
+    return MergedBuckets(group, device, StepWeight(2), limit=limit)
 
 
 def send(merged: MergedBuckets, *buffers: torch.Tensor) -> None:

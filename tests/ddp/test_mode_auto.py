@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_bytescheduler import CreditTuner
-from lightning_bytescheduler.ddp.tuned_fit import PointInForce
+from lightning_bytescheduler.ddp.decided_fit import PointInForce
 from lightning_bytescheduler.tuning import credit_tuner
 from lightning_bytescheduler.tuning.record import TuningIdentity
 from lightning_bytescheduler.tuning.sizes import SearchSpace, TuningPoint

@@ -5,7 +5,8 @@ from __future__ import annotations
 from lightning.pytorch.core.optimizer import _MockOptimizer
 
 from lightning_bytescheduler import OverlapPlan
-from lightning_bytescheduler.ddp.plan import ONE_RANK, optimizer_name, optimizer_reasons
+from lightning_bytescheduler.ddp.decided_fit import optimizer_reasons
+from lightning_bytescheduler.ddp.fit_report import ONE_RANK
 
 
 def test_a_synchronised_plan_says_why() -> None:
@@ -60,7 +61,6 @@ def test_steps_that_cannot_overlap_are_ddps_for_good() -> None:
 
 
 def test_lightnings_stand_in_is_no_optimizer() -> None:
-    assert optimizer_name(_MockOptimizer()) == "no optimizer"
     assert optimizer_reasons([_MockOptimizer()]) == [
         "there is no optimizer (configure_optimizers that returns one keeps the overlap)"
     ]

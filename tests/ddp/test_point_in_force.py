@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lightning_bytescheduler import CreditTuner, OptionError
-from lightning_bytescheduler.ddp.tuned_fit import PointInForce
+from lightning_bytescheduler.ddp.decided_fit import PointInForce
 from lightning_bytescheduler.tuning.record import TuningIdentity, read_record
 from lightning_bytescheduler.tuning.sizes import PLAIN_DDP, SearchSpace, TuningPoint
 

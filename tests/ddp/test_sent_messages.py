@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from lightning_bytescheduler.ddp import plain_step
+from lightning_bytescheduler.ddp.fit_report import Record
 from lightning_bytescheduler.ddp.plain_step import MergedBuckets, SentMessages
-from lightning_bytescheduler.ddp.sample_weights import EqualWeight
-from lightning_bytescheduler.ddp.statistics import Record
+from lightning_bytescheduler.ddp.sample_weights import StepWeight
 from lightning_bytescheduler.timeline.timeline import COMMUNICATION, Span, Timeline, read_timeline
 
 
@@ -60,7 +60,7 @@ class Steps:
         group: Any = self.group
         device: Any = SimpleNamespace(type="any")  # nothing is waited for on the host
         group._get_backend = lambda _: SimpleNamespace(name=lambda: "any")
-        self._merged = MergedBuckets(group, device, EqualWeight(4), record=SentMessages(fit, 7).sending)
+        self._merged = MergedBuckets(group, device, StepWeight(4), record=SentMessages(fit, 7).sending)
 
     def send(self, *buffers: torch.Tensor) -> None:
         """All of them in one message."""

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_bytescheduler.ddp.tuned_fit import StepTimer
+from lightning_bytescheduler.ddp.decided_fit import StepTimer
 
 
 class Event:

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from lightning_bytescheduler.cli import main
-from lightning_bytescheduler.ddp.plan import announce
-from lightning_bytescheduler.ddp.tuned_fit import FitTuning, first_guess, space_for
+from lightning_bytescheduler.ddp.decided_fit import FitTuning, announce, first_guess, space_for
 from lightning_bytescheduler.ddp.wire import AgreedSizes
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
 from lightning_bytescheduler.tuning import credit_tuner

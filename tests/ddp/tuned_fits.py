@@ -13,8 +13,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_bytescheduler import ByteSchedulerStrategy, CreditTuner
-from lightning_bytescheduler.ddp import tuned_fit as tuned_fit_module
-from lightning_bytescheduler.ddp.tuned_fit import PointInForce
+from lightning_bytescheduler.ddp import decided_fit as tuned_fit_module
+from lightning_bytescheduler.ddp.decided_fit import PointInForce
 from tests.ddp.fits import said, trainer_with
 from tests.support.models import Tower
 

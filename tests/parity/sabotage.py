@@ -16,6 +16,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_bytescheduler.ddp import decided_fit as decided_module
 from lightning_bytescheduler.ddp import deferred_optimizer as loss_scaler_module
 from lightning_bytescheduler.ddp import fit as fit_module
 from lightning_bytescheduler.ddp import overlapped_step as overlapped_module
@@ -23,7 +24,7 @@ from lightning_bytescheduler.ddp import trainer_fit as trainer_module
 from lightning_bytescheduler.ddp.fit import Fit
 from lightning_bytescheduler.ddp.gradient_transforms import ClipNorm, ClipValue, Unscale
 from lightning_bytescheduler.ddp.overlapped_step import BucketUpdate, OverlappedStep, UpdateState
-from lightning_bytescheduler.ddp.reads import AliasDetector, UnseenReads
+from lightning_bytescheduler.ddp.reads import AliasDetector, Reads
 from lightning_bytescheduler.ddp.reduction import SparseGradients
 from lightning_bytescheduler.ddp.strategy import ByteSchedulerStrategy
 from lightning_bytescheduler.scheduler.core import ByteCore
@@ -56,11 +57,11 @@ def no_gate_on(module: LightningModule, *, names: tuple[str, ...]) -> Iterator[N
     """Leave the named parameters, and whatever shares a bucket with them, without a gate."""
     parameters = dict(module.named_parameters())
     bare = {id(parameters[name]) for name in names}
-    close_gate, after_backward = BucketUpdate.close_gate, UnseenReads.after_backward
+    close_gate, read_late = BucketUpdate.close_gate, Reads._read_late
 
-    def find_nothing(reads: UnseenReads) -> tuple[list[Any], list[Any]]:
-        after_backward(reads)
-        return [], []
+    def find_nothing(reads: Reads) -> list[Any]:
+        read_late(reads)
+        return []
 
     def close_most(update: BucketUpdate) -> None:
         if not any(id(p) in bare for p in update.parameters):
@@ -68,7 +69,7 @@ def no_gate_on(module: LightningModule, *, names: tuple[str, ...]) -> Iterator[N
 
     with (
         patch.object(BucketUpdate, "close_gate", close_most),
-        patch.object(UnseenReads, "after_backward", find_nothing),  # else the first such read is the last
+        patch.object(Reads, "_read_late", find_nothing),  # else the first such read is the last
     ):
         yield
 
@@ -175,7 +176,7 @@ def everything_is_deferred(module: LightningModule) -> Iterator[None]:
     with (
         patch.object(trainer_module, "optimizer_reasons", lambda _: []),
         patch.object(overlapped_module, "wants_whole_steps", lambda *_: None),
-        patch.object(trainer_module, "wants_whole_steps", lambda *_: None),
+        patch.object(decided_module, "wants_whole_steps", lambda *_: None),
     ):
         yield
 
@@ -258,7 +259,7 @@ def blind_to_overflow(module: LightningModule) -> Iterator[None]:
 @contextmanager
 def no_gate_on_scaler(module: LightningModule) -> Iterator[None]:
     """Let the loss scale be read while its update is due."""
-    with patch.object(loss_scaler_module, "_close_gate", lambda *_: None):
+    with patch.object(loss_scaler_module, "close_state", lambda *_: None):
         yield
 
 

@@ -14,7 +14,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.plugins import MixedPrecision
 from torch.optim import AdamW
 
-from lightning_bytescheduler.ddp import plan as plan_module
+from lightning_bytescheduler.ddp import trainer_fit
 from lightning_bytescheduler.ddp.compression_rules import LayerSearch
 from lightning_bytescheduler.exceptions import OptionError, RanksDifferError
 from lightning_bytescheduler.tuning import credit_tuner
@@ -463,7 +463,7 @@ def test_a_checkpoint_without_anything_left_leaves_nothing(two_ranks: RankPool, 
 def load_anew(rank: int, saved: str, options: dict[str, Any]) -> tuple[list[str], list[str]]:
     """Returns what was said of it, and of what the next checkpoint has something left."""
     said: list[str] = []
-    with patch.object(plan_module, "rank_zero_info", said.append):
+    with patch.object(trainer_fit, "rank_zero_info", said.append):
         recipe = Recipe(model=partial(Tower, optimizer=adamw), steps=17, resume=saved, after=left_names)
         outcome = train(rank, recipe, Run(options=options))
     return [line for line in said if "left to be sent" in line], outcome.notes[-1]

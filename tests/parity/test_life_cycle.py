@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import AdamW
 
 from lightning_bytescheduler import ByteSchedulerStrategy
-from lightning_bytescheduler.ddp.plan import ONE_RANK
+from lightning_bytescheduler.ddp.fit_report import ONE_RANK
 from tests.parity.checks import DDP, assert_overlapped, assert_same, assert_same_as_ddp, train_on
 from tests.parity.observers import sums
 from tests.parity.sabotage import nothing_lands_after_a_failure, nothing_lands_at_the_end

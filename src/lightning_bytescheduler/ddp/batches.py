@@ -50,7 +50,7 @@ from torch.utils.data import (
 from lightning_bytescheduler.collectives.number_exchange import PostedNumbers
 from lightning_bytescheduler.ddp.fit import Fit
 from lightning_bytescheduler.ddp.reduction import sparse_layers
-from lightning_bytescheduler.ddp.sample_weights import BatchSizes, Weighting
+from lightning_bytescheduler.ddp.sample_weights import BatchSizes, SampleWeights, Weighting
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 from lightning_bytescheduler.lightning_api import pl, rank_zero_info
 
@@ -547,7 +547,9 @@ class BatchSharing:
             plan.share_out(lambda n, size: part_of(shares(n), size), unfinished=lambda: unfinished_batches(trainer))
             self._sizes = plan
         if fit is not None:
-            fit.weights.share_out(self.balance, self._sizes, lambda: trainer.fit_loop.batch_idx)
+            cast(SampleWeights, fit.weights).share_out(
+                self.balance.add, self._sizes, lambda: trainer.fit_loop.batch_idx
+            )
         said = f"by rank {self.balance.present}"
         if self.balance.follows_pace:
             said = f"by pace; a change counts {self.balance.ahead} batches later, as loaders draw ahead"
@@ -711,7 +713,7 @@ class UnevenLoader:
                 except StopIteration:
                     batches = None
             if not self.trusted:
-                said = self.fit().weights.has_batch(batches is not None)
+                said = cast(SampleWeights, self.fit().weights).has_batch(batches is not None)
                 if batches is None:
                     said.wait(self.fit().wire.failure)
                     if not any(row[0] for row in said.rows):

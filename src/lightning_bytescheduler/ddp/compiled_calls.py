@@ -8,7 +8,7 @@ that is broken into several graphs, as one graph may have been compiled for anot
 compilation was not seen.
 
 This hooks into functions of Dynamo that every compiled call and every compilation passes through. If a version of
-PyTorch lacks one of them, steps are synchronised (``plan.py``).
+PyTorch lacks one of them, steps are synchronised (``decided_fit.py``).
 """
 
 from __future__ import annotations

@@ -62,10 +62,10 @@ from lightning_bytescheduler.compression import Compressor
 from lightning_bytescheduler.compression.compressor import is_finite
 from lightning_bytescheduler.compression.powersgd import Matrix, PowerSGD
 from lightning_bytescheduler.ddp.compression_rules import AUTO, CompressedLayers, CompressionRules
+from lightning_bytescheduler.ddp.fit_report import Record
 from lightning_bytescheduler.ddp.reduction import AllReduction, GradientBucket, Phase, StepTasks, Uncompressed
 from lightning_bytescheduler.ddp.residuals import Residuals
 from lightning_bytescheduler.ddp.sample_weights import StepWeight
-from lightning_bytescheduler.ddp.statistics import Record
 from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask
 from lightning_bytescheduler.timeline.timeline import CODEC
 

@@ -20,7 +20,7 @@ from lightning_bytescheduler.checks import did_you_mean, require_whole
 from lightning_bytescheduler.collectives.number_exchange import AgreedValues
 from lightning_bytescheduler.compression import COMPRESSORS, Codec, Compressor, PowerSGD, make_codec
 from lightning_bytescheduler.compression.dense import Dense, DenseKind
-from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
+from lightning_bytescheduler.ddp.fit_report import SchedulerStatistics
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 
 __all__ = ["AUTO", "CompressedLayers", "CompressionRules", "LayerSearch", "names_that_count"]

@@ -33,22 +33,16 @@ from torch.optim import Optimizer
 
 from lightning_bytescheduler.collectives.groups import SchedulerGroups
 from lightning_bytescheduler.ddp.ddp_arguments import SAID_BY_THE_STRATEGY, check_hooks, check_module, check_options
-from lightning_bytescheduler.ddp.deferred_optimizer import deferred_step, followed_by, is_enabled
-from lightning_bytescheduler.ddp.fit_position import introduce, parameter_facts
-from lightning_bytescheduler.ddp.partial_step import wants_whole_steps
-from lightning_bytescheduler.ddp.plan import (
-    OverlapPlan,
+from lightning_bytescheduler.ddp.decided_fit import (
+    DecidedFit,
+    FitTuning,
     announce,
-    model_reasons,
     optimizer_reasons,
-    option_reasons,
-    plan_of,
-    unseen_parameters,
 )
-from lightning_bytescheduler.ddp.rank_strategy import JoinedRanks, PublishesFailures
+from lightning_bytescheduler.ddp.deferred_optimizer import is_enabled
+from lightning_bytescheduler.ddp.fit_report import OverlapPlan, Record, SchedulerStatistics
+from lightning_bytescheduler.ddp.rank_strategy import JoinedRanks, PublishesFailures, introduce, model_facts
 from lightning_bytescheduler.ddp.reduction import sparse_layers
-from lightning_bytescheduler.ddp.statistics import Record, SchedulerStatistics
-from lightning_bytescheduler.ddp.tuned_fit import DecidedFit, FitTuning
 from lightning_bytescheduler.ddp.wire import Wire, agree_on_sizes
 from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.failures.rendezvous import Introduction, hold_roll_call
@@ -166,55 +160,22 @@ class FabricFit(DecidedFit):
         with super().backward():
             yield
 
-    def step_with(
-        self, take: Callable[..., Any], optimizer: Optimizer, closure: Callable[[], Any] | None, *, deferrable: bool
-    ) -> Any:
-        """Defer the optimizer's step if its gradients are in flight; otherwise take it, with final gradients.
-
-        Args:
-            take: The strategy's own step; called with a closure or ``None``.
-            optimizer: The optimizer.
-            closure: Computes loss and gradients; may be ``None``.
-            deferrable: Whether nothing but a closure was given to the step.
-        """
+    def step_with(self, take: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """See :class:`DecidedFit`; decides after the first step."""
         has = self._has(optimizer)
         if True not in has:
-            return take(closure)
-        if self.overlapped and deferrable:
-            why_whole = wants_whole_steps(optimizer)
-            if False in has:
-                why_whole = "the optimizer has parameters of something else, too"
-            if why_whole is None:
-                with deferred_step(optimizer, self):
-                    return take(closure)
-            self.reads.seen.stepped_whole(why_whole)
-        if closure is None:
-            self.flush()
-        output = take(None if closure is None else followed_by(self.flush, closure))
-        if deferrable:
-            self.took_whole_step(optimizer)
-        if self.plan is None:
-            self._decide(optimizer)
+            return take(*args)
+        mixed = "the optimizer has parameters of something else, too" if False in has else None
+        output = super().step_with(take, optimizer, *args, why_whole=mixed, **kwargs)
+        module = self.module()
+        if self.plan is None and module is not None:
+            plugin = self._strategy.precision
+            self.begin_steps(module, [*optimizer_reasons([optimizer]), *_precision_reasons(plugin)])
         return output
 
     def clip_value(self, optimizer: Optimizer, limit: float) -> bool:
         """Clip gradients by value when they have arrived; ``False`` if the caller has to clip now."""
         return False not in self._has(optimizer) and self.step.clip_value(optimizer, limit)
-
-    def _decide(self, optimizer: Optimizer) -> None:
-        """Decide with the other ranks what overlaps, after the first step."""
-        module, strategy = self.module(), self._strategy
-        if module is None:
-            return
-        bucket_views = strategy._ddp_kwargs.get("gradient_as_bucket_view", True)
-        reasons = [
-            *optimizer_reasons([optimizer]),
-            *option_reasons(cross_barrier=self._options.cross_barrier, bucket_views=bucket_views),
-            *_precision_reasons(strategy.precision),
-            *model_reasons(module),
-        ]
-        unseen = unseen_parameters(module)
-        self.begin_steps(module, plan_of(module, reasons, unseen=unseen, held=self.reads.find_held()), unseen)
 
 
 def _precision_reasons(plugin: FabricPrecision) -> list[str]:
@@ -338,7 +299,7 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
         if board is None or not any(p.requires_grad for p in module.parameters()):
             return super().setup_module(module)
         self.barrier()  # the barrier detects a rank that has died; the store does not
-        self._meet("a model", Introduction(rank=self.global_rank, facts=parameter_facts(module.parameters())))
+        self._meet("a model", Introduction(rank=self.global_rank, facts=model_facts(module.parameters())))
         if self.fit is not None:
             if not self.reduce_boolean_decision(self.fit.is_gone):
                 rank_zero_info(

@@ -49,6 +49,7 @@ from lightning_bytescheduler.collectives.number_exchange import NumberExchange
 from lightning_bytescheduler.collectives.operations import profiled
 from lightning_bytescheduler.ddp.ddp_arguments import refuse_join, refuse_steps_in_backward
 from lightning_bytescheduler.ddp.entry_points import watch_entry_points
+from lightning_bytescheduler.ddp.fit_report import Record
 from lightning_bytescheduler.ddp.gradient_transforms import PendingScale, Unscale
 from lightning_bytescheduler.ddp.own_gradients import OwnGradients
 from lightning_bytescheduler.ddp.reads import ForwardPass, Reads
@@ -61,7 +62,6 @@ from lightning_bytescheduler.ddp.sample_weights import (
     SampleCounter,
     SampleWeights,
 )
-from lightning_bytescheduler.ddp.statistics import Record
 from lightning_bytescheduler.ddp.wire import STOP_S, Wire
 from lightning_bytescheduler.exceptions import RankFailedError, SchedulerClosedError
 from lightning_bytescheduler.scheduler.task import CommTask

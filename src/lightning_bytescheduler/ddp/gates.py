@@ -9,7 +9,7 @@ Why parameters and not modules: a gate on a module's forward misses reads elsewh
 self.embedding.weight)``, a callback that reads weights, ``state_dict()``). A gate on the parameter is exact wherever it
 is read, in every iteration, and costs nothing once it is open. It cannot see code that holds the memory without the
 Python object: scripted modules, extensions, or an alias made earlier with ``.data``. Such parameters are found
-beforehand (``plan.py``), in iterations, or by their references (both in ``reads.py``), and their steps are not
+beforehand (``decided_fit.py``), in iterations, or by their references (both in ``reads.py``), and their steps are not
 deferred. PyTorch functions that read parameters without a touch open gates first (``entry_points.py``,
 ``compiled_calls.py``).
 

@@ -41,19 +41,19 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_bytescheduler.collectives.operations import profiled
-from lightning_bytescheduler.ddp.fit import Fit, TrainingStep
-from lightning_bytescheduler.ddp.gates import arm, can_be_gated, disarm, gate_of
-from lightning_bytescheduler.ddp.gradient_transforms import PendingScale, StepTransforms, Unscale
-from lightning_bytescheduler.ddp.partial_step import (
+from lightning_bytescheduler.ddp.deferred_optimizer import (
     DueStep,
     ParameterGradient,
     close_state,
     open_state,
     plain_mode,
+    state_is_kept,
     step_partially,
     wants_whole_steps,
 )
-from lightning_bytescheduler.ddp.reads import state_is_kept
+from lightning_bytescheduler.ddp.fit import Fit, TrainingStep
+from lightning_bytescheduler.ddp.gates import arm, can_be_gated, disarm, gate_of
+from lightning_bytescheduler.ddp.gradient_transforms import PendingScale, StepTransforms, Unscale
 from lightning_bytescheduler.ddp.reduction import GradientBucket
 from lightning_bytescheduler.scheduler.task import CommTask
 from lightning_bytescheduler.timeline.timeline import STEP

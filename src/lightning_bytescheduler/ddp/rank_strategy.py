@@ -1,7 +1,9 @@
 """DDP's strategy on ranks that report failures to each other, with or without ByteScheduler's communication.
 
-A rank publishes its failure first. Errors that follow on other ranks then name that rank. Trainer's and Fabric's
-strategies share this (:class:`JoinedRanks`).
+Before a training the ranks compare versions, strategy, options, models and optimizers (:func:`introduce`). While it
+runs, each knows where the others are (:class:`FitPosition`): hooks count, and any thread may read. A rank publishes its
+failure first. Errors that follow on other ranks then name that rank. Trainer's and Fabric's strategies share this
+(:class:`JoinedRanks`).
 
 Some of Lightning's launchers start processes and join them in the main process (spawn, fork). With these, Lightning
 calls ``on_exception`` and tears down in the main process after the workers have ended. So a worker publishes its
@@ -16,15 +18,18 @@ name beside the checkpoint, and then renamed.
 from __future__ import annotations
 
 import atexit
+import hashlib
 import os
+import platform
+import re
 import socket
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import fsspec
 import torch
@@ -35,16 +40,15 @@ from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_bytescheduler.__about__ import __version__
 from lightning_bytescheduler.checks import unknown_variables
 from lightning_bytescheduler.collectives.groups import VARIABLE, choose_interface
 from lightning_bytescheduler.ddp.ddp_arguments import check_launch_options
-from lightning_bytescheduler.ddp.fit_position import FitPosition
-from lightning_bytescheduler.ddp.plan import OverlapPlan
+from lightning_bytescheduler.ddp.decided_fit import DecidedFit
+from lightning_bytescheduler.ddp.fit_report import OverlapPlan, SchedulerStatistics
 from lightning_bytescheduler.ddp.residuals import Residuals
 from lightning_bytescheduler.ddp.sigterm import ends_by_sigterm, sigterm_ends_at_once
-from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
 from lightning_bytescheduler.ddp.trainer_fit import FitOptions, TrainerFit
-from lightning_bytescheduler.ddp.tuned_fit import DecidedFit
 from lightning_bytescheduler.exceptions import RankFailedError, RanksDivergedError, SchedulerClosedError
 from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.failures.messages import phrase
@@ -56,13 +60,14 @@ from lightning_bytescheduler.failures.rendezvous import (
     name_incarnation,
     require_alike,
 )
-from lightning_bytescheduler.failures.standstill import waiting
+from lightning_bytescheduler.failures.standstill import Standing, waiting
 from lightning_bytescheduler.lightning_api import (
     PACKAGE,
     ClusterEnvironment,
     DDPStrategy,
     SIGTERMException,
     TorchCheckpointIO,
+    TrainerFn,
     _init_dist_connection,
     _MultiProcessingLauncher,
     pl,
@@ -85,6 +90,172 @@ OUTER_STATE = "lightning_bytescheduler.diloco"
 """Checkpoint key of ``diloco``'s state, which ``bytescheduler`` ignores."""
 
 _OUTCOME = "lightning_bytescheduler"
+
+
+_GROUPS_COMPARED = 16
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # of an object, which differs between processes
+# Set for one rank by design, compared under another name, or ignored.
+_LOCAL = tuple(f"BYTESCHEDULER_{name}" for name in ("BATCH_SIZE", "LIGHTNING", "ROOT_IP", "ROOT_PORT"))
+
+
+def introduce(
+    rank: int, strategy: str, options: Mapping[str, object], trainer: pl.Trainer | None = None
+) -> Introduction:
+    """Make this rank's introduction.
+
+    Args:
+        rank: This rank.
+        strategy: Name of the strategy.
+        options: Options that must be the same on all ranks, by name.
+        trainer: The Trainer, whose own options must be the same too; may be ``None``.
+    """
+    facts: dict[str, object] = {"strategy": strategy, "version of lightning-bytescheduler": __version__}
+    facts.update(options)
+    if trainer is not None:
+        facts["what the Trainer does"] = getattr(trainer.state.fn, "value", trainer.state.fn)
+        facts["precision"] = trainer.precision
+        accumulated = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm")
+        for option in ("max_steps", "max_epochs", *accumulated):
+            facts[option] = getattr(trainer, option, None)
+    variables = {
+        name: os.environ[name]
+        for name in sorted(os.environ)
+        if name.startswith("BYTESCHEDULER_") and name not in _LOCAL
+    }
+    return Introduction(
+        rank=rank,
+        facts={name: _text(value) for name, value in facts.items()},
+        noted={
+            "torch": torch.__version__,
+            PACKAGE: pl.__version__,
+            "Python": ".".join(platform.python_version_tuple()[:2]),
+            **variables,
+        },
+    )
+
+
+def model_facts(parameters: Iterable[nn.Parameter]) -> dict[str, str]:
+    """Return the number, shapes and types of trained parameters, as facts to compare."""
+    shapes = [(tuple(p.shape), str(p.dtype)) for p in parameters if p.requires_grad]
+    digest = hashlib.sha256(repr(shapes).encode()).hexdigest()[:8]
+    values = sum(torch.Size(shape).numel() for shape, _ in shapes)
+    return {"trained model": f"{len(shapes)} tensors of {values:,} values (digest of shapes and types {digest})"}
+
+
+def optimizer_facts(optimizers: Sequence[Optimizer]) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the facts on optimizers that ranks compare.
+
+    Returns:
+        First the classes and numbers of groups, which have to be the same. Then the numbers in the groups; where they
+        differ, ranks end up with different weights.
+    """
+    kinds = [f"{type(one).__name__} with {len(one.param_groups)} groups" for one in optimizers]
+    numbers = {}
+    for index, optimizer in enumerate(optimizers):
+        which = f" of optimizer {index}" if len(optimizers) > 1 else ""
+        for place, group in enumerate(optimizer.param_groups[:_GROUPS_COMPARED]):
+            where = f" in group {place}" if len(optimizer.param_groups) > 1 else ""
+            for name, value in group.items():
+                if isinstance(value, (bool, int, float, str)) or (name == "betas" and isinstance(value, tuple)):
+                    numbers[f"{name}{where}{which}"] = str(value)
+    return {"optimizers": ", ".join(kinds) or "none"}, numbers
+
+
+def _text(value: object) -> str:
+    return repr(value) if isinstance(value, str) else _ADDRESS.sub("", str(value))
+
+
+class FitPosition:
+    """One rank's place in one run of the Trainer."""
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._trainer = trainer
+        self._last: Standing | None = None
+        self._batches = 0
+        self._epoch = 0
+        self._epoch_batches = 0
+        self._launched_at_batch = 0
+        self._last_epoch = 0
+
+    def begin_epoch(self) -> None:
+        """Record that an epoch begins; the Trainer increments its number before the previous epoch's last hooks."""
+        self._epoch = self._trainer.current_epoch
+        self._last_epoch, self._epoch_batches = self._epoch_batches, 0
+
+    def begin_batch(self) -> None:
+        """Record that a batch begins."""
+        self._batches += 1
+        self._epoch_batches += 1
+        # Otherwise nothing is known of the last collective: a rank inside it may get through. On a CPU another group
+        # counts (``sigterm.py``).
+        if self._trainer.strategy.root_device.type != "cpu":
+            self._launched_at_batch = _launched()
+
+    def end(self) -> None:
+        """Record that the run is over; this rank takes no further step."""
+        self._last = self.standing(ended=True)
+
+    @property
+    def reached(self) -> dict[str, str]:
+        """The facts that have to be the same on all ranks when a fit begins."""
+        trainer = self._trainer
+        if trainer.state.fn != TrainerFn.FITTING:
+            return {}
+        batch = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        return {"progress": f"epoch {trainer.current_epoch}, batch {batch}, step {trainer.global_step}"}
+
+    def standing(self, *, ended: bool = False) -> Standing:
+        """Return this rank's standing for the other ranks."""
+        if self._last is not None:
+            return self._last
+        trainer, strategy = self._trainer, cast(Any, self._trainer.strategy)
+        fit: DecidedFit | None = strategy.fit
+        progress = trainer.fit_loop.epoch_loop.batch_progress
+        ready, expected = progress.current.ready, trainer.fit_loop.max_batches
+        is_last = progress.is_last_batch or ready == expected
+        return Standing(
+            place=place_of(trainer),
+            steps=0 if fit is None else fit.progress.offered,
+            awaited_step=0 if fit is None else fit.awaited_step,
+            launched=_launched(),
+            ended=ended,
+            batches=self._batches,
+            launched_at_batch=self._launched_at_batch,
+            epoch=self._epoch,
+            epoch_batches=self._epoch_batches,
+            is_last=bool(ready and is_last),
+            through=bool(ready and is_last and progress.current.completed == ready),
+            last_epoch=self._last_epoch,
+            expected=int(expected) if expected != float("inf") else 0,
+        )
+
+
+def place_of(trainer: pl.Trainer) -> str:
+    """Return the stage, the batch and the hook that a Trainer is in, in words."""
+    module = trainer.lightning_module
+    hook = getattr(module, "_current_fx_name", None)
+    where = f" ({hook})" if hook else ""
+    if trainer.sanity_checking:
+        return f"in the sanity check{where}"
+    step = trainer.fit_loop.epoch_loop.global_step
+    if trainer.validating and trainer.state.fn == "fit":
+        batch = trainer.fit_loop.epoch_loop.val_loop.batch_progress.current.ready
+        return f"in batch {batch} of the validation after step {step}{where}"
+    if trainer.training:
+        return (
+            f"in epoch {trainer.current_epoch}, batch {trainer.fit_loop.epoch_loop.batch_progress.current.ready}{where}"
+        )
+    return f"in {trainer.state.fn}{where}"
+
+
+def _launched() -> int:
+    """Return the number of collectives begun on the default group; 0 if the backend does not count."""
+    group = dist.group.WORLD
+    count = getattr(group, "_get_sequence_number_for_group", None)
+    try:
+        return 0 if count is None else int(count())
+    except RuntimeError:  # this backend does not count
+        return 0
 
 
 class JoinedRanks:

@@ -1,8 +1,8 @@
 """Who reads parameters, when, and whether a gate sees it; and what the user is told of reads that cost something.
 
-The order of first use is the priority of buckets. What is read without a touch is found in the first iteration
-(:class:`FirstUseObserver`), in later ones (:class:`UnseenReads`) or by its references (:class:`AliasDetector`). Code
-that reads weights or gradients between steps costs overlap; it is named once (:class:`SeenReads`).
+The order of first use is the priority of buckets. What is read without a touch is found in the first iteration, in
+later ones (:class:`Reads`) or by its references (:class:`AliasDetector`). Code that reads weights or gradients between
+steps costs overlap; it is named once (:class:`SeenReads`).
 """
 
 from __future__ import annotations
@@ -18,11 +18,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from lightning_bytescheduler.checks import some_of
 from lightning_bytescheduler.ddp.gates import arm, can_be_gated, disarm, gate_of, is_armed
-from lightning_bytescheduler.ddp.partial_step import attributes_of
 from lightning_bytescheduler.lightning_api import Logger, pl, rank_zero_info, rank_zero_warn
 
 _storage_of = torch.Tensor.untyped_storage
@@ -186,43 +184,6 @@ def _references_of_one_storage() -> int:
 _STORAGE_ALONE = _references_of_one_storage()
 
 
-def state_is_kept(optimizer: Optimizer) -> bool:
-    """Whether other code holds the state of ``optimizer``, or a dictionary or tensor of it."""
-    own = attributes_of(optimizer)
-    if sys.getrefcount(own["state"]) > _ALONE_AS_ATTRIBUTE:
-        return True
-    if _most_references(own["state"].values()) > _ALONE_IN_MAPPING:
-        return True
-    tensors = _tensors(own["state"])
-    return _most_references(tensors) > _ALONE_IN_LIST or held_beside(tensors)
-
-
-def _most_references(values: Iterable[Any]) -> int:
-    return max(map(sys.getrefcount, values), default=0)
-
-
-def _tensors(state: Mapping[Any, Any]) -> list[torch.Tensor]:
-    return [
-        value
-        for values in state.values()
-        if isinstance(values, dict)
-        for value in values.values()
-        if type(value) is torch.Tensor and value.layout is torch.strided and value.numel()
-    ]
-
-
-class _Holder:
-    def __init__(self) -> None:
-        self.state: dict[int, dict[str, torch.Tensor]] = {0: {"": torch.zeros(1, dtype=torch.float32)}}
-
-
-# Python versions differ in the references that counting itself holds, so these are measured.
-_holder = vars(_Holder())
-_ALONE_AS_ATTRIBUTE = sys.getrefcount(_holder["state"])
-_ALONE_IN_MAPPING = _most_references(_holder["state"].values())
-_ALONE_IN_LIST = _most_references(_tensors(_holder["state"]))
-
-
 _scripts: list[tuple[weakref.ref[Any], list[int]]] = []  # with the ids of the modules' parameters
 
 
@@ -243,188 +204,9 @@ def scripted_parameters() -> set[int]:
 log = logging.getLogger(__name__)
 
 
-class FirstUseObserver:
-    """Records the order of first touches of parameters during one forward pass.
-
-    Args:
-        parameters: All parameters, in registration order, which is used for those that were not touched.
-    """
-
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self._parameters = list(parameters)
-        self._registration = {id(p): index for index, p in enumerate(self._parameters)}
-        self._position: dict[int, int] = {}
-        self._unseen: set[int] = set()
-        self._compiled: set[int] = set()
-        self._untouched: list[nn.Parameter] = []  # in the observed pass, until its backward pass has been observed too
-        self._observing = False
-        self._done = False
-
-    def begin(self, unseen: Iterable[int] = ()) -> None:
-        """Begin to observe, unless a pass was observed before.
-
-        Args:
-            unseen: Ids of parameters that are read without a touch. They are skipped, as compiled code specialises on
-                the class of what it reads.
-        """
-        if not self._done:
-            self._observing = True
-            self._unseen.update(unseen)
-            # A pass that touched nothing does not count, but updates may still be pending.
-            arm((p for p in self._parameters if id(p) not in self._unseen and not is_armed(p)), self)
-
-    def end(self) -> None:
-        """Stop observing."""
-        if not self._observing:
-            return
-        self._observing = False
-        self._done = bool(self._position)
-        observed = [p for p in self._parameters if gate_of(p) is self]
-        disarm(observed)
-        self._untouched = [p for p in observed if id(p) not in self._position]
-
-    def touched(self, parameter: nn.Parameter, gradient_only: bool) -> None:
-        """See :class:`~lightning_bytescheduler.ddp.gates.Gate`."""
-        if gradient_only:
-            return
-        disarm((parameter,))
-        if torch.compiler.is_compiling():
-            self._compiled.add(id(parameter))
-        self._position.setdefault(id(parameter), len(self._position))
-
-    def open_all(self, reason: str) -> None:
-        """See :class:`~lightning_bytescheduler.ddp.gates.Gate`: stop observing until :meth:`resume`."""
-        disarm([p for p in self._parameters if gate_of(p) is self])
-
-    def resume(self, read: Iterable[int]) -> None:
-        """Observe again; parameters with the ids ``read`` were used in between."""
-        if not self._observing:
-            return
-        for parameter in read:
-            if parameter in self._registration and parameter not in self._unseen:
-                self._position.setdefault(parameter, len(self._position))
-        known = self._unseen | self._position.keys()
-        arm((p for p in self._parameters if id(p) not in known and not is_armed(p)), self)
-
-    def read_unseen(self) -> set[int]:
-        """Return the ids of parameters that the observed pass read without a touch or in compiled code.
-
-        Call it after the backward pass. Empty unless a pass was observed since the last call.
-        """
-        found = {id(p) for p in self._untouched if p.grad is not None} | self._compiled
-        self._untouched = []
-        self._compiled = set()
-        self._unseen |= found
-        return found
-
-    def note_unseen(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Record that ``parameters`` are read without a touch."""
-        self._unseen.update(map(id, parameters))
-
-    def position(self, parameters: Iterable[nn.Parameter]) -> int:
-        """Return the earliest position among ``parameters``: the priority of a bucket that holds them.
-
-        Parameters that are read unseen come first, as their step does not wait for the forward pass. Unused ones come
-        last, in the order of registration.
-        """
-        return min(map(self._position_of, parameters), default=0)
-
-    def _position_of(self, parameter: nn.Parameter) -> int:
-        key = id(parameter)
-        if key in self._unseen:
-            return -1
-        return self._position.get(key, len(self._position) + self._registration.get(key, 0))
-
-
-_TOLD_APART_EVERY = 16  # passes
-
-
-class UnseenReads:
-    """Finds unseen reads that begin after the first iteration, such as a kernel that is switched on later.
-
-    A parameter was read unseen, before its update, if the update was pending, nothing touched it in the forward pass,
-    and it gets a gradient in the backward pass. A gate opens for a whole bucket, which hides the bucket's other
-    parameters. So in one pass out of sixteen these keep a gate that only records their own touches.
-
-    Cost: one more touch of each parameter in one pass out of sixteen. Not found: reads without a gradient, and a
-    parameter that is read unseen and then touched in the same forward pass.
-
-    It watches one fit's forward and backward passes, under its lock or on the training thread.
-    """
-
-    def __init__(self) -> None:
-        self._apart = False
-        self._watched: dict[int, nn.Parameter] = {}
-        self._stale: dict[int, nn.Parameter] = {}  # not touched, and stepped only when the forward pass ended
-        self._doubtful: dict[int, nn.Parameter] = {}  # not touched, but in a bucket that was opened
-        self._with_gradient: set[int] = set()
-        self._handles: list[Any] = []
-
-    def begin(self, step: int) -> None:
-        """Begin a forward pass."""
-        self._apart = step % _TOLD_APART_EVERY == 0
-
-    def opened(self, parameters: Iterable[nn.Parameter], touched: nn.Parameter | None) -> None:
-        """Handle ``parameters`` whose gate a touch has opened in a forward pass, instead of making them plain."""
-        if not self._apart:
-            return
-        others = [p for p in parameters if p is not touched]
-        self._watched.update((id(p), p) for p in others)
-        arm(others, self)
-
-    def touched(self, parameter: nn.Parameter, gradient_only: bool) -> None:
-        """See :class:`~lightning_bytescheduler.ddp.gates.Gate`."""
-        if gradient_only:
-            return
-        self._watched.pop(id(parameter), None)
-        if gate_of(parameter) is self:
-            disarm((parameter,))
-
-    def open_all(self, reason: str) -> None:
-        """See :class:`~lightning_bytescheduler.ddp.gates.Gate`: known unseen reads begin."""
-        watched, self._watched = self._watched, {}
-        disarm(p for p in watched.values() if gate_of(p) is self)
-
-    def end(self, late: Iterable[nn.Parameter] = (), untouched: Iterable[nn.Parameter] = ()) -> None:
-        """End a forward pass; it touched neither ``late``, which are stepped only now, nor ``untouched``."""
-        watched, self._watched = self._watched, {}
-        disarm(p for p in watched.values() if gate_of(p) is self)
-        self._doubtful = watched | {id(p): p for p in untouched}
-        self._stale = {id(p): p for p in late}
-
-    def before_backward(self) -> None:
-        """Record which parameters get a gradient in this process; DDP also fills in those of other ranks."""
-        self._forget_hooks()
-        for parameter in (*self._stale.values(), *self._doubtful.values()):
-            if parameter.requires_grad:
-                self._handles.append(parameter.register_hook(self._noting(id(parameter))))
-
-    def after_backward(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """Return the parameters that were read unseen: those certainly read before the update, and those possibly."""
-        found = self._with_gradient
-        stale = [p for key, p in self._stale.items() if key in found]
-        doubtful = [p for key, p in self._doubtful.items() if key in found]
-        self.close()
-        return stale, doubtful
-
-    def close(self) -> None:
-        """Remove all hooks and gates."""
-        self.end()
-        self._doubtful = {}
-        self._forget_hooks()
-
-    def _forget_hooks(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-        self._with_gradient = set()
-
-    def _noting(self, key: int) -> Callable[[Any], None]:
-        return lambda _: self._with_gradient.add(key)
-
-
 ENOUGH = 20  # steps of which most were read early, before a line is logged
 _OWNERS = (pl.Callback, pl.LightningModule, Logger)
+_TOLD_APART_EVERY = 16  # passes
 
 
 class SeenReads:
@@ -526,10 +308,21 @@ class ForwardPass:
 
 
 class Reads:
-    """All that is known of the reads of one fit's parameters.
+    """All that is known of the reads of one fit's parameters; used under the fit's lock or on the training thread.
+
+    *The order of use* is that of the first touches in the first forward pass that is observed, in which each parameter
+    has a gate that only records its turn.
+
+    *Unseen reads.* A parameter that nothing touched in this pass and that gets a gradient was read past its gate. Such
+    reads may also begin later, as those of a kernel that is switched on: the update was pending, nothing touched the
+    parameter in the forward pass, and it gets a gradient in the backward pass. A bucket's gate opens for all its
+    parameters, which hides the others. So in one pass out of sixteen these keep a gate that only records their touches.
+
+    Cost: one more touch of each parameter in one pass out of sixteen. Not found: reads without a gradient, and a
+    parameter that is read unseen and then touched in the same forward pass.
 
     Args:
-        parameters: The trained parameters.
+        parameters: The trained parameters, in registration order, which is that of parameters that are not touched.
         by_first_use: Whether a bucket's position is its first use in the forward pass; if false, its index.
 
     Attributes:
@@ -541,67 +334,121 @@ class Reads:
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], *, by_first_use: bool = True) -> None:
-        parameters = list(parameters)
+        self._parameters = list(parameters)
         self.seen = SeenReads()
         self.forward = ForwardPass(0.0, under_way=False)
         self.unseen: set[int] = set()
         self.held_elsewhere: set[int] = set()
         self.opened_for: Counter[str] = Counter()
+        self._aliases = AliasDetector(self._parameters)
         self._by_first_use = by_first_use
+        self._registration = {id(p): index for index, p in enumerate(self._parameters)}
+        self._position: dict[int, int] = {}
         self._bucket_order: dict[int, int] = {}
-        self._first_use = FirstUseObserver(parameters)
-        self._later = UnseenReads()
-        self._aliases = AliasDetector(parameters)
+        self._observing = False  # whether this pass shows the order of use
+        self._compiled: set[int] = set()  # touched in it by compiled code, which will not do so again
+        self._untouched: list[nn.Parameter] = []  # in it, until its backward pass has been observed too
+        self._apart = False  # whether this pass tells a bucket's parameters apart
+        self._watched: dict[int, nn.Parameter] = {}  # with a gate that only records
+        self._stale: dict[int, nn.Parameter] = {}  # not touched, and stepped only when the forward pass ended
+        self._doubtful: dict[int, nn.Parameter] = {}  # not touched, but in a bucket that was opened
+        self._with_gradient: set[int] = set()
+        self._handles: list[Any] = []
 
-    def position_of(self, index: int, parameters: list[nn.Parameter]) -> int:
-        """Return a bucket's position in the forward pass, from its index and parameters."""
+    def position_of(self, index: int, parameters: Iterable[nn.Parameter]) -> int:
+        """Return a bucket's position in the forward pass: its priority.
+
+        It is the earliest of its parameters. Those that are read unseen come first, as their step does not wait for the
+        forward pass. Unused ones come last, in the order of registration.
+
+        Args:
+            index: The bucket's.
+            parameters: The bucket's.
+        """
         known = self._bucket_order.get(index) if self._by_first_use else index
-        return self._first_use.position(parameters) if known is None else known
+        return min(map(self._position_of, parameters), default=0) if known is None else known
+
+    def _position_of(self, parameter: nn.Parameter) -> int:
+        key = id(parameter)
+        if key in self.unseen:
+            return -1
+        return self._position.get(key, len(self._position) + self._registration.get(key, 0))
 
     def find_held(self) -> set[int]:
         """Return the ids of parameters whose memory other code can read."""
         self.held_elsewhere = self._aliases.find() | scripted_parameters()
         return self.held_elsewhere
 
+    # ------------------------------------------------------------------ forward pass
+
     def begin_forward(self, start: float, step: int, *, observes: bool) -> None:
         """Begin a forward pass of ``step``; ``observes`` unless nothing reads weights in it, or gates never close."""
         self.forward = ForwardPass(start)
         if observes:
-            self._first_use.begin(self.unseen)
-            self._later.begin(step)
+            self._apart = step % _TOLD_APART_EVERY == 0
+            if self._observing or not self._position:  # a pass that touched nothing does not count
+                self._observing = True
+                self._observe()
 
-    def end_observing(self) -> None:
-        """End a forward pass, before the updates that it did not touch are applied."""
-        self._first_use.end()
+    def _observe(self) -> None:
+        # Parameters known to be unseen are left out, as compiled code specialises on the class of what it reads.
+        known = self.unseen | self._position.keys()
+        self._watch(p for p in self._parameters if id(p) not in known and not is_armed(p))  # updates may be pending
 
-    def end_forward(self, late: Iterable[nn.Parameter], untouched: Iterable[nn.Parameter]) -> None:
-        """End a forward pass, after that; see :meth:`UnseenReads.end`."""
-        self._later.end(late, untouched)
-        if self.forward.touched_buckets:
-            self._bucket_order = {index: position for position, index in enumerate(self.forward.touched_buckets)}
-        self.forward.under_way = False
+    def _watch(self, parameters: Iterable[nn.Parameter]) -> None:
+        watched = list(parameters)
+        self._watched.update((id(p), p) for p in watched)
+        arm(watched, self)
 
     def opened(self, parameters: list[nn.Parameter], touched: nn.Parameter | None) -> None:
         """Record that a touch of one of ``parameters`` has opened a bucket's gate."""
-        if self.forward.under_way:
-            self._later.opened(parameters, touched)
+        if self.forward.under_way and self._apart:
+            self._watch(p for p in parameters if p is not touched)
 
-    def before_backward(self) -> None:
-        """See :meth:`UnseenReads.before_backward`."""
-        self._later.before_backward()
+    def touched(self, parameter: nn.Parameter, gradient_only: bool) -> None:
+        """See :class:`~lightning_bytescheduler.ddp.gates.Gate`."""
+        if gradient_only:
+            return
+        self._watched.pop(id(parameter), None)
+        if gate_of(parameter) is self:
+            disarm((parameter,))
+        if self._observing:
+            if torch.compiler.is_compiling():
+                self._compiled.add(id(parameter))
+            self._position.setdefault(id(parameter), len(self._position))
 
-    def after_backward(self, step: int) -> None:
-        """Find newly read parameters, which are stepped within the step from here on.
+    def open_all(self, reason: str) -> None:
+        """See :class:`~lightning_bytescheduler.ddp.gates.Gate`: stop recording, until :meth:`resume`."""
+        self._let_go()
 
-        Ranks may differ in this, as it changes no message. Call it after all passes of a step, as each may have
-        gradients of other layers.
-        """
-        self.unseen |= self._first_use.read_unseen()
-        for certain, parameters in zip((True, False), self._later.after_backward(), strict=True):
-            if parameters:
-                self.unseen.update(map(id, parameters))
-                self._first_use.note_unseen(parameters)
-                self.seen.read_unseen(parameters, step, certain)
+    def resume(self, read: Iterable[int]) -> None:
+        """Observe the order of use again; parameters with the ids ``read`` were used in between."""
+        if self._observing:
+            for key in read:
+                if key in self._registration and key not in self.unseen:
+                    self._position.setdefault(key, len(self._position))
+            self._observe()
+
+    def _let_go(self) -> dict[int, nn.Parameter]:
+        watched, self._watched = self._watched, {}
+        disarm(p for p in watched.values() if gate_of(p) is self)
+        return watched
+
+    def end_observing(self) -> None:
+        """Stop recording at the end of a forward pass, before the updates that it did not touch are applied."""
+        left = self._let_go()
+        if self._observing:
+            self._observing = False
+            self._untouched, left = list(left.values()), {}
+        self._doubtful = left
+
+    def end_forward(self, late: Iterable[nn.Parameter], untouched: Iterable[nn.Parameter]) -> None:
+        """End a forward pass; it touched neither ``late``, which are stepped only now, nor ``untouched``."""
+        self._doubtful.update((id(p), p) for p in untouched)
+        self._stale = {id(p): p for p in late}
+        if self.forward.touched_buckets:
+            self._bucket_order = {index: position for position, index in enumerate(self.forward.touched_buckets)}
+        self.forward.under_way = False
 
     def waits_early(self) -> bool:
         """Record a wait; returns whether it is the first one since the last forward pass, outside of one."""
@@ -610,7 +457,51 @@ class Reads:
         forward.read_early = forward.read_early or early
         return early
 
+    # ------------------------------------------------------------------ backward pass
+
+    def before_backward(self) -> None:
+        """Record which parameters get a gradient in this process; DDP also fills in those of other ranks."""
+        self._forget_hooks()
+        for parameter in (*self._stale.values(), *self._doubtful.values()):
+            if parameter.requires_grad:
+                self._handles.append(parameter.register_hook(self._noting(id(parameter))))
+
+    def _noting(self, key: int) -> Callable[[Any], None]:
+        return lambda _: self._with_gradient.add(key)
+
+    def after_backward(self, step: int) -> None:
+        """Find newly read parameters, which are stepped within the step from here on.
+
+        Ranks may differ in this, as it changes no message. Call it after all passes of a step, as each may have
+        gradients of other layers.
+        """
+        self.unseen |= {id(p) for p in self._untouched if p.grad is not None} | self._compiled
+        self._untouched, self._compiled = [], set()
+        for certain, parameters in self._read_late():
+            self.unseen.update(map(id, parameters))
+            self.seen.read_unseen(parameters, step, certain)
+
+    def _read_late(self) -> list[tuple[bool, list[nn.Parameter]]]:
+        """Return the parameters that were read unseen: those certainly read before the update, and those possibly."""
+        found = [
+            (certain, [p for key, p in among.items() if key in self._with_gradient])
+            for certain, among in ((True, self._stale), (False, self._doubtful))
+        ]
+        self._forget()
+        return [(certain, parameters) for certain, parameters in found if parameters]
+
+    def _forget(self) -> None:
+        self._let_go()
+        self._stale, self._doubtful = {}, {}
+        self._forget_hooks()
+
+    def _forget_hooks(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._with_gradient = set()
+
     def close(self) -> None:
-        """Remove all hooks and gates of observers."""
-        self._first_use.end()
-        self._later.close()
+        """Remove all hooks and gates."""
+        self.end_observing()
+        self._forget()

@@ -43,8 +43,8 @@ from lightning_bytescheduler.collectives.operations import (
     shard_of,
 )
 from lightning_bytescheduler.collectives.transport import EncodedStart, GradientTransport, ReadyMark
+from lightning_bytescheduler.ddp.fit_report import BEFORE_GATHERS, Record
 from lightning_bytescheduler.ddp.sample_weights import StepWeight
-from lightning_bytescheduler.ddp.statistics import BEFORE_GATHERS, Record
 from lightning_bytescheduler.failures.standstill import break_connections
 from lightning_bytescheduler.scheduler.core import ByteCore
 from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask, TaskKey

@@ -160,13 +160,6 @@ class BatchSizes(Protocol):
         """Return a batch's weight among the ``accumulated`` ones of its step; 1 if all are equally large."""
 
 
-class Shares(Protocol):
-    """Knows the shares of batches."""
-
-    def add(self, posted: PostedNumbers) -> None:
-        """Record that a batch begins, with what all ranks post."""
-
-
 def tensors_in(batch: Any) -> Iterator[torch.Tensor | int]:
     """Yield the tensors of a nested batch, in order; for a batch of graphs, the number of graphs."""
     graphs: Any = getattr(batch, "num_graphs", None)  # torch_geometric: its tensors have a row for each node or edge
@@ -307,41 +300,31 @@ class Weighting:
         return most
 
 
-class StepWeight(Protocol):
-    """The factor of this rank's gradient in one step."""
+class StepWeight:
+    """The weight of this rank's gradient in the mean of one step: equal for each of ``ranks`` ranks."""
+
+    def __init__(self, ranks: int) -> None:
+        self._equal = 1.0 / ranks
+
+    @property
+    def factor(self) -> float:
+        """The weight, once it is known."""
+        return self._equal
 
     @property
     def known(self) -> bool:
         """Whether :attr:`factor` is available."""
-
-    @property
-    def factor(self) -> float:
-        """This rank's weight in the mean of all ranks."""
+        return True
 
     def when_known(self, then: Callable[[], None]) -> None:
         """See :meth:`PostedNumbers.when_known`."""
+        then()
 
     def wait(self, failure: Callable[[], BaseException | None]) -> None:
         """See :meth:`PostedNumbers.wait`."""
 
 
-class EqualWeight:
-    """The weight of each of ``ranks`` ranks that weigh the same; see :class:`StepWeight`."""
-
-    known = True
-
-    def __init__(self, ranks: int) -> None:
-        self.factor = 1.0 / ranks
-
-    def when_known(self, then: Callable[[], None]) -> None:
-        """See :class:`StepWeight`."""
-        then()
-
-    def wait(self, failure: Callable[[], BaseException | None]) -> None:
-        """See :class:`StepWeight`."""
-
-
-class SampledWeight:
+class SampledWeight(StepWeight):
     """The weight by samples, once all ranks' numbers are known; see :class:`StepWeight`.
 
     Args:
@@ -381,7 +364,7 @@ class RankWeights:
     by_samples = False
 
     def __init__(self, ranks: int) -> None:
-        self.equal: StepWeight = EqualWeight(ranks)
+        self.equal = StepWeight(ranks)
 
     def begin_batch(self, batch: Any) -> None:
         """Begin the forward pass of ``batch``."""
@@ -397,14 +380,6 @@ class RankWeights:
 
     def begin_epoch(self) -> None:
         """Begin an epoch: drop an unfinished step, as Lightning does."""
-
-    def has_batch(self, has: bool) -> PostedNumbers:
-        """Post whether this rank has drawn a batch; the result has all ranks' answers. Only by samples."""
-        raise NotImplementedError
-
-    def share_out(self, shares: Shares, sizes: BatchSizes, position: Callable[[], int]) -> None:
-        """Share batches out from here on. Only by samples."""
-        raise NotImplementedError
 
     def leaves_out(self, *, communicates: bool) -> bool:
         """Whether to skip the backward pass of this batch, as it has no sample."""
@@ -455,7 +430,7 @@ class SampleWeights(RankWeights):
         self._began = 0.0  # start of this batch, less the time that the training thread has waited
         self._took = [0, 0]  # samples and nanoseconds of the last batch
         self._sizes: BatchSizes | None = None
-        self._shares: Shares | None = None
+        self._add: Callable[[PostedNumbers], None] | None = None
         self._position: Callable[[], int] = lambda: 0
         self._added = -1  # the batch whose numbers were added last
         self._batch: tuple[int, PostedNumbers] | None = None
@@ -464,7 +439,7 @@ class SampleWeights(RankWeights):
         self._is_empty = False
 
     def has_batch(self, has: bool) -> PostedNumbers:
-        """See :class:`RankWeights`."""
+        """Post whether this rank has drawn a batch; the result has all ranks' answers."""
         return self._exchange.post([int(has), *[0] * (NUMBERS - 1)])
 
     def begin_batch(self, batch: Any) -> None:
@@ -479,9 +454,9 @@ class SampleWeights(RankWeights):
         if self._device_time is not None:
             self._took = self._device_time.latest()
         posted = self._exchange.post([number, *self._took])
-        if self._shares is not None and self._added != self._position():
+        if self._add is not None and self._added != self._position():
             self._added = self._position()  # a closure may run more than once for a batch
-            self._shares.add(posted)
+            self._add(posted)
         self._batch = number, posted
         self._own = size or 0
         self._took = [self._own, 0]
@@ -509,9 +484,15 @@ class SampleWeights(RankWeights):
         self._step.clear()
         self._added = -1
 
-    def share_out(self, shares: Shares, sizes: BatchSizes, position: Callable[[], int]) -> None:
-        """See :class:`RankWeights`."""
-        self._shares, self._sizes, self._position, self._added = shares, sizes, position, -1
+    def share_out(self, add: Callable[[PostedNumbers], None], sizes: BatchSizes, position: Callable[[], int]) -> None:
+        """Share batches out from here on.
+
+        Args:
+            add: Called with what all ranks post as a batch begins.
+            sizes: This rank's part of them.
+            position: Returns the number of the present batch in its epoch.
+        """
+        self._add, self._sizes, self._position, self._added = add, sizes, position, -1
 
     def leaves_out(self, *, communicates: bool) -> bool:
         """Whether to skip the backward pass of this batch, as it has no sample.

@@ -28,21 +28,23 @@ from lightning_bytescheduler.ddp.ddp_arguments import (
     SAID_BY_THE_STRATEGY,
     check_options,
 )
+from lightning_bytescheduler.ddp.decided_fit import FitTuning
 from lightning_bytescheduler.ddp.deferred_optimizer import loss_scale_of
-from lightning_bytescheduler.ddp.fit_position import (
+from lightning_bytescheduler.ddp.fit_report import ONE_RANK, OverlapPlan, SchedulerStatistics
+from lightning_bytescheduler.ddp.rank_strategy import (
+    COMPRESSION,
+    OUTER_STATE,
     FitPosition,
+    RankStrategy,
+    callbacks_of,
     introduce,
+    model_facts,
     optimizer_facts,
-    parameter_facts,
 )
-from lightning_bytescheduler.ddp.plan import ONE_RANK, OverlapPlan, say_if_tiny
-from lightning_bytescheduler.ddp.rank_strategy import COMPRESSION, OUTER_STATE, RankStrategy, callbacks_of
 from lightning_bytescheduler.ddp.residuals import Residuals, add_up_on_first
 from lightning_bytescheduler.ddp.sample_weights import SampleCounter, Weighting
 from lightning_bytescheduler.ddp.sigterm import RequeueForAll, SigtermForAll, requeues
-from lightning_bytescheduler.ddp.statistics import SchedulerStatistics
 from lightning_bytescheduler.ddp.trainer_fit import FitOptions, TrainerFit
-from lightning_bytescheduler.ddp.tuned_fit import FitTuning
 from lightning_bytescheduler.ddp.wire import ServerOptions
 from lightning_bytescheduler.exceptions import OptionError, RanksDivergedError, UnsupportedError
 from lightning_bytescheduler.failures.board import FaultBoard
@@ -60,6 +62,8 @@ from lightning_bytescheduler.lightning_api import (
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
 
 log = logging.getLogger(__name__)
+
+_TINY = 1024  # parameters
 
 _ELSEWHERE = {
     **ELSEWHERE,
@@ -196,7 +200,7 @@ class ByteSchedulerStrategy(RankStrategy):
             debug=debug,
             policy=policy,
         )
-        say_if_tiny(partition_size=self._options.partition_size, credit=self._options.credit)
+        _say_if_tiny(partition_size=self._options.partition_size, credit=self._options.credit)
         self._rules = CompressionRules.resolve(compression, compression_min_size)
         if mode == "ddp" and self._rules is not None and self._rules.auto:
             way_out = "Leave the mode out, or name a compressor, such as 'int8'."
@@ -422,7 +426,7 @@ class ByteSchedulerStrategy(RankStrategy):
         if self._board is not None:
             if module is not None:
                 self.barrier("model")  # the barrier detects a rank that has died; the store does not
-                self._meet_with("the model", parameter_facts(module.parameters()))
+                self._meet_with("the model", model_facts(module.parameters()))
             self.begin_fit()
         super().configure_ddp()
 
@@ -619,3 +623,13 @@ class SchedulerHooks(pl.Callback):
             self._strategy.publish_failure(exception)
         except Exception:  # Lightning would skip the teardown and hide the training's error
             log.exception("The failure could not be published.")
+
+
+def _say_if_tiny(**sizes: int | None) -> None:
+    """Warn of tiny sizes, which may have been meant as megabytes."""
+    for option, size in sizes.items():
+        if size is not None and size < _TINY:
+            rank_zero_info(
+                f"bytescheduler: {option}={size} is in parameters: {4 * size:,} bytes of fp32 at a time, which is "
+                f"slow. {size} MB of fp32 = {size * 250_000:,} parameters."
+            )

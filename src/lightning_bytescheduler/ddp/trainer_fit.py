@@ -5,8 +5,8 @@ The strategy calls it at each point of a step, and whenever weights have to be f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_bytescheduler.checks import some_of
 from lightning_bytescheduler.collectives.groups import SchedulerGroups
 from lightning_bytescheduler.collectives.host_copies import travel_by_host
 from lightning_bytescheduler.collectives.number_exchange import AgreedValues
@@ -27,32 +28,24 @@ from lightning_bytescheduler.ddp.buffers import BufferBroadcast
 from lightning_bytescheduler.ddp.compressed_reduction import GradientCompression, has_no_gradient
 from lightning_bytescheduler.ddp.compression_rules import CompressedLayers, CompressionRules, names_that_count
 from lightning_bytescheduler.ddp.ddp_arguments import check_hooks, check_module
-from lightning_bytescheduler.ddp.deferred_optimizer import deferring, followed_by, loss_scale_of
-from lightning_bytescheduler.ddp.partial_step import wants_whole_steps
-from lightning_bytescheduler.ddp.plan import (
+from lightning_bytescheduler.ddp.decided_fit import (
+    DecidedFit,
+    FitTuning,
     announce,
-    codec_cost,
     may_drop_gradients,
-    model_reasons,
     norm_needed_by,
     optimizer_reasons,
-    option_reasons,
-    plan_of,
     precision_reasons,
-    say_compressed,
-    summary_of,
-    unseen_parameters,
-    warn_unaveraged,
 )
+from lightning_bytescheduler.ddp.deferred_optimizer import deferring, loss_scale_of
+from lightning_bytescheduler.ddp.fit_report import Record, codec_cost, summary_of
 from lightning_bytescheduler.ddp.reduction import sparse_layers
 from lightning_bytescheduler.ddp.residuals import Residuals
 from lightning_bytescheduler.ddp.sample_weights import NOTHING, SampleCounter
-from lightning_bytescheduler.ddp.statistics import Record
-from lightning_bytescheduler.ddp.tuned_fit import DecidedFit, FitTuning
 from lightning_bytescheduler.ddp.wire import ServerOptions, Wire, agree_on_sizes
 from lightning_bytescheduler.exceptions import UnsupportedError
 from lightning_bytescheduler.failures.board import FaultBoard
-from lightning_bytescheduler.lightning_api import DDPStrategy, pl, rank_zero_info
+from lightning_bytescheduler.lightning_api import DDPStrategy, pl, rank_zero_info, rank_zero_warn
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
 from lightning_bytescheduler.timeline.timeline import Timeline
 
@@ -201,13 +194,10 @@ class TrainerFit(DecidedFit):
         """Decide with the other ranks what overlaps, once everything is set up."""
         module = self._strategy.lightning_module
         check_hooks(module)
-        unseen = unseen_parameters(module)
         needed_by = norm_needed_by(module, self._strategy.precision_plugin)
-        reasons = [*self._reasons(module), *self._norm_reasons(needed_by)]
-        plan = plan_of(module, reasons, unseen=unseen, held=self.reads.find_held(), norm_needed_by=needed_by)
         if isinstance(self.codec, GradientCompression):
-            say_compressed(self.codec)
-        self.begin_steps(module, plan, unseen)
+            _say_compressed(self.codec)
+        self.begin_steps(module, [*self._reasons(module), *self._norm_reasons(needed_by)], norm_needed_by=needed_by)
 
     def _reasons(self, module: pl.LightningModule) -> Iterator[str]:
         strategy = self._strategy
@@ -215,10 +205,7 @@ class TrainerFit(DecidedFit):
             yield from optimizer_reasons(strategy.optimizers)
         else:
             yield "optimization is manual (automatic optimization keeps the overlap)"
-        bucket_views = strategy._ddp_kwargs.get("gradient_as_bucket_view", True)
-        yield from option_reasons(cross_barrier=self._options.cross_barrier, bucket_views=bucket_views)
         yield from precision_reasons(strategy.precision_plugin, strategy.optimizers)
-        yield from model_reasons(module)
 
     def _norm_reasons(self, needed_by: tuple[str, ...]) -> Iterator[str]:
         if not needed_by:
@@ -269,7 +256,7 @@ class TrainerFit(DecidedFit):
             found = {n: id(p) for n, p in named if p.requires_grad and id(p) not in self._known}
         if found:
             self._known.update(found.values())
-            warn_unaveraged(list(found))
+            _warn_unaveraged(list(found))
 
     @contextmanager
     def forward(self, batch: Any = None) -> Iterator[None]:
@@ -303,23 +290,16 @@ class TrainerFit(DecidedFit):
         with self.backward(), self.weights.backward(loss):
             yield
 
-    def step_with(
-        self, take: Callable[..., Any], optimizer: Optimizer, closure: Callable[[], Any], *, deferrable: bool
-    ) -> Any:
-        """Run the closure; defer the step if its gradients are in flight."""
+    def step_with(self, *args: Any, **kwargs: Any) -> Any:
+        """See :class:`DecidedFit`; also warns of parameters that callbacks have unfrozen."""
         if self._epoch_begins:
             self._epoch_begins = False
             self._find_unaveraged()
-        # checked each time, as the optimizer may have been replaced
-        why_whole = wants_whole_steps(optimizer) if self.overlapped else None
-        if not self.overlapped or not deferrable or why_whole:
-            if why_whole:
-                self.reads.seen.stepped_whole(why_whole)
-            output = take(closure if deferrable and not why_whole else followed_by(self.flush, closure))
-            self.took_whole_step(optimizer)
-            return output
-        with deferring(optimizer, self, self._strategy.precision_plugin):
-            return take(closure)
+        return super().step_with(*args, **kwargs)
+
+    def deferring(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        """See :class:`DecidedFit`; also hands over clipping and loss scaling."""
+        return deferring(optimizer, self, self._strategy.precision_plugin)
 
 
 def _codec(
@@ -354,3 +334,27 @@ def _trained(module: pl.LightningModule) -> dict[str, nn.Parameter]:
     # these are not reduced in buckets
     sparse = {id(module.get_submodule(name).weight) for name in sparse_layers(module)}
     return {name: p for name, p in module.named_parameters() if p.requires_grad and id(p) not in sparse}
+
+
+def _say_compressed(compression: GradientCompression) -> None:
+    """Report what a user who asked for compression may not expect."""
+    if not compression.compressed:
+        rank_zero_warn(
+            "bytescheduler: no gradient of this model is compressed: each is smaller than compression_min_size, would "
+            "not be smaller compressed, or fits no pattern."
+        )
+    if left := compression.left_out:
+        rank_zero_info(
+            f"bytescheduler: the checkpoint has what was left to be sent of {len(left)} parameters that are not "
+            f"compressed now, or have another size or name, such as {left[0]!r}. That is left out."
+        )
+
+
+def _warn_unaveraged(names: Sequence[str]) -> None:
+    """Warn that DDP does not average some parameters, as they did not require gradients when it wrapped the model."""
+    rank_zero_warn(
+        f"bytescheduler: the gradients of {some_of(names, 2)} are not averaged over ranks: they require gradients now, "
+        "and did not when DDP wrapped the model. As with strategy='ddp', each rank trains them on its own batches, and "
+        "the ranks' weights differ. To have them averaged, freeze them in on_fit_start, not before, and use "
+        "find_unused_parameters=True."
+    )

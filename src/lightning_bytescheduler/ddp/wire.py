@@ -31,7 +31,7 @@ from lightning_bytescheduler.collectives.routing_group import RoutingGroup
 from lightning_bytescheduler.collectives.server_meeting import JoinedServers, join_servers
 from lightning_bytescheduler.collectives.transport import GradientTransport
 from lightning_bytescheduler.ddp.compression_rules import CompressionRules
-from lightning_bytescheduler.ddp.statistics import Record
+from lightning_bytescheduler.ddp.fit_report import Record
 from lightning_bytescheduler.exceptions import (
     ByteSchedulerError,
     OptionError,

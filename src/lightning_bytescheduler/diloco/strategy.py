@@ -27,11 +27,10 @@ from torchmetrics import Metric
 
 from lightning_bytescheduler.checks import options_by_name
 from lightning_bytescheduler.ddp.batches import loader_resumes
-from lightning_bytescheduler.ddp.fit_position import introduce, parameter_facts
-from lightning_bytescheduler.ddp.rank_strategy import OUTER_STATE, RankStrategy, callbacks_of
+from lightning_bytescheduler.ddp.decided_fit import FitTuning
+from lightning_bytescheduler.ddp.rank_strategy import OUTER_STATE, RankStrategy, callbacks_of, introduce, model_facts
 from lightning_bytescheduler.ddp.sigterm import worker_signals
 from lightning_bytescheduler.ddp.trainer_fit import FitOptions
-from lightning_bytescheduler.ddp.tuned_fit import FitTuning
 from lightning_bytescheduler.diloco.batch_size import resolve_batch_size, sized_loader
 from lightning_bytescheduler.diloco.coordinator_client import resolve_coordinator
 from lightning_bytescheduler.diloco.coordinator_protocol import wire_named
@@ -479,7 +478,7 @@ class DiLoCoStrategy(RankStrategy):
         if module is None or joint is None:
             raise UnsupportedError("Strategy 'diloco' trains LightningModules, through a Trainer.")
         with self._explained():
-            self._meet("the model", Introduction(rank=self.global_rank, facts=parameter_facts(module.parameters())))
+            self._meet("the model", Introduction(rank=self.global_rank, facts=model_facts(module.parameters())))
             joint.broadcast([*module.parameters(), *module.buffers()])
             runtime = self._runtime
             if isinstance(runtime, CoordinatedRuntime):

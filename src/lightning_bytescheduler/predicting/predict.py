@@ -33,14 +33,14 @@ import torch
 from torch import Tensor, nn
 
 from lightning_bytescheduler.checks import require_whole
-from lightning_bytescheduler.ddp.gates import arm, can_be_gated, disarm, gate_of, is_armed
-from lightning_bytescheduler.ddp.plan import (
+from lightning_bytescheduler.ddp.decided_fit import (
     model_reasons,
     norm_needed_by,
     optimizer_reasons,
     precision_reasons,
     unseen_parameters,
 )
+from lightning_bytescheduler.ddp.gates import arm, can_be_gated, disarm, gate_of, is_armed
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 from lightning_bytescheduler.lightning_api import (
     CombinedLoader,

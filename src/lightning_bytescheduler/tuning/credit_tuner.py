@@ -1,6 +1,6 @@
 """The callback that chooses credit, partition size or plain DDP while ``fit`` runs. It works on rank 0.
 
-Each decision comes into force on all ranks before the same step (``ddp/tuned_fit.py``). A few steps wait for
+Each decision comes into force on all ranks before the same step (``ddp/decided_fit.py``). A few steps wait for
 milliseconds while the search proposes a point. The libraries for that are imported before the fit, unless it begins
 with DDP's steps.
 """

@@ -5,19 +5,19 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from lightning_bytescheduler.ddp.fit_position import optimizer_facts, parameter_facts
+from lightning_bytescheduler.ddp.rank_strategy import model_facts, optimizer_facts
 
 
 def test_models_are_compared_by_shapes_and_types() -> None:
     one, other = nn.Linear(4, 2), nn.Linear(2, 4)
-    assert parameter_facts(one.parameters()) == parameter_facts(nn.Linear(4, 2).parameters())
-    assert parameter_facts(one.parameters()) != parameter_facts(other.parameters())
+    assert model_facts(one.parameters()) == model_facts(nn.Linear(4, 2).parameters())
+    assert model_facts(one.parameters()) != model_facts(other.parameters())
 
 
 def test_what_is_frozen_is_not_compared() -> None:
     layer = nn.Linear(4, 2)
     layer.weight.requires_grad_(False)
-    assert parameter_facts(layer.parameters()) == parameter_facts([layer.bias])
+    assert model_facts(layer.parameters()) == model_facts([layer.bias])
 
 
 def test_optimizers_are_compared_by_class_and_numbers() -> None:

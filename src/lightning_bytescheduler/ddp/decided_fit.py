@@ -1,9 +1,13 @@
-"""How the steps of a fit are taken: with which mode they begin, who decides from there on, and when that ends.
+"""Decides how the steps of a fit are taken: what overlaps and why not, how steps begin, and who decides from there on.
 
-Rank 0 decides, and all ranks know before the first step. With ``mode="auto"``, or where sizes are tuned, its tuner
-chooses between sizes and plain DDP while the fit runs (:class:`PointInForce`); the search space is one point beside
-plain DDP where no size is tuned. On a link that is measured to be slow for the model, steps begin overlapped;
-otherwise they begin as DDP's, until overlap is seen to pay.
+*What overlaps* depends on the model, its optimizers, precision and clipping (:meth:`DecidedFit.begin_steps`). There is
+one message to the user on rank 0 for each decision, with the figures behind it and without this package's own terms.
+``reads.py`` has what is told of reads that cost overlap or exactness.
+
+*How steps are taken.* Rank 0 decides, and all ranks know before the first step. With ``mode="auto"``, or where sizes
+are tuned, its tuner chooses between sizes and plain DDP while the fit runs (:class:`PointInForce`); the search space is
+one point beside plain DDP where no size is tuned. On a link that is measured to be slow for the model, steps begin
+overlapped; otherwise they begin as DDP's, until overlap is seen to pay.
 
 Only rank 0 times steps: its tuner gets their durations, and what could be hidden in steps as DDP's. A wait on one rank
 alone is for a late rank, which no order of communication changes, so the least counts that any rank saw.
@@ -18,12 +22,15 @@ measured link. A wrong guess costs one trial.
 
 from __future__ import annotations
 
+import itertools
+import logging
 import math
 import os
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -31,17 +38,38 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
 from lightning_bytescheduler.collectives.number_exchange import MOST, AgreedValues
+from lightning_bytescheduler.ddp.compiled_calls import compiled_calls_are_seen
+from lightning_bytescheduler.ddp.deferred_optimizer import (
+    deferred_step,
+    followed_by,
+    scales_losses,
+    steps_plainly,
+    wants_whole_steps,
+    whole_steps_for,
+)
 from lightning_bytescheduler.ddp.fit import Fit, StepMode, TrainingStep
+from lightning_bytescheduler.ddp.fit_report import OverlapPlan, milliseconds
+from lightning_bytescheduler.ddp.gates import can_be_gated
 from lightning_bytescheduler.ddp.overlapped_step import OverlappedStep
 from lightning_bytescheduler.ddp.plain_step import MergedBuckets, PlainStep, ScheduledBuckets, merged_bytes
-from lightning_bytescheduler.ddp.plan import OverlapPlan, names_of, say_start
-from lightning_bytescheduler.ddp.reads import SeenReads
-from lightning_bytescheduler.ddp.wire import Wire
-from lightning_bytescheduler.lightning_api import DDPStrategy, FabricDDPStrategy, pl, rank_zero_info
+from lightning_bytescheduler.ddp.reads import AliasDetector, SeenReads
+from lightning_bytescheduler.ddp.reduction import sparse_layers
+from lightning_bytescheduler.ddp.wire import AgreedSizes, Wire
+from lightning_bytescheduler.lightning_api import (
+    DDPStrategy,
+    FabricDDPStrategy,
+    GradClipAlgorithmType,
+    Precision,
+    is_overridden,
+    pl,
+    rank_zero_info,
+    rank_zero_warn,
+)
 from lightning_bytescheduler.scheduler.core import ByteCore
-from lightning_bytescheduler.scheduler.options import MODES, SchedulerOptions
+from lightning_bytescheduler.scheduler.options import MODES, POLICIES, SchedulerOptions, SchedulingPolicy, policy_of
 from lightning_bytescheduler.tuning.credit_tuner import CreditTuner
 from lightning_bytescheduler.tuning.record import TuningIdentity
 from lightning_bytescheduler.tuning.sizes import (
@@ -54,6 +82,15 @@ from lightning_bytescheduler.tuning.sizes import (
     is_slow,
 )
 
+_FAR = (
+    "The link's latency is high, so each rank's share of a part goes straight to it, and its sum straight to all; "
+    "urgent parts overtake on separate connections. "
+)
+_TUNED = " How much travels at once is tuned while training."
+_BYTESCHEDULER = policy_of(POLICIES[0])
+_BEFORE_A_STEP = ("on_after_backward", "on_before_optimizer_step")  # hooks of modules and callbacks
+_STAND_IN = "_MockOptimizer"  # Lightning's stand-in if configure_optimizers() returns None
+
 SHORTEST_FIT = 100
 """Steps: a fit known to be shorter would end before a search has found anything."""
 
@@ -61,6 +98,123 @@ SETTLED_INTERVAL = 16  # steps between exchanges while nothing is tried
 _SHOWN = 16  # last steps as DDP's whose exposed communication is remembered
 _UNKNOWN = MOST - 1  # nanoseconds, for what cannot be known
 _NEAR = 0.5  # octaves
+
+
+def optimizer_reasons(optimizers: Sequence[Optimizer]) -> list[str]:
+    """Return why steps of ``optimizers`` cannot be deferred, each with how to avoid it; empty if they can."""
+    if len(optimizers) != 1:
+        return [
+            f"there are {len(optimizers)} optimizers (one optimizer with several parameter groups keeps the overlap)"
+        ]
+    optimizer = optimizers[0]
+    if type(optimizer).__name__ == _STAND_IN:
+        return ["there is no optimizer (configure_optimizers that returns one keeps the overlap)"]
+    return [why + rest for why, rest in whole_steps_for(optimizer)]
+
+
+def option_reasons(*, cross_barrier: bool, bucket_views: bool) -> list[str]:
+    """Return why these options keep steps from overlapping; ``bucket_views`` is ``gradient_as_bucket_view``."""
+    reasons = [] if cross_barrier else ["cross_barrier=False (leave it out to keep the overlap)"]
+    if not bucket_views:
+        reasons.append(
+            "gradient_as_bucket_view=False makes DDP copy gradients at the end of backward (leave it out to keep the "
+            "overlap)"
+        )
+    return reasons
+
+
+def model_reasons(model: nn.Module) -> list[str]:
+    """Return why updates of ``model`` cannot be deferred, each with how to avoid it; empty if they can."""
+    reasons = []
+    shown = {
+        "compiled calls": compiled_calls_are_seen(),
+        "who holds a tensor's memory": AliasDetector(()).works,
+    }
+    if hidden := [what for what, is_shown in shown.items() if not is_shown]:
+        reasons.append(
+            f"PyTorch {torch.__version__} does not show {' or '.join(hidden)} (a version that this package is tested "
+            "with keeps the overlap)"
+        )
+    sparse = sparse_layers(model)
+    if sparse:
+        reasons.append(f"{sparse[0]!r} has sparse gradients (sparse=False keeps the overlap)")
+    shared = _sharing_memory(model)
+    if shared:
+        reasons.append(
+            f"parameters {shared[0]!r} and {shared[1]!r} are different tensors over the same memory "
+            "(tie them by assigning the same nn.Parameter to keep the overlap)"
+        )
+    return reasons
+
+
+def _sharing_memory(model: nn.Module) -> tuple[str, str] | None:
+    """Return two parameters that overlap in memory. Neighbours in one storage, as in cuDNN's LSTM, do not."""
+    ranges = sorted(
+        (parameter.data_ptr(), _end(parameter), name)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and parameter.numel() and can_be_gated(parameter)
+    )
+    for (_, end, name), (start, _, other) in itertools.pairwise(ranges):
+        if start < end:
+            return name, other
+    return None
+
+
+def _end(parameter: nn.Parameter) -> int:
+    reach = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
+    return parameter.data_ptr() + (reach + 1) * parameter.element_size()
+
+
+def unseen_parameters(model: nn.Module) -> set[int]:
+    """Return the ids of parameters that may be read without a touch; their steps are not deferred.
+
+    These are parameters of scripted modules, whose code holds the memory itself, and parameters of other classes.
+    :class:`~lightning_bytescheduler.ddp.reads.Reads` finds those that show only at run time, and
+    :class:`~lightning_bytescheduler.ddp.reads.AliasDetector` finds aliases.
+    """
+    scripted = (m for m in model.modules() if isinstance(m, torch.jit.ScriptModule))
+    unseen = {id(p) for script in scripted for p in script.parameters()}
+    return unseen | {id(p) for p in model.parameters() if not can_be_gated(p)}
+
+
+def names_of(module: nn.Module, parameters: Iterable[int]) -> tuple[str, ...]:
+    """Return the names of the parameters with these ids."""
+    ids = set(parameters)
+    return tuple(name for name, parameter in module.named_parameters() if id(parameter) in ids)
+
+
+def precision_reasons(plugin: Precision, optimizers: Sequence[Optimizer]) -> list[str]:
+    """Return why this plugin keeps steps from being deferred, each with how to avoid it; empty if it does not."""
+    if not steps_plainly(plugin):
+        return [
+            f"{type(plugin).__name__} has an optimizer step or a loss scaler of its own "
+            "(precision='16-mixed' or 'bf16-mixed' keeps the overlap)"
+        ]
+    if scales_losses(plugin) and any(getattr(o, "_step_supports_amp_scaling", False) for o in optimizers):
+        return ["a fused optimizer unscales gradients in its step (fused=False keeps the overlap)"]
+    return []
+
+
+def norm_needed_by(module: pl.LightningModule, plugin: Precision) -> tuple[str, ...]:
+    """Return what needs the norm of all gradients before an update, in words. The module has its trainer."""
+    trainer = module.trainer
+    needed = []
+    if is_overridden("configure_gradient_clipping", module):
+        needed.append("configure_gradient_clipping")  # it may clip by norm
+    elif trainer.gradient_clip_val and trainer.gradient_clip_algorithm != GradClipAlgorithmType.VALUE:
+        needed.append("gradient norm clipping")
+    if scales_losses(plugin):
+        needed.append("fp16 loss scaling")
+    return tuple(needed)
+
+
+def may_drop_gradients(module: pl.LightningModule) -> bool:
+    """Whether user code may drop mean gradients before a step, by hand or in a hook. The module has its trainer."""
+    own = ("backward", *_BEFORE_A_STEP, "configure_gradient_clipping", "optimizer_step")
+    if not module.automatic_optimization or any(is_overridden(hook, module) for hook in own):
+        return True
+    callbacks: list[pl.Callback] = module.trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    return any(is_overridden(hook, each, pl.Callback) for hook in _BEFORE_A_STEP for each in callbacks)
 
 
 def first_guess(space: SearchSpace, parameters: int, link: LinkEstimate, start: TuningPoint) -> tuple[TuningPoint, ...]:
@@ -380,6 +534,61 @@ def space_for(
     return replace(space, credits=(credit, credit), partitions=(low, min(high, credit)))
 
 
+def announce(options: SchedulerOptions, agreed: AgreedSizes) -> None:
+    """Report what was ignored or clamped, and switch on the debug log."""
+    sizes = agreed.sizes
+    if options.partition_size and options.credit and options.partition_size > options.credit:
+        rank_zero_warn(
+            f"partition_size={options.partition_size} is above credit={options.credit}; "
+            f"partitions of {sizes.partition_size} parameters are used."
+        )
+    if options.ignored_variables:
+        rank_zero_info(
+            f"bytescheduler: {', '.join(options.ignored_variables)} ignored: ranks find each other through the "
+            "process group."
+        )
+    if options.debug:
+        logger = logging.getLogger("lightning_bytescheduler")
+        logger.setLevel(logging.DEBUG)
+        if not logger.handlers:
+            logger.addHandler(logging.StreamHandler())
+
+
+def say_start(
+    plan: OverlapPlan,
+    agreed: AgreedSizes,
+    world_size: int,
+    nbytes: int,
+    *,
+    tuned: bool,
+    policy: SchedulingPolicy = _BYTESCHEDULER,
+) -> None:
+    """Report how the steps of a fit begin.
+
+    Args:
+        plan: The plan, as decided.
+        agreed: The sizes on all ranks.
+        world_size: Number of ranks.
+        nbytes: Bytes of all gradients.
+        tuned: Whether sizes are tuned from the start.
+        policy: The scheduling policy.
+    """
+    facts = sizes = ""
+    steps, link, used = plan.summary(), agreed.link, agreed.sizes
+    if plan.overlapped:
+        facts, steps = f"{world_size} ranks. ", steps[0].upper() + steps[1:]
+        if link is not None:
+            facts = (
+                f"{world_size} ranks, all-reduce at {1e-6 / link.beta:.0f} MB/s after {1e3 * link.alpha:.2f} ms: "
+                f"{milliseconds(link.seconds(nbytes))} ms for all gradients ({nbytes / 1e6:.3g} MB). "
+            )
+        if not plan.as_ddp:
+            sizes = f" {policy.in_words.format(partition_size=used.partition_size, credit=used.credit)}"
+    if agreed.far:
+        facts += _FAR
+    rank_zero_info(f"bytescheduler: {facts}{steps}{sizes}{_TUNED if tuned else ''}")
+
+
 class DecidedFit(Fit):
     """A fit that decides with the other ranks how its steps are taken; until then they are synchronised.
 
@@ -424,14 +633,30 @@ class DecidedFit(Fit):
         exposed, each = self.mode.add_exposed if as_ddp else None, self.static_graph and number == 1
         return PlainStep(self, number, ScheduledBuckets(self, number), exposed, each=each)
 
-    def begin_steps(self, module: nn.Module, plan: OverlapPlan, unseen: set[int]) -> None:
+    def begin_steps(self, module: nn.Module, reasons: Iterable[str], *, norm_needed_by: tuple[str, ...] = ()) -> None:
         """Decide with the other ranks what overlaps, set up the steps, and report it.
 
         Args:
             module: What is trained.
-            plan: This rank's plan.
-            unseen: Ids of parameters that may be read without a touch.
+            reasons: Why steps cannot overlap, besides those of the options and the model; empty if they can.
+            norm_needed_by: What needs the norm of all gradients before an update, in words.
         """
+        views = self._strategy._ddp_kwargs.get("gradient_as_bucket_view", True)
+        reasons = (
+            *reasons,
+            *option_reasons(cross_barrier=self._options.cross_barrier, bucket_views=views),
+            *model_reasons(module),
+        )
+        unseen = unseen_parameters(module)
+        plan = OverlapPlan(steps="synchronised", reasons=reasons)
+        if not reasons:
+            plan = OverlapPlan(
+                steps="overlapped",
+                gradients="reduce-scatter" if norm_needed_by else "all-reduce",
+                norm_needed_by=norm_needed_by,
+                gated_at_start=names_of(module, unseen),
+                held_elsewhere=names_of(module, self.reads.find_held()),
+            )
         strategy, codec, agreed = self._strategy, self.codec, self.wire.agreed
         agree = strategy.reduce_boolean_decision
         if not agree(plan.overlapped) and plan.overlapped:  # all ranks must send the same
@@ -456,11 +681,46 @@ class DecidedFit(Fit):
             self._tuning.say_untuned("steps cannot overlap")
         self.plan = replace(plan, as_ddp=self.mode.ddp_mode, pace=pace)
         self.overlapped = plan.overlapped
-        self.reads.unseen = set(unseen)
+        self.reads.unseen = unseen
         self._merged_bytes = 0 if self._own_buckets else merged_bytes(self.device, link)
         self._processors = own_processors(strategy.num_processes)
         ranks, policy = self.wire.groups.world_size, self._options.policy
         say_start(self.plan, agreed, ranks, nbytes, tuned=self._tuning.tunes_now, policy=policy)
+
+    def step_with(
+        self,
+        take: Callable[..., Any],
+        optimizer: Optimizer,
+        closure: Callable[[], Any] | None,
+        *,
+        deferrable: bool,
+        why_whole: str | None = None,
+    ) -> Any:
+        """Defer the optimizer's step if its gradients are in flight; otherwise take it, with final gradients.
+
+        Args:
+            take: The strategy's own step; called with a closure or ``None``.
+            optimizer: The optimizer.
+            closure: Computes loss and gradients; may be ``None``.
+            deferrable: Whether nothing but a closure was given to the step.
+            why_whole: Why the step has to be taken whole, if the caller knows of a reason.
+        """
+        if self.overlapped and deferrable:
+            # asked for each step, as the optimizer may have been replaced
+            why_whole = why_whole or wants_whole_steps(optimizer)
+            if why_whole is None:
+                with self.deferring(optimizer):
+                    return take(closure)
+            self.reads.seen.stepped_whole(why_whole)
+        if closure is None:
+            self.flush()
+        output = take(None if closure is None else followed_by(self.flush, closure))
+        self.took_whole_step(optimizer)
+        return output
+
+    def deferring(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        """Within the context, ``optimizer.step`` hands the step to this fit."""
+        return deferred_step(optimizer, self)
 
     def _point_changed(self, point: TuningPoint) -> None:
         if self.plan is not None:

@@ -15,7 +15,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lightning_bytescheduler.ddp.partial_step import (
+from lightning_bytescheduler.ddp.deferred_optimizer import (
     DueStep,
     close_state,
     has_step_hooks,
