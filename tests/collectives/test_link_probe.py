@@ -56,6 +56,16 @@ def test_the_link_is_found_with_no_more_bytes_than_it_takes(
     assert link.now < 2.0
 
 
+@pytest.mark.parametrize(("model", "largest"), [(1, 128 * 2**10), (128 * 2**10 + 1, 512 * 2**10), (2**30, 8 * 2**20)])
+def test_no_more_bytes_are_measured_than_a_model_has(model: int, largest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    link = Link(1e-4, 1e-10)
+    monkeypatch.setattr(link_probe.dist, "all_reduce", link.all_reduce)
+    monkeypatch.setattr(link_probe.time, "perf_counter", link.perf_counter)
+    group: Any = None
+    assert probe_link(group, torch.device("cpu"), largest=model).beta == pytest.approx(1e-10, rel=1e-6)
+    assert max(link.sizes) == largest
+
+
 def test_hiccups_of_the_processor_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     link = Link(1e-4, 1e-9)
     calls = itertools.count(1)

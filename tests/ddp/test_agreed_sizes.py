@@ -34,7 +34,7 @@ def agreed_over_long_ways(rank: int, world_size: int) -> list[AgreedSizes]:
     try:
         for link in (LINK, FAR):
             with (
-                patch.object(wire, "probe_link", lambda *_, link=link: link),
+                patch.object(wire, "probe_link", lambda *_, link=link, **__: link),
                 patch.object(wire, "probe_start_up", lambda *_, link=link: link.alpha),
             ):
                 for options in (SchedulerOptions(), SchedulerOptions(partition_size=1000, credit=5000)):
@@ -70,7 +70,7 @@ def agreed_on(rank: int) -> list[tuple[int, int, int]]:
     groups = SchedulerGroups.create(timeout=timedelta(seconds=WAIT))
     found = []
     try:
-        with patch.object(wire, "probe_link", lambda *_: LINK):
+        with patch.object(wire, "probe_link", lambda *_, **__: LINK):
             for in_shards, options in (
                 (False, SchedulerOptions()),
                 (rank == 0, SchedulerOptions()),  # rank 1 expects something else

@@ -52,18 +52,23 @@ def probe_start_up(group: dist.ProcessGroup, device: torch.device) -> float:
     return _settled(group, device, _SMALL_BYTES)
 
 
-def probe_link(group: dist.ProcessGroup, device: torch.device) -> LinkEstimate:
+def probe_link(group: dist.ProcessGroup, device: torch.device, *, largest: int = _LAST_BYTES) -> LinkEstimate:
     """Estimate the cost of an all-reduce on ``group``; every rank must call this at the same point.
+
+    Args:
+        group: The group that is measured.
+        device: Where its data lives.
+        largest: The most bytes that will ever travel at once, the same on all ranks: what is larger is not measured.
 
     Sizes grow until one takes 30 ms more than a minimal one, so a slow link is probed for a fraction of a second, and a
     fast one with enough bytes. Ranks agree on each figure before the next size is chosen, so all run the same sequence.
     """
     small = _settled(group, device, _SMALL_BYTES)
-    size = _FIRST_BYTES
+    size, last = _FIRST_BYTES, min(largest, _LAST_BYTES)
     while True:
         (seconds,) = _takes(1, group, device, size)
-        if seconds >= small + _ENOUGH_S or size >= _LAST_BYTES:
+        if seconds >= small + _ENOUGH_S or size >= last:
             seconds = _settled(group, device, size, seconds)
-            if seconds >= small + _ENOUGH_S or size >= _LAST_BYTES:
+            if seconds >= small + _ENOUGH_S or size >= last:
                 return LinkEstimate.fit([(_SMALL_BYTES, small), (size, seconds)])
         size *= 4

@@ -103,9 +103,9 @@ def agree_on_sizes(
     own = options.policy.own_partition_size(count)
     if own is not None:
         partition = credit = partition or own
-    message = torch.tensor([partition, credit, int(in_shards), _chooses(options)], device="cpu")
+    message = torch.tensor([partition, credit, int(in_shards), _chooses(options), count * width], device="cpu")
     dist.broadcast(message, src=0, group=groups.control)
-    partition, credit, in_shards, chooses = message.tolist()
+    partition, credit, in_shards, chooses, largest = message.tolist()
     link, far = None, False
     goes_straight = architecture == "allreduce" and device.type == "cpu" and shards_over(groups.data, device)
     if partition and credit:
@@ -115,7 +115,7 @@ def agree_on_sizes(
         bucket = max(least, min(count * width // 64, _DDPS_BUCKET_BYTES))
         sizes = SchedulerSizes(partition_size=min(partition, credit), credit=credit, bucket_bytes=bucket)
     else:
-        link, far = _near_or_far(probe_link(groups.data, device), groups.world_size, goes_straight)
+        link, far = _near_or_far(probe_link(groups.data, device, largest=largest), groups.world_size, goes_straight)
         travels = max(round(width / ratio), 1)  # bytes per parameter
         sizes = default_sizes(
             parameters=count,
