@@ -49,14 +49,17 @@ class FaultySource(SliceSource):
             )
             for key, content in self.contents.items()
         ]
-        files = {slice_.url: SourceFile(form=format_of(slice_.url), version="1") for slice_ in made}
-        plans = {
-            key: ChunkPlan(
-                size=len(content), digests=digests_of(content, CHUNK) if indexed else None, chunk_bytes=CHUNK
+        files = {slice_.url: SourceFile(form=format_of(slice_.url)) for slice_ in made}
+        plans = [
+            ChunkPlan(
+                slice=slice_,
+                digests=digests_of(content, CHUNK) if indexed else None,
+                chunk_bytes=CHUNK,
+                version="1",
             )
-            for key, content in self.contents.items()
-        }
-        super().__init__(made, files, plans, {})
+            for slice_, content in zip(made, self.contents.values(), strict=True)
+        ]
+        super().__init__(plans, files, {})
         self.asked: list[tuple[str, int, int]] = []
         self.fault: Callable[[Slice, int, bytes], bytes] = lambda slice_, start, answer: answer
         self._lock = threading.Lock()

@@ -13,12 +13,17 @@ import pytest
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.slices import cache as cache_module
 from lightning_bytescheduler.slices.cache import CacheFull, DiskFailed, SliceCache, file_bytes
-from lightning_bytescheduler.slices.slice import ChunkPlan
+from lightning_bytescheduler.slices.slice import ChunkPlan, Slice
 
 # Fork is meant: processes that were forked share what is open.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 
-PLAN = ChunkPlan(size=2500, chunk_bytes=1000, digests=None)
+
+def plan(name: str, size: int = 2500) -> ChunkPlan:
+    return ChunkPlan(slice=Slice(key=name, url=name, start=0, size=size, samples=1), chunk_bytes=1000)
+
+
+PLAN = plan("none")
 SIZE = file_bytes(PLAN)
 
 
@@ -27,14 +32,14 @@ def chunks(letter: str) -> list[bytes]:
 
 
 def put(cache: SliceCache, name: str):
-    writer = cache.begin(name, PLAN)
+    writer = cache.begin(plan(name))
     for chunk in chunks(name):
         writer.write(chunk)
     return writer.commit()
 
 
 def held(cache: SliceCache, name: str) -> list[bytes] | None:
-    cached = cache.find(name, PLAN)
+    cached = cache.find(plan(name))
     if cached is None:
         return None
     content = [bytes(chunk) for chunk in cached.chunks(0)]
@@ -43,7 +48,12 @@ def held(cache: SliceCache, name: str) -> list[bytes] | None:
 
 
 def names(cache: SliceCache) -> set[str]:
-    return {path.stem for path in cache.folder.glob("*.slice")}
+    by_name = {plan(letter).name: letter for letter in "abcdpq"}
+    return {by_name[path.stem] for path in cache.folder.glob("*.slice")}
+
+
+def file_of(folder: Path, name: str) -> Path:
+    return folder / f"{plan(name).name}.slice"
 
 
 def test_what_is_put_is_found(tmp_path):
@@ -52,14 +62,14 @@ def test_what_is_put_is_found(tmp_path):
     assert held(cache, "a") == chunks("a")
     assert held(SliceCache(tmp_path, 10 * SIZE), "a") == chunks("a")
     assert held(cache, "b") is None
-    assert cache.begin("a", PLAN) is None
+    assert cache.begin(plan("a")) is None
 
 
 def test_the_longest_unused_goes_first(tmp_path):
     cache = SliceCache(tmp_path, 3 * SIZE)
     for age, name in enumerate("abc"):
         put(cache, name).close()
-        os.utime(tmp_path / f"{name}.slice", (1000 + age, 1000 + age))
+        os.utime(file_of(tmp_path, name), (1000 + age, 1000 + age))
     assert held(cache, "a") == chunks("a")
     put(cache, "d").close()
     assert names(cache) == {"a", "c", "d"}
@@ -71,7 +81,7 @@ def test_what_is_in_use_stays(tmp_path):
     used = put(cache, "a")
     other = put(SliceCache(tmp_path, 2 * SIZE), "b")
     with pytest.raises(CacheFull, match="no room"):
-        cache.begin("c", PLAN)
+        cache.begin(plan("c"))
     other.close()
     put(cache, "c").close()
     assert names(cache) == {"a", "c"}
@@ -82,9 +92,8 @@ def test_nothing_is_deleted_where_that_would_not_be_enough(tmp_path):
     cache = SliceCache(tmp_path, 3 * SIZE)
     used = [put(cache, "a"), put(cache, "b")]
     put(cache, "c").close()
-    large = ChunkPlan(size=2 * PLAN.size, chunk_bytes=1000, digests=None)
     with pytest.raises(CacheFull):
-        cache.begin("d", large)
+        cache.begin(plan("d", 5000))
     assert held(cache, "c") == chunks("c")
     for cached in used:
         cached.close()
@@ -92,20 +101,20 @@ def test_nothing_is_deleted_where_that_would_not_be_enough(tmp_path):
 
 def test_what_is_being_written_counts_with_its_full_size(tmp_path):
     cache = SliceCache(tmp_path, 2 * SIZE)
-    first, second = cache.begin("a", PLAN), cache.begin("b", PLAN)
-    assert cache.begin("a", PLAN) is None
+    first, second = cache.begin(plan("a")), cache.begin(plan("b"))
+    assert cache.begin(plan("a")) is None
     with pytest.raises(CacheFull):
-        cache.begin("c", PLAN)
+        cache.begin(plan("c"))
     first.abandon()
-    cache.begin("c", PLAN).abandon()
+    cache.begin(plan("c")).abandon()
     second.abandon()
     assert list(tmp_path.glob("*.partial")) == []
 
 
 def test_another_follows_what_is_being_written(tmp_path):
     cache = SliceCache(tmp_path, 2 * SIZE)
-    writer = cache.begin("a", PLAN)
-    growing = SliceCache(tmp_path, 2 * SIZE).follow("a", PLAN)
+    writer = cache.begin(plan("a"))
+    growing = SliceCache(tmp_path, 2 * SIZE).follow(plan("a"))
     assert growing.chunk(0) is None
     writer.write(chunks("a")[0])
     assert growing.chunk(0) == chunks("a")[0]
@@ -115,38 +124,44 @@ def test_another_follows_what_is_being_written(tmp_path):
     writer.commit().close()
     assert growing.chunk(2) == chunks("a")[2]
     growing.close()
-    assert cache.follow("a", PLAN) is None
+    assert cache.follow(plan("a")) is None
 
 
 @pytest.mark.parametrize("at", [0, 1500, 2499])
 def test_a_flipped_bit_on_the_disk_ends_the_chunks_before_it(tmp_path, at):
     cache = SliceCache(tmp_path, SIZE)
     put(cache, "a").close()
-    content = bytearray((tmp_path / "a.slice").read_bytes())
+    content = bytearray(file_of(tmp_path, "a").read_bytes())
     content[at] ^= 1
-    (tmp_path / "a.slice").write_bytes(content)
-    cached = cache.find("a", PLAN)
+    file_of(tmp_path, "a").write_bytes(content)
+    cached = cache.find(plan("a"))
     assert len(list(cached.chunks(0))) == at // 1000
-    cache.discard("a", cached.inode)
+    cache.discard(cached)
     cached.close()
     assert names(cache) == set()
 
 
-@pytest.mark.parametrize("damage", [lambda content: content[:-1], lambda content: content[:-20] + b"x" * 20])
-def test_a_damaged_file_is_deleted(tmp_path, damage):
+def test_a_file_that_is_cut_short_is_deleted(tmp_path):
     cache = SliceCache(tmp_path, SIZE)
     put(cache, "a").close()
-    (tmp_path / "a.slice").write_bytes(damage((tmp_path / "a.slice").read_bytes()))
-    assert cache.find("a", PLAN) is None
+    file_of(tmp_path, "a").write_bytes(file_of(tmp_path, "a").read_bytes()[:-1])
+    assert cache.find(plan("a")) is None
     assert names(cache) == set()
+
+
+def test_wrong_digests_end_the_chunks_too(tmp_path):
+    cache = SliceCache(tmp_path, SIZE)
+    put(cache, "a").close()
+    file_of(tmp_path, "a").write_bytes(file_of(tmp_path, "a").read_bytes()[:-20] + b"x" * 20)
+    assert held(cache, "a") == chunks("a")[:0]
 
 
 def test_a_slice_fetched_again_is_not_discarded_for_the_old_one(tmp_path):
     cache = SliceCache(tmp_path, 2 * SIZE)
     old = put(cache, "a")
-    (tmp_path / "a.slice").unlink()
+    file_of(tmp_path, "a").unlink()
     put(cache, "a").close()
-    cache.discard("a", old.inode)
+    cache.discard(old)
     old.close()
     assert held(cache, "a") == chunks("a")
 
@@ -165,8 +180,8 @@ def test_a_full_disk_makes_room_and_then_gives_up(tmp_path, monkeypatch):
     monkeypatch.setattr(cache_module.os, "pwrite", full)
     put(cache, "c").close()
     assert names(cache) == {"b", "c"}
-    writer = cache.begin("d", PLAN)
-    used_too = cache.find("c", PLAN)
+    writer = cache.begin(plan("d"))
+    used_too = cache.find(plan("c"))
     with pytest.raises(DiskFailed, match="No space left"):
         writer.write(chunks("d")[0])
     writer.abandon()
@@ -178,7 +193,7 @@ def test_a_full_disk_makes_room_and_then_gives_up(tmp_path, monkeypatch):
 def _other(folder: Path, what: str, ready) -> None:
     cache = SliceCache(folder, 10**6)
     if what == "write":
-        writer = cache.begin("a", PLAN)
+        writer = cache.begin(plan("a"))
         writer.write(b"x" * 1000)
         ready.set()
         time.sleep(60)
@@ -187,7 +202,7 @@ def _other(folder: Path, what: str, ready) -> None:
             ready.set()
             time.sleep(60)
     else:
-        pinned = cache.find("p", PLAN)
+        pinned = cache.find(plan("p"))
         ready.set()
         time.sleep(60)
         pinned.close()
@@ -213,7 +228,7 @@ def test_kill_9_in_mid_write_leaves_nothing_behind(tmp_path):
         (partial,) = tmp_path.glob("*.partial")
         cache = SliceCache(tmp_path, 10**6)  # whoever writes lives: its file stays
         assert partial.exists()
-        assert cache.begin("a", PLAN) is None
+        assert cache.begin(plan("a")) is None
         assert held(cache, "a") is None
     finally:
         kill(writer)
@@ -234,7 +249,7 @@ def test_locks_of_dead_processes_do_not_hang(tmp_path):
     pinning = other_process(tmp_path, "pin")
     try:
         with pytest.raises(CacheFull):
-            SliceCache(tmp_path, SIZE).begin("q", PLAN)
+            SliceCache(tmp_path, SIZE).begin(plan("q"))
     finally:
         kill(pinning)
     put(cache, "q").close()

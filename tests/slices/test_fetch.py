@@ -26,7 +26,6 @@ def time():
 def fetch(source, time, first=0, counters=None, timeout=60.0):
     (slice_,) = source.slices
     chunks = fetch_chunks(
-        slice_,
         source.plan(slice_),
         partial(source.read, slice_),
         first=first,

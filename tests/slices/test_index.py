@@ -7,42 +7,44 @@ import json
 import pytest
 
 from lightning_bytescheduler.exceptions import SliceIndexError
-from lightning_bytescheduler.slices.make import IndexLine, read_index, write_index
-from lightning_bytescheduler.slices.slice import checksum_of, digests_of
+from lightning_bytescheduler.slices.make import read_index, write_index
+from lightning_bytescheduler.slices.slice import ChunkPlan, checksum_of, digests_of
 
 CONTENTS = [b"a\n" * 3, b"b" * 3_000_000]
-LINES = [IndexLine.of("slice-0.txt", CONTENTS[0], 3), IndexLine.of("slice-1.txt", CONTENTS[1], 1)]
+PLANS = [
+    ChunkPlan.of(content, key=f"slice-{number}.txt", url=f"memory://data/slice-{number}.txt", samples=samples)
+    for number, (content, samples) in enumerate(zip(CONTENTS, (3, 1), strict=True))
+]
 
 
 def test_round_trip():
-    entries = read_index(write_index(LINES), folder="memory://data")
-    for number, ((slice_, plan), content) in enumerate(zip(entries, CONTENTS, strict=True)):
-        assert slice_.url == f"memory://data/slice-{number}.txt"
-        assert (slice_.size, slice_.samples) == (len(content), [3, 1][number])
-        assert slice_.checksum == checksum_of(content)
+    plans = read_index(write_index(PLANS), folder="memory://data")
+    assert plans == PLANS
+    for plan, content in zip(plans, CONTENTS, strict=True):
+        assert plan.slice.checksum == checksum_of(content)
         assert plan.digests == digests_of(content)
 
 
 def test_an_index_of_an_earlier_release_is_read():
     """Which had blanks between its values."""
-    head, *lines = write_index(LINES).splitlines()
+    head, *lines = write_index(PLANS).splitlines()
     body = b"".join(json.dumps(json.loads(line)).encode() + b"\n" for line in lines)
     head = json.dumps({**json.loads(head), "checksum": checksum_of(body)}).encode()
     assert b'"version": 1' in head
-    entries = read_index(write_index(LINES), folder="memory://data")
+    entries = read_index(write_index(PLANS), folder="memory://data")
     assert read_index(head + b"\n" + body, folder="memory://data") == entries
 
 
 def test_a_slice_that_is_named_twice_is_refused():
     with pytest.raises(SliceIndexError, match="names a slice twice"):
-        read_index(write_index([*LINES, LINES[0]]), folder="memory://data")
+        read_index(write_index([*PLANS, PLANS[0]]), folder="memory://data")
 
 
 @pytest.mark.parametrize(
     ("name", "value"), [("slices", None), ("chunk_bytes", 0), ("chunk_bytes", True), ("checksum", 1)]
 )
 def test_a_damaged_first_line_is_an_error(name, value):
-    head, _, body = write_index(LINES).partition(b"\n")
+    head, _, body = write_index(PLANS).partition(b"\n")
     head = json.dumps({**json.loads(head), name: value}).encode()
     with pytest.raises(SliceIndexError, match="is damaged"):
         read_index(head + b"\n" + body, folder="memory://data")
@@ -53,7 +55,7 @@ def test_a_damaged_first_line_is_an_error(name, value):
     [("size", "8"), ("samples", 0), ("samples", True), ("checksum", 1), ("chunks", "x"), ("more", 1)],
 )
 def test_a_line_that_is_no_slice_is_named(name, value):
-    head, _, body = write_index(LINES[:1]).partition(b"\n")
+    head, _, body = write_index(PLANS[:1]).partition(b"\n")
     body = json.dumps({**json.loads(body), name: value}).encode() + b"\n"
     head = json.dumps({**json.loads(head), "checksum": checksum_of(body)}).encode()
     with pytest.raises(SliceIndexError, match="line 2, does not describe a slice"):
@@ -61,21 +63,21 @@ def test_a_line_that_is_no_slice_is_named(name, value):
 
 
 def test_names_follow_the_folder():
-    ((moved, _), _) = read_index(write_index(LINES), folder="zip://::file:///b.zip")
-    assert moved.url == "zip://slice-0.txt::file:///b.zip"
-    assert moved.key == "slice-0.txt"
+    (moved, _) = read_index(write_index(PLANS), folder="zip://::file:///b.zip")
+    assert moved.slice.url == "zip://slice-0.txt::file:///b.zip"
+    assert moved.slice.key == "slice-0.txt"
 
 
 @pytest.mark.parametrize("at", [0, 40, 150, 300, -2])
 def test_a_flipped_bit_is_noticed(at):
-    content = bytearray(write_index(LINES))
+    content = bytearray(write_index(PLANS))
     content[at] ^= 4
     with pytest.raises(SliceIndexError):
         read_index(bytes(content), folder="memory://data")
 
 
 def test_a_cut_short_or_foreign_index_is_refused():
-    content = write_index(LINES)
+    content = write_index(PLANS)
     for wrong in (b"", b"{}", b"\xff\x00", content[:-10], content.partition(b"\n")[0]):
         with pytest.raises(SliceIndexError, match=r"slices make|[Mm]ake the slices again"):
             read_index(wrong, folder="memory://data")
@@ -83,12 +85,12 @@ def test_a_cut_short_or_foreign_index_is_refused():
 
 def test_another_version_is_named():
     with pytest.raises(SliceIndexError, match="of version 2, and this release reads version 1"):
-        read_index(write_index(LINES).replace(b'"version":1', b'"version":2'), folder="memory://data")
+        read_index(write_index(PLANS).replace(b'"version":1', b'"version":2'), folder="memory://data")
 
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "../other.txt", "file:///etc/passwd", "a::b", ""])
 def test_an_index_cannot_name_files_elsewhere(name):
-    head, _, body = write_index(LINES[:1]).partition(b"\n")
+    head, _, body = write_index(PLANS[:1]).partition(b"\n")
     body = body.replace(b"slice-0.txt", json.dumps(name)[1:-1].encode())
     head = json.dumps({**json.loads(head), "checksum": checksum_of(body)}).encode()
     with pytest.raises(SliceIndexError, match="line 2"):

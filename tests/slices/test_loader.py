@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from lightning_bytescheduler import SliceDataModule, UnsupportedError
-from lightning_bytescheduler.exceptions import BadSampleError
+from lightning_bytescheduler.exceptions import BadSampleError, SliceCorruptError
 from lightning_bytescheduler.slices import data_module, formats
 from lightning_bytescheduler.slices.make import make_slices
 from lightning_bytescheduler.slices.slice import SliceStream
@@ -225,6 +225,27 @@ def test_slices_of_bad_samples_alone_are_an_error_that_says_so(tmp_path: Path) -
     data = SliceDataModule(url, batch_size=1, shuffle=False, transform=lambda sample: 1 // 0, on_bad_sample="skip")
     with pytest.raises(BadSampleError, match="No sample can be made of the first 100 of each slice"):
         batches_of(data)
+
+
+def test_slices_that_are_all_corrupt_are_not_said_to_have_bad_samples(tmp_path: Path) -> None:
+    url = with_bad_lines(tmp_path, set())
+    data = SliceDataModule(url, batch_size=1, shuffle=False, on_bad_sample="skip")
+    data.setup("fit")
+    (tmp_path / "a.jsonl").write_bytes(b"1\n" * SAMPLES)
+    with pytest.raises(SliceCorruptError, match="and so is every other slice"):
+        list(data.train_dataloader())
+    data.teardown("fit")
+
+
+def test_a_text_whose_first_line_cannot_be_decoded_has_a_bad_sample(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes("\u00e9\n".encode("latin-1") + b"fine\n" * (SAMPLES - 1))
+    with pytest.raises(BadSampleError, match=r"Sample 0 of slice .*a\.txt.* cannot be made \(rank 0\): Unicode"):
+        batches_of(SliceDataModule(f"{tmp_path}/a.txt", batch_size=4, shuffle=False))
+    make_slices(f"{tmp_path}/a.txt", f"{tmp_path}/slices")
+    for place in ("a.txt", "slices"):
+        data = SliceDataModule(f"{tmp_path}/{place}", batch_size=5, shuffle=False, on_bad_sample="skip")
+        with pytest.warns(UserWarning, match="are left out"):
+            assert batches_of(data) == [["fine"] * 5] * 10
 
 
 def test_more_than_a_few_bad_samples_are_an_error(tmp_path: Path) -> None:

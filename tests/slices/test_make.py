@@ -3,6 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_bytescheduler.slices.formats import format_of
 from lightning_bytescheduler.slices.make import cut_lines, row_ranges
 
 
@@ -14,7 +15,11 @@ from lightning_bytescheduler.slices.make import cut_lines, row_ranges
 )
 def test_slices_are_the_text_cut_at_line_ends(lines, last, target, piece):
     text = b"".join(b"x" * length + b"\n" for length in lines) + (b"end" if last else b"")
-    slices = list(cut_lines((text[at : at + piece] for at in range(0, len(text), piece)), target))
+    cut = list(
+        cut_lines("a.txt", format_of("a.txt"), (text[at : at + piece] for at in range(0, len(text), piece)), target)
+    )
+    slices = [part for part, _ in cut]
+    assert sum(samples for _, samples in cut) == len(lines) + last
     assert b"".join(slices) == text
     assert all(part.endswith(b"\n") for part in slices[:-1])
     # No larger than the target unless it is a single line.

@@ -14,10 +14,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch.distributed as dist
 
 from lightning_bytescheduler import (
+    BadSampleError,
     OptionError,
     SliceCorruptError,
     SliceDataModule,
@@ -247,10 +249,10 @@ def test_files_that_are_not_there_or_cannot_be_read(tmp_path: Path, place: str, 
 @pytest.mark.parametrize(("name", "content"), [("a.jsonl", b"a,b,c\n1,2,3\n"), ("a.txt", "é\n".encode("latin-1"))])
 def test_another_format_than_the_name_says(tmp_path: Path, name: str, content: bytes) -> None:
     (tmp_path / name).write_bytes(content)
-    words = "its first sample is none of .*Is it in another format than its name says, or not UTF-8"
-    with pytest.raises(SliceCorruptError, match=words):
+    words = rf"No sample of \.\w+ can be made of .*{name}: .*Is it in another format than its name says, or not UTF-8"
+    with pytest.raises(BadSampleError, match=words):
         SliceDataModule(str(tmp_path / name)).setup("fit")
-    with pytest.raises(SliceCorruptError, match=words):
+    with pytest.raises(BadSampleError, match=words):
         make_slices(str(tmp_path / name), str(tmp_path / "out"))
 
 
@@ -475,6 +477,36 @@ def test_a_slice_that_is_missing_is_named_at_once(
     shutil.move(tmp_path / "out" / "slice-000001.txt", tmp_path)
     assert main(["slices", "verify", str(tmp_path / "out")]) == 1
     assert "slice-000001.txt: its file is missing." in capsys.readouterr().out
+
+
+def test_a_folder_in_a_slices_place_is_a_missing_file(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_slices(f"{text}/a.txt", str(tmp_path / "out"), slice_bytes=4)
+    (tmp_path / "out" / "slice-000001.txt").unlink()
+    (tmp_path / "out" / "slice-000001.txt").mkdir()
+    assert main(["slices", "verify", str(tmp_path / "out")]) == 1
+    assert "slice-000001.txt: its file is missing." in capsys.readouterr().out
+
+
+def test_a_folder_in_an_indexes_place_is_no_index(text: str, tmp_path: Path) -> None:
+    (tmp_path / "out" / "slices.index").mkdir(parents=True)
+    with pytest.raises(OSError, match=r"slices\.index"):
+        make_slices(f"{text}/a.txt", str(tmp_path / "out"))
+
+
+def test_a_slice_that_is_not_written_whole_is_named(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on an object store that ends an upload early, and says nothing."""
+    memory = type(fsspec.filesystem("memory"))
+
+    def write_half(self: Any, path: str, mode: str, write: Any = memory.open) -> Any:
+        file = write(self, path, mode)
+        file.write, whole = lambda content: whole(content[:3]), file.write
+        return file
+
+    monkeypatch.setattr(memory, "open", write_half)
+    with pytest.raises(OSError, match=r"memory://cut-short/slice-000000\.txt has 3 bytes after 14 were written there"):
+        make_slices(f"{text}/a.txt", "memory://cut-short", overwrite=True)
 
 
 def test_a_misspelt_option_is_answered_with_the_right_one(text: str) -> None:

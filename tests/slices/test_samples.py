@@ -13,9 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_bytescheduler.exceptions import SliceCorruptError
-from lightning_bytescheduler.slices.formats import ListedSamples, format_of
+from lightning_bytescheduler.slices.formats import SliceSamples, format_of
 from lightning_bytescheduler.slices.make import npy_slice
-from lightning_bytescheduler.slices.samples import SliceSamples
 from lightning_bytescheduler.slices.slice import Slice, SliceStream
 from tests.slices.test_formats import pieces
 
@@ -32,10 +31,7 @@ def slice_of(url: str, content: bytes, samples: int = COUNT) -> Slice:
 
 
 def opened(url: str, content: bytes, size: int, samples: int = COUNT) -> SliceSamples:
-    return SliceSamples(
-        slice_of(url, content, samples),
-        lambda first: format_of(url).blocks_of(SliceStream(pieces(content, size)), first),
-    )
+    return SliceSamples(slice_of(url, content, samples), format_of(url), lambda: pieces(content, size))
 
 
 def plain(parts: Iterator[Any]) -> list[Any]:
@@ -88,15 +84,14 @@ def test_json_as_any_program_writes_it() -> None:
 
 
 def counted(made: list[int], *, malformed: int = COUNT, is_here: bool = True) -> SliceSamples:
-    def read(first: int) -> Iterator[ListedSamples]:
+    def read(stream: SliceStream, first: int) -> Iterator[int]:
         for number in range(first, COUNT):
             if number == malformed:
                 raise SliceCorruptError("s", "s", "it is malformed.")
             made.append(number)
-            yield ListedSamples([number])
+            yield number
 
-    slice_ = slice_of("s", b"")
-    return SliceSamples(slice_, read, is_here=lambda: is_here)
+    return SliceSamples(slice_of("s", b""), format_of("s", read), lambda: iter(()), is_here=lambda: is_here)
 
 
 @pytest.mark.parametrize("anew", [True, False])

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from lightning_bytescheduler.exceptions import OptionError, SliceCorruptError
-from lightning_bytescheduler.slices import source as source_module
-from lightning_bytescheduler.slices.fetch import fetch_chunks
+from lightning_bytescheduler.slices.fetch import Files, fetch_chunks
 from lightning_bytescheduler.slices.source import open_source
 from lightning_bytescheduler.slices.store import SliceStore
 
@@ -70,7 +69,7 @@ def test_arrays_are_ranges_of_rows_without_being_read(tmp_path, monkeypatch, pro
         fsspec.filesystem("memory").pipe_file("/rows/a.npy", (tmp_path / "a.npy").read_bytes())
         url = "memory://rows/a.npy"
     with monkeypatch.context() as patch:
-        patch.setattr(source_module, "read_file", lambda *_, **__: pytest.fail("The file was read."))
+        patch.setattr(Files, "pieces_of", lambda *_, **__: pytest.fail("The file was read."))
         source = open_source(url, slice_bytes=slice_bytes)
     assert len(source.slices) == {100: 24, 1000: 3, 10**6: 1}[slice_bytes]
     np.testing.assert_array_equal(np.stack(all_samples(source)), rows)
@@ -139,7 +138,7 @@ def test_more_or_fewer_samples_than_counted_is_corrupt():
 
     for wrong, reason in ((2, "more than the 2"), (4, "holds 3 samples, where 4")):
         slice_ = replace(source.slices[0], samples=wrong)
-        chunks = fetch_chunks(slice_, source.plan(slice_), partial(source.read, slice_))
+        chunks = fetch_chunks(source.plan(slice_), partial(source.read, slice_))
         with pytest.raises(SliceCorruptError, match=reason):
             list(source.open(slice_, partial(iter, chunks)).take(0, wrong))
 

@@ -24,7 +24,7 @@ from lightning_bytescheduler.exceptions import (
 from lightning_bytescheduler.slices import cache, fetch, urls
 from lightning_bytescheduler.slices.formats import format_of
 from lightning_bytescheduler.slices.options import StoreOptions
-from lightning_bytescheduler.slices.slice import Slice
+from lightning_bytescheduler.slices.slice import ChunkPlan, Slice
 from lightning_bytescheduler.slices.source import SliceSource, SourceFile
 from lightning_bytescheduler.slices.store import SliceStore
 from tests.slices.faults import CHUNK, FaultySource, VirtualTime, lines
@@ -174,7 +174,7 @@ def test_past_the_cache_too_a_request_that_never_returns_is_an_error(monkeypatch
     fsspec.register_implementation("hanging", Hanging, clobber=True)
     monkeypatch.setattr(urls, "_REQUEST_SECONDS", 0.2)
     slice_ = Slice(key="a", url="hanging://a.txt", start=0, size=10, samples=1)
-    source = SliceSource([slice_], {slice_.url: SourceFile(form=format_of(slice_.url))}, {}, {})
+    source = SliceSource([ChunkPlan(slice=slice_)], {slice_.url: SourceFile(form=format_of(slice_.url))}, {})
     store = SliceStore(source, StoreOptions(timeout=0.1))
     with store, pytest.raises(SourceUnavailableError, match="FSTimeoutError"):
         list(store.samples(slice_))

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from lightning_bytescheduler.coordinator.update_sum import view_of
 from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.slices.slice import WholeChecksum
+from lightning_bytescheduler.slices.slice import xxhash
 from lightning_bytescheduler.slices.urls import join, local_path, require_protocols
 
 log = logging.getLogger(__name__)
@@ -263,13 +263,13 @@ def pack(state: Mapping[str, Any]) -> tuple[str, dict[str, Tensor]]:
 
 
 def _checksum(text: str, tensors: Mapping[str, Tensor]) -> str:
-    whole = WholeChecksum()
+    whole = xxhash().xxh3_64()
     whole.update(text.encode())
     for name in sorted(tensors):
         whole.update(name.encode())
         if tensors[name].numel():
             whole.update(view_of(tensors[name].flatten().view(torch.uint8)))
-    return str(whole)
+    return f"xxh3_64:{whole.hexdigest()}"
 
 
 def _sync(path: str) -> None:

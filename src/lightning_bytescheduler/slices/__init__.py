@@ -1,6 +1,6 @@
 """Data in slices: handed out on demand to workers of any speed, without loss.
 
-- A slice, its bytes and its samples: ``slice``, ``catalogue``, ``formats``, ``samples``.
+- A slice, its bytes and its samples: ``slice``, ``catalogue``, ``formats``.
 - Sources and storage: ``urls``, ``source``, ``fetch``, ``cache``, ``store``.
 - Batches: ``batches``; ``epoch_plan`` for ranks that step together; ``training`` for workers that take slices as
   needed; ``loader``.

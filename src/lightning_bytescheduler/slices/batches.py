@@ -19,8 +19,8 @@ from torch.utils.data import get_worker_info
 
 from lightning_bytescheduler.exceptions import BadSampleError, SliceCorruptError
 from lightning_bytescheduler.slices.catalogue import sample_order
-from lightning_bytescheduler.slices.samples import LeaveOut
-from lightning_bytescheduler.slices.store import OpenSlice, SliceStore
+from lightning_bytescheduler.slices.formats import LeaveOut, SliceSamples
+from lightning_bytescheduler.slices.store import SliceStore
 
 SLICES_AHEAD = 8
 """Number of following slices that a batch names; no more are prefetched."""
@@ -86,7 +86,7 @@ class _Reading:
         stop: One after the last sample read; earlier ones may have been overwritten.
     """
 
-    slice: OpenSlice
+    samples: SliceSamples
     place: tuple[int, int] | None
     order: npt.NDArray[np.int64]
     stop: int = 0
@@ -201,7 +201,7 @@ class BatchReader:
                 raise BadSampleError(f"{text}. SliceDataModule(on_bad_sample='skip') leaves such out.") from error
             skipped[slice_.key, number] = text
 
-        numbers, samples = reading.order[run.start : run.stop], reading.slice.samples
+        numbers, samples = reading.order[run.start : run.stop], reading.samples
         if self._shuffle_samples:
             parts = samples.pick(numbers, leave_out)
         else:
@@ -234,22 +234,26 @@ class BatchReader:
     def _close(self, source: int) -> None:
         reading = self._open.pop(source, None)
         if reading is not None:
-            reading.slice.close()
+            reading.samples.close()
 
     def _any_sample(self) -> Any:
         """Return a sample to repeat: the last one read, or the first readable one."""
         if self._spare is not None:
             return self._spare[0]
         slices = self.store.source.slices
-        leave_out: LeaveOut | None = (lambda number, error: None) if self._skip else None
+        bad: list[Exception] = []
+        leave_out: LeaveOut | None = (lambda number, error: bad.append(error)) if self._skip else None
         for index, slice_ in enumerate(slices):
             if index not in self._bad:
                 with suppress(SliceCorruptError):
                     for sample in self.store.samples(slice_, stop=_TRIED, leave_out=leave_out):
-                        with suppress(Exception):  # another one may be better
+                        try:
                             return sample if self._transform is None else self._transform(sample)
-        if self._skip:
-            raise BadSampleError(f"No sample can be made of the first {_TRIED} of each slice, as of {slices[0].url}.")
+                        except Exception as error:  # another one may be better
+                            bad.append(error)
+        if bad:
+            first = f"No sample can be made of the first {_TRIED} of each slice, as of {slices[0].url}."
+            raise BadSampleError(first) from bad[-1]
         raise SliceCorruptError(slices[0].key, slices[0].url, "and so is every other slice.")
 
     def _cost(self) -> dict[str, float]:

@@ -1,8 +1,8 @@
 """The cache of slices: a folder on this machine, bounded in bytes, shared by its processes.
 
-A slice is one file: its bytes, then a footer with the digests of its chunks, which allows verification also for sources
-without an index. The file is complete or absent: it is written under another name, synced and renamed. A user of a file
-holds a shared lock on it; files without a lock may be deleted.
+A slice is one file: its bytes, then the digests of its chunks, which allows verification also for sources without an
+index. The file is complete or absent: it is written under another name, synced and renamed. A user of a file holds a
+shared lock on it; files without a lock may be deleted.
 
 Adding and deleting files needs the folder's lock, which is held for a listing, never for a transfer. All locks are the
 kernel's and end with their process, so no process waits for a dead one, and an incomplete file without a lock is a
@@ -12,19 +12,17 @@ leftover. Lock order: the folder's, then a file's; a file's lock is never waited
 from __future__ import annotations
 
 import errno
-import hashlib
 import mmap
 import os
-import struct
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
 from lightning_bytescheduler.checks import require_whole
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
-from lightning_bytescheduler.slices.slice import Bytes, ChunkPlan, Slice, digests_of, right_chunks
+from lightning_bytescheduler.slices.slice import DIGEST_BYTES, Bytes, ChunkPlan, digests_of
 
 try:
     import fcntl
@@ -40,12 +38,10 @@ _PARTIAL = ".partial"
 _LOCK_NAME = "cache.lock"
 _LOCK_SECONDS = 60.0  # for listing and deleting, by any number of processes
 _POLL_SECONDS = 0.002
-_TRAILER = struct.Struct("<8sQQ")
-_MAGIC = b"LBSslic1"
 
 
 class CacheFull(Exception):
-    """A slice has no room in the cache beside slices in use; it can be read without the cache."""
+    """A slice cannot be in the cache now, as slices in use fill it; it can be read without the cache."""
 
 
 class DiskFailed(CacheFull):
@@ -71,7 +67,6 @@ class SliceCache:
                 "A cache of slices needs file locks as Linux and macOS have them. Leave cache out, which fetches "
                 "slices anew in each epoch, use sources on this machine, or train in WSL."
             )
-        self._threads = threading.Lock()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._require_locks()
@@ -81,16 +76,16 @@ class SliceCache:
             raise OptionError("cache", os.fspath(folder), allowed) from error
         with self.locked():
             for path, _, _ in self._files(_PARTIAL):
-                self._delete_unused(path)
+                _delete_unused(path)
 
-    def has(self, name: str) -> bool:
+    def has(self, plan: ChunkPlan) -> bool:
         """Whether a slice is in the cache."""
-        return self._complete(name).exists()
+        return self._complete(plan).exists()
 
-    def find(self, name: str, plan: ChunkPlan) -> CachedSlice | None:
+    def find(self, plan: ChunkPlan) -> CachedSlice | None:
         """Open a slice, which keeps it in the cache; ``None`` if it is absent."""
         try:
-            descriptor = os.open(self._complete(name), os.O_RDWR | os.O_CLOEXEC)
+            descriptor = os.open(self._complete(plan), os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:
             return None
         # A process locks a file before deletion, so either the file stays or its deletion is seen here.
@@ -98,30 +93,30 @@ class SliceCache:
             os.close(descriptor)
             return None
         os.utime(descriptor)  # the time of its last use
-        inode = os.fstat(descriptor).st_ino
-        try:
-            return CachedSlice(descriptor, plan)
-        except ValueError:
-            self.discard(name, inode)
-            return None
+        cached = CachedSlice(descriptor, plan)
+        if os.fstat(descriptor).st_size == file_bytes(plan):
+            return cached
+        self.discard(cached)
+        cached.close()
+        return None
 
-    def follow(self, name: str, plan: ChunkPlan) -> GrowingSlice | None:
+    def follow(self, plan: ChunkPlan) -> GrowingSlice | None:
         """Open a slice that is being written; ``None`` if there is none."""
         try:
-            return GrowingSlice(os.open(self._partial(name, plan), os.O_RDONLY | os.O_CLOEXEC), plan)
+            return GrowingSlice(os.open(self._partial(plan), os.O_RDONLY | os.O_CLOEXEC), plan)
         except FileNotFoundError:
             return None
 
-    def begin(self, name: str, plan: ChunkPlan) -> SliceWriter | None:
+    def begin(self, plan: ChunkPlan) -> SliceWriter | None:
         """Begin to write a slice; ``None`` if it is present, or a living process is writing it.
 
         Raises:
             CacheFull: If there is no room without deleting slices in use.
             OSError: If the folder cannot be used.
         """
-        partial = self._partial(name, plan)
+        partial = self._partial(plan)
         with self.locked():
-            if self._complete(name).exists() or (partial.exists() and not self._delete_unused(partial)):
+            if self.has(plan) or (partial.exists() and not _delete_unused(partial)):
                 return None
             needed = file_bytes(plan)
             used = sum(size for _, size, _ in self._files(_COMPLETE))
@@ -132,17 +127,14 @@ class SliceCache:
                 raise CacheFull(f"The cache in {self.folder} has no room for {needed} bytes beside what is in use.")
             descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
             lock_file(descriptor, exclusive=True)
-        return SliceWriter(self, descriptor, partial, self._complete(name), plan)
+        return SliceWriter(self, descriptor, partial, self._complete(plan), plan)
 
-    def discard(self, name: str, inode: int) -> None:
+    def discard(self, damaged: CachedSlice) -> None:
         """Delete a slice that turned out to be damaged."""
-        path = self._complete(name)
-        with self.locked():
-            try:
-                if path.stat().st_ino == inode:  # otherwise another process has fetched it again
-                    path.unlink()
-            except FileNotFoundError:
-                pass
+        path = self._complete(damaged.plan)
+        with self.locked(), suppress(FileNotFoundError):
+            if path.stat().st_ino == damaged.inode:  # otherwise another process has fetched it again
+                path.unlink()
 
     def make_room(self, size: int) -> bool:
         """Delete unused slices if the disk is full before the limit is reached; returns whether any was deleted."""
@@ -151,51 +143,28 @@ class SliceCache:
 
     def _evict(self, excess: int, *, partly: bool = False) -> int:
         """Delete slices, longest unused first, for ``excess`` bytes; none if slices in use prevent that."""
-        unused: list[tuple[Path, int]] = []
-        freed = 0
-        try:
+        unused, freed = [], 0
+        with ExitStack() as held:
             for path, size, _ in sorted(self._files(_COMPLETE), key=lambda file: file[2]):
-                if freed >= excess:
-                    break
-                descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-                unused.append((path, descriptor))
-                if lock_file(descriptor, exclusive=True):
+                if freed < excess and held.enter_context(_unused(path)):
+                    unused.append(path)
                     freed += size
-                else:
-                    os.close(unused.pop()[1])
             if freed < excess and not partly:
                 return 0
-            for path, _ in unused:
+            for path in unused:
                 path.unlink()
-            return freed
-        finally:
-            for _, descriptor in unused:
-                os.close(descriptor)
+        return freed
 
     def _files(self, suffix: str) -> list[tuple[Path, int, float]]:
-        found = []
         with os.scandir(self.folder) as entries:
-            for entry in entries:
-                if entry.name.endswith(suffix):
-                    about = entry.stat()
-                    found.append((Path(entry.path), about.st_size, about.st_mtime))
-        return found
+            found = [(Path(entry.path), entry.stat()) for entry in entries if entry.name.endswith(suffix)]
+        return [(path, about.st_size, about.st_mtime) for path, about in found]
 
-    def _delete_unused(self, path: Path) -> bool:
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            if not lock_file(descriptor, exclusive=True):
-                return False
-            path.unlink()
-            return True
-        finally:
-            os.close(descriptor)
+    def _complete(self, plan: ChunkPlan) -> Path:
+        return self.folder / f"{plan.name}{_COMPLETE}"
 
-    def _complete(self, name: str) -> Path:
-        return self.folder / f"{name}{_COMPLETE}"
-
-    def _partial(self, name: str, plan: ChunkPlan) -> Path:
-        return self.folder / f"{name}-{file_bytes(plan)}{_PARTIAL}"
+    def _partial(self, plan: ChunkPlan) -> Path:
+        return self.folder / f"{plan.name}-{file_bytes(plan)}{_PARTIAL}"
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -204,7 +173,7 @@ class SliceCache:
 
         # A new lock object each time, so that a forked process cannot inherit a locked one.
         lock = FileLock(self.folder / _LOCK_NAME, thread_local=False)
-        with self._threads, lock.acquire(timeout=_LOCK_SECONDS, poll_interval=_POLL_SECONDS):
+        with lock.acquire(timeout=_LOCK_SECONDS, poll_interval=_POLL_SECONDS):
             yield
 
     def _require_locks(self) -> None:
@@ -222,49 +191,6 @@ class SliceCache:
             path.unlink(missing_ok=True)
 
 
-class CachedSlice:
-    """A complete slice that stays in the cache while this is open.
-
-    Args:
-        descriptor: Descriptor of the file, with a shared lock; owned from now on.
-
-    Raises:
-        ValueError: If the file is damaged.
-    """
-
-    def __init__(self, descriptor: int, plan: ChunkPlan) -> None:
-        self._descriptor = descriptor
-        size = os.fstat(descriptor).st_size
-        tail = b""
-        if size == file_bytes(plan):
-            tail = os.pread(descriptor, size - plan.size, plan.size)
-        digests = tail[: -_TRAILER.size]
-        if len(tail) != size - plan.size or tail != footer(plan, digests):
-            self.close()
-            raise ValueError("The file is not what was written.")
-        # The index's digests count; without an index, the footer's.
-        self.plan = replace(plan, digests=digests if plan.digests is None else plan.digests)
-
-    def chunks(self, first: int, *, together: bool = False) -> Iterator[memoryview]:
-        """Yield verified chunks from number ``first`` on, in mapped memory; ends before a damaged chunk."""
-        if not self.plan.size:
-            return
-        # Private: a reader may write to its chunks without effect on the file or other readers.
-        content = memoryview(mmap.mmap(self._descriptor, self.plan.size, access=mmap.ACCESS_COPY))
-        yield from right_chunks(content, self.plan, first, together=together)
-
-    @property
-    def inode(self) -> int:
-        """Distinguishes the file from another one of the same name."""
-        return os.fstat(self._descriptor).st_ino
-
-    def close(self) -> None:
-        """Allow deletion of the slice; chunks in use stay valid."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-
 class GrowingSlice:
     """A slice that a process is writing into the cache.
 
@@ -274,22 +200,42 @@ class GrowingSlice:
 
     def __init__(self, descriptor: int, plan: ChunkPlan) -> None:
         self._descriptor = descriptor
-        self._plan = plan
+        self.plan = plan
 
     def chunk(self, number: int) -> bytearray | None:
         """Return chunk ``number`` if it has been written, or ``None``."""
-        start, stop = self._plan.bounds(number)
+        start, stop = self.plan.bounds(number)
         if os.fstat(self._descriptor).st_size < stop:
             return None
         content = bytearray(stop - start)
         length = os.preadv(self._descriptor, [content], start)
-        return content if length == len(content) and self._plan.is_right(number, content) else None
+        return content if length == len(content) and self.plan.is_right(number, content) else None
+
+    @property
+    def inode(self) -> int:
+        """Distinguishes the file from another one of the same name."""
+        return os.fstat(self._descriptor).st_ino
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file, which allows deletion of the slice; chunks in use stay valid."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+
+
+class CachedSlice(GrowingSlice):
+    """A complete slice that stays in the cache while this is open, by a shared lock on its file."""
+
+    def chunks(self, first: int, *, together: bool = False) -> Generator[memoryview, None, int]:
+        """Yield verified chunks from number ``first`` on, in mapped memory; see ``ChunkPlan.right_chunks``."""
+        plan, size = self.plan, self.plan.slice.size
+        if not size:
+            return 0
+        if plan.digests is None:  # without an index, those count that were written
+            plan = replace(plan, digests=os.pread(self._descriptor, plan.count * DIGEST_BYTES, size))
+        # Private: a reader may write to its chunks without effect on the file or other readers.
+        content = memoryview(mmap.mmap(self._descriptor, size, access=mmap.ACCESS_COPY))
+        return (yield from plan.right_chunks(content, first, together=together))
 
 
 class SliceWriter:
@@ -315,7 +261,7 @@ class SliceWriter:
             DiskFailed: If the disk is full of slices in use, or broken.
         """
         self._append(chunk)
-        self._digests.append(digests_of(chunk, max(len(chunk), 1)))
+        self._digests.append(digests_of(chunk, self._plan.chunk_bytes))
 
     def commit(self) -> CachedSlice:
         """Make the slice durable and visible; it stays open, and so in the cache.
@@ -323,7 +269,7 @@ class SliceWriter:
         Raises:
             DiskFailed: If that fails.
         """
-        self._append(footer(self._plan, b"".join(self._digests)))
+        self._append(b"".join(self._digests))
         try:
             os.fsync(self._descriptor)
             with self._cache.locked():  # during the renaming the file is briefly unlocked
@@ -365,20 +311,9 @@ class SliceWriter:
             view = view[length:]
 
 
-def cache_name(slice_: Slice, version: str) -> str:
-    """Return the name of a slice's file in the cache, without suffix; other contents have another name."""
-    identity = repr((slice_.url, slice_.start, slice_.size, slice_.checksum, "" if slice_.checksum else version))
-    return hashlib.sha256(identity.encode()).hexdigest()[:40]
-
-
 def file_bytes(plan: ChunkPlan) -> int:
     """Return the bytes that a slice takes in the cache."""
-    return plan.size + 8 * plan.count + _TRAILER.size
-
-
-def footer(plan: ChunkPlan, digests: bytes) -> bytes:
-    """Return the footer after the slice's bytes."""
-    return digests + _TRAILER.pack(_MAGIC, plan.size, plan.chunk_bytes)
+    return plan.slice.size + plan.count * DIGEST_BYTES
 
 
 def lock_file(descriptor: int, *, exclusive: bool) -> bool:
@@ -388,3 +323,20 @@ def lock_file(descriptor: int, *, exclusive: bool) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+@contextmanager
+def _unused(path: Path) -> Iterator[bool]:
+    """Lock a file against use; tells whether no process uses it."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        yield lock_file(descriptor, exclusive=True)
+    finally:
+        os.close(descriptor)
+
+
+def _delete_unused(path: Path) -> bool:
+    with _unused(path) as is_unused:
+        if is_unused:
+            path.unlink()
+    return is_unused

@@ -15,9 +15,8 @@ from tqdm import tqdm
 from lightning_bytescheduler.checks import importing, named
 from lightning_bytescheduler.exceptions import SliceCorruptError
 from lightning_bytescheduler.serving import parse_bind, read_token
-from lightning_bytescheduler.slices.fetch import fetch_chunks
+from lightning_bytescheduler.slices.fetch import LASTING, MISSING, fetch_chunks
 from lightning_bytescheduler.slices.make import SLICE_BYTES, make_slices
-from lightning_bytescheduler.slices.options import TIMEOUT
 from lightning_bytescheduler.slices.slice import Slice
 from lightning_bytescheduler.slices.source import SliceSource, open_source
 
@@ -126,15 +125,16 @@ def verify_slices(source: SliceSource, progress: Callable[[int, int], None]) -> 
     bad = []
     for slice_ in source.slices:
         try:
-            if not source.has_file(slice_, TIMEOUT):  # without waiting for a folder to be mounted
-                raise SliceCorruptError(slice_.key, slice_.url, "its file is missing.")
-            chunks = fetch_chunks(slice_, source.plan(slice_), partial(source.read, slice_))
+            # A missing file is not waited for, as in a training, where its folder may be mounted later.
+            chunks = fetch_chunks(source.plan(slice_), partial(source.read, slice_), lasting=(*LASTING, *MISSING))
             for _ in source.open(slice_, lambda: chunks).take(0, slice_.samples):  # noqa: B023  # called at once
                 pass
             for _ in chunks:
                 pass  # a reader may stop before the end
         except SliceCorruptError as error:
             bad.append((slice_, error.reason))
+        except MISSING:
+            bad.append((slice_, "its file is missing."))
         done += slice_.size
         progress(done, total)
     return bad

@@ -11,15 +11,15 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
 from lightning_bytescheduler.checks import importing, is_whole
 from lightning_bytescheduler.exceptions import OptionError, SliceCorruptError, SourceUnavailableError
+from lightning_bytescheduler.slices import urls
 from lightning_bytescheduler.slices.options import TIMEOUT
 from lightning_bytescheduler.slices.slice import ChunkPlan, Slice
-from lightning_bytescheduler.slices.urls import is_http, local_path
 
 log = logging.getLogger(__name__)
 
@@ -29,32 +29,26 @@ _WITHOUT_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "Creden
 _HEADER = "storage_options={'headers': {'Authorization': 'Bearer TOKEN'}}"
 
 
-def refusal_of(error: BaseException, url: str) -> tuple[str, str] | None:
+def refusal_of(error: BaseException | None, url: str) -> tuple[str, str] | None:
     """Return a source's refusal and the way out; ``None`` if a retry may help."""
-    for cause in _chain(error):
-        status = _status(cause)
-        if isinstance(cause, ssl.SSLCertVerificationError):
+    while error is not None:
+        status, words = _status(error), str(getattr(error, "message", None) or error) or type(error).__name__
+        if isinstance(error, ssl.SSLCertVerificationError):
             return (
-                f"its certificate is not trusted here ({_short(cause)})",
+                f"its certificate is not trusted here ({words})",
                 "For one that was made by yourself, set the environment variable SSL_CERT_FILE to the file of it; "
                 "its subjectAltName must have the host of the URL.",
             )
-        if isinstance(cause, ssl.SSLError):
-            return _short(cause), "Check whether the URL should begin with http:// rather than https://."
+        if isinstance(error, ssl.SSLError):
+            return words, "Check whether the URL should begin with http:// rather than https://."
         if status in (_UNAUTHORIZED, _FORBIDDEN, _PROXY):
-            return f"{status} {_short(cause)}", _rights(url, listing=status == _FORBIDDEN)
-        if isinstance(cause, PermissionError) or type(cause).__name__ in _WITHOUT_CREDENTIALS:
-            return _short(cause), _rights(url, listing=False)
+            return f"{status} {words}", _rights(url, listing=status == _FORBIDDEN)
+        if isinstance(error, PermissionError) or type(error).__name__ in _WITHOUT_CREDENTIALS:
+            return words, _rights(url, listing=False)
         if status is not None and 400 <= status < 500 and status not in _PASSING:
-            return f"{status} {_short(cause)}", "Check the URL and storage_options."
+            return f"{status} {words}", "Check the URL and storage_options."
+        error = error.__cause__
     return None
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    cause: BaseException | None = error
-    while cause is not None:
-        yield cause
-        cause = cause.__cause__
 
 
 def _status(error: BaseException) -> int | None:
@@ -69,9 +63,9 @@ def _status(error: BaseException) -> int | None:
 
 
 def _rights(url: str, *, listing: bool) -> str:
-    if local_path(url) is not None:
+    if urls.local_path(url) is not None:
         return "Change the rights of the file, or read it as another user."
-    if not is_http(url):
+    if not urls.is_http(url):
         return (
             "Give its credentials in storage_options, such as {'key': ..., 'secret': ...} for s3 or "
             "{'token': ...} for gs and hf; or check that they may read it."
@@ -82,11 +76,8 @@ def _rights(url: str, *, listing: bool) -> str:
     return words
 
 
-def _short(error: BaseException) -> str:
-    return str(getattr(error, "message", None) or error) or type(error).__name__
-
-
 _REQUEST_BYTES = 16 * 1024 * 1024
+_PIECE_BYTES = 4 * 1024 * 1024  # of a file that is read through
 _ATTEMPTS = 3  # at a chunk that is short or wrong
 _FIRST_DELAY = 0.1
 _LONGEST_DELAY = 5.0
@@ -95,17 +86,14 @@ _SAID_SECONDS = 2.0  # without an answer, before a warning
 LASTING: tuple[type[Exception], ...] = (ImportError, NotImplementedError, OptionError, TypeError)
 """Errors of a source that retries do not help."""
 
-LASTING_AT_FIRST = (*LASTING, FileNotFoundError, IsADirectoryError, NotADirectoryError, ValueError)
-"""The same at the beginning: a file missing then probably never existed."""
+MISSING = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
+"""Errors of a source that has no such file."""
 
 _Answer = TypeVar("_Answer")
 
 
-_of_its_own = random.SystemRandom()  # Python's global generator belongs to the user and is seeded alike on all workers
-
-
-def _chance() -> float:  # can be pickled
-    return _of_its_own.random()
+def _chance() -> float:  # can be pickled; Python's global generator is the user's, and seeded alike on all workers
+    return random.SystemRandom().random()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,13 +133,16 @@ def ask(
         SourceUnavailableError: If the source does not answer, or refuses, which is not retried.
     """
     with importing("Reading slices", extra="data"):
-        from tenacity import RetryCallState, Retrying, retry_if_exception
+        from tenacity import RetryCallState, RetryError, Retrying, retry_if_exception
 
     began = waiting.clock()
     is_said = False
 
-    def is_over(_: RetryCallState) -> bool:
-        return waiting.clock() - began >= timeout
+    def may_pass(error: BaseException) -> bool:
+        refused = refusal_of(error, url)  # asked first, as an untrusted certificate is a ValueError too
+        if refused is not None:
+            raise SourceUnavailableError(url, waiting.clock() - began, *refused) from error
+        return isinstance(error, Exception) and not isinstance(error, lasting)
 
     def pause(state: RetryCallState) -> float:
         # The last attempt comes when the time is over, not earlier.
@@ -165,37 +156,17 @@ def ask(
             words = _words(state.outcome.exception())
             log.warning("%s does not answer: %s. It is asked again, for %.0f s in all.", url, words, timeout)
 
-    def give_up(state: RetryCallState) -> _Answer:
-        error = state.outcome.exception() if state.outcome is not None else None
-        raise SourceUnavailableError(url, waiting.clock() - began, _words(error)) from error
-
-    def answer() -> _Answer:
-        try:
-            return question()
-        except Exception as error:
-            # Checked first, as an untrusted certificate is a ValueError too.
-            refused = refusal_of(error, url)
-            if refused is None:
-                raise
-            raise _Refused(*refused) from error
-
     try:
         return Retrying(
-            retry=retry_if_exception(
-                lambda error: isinstance(error, Exception) and not isinstance(error, (*lasting, _Refused))
-            ),
-            stop=is_over,
+            retry=retry_if_exception(may_pass),
+            stop=lambda _: waiting.clock() - began >= timeout,
             wait=pause,
             sleep=waiting.sleep,
             before_sleep=before_pause,
-            retry_error_callback=give_up,
-        )(answer)
-    except _Refused as refused:
-        raise SourceUnavailableError(url, waiting.clock() - began, *refused.args) from refused.__cause__
-
-
-class _Refused(Exception):
-    """A refusal of a source, and the way out."""
+        )(question)
+    except RetryError as over:
+        error = over.last_attempt.exception()
+        raise SourceUnavailableError(url, waiting.clock() - began, _words(error)) from error
 
 
 def _words(error: BaseException | None) -> str:
@@ -259,13 +230,13 @@ class SliceCounters:
 
 
 def fetch_chunks(
-    slice_: Slice,
     plan: ChunkPlan,
     read: Callable[[int, int], bytes],
     *,
     first: int = 0,
     timeout: float = TIMEOUT,
     waiting: Waiting | None = None,
+    lasting: tuple[type[Exception], ...] = LASTING,
     counters: SliceCounters | None = None,
 ) -> Iterator[bytearray]:
     """Fetch the chunks of a slice in order.
@@ -273,12 +244,12 @@ def fetch_chunks(
     Requests grow from one chunk to 16 MiB, so that the first sample comes soon, and latency is not paid for each chunk.
 
     Args:
-        slice_: The slice.
-        plan: Its chunks.
+        plan: The chunks.
         read: Reads the bytes of the slice's file from the first number up to, but not including, the second.
         first: Number of the first chunk.
         timeout: Seconds that the source may be unavailable.
         waiting: Time and chance.
+        lasting: Errors that are raised at once, as retries do not help.
         counters: Counts bytes and retries.
 
     Yields:
@@ -288,37 +259,41 @@ def fetch_chunks(
         SliceCorruptError: If a chunk stays short or wrong when fetched again.
         SourceUnavailableError: If the source or the file is unavailable; its folder may not be mounted yet.
     """
-    waiting = waiting or Waiting()
-    counters = counters or SliceCounters()
-    most = max(_REQUEST_BYTES // plan.chunk_bytes, 1)
+    slice_, waiting, counters = plan.slice, waiting or Waiting(), counters or SliceCounters()
     number, together = first, 1
     wrong = pauses = 0  # in a row: answers without a correct chunk, and incomplete answers
     while number < plan.count:
+        before = number
         start = plan.bounds(number)[0]
         stop = plan.bounds(min(number + together, plan.count) - 1)[1]
-        content = ask(
-            slice_.url,
-            partial(read, slice_.start + start, slice_.start + stop),
-            timeout=timeout,
-            waiting=waiting,
-            on_retry=lambda: counters.add(retries=1),
+        content = memoryview(
+            ask(
+                slice_.url,
+                partial(read, slice_.start + start, slice_.start + stop),
+                timeout=timeout,
+                waiting=waiting,
+                lasting=lasting,
+                on_retry=lambda: counters.add(retries=1),
+            )
         )
         counters.add(bytes_fetched=len(content))
         reason = ""
         if len(content) > stop - start:
-            content, reason = b"", "its source answers with more bytes than asked for, so it cannot serve ranges."
-        before = number
-        for chunk in _pieces(content, plan, number):
-            if not plan.is_right(number, chunk):
-                reason = reason or _what_is_wrong(plan, number, chunk)
-                break
-            yield chunk
-            number += 1
-        if start + len(content) >= stop and not reason:
-            together, wrong, pauses = min(2 * together, most), 0, 0
+            reason = "its source answers with more bytes than asked for, so it cannot serve ranges."
+        while not reason and start < stop:
+            begin, end = plan.bounds(number)
+            chunk = bytearray(content[: end - begin])
+            if plan.is_right(number, chunk):
+                yield chunk
+                content, start, number = content[end - begin :], end, number + 1
+            elif len(chunk) < end - begin:
+                reason = f"of its bytes {begin} to {end - 1}, only {len(chunk)} are there."
+            else:
+                reason = f"its bytes {begin} to {end - 1} have another checksum than they should."
+        if not reason:
+            together, wrong, pauses = min(2 * together, max(_REQUEST_BYTES // plan.chunk_bytes, 1)), 0, 0
             continue
         # Short, or a wrong chunk: ask again from the first missing chunk.
-        reason = reason or _what_is_wrong(plan, number, b"")
         wrong = 1 if number > before else wrong + 1
         pauses += 1
         together = 1
@@ -328,18 +303,44 @@ def fetch_chunks(
         waiting.sleep(_delay(pauses, waiting))
 
 
-def _pieces(content: bytes, plan: ChunkPlan, number: int) -> Iterator[bytearray]:
-    view = memoryview(content)
-    while view:
-        start, stop = plan.bounds(number)
-        yield bytearray(view[: stop - start])
-        view = view[stop - start :]
-        number += 1
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Files:
+    """Files behind URLs as they are first looked at: one that is missing then probably never existed.
 
+    All methods raise a ``SourceUnavailableError`` if the source is unavailable.
 
-def _what_is_wrong(plan: ChunkPlan, number: int, chunk: bytes | bytearray) -> str:
-    start, stop = plan.bounds(number)
-    place = f"of its bytes {start} to {stop - 1}"
-    if len(chunk) < stop - start:
-        return f"{place}, only {len(chunk)} are there."
-    return f"{place[3:]} have another checksum than they should."
+    Attributes:
+        options: For fsspec's file systems.
+        timeout: Seconds that a source may be unavailable.
+        waiting: Time and chance.
+    """
+
+    options: Mapping[str, Any]
+    timeout: float = TIMEOUT
+    waiting: Waiting = field(default_factory=Waiting)
+
+    def expand(self, url: str, option: str) -> list[str]:
+        """Return the sorted URLs of the files that a URL, a glob or a folder stands for."""
+        return self._ask(url, partial(urls.expand, url, self.options, option))
+
+    def exists(self, url: str) -> bool:
+        """Whether there is a file at a URL."""
+        return self._ask(url, partial(urls.exists, url, self.options))
+
+    def size_of(self, url: str) -> tuple[int, str]:
+        """Return the bytes of a file and a version."""
+        return self._ask(url, partial(urls.size_of, url, self.options))
+
+    def start_of(self, url: str, size: int) -> bytes:
+        """Return the first bytes of a file."""
+        return self._ask(url, partial(urls.read_range, url, 0, size, self.options))
+
+    def pieces_of(self, url: str, size: int) -> Iterator[bytearray]:
+        """Yield a whole file, in pieces of whole chunks."""
+        plan = ChunkPlan(slice=Slice(key=url, url=url, start=0, size=size, samples=1), chunk_bytes=_PIECE_BYTES)
+        read = partial(urls.read_range, url, options=self.options)
+        return fetch_chunks(plan, read, timeout=self.timeout, waiting=self.waiting)
+
+    def _ask(self, url: str, question: Callable[[], _Answer]) -> _Answer:
+        lasting = (*LASTING, *MISSING, ValueError)
+        return ask(url, question, timeout=self.timeout, waiting=self.waiting, lasting=lasting)

@@ -1,4 +1,4 @@
-"""File formats: the suffix selects the reader that makes samples of a slice's bytes.
+"""Samples of a slice's bytes: the suffix of the file selects the format, and ``SliceSamples`` takes them by number.
 
 Any other format needs one function of a stream and the number of the first sample, which yields the samples from there
 on. Malformed data is a ``ValueError``, which is reported with the slice's name. If several processes read a slice, each
@@ -16,23 +16,24 @@ the first sample. Compressed data (.gz, and .zst with the extra "data") is decom
 
 from __future__ import annotations
 
-import gzip
+import bisect
 import io
 import itertools
 import json
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import PurePosixPath
 from types import ModuleType
-from typing import Any, BinaryIO, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from lightning_bytescheduler.checks import importing
-from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.slices.slice import Bytes, SliceStream
+from lightning_bytescheduler.exceptions import BadSampleError, OptionError, SliceCorruptError
+from lightning_bytescheduler.slices.slice import Bytes, Slice, SliceStream
 
 SampleNumbers = slice | npt.NDArray[np.int64]
 """Samples of a block: neighbours, or any in any order."""
@@ -43,8 +44,10 @@ _Sample = TypeVar("_Sample", covariant=True)
 COMPRESSIONS = (".gz", ".zst")
 """Suffixes of compressed files."""
 
-_INFLATED_BYTES = 256 * 1024
+_DEFLATED_BYTES = 64 * 1024  # at a time, as they may become a thousand times as many
+_GZIP = 16 + zlib.MAX_WBITS  # says to zlib that there are headers of gzip
 _PARSES = 5  # of a header
+_TRIED = 100  # of the first samples of a file
 _SPACE = 32  # the last white space character of ASCII
 
 _decode_json = json.JSONDecoder().decode
@@ -98,9 +101,7 @@ class SliceFormat:
 
     def opened(self, stream: SliceStream) -> SliceStream:
         """Return the stream, decompressed while it is read."""
-        if self.compression is None:
-            return stream
-        return SliceStream(_gzip_pieces(stream) if self.compression == ".gz" else _zstandard_pieces(stream))
+        return stream if self.compression is None else SliceStream(_inflated(stream, self.compression))
 
 
 def format_of(url: str, reader: SliceReader | None = None, *, option: str = "url") -> SliceFormat:
@@ -369,6 +370,26 @@ def parquet_blocks(stream: SliceStream) -> Iterator[ParquetRows]:
     return (ParquetRows(batch) for batch in file.iter_batches())
 
 
+def require_sample(form: SliceFormat, url: str, blocks: Iterable[SampleBlock[Any]]) -> None:
+    """Require that one of the first samples can be made, as lines are counted and cut without being parsed.
+
+    Raises:
+        BadSampleError: If the file is in another format than its name says, or in another encoding.
+    """
+    block = next((block for block in blocks if len(block)), ListedSamples([]))
+    first: ValueError | None = None
+    for number in range(min(len(block), _TRIED)):
+        try:
+            block[number : number + 1]
+        except ValueError as error:
+            first = first or error
+        else:
+            return
+    if first is not None:
+        hint = "Is it in another format than its name says, or not UTF-8?"
+        raise BadSampleError(f"No sample of {form.suffix} can be made of {url}: {first}. {hint}") from first
+
+
 def import_parquet() -> Any:
     """Import ``pyarrow.parquet``.
 
@@ -391,32 +412,29 @@ def import_zstandard() -> ModuleType:
     return zstandard
 
 
-def _gzip_pieces(stream: SliceStream) -> Iterator[bytearray]:
-    try:
-        with gzip.GzipFile(fileobj=cast(BinaryIO, stream)) as file:
-            while piece := file.read(_INFLATED_BYTES):
-                yield bytearray(piece)
-    except (gzip.BadGzipFile, zlib.error, EOFError) as error:
-        raise ValueError(f"It cannot be decompressed: {error}") from error
+def _inflated(stream: SliceStream, compression: str) -> Iterator[bytearray]:
+    """Yield the bytes of compressed members, one after the other, as they are decompressed.
 
-
-def _zstandard_pieces(stream: SliceStream) -> Iterator[bytearray]:
-    zstandard = import_zstandard()
-    # The library's own reader treats a truncated frame as complete, so frames are tracked here.
-    decompressor = zstandard.ZstdDecompressor()
-    frame = None
+    The libraries' own files take one that is cut short for complete, or seek.
+    """
+    if compression == ".gz":
+        failure, begin = zlib.error, partial(zlib.decompressobj, wbits=_GZIP)
+    else:
+        zstandard = import_zstandard()
+        failure, begin = zstandard.ZstdError, zstandard.ZstdDecompressor().decompressobj
+    member = None
     try:
         for chunk in stream.chunks():
-            content = bytes(chunk)
-            while content:
-                frame = frame or decompressor.decompressobj()
-                if piece := frame.decompress(content):
-                    yield bytearray(piece)
-                content = frame.unused_data if frame.eof else b""
-                frame = None if frame.eof else frame
-    except zstandard.ZstdError as error:
+            for start in range(0, len(chunk), _DEFLATED_BYTES):
+                content = bytes(chunk[start : start + _DEFLATED_BYTES])
+                while content := content if member else content.lstrip(b"\0"):  # members may be padded
+                    member = member or begin()
+                    if piece := member.decompress(content):
+                        yield bytearray(piece)
+                    content, member = (member.unused_data, None) if member.eof else (b"", member)
+    except failure as error:
         raise ValueError(f"It cannot be decompressed: {error}") from error
-    if frame is not None:
+    if member is not None:
         raise ValueError("It cannot be decompressed: it is cut short.")
 
 
@@ -430,3 +448,147 @@ FORMATS = {
     )
 }
 """The formats that are known by their suffix."""
+
+
+LeaveOut = Callable[[int, Exception], None]
+"""Called with the number of a sample that cannot be decoded, and why. The sample is left out, unless it raises."""
+
+
+class SliceSamples:
+    """Samples of a slice by number: a process makes those of its own batches and skips the others.
+
+    They come in parts with ``take``, or in any order with ``pick``, which keeps the whole slice.
+
+    Both raise a ``SliceCorruptError`` if the slice is not as expected, or a sample cannot be decoded and there is no
+    ``leave_out``; samples yielded before are correct.
+
+    A known format finds samples without making them. A user's reader makes one after the other. To skip samples it
+    begins anew, if all bytes are local, or makes samples in vain.
+
+    Args:
+        begin: Begins to read its verified bytes.
+        header: What comes before the bytes of a slice that does not begin with its file.
+        is_here: Whether all bytes are on this machine, so that reading them again is cheap.
+    """
+
+    def __init__(
+        self,
+        slice_: Slice,
+        form: SliceFormat,
+        begin: Callable[[], Iterator[Bytes]],
+        *,
+        header: bytes = b"",
+        is_here: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._slice = slice_
+        self._form = form
+        self._begin_bytes = begin
+        self._header = header if slice_.start else b""
+        self._is_here = is_here
+        self._bytes: Iterator[Bytes] = iter(())
+        self._blocks: Iterator[SampleBlock[Any]] | None = None
+        self._block: SampleBlock[Any] = ListedSamples([])
+        self._begin = self._first = 0  # first samples of the block, and of the reading
+        self._all: list[SampleBlock[Any]] = []
+        self._begins: list[int] = []
+
+    def take(self, start: int, stop: int, leave_out: LeaveOut | None = None) -> Iterator[Sequence[Any]]:
+        """Yield samples ``start`` to ``stop``; earlier ones cannot be requested afterwards."""
+        if self._form.blocks is None and (self._blocks is None or (start != self._end and self._is_here())):
+            self._blocks, self._block = None, ListedSamples([])
+            self._begin = self._first = start
+        while start < stop:
+            while start >= self._end and self._go_on():
+                pass
+            upto = min(stop, self._end)
+            if start >= upto:
+                raise self._wrong_count()
+            inside = slice(start - self._begin, upto - self._begin)
+            yield from self._made(self._block, self._begin, inside, leave_out)
+            start = upto
+        if stop == self._slice.samples:
+            self._require_end()
+
+    def pick(self, numbers: npt.NDArray[np.int64], leave_out: LeaveOut | None = None) -> Iterator[Sequence[Any]]:
+        """Yield samples in any order."""
+        if not self._all:
+            self._read_all()
+        if len(self._all) == 1:
+            yield from self._made(self._all[0], 0, numbers, leave_out)
+            return
+        for number in numbers.tolist():
+            which = bisect.bisect_right(self._begins, number) - 1
+            inside = number - self._begins[which]
+            yield from self._made(self._all[which], self._begins[which], slice(inside, inside + 1), leave_out)
+
+    def close(self) -> None:
+        """End reading, which releases the slice."""
+        if isinstance(self._bytes, Generator):
+            self._bytes.close()
+
+    @property
+    def _end(self) -> int:
+        return self._begin + len(self._block)
+
+    def _go_on(self) -> bool:
+        try:
+            if self._blocks is None:
+                self.close()
+                self._bytes = self._begin_bytes()
+                stream = SliceStream(itertools.chain((self._header,) if self._header else (), self._bytes))
+                self._blocks = self._form.blocks_of(stream, self._first)
+            block = next(self._blocks, None)
+        except (ValueError, EOFError) as error:
+            raise self._corrupt(self._end, error) from error
+        if block is None:
+            return False
+        self._begin, self._block = self._end, block
+        return True
+
+    def _require_end(self) -> None:
+        while self._end <= self._slice.samples and self._go_on():  # also reads the remaining bytes
+            pass
+        if self._end > self._slice.samples:
+            raise self._wrong_count()
+
+    def _read_all(self) -> None:
+        found, begins = [], []
+        while self._go_on():
+            if len(self._block):
+                found.append(self._block)
+                begins.append(self._begin)
+        if self._end != self._slice.samples:
+            raise self._wrong_count()
+        self._all, self._begins = found, begins
+
+    def _made(
+        self, block: SampleBlock[Any], begin: int, numbers: SampleNumbers, leave_out: LeaveOut | None
+    ) -> Iterator[Sequence[Any]]:
+        """Yield samples of a block that begins at number ``begin`` of the slice; ``numbers`` count within the block."""
+        try:
+            made = block[numbers]
+        except ValueError:  # the other samples are correct
+            each = range(*numbers.indices(len(block))) if isinstance(numbers, slice) else numbers.tolist()
+            for number in each:
+                try:
+                    one = block[number : number + 1]
+                except ValueError as error:
+                    if leave_out is None:
+                        raise self._corrupt(begin + number, error) from error
+                    leave_out(begin + number, error)
+                else:
+                    yield one
+        else:
+            yield made
+
+    def _wrong_count(self) -> SliceCorruptError:
+        more, counted = self._end > self._slice.samples, self._slice.samples
+        what = f"more than the {counted} samples that" if more else f"{self._end} samples, where {counted}"
+        reason = f"it holds {what} were counted."
+        if more and self._first:
+            reason += f" Or the reader did not begin with sample number {self._first}, its argument first."
+        return SliceCorruptError(self._slice.key, self._slice.url, reason)
+
+    def _corrupt(self, number: int, error: Exception) -> SliceCorruptError:
+        reason = str(error) or type(error).__name__
+        return SliceCorruptError(self._slice.key, self._slice.url, f"after sample {number}: {reason}")

@@ -8,40 +8,38 @@ before the rest of its slice arrives.
 from __future__ import annotations
 
 import io
-import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from dataclasses import replace
 from pathlib import PurePosixPath
-from typing import Annotated, Any, BinaryIO, TypeVar
+from typing import Annotated, Any, BinaryIO
 
 import msgspec
 import numpy as np
 
 from lightning_bytescheduler.checks import require_bool, require_whole
-from lightning_bytescheduler.exceptions import OptionError, SliceCorruptError, SliceIndexError, UnsupportedError
-from lightning_bytescheduler.slices.fetch import LASTING_AT_FIRST, Waiting, ask, fetch_chunks
-from lightning_bytescheduler.slices.formats import SliceFormat, format_of, import_parquet, npy_blocks, parquet_blocks
-from lightning_bytescheduler.slices.options import TIMEOUT, require_packages, require_urls
-from lightning_bytescheduler.slices.slice import (
-    CHUNK_BYTES,
-    Bytes,
-    ChunkPlan,
-    Slice,
-    SliceStream,
-    checksum_of,
-    digests_of,
+from lightning_bytescheduler.exceptions import (
+    BadSampleError,
+    OptionError,
+    SliceCorruptError,
+    SliceIndexError,
 )
+from lightning_bytescheduler.slices.fetch import Files
+from lightning_bytescheduler.slices.formats import (
+    SliceFormat,
+    format_of,
+    import_parquet,
+    npy_blocks,
+    require_sample,
+)
+from lightning_bytescheduler.slices.options import TIMEOUT, require_packages, require_urls
+from lightning_bytescheduler.slices.slice import CHUNK_BYTES, Bytes, ChunkPlan, Slice, SliceStream, checksum_of
 from lightning_bytescheduler.slices.urls import (
-    exists,
-    expand,
     file_system,
     join,
     local_path,
-    read_range,
     require_protocols,
     require_storage_options,
-    size_of,
 )
 
 SLICE_BYTES = 64 * 1024 * 1024
@@ -52,9 +50,6 @@ INDEX_NAME = "slices.index"
 
 _FORMAT = "lightning-bytescheduler slices"
 _VERSION = 1
-
-_Result = TypeVar("_Result")
-_PIECE_BYTES = 4 * 1024 * 1024
 
 
 def make_slices(
@@ -86,7 +81,6 @@ def make_slices(
 
     Raises:
         OptionError: If an option is not allowed, the folder has an index, or there is no sample.
-        UnsupportedError: If a file's format cannot be cut.
         SliceCorruptError: If a file cannot be read as its format.
         SourceUnavailableError: If a source is unavailable.
         OSError: If the folder cannot be written.
@@ -102,23 +96,21 @@ def make_slices(
     require_protocols("folder", (folder,))
     known = require_storage_options((*places, folder), storage_options)
 
-    def asked(url: str, question: Callable[[], _Result]) -> _Result:
-        return ask(url, question, timeout=timeout, waiting=Waiting(), lasting=LASTING_AT_FIRST)
-
-    found = [asked(place, partial(expand, place, known, "urls")) for place in places]
-    files = list(dict.fromkeys(itertools.chain.from_iterable(found)))
+    sources = Files(options=known, timeout=timeout)
+    files = list(dict.fromkeys(url for place in places for url in sources.expand(place, "urls")))
     _require_other_folder(folder, files)
     forms = {url: format_of(url, option="urls") for url in files}
-    if asked(folder, partial(exists, join(folder, INDEX_NAME), known)):
+    index_url = join(folder, INDEX_NAME)
+    if sources.exists(index_url):
         if not overwrite:
             allowed = "one without slices, unless they are to be overwritten (--overwrite, or overwrite=True)"
             raise OptionError("folder", folder, allowed)
         # New slices overwrite old ones, so an interrupted run must not leave the old index.
-        filesystem, index_path = file_system(join(folder, INDEX_NAME), known)
-        filesystem.rm_file(index_path)
-    sizes = {url: asked(url, partial(size_of, url, known))[0] for url in files}
+        filesystem, path = file_system(index_url, known)
+        filesystem.rm_file(path)
+    sizes = {url: sources.size_of(url)[0] for url in files}
     total, done = sum(sizes.values()), 0
-    lines: list[IndexLine] = []
+    plans: list[ChunkPlan] = []
     try:
         filesystem, path = file_system(folder, known)
         filesystem.makedirs(path, exist_ok=True)
@@ -128,64 +120,64 @@ def make_slices(
 
     def pieces(url: str) -> Iterator[bytearray]:
         nonlocal done
-        for piece in read_file(url, sizes[url], known, timeout=timeout):
+        for piece in sources.pieces_of(url, sizes[url]):
             yield piece
             done += len(piece)
             if progress is not None:
                 progress(done, total)
 
-    for url in files:
-        form = forms[url]
+    for url, form in forms.items():
         try:
             for content, samples in _cut(url, form, pieces(url), slice_bytes):
-                name = f"slice-{len(lines):06d}{form.suffix}"
-                require_sample(form, url, content)
-                _write(join(folder, name), content, known)
-                lines.append(IndexLine.of(name, content, samples))
+                name = f"slice-{len(plans):06d}{form.suffix}"
+                plans.append(ChunkPlan.of(content, key=name, url=join(folder, name), samples=samples))
+                _write(plans[-1].slice.url, content, known)
+        except BadSampleError:
+            raise
         except (ValueError, EOFError) as error:
             raise SliceCorruptError(url, url, str(error) or type(error).__name__) from error
-    if not lines:
+    if not plans:
         raise OptionError("urls", urls, "files with at least one sample")
-    index = write_index(lines)
-    _write(join(folder, INDEX_NAME), index, known)
-    return [slice_ for slice_, _ in read_index(index, folder=folder)]
-
-
-def read_file(
-    url: str, size: int, options: Mapping[str, Any], *, timeout: float, waiting: Waiting | None = None
-) -> Iterator[bytearray]:
-    """Yield a whole file, in pieces of whole chunks."""
-    whole = Slice(key=url, url=url, start=0, size=size, samples=1)
-    plan = ChunkPlan(size=size, chunk_bytes=_PIECE_BYTES)
-    return fetch_chunks(whole, plan, partial(read_range, url, options=options), timeout=timeout, waiting=waiting)
+    _write(index_url, write_index(plans), known)
+    return [plan.slice for plan in plans]
 
 
 def _cut(url: str, form: SliceFormat, pieces: Iterator[Bytes], slice_bytes: int) -> Iterator[tuple[bytes, int]]:
     """Yield the contents of slices, each with its number of samples."""
     stream = form.opened(SliceStream(pieces))
     if form.count_lines is not None:
-        for content in cut_lines(stream.chunks(), slice_bytes):
-            samples = form.count_lines(content)
-            if samples:
-                yield content, samples
+        yield from (found for found in cut_lines(url, form, stream.chunks(), slice_bytes) if found[1])
     elif form.blocks is npy_blocks:
         yield from _cut_rows(stream, slice_bytes)
-    elif form.blocks is parquet_blocks:
-        yield from cut_parquet(io.BytesIO(stream.read()), slice_bytes)
     else:
-        raise UnsupportedError(f"{url} is of a format that cannot be cut into slices; give the files as they are.")
+        yield from cut_parquet(io.BytesIO(stream.read()), slice_bytes)
 
 
-def cut_lines(pieces: Iterable[Bytes], target_bytes: int) -> Iterator[bytes]:
-    """Cut a text at line ends.
+def cut_lines(url: str, form: SliceFormat, pieces: Iterable[Bytes], target_bytes: int) -> Iterator[tuple[bytes, int]]:
+    """Cut a file of lines at their ends.
 
     Args:
+        url: URL of the file, for messages.
+        form: Its format.
         pieces: The text, in pieces of any size.
         target_bytes: A slice ends with the last line that ends within so many bytes; one longer line is a slice.
 
     Yields:
-        The slices, in order; together they are the text.
+        The contents of slices, in order, each with its number of samples; together they are the text.
+
+    Raises:
+        BadSampleError: If no sample can be made of its begin.
     """
+    plain, is_known = replace(form, compression=None), False
+    for content in _cut_text(pieces, target_bytes):
+        samples = 0 if form.count_lines is None else form.count_lines(content)
+        if samples and not is_known:
+            require_sample(form, url, plain.blocks_of(SliceStream(iter((content,)))))
+            is_known = True
+        yield content, samples
+
+
+def _cut_text(pieces: Iterable[Bytes], target_bytes: int) -> Iterator[bytes]:
     held = bytearray()
     searched = 0
     for piece in pieces:
@@ -217,16 +209,15 @@ def row_ranges(rows: int, row_bytes: int, target_bytes: int) -> Iterator[tuple[i
 
 
 def _cut_rows(stream: SliceStream, slice_bytes: int) -> Iterator[tuple[bytes, int]]:
-    rows: list[Any] = []
-    size = 0
-    for row in itertools.chain.from_iterable(npy_blocks(stream)):
-        rows.append(np.asarray(row))
-        size += rows[-1].nbytes
-        if size + rows[-1].nbytes > slice_bytes:
-            yield npy_slice(np.stack(rows)), len(rows)
-            rows, size = [], 0
-    if rows:
-        yield npy_slice(np.stack(rows)), len(rows)
+    held: np.ndarray[Any, Any] | None = None
+    for block in npy_blocks(stream):
+        held = block if held is None else np.concatenate((held, block))
+        most = max(slice_bytes // held[:1].nbytes, 1)
+        while len(held) >= most:
+            yield npy_slice(held[:most]), most
+            held = held[most:]
+    if held is not None and len(held):
+        yield npy_slice(held), len(held)
 
 
 def npy_slice(rows: np.ndarray[Any, Any]) -> bytes:
@@ -271,24 +262,6 @@ def _require_other_folder(folder: str, files: Iterable[str]) -> None:
         raise OptionError("folder", folder, f"another folder than that of the files, such as that of {inside[0]}")
 
 
-def require_sample(form: SliceFormat, url: str, content: bytes) -> None:
-    """Make the first sample of a slice of lines, as lines are counted and cut without being parsed.
-
-    Raises:
-        SliceCorruptError: If the sample is malformed.
-    """
-    if form.count_lines is None or form.blocks is None:
-        return
-    try:
-        for block in form.blocks(SliceStream(iter((content,)))):
-            if len(block):
-                block[:1]
-                return
-    except ValueError as error:
-        hint = "Is it in another format than its name says, or not UTF-8?"
-        raise SliceCorruptError(url, url, f"its first sample is none of {form.suffix}: {error}. {hint}") from error
-
-
 def _write(url: str, content: bytes, options: Mapping[str, Any]) -> None:
     """Write a file completely or not at all."""
     path = local_path(url)
@@ -297,6 +270,9 @@ def _write(url: str, content: bytes, options: Mapping[str, Any]) -> None:
         filesystem, path = file_system(url, options)
         with filesystem.open(path, "wb") as file:
             file.write(content)
+        filesystem.invalidate_cache()
+        if (size := filesystem.info(path)["size"]) != len(content):
+            raise OSError(f"{url} has {size} bytes after {len(content)} were written there.")
         return
     folder, name = os.path.split(os.path.abspath(path))
     part = os.path.join(folder, f".{name}.part")
@@ -317,7 +293,7 @@ class _Head(msgspec.Struct):
     checksum: str
 
 
-class IndexLine(msgspec.Struct, forbid_unknown_fields=True):
+class _Line(msgspec.Struct, forbid_unknown_fields=True):
     """Each other line."""
 
     name: str
@@ -326,31 +302,39 @@ class IndexLine(msgspec.Struct, forbid_unknown_fields=True):
     checksum: str | None
     chunks: str
 
-    @classmethod
-    def of(cls, name: str, content: bytes, samples: int) -> IndexLine:
-        """Describe the slice with this content."""
-        return cls(name, len(content), samples, checksum_of(content), digests_of(content).hex())
+    def plan(self, folder: str, chunk_bytes: int) -> ChunkPlan:
+        """Return the chunks of the slice in a folder."""
+        path = PurePosixPath(self.name)
+        if not self.name or path.is_absolute() or ".." in path.parts or "::" in self.name or "://" in self.name:
+            raise ValueError(f"{self.name!r} is not the name of a file in its folder.")
+        slice_ = Slice(
+            key=self.name,
+            url=join(folder, self.name),
+            start=0,
+            size=self.size,
+            samples=self.samples,
+            checksum=self.checksum,
+        )
+        return ChunkPlan(slice=slice_, digests=bytes.fromhex(self.chunks), chunk_bytes=chunk_bytes)
 
 
-def write_index(lines: Sequence[IndexLine]) -> bytes:
+def write_index(plans: Sequence[ChunkPlan]) -> bytes:
     """Return the content of the index file for these slices."""
     encoder = msgspec.json.Encoder()
+    lines = [
+        _Line(plan.slice.key, plan.slice.size, plan.slice.samples, plan.slice.checksum, (plan.digests or b"").hex())
+        for plan in plans
+    ]
     body = encoder.encode_lines(lines)
-    head = _Head(
-        format=_FORMAT,
-        version=_VERSION,
-        slices=len(lines),
-        chunk_bytes=CHUNK_BYTES,
-        checksum=checksum_of(body),
-    )
+    head = _Head(_FORMAT, _VERSION, slices=len(lines), chunk_bytes=CHUNK_BYTES, checksum=checksum_of(body))
     return encoder.encode(head) + b"\n" + body
 
 
-def read_index(content: bytes, *, folder: str) -> list[tuple[Slice, ChunkPlan]]:
+def read_index(content: bytes, *, folder: str) -> list[ChunkPlan]:
     """Read an index.
 
     Returns:
-        The slices with their chunks.
+        The chunks of each slice.
 
     Raises:
         SliceIndexError: If it is not an index, of another version, or damaged.
@@ -371,32 +355,13 @@ def read_index(content: bytes, *, folder: str) -> list[tuple[Slice, ChunkPlan]]:
         )
     if head.checksum != checksum_of(body) or head.slices != len(body.splitlines()):
         raise SliceIndexError(f"{place} is damaged: its checksum is not that of its content. Make the slices again.")
-    decoder = msgspec.json.Decoder(IndexLine)
-    entries = []
+    decoder = msgspec.json.Decoder(_Line)
+    plans = []
     for number, line in enumerate(body.splitlines(), start=2):
         try:
-            entries.append(_entry(decoder.decode(line), head.chunk_bytes, folder))
+            plans.append(decoder.decode(line).plan(folder, head.chunk_bytes))
         except (msgspec.DecodeError, ValueError) as error:
             raise SliceIndexError(f"{place}, line {number}, does not describe a slice: {error}") from error
-    if len({slice_.key for slice_, _ in entries}) < len(entries):
+    if len({plan.slice.key for plan in plans}) < len(plans):
         raise SliceIndexError(f"{place} names a slice twice. Make the slices again.")
-    return entries
-
-
-def _entry(line: IndexLine, chunk_bytes: int, folder: str) -> tuple[Slice, ChunkPlan]:
-    if not _stays_in_folder(line.name):
-        raise ValueError(f"{line.name!r} is not the name of a file in its folder.")
-    slice_ = Slice(
-        key=line.name,
-        url=join(folder, line.name),
-        start=0,
-        size=line.size,
-        samples=line.samples,
-        checksum=line.checksum,
-    )
-    return slice_, ChunkPlan(size=line.size, digests=bytes.fromhex(line.chunks), chunk_bytes=chunk_bytes)
-
-
-def _stays_in_folder(name: str) -> bool:
-    path = PurePosixPath(name)
-    return bool(name) and not path.is_absolute() and ".." not in path.parts and "::" not in name and "://" not in name
+    return plans

@@ -6,8 +6,9 @@ A chunk is the unit of verification, and is available before the rest of its sli
 from __future__ import annotations
 
 import functools
+import hashlib
 import io
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from types import ModuleType
@@ -170,20 +171,6 @@ def checksum_of(content: Bytes) -> str:
     return f"{_ALGORITHM}:{xxhash().xxh3_64_hexdigest(content)}"
 
 
-class WholeChecksum:
-    """The checksum of bytes that come in pieces."""
-
-    def __init__(self) -> None:
-        self._state = xxhash().xxh3_64()
-
-    def update(self, piece: Bytes) -> None:
-        """Add the next piece."""
-        self._state.update(piece)
-
-    def __str__(self) -> str:
-        return f"{_ALGORITHM}:{self._state.hexdigest()}"
-
-
 def digests_of(content: Bytes, chunk_bytes: int = CHUNK_BYTES) -> bytes:
     """Return the digests of all chunks of ``content``, joined, ``DIGEST_BYTES`` each."""
     view = memoryview(content)
@@ -193,57 +180,73 @@ def digests_of(content: Bytes, chunk_bytes: int = CHUNK_BYTES) -> bytes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChunkPlan:
-    """How a slice is divided into chunks, with their digests.
+    """How the bytes of a slice are divided into chunks, which are verified one by one.
 
     Attributes:
         digests: Digests of the chunks, ``DIGEST_BYTES`` each; ``None`` if only lengths can be checked.
+        version: Distinguishes other contents of the same URL, if there is no checksum.
 
     Raises:
         OptionError: If the digests are not as many as the chunks.
     """
 
-    size: int
+    slice: Slice
     digests: bytes | None = None
     chunk_bytes: int = CHUNK_BYTES
+    version: str = ""
 
     def __post_init__(self) -> None:
         if self.digests is not None and len(self.digests) != self.count * DIGEST_BYTES:
             raise OptionError("digests", self.digests, f"{self.count} times {DIGEST_BYTES} bytes")
 
+    @classmethod
+    def of(cls, content: Bytes, *, key: str, url: str, samples: int, start: int = 0) -> ChunkPlan:
+        """Describe the slice with this content."""
+        checksum = checksum_of(content)
+        slice_ = Slice(key=key, url=url, start=start, size=len(content), samples=samples, checksum=checksum)
+        return cls(slice=slice_, digests=digests_of(content))
+
+    @property
+    def name(self) -> str:
+        """Name of the slice in a cache; other contents have another one."""
+        one = self.slice
+        identity = repr((one.url, one.start, one.size, one.checksum, "" if one.checksum else self.version))
+        return hashlib.sha256(identity.encode()).hexdigest()[:40]
+
     @property
     def count(self) -> int:
         """Number of chunks."""
-        return -(-self.size // self.chunk_bytes)
+        return -(-self.slice.size // self.chunk_bytes)
 
     def bounds(self, number: int) -> tuple[int, int]:
         """Return the first byte of chunk ``number`` and the one after its last, counted from the slice's start."""
         start = number * self.chunk_bytes
-        return start, min(start + self.chunk_bytes, self.size)
+        return start, min(start + self.chunk_bytes, self.slice.size)
 
     def is_right(self, number: int, content: Bytes) -> bool:
         """Whether ``content`` is chunk ``number``, as far as can be checked."""
         start, stop = self.bounds(number)
         if len(content) != stop - start:
             return False
-        if self.digests is None:
-            return True
-        return bool(
-            xxhash().xxh3_64_digest(content) == self.digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
-        )
+        at = number * DIGEST_BYTES
+        return self.digests is None or digests_of(content, self.chunk_bytes) == self.digests[at : at + DIGEST_BYTES]
 
+    def right_chunks(
+        self, content: memoryview, first: int = 0, *, together: bool = False
+    ) -> Generator[memoryview, None, int]:
+        """Yield the chunks of a complete slice without a copy, or all in one piece; ends before a damaged one.
 
-def right_chunks(
-    content: memoryview, plan: ChunkPlan, first: int = 0, *, together: bool = False
-) -> Iterator[memoryview]:
-    """Yield the chunks of a complete slice without a copy; ends before a damaged one."""
-    begin = plan.bounds(first)[0]
-    for number in range(first, plan.count):
-        start, stop = plan.bounds(number)
-        if not plan.is_right(number, content[start:stop]):
-            if together and begin < start:
-                yield content[begin:start]
-            return
-        if not together:
-            yield content[start:stop]
-    if together and begin < plan.size:
-        yield content[begin : plan.size]
+        Returns:
+            The number of the chunk after the last one.
+        """
+        number = first
+        while number < self.count:
+            start, stop = self.bounds(number)
+            if not self.is_right(number, content[start:stop]):
+                break
+            number += 1
+            if not together:
+                yield content[start:stop]
+        if together and number > first:
+            yield content[self.bounds(first)[0] : self.bounds(number - 1)[1]]
+        return number

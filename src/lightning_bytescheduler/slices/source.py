@@ -8,55 +8,31 @@ slice, read once to count its samples.
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
-from typing import Any, TypeVar
+from functools import cached_property
+from typing import Any
 
 from lightning_bytescheduler.checks import require_whole
-from lightning_bytescheduler.exceptions import OptionError, SliceCorruptError, SliceIndexError
+from lightning_bytescheduler.exceptions import BadSampleError, OptionError, SliceCorruptError, SliceIndexError
 from lightning_bytescheduler.slices.catalogue import SliceCatalogue
-from lightning_bytescheduler.slices.fetch import LASTING_AT_FIRST, Waiting, ask
+from lightning_bytescheduler.slices.fetch import Files, Waiting
 from lightning_bytescheduler.slices.formats import (
     NpyHeader,
     SliceFormat,
     SliceReader,
+    SliceSamples,
     format_of,
     npy_blocks,
-)
-from lightning_bytescheduler.slices.make import (
-    INDEX_NAME,
-    SLICE_BYTES,
-    cut_lines,
-    read_file,
-    read_index,
     require_sample,
-    row_ranges,
 )
+from lightning_bytescheduler.slices.make import INDEX_NAME, SLICE_BYTES, cut_lines, read_index, row_ranges
 from lightning_bytescheduler.slices.options import TIMEOUT, require_packages, require_urls
-from lightning_bytescheduler.slices.samples import SliceSamples
-from lightning_bytescheduler.slices.slice import (
-    Bytes,
-    ChunkPlan,
-    Slice,
-    SliceStream,
-    WholeChecksum,
-    checksum_of,
-    digests_of,
-)
-from lightning_bytescheduler.slices.urls import (
-    exists,
-    expand,
-    read_range,
-    require_protocols,
-    require_storage_options,
-    size_of,
-)
+from lightning_bytescheduler.slices.slice import Bytes, ChunkPlan, Slice, SliceStream, digests_of
+from lightning_bytescheduler.slices.urls import read_range, require_protocols, require_storage_options
 
-_HEADER_BYTES = 4096
-_Result = TypeVar("_Result")
+_HEADER_BYTES = 16 * 1024  # more than NumPy reads of a header
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,12 +40,10 @@ class SourceFile:
     """What the slices of one file share.
 
     Attributes:
-        version: Distinguishes other contents of the same URL, if there are no checksums.
         header: What a reader needs before the bytes of a slice that does not begin with the file.
     """
 
     form: SliceFormat
-    version: str = ""
     header: bytes = b""
 
 
@@ -77,9 +51,8 @@ class SliceSource:
     """Slices, and how each is read. Can be pickled if the reader can, and sent to other processes.
 
     Args:
-        slices: The slices in the order of the data.
+        plans: The chunks of each slice, in the order of the data.
         files: Files by URL.
-        plans: Chunks of slices with digests, by the slice's key.
         storage_options: For fsspec's file systems.
         places: Number of the given URL that each slice is of; ``None`` if there is only one.
 
@@ -90,16 +63,15 @@ class SliceSource:
 
     def __init__(
         self,
-        slices: Sequence[Slice],
+        plans: Sequence[ChunkPlan],
         files: Mapping[str, SourceFile],
-        plans: Mapping[str, ChunkPlan],
         storage_options: Mapping[str, Any],
         places: Sequence[int] | None = None,
     ) -> None:
-        self.slices = tuple(slices)
+        self.slices = tuple(plan.slice for plan in plans)
         self.places = [0] * len(self.slices) if places is None else list(places)
+        self._plans = {plan.slice.key: plan for plan in plans}
         self._files = dict(files)
-        self._plans = dict(plans)
         self._storage_options = dict(storage_options)
 
     def __repr__(self) -> str:
@@ -117,20 +89,7 @@ class SliceSource:
 
     def plan(self, slice_: Slice) -> ChunkPlan:
         """Return the chunks of a slice."""
-        return self._plans.get(slice_.key) or ChunkPlan(size=slice_.size)
-
-    def version(self, slice_: Slice) -> str:
-        """Return what distinguishes other contents of the same URL, if there is no checksum; otherwise empty."""
-        return self._files[slice_.url].version
-
-    def has_file(self, slice_: Slice, timeout: float) -> bool:
-        """Whether the slice's file exists.
-
-        Raises:
-            SourceUnavailableError: If the source is unavailable.
-        """
-        question = partial(exists, slice_.url, self._storage_options)
-        return ask(slice_.url, question, timeout=timeout, waiting=Waiting(), lasting=LASTING_AT_FIRST)
+        return self._plans[slice_.key]
 
     def read(self, slice_: Slice, start: int, stop: int) -> bytes:
         """Read a range of the slice's file from the source.
@@ -150,16 +109,8 @@ class SliceSource:
             chunks: Begins to read its verified bytes.
             is_here: Whether all of them are on this machine, so that reading them again is cheap.
         """
-        form = self._files[slice_.url].form
-        return SliceSamples(
-            slice_,
-            lambda first: form.blocks_of(self._stream(slice_, chunks()), first),
-            is_here=None if form.blocks else is_here,
-        )
-
-    def _stream(self, slice_: Slice, chunks: Iterator[Bytes]) -> SliceStream:
-        header = self._files[slice_.url].header
-        return SliceStream(itertools.chain((header,), chunks) if slice_.start and header else chunks)
+        file = self._files[slice_.url]
+        return SliceSamples(slice_, file.form, chunks, header=file.header, is_here=is_here)
 
 
 def open_source(
@@ -198,11 +149,17 @@ def open_source(
     require_packages("Reading slices")
     require_protocols(option, places)
     known = require_storage_options(places, storage_options)
-    opening = _Opening(option, reader, slice_bytes, known, timeout, waiting or Waiting(), needs_index)
+    sources = Files(options=known, timeout=timeout, waiting=waiting or Waiting())
+    opening = _Opening(option, reader, slice_bytes, sources, needs_index)
+    parts = []
     for number, place in enumerate(places):
-        opening.add(place, number, prefix=f"{number}:" if len(places) > 1 else "")
-    opening.scan()
-    return opening.result(places)
+        prefix = f"{number}:" if len(places) > 1 else ""
+        parts += [(number, part) for part in opening.parts_of(place, prefix)]
+    # Files are read only now, when all are found and known.
+    found = [(number, plan) for number, part in parts for plan in part]
+    if not found:
+        raise OptionError(option, places, "files with at least one sample")
+    return SliceSource([plan for _, plan in found], opening.files, known, [number for number, _ in found])
 
 
 @dataclass(eq=False, slots=True)
@@ -210,26 +167,16 @@ class _Opening:
     _option: str
     _reader: SliceReader | None
     _slice_bytes: int
-    _storage_options: Mapping[str, Any]
-    _timeout: float
-    _waiting: Waiting
+    _sources: Files
     _needs_index: bool
-    _found: dict[str, list[Slice]] = field(default_factory=dict)  # by place and file, in the order of the result
-    _places: dict[str, int] = field(default_factory=dict)  # of files
-    _unread: dict[str, int] = field(default_factory=dict)  # files to read, with their sizes
-    _files: dict[str, SourceFile] = field(default_factory=dict)
-    _plans: dict[str, ChunkPlan] = field(default_factory=dict)
+    files: dict[str, SourceFile] = field(default_factory=dict)
 
-    def add(self, place: str, number: int, *, prefix: str) -> None:
-        before = len(self._found)
-        self._add(place, prefix)
-        self._places.update(dict.fromkeys(list(self._found)[before:], number))
-
-    def _add(self, place: str, prefix: str) -> None:
-        urls = self._ask(place, partial(expand, place, self._storage_options, self._option))
+    def parts_of(self, place: str, prefix: str) -> Iterator[Iterable[ChunkPlan]]:
+        """Yield the slices of each file at a URL. A file that has to be read is read as its slices are taken."""
+        urls = self._sources.expand(place, self._option)
         index = next((url for url in urls if _name(url) == INDEX_NAME), None)
         if index is not None:
-            self._add_index(index, prefix)
+            yield self._indexed(index, prefix)
             return
         if self._needs_index:
             allowed = "a folder with an index, or the index: without one there are no checksums and counts to compare "
@@ -241,80 +188,44 @@ class _Opening:
                 "there."
             )
         for url in urls:
-            if url in self._found:
+            if url in self.files:
                 continue  # two globs may match the same file
             form = format_of(url, self._reader, option=self._option)
-            size, version = self._ask(url, partial(size_of, url, self._storage_options))
-            self._files[url] = SourceFile(form=form, version=version)
-            self._found[url] = []
+            size, version = self._sources.size_of(url)
+            self.files[url] = SourceFile(form=form)
             if form.blocks is npy_blocks and form.compression is None:
-                self._add_rows(url, size)
+                yield self._rows(url, size, version)
+            elif size and form.count_lines is not None and form.compression is None:
+                yield self._lines(url, size, form)
             elif size:
-                self._unread[url] = size
+                yield self._whole(url, size, form, version)
 
-    def scan(self) -> None:
-        for url, size in self._unread.items():
-            form = self._files[url].form
-            pieces = read_file(url, size, self._storage_options, timeout=self._timeout, waiting=self._waiting)
-            if form.count_lines is not None and form.compression is None:
-                self._cut(url, pieces, form, form.count_lines)
-            else:
-                self._count(Slice(key=url, url=url, start=0, size=size, samples=1), form, pieces)
-
-    def result(self, places: Sequence[str]) -> SliceSource:
-        slices = [slice_ for found in self._found.values() for slice_ in found]
-        numbers = [self._places[url] for url, found in self._found.items() for _ in found]
-        if not slices:
-            raise OptionError(self._option, places, "files with at least one sample")
-        return SliceSource(slices, self._files, self._plans, self._storage_options, numbers)
-
-    def _ask(self, url: str, question: Callable[[], _Result]) -> _Result:
-        return ask(url, question, timeout=self._timeout, waiting=self._waiting, lasting=LASTING_AT_FIRST)
-
-    def _add_index(self, index: str, prefix: str) -> None:
+    def _indexed(self, index: str, prefix: str) -> list[ChunkPlan]:
         first, chain, rest = index.partition("::")
         folder = f"{first[: -len(INDEX_NAME)]}{chain}{rest}"
-        size, _ = self._ask(index, partial(size_of, index, self._storage_options))
-        content = self._ask(index, partial(read_range, index, 0, size, self._storage_options))
-        entries = read_index(content, folder=folder)
-        if not entries:
+        size, _ = self._sources.size_of(index)
+        plans = read_index(self._sources.start_of(index, size), folder=folder)
+        if not plans:
             raise SliceIndexError(f"{index} describes no slices. Make them from files that hold samples.")
-        for found, plan in entries:
-            slice_ = replace(found, key=prefix + found.key)
-            form = format_of(slice_.url, self._reader, option=self._option)
-            self._files[slice_.url] = SourceFile(form=form)
-            self._plans[slice_.key] = plan
-            self._found.setdefault(slice_.url, [slice_])
+        new = [plan for plan in plans if plan.slice.url not in self.files]
+        for plan in new:
+            url = plan.slice.url
+            self.files[url] = SourceFile(form=format_of(url, self._reader, option=self._option))
+        return [replace(plan, slice=replace(plan.slice, key=prefix + plan.slice.key)) for plan in new]
 
-    def _cut(
-        self, url: str, pieces: Iterator[bytearray], form: SliceFormat, count_lines: Callable[[bytes], int]
-    ) -> None:
+    def _lines(self, url: str, size: int, form: SliceFormat) -> Iterator[ChunkPlan]:
         start = 0
-        for content in cut_lines(pieces, self._slice_bytes):
-            samples = count_lines(content)
-            if samples and not self._found[url]:
-                require_sample(form, url, content)
+        for content, samples in cut_lines(url, form, self._sources.pieces_of(url, size), self._slice_bytes):
             if samples:
-                slice_ = Slice(
-                    key=f"{url}@{start}",
-                    url=url,
-                    start=start,
-                    size=len(content),
-                    samples=samples,
-                    checksum=checksum_of(content),
-                )
-                self._found[url].append(slice_)
-                self._plans[slice_.key] = ChunkPlan(size=slice_.size, digests=digests_of(content))
+                yield ChunkPlan.of(content, key=f"{url}@{start}", url=url, start=start, samples=samples)
             start += len(content)
 
-    def _count(self, whole: Slice, form: SliceFormat, pieces: Iterator[bytearray]) -> None:
+    def _whole(self, url: str, size: int, form: SliceFormat, version: str) -> Iterator[ChunkPlan]:
         digests = []
-        total = WholeChecksum()
 
         def noted() -> Iterator[bytearray]:
-            for piece in pieces:
+            for piece in self._sources.pieces_of(url, size):
                 digests.append(digests_of(piece))  # a piece consists of whole chunks
-                total.update(piece)
                 yield piece
 
         stream = noted()
@@ -322,37 +233,34 @@ class _Opening:
             samples = 0
             for block in form.blocks_of(SliceStream(stream)):
                 if not samples:
-                    block[:1]  # raises if its format is not that of its name
+                    require_sample(form, url, (block,))
                 samples += len(block)
+        except BadSampleError:
+            raise
         except (ValueError, EOFError) as error:
-            raise SliceCorruptError(whole.key, whole.url, str(error) or type(error).__name__) from error
+            raise SliceCorruptError(url, url, str(error) or type(error).__name__) from error
         for _ in stream:
-            pass  # a reader may stop early, but the checksum covers everything
+            pass  # a reader may stop early, but the digests cover everything
         if samples:
-            slice_ = replace(whole, samples=samples, checksum=str(total))
-            self._found[whole.url].append(slice_)
-            self._plans[whole.key] = ChunkPlan(size=whole.size, digests=b"".join(digests))
+            slice_ = Slice(key=url, url=url, start=0, size=size, samples=samples)
+            yield ChunkPlan(slice=slice_, digests=b"".join(digests), version=version)
 
-    def _add_rows(self, url: str, size: int) -> None:
-        wanted = _HEADER_BYTES
-        while True:
-            start = self._ask(url, partial(read_range, url, 0, min(wanted, size), self._storage_options))
-            try:
-                header = NpyHeader(start)
-                break
-            except (ValueError, EOFError) as error:
-                if isinstance(error, ValueError) or wanted >= size:
-                    raise SliceCorruptError(url, url, str(error)) from error
-            wanted *= 16
-        begin = len(header.content)
-        if size != begin + header.rows * header.row_bytes:
-            reason = f"its header tells of {header.rows} rows of {header.row_bytes} bytes, but it has {size} bytes."
+    def _rows(self, url: str, size: int, version: str) -> list[ChunkPlan]:
+        try:
+            header = NpyHeader(self._sources.start_of(url, min(_HEADER_BYTES, size)))
+        except (ValueError, EOFError) as error:
+            raise SliceCorruptError(url, url, str(error)) from error
+        begin, row = len(header.content), header.row_bytes
+        if size != begin + header.rows * row:
+            reason = f"its header tells of {header.rows} rows of {row} bytes, but it has {size} bytes."
             raise SliceCorruptError(url, url, reason)
-        self._files[url] = replace(self._files[url], header=header.content)
-        for first, after in row_ranges(header.rows, header.row_bytes, self._slice_bytes):
-            at = begin + first * header.row_bytes
-            length = (after - first) * header.row_bytes
-            self._found[url].append(Slice(key=f"{url}@{at}", url=url, start=at, size=length, samples=after - first))
+        self.files[url] = replace(self.files[url], header=header.content)
+        found = []
+        for first, after in row_ranges(header.rows, row, self._slice_bytes):
+            at = begin + first * row
+            slice_ = Slice(key=f"{url}@{at}", url=url, start=at, size=(after - first) * row, samples=after - first)
+            found.append(ChunkPlan(slice=slice_, version=version))
+        return found
 
 
 def _is_slice(url: str) -> bool:

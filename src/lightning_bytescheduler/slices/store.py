@@ -14,9 +14,8 @@ import os
 import threading
 import time
 import warnings
-from collections import deque
-from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -25,15 +24,14 @@ from lightning_bytescheduler.slices.cache import (
     CachedSlice,
     CacheFull,
     DiskFailed,
-    GrowingSlice,
     SliceCache,
-    cache_name,
+    SliceWriter,
     file_bytes,
 )
 from lightning_bytescheduler.slices.fetch import SliceCounters, SliceStatistics, Waiting, fetch_chunks
+from lightning_bytescheduler.slices.formats import LeaveOut, SliceSamples
 from lightning_bytescheduler.slices.options import StoreOptions
-from lightning_bytescheduler.slices.samples import LeaveOut
-from lightning_bytescheduler.slices.slice import Bytes, Slice, right_chunks
+from lightning_bytescheduler.slices.slice import Bytes, ChunkPlan, Slice
 from lightning_bytescheduler.slices.source import SliceSource
 from lightning_bytescheduler.slices.urls import local_path
 
@@ -93,10 +91,10 @@ class SliceStore:
         """
         with contextlib.closing(self.open(slice_)) as opened:
             stop = slice_.samples if stop is None else min(stop, slice_.samples)
-            yield from itertools.chain.from_iterable(opened.samples.take(first, stop, leave_out))
+            yield from itertools.chain.from_iterable(opened.take(first, stop, leave_out))
 
-    def open(self, slice_: Slice, *, whole: bool = False) -> OpenSlice:
-        """Open a slice to read it in parts: only requested samples are made.
+    def open(self, slice_: Slice, *, whole: bool = False) -> SliceSamples:
+        """Open a slice to read it in parts: only requested samples are made. Close it after use.
 
         Args:
             slice_: A slice of the source.
@@ -106,14 +104,14 @@ class SliceStore:
             ByteSchedulerError: If the store has been closed.
         """
         self._begin_in_this_process()
-        return OpenSlice(self, slice_, whole=whole)
+        plan = self.source.plan(slice_)
+        return self.source.open(slice_, partial(self._chunks, plan, whole), is_here=partial(self.is_here, slice_))
 
-    def fetch(self, slice_: Slice, *, first: int = 0, waiting: Waiting | None = None) -> Iterator[bytearray]:
+    def fetch(self, plan: ChunkPlan, *, first: int = 0, waiting: Waiting | None = None) -> Iterator[bytearray]:
         """Fetch chunks from number ``first`` on from the source; see ``fetch_chunks``."""
         return fetch_chunks(
-            slice_,
-            self.source.plan(slice_),
-            partial(self.source.read, slice_),
+            plan,
+            partial(self.source.read, plan.slice),
             first=first,
             timeout=self.options.timeout,
             waiting=waiting or self.waiting,
@@ -128,7 +126,8 @@ class SliceStore:
         """
         self._begin_in_this_process()
         if self.prefetcher is not None:
-            self.prefetcher.plan([slice_ for slice_ in slices if local_path(slice_.url) is None])
+            remote = [slice_ for slice_ in slices if local_path(slice_.url) is None]
+            self.prefetcher.plan([self.source.plan(slice_) for slice_ in remote])
 
     @property
     def is_local(self) -> bool:
@@ -139,6 +138,12 @@ class SliceStore:
     def statistics(self) -> SliceStatistics:
         """Cost of reading in this process so far."""
         return self.counters.snapshot()
+
+    def is_here(self, slice_: Slice) -> bool:
+        """Whether all bytes of a slice are on this machine, so that reading them again is cheap."""
+        if local_path(slice_.url) is not None:
+            return True
+        return self.prefetcher is not None and self.prefetcher.cache.has(self.source.plan(slice_))
 
     def close(self) -> None:
         """Stop the threads, waiting up to 5 s for them; fetched slices stay in the cache."""
@@ -160,8 +165,7 @@ class SliceStore:
 
     def _begin(self) -> None:
         self._pid = os.getpid()
-        self._closed = False
-        self._warned = threading.Event()
+        self._closed = self._warned = False
         self.counters = SliceCounters()
         self.prefetcher: SlicePrefetcher | None = None
         self.depth = self.keeps = 0
@@ -173,21 +177,16 @@ class SliceStore:
         self.depth = min(options.prefetch, max(self.keeps // 4, 1))
         self.prefetcher = SlicePrefetcher(self, SliceCache(options.cache_dir, options.cache_bytes))
 
-    def require_open(self) -> None:
-        """Require that the store is not closed.
-
-        Raises:
-            ByteSchedulerError: If it is.
-        """
-        if self._closed:
-            raise ByteSchedulerError("Slices cannot be read, as the store has been closed.")
-
     def _begin_in_this_process(self) -> None:
-        self.require_open()
+        self._require_open()
         if self._pid != os.getpid():
             if self.prefetcher is not None:
                 self.prefetcher.forget()
             self._begin()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ByteSchedulerError("Slices cannot be read, as the store has been closed.")
 
     @cached_property
     def _largest(self) -> tuple[int, str]:
@@ -195,367 +194,265 @@ class SliceStore:
         remote = (slice_ for slice_ in self.source.slices if local_path(slice_.url) is None)
         return max((file_bytes(self.source.plan(slice_)), slice_.key) for slice_ in remote)
 
-    def is_here(self, slice_: Slice) -> bool:
-        """Whether all bytes of a slice are on this machine, so that reading them again is cheap."""
-        if local_path(slice_.url) is not None:
-            return True
-        prefetcher = self.prefetcher
-        return prefetcher is not None and prefetcher.cache.has(prefetcher.name_of(slice_))
+    # ------------------------------------------------------------------ chunks
 
-    def warn_of(self, full: CacheFull) -> None:
-        """Warn once that the disk is full or broken."""
-        if isinstance(full, DiskFailed) and not self._warned.is_set():
-            self._warned.set()
+    def _chunks(self, plan: ChunkPlan, together: bool) -> Generator[Bytes, None, None]:
+        """Yield the verified chunks of a slice; those that are here already in one piece, if ``together``.
+
+        Each of the ways to them returns the number of the chunk that comes next.
+        """
+        path, number = local_path(plan.slice.url), 0
+        if path is not None:
+            number = yield from _mapped(path, plan, together)
+        elif self.prefetcher is not None:
+            number = yield from self._through_cache(self.prefetcher, plan, together)
+        yield from self._from_source(plan, number)  # also what is missing or damaged, where it raises the error
+
+    def _from_source(self, plan: ChunkPlan, number: int) -> Generator[Bytes, None, int]:
+        chunks = self.fetch(plan, first=number)
+        while True:
+            started = time.monotonic()
+            chunk = next(chunks, None)
+            self.counters.add(stall_seconds=time.monotonic() - started)
+            if chunk is None:
+                return plan.count
+            yield chunk
+
+    def _through_cache(
+        self, prefetcher: SlicePrefetcher, plan: ChunkPlan, together: bool
+    ) -> Generator[Bytes, None, int]:
+        number, cached = 0, prefetcher.cache.find(plan)
+        self.counters.add(**{"cache_misses" if cached is None else "cache_hits": 1})
+        prefetcher.taken(plan)
+        while True:
+            if cached is None:
+                number = yield from self._followed(prefetcher, plan, number)
+            else:
+                with contextlib.closing(cached):
+                    number = yield from cached.chunks(number, together=together)
+                    if number < plan.count:
+                        self.counters.add(corrupt_chunks=1)
+                        prefetcher.cache.discard(cached)
+            if number >= plan.count:
+                return number
+            cached = prefetcher.cache.find(plan)
+
+    def _followed(self, prefetcher: SlicePrefetcher, plan: ChunkPlan, number: int) -> Generator[Bytes, None, int]:
+        """Yield the chunks that a thread of this process, or another process, writes into the cache."""
+        fetch, growing, waited = prefetcher.want(plan), None, 0.0
+        try:
+            while number < plan.count:
+                is_over = fetch.over.is_set()  # asked first, so that all chunks of a finished fetch are visible
+                growing = growing or prefetcher.cache.follow(plan)
+                chunk = None if growing is None else growing.chunk(number)
+                if chunk is not None:
+                    number, waited = number + 1, 0.0
+                    yield chunk
+                elif isinstance(fetch.error, CacheFull) or (fetch.waits and waited > self.options.timeout):
+                    # The process that writes it may be stopped, so do not depend on it.
+                    fetch.is_wanted = False
+                    self._warn_of(fetch.error)
+                    return (yield from self._from_source(plan, number))
+                elif is_over and fetch.error is not None:
+                    raise fetch.error
+                elif is_over:
+                    break  # look again
+                elif waited > 2 * self.options.timeout:  # retries end after one; some requests never return
+                    raise SourceUnavailableError(plan.slice.url, waited, "a request that has not returned")
+                else:
+                    self._require_open()
+                    started = time.monotonic()
+                    fetch.over.wait(_POLL_SECONDS)
+                    self.counters.add(stall_seconds=time.monotonic() - started)
+                    waited += time.monotonic() - started
+        finally:
+            if growing is not None:
+                growing.close()
+        return number
+
+    def _warn_of(self, error: Exception | None) -> None:
+        """Count a slice that is read past the cache, and warn once if the disk is full or broken."""
+        self.counters.add(uncached=1)
+        if isinstance(error, DiskFailed) and not self._warned:
+            self._warned = True
             warnings.warn(
-                f"{full} Slices that find no room are read past the cache in {self.options.cache_dir}, which may be "
+                f"{error} Slices that find no room are read past the cache in {self.options.cache_dir}, which may be "
                 "slower and loses nothing; free some space there, or choose another cache.",
                 stacklevel=2,
             )
 
 
-class OpenSlice:
-    """A slice that is read in parts; close it after use.
-
-    Args:
-        whole: Yield available chunks in one piece, as the slice is kept whole.
-    """
-
-    def __init__(self, store: SliceStore, slice_: Slice, *, whole: bool) -> None:
-        self._store = store
-        self._slice = slice_
-        self._plan = store.source.plan(slice_)
-        self._together = whole
-        self._next = 0  # number of the next chunk
-        self._waited = self._stalled = 0.0  # seconds: since the last chunk, and in all
-        self._chunks: Generator[Bytes, None, None] | None = None
-        self.samples = store.source.open(slice_, self._begin, is_here=partial(store.is_here, slice_))
-
-    def close(self) -> None:
-        """Release the slice."""
-        if self._chunks is not None:
-            self._chunks.close()
-        self._store.counters.add(stall_seconds=self._stalled)
-
-    def _begin(self) -> Iterator[Bytes]:
-        """Return its bytes from the beginning; an earlier iterator ends."""
-        before = self._chunks
-        if before is not None:
-            before.close()
-        self._next, self._chunks = 0, self._read(again=before is not None)
-        return self._chunks
-
-    @property
-    def _is_over(self) -> bool:
-        return self._next >= self._plan.count
-
-    def _got(self, chunk: Bytes) -> Bytes:
-        """Record the next chunk, or several in one piece, and return it."""
-        self._next += -(-len(chunk) // self._plan.chunk_bytes)
-        self._waited = 0.0
-        return chunk
-
-    def _read(self, again: bool) -> Generator[Bytes, None, None]:
-        path, prefetcher = local_path(self._slice.url), self._store.prefetcher
-        if path is not None:
-            yield from self._mapped(path)
-        elif prefetcher is not None:
-            try:
-                yield from self._through_cache(prefetcher, again)
-            except _PastTheCache:
-                self._store.counters.add(uncached=1)
-        # Fetch the rest, also missing or damaged parts of a local file, where this raises the error.
-        yield from self._fetched()
-
-    def _mapped(self, path: str) -> Iterator[Bytes]:
-        """Yield verified chunks of a file on this machine without a copy; ends before a missing or damaged one."""
-        slice_ = self._slice
-        try:
-            with open(path, "rb") as file:
-                if not slice_.size or os.fstat(file.fileno()).st_size < slice_.start + slice_.size:
-                    return
-                before = slice_.start % mmap.ALLOCATIONGRANULARITY
-                length = before + slice_.size
-                # Private: a reader may write to its chunks without effect on the file or other readers.
-                mapped = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_COPY, offset=slice_.start - before)
-        except OSError:
-            return
-        for chunk in right_chunks(memoryview(mapped)[before:], self._plan, together=self._together):
-            yield self._got(chunk)
-
-    def _through_cache(self, prefetcher: SlicePrefetcher, again: bool) -> Iterator[Bytes]:
-        cache = prefetcher.cache
-        name = prefetcher.name_of(self._slice)
-        cached = cache.find(name, self._plan)
-        if not again:
-            self._store.counters.add(**{"cache_misses" if cached is None else "cache_hits": 1})
-        prefetcher.taken(self._slice)
-        while True:
-            if cached is not None:
-                try:
-                    for chunk in cached.chunks(self._next, together=self._together):
-                        yield self._got(chunk)
-                    if not self._is_over:
-                        self._store.counters.add(corrupt_chunks=1)
-                        cache.discard(name, cached.inode)
-                finally:
-                    cached.close()
-            if self._is_over:
-                return
-            yield from self._followed(prefetcher, name)
-            cached = cache.find(name, self._plan)
-
-    def _followed(self, prefetcher: SlicePrefetcher, name: str) -> Iterator[Bytes]:
-        job = prefetcher.want(self._slice)
-        growing: GrowingSlice | None = None
-        try:
-            while not self._is_over:
-                is_done = job.done.is_set()  # asked first, so that all chunks of a finished job are visible
-                growing = growing or prefetcher.cache.follow(name, self._plan)
-                chunk = None if growing is None else growing.chunk(self._next)
-                if chunk is not None:
-                    yield self._got(chunk)
-                    continue
-                if is_done and isinstance(job.error, CacheFull):
-                    self._store.warn_of(job.error)
-                    raise _PastTheCache
-                if is_done and job.error is not None:
-                    raise job.error
-                if is_done and not job.busy:
-                    return
-                self._wait(job)
-                if is_done:
-                    return  # another process writes it, or has done so: look again
-        finally:
-            if growing is not None:
-                growing.close()
-
-    def _wait(self, job: FetchJob) -> None:
-        self._store.require_open()
-        started = time.monotonic()
-        if job.done.is_set():
-            time.sleep(_POLL_SECONDS)
-        else:
-            job.done.wait(_POLL_SECONDS)
-        waited = time.monotonic() - started
-        self._stalled += waited
-        self._waited += waited
-        timeout = self._store.options.timeout
-        if job.busy and self._waited > timeout:
-            raise _PastTheCache  # the writing process may be stopped, so do not depend on it
-        if self._waited > 2 * timeout:  # retries end after one timeout; a request that does not return never ends
-            raise SourceUnavailableError(self._slice.url, self._waited, "a request that has not returned")
-
-    def _fetched(self) -> Iterator[Bytes]:
-        chunks = self._store.fetch(self._slice, first=self._next)
-        while True:
-            started = time.monotonic()
-            chunk = next(chunks, None)
-            self._stalled += time.monotonic() - started
-            if chunk is None:
-                return
-            yield self._got(chunk)
+def _mapped(path: str, plan: ChunkPlan, together: bool) -> Generator[Bytes, None, int]:
+    """Yield the chunks of a file on this machine without a copy; ends before a missing or damaged one."""
+    slice_ = plan.slice
+    before = slice_.start % mmap.ALLOCATIONGRANULARITY
+    try:
+        with open(path, "rb") as file:
+            if not slice_.size or os.fstat(file.fileno()).st_size < slice_.start + slice_.size:
+                return 0
+            # Private: a reader may write to its chunks without effect on the file or other readers.
+            mapped = mmap.mmap(
+                file.fileno(), before + slice_.size, access=mmap.ACCESS_COPY, offset=slice_.start - before
+            )
+    except OSError:
+        return 0
+    return (yield from plan.right_chunks(memoryview(mapped)[before:], together=together))
 
 
-class _PastTheCache(Exception):
-    """The cache cannot take the slice, or its writer makes no progress."""
-
-
-@dataclass(eq=False, kw_only=True)
-class FetchJob:
-    """A fetch of a slice into the cache.
+class Fetch:
+    """A fetch of a slice into the cache, in a thread of its own.
 
     Attributes:
-        busy: At the end: whether another process is writing it, or has just written it.
+        is_wanted: Whether a reader waits for it.
+        waits: Whether another process writes the slice, or there is no room.
+        over: Set at the end.
+        error: Why the slice is not in the cache.
     """
 
-    slice: Slice
-    planned: bool
-    done: threading.Event = field(default_factory=threading.Event)
-    busy: bool = False
-    error: Exception | None = None
-
-
-class _Stopped(Exception):
-    """The prefetcher is being closed."""
+    def __init__(self, plan: ChunkPlan, run: Callable[[Fetch], None]) -> None:
+        self.plan = plan
+        self.is_wanted = self.waits = False
+        self.over = threading.Event()
+        self.error: Exception | None = None
+        # A daemon: a request that never returns must not block the end of the process.
+        name = f"bytescheduler-slice-fetch-{plan.name[:8]}"
+        self.thread = threading.Thread(target=run, args=(self,), name=name, daemon=True)
 
 
 class SlicePrefetcher:
-    """Fetches slices in its own threads, which start with the first slice and end with ``close``.
+    """Fetches slices into the cache, each in a thread that ends with it, or with ``close``.
 
-    A fetched planned slice is kept open, and so in the cache, until it is read or removed from the plan. One thread
-    serves only waiting readers, so that they never wait for plans. The lock is held for bookkeeping only, never while
-    the cache or the source is used.
+    A fetched planned slice is kept open, and so in the cache, until it is read or removed from the plan. Readers never
+    wait for plans. The lock is held for bookkeeping only, never while the cache or the source is used.
     """
 
     def __init__(self, store: SliceStore, cache: SliceCache) -> None:
         self._store = store
         self.cache = cache
-        self._waiting = replace(store.waiting, sleep=partial(self._sleep, store.waiting))
-        self._changed = threading.Condition()
+        self._waiting = replace(store.waiting, sleep=self._sleep)
+        self._lock = threading.Lock()
         self._stopped = threading.Event()
-        self._wanted: deque[FetchJob] = deque()
-        self._jobs: dict[str, FetchJob] = {}
-        self._plan: dict[str, Slice] = {}
+        self._fetches: dict[str, Fetch] = {}
+        self._plan: dict[str, ChunkPlan] = {}
         self._kept: dict[str, CachedSlice] = {}
-        self._not_before: dict[str, float] = {}
-        # Daemons: a request that never returns must not block the end of the process.
-        self._threads = [
-            threading.Thread(
-                target=self._run, args=(number > 0,), name=f"bytescheduler-slice-fetch-{number}", daemon=True
-            )
-            for number in range(_THREADS + 1)
-        ]
-        self._started = False
 
-    def want(self, slice_: Slice) -> FetchJob:
-        """Fetch a slice now; returns the job in progress if there is one."""
-        name = self.name_of(slice_)
-        with self._changed:
-            job = self._jobs.get(name)
-            if self._stopped.is_set():
-                job = FetchJob(slice=slice_, planned=False, busy=True)
-                job.done.set()
-            elif job is None:
-                job = self._jobs[name] = FetchJob(slice=slice_, planned=False)
-                self._wanted.append(job)
-                self._start()
-                self._changed.notify_all()
-            return job
+    def want(self, plan: ChunkPlan) -> Fetch:
+        """Fetch a slice now; returns the fetch in progress if there is one."""
+        with self._lock:
+            fetch = self._fetches.get(plan.name) or self._start(plan)
+            fetch.is_wanted = True
+            return fetch
 
-    def plan(self, slices: Sequence[Slice]) -> None:
+    def plan(self, plans: Sequence[ChunkPlan]) -> None:
         """Fetch these next, in this order, as far ahead as the depth; replaces the earlier plan."""
-        plan = {self.name_of(slice_): slice_ for slice_ in slices}
-        with self._changed:
-            self._plan = plan
-            self._not_before = {name: when for name, when in self._not_before.items() if name in plan}
-            dropped = [self._kept.pop(name) for name in list(self._kept) if name not in plan]
-            if plan:
-                self._start()
-            self._changed.notify_all()
+        with self._lock:
+            self._plan = {plan.name: plan for plan in plans}
+            dropped = [self._kept.pop(name) for name in list(self._kept) if name not in self._plan]
+            self._start_planned()
         for cached in dropped:
             cached.close()
 
-    def taken(self, slice_: Slice) -> None:
+    def taken(self, plan: ChunkPlan) -> None:
         """Release a slice that a reader now holds itself."""
-        name = self.name_of(slice_)
-        with self._changed:
-            self._plan.pop(name, None)
-            cached = self._kept.pop(name, None)
-            self._changed.notify_all()
+        with self._lock:
+            self._plan.pop(plan.name, None)
+            cached = self._kept.pop(plan.name, None)
+            self._start_planned()
         if cached is not None:
             cached.close()
 
-    def name_of(self, slice_: Slice) -> str:
-        """Return the slice's name in the cache."""
-        return cache_name(slice_, self._store.source.version(slice_))
-
-    def close(self, seconds: float) -> bool:
-        """Stop, and wait for the threads up to ``seconds``; returns whether all ended.
+    def close(self, seconds: float) -> None:
+        """Stop, and wait for the threads up to ``seconds``.
 
         A thread whose request does not return ends with the request or the process.
         """
         self._stopped.set()
-        with self._changed:
-            self._plan = {}
-            kept = list(self._kept.values())
-            self._kept = {}
-            for job in self._wanted:
-                job.busy = True
-                job.done.set()
-            self._wanted.clear()
-            started = self._started
-            self._changed.notify_all()
-        for cached in kept:
-            cached.close()
+        self.plan([])
+        with self._lock:
+            fetches = list(self._fetches.values())
         end = time.monotonic() + seconds
-        for thread in self._threads if started else ():
-            thread.join(max(end - time.monotonic(), 0.0))
-        return not any(thread.is_alive() for thread in self._threads)
+        for fetch in fetches:
+            fetch.thread.join(max(end - time.monotonic(), 0.0))
 
     def forget(self) -> None:
         """Release the parent's slices in a forked process; the parent keeps them."""
         for cached in list(self._kept.values()):  # the threads are the parent's, and the lock may be held forever
             cached.close()
 
-    def _start(self) -> None:
-        if self._stopped.is_set() or self._started:
-            return
-        self._started = True
-        for thread in self._threads:
-            thread.start()
+    def _start(self, plan: ChunkPlan) -> Fetch:
+        fetch = self._fetches[plan.name] = Fetch(plan, self._run)
+        fetch.thread.start()
+        return fetch
 
-    def _sleep(self, waiting: Waiting, seconds: float) -> None:
-        if waiting.sleep is time.sleep:
-            self._stopped.wait(seconds)
-        else:
-            waiting.sleep(seconds)
-        if self._stopped.is_set():
-            raise _Stopped
+    def _start_planned(self) -> None:
+        for name, plan in itertools.islice(self._plan.items(), self._store.depth):
+            if sum(not (fetch.is_wanted or fetch.waits) for fetch in self._fetches.values()) >= _THREADS:
+                return
+            if name not in self._kept and name not in self._fetches:
+                self._start(plan)
 
-    def _run(self, planned: bool) -> None:
-        while True:
-            with self._changed:
-                if self._stopped.is_set():  # checked under the lock, as close() notifies only threads that already wait
-                    return
-                job = self._next(planned)
-                if job is None:
-                    self._changed.wait(_RETRY_SECONDS if self._plan and planned else None)
-                    continue
-            self._work(job)
-
-    def _next(self, planned: bool) -> FetchJob | None:
-        if self._wanted:
-            return self._wanted.popleft()
-        if not planned:
-            return None
-        now = time.monotonic()
-        for name, slice_ in list(self._plan.items())[: self._store.depth]:
-            if name not in self._kept and name not in self._jobs and self._not_before.get(name, now) <= now:
-                job = self._jobs[name] = FetchJob(slice=slice_, planned=True)
-                return job
-        return None
-
-    def _work(self, job: FetchJob) -> None:
-        name = self.name_of(job.slice)
-        cached = None
-        pause = _RETRY_SECONDS
+    def _run(self, fetch: Fetch) -> None:
+        name, cached = fetch.plan.name, None
         try:
-            plan = self._store.source.plan(job.slice)
-            cached = self.cache.find(name, plan)
-            if cached is None:
-                cached = self._fetch(job, name)
-                if cached is not None:
-                    self._store.counters.add(prefetched=job.planned)
-        except _Stopped:
-            job.busy = True
+            cached = self._fetched(fetch)
         except Exception as error:  # any error goes to the reader of the slice
-            job.error = error
-            pause = _RETRY_SECONDS if isinstance(error, CacheFull) else _FAILED_SECONDS
-        job.busy = job.busy or (cached is None and job.error is None)
-        with self._changed:
-            del self._jobs[name]
-            if cached is None:
-                self._not_before[name] = time.monotonic() + pause
-            elif name in self._plan and name not in self._kept and not self._stopped.is_set():
+            fetch.error = error
+            fetch.over.set()
+            if not fetch.is_wanted:
+                self._stopped.wait(_FAILED_SECONDS)  # before it is planned again
+        with self._lock:
+            del self._fetches[name]
+            if cached is not None and name in self._plan:
                 self._kept[name], cached = cached, None
-            self._changed.notify_all()
+            self._start_planned()
         if cached is not None:
             cached.close()
-        job.done.set()
+        fetch.over.set()
 
-    def _fetch(self, job: FetchJob, name: str) -> CachedSlice | None:
-        plan = self._store.source.plan(job.slice)
+    def _fetched(self, fetch: Fetch) -> CachedSlice | None:
+        """Return the slice when it is in the cache; ``None`` if that is to be waited for, and not planned any more."""
+        while (cached := self.cache.find(fetch.plan)) is None:
+            self._require_running()
+            writer = self._begin(fetch)
+            if writer is not None:
+                fetch.waits = False
+                return self._written(fetch, writer)
+            with self._lock:
+                fetch.waits = True
+                if not fetch.is_wanted and fetch.plan.name not in self._plan:
+                    return None
+                self._start_planned()
+            self._stopped.wait(_RETRY_SECONDS)
+        return cached
+
+    def _begin(self, fetch: Fetch) -> SliceWriter | None:
         try:
-            writer = self.cache.begin(name, plan)
+            return self.cache.begin(fetch.plan)
         except OSError as error:
             raise DiskFailed(f"The cache cannot be used: {error}") from error
-        if writer is None:
-            return None
+        except CacheFull:
+            if fetch.is_wanted:
+                raise
+            return None  # there may be room when others have been read
+
+    def _written(self, fetch: Fetch, writer: SliceWriter) -> CachedSlice:
         try:
-            for chunk in self._store.fetch(job.slice, waiting=self._waiting):
-                if self._stopped.is_set():  # not after the last chunk: its reader may have ended the training
-                    raise _Stopped
+            for chunk in self._store.fetch(fetch.plan, waiting=self._waiting):
+                self._require_running()  # not after the last chunk: its reader may have ended the training
                 writer.write(chunk)
-            return writer.commit()
+            cached = writer.commit()
         finally:
             writer.abandon()
+        self._store.counters.add(prefetched=not fetch.is_wanted)
+        return cached
+
+    def _sleep(self, seconds: float) -> None:
+        if self._store.waiting.sleep is time.sleep:
+            self._stopped.wait(seconds)
+        else:
+            self._store.waiting.sleep(seconds)
+        self._require_running()
+
+    def _require_running(self) -> None:
+        if self._stopped.is_set():
+            raise ByteSchedulerError("The fetch has been stopped, as the store of slices is being closed.")

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
-from fsspec import asyn, available_protocols, get_filesystem_class
+from fsspec import available_protocols, get_filesystem_class
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
@@ -26,16 +26,6 @@ _EXTRAS = {"s3": "s3", "s3a": "s3", "http": "data", "https": "data"}
 _PLACE = "a file, a folder with files, or a glob that some file fits"
 
 
-if hasattr(os, "register_at_fork") and not hasattr(asyn, "reset_after_fork"):
-    # With fsspec before 2024.10 a forked process waits for the event loop of a thread that does not exist there.
-    def _forget_event_loop() -> None:
-        asyn.iothread[0] = None
-        asyn.loop[0] = None
-        asyn.reset_lock()
-
-    os.register_at_fork(after_in_child=_forget_event_loop)
-
-
 def require_protocols(option: str, urls: Iterable[str]) -> None:
     """Require the file systems of URLs; sends no request to sources.
 
@@ -47,7 +37,7 @@ def require_protocols(option: str, urls: Iterable[str]) -> None:
         for protocol in _protocols(url):
             try:
                 with importing(f"{protocol}://", extra=_EXTRAS.get(protocol)):
-                    _class_of(protocol)
+                    get_filesystem_class(protocol)
             except ValueError as error:
                 raise OptionError(option, url, "a path, or a URL such as https://, s3://, gs:// or hf://") from error
 
@@ -66,7 +56,7 @@ def require_storage_options(urls: Iterable[str], options: object) -> dict[str, A
     places = list(urls)
     unknown = [name for name in options if not any(takes(place, name) for place in places)]
     if unknown:
-        protocols = ", ".join(sorted({_protocol(place) for place in places}))
+        protocols = ", ".join(sorted({_protocols(place)[0] for place in places}))
         allowed = f"of options that one of the sources takes: they are of {protocols}, which does not take these"
         raise OptionError("storage_options", unknown, allowed)
     return dict(options)
@@ -74,18 +64,10 @@ def require_storage_options(urls: Iterable[str], options: object) -> dict[str, A
 
 def takes(url: str, option: str) -> bool:
     """Whether an option is for the file system of a URL."""
-    protocol = _protocol(url)
+    protocol = _protocols(url)[0]
     if option in available_protocols():  # its value is the options of that protocol
         return option == protocol or "::" in url
     return "::" in url or protocol not in ("file", "local")  # in a chain, each link has its own
-
-
-def _class_of(protocol: str) -> type[Any]:
-    return cast(type[Any], get_filesystem_class(protocol))
-
-
-def _protocol(url: str) -> str:
-    return _protocols(url)[0]
 
 
 def _protocols(url: str) -> list[str]:
@@ -124,19 +106,10 @@ def expand(url: str, options: Options, option: str = "url") -> list[str]:
     elif filesystem.isdir(path):
         found = [name for name in filesystem.find(path) if not (name.endswith("/") or _is_hidden(name, path))]
     else:
-        found = [path] if _is_there(filesystem, path) else []
+        found = [path] if exists(url, options) else []
     if not found:
         raise OptionError(option, url, f"{_PLACE}; {_what_is_there(url, filesystem, path, is_glob)}")
     return sorted(_url_of(filesystem, name, url) for name in found)
-
-
-def _is_there(filesystem: Any, path: str) -> bool:
-    """Like ``exists``, which however returns false for any error, also for missing rights."""
-    try:
-        _about(filesystem, path)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    return True
 
 
 def _about(filesystem: Any, path: str) -> dict[str, Any]:
@@ -219,12 +192,15 @@ def local_path(url: str) -> str | None:
 
 
 def exists(url: str, options: Options) -> bool:
-    """Whether there is something at a URL.
+    """Whether there is a file at a URL; a folder is none.
 
     Raises:
-        Exception: Errors of the file system other than a missing file.
+        Exception: Errors of the file system other than a missing file, which fsspec's own function hides.
     """
-    return _is_there(*file_system(url, options))
+    try:
+        return bool(_about(*file_system(url, options))["type"] != "directory")
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def _url_of(filesystem: Any, path: str, origin: str) -> str:
