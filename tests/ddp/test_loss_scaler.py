@@ -40,11 +40,11 @@ def one_step(engine: Any, scaler: torch.amp.GradScaler) -> nn.Parameter:
     parameter = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     scaler.scale(parameter.sum()).backward()
-    with scaling_later(scaler, engine) as stand_in:
-        assert isinstance(stand_in, torch.amp.GradScaler)
-        stand_in.unscale_(optimizer)
-        stand_in.step(optimizer)
-        stand_in.update()
+    stand_in = scaling_later(scaler, engine)
+    assert isinstance(stand_in, torch.amp.GradScaler)
+    stand_in.unscale_(optimizer)
+    stand_in.step(optimizer)
+    stand_in.update()
     return parameter
 
 
@@ -75,9 +75,9 @@ def test_a_stand_in_answers_for_a_scaler_whose_update_is_due() -> None:
     engine, scaler = Engine(), made()
     one_step(engine, scaler)
     anything: Any = engine
-    with scaling_later(scaler, anything) as stand_in:
-        assert engine.settled == 0, "taking its place waits for nothing"
-        assert stand_in.get_scale() == 2048.0
+    stand_in = scaling_later(scaler, anything)
+    assert engine.settled == 0, "taking its place waits for nothing"
+    assert stand_in.get_scale() == 2048.0
     assert engine.settled == 1
 
 

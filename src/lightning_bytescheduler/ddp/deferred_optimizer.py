@@ -38,7 +38,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_bytescheduler.ddp.fit import Fit
 from lightning_bytescheduler.ddp.gates import must_not_wait
-from lightning_bytescheduler.ddp.gradient_transforms import Unscale
+from lightning_bytescheduler.ddp.gradient_transforms import PendingScale, Unscale
 from lightning_bytescheduler.ddp.reads import held_beside
 from lightning_bytescheduler.lightning_api import DDPStrategy, MixedPrecision, Precision
 
@@ -193,23 +193,9 @@ ParameterGradient = tuple[int, nn.Parameter, torch.Tensor]
 
 HyperparameterSnapshot = list[dict[str, Any]]
 
-_PER_PARAMETER_NAMES = (
-    "ASGD",
-    "Adadelta",
-    "Adafactor",
-    "Adagrad",
-    "Adam",
-    "AdamW",
-    "Adamax",
-    "Muon",
-    "NAdam",
-    "RAdam",
-    "RMSprop",
-    "Rprop",
-    "SGD",
-)
+_PER_PARAMETER_NAMES = "ASGD Adadelta Adafactor Adagrad Adam AdamW Adamax Muon NAdam RAdam RMSprop Rprop SGD"
 _PER_PARAMETER: tuple[type[Optimizer], ...] = tuple(
-    getattr(torch.optim, name) for name in _PER_PARAMETER_NAMES if hasattr(torch.optim, name)
+    getattr(torch.optim, name) for name in _PER_PARAMETER_NAMES.split() if hasattr(torch.optim, name)
 )
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 
@@ -475,7 +461,7 @@ def deferring(optimizer: Optimizer, fit: Fit, plugin: Precision) -> Iterator[Non
                 stack.enter_context(replaced(plugin, name, _or_else(fit, defer, getattr(plugin, name))))
         scaler = plugin.scaler if isinstance(plugin, MixedPrecision) and scales_losses(plugin) else None
         if isinstance(plugin, MixedPrecision) and scaler is not None:
-            plugin.scaler = stack.enter_context(scaling_later(scaler, fit))
+            plugin.scaler = scaling_later(scaler, fit)
             stack.callback(setattr, plugin, "scaler", scaler)
         yield
 
@@ -519,15 +505,14 @@ def loss_scale_of(strategy: DDPStrategy) -> float | None:
     return None if scaler is None else float(scaler.get_scale())
 
 
-@contextmanager
-def scaling_later(scaler: GradScaler, fit: Fit) -> Iterator[GradScaler]:
-    """Yield a stand-in for ``scaler`` during one step of an optimizer."""
+def scaling_later(scaler: GradScaler, fit: Fit) -> GradScaler:
+    """Return a stand-in for ``scaler`` during one step of an optimizer."""
     stand_in = object.__new__(_DeferringScaler)
     stand_in.scaler, stand_in.fit = scaler, fit
     stand_in.unscale, stand_in.found_inf = None, None
     # Both share one state. It is taken without opening the gate.
     object.__setattr__(stand_in, "__dict__", object.__getattribute__(scaler, "__dict__"))
-    yield stand_in
+    return stand_in
 
 
 class _DeferringScaler(GradScaler):
@@ -563,24 +548,12 @@ class _DeferringScaler(GradScaler):
         if self.unscale is None or self.found_inf is None:
             super().update(new_scale)
             return
-        pending = _PendingUpdate(self.scaler, self.unscale, self.found_inf, new_scale)
-        close_state(self.scaler, self.fit.step.update_scale)
-        self.fit.step.scale_later(pending)
+        scaler, unscale, found_inf = self.scaler, self.unscale, self.found_inf
 
+        def update() -> None:
+            open_state(scaler)
+            found_inf.fill_(float(unscale.found_inf()))
+            scaler.update(new_scale)
 
-class _PendingUpdate:
-    def __init__(
-        self, scaler: GradScaler, unscale: Unscale, found_inf: torch.Tensor, new_scale: float | torch.Tensor | None
-    ) -> None:
-        self._scaler = scaler
-        self._unscale = unscale
-        self._found_inf = found_inf
-        self._new_scale = new_scale
-
-    def update(self) -> None:
-        open_state(self._scaler)
-        self._found_inf.fill_(float(self._unscale.found_inf()))
-        self._scaler.update(self._new_scale)
-
-    def discard(self) -> None:
-        open_state(self._scaler)
+        close_state(scaler, self.fit.step.update_scale)
+        self.fit.step.scale_later(PendingScale(update, discard=lambda: open_state(scaler)))

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -126,14 +126,17 @@ def _rounded(value: float, kind: torch.dtype) -> float:
     return value if kind is torch.float64 else torch.tensor(value, dtype=kind).item()
 
 
-class PendingScale(Protocol):
-    """An update of the loss scale that waits until it is known whether the gradients were finite."""
+@dataclass(frozen=True)
+class PendingScale:
+    """An update of the loss scale that waits until it is known whether the gradients were finite.
 
-    def update(self) -> None:
-        """Update the scale; called once, when :meth:`Unscale.found_inf` returns without waiting."""
+    Attributes:
+        update: Updates the scale; called once, when :meth:`Unscale.found_inf` returns without waiting.
+        discard: Leaves the scale as it is, as the step has failed.
+    """
 
-    def discard(self) -> None:
-        """Leave the scale as it is, as the step has failed."""
+    update: Callable[[], None]
+    discard: Callable[[], None]
 
 
 class StepTransforms:
