@@ -155,8 +155,9 @@ def test_a_header_is_parsed_again_where_other_parsing_came_between(monkeypatch: 
     monkeypatch.setattr(np.lib.format, "read_array_header_1_0", fails)
     content = io.BytesIO()
     np.save(content, np.zeros((7, 3)))
-    header = NpyHeader(content.getvalue())
+    content.seek(0)
+    header = NpyHeader(content)
     assert (header.rows, header.row_shape, len(header.content)) == (7, (3,), 128)
     failures = 5
     with pytest.raises(SystemError, match="depth mismatch"):
-        NpyHeader(content.getvalue())
+        NpyHeader(io.BytesIO(content.getvalue()))

@@ -501,7 +501,8 @@ def test_a_slice_that_is_not_written_whole_is_named(text: str, monkeypatch: pyte
 
     def write_half(self: Any, path: str, mode: str, write: Any = memory.open) -> Any:
         file = write(self, path, mode)
-        file.write, whole = lambda content: whole(content[:3]), file.write
+        whole = file.write
+        file.write = lambda content: whole(content[:3])
         return file
 
     monkeypatch.setattr(memory, "open", write_half)

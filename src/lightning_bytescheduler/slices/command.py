@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -25,6 +24,8 @@ TOKEN_VARIABLE = "BYTESCHEDULER_SLICES_TOKEN"
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
 _BAD_SLICES = 1
+
+_bar = partial(tqdm, unit="B", unit_scale=True, disable=None)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,14 +68,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _make(options: argparse.Namespace) -> int:
-    with named(urls="SRC", folder="DST", slice_bytes="--slice-size"), _progress("cutting") as progress:
+    with named(urls="SRC", folder="DST", slice_bytes="--slice-size"), _bar(desc="cutting") as bar:
         made = make_slices(
             options.sources,
             options.folder,
             slice_bytes=options.slice_size,
             overwrite=options.overwrite,
             storage_options=options.storage_options,
-            progress=progress,
+            progress=partial(_tell, bar),
         )
     samples, size = sum(slice_.samples for slice_ in made), sum(slice_.size for slice_ in made)
     print(f"{options.folder}: {len(made)} slices, {samples} samples, {size / 1e6:.1f} MB")
@@ -84,8 +85,8 @@ def _make(options: argparse.Namespace) -> int:
 def _verify(options: argparse.Namespace) -> int:
     with named():
         source = open_source(options.source, option="DST", storage_options=options.storage_options, needs_index=True)
-    with _progress("verifying") as progress:
-        bad = verify_slices(source, progress)
+    with _bar(desc="verifying") as bar:
+        bad = verify_slices(source, partial(_tell, bar))
     for slice_, reason in bad:
         print(f"{slice_.key}: {reason}")
     print(f"{options.source}: {len(source.slices) - len(bad)} slices are right, {len(bad)} are not")
@@ -140,15 +141,9 @@ def verify_slices(source: SliceSource, progress: Callable[[int, int], None]) -> 
     return bad
 
 
-@contextmanager
-def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    with tqdm(desc=what, unit="B", unit_scale=True, disable=None) as bar:
-
-        def tell(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
-        yield tell
+def _tell(bar: Any, done: int, total: int) -> None:
+    bar.total = total
+    bar.update(done - bar.n)
 
 
 def _bytes(text: str) -> int:

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import PurePosixPath
 from types import ModuleType
-from typing import Any, Protocol, TypeVar
+from typing import Any, BinaryIO, Protocol, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -254,32 +254,30 @@ def _lines(stream: SliceStream) -> Iterator[tuple[Bytes, npt.NDArray[np.int64], 
 class NpyHeader:
     """The header of a .npy file.
 
+    Args:
+        file: The file at its begin; behind the header afterwards.
+
     Raises:
         ValueError: If it is not a .npy file with contiguous rows, or has Python objects.
-        EOFError: If the header is longer than ``content``.
     """
 
-    def __init__(self, content: bytes) -> None:
-        file = io.BytesIO(content)
-        try:
-            version = np.lib.format.read_magic(file)
-            if version not in ((1, 0), (2, 0)):
-                raise ValueError(f"Version {version} of .npy is not read; save the array again, without named fields.")
-            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-            for again in range(_PARSES)[::-1]:
-                file.seek(np.lib.format.MAGIC_LEN)
-                try:
-                    shape, fortran_order, dtype = read(file)
-                    break
-                except SystemError:
-                    # NumPy parses with `ast`, whose depth CPython up to 3.11 counts for all threads together: another
-                    # one, or a finalizer, has parsed in the middle of it.
-                    if not again:
-                        raise
-        except ValueError as error:
-            if str(error).startswith("EOF"):
-                raise EOFError("The header of a .npy file is cut short.") from error
-            raise
+    def __init__(self, file: BinaryIO) -> None:
+        start = file.read(np.lib.format.MAGIC_LEN)
+        version = np.lib.format.read_magic(io.BytesIO(start))
+        if version not in ((1, 0), (2, 0)):
+            raise ValueError(f"Version {version} of .npy is not read; save the array again, without named fields.")
+        size = file.read(2 if version == (1, 0) else 4)
+        text = size + file.read(int.from_bytes(size, "little"))
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        for again in range(_PARSES)[::-1]:
+            try:
+                shape, fortran_order, dtype = read(io.BytesIO(text))
+                break
+            except SystemError:
+                # NumPy parses with `ast`, whose depth CPython up to 3.11 counts for all threads together: another
+                # one, or a finalizer, has parsed in the middle of it.
+                if not again:
+                    raise
         if not shape:
             raise ValueError("The array has no dimension and hence no rows.")
         if fortran_order and len(shape) > 1:
@@ -287,7 +285,7 @@ class NpyHeader:
         if dtype.hasobject:
             raise ValueError("The array holds Python objects, which are not read, as that could run any code.")
         self.dtype = dtype
-        self.content = content[: file.tell()]
+        self.content = start + text
         self.rows: int = shape[0]
         self.row_shape: tuple[int, ...] = shape[1:]
         self.row_bytes = int(np.prod(self.row_shape, dtype=np.int64)) * dtype.itemsize
@@ -305,10 +303,9 @@ def npy_blocks(stream: SliceStream) -> Iterator[Any]:
 
     A block has the rows of one chunk.
     """
-    chunks = stream.chunks()
-    header, start = _header_and_rest(chunks)
+    header = NpyHeader(cast(BinaryIO, stream))
     row = bytearray()  # a row that is divided between chunks
-    for chunk in itertools.chain((start,), chunks):
+    for chunk in stream.chunks():
         view = memoryview(chunk)
         if row:
             missing = header.row_bytes - len(row)
@@ -325,19 +322,6 @@ def npy_blocks(stream: SliceStream) -> Iterator[Any]:
         raise ValueError("The last row is cut short.")
 
 
-def _header_and_rest(chunks: Iterator[Bytes]) -> tuple[NpyHeader, memoryview]:
-    start = b""
-    for chunk in chunks:
-        before = len(start)
-        start += bytes(chunk)
-        try:
-            header = NpyHeader(start)
-        except EOFError:
-            continue
-        return header, memoryview(chunk)[len(header.content) - before :]
-    raise ValueError("It is cut short in the header.")
-
-
 class ParquetRows:
     """A block of rows; only requested rows become Python values."""
 
@@ -348,13 +332,9 @@ class ParquetRows:
         return int(self._batch.num_rows)
 
     def __getitem__(self, numbers: SampleNumbers) -> list[dict[str, Any]]:
-        if isinstance(numbers, slice):
-            first, stop, _ = numbers.indices(len(self))
-            rows = self._batch.slice(first, max(stop - first, 0))
-        else:
-            from pyarrow import array
+        from pyarrow import array
 
-            rows = self._batch.take(array(numbers))
+        rows = self._batch.take(array(np.arange(len(self))[numbers]))
         found: list[dict[str, Any]] = rows.to_pylist()
         return found
 

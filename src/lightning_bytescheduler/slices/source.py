@@ -8,6 +8,7 @@ slice, read once to count its samples.
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -247,8 +248,8 @@ class _Opening:
 
     def _rows(self, url: str, size: int, version: str) -> list[ChunkPlan]:
         try:
-            header = NpyHeader(self._sources.start_of(url, min(_HEADER_BYTES, size)))
-        except (ValueError, EOFError) as error:
+            header = NpyHeader(io.BytesIO(self._sources.start_of(url, min(_HEADER_BYTES, size))))
+        except ValueError as error:
             raise SliceCorruptError(url, url, str(error)) from error
         begin, row = len(header.content), header.row_bytes
         if size != begin + header.rows * row:

@@ -82,13 +82,7 @@ def _protocols(url: str) -> list[str]:
 
 
 def file_system(url: str, options: Options) -> tuple[Any, str]:
-    """Return the file system of a URL, with the options that it takes, and the path in it.
-
-    Raises:
-        OptionError: If its protocol is unknown.
-        ImportError: If a package is missing that it needs.
-    """
-    require_protocols("url", (url,))
+    """Return the file system of a URL, with the options that it takes, and the path in it."""
     filesystem, path = url_to_fs(url, **{name: value for name, value in options.items() if takes(url, name)})
     return filesystem, path
 
