@@ -91,7 +91,7 @@ class PushPullStore:
     Args:
         servers: Number of servers on separate machines, each started by ``lightning-bytescheduler server``; with 0 each
             rank is also a server.
-        placement: Assigns parts to servers: one of ``scheduler.placement.PLACEMENTS``; by bytes when left out.
+        placement: Assigns parts to servers: ``"balanced"``, by bytes, also when left out; or ``"mixed"``, as BytePS.
         partition_size: Largest part, in elements; rank 0's counts.
         credit: Most that may be in flight, in elements; rank 0's counts.
         timeout: Longest wait for servers and for one tensor.

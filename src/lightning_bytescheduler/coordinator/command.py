@@ -39,7 +39,7 @@ _LOOK_S = 0.5
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("--bind", default=_BIND, metavar="HOST:PORT", help="where to listen (default: %(default)s)")
-    parser.add_argument("--state", metavar="URL", help="folder in which the run is kept over restarts")
+    parser.add_argument("--state", metavar="URL", help="folder or URL in which the run is kept over restarts")
     parser.add_argument("--train", nargs="+", metavar="URL", help="slices of training data, handed out to the workers")
     rounds = parser.add_argument_group("rounds, the same for all workers")
     rounds.add_argument("--samples-per-round", type=int, metavar="N", help="samples of all workers that end a round")
@@ -59,23 +59,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     rounds.add_argument("--wire-dtype", metavar="NAME", help=f"{', '.join(WIRE_DTYPES)} or sparse:0.01 (default: fp32)")
     waiting = parser.add_argument_group("who is waited for")
     defaults = RoundOptions()
-    waiting.add_argument("--start-workers", type=int, metavar="N", help="that the first round waits for (default: 1)")
-    waiting.add_argument("--quorum", type=float, metavar="X", help="share whose updates a merge needs (default: 0.5)")
+    waiting.add_argument("--start-workers", type=int, metavar="N", help="workers to wait for at first (default: 1)")
+    waiting.add_argument("--quorum", type=float, metavar="X", help="share of updates a merge needs (default: 0.5)")
     waiting.add_argument(
         "--grace-s",
         dest="grace",
         type=_number_or_auto,
         metavar="S",
-        help=f"waited beyond the deadline, or auto (default: {defaults.grace:g})",
+        help=f"seconds that a round waits beyond its deadline, or auto (default: {defaults.grace:g})",
     )
-    waiting.add_argument("--silent-after", type=float, metavar="S", help="seconds; a silent worker is not waited for")
+    waiting.add_argument("--silent-after", type=float, metavar="S", help="seconds to await a silent one (default: 10)")
     waiting.add_argument(
         "--late", metavar="RULE", help="what a late update counts: drop for nothing, or discount (default: drop)"
     )
     waiting.add_argument(
-        "--lease-s", type=float, default=60.0, metavar="S", help="without a sign of life, then a worker is given up"
+        "--lease-s", type=float, default=60.0, metavar="S", help="seconds until a silent one is given up (default: 60)"
     )
-    access = parser.add_argument_group("who gets in; beyond this machine all of it is needed but CLIENT_CA")
+    access = parser.add_argument_group("who gets in; a --bind beyond this machine needs a token, CERT and KEY")
     access.add_argument("--token-file", metavar="FILE", help=f"file with the token; or {TOKEN_VARIABLE} has it")
     access.add_argument(
         "--tls",

@@ -112,10 +112,10 @@ class ByteSchedulerStrategy(RankStrategy):
         debug: Log each scheduling decision; ``BYTESCHEDULER_DEBUG`` is used if left out.
         policy: The order and the pieces in which gradients travel: ``"bytescheduler"``; for comparison, ``"fifo"``
             (whole buckets in order of arrival) and ``"p3"`` (slices of 50,000 parameters by first use, one at a time).
-        compression: Codec of gradients, with error feedback: ``"int8"``, ``"int4"``, ``"bf16"`` or ``"powersgd"``; or a
-            dict of patterns of parameter names and codecs, of which the first match counts: ``{"head.*": None, "*":
-            "int8"}``. The weights then differ from DDP's. ``"auto"`` compresses the first layers in ``"int4"``, as many
-            as needed until training hardly waits. Nothing is compressed when left out.
+        compression: Codec of gradients, with error feedback, such as ``"int8"``; see the documentation's page on fewer
+            bytes. Or a dict of patterns of parameter names and codecs, of which the first match counts: ``{"head.*":
+            None, "*": "int8"}``. The weights then differ from DDP's. ``"auto"`` compresses the first layers in
+            ``"int4"``, as many as needed until training hardly waits. Nothing is compressed when left out.
         compression_min_size: Gradients with fewer elements travel uncompressed; 1024 when left out.
         weighting: ``"ranks"``: the gradient is the mean of the ranks', as in DDP. ``"samples"``: each rank's gradient
             is weighted by its samples of the step, as if one process had all samples, and a rank that has run out of

@@ -147,37 +147,36 @@ class DiLoCoStrategy(RankStrategy):
     outer optimizer steps the *global* weights along the mean. A scheduler that knows each worker's pace tells each
     after how many steps to send its pseudo-gradient, so that all end a round together.
 
-    What Lightning's notions mean here:
+    What Lightning's terms mean here:
 
-    * Each worker is one process, or as many as ``inner`` says, which train together, and a Lightning
-      world of its own: ``trainer.world_size`` is its number of processes, those of the default process group.
+    * A worker is one process, or the processes that ``inner`` puts together, and a Lightning world of its own:
+      ``trainer.world_size`` is its number of processes, those of the default process group.
       ``trainer.global_rank`` counts all processes; rank 0 writes logs and checkpoints. Distributed samplers split the
       data among all processes, and ``batch_size`` is each process's.
-    * The ranks of a worker take every step together, whose samples are those of all of them. One of them, the leader,
-      speaks with the other workers: pseudo-gradients travel once for each worker, and the leader hands on what they
-      are merged to, so that all ranks have the same weights, bit for bit. A rank that stops, or is through its share of
-      the data, takes its worker along.
+    * The ranks of a worker take every step together; its samples are those of all of them. One rank, the leader, talks
+      to the other workers: it sends the worker's pseudo-gradient, and hands the mean on to its ranks, so that all have
+      the same weights, bit for bit. If a rank stops or has used up its share of the data, so does its worker.
     * ``max_steps``, ``max_epochs``, ``max_time`` and a callback that stops training hold for the worker that gets there
       first: the round ends, its pseudo-gradient is merged, and training is over for all. No worker takes more than
       ``max_steps`` steps, so that no schedule runs beyond its end; slower ones take fewer, but with ``equal_steps`` go
       on until they have taken as many. ``min_steps`` and ``min_epochs`` bind the worker that wants to stop.
-    * An epoch ends for all when the first worker has gone through its share of the data; what others have left of
-      theirs is not used in that epoch, except for the steps they are behind with ``equal_steps``; the log and
-      :attr:`plan` say how much that is. It always ends a round.
+    * An epoch ends for all, and ends a round, when the first worker has gone through its share of the data. The rest of
+      the others' shares is not used in that epoch, except for the steps they are behind with ``equal_steps``; the log
+      and :attr:`plan` say how many batches that is.
     * A :class:`SliceDataModule` has no shares: a tracker at worker 0 hands its slices out to workers as needed, and an
-      epoch ends for all when each of its samples was trained on. A worker for which nothing is left meanwhile takes
+      epoch ends for all when each of its samples was trained on. Until then a worker that finds no slice left takes
       part in rounds without a step, or has an epoch without a batch. A checkpoint that is written while all stand still
-      (at an epoch's end or after a validation) knows exactly what its weights were trained on; one amid a round takes
-      what was trained on since its begin for done too. Each worker's batch size is an option of the module. Such
-      workers are of one process.
+      (at an epoch's end or after a validation) has exactly what its weights were trained on; one in the middle of a
+      round also counts what was trained on since the round began. Each worker's batch size is an option of the module.
+      Such workers have one process each.
     * ``val_check_interval`` counts worker 0's batches; the validation happens at the end of the round, on all ranks
       together, each with its share of the data. Metrics logged with ``sync_dist=True``, and torchmetrics in attributes
       of the module, are over all ranks then, as with DDP. Everything logged while training is the worker's own.
-    * Validation, checkpoints and the end of ``fit`` have the global weights. A checkpoint that is written amid a round
-      is of the round's begin, and a fit that fails writes none. It is a plain Lightning checkpoint of worker 0's
-      leader; under one key more it has the outer state, and what each other worker alone has, so that as many workers
-      go on exactly. Another number of workers, of any number of ranks, can go on from it, too: new ones with worker 0's
-      optimizer.
+    * Validation, checkpoints and the end of ``fit`` have the global weights. A checkpoint that is written in the middle
+      of a round has the state at the round's beginning, and a fit that fails writes none. It is a plain Lightning
+      checkpoint of worker 0's leader. One more key has the outer state and each other worker's own state, so that as
+      many workers go on exactly. Another number of workers, of any number of ranks, can go on from it, too: new ones
+      with worker 0's optimizer.
     * Buffers, such as running statistics, stay each worker's own; within a worker they are DDP's.
     * A SIGTERM on one process, an error or a death ends all with an error that names the rank.
 
@@ -185,7 +184,7 @@ class DiLoCoStrategy(RankStrategy):
 
     * all processes of a Trainer are one worker (``inner``), whose rounds, options and global weights are the
       coordinator's. Options of the run that are given must be the coordinator's. The first worker's weights are the
-      first global ones; one that joins later, or was away for long, fetches the state.
+      first global ones; a worker that joins later, or was away for long, fetches the state.
     * A worker that misses the end of a round sends what it has, and catches up. Training goes on without the
       coordinator.
     * An epoch ends for its worker alone. ``max_steps``, ``max_epochs``, ``max_time``, a callback that stops and a
@@ -205,16 +204,16 @@ class DiLoCoStrategy(RankStrategy):
         process_group_backend: Of each worker's default group; between workers it is always gloo.
         timeout: Longest wait for other workers.
         start_method: See DDPStrategy.
-        samples_per_round: A round is over when all workers together have processed so many samples.
-        inner_steps: A round is over when the fastest worker has taken so many steps; slower ones take fewer, by their
+        samples_per_round: A round is over when all workers together have processed this many samples.
+        inner_steps: A round is over when the fastest worker has taken this many steps; slower ones take fewer, by their
             speed. 100 unless one of the two is given.
         equal_steps: All workers take ``inner_steps`` steps, however long the slowest takes (published DiLoCo).
         outer_steps: Rounds after which training is over, if nothing else has ended it.
         outer_lr: Learning rate of the outer Nesterov SGD; 0.7 if left out.
         outer_momentum: Its momentum; 0.9 if left out.
-        outer_optimizer: Makes another optimizer, for a list of tensors.
+        outer_optimizer: A function that makes another optimizer of a list of tensors.
         weighting: How much a worker's pseudo-gradient counts: by ``"samples"``, by ``"tokens"``, or ``"uniform"``.
-        fragments: Into how many the model is cut; each round synchronises one, in turn.
+        fragments: Number of parts that the model is cut into; each round synchronises one, in turn.
         overlap_steps: Steps that a worker goes on for while its pseudo-gradient travels; 0 waits. ``"auto"``: until the
             mean is there, for half of its last round at most.
         wire_dtype: ``"fp32"``, ``"bf16"``, ``"int8"`` or ``"int4"`` on the network; or ``"sparse"``, the largest

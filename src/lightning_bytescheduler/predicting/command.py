@@ -53,9 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how long one worker alone takes for a step, such as 350ms (default: what the profile says; 200ms for "
         "networks and sizes)",
     )
-    add("--workers", type=int, metavar="N", help="how many workers train together")
-    add("--bandwidth", "--link", metavar="RATE", help=f"of each worker's link, each way, such as {RATES}")
-    add("--latency", metavar="TIME", help=f"of one hop, half of the round trip that ping shows, such as {TIMES}")
+    add("--workers", type=int, metavar="N", help="how many workers train together (required)")
+    add("--bandwidth", "--link", metavar="RATE", help=f"of each worker's link, each way, such as {RATES} (required)")
+    add("--latency", metavar="TIME", help=f"of one hop, half of what ping shows (default: 0), such as {TIMES}")
     add(
         "--servers",
         type=int,

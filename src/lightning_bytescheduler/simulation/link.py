@@ -57,9 +57,8 @@ class LinkModel:
         workers: How many take part.
         bandwidth: Bytes per second of each worker's link, in each direction.
         latency: Seconds of one hop, from one worker to another.
-        servers: Where gradients are averaged by parameter servers, how many are on machines of their own, as of the
-            strategy; with 0 one beside each worker sums. More than one for each worker change nothing, because from
-            there on the workers' own links are the limit. ``None`` for an all-reduce.
+        servers: Number of parameter servers on separate machines; with 0 there is one beside each worker. More servers
+            than workers change nothing, as the workers' own links are the limit then. ``None`` for an all-reduce.
         messages_in_flight: Collectives that the backend carries at once, such as 1 for one NCCL stream and 2
             for gloo's two threads; ``None`` for no limit.
 

@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="check every checksum and count",
         description="Check every checksum and count. Exit code 1 if a slice is not what it should be.",
     )
-    verify.add_argument("source", metavar="DST", help="a folder with an index, or the index")
+    verify.add_argument("source", metavar="DST", help="a folder of slices, or its slices.index")
     verify.set_defaults(run=_verify)
     serve = actions.add_parser(
         "serve",
@@ -55,15 +55,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         description="Serve a folder over HTTP, read-only, until interrupted. Beyond this machine that takes TLS and a "
         f"token, which is read from the environment variable {TOKEN_VARIABLE} or from --token-file.",
     )
-    serve.add_argument("folder", metavar="DIR")
-    serve.add_argument("--bind", default="127.0.0.1:8000", metavar="HOST:PORT")
+    serve.add_argument("folder", metavar="DIR", help="the folder, with all folders in it")
+    serve.add_argument("--bind", default="127.0.0.1:8000", metavar="HOST:PORT", help="(default: %(default)s)")
     serve.add_argument("--cert", metavar="FILE", help="certificate chain for TLS")
     serve.add_argument("--key", metavar="FILE", help="its private key")
     serve.add_argument("--token-file", metavar="FILE", help="file with the token that readers must send")
     serve.set_defaults(run=_serve)
     for action in (make, verify):
         action.add_argument(
-            "--storage-options", type=_options, default={}, metavar="JSON", help="for fsspec's file systems"
+            "--storage-options", type=_options, default={}, metavar="JSON", help="keys and tokens of the file systems"
         )
 
 

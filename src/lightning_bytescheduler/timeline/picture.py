@@ -373,8 +373,8 @@ def _bars(ax: Axes, times: Sequence[Interval], colour: str, label: str = "") -> 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments to its parser."""
-    parser.add_argument("file", metavar="FILE", help="a file that BYTESCHEDULER_TIMELINE produced")
-    add_picture(parser, "a few steps", of="steps", default="three like most")
+    parser.add_argument("file", metavar="FILE", help="what a training with timeline=FILE wrote")
+    add_picture(parser, "a few steps", of="steps", default="three typical ones")
 
 
 def tables(options: argparse.Namespace) -> list[tuple[str, list[tuple[str, str]]]]:
