@@ -12,10 +12,10 @@ import torch
 from lightning.pytorch.plugins.precision import Precision
 
 from lightning_bytescheduler.ddp import trainer_fit
-from lightning_bytescheduler.ddp.decided_fit import FitTuning
+from lightning_bytescheduler.ddp.decided_fit import FitOptions, FitTuning
 from lightning_bytescheduler.ddp.fit_report import Record
 from lightning_bytescheduler.ddp.residuals import Residuals
-from lightning_bytescheduler.ddp.trainer_fit import FitOptions, TrainerFit
+from lightning_bytescheduler.ddp.trainer_fit import TrainerFit
 from lightning_bytescheduler.ddp.wire import AgreedSizes
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
 from lightning_bytescheduler.tuning.sizes import SchedulerSizes

@@ -31,7 +31,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -42,6 +42,7 @@ from torch.optim import Optimizer
 
 from lightning_bytescheduler.collectives.number_exchange import MOST, AgreedValues
 from lightning_bytescheduler.ddp.compiled_calls import compiled_calls_are_seen
+from lightning_bytescheduler.ddp.compression_rules import CompressionRules
 from lightning_bytescheduler.ddp.deferred_optimizer import (
     deferred_step,
     followed_by,
@@ -57,7 +58,8 @@ from lightning_bytescheduler.ddp.overlapped_step import OverlappedStep
 from lightning_bytescheduler.ddp.plain_step import MergedBuckets, PlainStep, ScheduledBuckets, merged_bytes
 from lightning_bytescheduler.ddp.reads import AliasDetector, SeenReads
 from lightning_bytescheduler.ddp.reduction import sparse_layers
-from lightning_bytescheduler.ddp.wire import AgreedSizes, Wire
+from lightning_bytescheduler.ddp.sample_weights import SampleCounter
+from lightning_bytescheduler.ddp.wire import AgreedSizes, ServerOptions, Wire
 from lightning_bytescheduler.lightning_api import (
     DDPStrategy,
     FabricDDPStrategy,
@@ -589,14 +591,46 @@ def say_start(
     rank_zero_info(f"bytescheduler: {facts}{steps}{sizes}{_TUNED if tuned else ''}")
 
 
+def _wait_for_nothing() -> None:
+    """Ranks begin their batches without each other."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitOptions:
+    """What all fits of a strategy have in common.
+
+    Attributes:
+        scheduler: The scheduler's options.
+        timeout: Longest wait for one bucket.
+        own_buckets: Whether the user has chosen the size of buckets.
+        tuning: Decides how steps are taken.
+        rules: Which gradients travel compressed, if any.
+        counter: Makes the counter of a rank's samples, if gradients are weighted by them.
+        servers: Who averages gradients.
+        await_batch: Waits until the other ranks have begun the present batch, too.
+    """
+
+    scheduler: SchedulerOptions
+    timeout: timedelta | None
+    own_buckets: bool
+    tuning: FitTuning
+    rules: CompressionRules | None = None
+    counter: Callable[[int], SampleCounter] | None = None
+    servers: ServerOptions = field(default_factory=ServerOptions)
+    await_batch: Callable[[], None] = _wait_for_nothing
+
+    @property
+    def sure_rules(self) -> CompressionRules | None:
+        """The rules if it is certain that something is compressed; with ``"auto"`` it is not."""
+        return None if self.rules is None or self.rules.auto else self.rules
+
+
 class DecidedFit(Fit):
     """A fit that decides with the other ranks how its steps are taken; until then they are synchronised.
 
     Args:
         strategy: The strategy of the Trainer, or Fabric's.
-        options: The scheduler's options.
-        own_buckets: Whether the user has chosen the size of buckets; they are not merged then.
-        tuning: Decides which steps are as DDP's.
+        options: What all fits of the strategy have in common.
         more: For :class:`Fit`.
 
     Attributes:
@@ -606,22 +640,18 @@ class DecidedFit(Fit):
     def __init__(
         self,
         strategy: DDPStrategy | FabricDDPStrategy,
-        options: SchedulerOptions,
+        options: FitOptions,
         wire: Wire,
         parameters: list[nn.Parameter],
-        *,
-        own_buckets: bool,
-        tuning: FitTuning,
         **more: Any,
     ) -> None:
-        super().__init__(wire, parameters, strategy.root_device, by_first_use=options.policy.by_first_use, **more)
+        by_first_use = options.scheduler.policy.by_first_use
+        super().__init__(wire, parameters, strategy.root_device, by_first_use=by_first_use, **more)
         self.plan: OverlapPlan | None = None
         self._strategy: Any = strategy
         self._options = options
-        self._own_buckets = own_buckets
         self._merged_bytes = 0
         self._processors = 1
-        self._tuning = tuning
 
     def make_step(self, number: int, *, as_ddp: bool) -> TrainingStep:
         """See :class:`Fit`."""
@@ -644,7 +674,7 @@ class DecidedFit(Fit):
         views = self._strategy._ddp_kwargs.get("gradient_as_bucket_view", True)
         reasons = (
             *reasons,
-            *option_reasons(cross_barrier=self._options.cross_barrier, bucket_views=views),
+            *option_reasons(cross_barrier=self._options.scheduler.cross_barrier, bucket_views=views),
             *model_reasons(module),
         )
         unseen = unseen_parameters(module)
@@ -669,23 +699,23 @@ class DecidedFit(Fit):
         link, pace = agreed.link, ""
         if plan.overlapped:
             slow = link is not None and is_slow(link, nbytes=nbytes, busy_processor=self.device.type == "cpu")
-            self.mode, pace = self._tuning.begin(
+            self.mode, pace = self._options.tuning.begin(
                 module, self, self.device, self._point_changed, slow=slow, in_shards=self.sharded
             )
             names = {id(p): name for name, p in module.named_parameters()}
             self.reads.seen = SeenReads(names, strategy.global_rank, getattr(module, "_trainer", None))
         else:
             # Partitions by priority bring nothing to a synchronised step; they are used only if the user asked for it.
-            by_itself = self._options.mode == "auto" and self._options.cross_barrier
-            self.mode = StepMode(agree(self._options.mode == "ddp" or by_itself))
-            self._tuning.say_untuned("steps cannot overlap")
+            by_itself = self._options.scheduler.mode == "auto" and self._options.scheduler.cross_barrier
+            self.mode = StepMode(agree(self._options.scheduler.mode == "ddp" or by_itself))
+            self._options.tuning.say_untuned("steps cannot overlap")
         self.plan = replace(plan, as_ddp=self.mode.ddp_mode, pace=pace)
         self.overlapped = plan.overlapped
         self.reads.unseen = unseen
-        self._merged_bytes = 0 if self._own_buckets else merged_bytes(self.device, link)
+        self._merged_bytes = 0 if self._options.own_buckets else merged_bytes(self.device, link)
         self._processors = own_processors(strategy.num_processes)
-        ranks, policy = self.wire.groups.world_size, self._options.policy
-        say_start(self.plan, agreed, ranks, nbytes, tuned=self._tuning.tunes_now, policy=policy)
+        ranks, policy = self.wire.groups.world_size, self._options.scheduler.policy
+        say_start(self.plan, agreed, ranks, nbytes, tuned=self._options.tuning.tunes_now, policy=policy)
 
     def step_with(
         self,
@@ -741,7 +771,7 @@ class DecidedFit(Fit):
         return replace(
             plan,
             opened_for=dict(reads.opened_for),
-            pace=self._tuning.standing or plan.pace,
+            pace=self._options.tuning.standing or plan.pace,
             early_readers=dict(reads.seen.steps),
             whole_steps=dict(reads.seen.whole_steps),
             read_unseen=dict(reads.seen.unseen),
@@ -750,7 +780,7 @@ class DecidedFit(Fit):
 
     def close(self, *, failed: bool) -> None:
         """See :class:`Fit`."""
-        self._tuning.end([])
+        self._options.tuning.end([])
         super().close(failed=failed)
 
 

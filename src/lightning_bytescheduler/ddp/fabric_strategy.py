@@ -35,6 +35,7 @@ from lightning_bytescheduler.collectives.groups import SchedulerGroups
 from lightning_bytescheduler.ddp.ddp_arguments import SAID_BY_THE_STRATEGY, check_hooks, check_module, check_options
 from lightning_bytescheduler.ddp.decided_fit import (
     DecidedFit,
+    FitOptions,
     FitTuning,
     announce,
     optimizer_reasons,
@@ -105,11 +106,14 @@ class FabricFit(DecidedFit):
         record = Record(None if options.timeline is None else Timeline(options.timeline, rank=board.rank))
         super().__init__(
             strategy,
-            options,
+            FitOptions(
+                scheduler=options,
+                timeout=timeout,
+                own_buckets=strategy._own_buckets,
+                tuning=FitTuning(options, timeout=timeout),
+            ),
             Wire(groups, board, agreed, options, device, timeout=timeout, record=record),
             parameters,
-            own_buckets=strategy._own_buckets,
-            tuning=FitTuning(options, timeout=timeout),
             record=record,
         )
         self.module = weakref.ref(module)
@@ -121,7 +125,7 @@ class FabricFit(DecidedFit):
     def wrap(self, module: nn.Module, device_ids: list[int] | None) -> ScheduledDataParallel:
         """Wrap the module with DDP whose gradients go to the scheduler."""
         ddp = dict(self._strategy._ddp_kwargs)
-        if not self._own_buckets:
+        if not self._options.own_buckets:
             ddp["bucket_cap_mb"] = self.wire.agreed.sizes.bucket_bytes / 2**20
         model = ScheduledDataParallel(self, module=module, device_ids=device_ids, **ddp)
         self.take_over(model)

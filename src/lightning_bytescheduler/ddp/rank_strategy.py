@@ -44,11 +44,11 @@ from lightning_bytescheduler.__about__ import __version__
 from lightning_bytescheduler.checks import unknown_variables
 from lightning_bytescheduler.collectives.groups import VARIABLE, choose_interface
 from lightning_bytescheduler.ddp.ddp_arguments import check_launch_options
-from lightning_bytescheduler.ddp.decided_fit import DecidedFit
+from lightning_bytescheduler.ddp.decided_fit import DecidedFit, FitOptions
 from lightning_bytescheduler.ddp.fit_report import OverlapPlan, SchedulerStatistics
 from lightning_bytescheduler.ddp.residuals import Residuals
 from lightning_bytescheduler.ddp.sigterm import ends_by_sigterm, sigterm_ends_at_once
-from lightning_bytescheduler.ddp.trainer_fit import FitOptions, TrainerFit
+from lightning_bytescheduler.ddp.trainer_fit import TrainerFit
 from lightning_bytescheduler.exceptions import RankFailedError, RanksDivergedError, SchedulerClosedError
 from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.failures.messages import phrase

@@ -28,7 +28,7 @@ from lightning_bytescheduler.ddp.ddp_arguments import (
     SAID_BY_THE_STRATEGY,
     check_options,
 )
-from lightning_bytescheduler.ddp.decided_fit import FitTuning
+from lightning_bytescheduler.ddp.decided_fit import FitOptions, FitTuning
 from lightning_bytescheduler.ddp.deferred_optimizer import loss_scale_of
 from lightning_bytescheduler.ddp.fit_report import ONE_RANK, OverlapPlan, SchedulerStatistics
 from lightning_bytescheduler.ddp.rank_strategy import (
@@ -44,7 +44,7 @@ from lightning_bytescheduler.ddp.rank_strategy import (
 from lightning_bytescheduler.ddp.residuals import Residuals, add_up_on_first
 from lightning_bytescheduler.ddp.sample_weights import SampleCounter, Weighting
 from lightning_bytescheduler.ddp.sigterm import RequeueForAll, SigtermForAll, requeues
-from lightning_bytescheduler.ddp.trainer_fit import FitOptions, TrainerFit
+from lightning_bytescheduler.ddp.trainer_fit import TrainerFit
 from lightning_bytescheduler.ddp.wire import ServerOptions
 from lightning_bytescheduler.exceptions import OptionError, RanksDivergedError, UnsupportedError
 from lightning_bytescheduler.failures.board import FaultBoard

@@ -5,10 +5,9 @@ The strategy calls it at each point of a step, and whenever weights have to be f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
-from datetime import timedelta
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -30,7 +29,7 @@ from lightning_bytescheduler.ddp.compression_rules import CompressedLayers, Comp
 from lightning_bytescheduler.ddp.ddp_arguments import check_hooks, check_module
 from lightning_bytescheduler.ddp.decided_fit import (
     DecidedFit,
-    FitTuning,
+    FitOptions,
     announce,
     may_drop_gradients,
     norm_needed_by,
@@ -41,59 +40,21 @@ from lightning_bytescheduler.ddp.deferred_optimizer import deferring, loss_scale
 from lightning_bytescheduler.ddp.fit_report import Record, codec_cost, summary_of
 from lightning_bytescheduler.ddp.reduction import sparse_layers
 from lightning_bytescheduler.ddp.residuals import Residuals
-from lightning_bytescheduler.ddp.sample_weights import NOTHING, SampleCounter
-from lightning_bytescheduler.ddp.wire import ServerOptions, Wire, agree_on_sizes
+from lightning_bytescheduler.ddp.sample_weights import NOTHING
+from lightning_bytescheduler.ddp.wire import Wire, agree_on_sizes
 from lightning_bytescheduler.exceptions import UnsupportedError
 from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.lightning_api import DDPStrategy, pl, rank_zero_info, rank_zero_warn
-from lightning_bytescheduler.scheduler.options import SchedulerOptions
 from lightning_bytescheduler.timeline.timeline import Timeline
 
-__all__ = ["FitOptions", "TrainerFit"]
-
-
-def _wait_for_nothing() -> None:
-    """Ranks begin their batches without each other."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class FitOptions:
-    """What all fits of a strategy have in common.
-
-    Attributes:
-        scheduler: The scheduler's options.
-        timeout: Longest wait for one bucket.
-        own_buckets: Whether the user has chosen the size of buckets.
-        tuning: Decides how steps are taken.
-        rules: Which gradients travel compressed, if any.
-        counter: Makes the counter of a rank's samples, if gradients are weighted by them.
-        servers: Who averages gradients.
-        await_batch: Waits until the other ranks have begun the present batch, too.
-    """
-
-    scheduler: SchedulerOptions
-    timeout: timedelta | None
-    own_buckets: bool
-    tuning: FitTuning
-    rules: CompressionRules | None = None
-    counter: Callable[[int], SampleCounter] | None = None
-    servers: ServerOptions = field(default_factory=ServerOptions)
-    await_batch: Callable[[], None] = _wait_for_nothing
-
-    @property
-    def sure_rules(self) -> CompressionRules | None:
-        """The rules if it is certain that something is compressed; with ``"auto"`` it is not."""
-        return None if self.rules is None or self.rules.auto else self.rules
+__all__ = ["TrainerFit"]
 
 
 class TrainerFit(DecidedFit):
     """One fit of a Trainer; use :meth:`begin`."""
 
     def __init__(self, strategy: DDPStrategy, options: FitOptions, *args: Any, **more: Any) -> None:
-        super().__init__(
-            strategy, options.scheduler, *args, own_buckets=options.own_buckets, tuning=options.tuning, **more
-        )
-        self._of = options
+        super().__init__(strategy, options, *args, **more)
         self._buffers: BufferBroadcast | None = None
         self._known: set[int] = set()  # ids of parameters that DDP averages, and of those warned of
         self._epoch_begins = False
@@ -185,9 +146,9 @@ class TrainerFit(DecidedFit):
         self._buffers = BufferBroadcast.of(
             model,
             partial(self._strategy.reduce_boolean_decision, all=True),
-            await_batch=self._of.await_batch,
+            await_batch=self._options.await_batch,
             failure=self.wire.failure,
-            timeout=self._of.timeout,
+            timeout=self._options.timeout,
         )
 
     def decide(self) -> None:
@@ -219,12 +180,12 @@ class TrainerFit(DecidedFit):
             )
         if self.wire.servers is not None:
             yield f"{before} parameter servers tell no norms before (leaving servers out keeps the overlap)"
-        if self._of.rules is not None and self._of.rules.whole_matrices:
+        if self._options.rules is not None and self._options.rules.whole_matrices:
             yield f"{before} compression='powersgd' cannot reduce in shards (another compression keeps the overlap)"
 
     def say_end(self) -> None:
         """Report the end of a fit."""
-        line = summary_of(self.record.statistics, self._tuning.standing)
+        line = summary_of(self.record.statistics, self._options.tuning.standing)
         if line is not None:
             rank_zero_info(f"bytescheduler: {line}")
 
@@ -263,7 +224,7 @@ class TrainerFit(DecidedFit):
         """Wrap a forward pass that trains on ``batch``."""
         model = self._strategy.model
         if self._buffers is None and isinstance(model, DistributedDataParallel) and model.will_sync_module_buffers():
-            self._of.await_batch()  # DDP waits for the first rank here
+            self._options.await_batch()  # DDP waits for the first rank here
         self.begin_forward(batch)
         yield
         self.end_forward()
@@ -286,7 +247,7 @@ class TrainerFit(DecidedFit):
     @contextmanager
     def backward_of(self, loss: torch.Tensor) -> Iterator[None]:
         """Wrap a backward pass of ``loss``."""
-        self._of.await_batch()  # hand over gradients only of batches that all ranks have begun
+        self._options.await_batch()  # hand over gradients only of batches that all ranks have begun
         with self.backward(), self.weights.backward(loss):
             yield
 

@@ -27,10 +27,9 @@ from torchmetrics import Metric
 
 from lightning_bytescheduler.checks import options_by_name
 from lightning_bytescheduler.ddp.batches import loader_resumes
-from lightning_bytescheduler.ddp.decided_fit import FitTuning
+from lightning_bytescheduler.ddp.decided_fit import FitOptions, FitTuning
 from lightning_bytescheduler.ddp.rank_strategy import OUTER_STATE, RankStrategy, callbacks_of, introduce, model_facts
 from lightning_bytescheduler.ddp.sigterm import worker_signals
-from lightning_bytescheduler.ddp.trainer_fit import FitOptions
 from lightning_bytescheduler.diloco.batch_size import resolve_batch_size, sized_loader
 from lightning_bytescheduler.diloco.coordinator_client import resolve_coordinator
 from lightning_bytescheduler.diloco.coordinator_protocol import wire_named
