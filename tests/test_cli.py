@@ -200,6 +200,8 @@ def test_without_arguments_it_prints_help(capsys: pytest.CaptureFixture[str]) ->
         (["paint"], "there is no command 'paint'. Commands: timeline, predict, advise"),
         (["--verison"], "there is no option --verison. Did you mean '--version'?"),
         (["predict", "--key", "3"], "there is no option --key. Try"),
+        (["coordinator", "--port", "7077"], "there is no option --port. Did you mean '--bind HOST:PORT'?"),
+        (["slices", "serve", "--host=::1", "x"], "there is no option --host. Did you mean '--bind HOST:PORT'?"),
         (["slices", "make", "--seed", "3"], "there is no option --seed. Try"),
         (["tuning", "run", "--pgn", "a.png"], "there is no option --pgn. Did you mean '--png'?"),
         (["tuning", "--pgn=a.png"], "there is no option --pgn. Did you mean '--png'?"),
@@ -214,6 +216,29 @@ def test_without_arguments_it_prints_help(capsys: pytest.CaptureFixture[str]) ->
 )
 def test_what_was_meant(argv: list[str], meant: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert meant in fails(argv, capsys)
+
+
+@pytest.mark.parametrize(
+    ("variables", "argv", "says"),
+    [
+        ({}, [], "Where is the training? Give --master-addr, or set MASTER_ADDR: that of the training's rank 0."),
+        ({"MASTER_ADDR": "node0"}, [], "Where is the training? Give --master-port, or set MASTER_PORT"),
+        ({}, ["--master-addr", "node0", "--master-port", "0"], "--master-port='0' is not allowed"),
+        ({"MASTER_PORT": "http"}, ["--master-addr", "node0"], "MASTER_PORT='http' is not allowed"),
+    ],
+)
+def test_a_server_needs_the_trainings_address(
+    variables: dict[str, str],
+    argv: list[str],
+    says: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert says in fails(["server", *argv], capsys)
 
 
 def test_it_says_its_version(capsys: pytest.CaptureFixture[str]) -> None:

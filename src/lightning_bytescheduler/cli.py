@@ -163,7 +163,12 @@ class _Parser(argparse.ArgumentParser):
                 break  # the rest is for another program
             name = argument.partition("=")[0]
             if re.match(r"--?[a-zA-Z]", name) and not any(option.startswith(name) for option in known):
-                return f"there is no option {name}. {did_you_mean(name, known)}".rstrip(" .")
+                meant = did_you_mean(name, known)
+                for option, action in known.items():
+                    values = str(action.metavar)
+                    if f":{name.strip('-').upper()}:" in f":{values}:" and ":" in values:
+                        meant = f"Did you mean '{option} {values}'?"  # it takes several things at once
+                return f"there is no option {name}. {meant}".rstrip(" .")
         return ""
 
 

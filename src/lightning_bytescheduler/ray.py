@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -118,8 +118,8 @@ class RayDiLoCoStrategy(DiLoCoStrategy, RayDDPStrategy):  # type: ignore[misc]  
             dist.destroy_process_group()
         super().setup_distributed()
 
-    def _own_store(self, ranks: int, watch: object) -> dist.Store | None:
-        return None if self._rays_store is None else dist.PrefixStore("lightning_bytescheduler", self._rays_store)
+    def _meet_ranks(self, strategy: str, ranks: int) -> dist.Store:
+        return dist.PrefixStore("lightning_bytescheduler", cast(dist.Store, self._rays_store))  # Ray's ranks have met
 
     def teardown(self) -> None:
         """Leave all groups, and give Ray one like its own back; see DiLoCoStrategy."""

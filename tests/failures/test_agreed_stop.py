@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_bytescheduler.exceptions import RankFailedError, SchedulerTimeoutError
-from lightning_bytescheduler.failures.agreed_stop import AgreedStop
+from lightning_bytescheduler.failures.board import AgreedStop
 
 
 def nothing() -> None:
@@ -101,23 +101,6 @@ def test_ranks_with_unequal_validations_train_on_as_many_batches() -> None:
     assert not short.begin_batch(nothing, 0.0, trains=False)  # it may still go as far as the other one
     for rank in (short, long):
         assert rank.begin_batch(nothing, 0.0)
-
-
-def test_who_has_stopped_waits_for_the_others() -> None:
-    first, second = alike(2)
-    first.ask()
-    for rank in (first, second, first):
-        rank.look()
-    assert first.begin_batch(nothing, 0.0)
-    assert not first.await_stopped(nothing, 0.0)
-    assert first.urgent
-    first.look()
-    assert not first.await_stopped(lambda: RankFailedError(1, "it is gone"), 30.0)
-    assert not second.await_stopped(nothing, 0.0)
-    for rank in (second, first):
-        rank.look()
-        assert rank.await_stopped(nothing, 0.0)
-        assert not rank.urgent
 
 
 def test_an_agreement_is_not_lost_to_a_failure_that_follows_it() -> None:

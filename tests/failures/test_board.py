@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
@@ -177,7 +178,7 @@ def test_errors_that_are_no_consequence_are_not_looked_into(board: MakeBoard, mo
 
 
 def has_told(store: dist.TCPStore, rank: int, phase: str) -> bool:
-    return store.check([f"stands/{rank}"]) and phase in store.get(f"stands/{rank}").decode()
+    return store.check([f"signs/{rank}"]) and phase in store.get(f"signs/{rank}").decode()
 
 
 @pytest.mark.parametrize("error", [LATE, SchedulerTimeoutError("bucket 3 did not finish within 3 s.")])
@@ -216,6 +217,15 @@ def test_a_store_that_is_gone_names_its_host(
     assert str(found).startswith(names)
     assert other.hopeless
     assert not other.publish(ValueError("nobody hears this"))
+
+
+def test_ranks_wait_for_each_other_at_a_place_that_all_reach(board: MakeBoard) -> None:
+    first, second = board(0), board(1)
+    assert not first.all_reach("alone", 0.1)
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(lambda each: each.all_reach("end", PATIENCE_S), (first, second))) == [True, True]
+    second.publish(ValueError("boom"))
+    assert not first.all_reach("after a failure", 10 * PATIENCE_S)
 
 
 def test_the_host_of_the_store_leaves_last(board: MakeBoard) -> None:

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from lightning_bytescheduler.failures import standstill
 from lightning_bytescheduler.failures.standstill import (
+    Sign,
     Standing,
     VitalSigns,
     Wait,
@@ -173,12 +174,14 @@ class Clock:
 class Other:
     def __init__(self, store: dist.Store) -> None:
         self.store = store
+        self.sign = Sign()
 
     def beat(self) -> None:
-        self.store.add("alive/1", 1)
+        self.tell(self.sign.standing)
 
     def tell(self, standing: Standing) -> None:
-        self.store.set("stands/1", standing.encode())
+        self.sign = Sign(beat=self.sign.beat + 1, standing=standing)
+        self.store.set("signs/1", self.sign.encode())
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 import pytest
@@ -19,12 +18,7 @@ import torch.distributed as dist
 from lightning_bytescheduler.exceptions import RanksDifferError, SchedulerTimeoutError
 from lightning_bytescheduler.failures import rendezvous
 from lightning_bytescheduler.failures.messages import names_of
-from lightning_bytescheduler.failures.rendezvous import (
-    Introduction,
-    RendezvousWatch,
-    hold_roll_call,
-    require_alike,
-)
+from lightning_bytescheduler.failures.rendezvous import Introduction, Meeting, hold_roll_call, require_alike
 from tests.support.rank_pool import free_port
 
 
@@ -80,17 +74,6 @@ def test_whoever_is_missing_is_named_and_then_given_up(caplog: pytest.LogCapture
     with caplog.at_level(logging.WARNING), pytest.raises(SchedulerTimeoutError, match="rank 1 of 4"):
         hold_roll_call(store, introduction(2), timeout=50.0, **arguments)
     assert not caplog.records  # the first one speaks for all
-
-
-@pytest.mark.usefixtures("clock")
-def test_a_rank_that_is_connected_is_given_up_with_the_third_hint(caplog: pytest.LogCaptureFixture) -> None:
-    arguments: dict[str, Any] = {"world_size": 2, "warn_after": 10.0, "timeout": 1000.0, "connected": True}
-    with caplog.at_level(logging.WARNING), pytest.raises(RanksDifferError) as caught:
-        hold_roll_call(dist.HashStore(), introduction(0, strategy="'diloco'"), **arguments)
-    assert len(caplog.records) == 2
-    assert str(caught.value).startswith("rank 1 of 2 did not join this training within ")
-    assert "(here: rank 0 (host0))" in str(caught.value)
-    assert "runs another strategy than 'diloco', such as 'ddp'" in str(caught.value)
 
 
 def test_a_late_rank_is_waited_for() -> None:
@@ -150,31 +133,31 @@ def test_many_differences_are_counted() -> None:
         require_alike(ones)
 
 
-WATCHED = """
+CONNECTS = """
 import sys, time
-from lightning_bytescheduler.failures import rendezvous
-from lightning_bytescheduler.failures.rendezvous import RendezvousWatch
+from lightning_bytescheduler.failures.board import connected
+from lightning_bytescheduler.failures.standstill import Watchdog
 import torch.distributed as dist
-rendezvous._LEAVE_S = float(sys.argv[3])
-rank, port = int(sys.argv[1]), int(sys.argv[2])
+rank, port, patience, how = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), sys.argv[4]
+Watchdog.__init__.__defaults__ = (patience, Watchdog.__init__.__defaults__[1])
 store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
-with RendezvousWatch("127.0.0.1", port, rank=rank, world_size=2, strategy="bytescheduler", warn_after=0.2) as watch:
+with connected(store, "127.0.0.1", port, rank=rank, world_size=2) as board:
     if rank == 0:
         store.get("the other has started")
-        while sys.argv[4] == "stands" or not watch._elsewhere:
-            time.sleep(0.05)  # as in native code, where nobody can be reached
+        while how == "stands" or board.fault is None:
+            time.sleep(0.05)  # as in native code, where no exception arrives
         raise RuntimeError("Connection closed by peer")
     store.set("the other has started", "")
     raise RuntimeError("connectFullMesh failed with refused, remote=[127.0.1.1]:80")
 """
 
 
-@pytest.mark.parametrize(("leave", "how"), [(0.2, "stands"), (60.0, "comes back")], ids=["stands", "comes back"])
-def test_a_rank_that_cannot_connect_ends_the_others(leave: float, how: str) -> None:
+@pytest.mark.parametrize(("patience", "how"), [(0.2, "stands"), (60.0, "comes back")], ids=["stands", "comes back"])
+def test_a_rank_that_cannot_connect_ends_the_others(patience: float, how: str) -> None:
     port = free_port()
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", WATCHED, str(rank), str(port), str(leave), how],
+            [sys.executable, "-c", CONNECTS, str(rank), str(port), str(patience), how],
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -185,40 +168,44 @@ def test_a_rank_that_cannot_connect_ends_the_others(leave: float, how: str) -> N
     assert "RanksUnreachableError: Rank 1 on " in failing
     assert "cannot connect to the one at 127.0.1.1" in failing
     assert "GLOO_SOCKET_IFNAME=eth0" in failing
-    assert "rank 1 on " in waiting
-    assert "failed while the ranks connected: connectFullMesh failed" in waiting
+    assert "Rank 1 failed: RanksUnreachableError: Rank 1 on " in waiting
     if how == "stands":
-        assert "Rank 0 ends, as it would wait for it." in waiting
+        assert "The training thread did not come back within 0.2 s, so its process is ended." in waiting
     else:
-        assert "RanksUnreachableError: rank 1 on " in waiting
+        assert "RankFailedError: Rank 1 failed: RanksUnreachableError" in waiting
+
+
+def meet_on(port: int, *, rank: int, strategy: str = "bytescheduler", timeout: float = 60.0) -> dist.Store:
+    meeting = Meeting(rank=rank, world_size=2, strategy=strategy, timeout=timeout, warn_after=0.1)
+    return meeting.at("127.0.0.1", port)
+
+
+def test_ranks_meet_whichever_comes_first() -> None:
+    port = free_port()
+    with ThreadPoolExecutor(2) as pool:
+        late = pool.submit(meet_on, port, rank=1)
+        first, second = meet_on(port, rank=0), late.result()
+    first.set("key", "value")
+    assert second.get("key") == b"value"
 
 
 DIFFERENCE = r"strategy is diloco on rank 0 \(.+\), but bytescheduler on rank 1 \(.+\)\. Give all of them the same one"
 
 
-def watches_of_two_strategies(port: int) -> list[RendezvousWatch]:
-    return [
-        RendezvousWatch("127.0.0.1", port, rank=rank, world_size=2, strategy=name, warn_after=0.1)
-        for rank, name in enumerate(("diloco", "bytescheduler"))
-    ]
+def test_ranks_that_run_other_strategies_do_not_wait_for_each_other() -> None:
+    port = free_port()
+    with ThreadPoolExecutor(2) as pool:
+        met = [
+            pool.submit(meet_on, port, rank=rank, strategy=name)
+            for rank, name in enumerate(("diloco", "bytescheduler"))
+        ]
+        for one in met:
+            with pytest.raises(RanksDifferError, match=DIFFERENCE):
+                one.result()
 
 
-def test_ranks_that_run_other_strategies_stop_waiting() -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    own, other = watches_of_two_strategies(store.port)
-    wait = partial(hold_roll_call, dist.HashStore(), introduction(0), world_size=2, timeout=60.0)
-    with pytest.raises(RanksDifferError, match=DIFFERENCE), other, own:
-        wait(failure=lambda: own.difference)
-
-
-def test_what_ends_the_wait_gives_way_to_the_reason() -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    first, second = watches_of_two_strategies(store.port)
-
-    def time_out() -> None:
-        while second.difference is None:
-            time.sleep(0.01)
-        raise dist.DistStoreError("wait timeout")
-
-    with first, pytest.raises(RanksDifferError, match=DIFFERENCE), second:
-        time_out()
+def test_a_first_rank_that_does_not_come_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    port = free_port()
+    with caplog.at_level(logging.WARNING), pytest.raises(SchedulerTimeoutError, match=f"to open 127.0.0.1:{port}"):
+        meet_on(port, rank=1, timeout=0.3)
+    assert "rank 1 has been waiting for " in caplog.text

@@ -7,6 +7,8 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -15,7 +17,7 @@ from torch.distributed.rendezvous import rendezvous
 from lightning_bytescheduler.exceptions import RankFailedError, RanksDifferError, SchedulerTimeoutError
 from lightning_bytescheduler.failures import rendezvous as store_module
 from lightning_bytescheduler.failures.messages import FaultNotice
-from lightning_bytescheduler.failures.rendezvous import StorePresence, connect_to_store, name_incarnation, open_board
+from lightning_bytescheduler.failures.rendezvous import Meeting, StorePresence, connect_to_store, open_board
 
 
 @pytest.fixture
@@ -61,7 +63,8 @@ def test_a_store_that_is_gone_is_an_error_at_once(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(store_module, "StorePresence", lambda *arguments: refuse() if arguments else None)
     with pytest.raises(
-        RankFailedError, match=r"^Rank 0 failed: the rendezvous store at 127.0.0.1:\d+ is gone \(refused\)"
+        RankFailedError,
+        match=r"^Rank 0 failed: its process is gone, and the rendezvous store with it; 127.0.0.1:\d+ .*refused",
     ):
         connect_to_store(store)
 
@@ -97,38 +100,35 @@ def test_after_a_failure_ranks_wait_for_one_another(store: dist.TCPStore, monkey
         open_board(store, presence, rank=0, world_size=2)
 
 
+def meet(store: dist.Store, rank: int, *, world_size: int, timeout: float, **options: Any) -> dist.Store:
+    meeting = Meeting(rank=rank, world_size=world_size, strategy="bytescheduler", timeout=timeout)
+    return meeting.on(store, **options)
+
+
 @pytest.mark.parametrize("late", [0, 1])
-def test_each_start_has_a_name_of_its_own(late: int) -> None:
-    """Whoever comes last: ranks that come before the first one find the name of the start before."""
+def test_each_start_has_a_part_of_the_store_of_its_own(late: int) -> None:
+    """Whichever comes last: ranks that come before the first one find the name of the start before."""
     store = dist.HashStore()
+    for start, size in enumerate((3, 2, 4, 1, 3)):
 
-    def join(rank: int, world_size: int) -> str:
-        time.sleep(0.1 if rank == late else 0.0)
-        return name_incarnation(store, rank=rank, world_size=world_size, timeout=60.0)
+        def join(rank: int, size: int = size) -> dist.Store:
+            time.sleep(0.1 if rank == late else 0.0)
+            return meet(store, rank, world_size=size, timeout=60.0)
 
-    names = []
-    for size in (3, 2, 4, 1, 3):
         with ThreadPoolExecutor(size) as pool:
-            (name,) = set(pool.map(join, range(size), [size] * size))
-        names.append(name)
-    assert len(set(names)) == 5
+            parts = list(pool.map(join, range(size)))
+        assert not any(part.check(["start"]) for part in parts)
+        parts[0].set("start", str(start))
+        assert [part.get("start") for part in parts] == [str(start).encode()] * size
 
 
-def test_ranks_do_not_go_on_with_the_name_of_a_start_that_is_gone() -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10))
+def test_ranks_do_not_go_on_with_the_name_of_a_start_that_is_gone(store: dist.TCPStore) -> None:
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda rank: name_incarnation(store, rank=rank, world_size=2, timeout=60.0), range(2)))
-    with pytest.raises(SchedulerTimeoutError, match=r"Rank 1 of 2 has waited 0 s at torchrun's store for rank 0\."):
-        name_incarnation(store, rank=1, world_size=2, timeout=0.1)
-    with pytest.raises(SchedulerTimeoutError, match=r"Rank 0 of 4 has waited 0 s at torchrun's store for rank 1, 2, 3"):
-        name_incarnation(store, rank=0, world_size=4, timeout=0.1)
-
-
-def test_who_will_not_come_is_not_waited_for() -> None:
-    with pytest.raises(ValueError, match="it runs something else"):
-        name_incarnation(
-            dist.HashStore(), rank=0, world_size=2, timeout=60.0, failure=lambda: ValueError("it runs something else")
-        )
+        list(pool.map(partial(meet, store, world_size=2, timeout=60.0), range(2)))
+    with pytest.raises(SchedulerTimeoutError, match=r"rank 1 of 2 has been waiting for 0 s .* for rank 0"):
+        meet(store, 1, world_size=2, timeout=0.1)
+    with pytest.raises(SchedulerTimeoutError, match="ranks 1, 2, 3 of 4 did not join"):
+        meet(store, 0, world_size=4, timeout=0.1)
 
 
 @pytest.mark.parametrize("plain", [0, 1])
@@ -143,7 +143,7 @@ def test_a_rank_with_a_plain_process_group_is_waited_for_until_the_third_hint(
     try:
         of_agent = next(rendezvous("env://", rank=1 - plain, world_size=2))[0]
         with pytest.raises(RanksDifferError, match=f"Rank {plain} has waited .* as with strategy='ddp'"):
-            name_incarnation(of_agent, rank=1 - plain, world_size=2, timeout=90.0, patience=1.0)
+            meet(of_agent, 1 - plain, world_size=2, timeout=90.0, patience=1.0)
     finally:
         process.kill()
         process.wait()

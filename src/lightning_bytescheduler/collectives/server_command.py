@@ -14,7 +14,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from lightning_bytescheduler.checks import require_seconds, require_whole
+from lightning_bytescheduler.checks import require_seconds
 from lightning_bytescheduler.collectives.groups import choose_interface
 from lightning_bytescheduler.collectives.server_meeting import (
     Announcement,
@@ -51,15 +51,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Serve until the training is over; returns the exit code."""
-    host = options.master_addr or os.environ.get("MASTER_ADDR")
-    port = options.master_port or os.environ.get("MASTER_PORT")
-    if not host or not port:
-        missing = "MASTER_PORT" if host else "MASTER_ADDR"
-        raise OptionError(missing, host and port, "that of the training", "Set it, or use the command's option.")
+    host, port = _place(options)
     torch.set_num_threads(1)  # sums of different parts run concurrently
     code = 0
     try:
-        serve(str(host), require_whole("MASTER_PORT", int(port), 1), timeout=options.timeout, say=_say)
+        serve(host, port, timeout=options.timeout, say=_say)
     except RankFailedError as error:
         _say(f"The training has ended: {error}")
         code = 1
@@ -71,6 +67,24 @@ def run(options: argparse.Namespace) -> int:
         sys.stderr.flush()
         os._exit(code)
     return code
+
+
+def _place(options: argparse.Namespace) -> tuple[str, int]:
+    """Where the training is, by the command's options or else by its variables."""
+    found = {}
+    for option, given in (("--master-addr", options.master_addr), ("--master-port", options.master_port)):
+        variable = option[2:].replace("-", "_").upper()
+        value = os.environ.get(variable) if given is None else str(given)
+        if not value:
+            says = f"Where is the training? Give {option}, or set {variable}: that of the training's rank 0."
+            raise OptionError(option, None, "that of the training", says=says)
+        found[option] = value
+    host, port = found.values()
+    is_port = port.isascii() and port.isdecimal() and 0 < int(port) < 65536
+    if not is_port:
+        option = "MASTER_PORT" if options.master_port is None else "--master-port"
+        raise OptionError(option, port, "a port, 1 to 65535, that of the training")
+    return host, int(port)
 
 
 def _say(text: str) -> None:

@@ -46,7 +46,7 @@ from lightning_bytescheduler.ddp.rank_strategy import JoinedRanks, PublishesFail
 from lightning_bytescheduler.ddp.reduction import sparse_layers
 from lightning_bytescheduler.ddp.wire import Wire, agree_on_sizes
 from lightning_bytescheduler.failures.board import FaultBoard
-from lightning_bytescheduler.failures.rendezvous import Introduction, hold_roll_call
+from lightning_bytescheduler.failures.rendezvous import Introduction
 from lightning_bytescheduler.lightning_api import (
     FabricDDPStrategy,
     FabricMixedPrecision,
@@ -289,7 +289,7 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
         self._board = FaultBoard.open(rank=self.global_rank, world_size=self.world_size)
         facts = {**self._facts_of(self._options), "precision": type(self.precision).__name__}
         own = introduce(self.global_rank, "bytescheduler in Fabric", facts)
-        self._meet("options", own, connected=self._just_connected)
+        self._meet("options", own)
         self._until_end.enter_context(_uncaught_published(weakref.ref(self)))
         self._until_end.callback(atexit.unregister, self._end_at_exit)
         self._end_before_exit()
@@ -402,11 +402,7 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
             if not self._failed:
                 self.flush()
                 if self.fit is not None:  # each rank waits for the others while it stops, if they end, too
-                    place, own = board.meeting_place("end"), Introduction(rank=self.global_rank, facts={})
-                    ranks = board.world_size
-                    with suppress(Exception):
-                        hold_roll_call(place, own, world_size=ranks, timeout=patience, failure=self._no_hope)
-                        in_order = True
+                    in_order = board.all_reach("end", patience)
         except BaseException as error:
             self.publish_failure(error)
             raise

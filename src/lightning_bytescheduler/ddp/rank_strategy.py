@@ -36,7 +36,6 @@ import torch
 import torch.distributed as dist
 from msgspec.structs import replace
 from torch import Tensor, nn
-from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -50,16 +49,9 @@ from lightning_bytescheduler.ddp.residuals import Residuals
 from lightning_bytescheduler.ddp.sigterm import ends_by_sigterm, sigterm_ends_at_once
 from lightning_bytescheduler.ddp.trainer_fit import TrainerFit
 from lightning_bytescheduler.exceptions import RankFailedError, RanksDivergedError, SchedulerClosedError
-from lightning_bytescheduler.failures.board import FaultBoard
+from lightning_bytescheduler.failures.board import FaultBoard, connected
 from lightning_bytescheduler.failures.messages import phrase
-from lightning_bytescheduler.failures.rendezvous import (
-    Introduction,
-    RendezvousWatch,
-    agent_keeps_store,
-    hold_roll_call,
-    name_incarnation,
-    require_alike,
-)
+from lightning_bytescheduler.failures.rendezvous import Introduction, Meeting, hold_roll_call, require_alike
 from lightning_bytescheduler.failures.standstill import Standing, waiting
 from lightning_bytescheduler.lightning_api import (
     PACKAGE,
@@ -278,7 +270,6 @@ class JoinedRanks:
     """What carries the gradients, while a fit runs and several ranks train together."""
     _board: FaultBoard | None = None
     _failed: bool = False
-    _just_connected: bool = False
 
     def __repr__(self) -> str:
         # The other Lightning package's Trainer takes this class for a wrong name, and shows only this.
@@ -299,10 +290,17 @@ class JoinedRanks:
         raise NotImplementedError
 
     @contextmanager
-    def _watched_rendezvous(self, strategy: str, ranks: int) -> Iterator[RendezvousWatch | None]:
-        """Wrap the wait for the other ranks: names missing ranks, and a failure of one of them."""
+    def _rendezvous(self, strategy: str, ranks: int) -> Iterator[dist.Store | None]:
+        """Meet the other ranks; within, connect to them: if a rank cannot, all ranks end and name it.
+
+        Args:
+            strategy: Its name, which all ranks must share.
+            ranks: How many there are.
+
+        Yields:
+            A part of the job's store that no earlier start has written to; ``None`` if there is no rank to meet.
+        """
         environment = self.cluster_environment
-        self._just_connected = False
         if environment is None or ranks == 1 or dist.is_initialized():
             yield None
             return
@@ -318,20 +316,26 @@ class JoinedRanks:
         orphans = list(getattr(getattr(self, "_launcher", None), "procs", ()))
         for process in orphans:
             atexit.register(process.kill)
-        with RendezvousWatch(
-            environment.main_address, environment.main_port, rank=self.global_rank, world_size=ranks, strategy=strategy
-        ) as watch:
-            yield watch
+        store = self._meet_ranks(strategy, ranks)
+        place = environment.main_address, environment.main_port
+        with connected(store, *place, rank=self.global_rank, world_size=ranks) as self._board:
+            try:
+                yield store
+            finally:
+                self._board = None
         for process in orphans:
             atexit.unregister(process.kill)
-        # With gloo all ranks are connected; other backends may connect at the first collective.
-        self._just_connected |= dist.is_initialized() and dist.get_backend() == "gloo"
+
+    def _meet_ranks(self, strategy: str, ranks: int) -> dist.Store:
+        environment = self.cluster_environment
+        assert environment is not None
+        meeting = Meeting(rank=self.global_rank, world_size=ranks, strategy=strategy, timeout=self._longest_wait_s)
+        return meeting.at(environment.main_address, environment.main_port)
 
     def _connect(self, as_lightning: Callable[[], object]) -> None:
-        """Meet the other ranks, in a store of this start's own if there is one, otherwise as Lightning does."""
-        ranks = self.num_nodes * self.num_processes
-        with self._watched_rendezvous("bytescheduler", ranks) as watch:
-            store, environment = self._own_store(ranks, watch), self.cluster_environment
+        """Meet the other ranks, and connect to them as Lightning does, in a store of this start's own."""
+        with self._rendezvous("bytescheduler", self.num_nodes * self.num_processes) as store:
+            environment = self.cluster_environment
             if store is not None and environment is not None:  # otherwise Lightning connects
                 backend = self._get_process_group_backend()
                 device = self.root_device if self.root_device.type != "cpu" else None
@@ -350,40 +354,18 @@ class JoinedRanks:
             **self._ddp_kwargs,
         }
 
-    def _own_store(self, ranks: int, watch: RendezvousWatch | None) -> dist.Store | None:
-        """Return a part of torchrun's store that no earlier start has written to; ``None`` without torchrun's agent."""
-        environment = self.cluster_environment
-        if environment is None or dist.is_initialized() or not agent_keeps_store():
-            return None
-        self._know_ranks()
-        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = environment.main_address, str(environment.main_port)
-        timeout = timedelta(seconds=self._longest_wait_s)
-        store = next(rendezvous("env://", rank=self.global_rank, world_size=ranks, timeout=timeout))[0]
-        name = name_incarnation(
-            store,
-            rank=self.global_rank,
-            world_size=ranks,
-            timeout=self._longest_wait_s,
-            failure=lambda: None if watch is None else watch.difference,
-        )
-        if watch is not None:
-            watch.meet_as(name)
-        self._just_connected = True
-        return dist.PrefixStore(name, store)
-
-    def _meet(self, what: str, own: Introduction, *, connected: bool = False, **way_out: str) -> None:
+    def _meet(self, what: str, own: Introduction, **way_out: str) -> None:
         board = self._board
         if board is None:
             return
 
         with self._explained():
             ranks = hold_roll_call(
-                board.next_meeting(),
+                board.meeting_place(),
                 replace(own, facts={_NEXT: what, **own.facts}),
                 world_size=board.world_size,
                 timeout=self._longest_wait_s,
                 failure=self._no_hope,
-                connected=connected,
             )
             require_alike([replace(one, facts={_NEXT: one.facts[_NEXT]}, noted={}) for one in ranks])
             require_alike(ranks, warn=rank_zero_warn, **way_out)
@@ -408,10 +390,7 @@ class JoinedRanks:
         return _TIMEOUT_S if self._timeout is None else self._timeout.total_seconds()
 
     def _no_hope(self) -> BaseException | None:
-        board = self._board
-        if board is None or not board.hopeless:
-            return None
-        return board.diagnose(RuntimeError("c10d: the store is gone"))
+        return None if self._board is None else self._board.no_hope()
 
     # ------------------------------------------------------------------ failures
 

@@ -11,7 +11,7 @@ begun more batches than another, and its receives must not match other broadcast
 SLURM's signal before a job's time limit: all ranks save after the same step, and the job is requeued. Lightning saves
 in the signal handler, at any instruction of a step or a collective, and at another one on each rank. Saving needs the
 same collectives on all ranks, so they could wait for each other forever or save half a step. Here the handler only sets
-a flag. The ranks agree on a batch (``failures/agreed_stop.py``), and at the end of its step all do what Lightning does:
+a flag. The ranks agree on a batch (``failures/board.py``), and at the end of its step all do what Lightning does:
 save the checkpoint for the requeued job, and run ``scontrol requeue``. Training goes on until SLURM ends it.
 
 Why all save after the same step: they agree on the batch, and the same batch ends the step on all ranks.
@@ -34,8 +34,7 @@ import torch.distributed as dist
 
 from lightning_bytescheduler.collectives.groups import leave
 from lightning_bytescheduler.collectives.operations import broadcast_from_first, ends_within, wait_unless
-from lightning_bytescheduler.failures.agreed_stop import AgreedStop
-from lightning_bytescheduler.failures.board import FaultBoard
+from lightning_bytescheduler.failures.board import AgreedStop, FaultBoard
 from lightning_bytescheduler.failures.standstill import break_connections, waiting
 from lightning_bytescheduler.lightning_api import ClusterEnvironment, SIGTERMException, SLURMEnvironment, TrainerFn, pl
 from lightning_bytescheduler.scheduler.threads import short_turns
@@ -280,7 +279,7 @@ class SigtermForAll:
             return
         # A slower rank may still be in its last batch. If this rank ended now, that rank would lack its gradients.
         self._strategy.flush()
-        if not self._stop.await_stopped(failure, min(timeout, _ALL_STOP_S)):
+        if not self._board.all_reach("stopped", min(timeout, _ALL_STOP_S)):
             log.warning("[rank %d] ends by a SIGTERM, and not all others have come as far", self._trainer.global_rank)
         self._received()
         raise SIGTERMException

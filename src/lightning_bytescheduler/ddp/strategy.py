@@ -304,7 +304,7 @@ class ByteSchedulerStrategy(RankStrategy):
         if trainer is not None and self.world_size > 1:
             self._board = FaultBoard.open(rank=self.global_rank, world_size=self.world_size)
             own = introduce(self.global_rank, "bytescheduler", self._common_options(), trainer)
-            self._meet("options", own, connected=self._just_connected)
+            self._meet("options", own)
             self._position = FitPosition(trainer)
             self._board.stands(self._position.standing)
             self._sigterm = SigtermForAll(trainer, self._board)

@@ -247,9 +247,6 @@ class ServerOptions:
                 "servers out."
             )
 
-        def failure() -> BaseException | None:
-            return board.diagnose(RuntimeError("c10d: the store is gone")) if board.hopeless else None
-
         place = strategy.node_rank, strategy.local_rank, strategy.num_processes
         try:
             return join_servers(
@@ -258,7 +255,7 @@ class ServerOptions:
                 agree_on_nodes(groups, place) if self.group == "node" else each_alone(groups),
                 placement=self.placement,
                 timeout=timeout or _TIMEOUT,
-                failure=failure,
+                failure=board.no_hope,
                 say=say,
             )
         except RuntimeError as error:  # a rank has died while all connect

@@ -100,7 +100,7 @@ class WorkerWorld:
         backend: str,
         timeout: timedelta | None,
         inner_size: int = 1,
-        meet: Callable[[dist.Store, bool], object] = lambda *_: None,
+        meet: Callable[[dist.Store], object] = lambda _: None,
         store: dist.Store | None = None,
         **options: Any,
     ) -> WorkerWorld:
@@ -112,8 +112,7 @@ class WorkerWorld:
             inner_size: Ranks of one worker; divides ``size``.
             backend: Of the default group.
             timeout: Of collectives; half an hour if ``None``.
-            meet: Called with a part of the store, and whether all ranks have just connected to it, before anything is
-                made that needs all ranks to agree.
+            meet: Called with a part of the store, before anything is made that needs all ranks to agree.
             store: The store at which the ranks meet; if left out, the environment's, which must be new.
             **options: For ``init_process_group``.
 
@@ -127,7 +126,6 @@ class WorkerWorld:
                 "before, or use another process."
             )
         timeout = _TIMEOUT if timeout is None else timeout
-        connected = (rank, size) not in _stores and store is None
         if (rank, size) not in _stores:
             if store is None:  # comes back when all have connected
                 store = next(rendezvous("env://", rank=rank, world_size=size, timeout=timeout))[0]
@@ -135,7 +133,7 @@ class WorkerWorld:
         _joined[rank, size] = _joined.get((rank, size), 0) + 1
         # Two stores of one process on one port are one store, so that sizes are kept apart as well.
         store = dist.PrefixStore(f"bytescheduler-diloco/{size}/{_joined[rank, size]}", _stores[rank, size])
-        meet(dist.PrefixStore("meeting", store), connected)
+        meet(dist.PrefixStore("meeting", store))
         collect_left()
         worker, place = divmod(rank, inner_size)
         dist.init_process_group(

@@ -16,7 +16,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -62,7 +61,7 @@ from lightning_bytescheduler.diloco.training_loop import (
 from lightning_bytescheduler.diloco.worker_restart import Resumed
 from lightning_bytescheduler.exceptions import UnsupportedError
 from lightning_bytescheduler.failures.board import FaultBoard
-from lightning_bytescheduler.failures.rendezvous import Introduction, RendezvousWatch, hold_roll_call, require_alike
+from lightning_bytescheduler.failures.rendezvous import Introduction, hold_roll_call, require_alike
 from lightning_bytescheduler.lightning_api import (
     CheckpointIO,
     ClusterEnvironment,
@@ -430,15 +429,15 @@ class DiLoCoStrategy(RankStrategy):
         if self.cluster_environment is not None:
             os.environ["MASTER_ADDR"] = self.cluster_environment.main_address
             os.environ["MASTER_PORT"] = str(self.cluster_environment.main_port)
-        with self._watched_rendezvous("diloco", self.ranks) as watch:
+        with self._rendezvous("diloco", self.ranks) as store:
             self._world = WorkerWorld.join(
                 rank=self.global_rank,
                 size=self.ranks,
                 inner_size=self.inner_size,
                 backend=self._process_group_backend,
                 timeout=self._timeout,
-                meet=partial(self._meet_all, watch),
-                store=self._own_store(self.ranks, watch),
+                meet=self._meet_all,
+                store=store,
                 device_id=device if device.type != "cpu" else None,
             )
         self._idle = True
@@ -448,15 +447,14 @@ class DiLoCoStrategy(RankStrategy):
         self._open.callback(self._board.close)
         self._open.callback(self.end_fit)
 
-    def _meet_all(self, watch: RendezvousWatch | None, store: dist.Store, connected: bool) -> None:
+    def _meet_all(self, store: dist.Store) -> None:
         """Make sure with the other ranks that they are in the same training; before there are groups."""
         met = hold_roll_call(
             store,
             introduce(self.global_rank, "diloco", common_options(self._options)),
             world_size=self.ranks,
             timeout=self._longest_wait_s,
-            failure=lambda: None if watch is None else watch.difference,
-            connected=connected,
+            failure=self._no_hope,
         )
         require_alike(met, warn=rank_zero_warn)
 

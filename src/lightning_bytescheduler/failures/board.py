@@ -31,10 +31,29 @@ from typing import Protocol
 import torch.distributed as dist
 from msgspec.structs import replace
 
-from lightning_bytescheduler.exceptions import RankFailedError, RanksDivergedError, SchedulerTimeoutError
-from lightning_bytescheduler.failures.agreed_stop import AgreedStop
-from lightning_bytescheduler.failures.messages import FaultNotice, brief, is_communication_error, is_timeout
-from lightning_bytescheduler.failures.rendezvous import StorePresence, agent_keeps_store, connect_to_store, open_board
+from lightning_bytescheduler.exceptions import (
+    ByteSchedulerError,
+    RankFailedError,
+    RanksDivergedError,
+    SchedulerTimeoutError,
+)
+from lightning_bytescheduler.failures.messages import (
+    FaultNotice,
+    brief,
+    is_communication_error,
+    is_timeout,
+    values_of,
+)
+from lightning_bytescheduler.failures.rendezvous import (
+    Introduction,
+    StorePresence,
+    agent_keeps_store,
+    connect_to_store,
+    explain_connection,
+    hold_roll_call,
+    open_board,
+    store_gone,
+)
 from lightning_bytescheduler.failures.standstill import (
     Standing,
     VitalSigns,
@@ -55,6 +74,8 @@ _LOCATE_S = 1.0
 _DIAGNOSE_S = 3.0
 _WHERE = "Where the ranks are:"
 
+_Place = tuple[int, ...]  # training batches begun, and other batches since
+
 
 class Watched(Protocol):
     """What a watcher looks after: one of a rank's schedulers. All methods are called on the watcher thread."""
@@ -70,6 +91,110 @@ class Watched(Protocol):
 
     def steps_handed_over(self) -> int:
         """How many steps' gradients this rank has handed over completely."""
+
+
+class AgreedStop:
+    """One rank's part in the agreement to stop all ranks before the same batch, without a collective.
+
+    Each rank counts the batches that it begins: those it trains on, and after each of them those it does not, because a
+    validation may have more batches on one rank than on another. The watcher's thread sees on the store that a rank was
+    asked, and writes down how far its own rank has come. From then on the training thread begins no batch before it
+    knows what all ranks have written. It goes on as far as the furthest rank, and stops there.
+
+    Why all ranks stop before the same batch: a rank's place is taken under a lock, and moves on only up to the furthest
+    place. So each rank begins exactly as many training batches as the furthest rank had begun when it wrote its place.
+
+    Why no rank waits forever: the places are written by watcher threads, which wait for no training thread. A rank
+    writes its place even while its training thread is inside a batch, waiting for gradients that another rank's threads
+    still send.
+
+    Args:
+        store: Shared by the ranks, empty before.
+        rank: This rank.
+        world_size: Number of ranks.
+
+    Attributes:
+        asked: Whether this rank was asked to stop.
+    """
+
+    def __init__(self, store: dist.Store, *, rank: int, world_size: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
+        self.asked = False
+        self._changed = threading.Condition()
+        # What follows changes under the condition.
+        self._begun: _Place = (0, 0)
+        self._stopping = False
+        self._last: _Place | None = None  # where each rank stops
+
+    def ask(self) -> None:
+        """Ask all ranks to stop. Safe on any thread and in a signal handler, as it takes no lock."""
+        self.asked = True
+
+    @property
+    def urgent(self) -> bool:
+        """Whether a thread waits for the result of :meth:`look`."""
+        return self._last is None and (self.asked or self._stopping)
+
+    def begin_batch(self, failure: Callable[[], BaseException | None], timeout: float, *, trains: bool = True) -> bool:
+        """Tell that the training thread is about to begin a batch; ``True`` if it has to stop instead.
+
+        Args:
+            failure: Called while it waits; returns the reason why the others will not answer, or ``None``.
+            timeout: Longest wait for the others, in seconds.
+            trains: Whether it trains on that batch. All ranks train on the same number of batches.
+
+        Raises:
+            SchedulerTimeoutError: If the others do not answer in time.
+            BaseException: What ``failure`` returned.
+        """
+        with self._changed:
+            cause = self._wait(lambda: not self._stopping or self._last is not None, failure, timeout)
+            if self._stopping and self._last is None:
+                raise cause or SchedulerTimeoutError(
+                    "A rank was asked to stop, and not all ranks have said in time which batch they are in."
+                )
+            trained, others = self._begun
+            following = (trained + 1, 0) if trains else (trained, others + 1)
+            if self._last is not None and following > self._last:
+                return True
+            self._begun = following
+            return False
+
+    def _wait(
+        self, is_over: Callable[[], bool], failure: Callable[[], BaseException | None], timeout: float
+    ) -> BaseException | None:
+        """Wait, under the condition, until it is over, time is up or there is a failure, which is returned."""
+        deadline = time.monotonic() + timeout
+        while not is_over():
+            self._changed.release()
+            try:
+                cause = failure()
+            finally:
+                self._changed.acquire()
+            if cause is not None or time.monotonic() >= deadline:
+                return cause
+            self._changed.wait(_PERIOD_S)
+        return None
+
+    def look(self) -> None:
+        """Tell the others, and learn from them. For the watcher's thread; talks to the store without a lock."""
+        if self._last is not None:
+            return
+        if self.asked:
+            self._store.set("asked", str(self._rank))
+        elif not self._stopping and not self._store.check(["asked"]):
+            return
+        with self._changed:
+            self._stopping = True  # no further batch is begun from here on
+        self._store.set(f"begun/{self._rank}", " ".join(map(str, self._begun)))
+        keys = [f"begun/{rank}" for rank in range(self._world_size)]
+        if self._store.check(keys):
+            places = values_of(self._store, keys)
+            with self._changed:
+                self._last = max(tuple(map(int, place.split())) for place in places)
+                self._changed.notify_all()
 
 
 class FaultBoard:
@@ -104,9 +229,9 @@ class FaultBoard:
         self.world_size = world_size
         self._presence = StorePresence() if presence is None else presence
         self._watchdog = Watchdog() if watchdog is None else watchdog
-        others = [r for r in range(world_size) if r != rank]
+        self._others = [r for r in range(world_size) if r != rank]
         self._period = max(_PERIOD_S, world_size / 256)  # spares the store's host when there are many ranks
-        self._vital_signs = VitalSigns(store, rank, others, self._period)
+        self._signs = VitalSigns(store, rank, self._others, self._period)
         self._standing: Callable[[], Standing] | None = None
         self._stood = Standing()  # where this rank stood when it last told
         self._stops: list[AgreedStop] = []
@@ -123,7 +248,6 @@ class FaultBoard:
         self._store_lost = False
         self._ready_to_leave = False  # knows of the failure, or leaves in order
         self._left = False  # has told that it leaves
-        self._present: set[int] = set(others)  # ranks that have not left
         self._askers = 0  # threads that wait for what the watcher learns
         self._urgent = False
         self._closing = False
@@ -156,19 +280,36 @@ class FaultBoard:
             hosts_store=rank == 0 and not agent_keeps_store(),
         )
 
-    def meeting_place(self, name: str) -> dist.Store:
+    def meeting_place(self, name: str = "") -> dist.Store:
         """A part of the store for something that all ranks do once in this run, such as a roll call.
 
         It shares the watcher's connection: for short requests that do not block.
 
         Args:
-            name: Name of what they do.
+            name: Name of what they do; left out for what they compare next, as they run the same program.
         """
-        return dist.PrefixStore(f"meetings/{name}", self._store)
+        return dist.PrefixStore(f"meetings/{name or next(self._meetings)}", self._store)
 
-    def next_meeting(self) -> dist.Store:
-        """A part of the store for what the ranks compare next. They run the same program, so it is the same thing."""
-        return self.meeting_place(str(next(self._meetings)))
+    def all_reach(self, place: str, timeout: float) -> bool:
+        """Wait until all ranks have come to the same point, each once in a run.
+
+        Args:
+            place: Its name.
+            timeout: Longest wait, in seconds.
+
+        Returns:
+            Whether they have.
+        """
+        with suppress(Exception):
+            hold_roll_call(
+                self.meeting_place(place),
+                Introduction(rank=self.rank, facts={}),
+                world_size=self.world_size,
+                timeout=timeout,
+                failure=self.no_hope,
+            )
+            return True
+        return False
 
     def watch(self, watched: Watched) -> None:
         """Look after ``watched`` too, from now on."""
@@ -209,6 +350,10 @@ class FaultBoard:
         """Whether the other ranks will not answer any more: one has failed, or the store is gone."""
         return self._notice is not None or self._outgoing is not None or self._store_lost
 
+    def no_hope(self) -> BaseException | None:
+        """Why the other ranks will not answer any more; ``None`` while they may."""
+        return self.diagnose(RuntimeError("c10d: the store is gone")) if self.hopeless else None
+
     def take_over(self) -> None:
         """Note that the training thread is back with a failure, and will end by itself."""
         self._watchdog.disarm()
@@ -240,9 +385,8 @@ class FaultBoard:
                 return False
             while self._published is None and self._within(deadline):
                 pass
-            while self._published and not patience and self._present:
-                if not self._within(deadline):
-                    break
+            while self._published and not patience and self._present() and self._within(deadline):
+                pass
             return bool(self._published)
 
     def explain(self, error: BaseException, *, timeout: float = _DIAGNOSE_S) -> BaseException:
@@ -275,9 +419,9 @@ class FaultBoard:
         broken = f"here that broke: {brief(error)}"
         with self._asking():
             while self.fault is None and not self._store_lost:
-                silent = self._vital_signs.silent(silence)
+                silent = self._signs.silent(silence)
                 if len(silent) == 1 or (silent and time.monotonic() >= deadline):
-                    last = explain_death(self._vital_signs.standings())
+                    last = explain_death(self._signs.standings())
                     cause = f"{_no_sign_of_life(silent)}; {broken}" + (f". {last}" if last else "")
                     found = RankFailedError(silent[0], cause)
                     self._learn(FaultNotice.of(found, by=self.rank))
@@ -285,7 +429,7 @@ class FaultBoard:
                 elif not self._within(deadline):
                     break
             if self.fault is None and self._store_lost:
-                self._learn(FaultNotice.of(_store_gone(broken), by=self.rank))
+                self._learn(FaultNotice.of(store_gone(broken), by=self.rank))
             if self.fault is None:
                 return error
             self.fault.__cause__ = error
@@ -313,7 +457,7 @@ class FaultBoard:
                 self._ready_to_leave = True
                 self._wake()
                 while behind := self._left_behind():
-                    alive = behind.difference(self._vital_signs.silent())
+                    alive = behind.difference(self._signs.silent())
                     deadline = now + (timeout if alive or not self.hopeless else _LINGER_S)
                     if not self._within(deadline):
                         break
@@ -328,9 +472,13 @@ class FaultBoard:
         """Ranks that still need the store of this process. Called under the condition."""
         if not self._hosts_store:
             return set()
-        if self._notice is None or self._notice.self_reported or self._notice.rank is None:
-            return self._present
-        return self._present - {self._notice.rank}  # it is dead
+        if self._notice is None or self._notice.self_reported:
+            return self._present()
+        return self._present() - {self._notice.rank}  # it is dead
+
+    def _present(self) -> set[int]:
+        """The other ranks that have not left."""
+        return set(self._others) - self._signs.left
 
     def _locate(self, error: BaseException) -> BaseException:
         """Say what each rank is doing, if no rank has failed but the time was up."""
@@ -338,11 +486,11 @@ class FaultBoard:
             return error
         deadline = time.monotonic() + _LOCATE_S
         with self._asking():
-            while self.fault is None and not self._vital_signs.standings() and self._within(deadline):
+            while self.fault is None and not self._signs.standings() and self._within(deadline):
                 pass
             if self.fault is not None:
                 return self.fault
-            where = self._vital_signs.whereabouts() or "no rank answers"
+            where = self._signs.whereabouts() or "no rank answers"
         located = SchedulerTimeoutError(f"{brief(error)} {_WHERE} {where}. The strategy's timeout allows more.")
         located.__cause__ = error
         return located
@@ -417,19 +565,16 @@ class FaultBoard:
             self._lose_store()
             return
         try:
-            standstill = self._vital_signs.beat(self._stand(), examine=bool(self._askers))
             for stop in self._stops:
                 stop.look()
             notice = self._exchange_notices()
-            if self._ready_to_leave and not self._left:
-                self._store.set(f"left/{self.rank}", "")
-                self._left = True
-            left = {r for r in self._present if self._store.check([f"left/{r}"])} if self._askers else set()
+            leaves = self._ready_to_leave
+            standstill = self._signs.beat(self._stand(), left=leaves, examine=bool(self._askers))
+            self._left = leaves
         except RuntimeError:
             self._lose_store()
             return
         with self._changed:
-            self._present -= left
             if notice is not None:
                 self._learn(notice)
             elif standstill is not None and self._notice is None and self._outgoing is None:
@@ -503,12 +648,35 @@ class FaultBoard:
         self._watchdog.check()
 
 
+@contextmanager
+def connected(store: dist.Store, host: str, port: int, *, rank: int, world_size: int) -> Iterator[FaultBoard]:
+    """Watch over this rank within the context, in which it connects to the others and may wait for them in torch.
+
+    Args:
+        store: A store that these ranks share.
+        host: Where they have met.
+        port: Its port.
+        rank: This rank.
+        world_size: Number of ranks.
+
+    Raises:
+        RanksUnreachableError: If this rank cannot connect to the others.
+        RankFailedError: If another rank has failed. A rank that does not come back from torch is ended.
+    """
+    board = FaultBoard.open(rank=rank, world_size=world_size, store=store)
+    try:
+        yield board
+    except Exception as error:
+        cause = explain_connection(error, rank, host, port)
+        if not board.publish(cause) and board.fault is not None and not isinstance(error, ByteSchedulerError):
+            cause = board.fault
+        if cause is error:
+            raise
+        raise cause from error
+    finally:
+        board.close()
+
+
 def _no_sign_of_life(silent: Sequence[int]) -> str:
     others = "" if len(silent) == 1 else f" (nor do ranks {', '.join(map(str, silent[1:]))})"
     return f"it shows no sign of life{others}"
-
-
-def _store_gone(broken: str) -> RankFailedError:
-    if not agent_keeps_store():
-        return RankFailedError(0, f"its process is gone, and the rendezvous store with it; {broken}")
-    return RankFailedError(None, f"the rendezvous agent is gone; {broken}")

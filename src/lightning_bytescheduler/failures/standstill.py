@@ -38,7 +38,7 @@ import torch
 import torch.distributed as dist
 from msgspec.structs import replace
 
-from lightning_bytescheduler.failures.messages import StoreMessage, names_of
+from lightning_bytescheduler.failures.messages import StoreMessage, names_of, values_of
 
 log = logging.getLogger(__name__)
 
@@ -357,6 +357,26 @@ def break_connections(group: dist.ProcessGroup) -> None:
             group.recv([torch.empty(1, dtype=torch.float32)], peer, _UNUSED_NUMBER).wait(timedelta(milliseconds=1))
 
 
+class Sign(StoreMessage, frozen=True, kw_only=True):
+    """A rank's sign of life.
+
+    Attributes:
+        beat: How often it has given one; 0 for never.
+        standing: Where it stands.
+        left: Whether it is the last one, as this rank needs the store for nothing more.
+    """
+
+    beat: int = 0
+    standing: Standing = Standing()
+    left: bool = False
+
+
+class _Seen(NamedTuple):
+    sign: Sign
+    alive_at: float  # when its last beat was first seen
+    still_since: float  # since when it has stood where it stands
+
+
 class VitalSigns:
     """One rank's view of all ranks: whether they live, where they say they stand, and whether they wait forever.
 
@@ -367,6 +387,9 @@ class VitalSigns:
         rank: This rank.
         others: All other ranks.
         period: Time between two beats, in seconds.
+
+    Attributes:
+        left: The other ranks that were seen to leave.
     """
 
     def __init__(self, store: dist.Store, rank: int, others: Sequence[int], period: float) -> None:
@@ -375,48 +398,43 @@ class VitalSigns:
         self._others = others
         self._period = period
         self._every = max(_LOOK_S, len(others) / 64)  # spares the store's host when there are many ranks
-        self._told: Standing | None = None
-        self._told_at = 0.0
-        self._examined_at = 0.0
-        self._looked_at = 0.0  # when a standstill was last looked for
-        self._beats: dict[int, tuple[int, float]] = {}  # count, and when it was first seen
-        self._stands: dict[int, tuple[Standing, float]] = {}  # and since when it has been the same
+        self._told = _Seen(Sign(), 0.0, 0.0)
+        self._came: list[int] = []  # the others that have given a sign
+        self._looked_at = 0.0
+        self._seen: dict[int, _Seen] = {}
+        self.left: set[int] = set()
 
-    def beat(self, standing: Standing, *, examine: bool = False) -> str | None:
+    def beat(self, standing: Standing, *, left: bool = False, examine: bool = False) -> str | None:
         """Show that this rank is alive and where it stands. Look at the others if it has waited for a while.
 
         Args:
             standing: Where this rank stands.
+            left: Whether it leaves.
             examine: Look at the others in any case.
 
         Returns:
             How the ranks wait for each other forever, if they do; see :func:`find_standstill`.
         """
         now = time.monotonic()
-        if standing != self._told:
-            self._store.set(f"stands/{self._rank}", standing.encode())  # before the beat that shows it
-            if self._told is None or not standing.is_as(self._told):
-                self._told_at = now
-            self._told = standing
-        self._store.add(f"alive/{self._rank}", 1)
-        waits = standing.waits and now >= self._told_at + _CURIOUS_S
+        self._told = _next(self._told, Sign(beat=self._told.sign.beat + 1, standing=standing, left=left), now)
+        self._store.set(f"signs/{self._rank}", self._told.sign.encode())
+        waits = standing.waits and now >= self._told.still_since + _CURIOUS_S
         if examine or (waits and now >= self._looked_at + self._every):
-            self._looked_at = now
             self._examine(now)
-            return self._standstill(standing, now) if waits else None
+            return self._standstill(now) if waits else None
         if not waits:
-            self._beats, self._stands = {}, {}
+            self._seen = {}
         return None
 
     def silent(self, at_least: float = 0.0) -> list[int]:
         """Ranks that missed five beats since they were looked at, and showed none for ``at_least`` seconds."""
         patience = max(_BEATS_MISSED * self._period, at_least)
-        return [r for r, (_, since) in self._beats.items() if self._examined_at - since > patience]
+        return [rank for rank, seen in self._seen.items() if self._looked_at - seen.alive_at > patience]
 
     def standings(self) -> dict[int, Standing]:
         """Where all ranks last said that they stand; empty if no other rank's place is known."""
-        found = {rank: standing for rank, (standing, _) in self._stands.items()}
-        return {**found, self._rank: self._told} if found and self._told is not None else {}
+        found = {rank: seen.sign.standing for rank, seen in self._seen.items() if seen.sign.beat}
+        return {**found, self._rank: self._told.sign.standing} if found else {}
 
     def whereabouts(self) -> str:
         """What the ranks are doing, with ranks that do the same grouped; empty if nothing is known."""
@@ -426,23 +444,28 @@ class VitalSigns:
         return "; ".join(f"{names_of(ranks)}: {place}" for place, ranks in by_place.items())
 
     def _examine(self, now: float) -> None:
-        beats, stands = dict(self._beats), dict(self._stands)
-        for rank in self._others:
-            count, key = self._store.add(f"alive/{rank}", 0), f"stands/{rank}"
-            if rank not in beats or beats[rank][0] != count:
-                beats[rank] = (count, now)
-            if self._store.check([key]):
-                standing = Standing.decode(self._store.get(key))
-                known = stands.get(rank)
-                stands[rank] = (standing, known[1] if known is not None and standing.is_as(known[0]) else now)
-        self._beats, self._stands, self._examined_at = beats, stands, now
+        keys = {rank: f"signs/{rank}" for rank in self._others}
+        self._came += [rank for rank in self._others if rank not in self._came and self._store.check([keys[rank]])]
+        signs = dict.fromkeys(self._others, Sign())
+        texts = values_of(self._store, [keys[rank] for rank in self._came])
+        signs.update(zip(self._came, map(Sign.decode, texts), strict=True))
+        self._seen = {rank: _next(self._seen.get(rank), sign, now) for rank, sign in signs.items()}
+        self.left = {rank for rank, sign in signs.items() if sign.left}
+        self._looked_at = now
 
-    def _standstill(self, own: Standing, now: float) -> str | None:
-        if len(self._stands) < len(self._others):
+    def _standstill(self, now: float) -> str | None:
+        if not all(seen.sign.beat for seen in self._seen.values()):
             return None  # a rank is not there yet
         fresh = _FRESH_BEATS * self._period
-        if any(now > self._beats[rank][1] + fresh for rank, (one, _) in self._stands.items() if not one.ended):
+        if any(now > seen.alive_at + fresh for seen in self._seen.values() if not seen.sign.standing.ended):
             return None  # what was told may be out of date
-        found = find_standstill({**self.standings(), self._rank: own})
-        same_since = max(self._told_at, *(since for _, since in self._stands.values()))
-        return found if now >= same_since + _CERTAIN_S else None
+        same_since = max(seen.still_since for seen in (self._told, *self._seen.values()))
+        return find_standstill(self.standings()) if now >= same_since + _CERTAIN_S else None
+
+
+def _next(last: _Seen | None, sign: Sign, now: float) -> _Seen:
+    """What is known of a rank that gives ``sign``."""
+    if last is None:
+        return _Seen(sign, now, now)
+    same = sign.standing.is_as(last.sign.standing)
+    return _Seen(sign, last.alive_at if sign.beat == last.sign.beat else now, last.still_since if same else now)
