@@ -12,9 +12,19 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning_bytescheduler import ByteSchedulerStrategy
 
 
-def main(strategy: str, path: str) -> None:
-    warnings.simplefilter("ignore")
-    model = BoringModel()
+class LargeModel(BoringModel):
+    """Computes with several threads, where there are some."""
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.layer(batch).sum() + torch.ones(2**21).add_(1).mean()
+
+
+def main(strategy: str, path: str, computed: str = "") -> None:
+    if not computed:
+        warnings.simplefilter("ignore")
+    model = LargeModel() if computed else BoringModel()
+    if computed:  # as in an earlier cell of a notebook
+        torch.ones(2**21).add_(1)
     trainer = Trainer(
         strategy=strategy,
         accelerator="cpu",

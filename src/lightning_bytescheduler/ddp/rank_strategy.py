@@ -19,10 +19,12 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import multiprocessing
 import os
 import platform
 import re
 import socket
+import warnings
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -71,6 +73,8 @@ from lightning_bytescheduler.scheduler.options import SchedulerOptions
 _T = TypeVar("_T")
 _TIMEOUT_S = 1800.0
 _NEXT = "what comes next"
+_COMPUTES_S = 10.0  # of a fork, for what takes milliseconds
+_ENOUGH_FOR_THREADS = 2**20  # values
 _ONE_CHECKPOINT = (
     "Have each rank resume from the same file: copy it to every machine, or use a folder that all of them share. In "
     "Fabric, what one rank alone looks at is read with fabric.load_raw or torch.load."
@@ -484,14 +488,49 @@ class PublishesFailures:
     """Mixed into a launcher, before it in the order of bases; publishes the errors of its function."""
 
     _strategy: Any
+    _start_method: str
+    _one_thread = False
+
+    def launch(self, *args: Any, **kwargs: Any) -> Any:
+        """See Lightning's launcher. Forked ranks compute with one thread where several would hang."""
+        self._one_thread = self._start_method == "fork" and not _forks_compute()
+        if self._one_thread:
+            rank_zero_warn(
+                "bytescheduler: each rank computes with one thread. This process has computed with several, which a "
+                "fork does not have, and its ranks would wait for them forever. For more, restart the notebook's "
+                "kernel, and compute nothing before the training."
+            )
+        return super().launch(*args, **kwargs)  # type: ignore[misc]
 
     def _wrapping_function(self, *args: Any, **kwargs: Any) -> None:
+        if self._one_thread:
+            os.environ["OMP_NUM_THREADS"] = "1"  # which Lightning leaves as it is
+            torch.set_num_threads(1)
         try:
             super()._wrapping_function(*args, **kwargs)  # type: ignore[misc]
             self._strategy.end_of_worker()
         except BaseException as error:
             self._strategy.publish_failure(error)
             raise
+
+
+def _forks_compute() -> bool:
+    """Whether a fork of this process can compute with several threads. It cannot once the process itself has."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # about threads that a fork leaves behind
+        process = multiprocessing.get_context("fork").Process(target=_compute, name="bytescheduler-fork")
+        process.start()
+    process.join(_COMPUTES_S)
+    if process.exitcode is None:
+        process.kill()
+        process.join()
+    return process.exitcode == 0
+
+
+def _compute() -> None:
+    torch.set_num_threads(max(torch.get_num_threads(), 2))
+    torch.ones(_ENOUGH_FOR_THREADS).add_(1)
+    os._exit(0)
 
 
 class PublishingLauncher(PublishesFailures, _MultiProcessingLauncher):
