@@ -25,7 +25,6 @@ NO_NUMBERS = [True, False, None, "1", [1], NAN, INF, -INF]
         (checks.require_bool, [True, False], [0, 1, None, "True"], "True or False"),
         (partial(checks.require_whole, least=2), [2, 10**9], [1, 2.0, *NO_NUMBERS], "a whole number, 2 or more"),
         (checks.require_size, [1, 10**9], [0, -1, 1.0, *NO_NUMBERS], "a positive whole number of parameters"),
-        (checks.require_not_negative, [0, 0.0, 2.5], [-1, -1e-9, *NO_NUMBERS], "a finite number, 0 or more"),
         (checks.require_positive, [1, 1e-9], [0, 0.0, -1, *NO_NUMBERS], "a finite number, more than 0"),
         (
             partial(checks.require_positive, of="bytes per second"),
@@ -33,11 +32,11 @@ NO_NUMBERS = [True, False, None, "1", [1], NAN, INF, -INF]
             [0],
             "a finite number of bytes per second, more than 0",
         ),
-        (checks.require_seconds, [0, 0.5], [-0.5, *NO_NUMBERS], "a finite number of seconds, 0 or more"),
+        (checks.require_seconds, [0, 0.0, 0.5], [-0.5, -1e-9, *NO_NUMBERS], "a finite number of seconds, 0 or more"),
         (checks.require_share, [0, 1, 0.5], [-0.1, 1.1, *NO_NUMBERS], "a number from 0 to 1"),
         (partial(checks.require_one_of, allowed=(None, "a")), [None, "a"], ["", "z", 0], "one of None, 'a'"),
         (checks.require_text, ["", "a"], [None, b"a", 1], "a text"),
-        (checks.require_path, ["a", "a/b.json"], ["", None, b"a", 1], "a file path"),
+        (checks.require_new_file, ["a", "a/b.json"], ["", None, b"a", 1], "a file path"),
     ],
 )
 def test_what_is_let_through_and_what_is_refused(
@@ -52,7 +51,7 @@ def test_what_is_let_through_and_what_is_refused(
 
 
 def test_paths_become_text() -> None:
-    assert checks.require_path("timeline", Path("a/b")) == "a/b"
+    assert checks.require_new_file("timeline", Path("a/b")) == "a/b"
 
 
 def test_suffixes_count_in_any_case() -> None:

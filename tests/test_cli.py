@@ -223,8 +223,9 @@ def test_what_was_meant(argv: list[str], meant: str, capsys: pytest.CaptureFixtu
     [
         ({}, [], "Where is the training? Give --master-addr, or set MASTER_ADDR: that of the training's rank 0."),
         ({"MASTER_ADDR": "node0"}, [], "Where is the training? Give --master-port, or set MASTER_PORT"),
-        ({}, ["--master-addr", "node0", "--master-port", "0"], "--master-port='0' is not allowed"),
-        ({"MASTER_PORT": "http"}, ["--master-addr", "node0"], "MASTER_PORT='http' is not allowed"),
+        ({}, ["--master-addr", "node0", "--master-port", "70000"], "'node0:70000' is not allowed"),
+        ({"MASTER_PORT": "0"}, ["--master-addr", "node0"], "MASTER_PORT=0 is not allowed"),
+        ({"MASTER_PORT": "http"}, ["--master-addr", "node0"], "MASTER_ADDR:MASTER_PORT='node0:http' is not allowed"),
     ],
 )
 def test_a_server_needs_the_trainings_address(

@@ -132,22 +132,6 @@ def parse_size(option: str, value: object) -> int:
     return require_size(option, number if is_whole(number, 1) else value)
 
 
-def require_not_negative(option: str, value: object, *, of: str = "") -> float:
-    """Return ``value`` if it is a finite number, 0 or more.
-
-    Args:
-        option: Its name.
-        value: What was given.
-        of: Its unit, for the message.
-
-    Raises:
-        OptionError: If it is not; names ``option``.
-    """
-    if not is_finite(value) or value < 0:
-        raise OptionError(option, value, f"a finite number{of and f' of {of}'}, 0 or more")
-    return value
-
-
 def require_positive(option: str, value: object, *, of: str = "") -> float:
     """Return ``value`` if it is a finite number above 0.
 
@@ -170,7 +154,9 @@ def require_seconds(option: str, value: object) -> float:
     Raises:
         OptionError: If it is not; names ``option``.
     """
-    return require_not_negative(option, value, of="seconds")
+    if not is_finite(value) or value < 0:
+        raise OptionError(option, value, "a finite number of seconds, 0 or more")
+    return value
 
 
 def require_share(option: str, value: object) -> float:
@@ -212,18 +198,6 @@ def require_text(option: str, value: object) -> str:
     return value
 
 
-def require_path(option: str, value: object) -> str:
-    """Return ``value`` as text if it is the path of a file.
-
-    Raises:
-        OptionError: If it is not; names ``option``.
-    """
-    path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
-    if not isinstance(path, str) or not path:
-        raise OptionError(option, value, "a file path")
-    return path
-
-
 def require_new_file(option: str, value: object) -> str:
     """Return ``value`` as text if it is the path of a file that can probably be written.
 
@@ -232,7 +206,10 @@ def require_new_file(option: str, value: object) -> str:
     Raises:
         OptionError: If it is not: no path, a folder, or below a file or a folder that may not be written to.
     """
-    path = os.path.expanduser(require_path(option, value))
+    given = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
+    if not isinstance(given, str) or not given:
+        raise OptionError(option, value, "a file path")
+    path = os.path.expanduser(given)
     if os.path.isdir(path) or path.endswith(os.sep):
         raise OptionError(option, value, "a file path, and that is a folder")
     if os.path.exists(path):

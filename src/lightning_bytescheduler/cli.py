@@ -20,14 +20,13 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from lightning_bytescheduler.__about__ import __version__
-from lightning_bytescheduler.checks import did_you_mean, records_in, require_new_file
+from lightning_bytescheduler.checks import did_you_mean, records_in, require_new_file, some_of
 from lightning_bytescheduler.exceptions import ByteSchedulerError, OptionError
 
 _PROGRAM = "lightning-bytescheduler"
 _USAGE_ERROR = 2
 _INTERRUPTED = 130  # the exit code that a shell reports after Ctrl+C
 _BROKEN_PIPE = 141
-_OTHERS_NAMED = 5
 _WIDEST = 100  # columns that are still easy to read
 _OUTPUTS = ("png", "json")
 
@@ -212,7 +211,7 @@ def _show(module: Any, options: argparse.Namespace) -> int:
         newest, *others = records_in(options.record, module.RECORD_NAME)
         options.record = str(newest)
         if others:
-            rest = ", ".join(map(str, others[:_OTHERS_NAMED])) + (" ..." if len(others) > _OTHERS_NAMED else "")
+            rest = some_of(list(map(str, others)))
             print(f"{_PROGRAM}: the newest of {len(others) + 1} is {newest}; also there: {rest}", file=sys.stderr)
     for text, rows in module.tables(options):
         print(_wrapped(text))

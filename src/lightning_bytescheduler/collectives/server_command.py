@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -14,7 +13,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from lightning_bytescheduler.checks import require_seconds
+from lightning_bytescheduler.checks import require_seconds, require_whole
 from lightning_bytescheduler.collectives.groups import choose_interface
 from lightning_bytescheduler.collectives.server_meeting import (
     Announcement,
@@ -30,6 +29,7 @@ from lightning_bytescheduler.collectives.summing_server import SummingServer, aw
 from lightning_bytescheduler.exceptions import OptionError, RankFailedError, RanksDifferError, SchedulerTimeoutError
 from lightning_bytescheduler.failures.messages import brief
 from lightning_bytescheduler.failures.rendezvous import StorePresence
+from lightning_bytescheduler.serving import parse_bind
 
 __all__ = ["add_arguments", "run", "serve"]
 
@@ -51,44 +51,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Serve until the training is over; returns the exit code."""
-    host, port = _place(options)
+    place = {"MASTER_ADDR": options.master_addr, "MASTER_PORT": options.master_port}
+    for name, given in place.items():
+        place[name] = str(given or os.environ.get(name, ""))
+        if not place[name]:
+            option = f"--{name.lower().replace('_', '-')}"
+            says = f"Where is the training? Give {option}, or set {name}: that of the training's rank 0."
+            raise OptionError(option, None, "given", says=says)
+    host, port = parse_bind("MASTER_ADDR:MASTER_PORT", ":".join(place.values()))
     torch.set_num_threads(1)  # sums of different parts run concurrently
     code = 0
     try:
-        serve(host, port, timeout=options.timeout, say=_say)
+        serve(host, require_whole("MASTER_PORT", port, 1), timeout=options.timeout, say=_say)
     except RankFailedError as error:
         _say(f"The training has ended: {error}")
         code = 1
     except KeyboardInterrupt:
         _say("Interrupted.")
         code = _INTERRUPTED
-    sys.stdout.flush()
     if code:  # gloo would wait for messages that cannot come
-        sys.stderr.flush()
         os._exit(code)
     return code
 
 
-def _place(options: argparse.Namespace) -> tuple[str, int]:
-    """Where the training is, by the command's options or else by its variables."""
-    found = {}
-    for option, given in (("--master-addr", options.master_addr), ("--master-port", options.master_port)):
-        variable = option[2:].replace("-", "_").upper()
-        value = os.environ.get(variable) if given is None else str(given)
-        if not value:
-            says = f"Where is the training? Give {option}, or set {variable}: that of the training's rank 0."
-            raise OptionError(option, None, "that of the training", says=says)
-        found[option] = value
-    host, port = found.values()
-    is_port = port.isascii() and port.isdecimal() and 0 < int(port) < 65536
-    if not is_port:
-        option = "MASTER_PORT" if options.master_port is None else "--master-port"
-        raise OptionError(option, port, "a port, 1 to 65535, that of the training")
-    return host, int(port)
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)
+_say = partial(print, flush=True)
 
 
 def serve(host: str, port: int, *, timeout: float = 1800.0, say: Callable[[str], object]) -> None:
@@ -180,8 +166,7 @@ def _connect(store: dist.Store, presence: StorePresence, number: int, fit: Annou
         return RankFailedError(0, "the rendezvous store of the training is gone") if presence.gone() else None
 
     places = [fit.rail(one, len(rail) + number) for one, rail in enumerate(fit.rails)]
-    rank = fit.workers + number
-    return connect(store, fit, places, rank=rank, wait=_CONNECTING_S, timeout=_FOREVER, failure=gone)
+    return connect(store, fit, places, rank=fit.workers + number, wait=_CONNECTING_S, timeout=_FOREVER, failure=gone)
 
 
 def _doing(servers: Sequence[SummingServer]) -> Doing:

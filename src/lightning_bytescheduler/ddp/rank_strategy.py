@@ -488,7 +488,7 @@ class PublishesFailures:
     """Mixed into a launcher, before it in the order of bases; publishes the errors of its function."""
 
     _strategy: Any
-    _start_method: str
+    _start_method: Any
     _one_thread = False
 
     def launch(self, *args: Any, **kwargs: Any) -> Any:
