@@ -25,10 +25,10 @@ class PerformanceMonitor(pl.Callback):
     Nothing here waits for another worker or for the network. On a GPU the loss of a step is read one step later, so
     that reading it does not wait for the step either.
 
-    Logged at Lightning's ``log_every_n_steps``, by worker 0 as everything: ``diloco/round``; ``diloco/to_go``, what is
-    to go in it, in samples or steps; ``diloco/steps_left``, those of this worker, once they are known;
-    ``diloco/share``, this worker's share of the samples of the last round; and the means over the last round and all
-    workers, ``diloco/loss`` and ``diloco/samples_per_second``.
+    Worker 0 logs at Lightning's ``log_every_n_steps``: ``diloco/round``; ``diloco/to_go``, samples or steps until the
+    round ends; ``diloco/steps_left``, its own steps until it sends, once they are known; ``diloco/share``, its share of
+    the samples of the last round; and the means over that round and all workers, ``diloco/loss`` and
+    ``diloco/samples_per_second``.
 
     Args:
         log_metrics: Whether to log.
@@ -44,7 +44,7 @@ class PerformanceMonitor(pl.Callback):
         self._last_loss: Tensor | None = None
 
     def batch_samples(self, batch: Any) -> int:
-        """How many samples a batch has: the length that all its tensors have. To be overridden where that is not so.
+        """Return the samples of a batch: the common length of its tensors. Override it where that is not so.
 
         Raises:
             UnsupportedError: If there is no tensor in it, or their lengths differ.
@@ -58,7 +58,7 @@ class PerformanceMonitor(pl.Callback):
             ) from error
 
     def batch_tokens(self, batch: Any) -> int:
-        """How many tokens a batch has: the elements of its first tensor, if those are whole numbers, else 0."""
+        """Return the tokens of a batch: the elements of its first tensor if they are whole numbers, else 0."""
         for tensor in tensors_in(batch):
             if isinstance(tensor, Tensor) and tensor.ndim:
                 return 0 if tensor.is_floating_point() else tensor.numel()
