@@ -21,7 +21,8 @@ from lightning_bytescheduler.diloco.coordinator_client import Answer
 from lightning_bytescheduler.diloco.training_loop import CoordinatedBoundaries
 from lightning_bytescheduler.diloco.worker_slices import CoordinatedSlices
 from lightning_bytescheduler.exceptions import CoordinatorError, OptionError, RankFailedError, SchedulerTimeoutError
-from lightning_bytescheduler.slices.messages import (
+from lightning_bytescheduler.slices.options import TrackerOptions
+from lightning_bytescheduler.slices.tracker import (
     Assignment,
     JoinAgain,
     Joined,
@@ -29,10 +30,9 @@ from lightning_bytescheduler.slices.messages import (
     Receipt,
     ReportProgress,
     RequestSlice,
+    TrackerReport,
     encode,
 )
-from lightning_bytescheduler.slices.options import TrackerOptions
-from lightning_bytescheduler.slices.tracker import TrackerReport
 from lightning_bytescheduler.slices.training import TrackedTraining
 from tests.diloco.coordinated_fits import alone, coordinator_options, together
 from tests.diloco.coordinated_workers import until

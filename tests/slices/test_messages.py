@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.slices.messages import (
+from lightning_bytescheduler.slices.slice import Slice
+from lightning_bytescheduler.slices.tracker import (
     AskLater,
     Assignment,
     Call,
@@ -27,7 +28,6 @@ from lightning_bytescheduler.slices.messages import (
     decode,
     encode,
 )
-from lightning_bytescheduler.slices.slice import Slice
 
 PIECE = Slice(key="a\n\u00e4", url="memory://a", start=3, size=8, samples=2, checksum=None)
 MESSAGES: list[Call | Reply] = [

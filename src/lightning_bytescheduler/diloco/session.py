@@ -79,7 +79,7 @@ from lightning_bytescheduler.diloco.round_counter import RoundCounter
 from lightning_bytescheduler.exceptions import SchedulerTimeoutError, UnsupportedError
 
 if TYPE_CHECKING:
-    from lightning_bytescheduler.slices.messages import TrainedRun
+    from lightning_bytescheduler.slices.tracker import TrainedRun
 
 log = logging.getLogger(__name__)
 
@@ -956,7 +956,7 @@ class Session:
         runs = self._carried_runs + self._runs
         if not runs:
             return ()
-        from lightning_bytescheduler.slices.messages import touching  # where there are slices: it takes time
+        from lightning_bytescheduler.slices.tracker import touching  # where there are slices: it takes time
 
         return touching(runs)
 
