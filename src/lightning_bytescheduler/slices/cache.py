@@ -80,12 +80,12 @@ class SliceCache:
 
     def has(self, plan: ChunkPlan) -> bool:
         """Whether a slice is in the cache."""
-        return self._complete(plan).exists()
+        return self.path_of(plan).exists()
 
     def find(self, plan: ChunkPlan) -> CachedSlice | None:
         """Open a slice, which keeps it in the cache; ``None`` if it is absent."""
         try:
-            descriptor = os.open(self._complete(plan), os.O_RDWR | os.O_CLOEXEC)
+            descriptor = os.open(self.path_of(plan), os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:
             return None
         # A process locks a file before deletion, so either the file stays or its deletion is seen here.
@@ -103,7 +103,7 @@ class SliceCache:
     def follow(self, plan: ChunkPlan) -> GrowingSlice | None:
         """Open a slice that is being written; ``None`` if there is none."""
         try:
-            return GrowingSlice(os.open(self._partial(plan), os.O_RDONLY | os.O_CLOEXEC), plan)
+            return GrowingSlice(os.open(self.partial_of(plan), os.O_RDONLY | os.O_CLOEXEC), plan)
         except FileNotFoundError:
             return None
 
@@ -112,9 +112,15 @@ class SliceCache:
 
         Raises:
             CacheFull: If there is no room without deleting slices in use.
-            OSError: If the folder cannot be used.
+            DiskFailed: If the folder cannot be used.
         """
-        partial = self._partial(plan)
+        try:
+            return self._begin(plan)
+        except OSError as error:
+            raise DiskFailed(f"The cache cannot be used: {error}") from error
+
+    def _begin(self, plan: ChunkPlan) -> SliceWriter | None:
+        partial = self.partial_of(plan)
         with self.locked():
             if self.has(plan) or (partial.exists() and not _delete_unused(partial)):
                 return None
@@ -127,11 +133,11 @@ class SliceCache:
                 raise CacheFull(f"The cache in {self.folder} has no room for {needed} bytes beside what is in use.")
             descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
             lock_file(descriptor, exclusive=True)
-        return SliceWriter(self, descriptor, partial, self._complete(plan), plan)
+        return SliceWriter(self, descriptor, plan)
 
     def discard(self, damaged: CachedSlice) -> None:
         """Delete a slice that turned out to be damaged."""
-        path = self._complete(damaged.plan)
+        path = self.path_of(damaged.plan)
         with self.locked(), suppress(FileNotFoundError):
             if path.stat().st_ino == damaged.inode:  # otherwise another process has fetched it again
                 path.unlink()
@@ -160,10 +166,12 @@ class SliceCache:
             found = [(Path(entry.path), entry.stat()) for entry in entries if entry.name.endswith(suffix)]
         return [(path, about.st_size, about.st_mtime) for path, about in found]
 
-    def _complete(self, plan: ChunkPlan) -> Path:
+    def path_of(self, plan: ChunkPlan) -> Path:
+        """Path of a complete slice."""
         return self.folder / f"{plan.name}{_COMPLETE}"
 
-    def _partial(self, plan: ChunkPlan) -> Path:
+    def partial_of(self, plan: ChunkPlan) -> Path:
+        """Path of a slice while it is written, which says how large it will be."""
         return self.folder / f"{plan.name}-{file_bytes(plan)}{_PARTIAL}"
 
     @contextmanager
@@ -238,19 +246,16 @@ class CachedSlice(GrowingSlice):
         return (yield from plan.right_chunks(content, first, together=together))
 
 
-class SliceWriter:
+class SliceWriter(GrowingSlice):
     """A slice that is being written. Readers may follow it; it is part of the cache once committed.
 
     Args:
         descriptor: Descriptor of the new file, with an exclusive lock while the writer lives; owned from now on.
     """
 
-    def __init__(self, cache: SliceCache, descriptor: int, partial: Path, complete: Path, plan: ChunkPlan) -> None:
+    def __init__(self, cache: SliceCache, descriptor: int, plan: ChunkPlan) -> None:
+        super().__init__(descriptor, plan)
         self._cache = cache
-        self._descriptor = descriptor
-        self._partial = partial
-        self._complete = complete
-        self._plan = plan
         self._written = 0
         self._digests: list[bytes] = []
 
@@ -261,7 +266,7 @@ class SliceWriter:
             DiskFailed: If the disk is full of slices in use, or broken.
         """
         self._append(chunk)
-        self._digests.append(digests_of(chunk, self._plan.chunk_bytes))
+        self._digests.append(digests_of(chunk, self.plan.chunk_bytes))
 
     def commit(self) -> CachedSlice:
         """Make the slice durable and visible; it stays open, and so in the cache.
@@ -274,8 +279,8 @@ class SliceWriter:
             os.fsync(self._descriptor)
             with self._cache.locked():  # during the renaming the file is briefly unlocked
                 fcntl.flock(self._descriptor, fcntl.LOCK_SH)
-                self._partial.rename(self._complete)
-            folder = os.open(self._complete.parent, os.O_RDONLY | os.O_CLOEXEC)
+                self._cache.partial_of(self.plan).rename(self._cache.path_of(self.plan))
+            folder = os.open(self._cache.folder, os.O_RDONLY | os.O_CLOEXEC)
             try:
                 os.fsync(folder)
             finally:
@@ -283,20 +288,16 @@ class SliceWriter:
         except OSError as error:
             raise DiskFailed(f"The cache cannot be written: {error}") from error
         descriptor, self._descriptor = self._descriptor, -1
-        return CachedSlice(descriptor, self._plan)
+        return CachedSlice(descriptor, self.plan)
 
     def abandon(self) -> None:
         """Delete what was written; does nothing after a commit."""
         if self._descriptor < 0:
             return
-        try:
-            with self._cache.locked():
-                self._partial.unlink(missing_ok=True)
-        except OSError:
-            pass  # once unlocked below, it is a leftover that the next process deletes
-        finally:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        # Where that fails, the file is a leftover once it is closed, which the next process deletes.
+        with suppress(OSError), self._cache.locked():
+            self._cache.partial_of(self.plan).unlink(missing_ok=True)
+        self.close()
 
     def _append(self, content: Bytes) -> None:
         view = memoryview(content)

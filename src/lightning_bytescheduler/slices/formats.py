@@ -24,6 +24,7 @@ import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import itemgetter
 from pathlib import PurePosixPath
 from types import ModuleType
 from typing import Any, BinaryIO, Protocol, TypeVar, cast
@@ -469,8 +470,7 @@ class SliceSamples:
         self._blocks: Iterator[SampleBlock[Any]] | None = None
         self._block: SampleBlock[Any] = ListedSamples([])
         self._begin = self._first = 0  # first samples of the block, and of the reading
-        self._all: list[SampleBlock[Any]] = []
-        self._begins: list[int] = []
+        self._all: list[tuple[int, SampleBlock[Any]]] = []  # with the number of the first sample of each
 
     def take(self, start: int, stop: int, leave_out: LeaveOut | None = None) -> Iterator[Sequence[Any]]:
         """Yield samples ``start`` to ``stop``; earlier ones cannot be requested afterwards."""
@@ -492,14 +492,13 @@ class SliceSamples:
     def pick(self, numbers: npt.NDArray[np.int64], leave_out: LeaveOut | None = None) -> Iterator[Sequence[Any]]:
         """Yield samples in any order."""
         if not self._all:
-            self._read_all()
+            self._all = self._read_all()
         if len(self._all) == 1:
-            yield from self._made(self._all[0], 0, numbers, leave_out)
+            yield from self._made(self._all[0][1], 0, numbers, leave_out)
             return
         for number in numbers.tolist():
-            which = bisect.bisect_right(self._begins, number) - 1
-            inside = number - self._begins[which]
-            yield from self._made(self._all[which], self._begins[which], slice(inside, inside + 1), leave_out)
+            begin, block = self._all[bisect.bisect_right(self._all, number, key=itemgetter(0)) - 1]
+            yield from self._made(block, begin, slice(number - begin, number - begin + 1), leave_out)
 
     def close(self) -> None:
         """End reading, which releases the slice."""
@@ -531,15 +530,14 @@ class SliceSamples:
         if self._end > self._slice.samples:
             raise self._wrong_count()
 
-    def _read_all(self) -> None:
-        found, begins = [], []
+    def _read_all(self) -> list[tuple[int, SampleBlock[Any]]]:
+        found = []
         while self._go_on():
             if len(self._block):
-                found.append(self._block)
-                begins.append(self._begin)
+                found.append((self._begin, self._block))
         if self._end != self._slice.samples:
             raise self._wrong_count()
-        self._all, self._begins = found, begins
+        return found
 
     def _made(
         self, block: SampleBlock[Any], begin: int, numbers: SampleNumbers, leave_out: LeaveOut | None

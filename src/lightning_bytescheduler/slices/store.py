@@ -413,7 +413,12 @@ class SlicePrefetcher:
         """Return the slice when it is in the cache; ``None`` if that is to be waited for, and not planned any more."""
         while (cached := self.cache.find(fetch.plan)) is None:
             self._require_running()
-            writer = self._begin(fetch)
+            try:
+                writer = self.cache.begin(fetch.plan)
+            except CacheFull as error:
+                if fetch.is_wanted or isinstance(error, DiskFailed):
+                    raise
+                writer = None  # there may be room when others have been read
             if writer is not None:
                 fetch.waits = False
                 return self._written(fetch, writer)
@@ -424,16 +429,6 @@ class SlicePrefetcher:
                 self._start_planned()
             self._stopped.wait(_RETRY_SECONDS)
         return cached
-
-    def _begin(self, fetch: Fetch) -> SliceWriter | None:
-        try:
-            return self.cache.begin(fetch.plan)
-        except OSError as error:
-            raise DiskFailed(f"The cache cannot be used: {error}") from error
-        except CacheFull:
-            if fetch.is_wanted:
-                raise
-            return None  # there may be room when others have been read
 
     def _written(self, fetch: Fetch, writer: SliceWriter) -> CachedSlice:
         try:
