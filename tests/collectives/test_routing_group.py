@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import patch
@@ -31,7 +32,6 @@ class Routed:
         self.order = MixedOrder()
         self.core = ByteCore(partition_size=10, credit=10, order=self.order)
         self.carrier = FakeGroup(device, "nccl")
-        self.failed: BaseException | None = None
         default = SimpleNamespace(
             rank=lambda: 0,
             size=lambda: 2,
@@ -46,7 +46,6 @@ class Routed:
             core=self.core,
             order=self.order,
             device=torch.device("cuda"),
-            failure=lambda: self.failed,
             on_error=pytest.fail,
             timeout=timeout,
             cuda=device,
@@ -68,9 +67,12 @@ def reduced(seed: int) -> float:
     buffer, read = FakeBuffer(device), FakeBuffer(device)
     for _ in range(3):
         buffer.do(lambda value: value + 1)
-    work = routed.group.allreduce([buffer])
-    assert not routed.carrier.works
-    routed.all_have_called(1)
+    with ThreadPoolExecutor(1) as pool:
+        called = pool.submit(routed.group.allreduce, [buffer])
+        until(lambda: routed.group._foreign.submitted == 1)
+        assert not routed.carrier.works
+        routed.all_have_called(1)
+        work = called.result(WAIT)
     assert work.wait()
     read.do(lambda _: buffer.value)
     with device:
@@ -96,24 +98,30 @@ def test_without_that_wait_the_result_is_another_one() -> None:
 
 def test_the_host_waits_for_a_turn_only_as_long_as_there_is_hope() -> None:
     routed = Routed(FakeDevice(0), timeout=0.2)
-    work = routed.group.allreduce([FakeBuffer(FakeDevice(0))])
-    assert not work.is_completed()
     with pytest.raises(SchedulerTimeoutError, match=r"Collective 'allreduce 1' of DDP's process group had no turn"):
-        work.wait()
-    routed.failed = RankFailedError(1, "it is gone")
+        routed.group.allreduce([FakeBuffer(FakeDevice(0))])
+    routed.core.abort(RankFailedError(1, "it is gone"))
     with pytest.raises(RankFailedError, match="it is gone"):
-        work.wait()
-    with pytest.raises(RankFailedError, match="it is gone"):
-        routed.group.go_direct()
+        routed.group.allreduce([FakeBuffer(FakeDevice(0))])
+    assert not routed.carrier.works
     routed.close()
-    assert work.is_completed()
+
+
+def test_what_a_call_is_refused_for_is_told_to_the_caller_alone() -> None:
+    device = FakeDevice(0)
+    routed = Routed(device)
+    routed.all_have_called(2)
+    with pytest.raises(TypeError):
+        routed.group.allreduce(None)
+    assert routed.group.allreduce([FakeBuffer(device)]).wait()
+    routed.close()
 
 
 def test_what_goes_out_directly_follows_what_was_launched() -> None:
     device = FakeDevice(0)
     routed = Routed(device)
-    work = routed.group.allreduce([FakeBuffer(device)])
     routed.all_have_called(1)
+    work = routed.group.allreduce([FakeBuffer(device)])
     routed.group.go_direct()
     assert len(routed.carrier.works) == 1
     routed.group.allreduce([FakeBuffer(device)])

@@ -170,7 +170,6 @@ class Scheduled:
             core=self.core,
             order=self.order,
             device=device,
-            failure=lambda: self.core.abort_cause,
             on_error=self._note,
             timeout=_TIMEOUT_S,
         )

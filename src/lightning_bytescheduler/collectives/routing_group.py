@@ -11,13 +11,10 @@ There are two states, which all ranks change at the same point of their programs
 * *direct*: only the program launches (steps as DDP's, and before the first step). Everything is launched at once.
 * *in order*: see :class:`~lightning_bytescheduler.collectives.routing_group.ForeignCollectives`.
 
-A rank goes from in order to direct when all that it has submitted is launched here. So its direct launches come after
-all of that on each rank. The way back needs no wait: later decisions are launched where they have been submitted, which
-is after the direct ones.
-
-The training thread waits on the host until its collective is launched here. Then the backend's own wait follows, with
-NCCL that of its stream. It must never wait for a gradient of the step whose backward pass it is in
-(``launch_order.py``).
+A thread that calls a collective waits on the host until it is launched here, and gets the backend's own work. It must
+never wait for a gradient of the step whose backward pass it is in (``launch_order.py``). So when a rank goes from in
+order to direct, all that it has submitted is launched, and its direct launches come after all of that on each rank. On
+the way back, later decisions are launched where they have been submitted, which is after the direct ones.
 
 Messages between two ranks (``send``, ``recv``) are not ordered, as not all ranks know of them; they go to the replaced
 group. Collectives on other groups of the user are not ordered either.
@@ -48,8 +45,8 @@ from torch.distributed import distributed_c10d
 
 from lightning_bytescheduler.collectives.completion import wait_in_slices
 from lightning_bytescheduler.collectives.launch_order import DecidingOrder
-from lightning_bytescheduler.collectives.operations import wait_unless
 from lightning_bytescheduler.exceptions import SchedulerTimeoutError
+from lightning_bytescheduler.failures.standstill import break_connections
 from lightning_bytescheduler.scheduler.core import ByteCore
 from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask, TaskKey
 from lightning_bytescheduler.scheduler.threads import WorkThread
@@ -143,7 +140,6 @@ class ForeignCollectives:
 ROUTED_BACKENDS = {"nccl"}
 """Backends that need one order; tests add gloo."""
 
-_SLICE_S = 0.5
 _LOOK_S = 0.01
 _NO_LIMIT = timedelta(0)  # torch's value
 _IMPLICIT = "NCCL_LAUNCH_ORDER_IMPLICIT"
@@ -156,130 +152,12 @@ def is_routed(group: dist.ProcessGroup, device: torch.device) -> bool:
     return group._get_backend(device).name() in ROUTED_BACKENDS
 
 
-class _RoutedWork(dist.Work):
-    """A collective that is launched when its turn comes."""
-
-    def __init__(self, name: str, group: RoutingGroup) -> None:
-        super().__init__()
-        self._name = name
-        self._group = group
-        self._launched = threading.Event()
-        self._work: dist.Work | None = None
-        self._error: BaseException | None = None
-        self._lock = threading.Lock()
-        self._future: torch.futures.Future[Any] | None = None
-
-    def launch(self, start: Start, carrier: dist.ProcessGroup) -> None:
-        try:
-            self._work = start(carrier)
-        except BaseException as error:
-            self._error = error
-        with self._lock:
-            self._launched.set()
-            future = self._future
-        if future is not None:
-            self._follow(future)
-
-    def fail(self, error: BaseException) -> None:
-        with self._lock:
-            if self._launched.is_set():
-                return
-            self._error = error
-            self._launched.set()
-            future = self._future
-        if future is not None:
-            self._follow(future)
-
-    def await_launch(self, timeout: float) -> dist.Work:
-        """Wait on the host until the collective is launched.
-
-        Raises:
-            SchedulerTimeoutError: If that took too long.
-            BaseException: Why it was not launched.
-        """
-        deadline = time.monotonic() + timeout
-        while not self._launched.wait(min(_SLICE_S, max(0.0, deadline - time.monotonic()))):
-            cause = self._group.failure()
-            if cause is not None:
-                raise cause
-            if time.monotonic() >= deadline:
-                raise SchedulerTimeoutError(
-                    f"Collective {self._name!r} of DDP's process group had no turn within {timeout:g} s. It gets one "
-                    "when every rank has called it, and all that rank 0 has launched before has been called here: "
-                    "every rank must call the same collectives, and hand over the same gradients, in the same order."
-                )
-        if self._error is not None:
-            raise self._error
-        assert self._work is not None
-        return self._work
-
-    def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
-        """See torch; on NCCL the host waits for the launch, and the current stream for the rest."""
-        work = self.await_launch(timeout.total_seconds() or self._group.timeout)
-        if timeout:
-            return work.wait(timeout)
-        if self._group.waits_on_host:
-            wait_unless(work, self._group.failure, look_every=timedelta(seconds=_SLICE_S))
-            return True
-        return work.wait()
-
-    def synchronize(self) -> None:
-        self.await_launch(self._group.timeout).synchronize()
-
-    def block_current_stream(self) -> None:
-        self.await_launch(self._group.timeout).block_current_stream()
-
-    def is_completed(self) -> bool:
-        if not self._launched.is_set():
-            return False
-        return self._work is None or self._work.is_completed()
-
-    def is_success(self) -> bool:
-        return self._work is not None and self._work.is_success()
-
-    def exception(self) -> Any:
-        return self._error if self._work is None else self._work.exception()
-
-    def result(self) -> list[torch.Tensor]:
-        return self.await_launch(self._group.timeout).result()
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        """Return a future of the result, also before the launch."""
-        with self._lock:
-            if self._future is None:
-                self._future = self._group.new_future()
-            elif not self._launched.is_set():
-                return self._future
-            future, launched = self._future, self._launched.is_set()
-        if launched and not future.done():
-            self._follow(future)
-        return future
-
-    def _follow(self, future: torch.futures.Future[Any]) -> None:
-        if self._work is None:
-            future.set_exception(self._error)
-        else:
-            self._work.get_future().add_done_callback(partial(_hand_on, future))
-
-
-def _hand_on(future: torch.futures.Future[Any], done: torch.futures.Future[Any]) -> None:
-    """Complete ``future``; on a GPU this runs on the result's stream, where the future records its own event."""
-    if future.done():
-        return
-    try:
-        value = done.value()
-    except Exception as error:
-        future.set_exception(error)
-    else:
-        future.set_result(value)
-
-
 class RoutingGroup(dist.ProcessGroup):
     """Replaces the default group; see the module.
 
     Args:
+        core: Its abort ends all waits for a turn.
         order: The core's order; rank 0's is a :class:`DecidingOrder`.
-        failure: Returns the reason if nothing more will be launched.
         timeout: Longest wait for a turn, in seconds.
     """
 
@@ -292,7 +170,6 @@ class RoutingGroup(dist.ProcessGroup):
         core: ByteCore,
         order: object,
         device: torch.device,
-        failure: Callable[[], BaseException | None],
         on_error: Callable[[BaseException], object],
         timeout: float,
         cuda: Any = torch.cuda,
@@ -300,8 +177,7 @@ class RoutingGroup(dist.ProcessGroup):
         super().__init__(default.rank(), default.size())  # type: ignore[call-arg]
         self.default = default
         self.carrier = carrier
-        self.timeout = timeout
-        self.failure = failure
+        self._timeout = timeout
         self._on_error = on_error
         self._device = device
         self._cuda = cuda
@@ -312,7 +188,7 @@ class RoutingGroup(dist.ProcessGroup):
         self._order = order
         self._in_order = False
         self._calls = 0
-        self._open: deque[_RoutedWork] = deque()
+        self._under_way: deque[dist.Work] = deque()
         self._coalescing = threading.local()
         self._said_sent: deque[dist.Work] = deque()
         self._heard = 0
@@ -356,9 +232,6 @@ class RoutingGroup(dist.ProcessGroup):
         while not failed and not self._nothing_under_way() and time.monotonic() < deadline:
             time.sleep(_LOOK_S)
         self.idle = self._nothing_under_way()
-        gone = self.failure() or SchedulerTimeoutError("The fit has ended before this collective had its turn.")
-        for work in list(self._open):
-            work.fail(gone)
         self._in_order = False
         self._stopping.set()
         self._listener.stop(max(0.1, deadline - time.monotonic()), drop=True)
@@ -366,39 +239,28 @@ class RoutingGroup(dist.ProcessGroup):
 
     def _nothing_under_way(self) -> bool:
         heard = not isinstance(self._order, DecidingOrder) or self._heard == self._foreign.submitted
-        return heard and all(work.is_completed() for work in [*self._open, *self._said_sent])
+        return heard and all(work.is_completed() for work in [*self._under_way, *self._said_sent])
 
     idle = True
     """Whether nothing was in flight when it was uninstalled."""
 
-    def go_direct(self) -> None:
-        """Launch directly from here on, as a step as DDP's begins. On all ranks at the same point.
+    def call_off(self) -> None:
+        """End all waits for operations in flight, as another rank has failed; for any thread."""
+        if not all(work.is_completed() for work in list(self._under_way)):
+            break_connections(self.carrier)
 
-        Raises:
-            BaseException: Why an earlier collective was not launched.
-        """
-        if self._in_order:
-            for work in list(self._open):
-                work.await_launch(self.timeout)
-            self._in_order = False
+    def go_direct(self) -> None:
+        """Launch directly from here on, as a step as DDP's begins. On all ranks at the same point."""
+        self._in_order = False
 
     def go_in_order(self) -> None:
         """Use rank 0's order from here on. On all ranks at the same point."""
         self._in_order = True
 
     @property
-    def waits_on_host(self) -> bool:
-        """Whether the host, and not a stream, waits for results."""
-        return self._stream is None
-
-    @property
     def in_order(self) -> bool:
         """Whether collectives wait for their turn."""
         return self._in_order
-
-    def new_future(self) -> torch.futures.Future[Any]:
-        """Return a future of values on this group's device."""
-        return torch.futures.Future(devices=[self._device] if self._device.type == "cuda" else None)
 
     # ------------------------------------------------------------------ called by torch
 
@@ -481,27 +343,42 @@ class RoutingGroup(dist.ProcessGroup):
         self._calls += 1
         if not self._in_order:
             return start(self.carrier)
-        while self._open and self._open[0].is_completed():
-            self._open.popleft()
-        work = _RoutedWork(f"{kind} {self._foreign.submitted + 1}", self)
-        self._open.append(work)
         event = None
         if self._stream is not None:
             event = self._cuda.Event()
             event.record(self._cuda.current_stream(self._device))
-        try:
-            self._foreign.submit(kind, partial(self._launch, work, start, event))
-        except BaseException as error:
-            work.fail(error)
-            raise
+        outcome: list[dist.Work | BaseException] = []
+
+        def launch() -> None:
+            """On any thread; the collective's input is complete on the device after ``event``."""
+            try:
+                with nullcontext() if self._stream is None else self._cuda.stream(self._stream):
+                    if self._stream is not None:
+                        self._stream.wait_event(event)
+                    outcome.append(start(self.carrier))
+            except BaseException as error:  # for the caller alone
+                outcome.append(error)
+
+        self._await_turn(self._foreign.submit(kind, launch))
+        (work,) = outcome
+        if isinstance(work, BaseException):
+            raise work
+        while self._under_way and self._under_way[0].is_completed():
+            self._under_way.popleft()
+        self._under_way.append(work)
         return work
 
-    def _launch(self, work: _RoutedWork, start: Start, event: Any) -> None:
-        """Launch a collective, on any thread; its input is complete on the device after ``event``."""
-        with nullcontext() if self._stream is None else self._cuda.stream(self._stream):
-            if self._stream is not None:
-                self._stream.wait_event(event)
-            work.launch(start, self.carrier)
+    def _await_turn(self, task: CommTask) -> None:
+        try:
+            task.wait(self._timeout)
+        except SchedulerTimeoutError as error:
+            if task.done():
+                raise
+            raise SchedulerTimeoutError(
+                f"Collective {task.name!r} of DDP's process group had no turn within {self._timeout:g} s. It gets one "
+                "when every rank has called it, and all that rank 0 has launched before has been called here: "
+                "every rank must call the same collectives, and hand over the same gradients, in the same order."
+            ) from error
 
     # ------------------------------------------------------------------ reports
 

@@ -551,6 +551,8 @@ class Fit:
         """End with ``error`` a backward pass that waits for communication outside the scheduler's core."""
         self.step.fail(error)
         self.sparse.call_off()
+        if self.wire.transport.routing is not None:
+            self.wire.transport.routing.call_off()
 
     # ------------------------------------------------------------------ the end
 

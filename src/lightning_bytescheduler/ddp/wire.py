@@ -354,7 +354,6 @@ class Wire:
             core=self.core,
             order=self._order,
             device=device,
-            failure=self.failure,
             on_error=self.on_error,
             timeout=self.timeout,
         )
