@@ -1,4 +1,4 @@
-"""Copies of a GPU's buckets in host memory, on a GPU that is not there: made when its streams get there, and kept."""
+"""Payloads of a device that is not there: a thread goes on when its stream has done what it was given."""
 
 from __future__ import annotations
 
@@ -11,95 +11,124 @@ import torch
 from lightning_bytescheduler.collectives.host_copies import travel_by_host
 from lightning_bytescheduler.exceptions import SchedulerClosedError
 from tests.support.late_copies import LateCopies
+from tests.support.simulated_device import DEVICE, LatePayloads, OnDevice
 from tests.support.waiting import WAIT, until
 
-CPU = torch.device("cpu")
-
 
 @pytest.fixture
-def errors() -> list[BaseException]:
-    return []
-
-
-@pytest.fixture
-def copies(errors: list[BaseException]) -> Iterator[LateCopies]:
-    made = LateCopies(CPU, errors.append)
+def payloads() -> Iterator[LatePayloads]:
+    made = LatePayloads(torch.device("cpu"))
     yield made
     assert made.stop(WAIT)
 
 
-def test_a_copy_is_made_behind_what_writes_the_bucket_and_told_of_on_one_thread(copies: LateCopies) -> None:
-    bucket, written = torch.zeros(4), threading.Event()
+def test_what_is_copied_to_host_memory_is_there_when_the_work_is_left(payloads: LatePayloads) -> None:
+    gets_there = threading.Event()
+    with payloads.working():
+        payloads.fake.current_stream().enqueue(lambda: None, when=gets_there.is_set)
+        copy = payloads.to_host(OnDevice(torch.arange(9, dtype=torch.uint8)))
+        assert not copy.any(), "it is made when the device gets there"
+        gets_there.set()
+    assert copy.tolist() == list(range(9))
+    with payloads.working():
+        back = payloads.to_device(copy)
+        assert back.device == DEVICE
+    assert back.tolist() == copy.tolist()
 
-    def write() -> None:
-        bucket.fill_(7.0)
 
-    copies.fake.training.enqueue(write, when=written.is_set)
-    copy, exists, made = copies.take_out(0, bucket)
-    told: list[tuple[str, float]] = []
-    began: list[float] = []
-    there = threading.Event()
+def test_a_mark_is_behind_what_the_current_stream_was_given(payloads: LatePayloads) -> None:
+    written = threading.Event()
+    payloads.fake.training.enqueue(lambda: None, when=written.is_set)
+    mark = payloads.mark()
+    assert mark.event is not None
+    assert not mark.event.query()
+    written.set()
+    until(mark.event.query)
+
+
+def test_each_thread_has_a_stream_of_its_own_and_waits_for_that_alone(payloads: LatePayloads) -> None:
+    seen = []
+
+    def work() -> None:
+        for _ in range(2):
+            with payloads.working():
+                seen.append(payloads.fake.current_stream())
+
+    work()
+    seen[0].enqueue(lambda: None, when=lambda: False)  # whatever comes behind that is not done
+    other = threading.Thread(target=work)
+    other.start()
+    other.join(WAIT)
+    assert not other.is_alive()
+    assert seen[0] is seen[1]
+    assert seen[2] is seen[3] is not seen[0]
+
+
+def test_who_waits_for_the_device_learns_that_the_fit_has_ended(payloads: LatePayloads) -> None:
+    raised: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            with payloads.working():
+                payloads.fake.current_stream().enqueue(lambda: None, when=lambda: False)
+        except SchedulerClosedError as error:
+            raised.append(error)
+
+    waiting = threading.Thread(target=work)
+    waiting.start()
+    waiting.join(0.05)
+    assert waiting.is_alive()
+    assert payloads.stop(WAIT)
+    waiting.join(WAIT)
+    assert "encoded or decoded on the device" in str(raised[0])
+
+
+def test_what_fails_is_raised_and_waited_for_no_longer_than_a_moment(payloads: LatePayloads) -> None:
+    def fail() -> None:
+        with payloads.working():
+            payloads.fake.current_stream().enqueue(lambda: None, when=lambda: False)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+
+
+def test_what_is_looked_at_aside_is_on_the_streams_of_threads(payloads: LatePayloads) -> None:
+    with payloads.working():
+        own = payloads.fake.current_stream()
+    with payloads.aside():
+        assert payloads.fake.current_stream() is own is not payloads.fake.training
+
+
+def test_a_mark_is_told_of_on_one_thread_and_so_is_what_goes_wrong(payloads: LatePayloads) -> None:
+    written, there = threading.Event(), threading.Event()
+    payloads.fake.training.enqueue(lambda: None, when=written.is_set)
+    mark, told, errors = payloads.mark(), list[str](), list[BaseException]()
 
     def then() -> None:
-        told.append((threading.current_thread().name, float(copy[0])))
+        told.append(threading.current_thread().name)
         there.set()
 
-    copies.when_made(exists, lambda: began.append(float(bucket[0])))
-    copies.when_made(made, then)
+    payloads.when_made(mark, then, errors.append)
+    payloads.when_made(mark, lambda: 1 / 0, errors.append)  # type: ignore[arg-type,return-value]
     assert not there.wait(0.05), "it has not been written"
     written.set()
     assert there.wait(WAIT)
-    assert told == [("bytescheduler-device", 7.0)]
-    assert began == [7.0]
-
-
-def test_what_is_put_back_is_there(copies: LateCopies) -> None:
-    bucket = torch.arange(6.0)
-    copy, _, made = copies.take_out(3, bucket)
-    there = threading.Event()
-    copies.when_made(made, there.set)
-    assert there.wait(WAIT)
-    copy.mul_(2.0)
-    copies.put_back(copy[2:4], bucket[2:4])
-    assert bucket.tolist() == [0, 1, 4, 6, 4, 5], "a part, and nothing else"
-
-
-def test_memory_is_used_again_for_the_same_bucket(copies: LateCopies) -> None:
-    first, *_ = copies.take_out(0, torch.ones(8))
-    again, *_ = copies.take_out(0, torch.ones(8))
-    other, *_ = copies.take_out(1, torch.ones(8))
-    assert first.data_ptr() == again.data_ptr() != other.data_ptr()
-    larger, *_ = copies.take_out(0, torch.ones(9))
-    assert copies._copies.keys() == {0}, "buckets were arranged anew: there may be no second one any more"
-    wider, *_ = copies.take_out(1, torch.ones(8, dtype=torch.float64))
-    assert (larger.numel(), wider.dtype) == (9, torch.float64)
-
-
-def test_what_goes_wrong_is_told(copies: LateCopies, errors: list[BaseException]) -> None:
-    *_, made = copies.take_out(0, torch.ones(2))
-    copies.when_made(made, lambda: 1 / 0)  # type: ignore[arg-type,return-value]
+    assert told == ["bytescheduler-device"]
     until(lambda: bool(errors))
     assert [type(error) for error in errors] == [ZeroDivisionError]
 
 
-def test_who_waits_for_the_way_back_learns_that_the_fit_has_ended() -> None:
-    copies = LateCopies(CPU, lambda error: None)
-    copies._back.enqueue(lambda: None, when=lambda: False)  # type: ignore[attr-defined]
-    raised: list[BaseException] = []
-
-    def put_back() -> None:
-        try:
-            copies.put_back(torch.ones(2), torch.ones(2))
-        except SchedulerClosedError as error:
-            raised.append(error)
-
-    waiting = threading.Thread(target=put_back)
-    waiting.start()
-    waiting.join(0.05)
-    assert waiting.is_alive()
+def test_what_is_brought_back_is_there() -> None:
+    copies = LateCopies(torch.device("cpu"))
+    bucket = torch.arange(6.0)
+    with copies.working():
+        copy = copies.to_host(bucket[2:4])
+    copy.mul_(2.0)
+    with copies.working():
+        copies.bring_back(copy, bucket[2:4])
+    assert bucket.tolist() == [0, 1, 4, 6, 4, 5], "a part, and nothing else"
     assert copies.stop(WAIT)
-    waiting.join(WAIT)
-    assert "on their way back to the device" in str(raised[0])
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "mps"])

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from lightning_bytescheduler.collectives import launch_order
@@ -249,13 +250,31 @@ def test_a_message_is_sent_though_the_one_before_has_not_been_waited_for() -> No
     deciding = DecidingOrder(leader, direct=True)
     expected = FollowingOrder(follower, pytest.fail, direct=True)
     assert expected._direct
-    rooms = [launch_order._room() for _ in range(launch_order._EXPECTED)]
+    rooms = [torch.zeros(100, dtype=torch.int64) for _ in range(launch_order._EXPECTED)]
     works = [follower.recv([room], 0, launch_order._NUMBER) for room in rooms]
     deciding.close()
     assert deciding.wait_sent(WAIT)
     for work in works:
         work.wait()
-    assert all(int(room[0, 0]) == launch_order._CLOSE for room in rooms)
+    assert all(int(room[0]) == launch_order._CLOSE for room in rooms)
+
+
+def test_messages_are_as_long_as_what_they_say(far: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[int] = []
+    send: Any = DecidingOrder._send
+
+    def noted(order: DecidingOrder, numbers: Any) -> None:
+        said.append(len(numbers) * numbers.itemsize)
+        send(order, numbers)
+
+    monkeypatch.setattr(DecidingOrder, "_send", noted)
+    with ranks(2, credit=100) as made:
+        tasks = [rank.task(0, 500) for rank in made]
+        for task in tasks:
+            task.notify_ready()
+        for task in tasks:
+            task.wait(WAIT)
+        assert said == [64] * 5, "one part at a time, in bytes"
 
 
 def test_a_follower_can_leave_before_rank_zero_does(far: bool) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from lightning_bytescheduler.collectives.groups import abandon
 from lightning_bytescheduler.collectives.node_push_pull import NodePushPull, lay_out
-from lightning_bytescheduler.collectives.operations import NodePassage, StartedOperation
+from lightning_bytescheduler.collectives.operations import Passage, StartedOperation
 from lightning_bytescheduler.collectives.push_pull import PlacedParts
 from lightning_bytescheduler.collectives.server_meeting import Announcement, connect
 from tests.support.waiting import WAIT
@@ -120,7 +120,7 @@ def test_a_rank_that_has_gone_ends_all_that_waits_for_it(ranks: list[NodePushPul
 
 
 def test_stages_follow_each_other() -> None:
-    passage = NodePassage(moved=8, server=2, pushed=16, pulled=16)
+    passage = Passage(where={"server": 2}, moved=8, pushed=16)
     passage.began, passage.reduced, passage.came = 1.0, 2.0, 5.0
     passage.sent(2.5, 3.0)
     assert [*passage.stages(6.0)] == [
@@ -129,6 +129,6 @@ def test_stages_follow_each_other() -> None:
         ("pull", 3.0, 5.0, 16),
         ("local broadcast", 5.0, 6.0, 8),
     ]
-    other = NodePassage(moved=8, pusher=1)
+    other = Passage(where={"pusher": 1}, moved=8)
     other.began, other.reduced = 1.0, 2.0
     assert [*other.stages(6.0)] == [("local reduce", 1.0, 2.0, 8), ("local broadcast", 2.0, 6.0, 8)]

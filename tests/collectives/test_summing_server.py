@@ -142,7 +142,7 @@ def test_a_push_unlike_the_other_ranks_is_refused(wrong: torch.Tensor) -> None:
     sides = [PushPull(group, range(2), PlacedParts(workers=2, servers=1)) for group in groups[:2]]
     under_way = []  # what nobody holds may never be sent
     for side, part in zip(sides, (torch.zeros(4), wrong), strict=True):
-        under_way.append(side.push(part, 1, 2, Passage(2, pushed=0, pulled=0)))
+        under_way.append(side.push(part, 1, 2, Passage(where={"server": 2})))
     with pytest.raises(UnsupportedError, match=r"Rank \d pushes .* as operation 1, but rank \d pushes") as refused:
         await_goodbyes([server], lambda: False)
     store, door = dist.HashStore(), ServerPort("127.0.0.1")

@@ -21,9 +21,10 @@ from torch.optim import SGD, Optimizer
 
 from lightning_bytescheduler.collectives import routing_group
 from lightning_bytescheduler.collectives.groups import SchedulerGroups
+from lightning_bytescheduler.collectives.host_copies import PayloadCopies
 from lightning_bytescheduler.collectives.launch_order import DecidingOrder, FollowingOrder
+from lightning_bytescheduler.collectives.route import AllReduce, OnDevice
 from lightning_bytescheduler.collectives.routing_group import RoutingGroup
-from lightning_bytescheduler.collectives.transport import GradientTransport
 from lightning_bytescheduler.ddp.compressed_reduction import GradientCompression
 from lightning_bytescheduler.ddp.compression_rules import CompressionRules
 from lightning_bytescheduler.ddp.fit import Fit, StepMode, TrainingStep
@@ -32,10 +33,10 @@ from lightning_bytescheduler.ddp.overlapped_step import OverlappedStep
 from lightning_bytescheduler.ddp.plain_step import MergedBuckets, PlainStep, ScheduledBuckets
 from lightning_bytescheduler.ddp.residuals import Residuals
 from lightning_bytescheduler.scheduler.core import ByteCore
-from tests.support.late_copies import by_host
+from tests.support.late_copies import LateCopies
 from tests.support.models import MeanOfAll
 from tests.support.rank_pool import let_go
-from tests.support.simulated_device import on_device
+from tests.support.simulated_device import LatePayloads, on_device
 
 __all__ = ["Case", "Scheduled", "train_both"]
 
@@ -136,17 +137,22 @@ class Scheduled:
         self.record = Record()
         self.statistics = self.record.statistics
         self.compression = self._compression(parameters, case)
-        payloads = None if self.compression is None else self.compression.work_on(device)
-        assert (payloads is None) == (case.compression is None)
-        with by_host() if case.by_host and device.type == "cpu" else nullcontext():
-            self.transport = GradientTransport(
-                self.groups.data, self._note, device, by_host=case.by_host, payloads=payloads
-            )
+        copies = None
+        if case.by_host:
+            there = LateCopies if self.compression is None else LatePayloads
+            copies = PayloadCopies(device) if device.type == "cuda" else there(device)
+        self.route = (
+            OnDevice(self.groups.data, self._note, device)
+            if device.type == "cuda" and copies is None
+            else AllReduce(self.groups.data, self._note, copies)
+        )
+        if self.compression is not None and copies is not None:
+            self.compression.work_on(copies)
         if isinstance(self.order, FollowingOrder):
             self.order.start(self.core.update_order)
-        self.routing = self.transport.routing = self._route(device)
+        self.routing = self.route.routing = self._ordered(device)
         wire: Any = SimpleNamespace(
-            core=self.core, transport=self.transport, groups=self.groups, timeout=_TIMEOUT_S, servers=None
+            core=self.core, route=self.route, groups=self.groups, timeout=_TIMEOUT_S, servers=None
         )
         self.fit = _PlainFit(wire, parameters, device, self.record, codec=self.compression)
         self.fit.overlapped = case.mode != "synchronised"
@@ -160,7 +166,7 @@ class Scheduled:
         named = {str(position): parameter for position, parameter in enumerate(parameters)}
         return GradientCompression(rules, named, Residuals(), record=self.record)
 
-    def _route(self, device: torch.device) -> RoutingGroup | None:
+    def _ordered(self, device: torch.device) -> RoutingGroup | None:
         if self.groups.reports is None or dist.group.WORLD is None:
             return None
         routing = RoutingGroup(
@@ -193,8 +199,8 @@ class Scheduled:
         else:
             assert self.order.wait_closed(_TIMEOUT_S)
         self.fit.open_gates()
-        assert self.transport.stop_encoding(_TIMEOUT_S)
-        assert self.transport.stop(_TIMEOUT_S)
+        assert self.route.stop_encoding(_TIMEOUT_S)
+        assert self.route.stop(_TIMEOUT_S)
         let_go()
         self.groups.destroy()
         assert not self.errors

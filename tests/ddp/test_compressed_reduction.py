@@ -18,17 +18,16 @@ from torch import nn
 from lightning_bytescheduler.collectives.groups import leave
 from lightning_bytescheduler.collectives.host_copies import HostPayloads
 from lightning_bytescheduler.collectives.launch_order import DecidingOrder, FollowingOrder
-from lightning_bytescheduler.collectives.transport import GradientTransport
+from lightning_bytescheduler.collectives.route import AllReduce
 from lightning_bytescheduler.compression.dense import Dense
 from lightning_bytescheduler.ddp.compressed_reduction import (
     CompressedBucket,
-    CompressedReduction,
     GradientCompression,
     Piece,
 )
 from lightning_bytescheduler.ddp.compression_rules import CompressionRules
 from lightning_bytescheduler.ddp.fit_report import Record, SchedulerStatistics
-from lightning_bytescheduler.ddp.reduction import GradientBucket, ShardedReduction, StepTasks
+from lightning_bytescheduler.ddp.reduction import GradientBucket, ShardedReduction
 from lightning_bytescheduler.ddp.residuals import Residuals
 from lightning_bytescheduler.ddp.sample_weights import StepWeight
 from lightning_bytescheduler.scheduler.core import ByteCore
@@ -136,7 +135,7 @@ def reduce_steps(
     if isinstance(order, FollowingOrder):
         order.start(core.update_order)
 
-    transport = GradientTransport(group, failed, torch.device("cpu"))
+    route = AllReduce(group, failed)
     result = Result([], {}, [], record.statistics)
     try:
         for step in range(1, steps + 1):
@@ -152,8 +151,7 @@ def reduce_steps(
             weight: Any = Counts(step, rank) if weighted else StepWeight(2)
             if not weight.factor:
                 buffer.fill_(torch.nan)  # the mean over no sample
-            tasks = StepTasks(core, transport, step, weight)
-            reduction = ShardedReduction(tasks, known.encoded) if sharded else CompressedReduction(tasks, known)
+            reduction = known.reduction(core, route, step, weight, norms=sharded)
             task = reduction.reduce(bucket)
             reduction.close()
             task.wait(WAIT)
@@ -169,8 +167,8 @@ def reduce_steps(
         else:
             order.wait_closed(WAIT)
             order.stop(WAIT)
-        transport.stop_encoding(WAIT)
-        transport.stop(WAIT)
+        route.stop_encoding(WAIT)
+        route.stop(WAIT)
     result.residuals = {name: residuals.of(name, _SIZES[name]).numpy() for name in ("a", "c")}
     return result
 

@@ -102,7 +102,7 @@ def test_a_pattern_that_says_nothing_is_refused(compression: Any, says: str) -> 
         "int8",
         {"head.*": None, "*": "int8"},
         {"head.*": "int8", "layers.*": "bf16", "embedding.*": None, "*": "int4"},  # all that is left, if there is any
-        {"*.weight": "powersgd", "head.*": None, "*": "int8"},
+        {"*.weight": "powersgd", "head.*": None, "*": "powersgd:1"},
         {"*": "powersgd", "*bias": None},  # for which there are no factors
     ],
 )
@@ -111,9 +111,10 @@ def test_patterns_that_may_count(compression: Any) -> None:
 
 
 def test_what_has_no_factors_is_for_the_next_pattern() -> None:
-    by_name = {"*.weight": "powersgd", "norm.*": None, "*": "int8"}
+    by_name = {"*.weight": "powersgd", "norm.*": None, "*": "powersgd:1"}
     assert spec_of(by_name, "a.weight", torch.zeros(100, 50)) == "powersgd:4"
-    assert spec_of(by_name, "a.weight", torch.zeros(5000)) == "int8:nearest"
+    assert spec_of(by_name, "a.weight", torch.zeros(40, 30)) == "powersgd:4"
+    assert spec_of(by_name, "a.weight", torch.zeros(8, 150)) == "powersgd:1"
     assert spec_of(by_name, "norm.weight", torch.zeros(5000)) is None
     assert spec_of({"*": "powersgd"}, "a.weight", torch.zeros(5000)) is None
 
@@ -186,8 +187,15 @@ def test_auto_is_int4_of_as_many_layers_as_it_takes() -> None:
     codec = rules.codec_for("weight", weight)
     assert codec is not None
     assert codec.spec == "int4:nearest"
-    with pytest.raises(OptionError, match="'auto' and None, or compressors and None"):
+    with pytest.raises(OptionError, match="'auto' and None, or of other compressors and None"):
         CompressionRules.resolve({"head.*": "int8", "*": "auto"})
+
+
+def test_factors_of_matrices_are_not_for_part_of_the_compressed() -> None:
+    with pytest.raises(
+        OptionError, match=r"a dict of 'powersgd' and None.* What is no matrix, or for None, travels as"
+    ):
+        CompressionRules.resolve({"embedding.*": "int8", "*": "powersgd"})
 
 
 @pytest.mark.parametrize("compression", ["int8", "topk:0.1", {"head*": "bf16"}, "auto", "powersgd:2"])

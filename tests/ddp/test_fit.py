@@ -12,7 +12,7 @@ from torch import nn
 from lightning_bytescheduler.ddp.fit import Fit
 from lightning_bytescheduler.ddp.fit_report import Record
 from lightning_bytescheduler.ddp.own_gradients import OwnGradients
-from tests.ddp.transports import idle_wire
+from tests.ddp.routes import idle_wire
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from lightning_bytescheduler.ddp.overlapped_step import BucketUpdate, Overlapped
 from lightning_bytescheduler.ddp.reads import SeenReads
 from lightning_bytescheduler.ddp.reduction import GradientBucket
 from lightning_bytescheduler.scheduler.task import CommTask, TaskKey
-from tests.ddp.transports import idle_wire
+from tests.ddp.routes import idle_wire
 
 
 class Listener(SeenReads):

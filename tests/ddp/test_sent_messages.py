@@ -51,11 +51,12 @@ class Steps:
         self.now = 0.0
         self.path = path
         self.group = Group()
+        when_ready = (lambda mark, then: then()) if streams is None else streams.when_ready
         self.timeline = Timeline(path, clock=lambda: 0.0, wall_clock=lambda: 0.0)
         fit: Any = SimpleNamespace(
             record=Record(self.timeline, clock=lambda: self.now),
             device=torch.device("cpu"),
-            wire=SimpleNamespace(transport=SimpleNamespace(streams=streams, wire_share=1.5)),
+            wire=SimpleNamespace(route=SimpleNamespace(when_ready=when_ready, wire_share=1.5)),
         )
         group: Any = self.group
         device: Any = SimpleNamespace(type="any")  # nothing is waited for on the host

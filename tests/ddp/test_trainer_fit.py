@@ -19,7 +19,7 @@ from lightning_bytescheduler.ddp.trainer_fit import TrainerFit
 from lightning_bytescheduler.ddp.wire import AgreedSizes
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
 from lightning_bytescheduler.tuning.sizes import SchedulerSizes
-from tests.ddp.transports import idle_wire
+from tests.ddp.routes import idle_wire
 
 _GROUPS = SimpleNamespace(create=lambda **_: SimpleNamespace(by_host=False))
 

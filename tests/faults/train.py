@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_bytescheduler import ByteSchedulerStrategy, CreditTuner, LaunchOrderError, SchedulerClosedError
 from lightning_bytescheduler.collectives.node_push_pull import NodePushPull
-from lightning_bytescheduler.collectives.transport import GradientTransport
+from lightning_bytescheduler.collectives.route import AllReduce
 from lightning_bytescheduler.ddp import overlapped_step, wire
 from lightning_bytescheduler.ddp.gates import GatedParameter
 from lightning_bytescheduler.failures import rendezvous
@@ -207,17 +207,17 @@ def kill_in_mid_sum(boom: Boom) -> None:
 
 def kill_in_mid_communication(boom: Boom) -> None:
     """Let ``boom`` happen on the dispatcher thread, when part of a step's gradients has been sent."""
-    send = GradientTransport.send
+    send = AllReduce.send
     sent = 0
 
-    def counted(transport: Any, part: Any, sub_task: Any, *how: Any) -> None:
+    def counted(route: Any, part: Any, sub_task: Any, *how: Any) -> None:
         nonlocal sent
-        send(transport, part, sub_task, *how)
+        send(route, part, sub_task, *how)
         sent += sub_task.parent.key.step >= boom.step
         if sent > 2:
             boom("sending")
 
-    GradientTransport.send = counted  # type: ignore[method-assign, assignment]
+    AllReduce.send = counted  # type: ignore[method-assign, assignment]
 
 
 def fail_in_mid_step(boom: Boom) -> None:

@@ -37,8 +37,6 @@ them; overtaken by what was submitted after them; and each rank in an order of i
 Step = tuple[int, str, Callable[[], None]]
 """Whose it is, what it is, and what it does."""
 
-_FIELDS = 7
-
 
 class Deadlock(AssertionError):
     """No rank can go on, and not all have ended."""
@@ -325,9 +323,10 @@ class _Rank:
 
     def _read(self) -> None:
         assert isinstance(self.order, FollowingOrder)
-        message = self.mail.popleft()
-        records = [message[at : at + _FIELDS] for at in range(0, _FIELDS * (1 + message[0]), _FIELDS)]
-        self.order.take(records, self.core.update_order)
+        numbers = self.mail.popleft()
+        if numbers[0] > 1:
+            numbers = numbers + self.mail.popleft()
+        self.order.take(numbers, self.core.update_order)
 
     def _dispatch(self) -> None:
         self.core._woken = False

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
-from lightning_bytescheduler.collectives import transport
-from lightning_bytescheduler.collectives.host_copies import HostCopies
-from lightning_bytescheduler.ddp import trainer_fit
+from lightning_bytescheduler.collectives.host_copies import PayloadCopies
+from lightning_bytescheduler.ddp import trainer_fit, wire
 from lightning_bytescheduler.ddp.compressed_reduction import GradientCompression
 from tests.support.fake_device import FakeDevice
 
@@ -23,22 +22,24 @@ LATE_S = 1e-3
 _seeds = itertools.count()
 
 
-class LateCopies(HostCopies):
+class LateCopies(PayloadCopies):
     """See the module; a bucket of the CPU stands in for one of the GPU."""
 
-    def __init__(self, device: torch.device, on_error: Callable[[BaseException], object]) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.fake = FakeDevice(next(_seeds))
         self.fake.__enter__()
         cuda: Any = self.fake
-        super().__init__(device, on_error, cuda=cuda)
+        super().__init__(device, cuda=cuda)
 
-    def _copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
+    def _copied(self, payload: torch.Tensor, there: torch.Tensor) -> torch.Tensor:
         def late() -> None:
             time.sleep(LATE_S)
-            to.copy_(source)
+            there.copy_(payload)
 
-        to.fill_(torch.nan) if to.dtype.is_floating_point else to.zero_()  # who does not wait finds that
+        # who does not wait finds that
+        there.fill_(torch.nan) if there.dtype.is_floating_point else there.zero_()
         self.fake.current_stream().enqueue(late)
+        return there
 
     def stop(self, timeout: float) -> bool:
         stopped = super().stop(timeout)
@@ -51,6 +52,6 @@ def by_host() -> Iterator[None]:
     """Have gradients travel by host memory, as from a GPU, and be encoded there."""
     with ExitStack() as stack:
         stack.enter_context(patch.object(trainer_fit, "travel_by_host", lambda *_, **__: True))
-        stack.enter_context(patch.object(transport, "HostCopies", LateCopies))
+        stack.enter_context(patch.object(wire, "PayloadCopies", LateCopies))
         stack.enter_context(patch.object(GradientCompression, "work_on", lambda *_: None))
         yield

@@ -7,10 +7,11 @@ import random
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from lightning_bytescheduler.collectives.transport import GradientTransport
+from lightning_bytescheduler.collectives.route import AllReduce, Served
 from lightning_bytescheduler.ddp.fabric_strategy import FabricFit
 from lightning_bytescheduler.ddp.fit import Fit
 from lightning_bytescheduler.ddp.strategy import ByteSchedulerStrategy
@@ -48,14 +49,17 @@ class LateNetwork:
         self._patched: list[tuple[type, str, Any]] = []
 
     def __enter__(self) -> LateNetwork:
-        send, notify_ready = GradientTransport.send, CommTask.notify_ready
+        notify_ready = CommTask.notify_ready
         training_step, flush = ByteSchedulerStrategy.training_step, ByteSchedulerStrategy.flush
 
-        def late_send(transport: GradientTransport, part: Any, sub_task: SubCommTask, *how: Any) -> None:
-            if self._held:
-                self._await_release(sub_task.parent.key.step)
-            self._delay()
-            send(transport, part, sub_task, *how)
+        def late(send: Callable[..., None]) -> Callable[..., None]:
+            def late_send(route: AllReduce, part: Any, sub_task: SubCommTask, *how: Any) -> None:
+                if self._held:
+                    self._await_release(sub_task.parent.key.step)
+                self._delay()
+                send(route, part, sub_task, *how)
+
+            return late_send
 
         def late_notify_ready(task: CommTask) -> None:
             if threading.current_thread() is self._herald:
@@ -83,7 +87,8 @@ class LateNetwork:
 
         self._patch(FabricFit, "forward", releasing_forward)
         self._patch(FabricFit, "flush", releasing_flush_module)
-        self._patch(GradientTransport, "send", late_send)
+        for route in (AllReduce, Served):
+            self._patch(route, "send", late(route.send))
         self._patch(CommTask, "notify_ready", late_notify_ready)
         self._patch(ByteSchedulerStrategy, "training_step", releasing_training_step)
         self._patch(ByteSchedulerStrategy, "flush", releasing_flush)

@@ -8,8 +8,6 @@ streams and events allow.
 from __future__ import annotations
 
 import functools
-import itertools
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -19,21 +17,17 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_bytescheduler.collectives.host_copies import PayloadCopies
 from lightning_bytescheduler.compression import dense
-from lightning_bytescheduler.ddp import compressed_reduction
+from lightning_bytescheduler.ddp import wire
 from lightning_bytescheduler.ddp.compressed_reduction import CompressedReduction, GradientCompression
-from lightning_bytescheduler.ddp.reduction import AllReduction, GradientBucket, ShardedReduction
+from lightning_bytescheduler.ddp.reduction import GradientBucket, Reduction, ShardedReduction
 from lightning_bytescheduler.ddp.residuals import Residuals
-from tests.support.fake_device import FakeDevice
-from tests.support.late_copies import by_host
+from tests.support.late_copies import LateCopies, by_host
 
 __all__ = ["DEVICE", "LatePayloads", "OnDevice", "on_device", "simulated"]
 
 DEVICE = torch.device("meta")  # torch knows its name wherever it runs, and nothing that is tested uses it
 _COPIES = ("aten::_to_copy", "aten::copy_")
-_LATE_S = 1e-3
-_seeds = itertools.count()
 
 
 class OnDevice(Tensor):
@@ -129,14 +123,11 @@ def simulated() -> Iterator[None]:
         yield
 
 
-class LatePayloads(PayloadCopies):
+class LatePayloads(LateCopies):
     """Copies to host memory that are made late."""
 
     def __init__(self, device: torch.device) -> None:
-        self.fake = FakeDevice(next(_seeds))
-        self.fake.__enter__()
-        cuda: Any = self.fake
-        super().__init__(DEVICE, cuda=cuda)
+        super().__init__(DEVICE)
 
     @contextmanager
     def working(self) -> Iterator[None]:
@@ -147,18 +138,7 @@ class LatePayloads(PayloadCopies):
         if there.device == DEVICE:
             return there.copy_(payload)  # what is done to it next does not wait
         assert isinstance(payload, OnDevice)
-
-        def late() -> None:
-            time.sleep(_LATE_S)
-            there.copy_(payload)
-
-        there.zero_()  # who does not wait finds that
-        self.fake.current_stream().enqueue(late)
-        return there
-
-    def stop(self) -> None:
-        super().stop()
-        self.fake.__exit__()
+        return super()._copied(payload, there)
 
 
 @contextmanager
@@ -172,8 +152,8 @@ def on_device() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(by_host())
         stack.enter_context(patch.object(GradientCompression, "work_on", work_on))
-        stack.enter_context(patch.object(compressed_reduction, "PayloadCopies", LatePayloads))
-        for kind in (AllReduction, CompressedReduction, ShardedReduction):
+        stack.enter_context(patch.object(wire, "PayloadCopies", LatePayloads))
+        for kind in (Reduction, CompressedReduction, ShardedReduction):
             stack.enter_context(patch.object(kind, "reduce", _from_device(kind.reduce)))
         stack.enter_context(patch.object(dense, "generator_on", generator_on))
         for of, name in ((Residuals, "load"), (Residuals, "live_on"), (GradientCompression, "in_factors")):
@@ -185,7 +165,7 @@ def _from_device(reduce: Callable[..., Any]) -> Callable[..., Any]:
     """The same, with a bucket that is on the device."""
 
     def reducing(self: Any, bucket: GradientBucket, *more: Any) -> Any:
-        if not isinstance(bucket.buffer, OnDevice) and bucket.exists is None:
+        if not isinstance(bucket.buffer, OnDevice):
             bucket = GradientBucket(bucket.index, bucket.parameters, OnDevice(bucket.buffer), bucket.priority)
         return reduce(self, bucket, *more)
 

@@ -1,9 +1,10 @@
 """Waits for collectives in launch order and notifies their sub-tasks; on a CPU.
 
-One thread, named ``bytescheduler-completion``, owned by the transport. It blocks inside ``Work.wait`` without the GIL,
-in slices of half a second so that it can be stopped; a collective that no other rank joins does not keep it alive.
-Gloo's point-to-point messages cannot be awaited in slices: to stop the thread while it waits for one, the group's
-connections are broken.
+One thread, named ``bytescheduler-completion``, owned by the route. It blocks inside ``Work.wait`` without the GIL, in
+slices of half a second so that it can be stopped; a collective that no other rank joins does not keep it alive. Gloo's
+point-to-point messages cannot be awaited in slices: to stop the thread while it waits for one, the group's connections
+are broken. For operations with a second half there is one more thread, ``bytescheduler-completion-2``, which waits for
+these while the first goes on.
 
 Why no rank waits forever, also where an operation has a second half that this thread begins: take the oldest operation
 whose first half has not been handled on all ranks. Second halves of all older ones have been sent, as they begin when
@@ -16,9 +17,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -90,7 +89,6 @@ class CompletionThread:
             the error to fail with (for example one that names the failed rank).
         group: The data group; its connections are broken if the thread is stopped while it waits for a message.
         telling: Held while a sub-task is notified, if several of these threads share it: callbacks run one by one.
-        closing: Waits for second halves in place of this thread, which goes on to the next first half at once.
     """
 
     def __init__(
@@ -99,15 +97,13 @@ class CompletionThread:
         group: dist.ProcessGroup | None = None,
         name: str = "completion",
         telling: threading.Lock | None = None,
-        closing: CompletionThread | None = None,
     ) -> None:
+        self._name = name
         self._telling = threading.Lock() if telling is None else telling
         self._on_error = on_error
         self._group = group
         self._awaits_message = False
-        self._elsewhere = closing
-        self._closing: deque[tuple[StartedOperation, SubCommTask]] = deque()
-        self._behind: Pending | None = None  # taken from the queue, to follow the second halves
+        self._seconds: CompletionThread | None = None  # waits for second halves, while this one goes on
         self._pending: queue.SimpleQueue[Pending | None] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._thread = start_thread(name, self._run)
@@ -131,12 +127,13 @@ class CompletionThread:
         if self._thread.is_alive() and self._awaits_message and self._group is not None:
             break_connections(self._group)
         self._thread.join(max(0.0, deadline - time.monotonic()))
-        return not self._thread.is_alive()
+        seconds = self._seconds is None or self._seconds.stop(max(0.1, deadline - time.monotonic()))
+        return seconds and not self._thread.is_alive()
 
     def _run(self) -> None:
         failed: BaseException | None = None
         while True:
-            item = self._next()
+            item = self._pending.get()  # stop() puts None to wake it
             if item is None:
                 return
             started, sub_task = item
@@ -160,31 +157,13 @@ class CompletionThread:
                 else:
                     sub_task.fail(failed)
 
-    def _next(self) -> Pending | None:
-        """Return what to wait for next: second halves, but one encoded first half goes before the last of them.
-
-        Otherwise an urgent part that was sent in fewer bytes would wait here for long ones that were sent later.
-        """
-        if not self._closing:
-            behind, self._behind = self._behind, None
-            return self._pending.get() if behind is None else behind  # stop() puts None to wake it
-        if len(self._closing) == 1 and self._behind is None:
-            with suppress(queue.Empty):
-                item = self._pending.get_nowait()
-                if item is None or isinstance(item[0], Place):
-                    return item
-                self._behind = item
-        return self._closing.popleft()
-
     def _await(self, started: StartedOperation, sub_task: SubCommTask) -> bool | None:
         following: StartedOperation | None = started
         while following is not None:
             if following is not started and following.closing:
-                half = replace(following, closing=False)
-                if self._elsewhere is None:
-                    self._closing.append((half, sub_task))
-                else:
-                    self._elsewhere.watch(half, sub_task)
+                if self._seconds is None:
+                    self._seconds = CompletionThread(self._on_error, self._group, f"{self._name}-2", self._telling)
+                self._seconds.watch(replace(following, closing=False), sub_task)
                 return None
             if following.messages:
                 if not self._await_messages(following.works):

@@ -247,7 +247,7 @@ class DeviceStreams:
     def send(
         self, part: torch.Tensor, sub_task: SubCommTask, operation: Operation, number: int, ready: ReadyMark | None
     ) -> None:
-        """Start ``operation`` on ``part``; see :meth:`GradientTransport.send`."""
+        """Start ``operation`` on ``part``; see :class:`~lightning_bytescheduler.collectives.route.OnDevice`."""
         with self._cuda.stream(self._launching):
             if ready is not None and ready.event is not None:
                 self._launching.wait_event(ready.event)

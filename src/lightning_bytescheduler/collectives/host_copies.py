@@ -1,25 +1,15 @@
 """Copies between a GPU and host memory, for gradients that travel from host memory.
 
-*Whole buckets* (:class:`HostCopies`). Parameter servers work on a CPU, and gloo sends messages from host memory. So a
-bucket is copied there when it is complete (``copy_to_host``), the copy is treated like a CPU's bucket, and the result
-is copied back (``copy_to_device``) before the task ends. These are BytePS's stages COPYD2H and COPYH2D. A bucket is
-copied whole, in the order of completion, and needs no credit: the copy is far faster than the link, so priorities would
-gain nothing. The two directions use separate streams, as they do not slow each other down.
+Parameter servers work on a CPU, and gloo sends messages from host memory. So a part is copied there as it is launched
+(``copy_to_host``), and its result is copied back before the part ends (``copy_to_device``). These are BytePS's stages
+COPYD2H and COPYH2D. Codecs are fastest where gradients are: what they encode there is copied as a *payload*, as with
+BytePS's COPYD2H after COMPRESS, and COPYH2D before DECOMPRESS.
 
-Why every read sees the right values: the copy out waits, on its stream, for an event recorded after the writer of the
-bucket. The task becomes ready once the host has seen the event after the copy. A part is copied back when its operation
-has ended, so no other code uses this part of the bucket or the copy. The thread that ends the part waits for the copy
-back, so a reader on any stream finds the result once the task has ended. The next step's copy follows the next backward
-pass, which begins when all tasks have ended.
-
-*Payloads* (:class:`PayloadCopies`). Codecs are fastest where gradients are. So a gradient is encoded on its GPU, and
-only the payload is copied. These are BytePS's COPYD2H after COMPRESS, and COPYH2D before DECOMPRESS.
-
-Each thread that encodes or decodes has its own stream. Why every read sees the right values: encoding begins when the
-host has seen the event after the writer of the bucket (:meth:`PayloadCopies.mark`). All work for a part on a thread,
-copies included, is on that thread's stream, in order. The thread sends what was encoded, or ends the part, when the
-host has seen all of it done (:meth:`PayloadCopies.working`). So one stream at a time works on a part, and later readers
-on any stream find the result. Residuals and sums are used nowhere else.
+Each thread that copies, encodes or decodes has its own stream. Why every read sees the right values: work on a part
+begins when the host has seen the event after the writer of the bucket (:meth:`PayloadCopies.mark`). All work for a part
+on a thread is on that thread's stream, in order. The thread sends the part, or ends it, when the host has seen all of
+that work done (:meth:`PayloadCopies.working`). So one stream at a time works on a part, and later readers on any stream
+find the result. Residuals and sums are used nowhere else.
 
 Sources: BytePS (Jiang et al., OSDI 2020, section 5); "CUDA semantics" in PyTorch's documentation.
 """
@@ -40,7 +30,7 @@ from torch import Tensor
 from lightning_bytescheduler.collectives.device_streams import DevicePoller, ReadyMark
 from lightning_bytescheduler.exceptions import SchedulerClosedError
 
-__all__ = ["HostCopies", "HostPayloads", "PayloadCopies", "travel_by_host"]
+__all__ = ["HostPayloads", "PayloadCopies", "travel_by_host"]
 
 _LOOK_AGAIN_S = 5e-5
 
@@ -48,83 +38,6 @@ _LOOK_AGAIN_S = 5e-5
 def travel_by_host(device: torch.device, *, compressed: bool, served: bool) -> bool:
     """Whether gradients on ``device`` travel from host memory: on a GPU, if compressed or served."""
     return device.type == "cuda" and (compressed or served)
-
-
-class HostCopies:
-    """Copies of one device's buckets in host memory.
-
-    A thread, ``bytescheduler-device``, polls copies out. A copy back is awaited by the thread that has seen a part's
-    operation end.
-    """
-
-    def __init__(
-        self, device: torch.device, on_error: Callable[[BaseException], object], *, cuda: Any = torch.cuda
-    ) -> None:
-        self._device = device
-        self._on_error = on_error
-        self._cuda = cuda
-        self._out = cuda.Stream(device, priority=-1)
-        self._back = cuda.Stream(device, priority=-1)
-        # by index of the bucket; reused, as pinned memory is slow to allocate
-        self._copies: dict[int, torch.Tensor] = {}
-        self._stopping = threading.Event()
-        # Select the device: a new thread uses device 0 and would create a context there.
-        around = partial(torch.cuda.device, device) if device.type == "cuda" else nullcontext
-        self._poller = DevicePoller(around)
-
-    def take_out(self, index: int, buffer: torch.Tensor) -> tuple[torch.Tensor, ReadyMark, ReadyMark]:
-        """Begin to copy a bucket whose data is complete on the current stream.
-
-        Returns:
-            The copy, when its source is complete, and when the copy is.
-        """
-        copy = self._copies.get(index)
-        if copy is None or (copy.numel(), copy.dtype) != (buffer.numel(), buffer.dtype):
-            if copy is not None:
-                self._copies.clear()  # buckets were rearranged, and some may be gone
-            copy = self._copies[index] = self._memory(buffer)
-        exists = self._cuda.Event()
-        exists.record(self._cuda.current_stream(self._device))
-        self._out.wait_event(exists)
-        return copy, ReadyMark.of(exists), ReadyMark.of(self._copied(copy, buffer, self._out))
-
-    def when_made(self, mark: ReadyMark, then: Callable[[], None]) -> None:
-        """Call ``then`` on the polling thread when the device has passed ``mark``; for any thread."""
-        self._poller.await_mark(mark, then, self._on_error)
-
-    def put_back(self, copy: torch.Tensor, buffer: torch.Tensor) -> None:
-        """Copy a result back to its bucket, and wait for the copy.
-
-        Raises:
-            SchedulerClosedError: If the fit ends before.
-        """
-        if buffer.device.type == "cuda":
-            torch.cuda.set_device(buffer.device)  # a new thread uses device 0 and would create a context there
-        made = self._copied(buffer, copy, self._back)
-        while not made.query():
-            if self._stopping.wait(_LOOK_AGAIN_S):
-                raise SchedulerClosedError("The fit has ended while gradients were on their way back to the device.")
-
-    def stop(self, timeout: float) -> bool:
-        """End the thread within ``timeout`` seconds; returns whether it ended."""
-        self._stopping.set()
-        return self._poller.stop(timeout)
-
-    def _memory(self, like: torch.Tensor) -> torch.Tensor:
-        return torch.empty(like.numel(), dtype=like.dtype, device="cpu", pin_memory=like.device.type == "cuda")
-
-    def _copied(self, to: torch.Tensor, source: torch.Tensor, stream: Any) -> Any:
-        with self._cuda.stream(stream):
-            self._copy(to, source)
-            made = self._cuda.Event()
-            made.record(stream)
-        for tensor in (to, source):
-            if tensor.device.type == "cuda":
-                tensor.record_stream(stream)  # in case a failure releases it
-        return made
-
-    def _copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        to.copy_(source, non_blocking=True)
 
 
 _GRACE_S = 1.0  # for copies in flight when something fails, as their memory may be released then
@@ -160,19 +73,28 @@ class HostPayloads:
 
 
 class PayloadCopies(HostPayloads):
-    """Copies of payloads between a device and host memory, and the streams of codecs."""
+    """Copies between a device and host memory, and the streams of codecs.
+
+    A thread, ``bytescheduler-device``, polls for gradients to be complete.
+    """
 
     def __init__(self, device: torch.device, *, cuda: Any = torch.cuda) -> None:
         self.device = device
         self._cuda = cuda
         self._own = threading.local()
         self._stopping = threading.Event()
+        # Select the device: a new thread uses device 0 and would create a context there.
+        self._poller = DevicePoller(partial(torch.cuda.device, device) if device.type == "cuda" else nullcontext)
 
     def mark(self) -> ReadyMark:
         """Return the moment at which the current stream has done all its work so far."""
         exists = self._cuda.Event()
         exists.record(self._cuda.current_stream(self.device))
         return ReadyMark.of(exists)
+
+    def when_made(self, mark: ReadyMark, then: Callable[[], None], on_error: Callable[[BaseException], object]) -> None:
+        """Call ``then`` on the polling thread when the device has passed ``mark``; for any thread."""
+        self._poller.await_mark(mark, then, on_error)
 
     @contextmanager
     def working(self) -> Iterator[None]:
@@ -207,11 +129,12 @@ class PayloadCopies(HostPayloads):
 
     def bring_back(self, payload: Tensor, there: Tensor) -> None:
         """See :class:`HostPayloads`."""
-        there.copy_(self.to_device(payload))
+        self._copied(payload, there)
 
-    def stop(self) -> None:
-        """End all waits for the device."""
+    def stop(self, timeout: float) -> bool:
+        """End all waits for the device, and the thread within ``timeout`` seconds; returns whether it ended."""
         self._stopping.set()
+        return self._poller.stop(timeout)
 
     def _done(self, stream: Any, within: float = math.inf) -> bool:
         """Wait for all work of ``stream``; returns whether it was done in time.

@@ -18,7 +18,8 @@ Why the ranks agree, and why no rank waits forever:
   launches are a subsequence of the one sequence, so they are one sequence on all ranks too. An overtaking part may take
   a second credit, on followers without a check; the induction holds for a credit of any size.
 * Several decisions travel in one message (all that credit allowed at once), without an answer: no round trip per
-  partition. The next message travels while the data in flight uses up the credit.
+  partition. The next message travels while the data in flight uses up the credit. A message is as long as what it says.
+  A broadcast needs a length that all ranks know, so it has the first decision, and another one has the others.
 * With high latency and with parameter servers, rank 0 sends messages to each follower separately, and followers post
   several receives ahead. Gloo sends a message only when it knows of its receive, and a broadcast in flight delays the
   next receive by a round trip. With queues on links, as with servers, that would delay every follower's launches.
@@ -51,10 +52,9 @@ import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -68,16 +68,15 @@ from lightning_bytescheduler.scheduler.threads import prefer_short_turns
 
 __all__ = ["DecidingOrder", "FollowingOrder"]
 
-_CAPACITY = 24  # decisions per message: 25 records of 7 int64 fit one Ethernet frame
-_FIELDS = 7  # the key's, then partition size, index, task size and lane
+_CAPACITY = 24  # decisions per message, which fit one Ethernet frame
+_FIELDS = 7  # of a decision, int64: the key's, then partition size, index, task size and lane
+_SHORTEST = 1 + _FIELDS  # numbers: how many decisions follow, and the first one
 _CLOSE = -1
 _EXPECTED = 16  # direct messages that are expected ahead
 _NUMBER = 1  # of all direct messages
 _UNTOLD = 2048  # messages kept until they have certainly left
 _MOMENT_S = 0.5
 _END_S = 5.0
-_REST = (0,) * (_FIELDS - 1)
-_EMPTY = array("q", bytes(8 * _FIELDS * (_CAPACITY + 1)))
 
 
 class DecidingOrder(MixedOrder):
@@ -111,16 +110,18 @@ class DecidingOrder(MixedOrder):
                 sub.lane = self._lanes.choose(sub)
         for first in range(0, len(batch), _CAPACITY):
             part = batch[first : first + _CAPACITY]
-            records = [[len(part), *_REST]]
-            records += [
-                [*sub.parent.key, sub.parent.sub_tasks[0].size, sub.index, sub.parent.size, sub.lane] for sub in part
-            ]
-            self._send(chain.from_iterable(records))
+            numbers = array(
+                "q", [len(part)]
+            )  # this runs for every part, and torch.tensor() of lists is ten times slower
+            for sub in part:
+                task = sub.parent
+                numbers.extend((*task.key, task.sub_tasks[0].size, sub.index, task.size, sub.lane))
+            self._send(numbers)
 
     def close(self) -> None:
         """Tell the followers that no more decisions come."""
         for _ in range(_EXPECTED if self._direct else 1):  # one for each expected message
-            self._send([_CLOSE])
+            self._send(array("q", [_CLOSE] + [0] * _FIELDS))
 
     def wait_sent(self, timeout: float) -> bool:
         """Wait until every message has left; returns whether all did within ``timeout`` seconds."""
@@ -138,16 +139,16 @@ class DecidingOrder(MixedOrder):
         self.close()
         return self.wait_sent(min(timeout, _END_S))
 
-    def _send(self, numbers: Iterable[int]) -> None:
-        fields = array("q", numbers)  # this runs for every part, and torch.tensor() of lists is ten times slower
-        fields.extend(_EMPTY[len(fields) :])
-        message = torch.frombuffer(fields, dtype=torch.int64)
+    def _send(self, numbers: array[int]) -> None:
+        message = torch.frombuffer(numbers, dtype=torch.int64)
         try:
             if self._direct:
                 self._send_to_each(message)
-            else:
-                self._sent = deque((work, kept) for work, kept in self._sent if not work.is_completed())
-                self._sent.append((broadcast_from_first(self._control, message), message))
+                return
+            self._sent = deque((work, kept) for work, kept in self._sent if not work.is_completed())
+            self._sent.append((broadcast_from_first(self._control, message[:_SHORTEST]), message))
+            if len(numbers) > _SHORTEST:
+                self._sent.append((broadcast_from_first(self._control, message[_SHORTEST:]), message))
         except RuntimeError as error:
             if self._on_error is None:
                 raise
@@ -223,15 +224,15 @@ class FollowingOrder(AnnouncedOrder):
         self.stop(_END_S)
         return closed
 
-    def take(self, records: list[list[int]], update_order: Callable[[Callable[[], None]], None]) -> bool:
+    def take(self, numbers: list[int], update_order: Callable[[Callable[[], None]], None]) -> bool:
         """Handle one message of rank 0; returns whether more will come."""
-        count = records[0][0]
+        count = numbers[0]
         if count == _CLOSE:
             return False
-        decisions = [
-            Decision(TaskKey(step, phase, bucket), size, index, task_size, lane)
-            for step, phase, bucket, size, index, task_size, lane in records[1 : 1 + count]
-        ]
+        decisions = []
+        for first in range(1, 1 + count * _FIELDS, _FIELDS):
+            step, phase, bucket, size, index, task_size, lane = numbers[first : first + _FIELDS]
+            decisions.append(Decision(TaskKey(step, phase, bucket), size, index, task_size, lane))
         update_order(partial(self.announce, decisions))
         return True
 
@@ -242,10 +243,10 @@ class FollowingOrder(AnnouncedOrder):
         prefer_short_turns()
         try:
             while True:
-                message = self._next_message()
-                if message is None:
+                numbers = self._next_message()
+                if not numbers:
                     return
-                if not self.take(message.tolist(), update_order):
+                if not self.take(numbers, update_order):
                     for work, _ in self._expected:
                         work.wait()
                     self._closed = True
@@ -254,17 +255,21 @@ class FollowingOrder(AnnouncedOrder):
             if not self._stopping.is_set():
                 self._on_error(error)
 
-    def _next_message(self) -> torch.Tensor | None:
+    def _next_message(self) -> list[int]:
+        """Return the numbers of rank 0's next message; none if the thread is to end."""
         if not self._direct:
-            message = _room()
-            return message if wait_in_slices(broadcast_from_first(self._control, message), self._stopping) else None
+            numbers = self._broadcast(_SHORTEST)
+            more = (numbers[0] - 1) * _FIELDS if numbers else 0
+            rest = self._broadcast(more) if more > 0 else []
+            return numbers + rest if len(rest) == max(more, 0) else []
         while len(self._expected) < _EXPECTED:
-            message = _room()
-            self._expected.append((self._control.recv([message], 0, _NUMBER), message))
-        work, message = self._expected.popleft()
+            room = torch.zeros(1 + _CAPACITY * _FIELDS, dtype=torch.int64)  # gloo takes a shorter message, too
+            self._expected.append((self._control.recv([room], 0, _NUMBER), room))
+        work, room = self._expected.popleft()
         work.wait()
-        return message
+        return room.tolist()
 
-
-def _room() -> torch.Tensor:
-    return torch.zeros((_CAPACITY + 1, _FIELDS), dtype=torch.int64)
+    def _broadcast(self, length: int) -> list[int]:
+        message = torch.zeros(length, dtype=torch.int64)
+        ended = wait_in_slices(broadcast_from_first(self._control, message), self._stopping)
+        return message.tolist() if ended else []

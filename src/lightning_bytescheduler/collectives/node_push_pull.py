@@ -12,7 +12,7 @@ pulled:
 
 * *local reduce*: on ``bytescheduler-local-reduce``, in order of launch;
 * *push*, *pull* and *sum*, see ``push_pull.py``;
-* *local broadcast*: begun by the thread that waits for the pull, and awaited on ``bytescheduler-local-broadcast``,
+* *local broadcast*: begun by the thread that waits for the pull, and awaited as a second half (``completion.py``),
   during the next pull; on the other ranks by one thread for each pusher, ``bytescheduler-pulls-from-N``.
 
 Values are scaled by 1/n before the first sum, as in ``operations.py``. So two ranks of one node, or two nodes of one
@@ -38,7 +38,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_bytescheduler.collectives.groups import SchedulerGroups, abandon
-from lightning_bytescheduler.collectives.operations import NodePassage, Pull, StartedOperation
+from lightning_bytescheduler.collectives.operations import Passage, Pull, StartedOperation
 from lightning_bytescheduler.collectives.push_pull import PlacedParts, PushPull
 from lightning_bytescheduler.collectives.sending_turns import PATIENCE
 from lightning_bytescheduler.collectives.summing_server import Coming
@@ -58,8 +58,6 @@ class NodePushPull(PushPull):
         group: Group of this rank's rail: its rank on each node, then the spare servers; gloo.
         local: The ranks of this node, more than one; gloo. Both groups have no other use.
     """
-
-    local: dist.ProcessGroup
 
     def __init__(
         self,
@@ -86,7 +84,7 @@ class NodePushPull(PushPull):
 
     def _give(self, part: torch.Tensor, number: int, pusher: int) -> StartedOperation:
         """Send this rank's part to its pusher; ends when the result is in place."""
-        passage = NodePassage(pusher=pusher, moved=part.nbytes)
+        passage = Passage(where={"pusher": pusher}, moved=part.nbytes)
         # The receive is posted first, as the pusher answers once it has this rank's values.
         back = Pull(self.local.recv([part], pusher, number), self._timeout)
         sent = self.local.send([part], pusher, number)
@@ -101,9 +99,7 @@ class NodePushPull(PushPull):
     def _push_for_all(self, part: torch.Tensor, number: int) -> StartedOperation:
         """Sum the node's values of a part, push the sum, and send the result to the node's ranks."""
         server = self.next_server(part.nbytes)
-        travels = 0 if self.adds_up(server) else part.nbytes
-        moved = part.nbytes * len(self._others)
-        passage = NodePassage(server=server, pushed=travels, pulled=travels, moved=moved)
+        passage = self.passage(server, part, moved=part.nbytes * len(self._others))
         rooms = {rank: torch.empty_like(part) for rank in self._others}
         works = {rank: self.local.recv([room], rank, number) for rank, room in rooms.items()}
         pushed = Coming()

@@ -19,7 +19,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -93,31 +93,26 @@ def ends_within(work: dist.Work | None, seconds: float, failure: Callable[[], ob
     return True
 
 
+@dataclass(slots=True, kw_only=True)
 class Passage:
     """Stages of a part's way through a parameter server, for timelines; in seconds of the core's clock.
 
-    Args:
-        pushed: Bytes that are pushed; 0 if the server is in this process.
-
     Attributes:
+        where: Where the part is summed: the server's rank, or that of the pusher on the same node.
+        pushed: Bytes that are pushed, and pulled; 0 if the server is in this process.
+        moved: Bytes sent within the node before the push, and again after the pull.
         push: Begin and end of the push; ``None`` if there was none.
+        reduced: When the node's sum was complete; on ranks that do not push, when their own part had left.
         came: When the sum had arrived; 0 if nothing followed.
     """
 
-    __slots__ = ("began", "came", "pulled", "push", "pushed", "server")
-
-    def __init__(self, server: int, *, pushed: int, pulled: int) -> None:
-        self.server = server
-        self.pushed = pushed
-        self.pulled = pulled
-        self.push: tuple[float, float] | None = None
-        self.began = time.perf_counter()
-        self.came = 0.0
-
-    @property
-    def where(self) -> dict[str, int]:
-        """Where the part is summed, for timelines."""
-        return {"server": self.server}
+    where: dict[str, int]
+    pushed: int = 0
+    moved: int = 0
+    push: tuple[float, float] | None = None
+    reduced: float = 0.0
+    came: float = 0.0
+    began: float = field(default_factory=time.perf_counter)
 
     def sent(self, start: float, end: float) -> None:
         """Record the push, from ``start`` to ``end``."""
@@ -126,51 +121,23 @@ class Passage:
     def stages(self, finished: float) -> Iterator[tuple[str, float, float, int]]:
         """Yield (name, start, end, bytes) of each stage of a part that had arrived at ``finished``.
 
-        A pull begins when the push has left, so it includes the server's wait for other workers.
+        A pull begins when the push has left, so it includes the server's wait for other workers. On a rank that does
+        not push, the broadcast within the node begins when its own part has left.
         """
-        came = self.came or finished
-        if not self.pushed:
-            yield "sum", self.began, came, 0
-            return
-        start, end = self.push or (self.began, came)
-        end = min(end, came)  # the sender may be notified later than the receiver
-        yield "push", min(start, end), end, self.pushed
-        yield "pull", end, came, self.pulled
-
-
-class NodePassage(Passage):
-    """The way of a part that the ranks of a node sum before one of them, the pusher, pushes the sum.
-
-    Args:
-        moved: Bytes sent within the node before the push, and by default also after the pull.
-
-    Attributes:
-        reduced: When the node's sum was complete; on other ranks, when their own part had left.
-    """
-
-    __slots__ = ("_moved", "_pusher", "reduced", "returned")
-
-    def __init__(
-        self, *, moved: int, server: int = -1, pushed: int = 0, pulled: int = 0, pusher: int | None = None
-    ) -> None:
-        super().__init__(server, pushed=pushed, pulled=pulled)
-        self._moved = self.returned = moved
-        self._pusher = pusher
-        self.reduced = 0.0
-
-    @property
-    def where(self) -> dict[str, int]:
-        """See :class:`Passage`."""
-        return super().where if self._pusher is None else {"pusher": self._pusher}
-
-    def stages(self, finished: float) -> Iterator[tuple[str, float, float, int]]:
-        """See :class:`Passage`. On a rank that does not push, the broadcast begins when its own part has left."""
-        reduced = min(self.reduced or self.began, finished)
-        yield "local reduce", self.began, reduced, self._moved
-        if self._pusher is None:
-            self.began = reduced
-            yield from super().stages(finished)
-        yield "local broadcast", (self.came or finished) if self._pusher is None else reduced, finished, self.returned
+        reduced, came = min(self.reduced or self.began, finished), self.came or finished
+        if self.moved:
+            yield "local reduce", self.began, reduced, self.moved
+        if "pusher" in self.where:
+            came = reduced
+        elif self.pushed:
+            start, end = self.push or (reduced, came)
+            end = min(end, came)  # the sender may be notified later than the receiver
+            yield "push", min(start, end), end, self.pushed
+            yield "pull", end, came, self.pushed
+        else:
+            yield "sum", reduced, came, 0
+        if self.moved:
+            yield "local broadcast", came, finished, self.moved
 
 
 @dataclass(frozen=True, slots=True)

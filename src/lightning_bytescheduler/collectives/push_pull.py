@@ -94,11 +94,8 @@ class PushPull:
     """A worker's side; :meth:`reduce` is an :data:`~lightning_bytescheduler.collectives.operations.Averaging`.
 
     Args:
-        group: Workers 0 to n-1, then the spare servers; gloo, used by the transport only.
+        group: Workers 0 to n-1, then the spare servers; gloo, used by the route only.
     """
-
-    local: dist.ProcessGroup | None = None
-    """The node's ranks, if one of them pushes for all."""
 
     def __init__(
         self,
@@ -149,9 +146,12 @@ class PushPull:
     def start(self, part: torch.Tensor, number: int) -> StartedOperation:
         """Begin to sum ``part``, which is already scaled; called in launch order."""
         rank = self.next_server(part.nbytes)
-        travels = 0 if self.adds_up(rank) else part.nbytes
-        passage = Passage(rank, pushed=travels, pulled=travels)
+        passage = self.passage(rank, part)
         return StartedOperation([self.push(part, number, rank, passage)], messages=True, lane=rank, passage=passage)
+
+    def passage(self, server: int, part: torch.Tensor, moved: int = 0) -> Passage:
+        """Return the way of ``part`` through a server, for timelines; see :class:`Passage`."""
+        return Passage(where={"server": server}, pushed=0 if self.adds_up(server) else part.nbytes, moved=moved)
 
     def push(self, part: torch.Tensor, number: int, server: int, passage: Passage) -> Coming | Pull:
         """Push ``part`` to ``server``; the result ends when the sum is in place."""

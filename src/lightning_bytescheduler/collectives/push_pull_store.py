@@ -24,9 +24,9 @@ from lightning_bytescheduler.collectives.groups import SchedulerGroups
 from lightning_bytescheduler.collectives.launch_order import DecidingOrder, FollowingOrder
 from lightning_bytescheduler.collectives.node_push_pull import each_alone
 from lightning_bytescheduler.collectives.operations import broadcast_from_first, reduce_with
+from lightning_bytescheduler.collectives.route import Served
 from lightning_bytescheduler.collectives.server_meeting import join_servers
 from lightning_bytescheduler.collectives.summing_server import DTYPES
-from lightning_bytescheduler.collectives.transport import GradientTransport
 from lightning_bytescheduler.exceptions import (
     OptionError,
     RankFailedError,
@@ -132,7 +132,7 @@ class PushPullStore:
         make: type[DecidingOrder | FollowingOrder] = DecidingOrder if groups.rank == 0 else FollowingOrder
         self._order = make(groups.control, self._on_error, direct=True)
         self._core = ByteCore(partition_size=partition_size, credit=credit, order=self._order)
-        self._transport = GradientTransport(groups.data, self._on_error, None, self._push_pull)
+        self._route = Served(groups.data, self._on_error, self._push_pull)
         if isinstance(self._order, FollowingOrder):
             self._order.start(self._core.update_order)
         # A thread inside torch would abort the process when the interpreter ends.
@@ -284,7 +284,7 @@ class PushPullStore:
         task = CommTask(
             f"{key}, round {known.round + 1}",
             buffer.numel(),
-            launch=partial(self._transport.launch, buffer, operation, None, None),
+            launch=partial(self._route.launch, buffer, operation, None),
             priority=priority,
             key=TaskKey(known.round + 1, 0, known.number),
             wire_bytes=self._push_pull.wire_share * buffer.element_size(),
@@ -336,7 +336,7 @@ class PushPullStore:
             lambda: self._close_order(failed),
             lambda: self._servers.leave(idle=not failed and not self._core.in_flight),
             lambda: self._groups.destroy(data_idle=not failed, control_idle=self._order_is_closed),
-            lambda: self._transport.stop(_STOP_S),
+            lambda: self._route.stop(_STOP_S),
         ]
         for step in steps:
             try:

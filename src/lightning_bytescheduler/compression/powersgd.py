@@ -126,7 +126,7 @@ class Matrix:
                 self._kept.sub_(gradient, alpha=self._added)
             gradient.fill_(torch.nan)
             return 0.0
-        rows, columns = self._factor(left).t(), self._factor(right).mul_(ranks)  # the exchange averaged them
+        rows, columns = self._factor(left).t(), self._factor(right)
         if bool(columns.any()):  # otherwise no rank has a gradient, and the next step begins with the old Q
             self.right.copy_(columns.t())
         # One product for both uses: the applied values equal those subtracted, whatever the rounding.

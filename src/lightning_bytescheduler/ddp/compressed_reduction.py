@@ -41,6 +41,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,18 +53,19 @@ from lightning_bytescheduler.collectives.operations import (
     StartedOperation,
     all_reduce_direct,
     all_reduce_in_shards,
+    ending_with,
     others_of,
     profiled,
     scale,
     shard_of,
 )
-from lightning_bytescheduler.collectives.transport import EncodedStart
+from lightning_bytescheduler.collectives.route import EncodedStart
 from lightning_bytescheduler.compression import Compressor
 from lightning_bytescheduler.compression.compressor import is_finite
 from lightning_bytescheduler.compression.powersgd import Matrix, PowerSGD
 from lightning_bytescheduler.ddp.compression_rules import AUTO, CompressedLayers, CompressionRules
 from lightning_bytescheduler.ddp.fit_report import Record
-from lightning_bytescheduler.ddp.reduction import AllReduction, GradientBucket, Phase, StepTasks, Uncompressed
+from lightning_bytescheduler.ddp.reduction import GradientBucket, OnEnd, Phase, Reduction, Uncompressed
 from lightning_bytescheduler.ddp.residuals import Residuals
 from lightning_bytescheduler.ddp.sample_weights import StepWeight
 from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask
@@ -75,9 +77,7 @@ __all__ = [
     "GradientCompression",
     "LowRankBucket",
     "Piece",
-    "Rest",
     "has_no_gradient",
-    "reduce_in_factors",
 ]
 
 _ALIGNED = 8  # bytes, so that a body can be read as numbers
@@ -364,185 +364,115 @@ _DIRECT = 1 << 15  # bytes that a rank may send in addition to save a round of m
 class LowRankBucket:
     """The matrices of one bucket in one step, reduced as products of two thin matrices P and Q.
 
+    The sum of all P takes along the rest of the bucket, which travels as it is: biases, and small or flat parameters.
     Both sums are tasks with the bucket's priority. The scheduler cuts and orders them like others, so urgent layers'
-    factors pass those of others, and the second sum travels during the next forward pass. The rest of a bucket (biases,
-    small or flat parameters, parameters under other rules) is reduced as one more buffer.
+    factors pass those of others, and the second sum travels during the next forward pass.
 
-    Why the ranks agree: as in ``reduction.py``. A rank's right task (Q) waits for its left task (P) and for the rest of
-    the bucket. Rank 0 launches it after these have ended there, so they come first in the order of all ranks. Each rank
-    orthonormalises and multiplies P itself. The bits are equal as long as processors are of one kind and torch uses
-    them alike, which is checked at the start (``CompressionRules.facts``).
+    Why the ranks agree: as in ``reduction.py``. A rank's right task (Q) waits for its left task (P). Rank 0 launches it
+    after that has ended there, so it comes first in the order of all ranks. Each rank orthonormalises and multiplies P
+    itself. The bits are equal as long as processors are of one kind and torch uses them alike, which is checked at the
+    start (``CompressionRules.facts``).
 
-    On a GPU the arithmetic runs where gradients are, and only factors are copied to host memory and back
-    (``host_copies.py``). The rest is reduced as if it were a whole bucket.
+    On a GPU the arithmetic runs where gradients are, and only what travels is copied to host memory and back
+    (``host_copies.py``).
 
-    Threads: :meth:`LowRankBucket.left` and :meth:`LowRankBucket.right` run on the codec thread.
-    :meth:`LowRankBucket.place` runs on the thread that sees the last part of the right task arrive, before the task
-    ends, so an error in it fails the task.
+    Threads: :meth:`left` and :meth:`right` run on the codec thread. :meth:`place` runs on the thread that sees the last
+    part of the right task arrive, before the task ends, so an error in it fails the task.
 
     Args:
-        buffer: The flat gradient; the matrices' places are filled with the mean.
+        buffer: The flat gradient, which is filled with the mean.
+        rest: Places of the other parameters in it.
         weight: This rank's weight, known before anything is sent.
-        copies: Copies factors between ``buffer``'s device and host memory.
+        copies: Copies what travels between ``buffer``'s device and host memory.
     """
 
     def __init__(
         self,
         buffer: Tensor,
         matrices: Sequence[Matrix],
+        rest: Sequence[slice],
         ranks: int,
         observer: GradientCompression,
         weight: StepWeight,
         copies: HostPayloads,
     ) -> None:
         self._buffer = buffer
+        self._rest = [buffer[place] for place in rest]
         self._copies = copies
         self._weight = weight
-        self._matrices = matrices
         self._ranks = ranks
         self._observer = observer
-        sizes = [
-            (matrix.shape[0] * matrix.right.shape[1], matrix.shape[1] * matrix.right.shape[1]) for matrix in matrices
-        ]
-        self.lefts = torch.empty(sum(rows for rows, _ in sizes), dtype=torch.float32, device=buffer.device)
-        self.rights = torch.empty(sum(columns for _, columns in sizes), dtype=torch.float32, device=buffer.device)
-        self._sent_lefts, self._sent_rights = self.lefts, self.rights  # or copies in host memory
-        self._factors = list(
-            zip(
-                matrices,
-                self.lefts.split([rows for rows, _ in sizes]),
-                self.rights.split([columns for _, columns in sizes]),
-                strict=True,
-            )
-        )
-        self._have_left = self._have_right = False
+        rows = [matrix.shape[0] * matrix.right.shape[1] for matrix in matrices]
+        columns = [matrix.shape[1] * matrix.right.shape[1] for matrix in matrices]
+        self._lefts = torch.empty(sum(rows), dtype=torch.float32, device=buffer.device)
+        self._rights = torch.empty(sum(columns), dtype=torch.float32, device=buffer.device)
+        self._factors = list(zip(matrices, self._lefts.split(rows), self._rights.split(columns), strict=True))
+        self._sent_left = self._sent_right = torch.empty(0)  # in host memory, once they are encoded
+        self._lock = threading.Lock()
+        self._missing = self.right_size  # elements of the right task that have not arrived
 
     @property
-    def elements(self) -> int:
-        """Number of elements of all matrices."""
-        return sum(matrix.end - matrix.first for matrix in self._matrices)
+    def left_size(self) -> int:
+        """Elements of the left task."""
+        return len(self._lefts) + sum(map(len, self._rest))
+
+    @property
+    def right_size(self) -> int:
+        """Elements of the right task."""
+        return len(self._rights)
 
     def left(self, group: dist.ProcessGroup, sub_task: SubCommTask, number: int) -> StartedOperation:
-        """Sum a part of all P over the ranks; an ``EncodedStart``."""
-        if not self._have_left:
-            self._have_left = True
+        """Sum a part of all P and of the rest over the ranks; an ``EncodedStart``."""
+        if not len(self._sent_left):
             with self._observer.working("encode", sub_task), self._copies.working():
                 for matrix, left, _ in self._factors:
                     matrix.begin(self._buffer, self._weight.factor, left)
-                self._sent_lefts = self._copies.to_host(self.lefts)
-        return _mean(group, self._sent_lefts, sub_task, number)
+                message = torch.cat([self._lefts, *self._rest])  # in the wider type of both
+                scale(message[len(self._lefts) :], self._weight.factor)
+                self._sent_left = self._copies.to_host(message)
+        return _sum(group, self._sent_left, sub_task, number)
 
     def right(self, group: dist.ProcessGroup, sub_task: SubCommTask, number: int) -> StartedOperation:
         """Sum a part of all Q over the ranks; an ``EncodedStart``, after all of :meth:`left`."""
-        if not self._have_right:
-            self._have_right = True
+        if not len(self._sent_right):
             with self._observer.working("reduce", sub_task), self._copies.working():
-                self._copies.bring_back(self._sent_lefts, self.lefts)
+                lefts, *rest = self._copies.to_device(self._sent_left).split([len(self._lefts), *map(len, self._rest)])
+                self._lefts.copy_(lefts)
+                for place, mean in zip(self._rest, rest, strict=True):
+                    place.copy_(mean)
                 for matrix, left, right in self._factors:
                     matrix.go_on(left, right)
-                self._sent_rights = self._copies.to_host(self.rights)
-        return _mean(group, self._sent_rights, sub_task, number)
+                self._sent_right = self._copies.to_host(self._rights)
+        return ending_with(_sum(group, self._sent_right, sub_task, number), partial(self.place, sub_task))
 
-    def place(self, last: SubCommTask, rest: Rest) -> None:
-        """Write the means of matrices and rest into the buffer; after all of :meth:`right`."""
-        with self._observer.working("decode", last) as squares, self._copies.working():
-            rest.put_back()
-            self._copies.bring_back(self._sent_rights, self.rights)
+    def place(self, part: SubCommTask) -> None:
+        """Write the means of matrices into the buffer, once the last part of :meth:`right` has arrived."""
+        with self._lock:
+            self._missing -= part.size
+            if self._missing:
+                return
+        with self._observer.working("decode", part) as squares, self._copies.working():
+            self._copies.bring_back(self._sent_right, self._rights)
             for matrix, left, right in self._factors:
                 squares.append(matrix.end_with(self._buffer, self._ranks, left, right))
 
 
-def reduce_in_factors(
-    tasks: StepTasks,
-    bucket: GradientBucket,
-    matrices: LowRankBucket,
-    rest: Rest,
-    reduce_rest: Callable[[GradientBucket, Callable[[CommTask], None] | None], CommTask],
-    on_end: Callable[[CommTask], None] | None,
-) -> CommTask:
-    """Average the buffer of a bucket that has matrices; see ``Reduction.reduce``."""
-    ready, share = tasks.mark(bucket), (tasks.world_size - 1) / tasks.world_size
-    awaited, arriving = _Countdown(2 if rest.buffer.numel() else 1), _Countdown(matrices.rights.numel())
-
-    def enqueue(
-        name: str,
-        phase: Phase,
-        factors: Tensor,
-        start: EncodedStart,
-        on_end: Callable[[CommTask], None] | None,
-        on_part: Callable[[SubCommTask], None] | None = None,
-    ) -> CommTask:
-        return tasks.enqueue(
-            f"bucket {bucket.index} {name}",
-            factors,
-            tasks.encoded(start, on_part),
-            phase=phase,
-            index=bucket.index,
-            priority=bucket.priority,
-            # Unencoded matrices would travel once to their owners and once to all.
-            wire_share=share * matrices.elements / factors.numel() * bucket.buffer.element_size() / 4,
-            on_end=on_end,
-        )
-
-    def ended(task: CommTask) -> None:
-        # If it failed, the core stops, and all waits end.
-        if task.error is None and awaited.less(1):
-            right.notify_ready()
-
-    def place(part: SubCommTask) -> None:
-        if arriving.less(part.size):
-            matrices.place(part, rest)
-
-    left = enqueue("left", Phase.LEFT, matrices.lefts, matrices.left, ended)
-    right = enqueue("right", Phase.RIGHT, matrices.rights, matrices.right, on_end, place)
-    if rest.buffer.numel():
-        reduce_rest(GradientBucket(bucket.index, rest.parameters, rest.buffer, bucket.priority), ended)
-    tasks.notify_ready(left, ready)
-    return right
-
-
-class Rest:
-    """The part of a bucket that is reduced beside its matrices, in its own buffer."""
-
-    def __init__(self, buffer: Tensor, pieces: Sequence[tuple[nn.Parameter, int, int]]) -> None:
-        self.parameters = [parameter for parameter, _, _ in pieces]
-        self._places = [buffer[first:end] for _, first, end in pieces]
-        self.buffer = torch.cat(self._places) if pieces else buffer[:0]
-
-    def put_back(self) -> None:
-        """Copy the result into the bucket."""
-        parts = self.buffer.split([len(place) for place in self._places])
-        for place, part in zip(self._places, parts, strict=True):
-            place.copy_(part)
-
-
-class _Countdown:
-    def __init__(self, count: int) -> None:
-        self._count = count
-        self._lock = threading.Lock()
-
-    def less(self, count: int) -> bool:
-        with self._lock:
-            self._count -= count
-            return not self._count
-
-
-def _mean(group: dist.ProcessGroup, factors: Tensor, sub_task: SubCommTask, number: int) -> StartedOperation:
-    """Average a part over all ranks by messages that are matched by their number.
+def _sum(group: dist.ProcessGroup, values: Tensor, sub_task: SubCommTask, number: int) -> StartedOperation:
+    """Sum a part over all ranks by messages that are matched by their number.
 
     It takes two rounds, or one if that sends hardly more, as on two ranks. The sizes that decide are known to all
     ranks.
     """
-    part = factors[sub_task.offset : sub_task.offset + sub_task.size]
-    width, others = factors.element_size(), group.size() - 1
+    part = values[sub_task.offset : sub_task.offset + sub_task.size]
+    width, others = values.element_size(), group.size() - 1
     first, end = shard_of(sub_task.size, group.rank(), group.size())
     in_shards = (sub_task.size - (end - first) + others * (end - first)) * width
     direct = others * sub_task.size * width
     if direct * (1 - 2 / group.size()) <= _DIRECT:
         sub_task.encoded_bytes = direct
-        return all_reduce_direct(group, part, number, 1.0 / group.size())
+        return all_reduce_direct(group, part, number, 1.0)
     sub_task.encoded_bytes = in_shards
-    return all_reduce_in_shards(group, part, number, 1.0 / group.size())
+    return all_reduce_in_shards(group, part, number, 1.0)
 
 
 _SEEN_STEPS = 30
@@ -593,14 +523,16 @@ class GradientCompression(Uncompressed):
         self.copies = HostPayloads()
         self._lock = threading.Lock()  # guards the counters, which two threads update
         codecs = {name: rules.codec_for(name, parameter) for name, parameter in parameters.items()}
-        self._codecs = {id(parameters[name]): (name, codec) for name, codec in codecs.items() if codec is not None}
-        self.compressed = {name: AUTO if rules.auto else codec.spec for name, codec in self._codecs.values()}
+        known = {name: codec for name, codec in codecs.items() if codec is not None}
+        self._codecs = {id(parameters[name]): (name, c) for name, c in known.items() if isinstance(c, Compressor)}
+        self._low_rank = {id(parameters[name]): (name, c) for name, c in known.items() if isinstance(c, PowerSGD)}
+        self.compressed = {name: AUTO if rules.auto else codec.spec for name, codec in known.items()}
         self.ratio = 1.0 if rules.auto else rules.ratio(parameters)
         self.left_out = residuals.begin_fit({name: parameters[name] for name in self.compressed}, may_drop=may_drop)
 
-    def reduction(self, tasks: StepTasks) -> CompressedReduction:
+    def reduction(self, *of: Any, norms: bool) -> Reduction:
         """See ``Uncompressed``."""
-        return CompressedReduction(tasks, self)
+        return super().reduction(*of, norms=True) if norms else CompressedReduction(self, *of)
 
     def before_forward(self, step: int, *, counts: bool, tries: bool) -> None:
         """See ``Uncompressed``; only one setting is tried at a time."""
@@ -620,15 +552,10 @@ class GradientCompression(Uncompressed):
         """See ``Uncompressed``."""
         self._residuals.before_backward()
 
-    def work_on(self, device: torch.device) -> PayloadCopies:
-        """Encode on ``device``, where gradients are; nothing may be in flight.
-
-        Returns:
-            Copies payloads to and from host memory.
-        """
-        self.copies = copies = PayloadCopies(device)
+    def work_on(self, copies: PayloadCopies) -> None:
+        """Encode where gradients are, from which ``copies`` copies payloads; nothing may be in flight."""
+        self.copies = copies
         self._residuals.live_on(copies.device)
-        return copies
 
     def close(self) -> None:
         """See ``Uncompressed``: residuals move to host memory; those of gradients never applied are restored."""
@@ -649,11 +576,9 @@ class GradientCompression(Uncompressed):
 
     def encoded(self, bucket: GradientBucket, weight: StepWeight) -> CompressedBucket | None:
         """See ``Uncompressed``."""
-        codecs = (self._codecs.get(id(parameter), ("", None))[1] for parameter in bucket.parameters)
         buffer, layers = bucket.buffer, self.layers
-        nbytes = buffer.numel() * buffer.element_size()
-        exact = layers is not None and not layers.include(bucket.index, nbytes)
-        if buffer.is_complex() or all(codec is None or isinstance(codec, PowerSGD) for codec in codecs):
+        exact = layers is not None and not layers.include(bucket.index, buffer.numel() * buffer.element_size())
+        if not any(id(parameter) in self._codecs for parameter in bucket.parameters):
             return None
         pieces = list(self._pieces(bucket.parameters))
         fold = 1 if layers is None else _FOLD
@@ -676,17 +601,19 @@ class GradientCompression(Uncompressed):
         residual, before = self._residuals.to_change(piece.name, size)
         return replace(piece, residual=residual, before=before)
 
-    def in_factors(self, bucket: GradientBucket, ranks: int, weight: StepWeight) -> tuple[LowRankBucket, Rest] | None:
-        """Split a bucket into matrices that travel as factors and the rest; ``None`` if it has no such matrix."""
-        matrices, others = [], []
+    def in_factors(self, bucket: GradientBucket, ranks: int, weight: StepWeight) -> LowRankBucket | None:
+        """Return the form of a bucket whose matrices travel as factors; ``None`` if it has no such matrix."""
+        if not self._low_rank:
+            return None
+        matrices, rest = [], []
         at = 0
         for parameter in bucket.parameters:
             with torch._C.DisableTorchFunctionSubclass():
                 size = parameter.numel()
-            name, codec = self._codecs.get(id(parameter), ("", None))
-            shape = codec.shape_of(parameter) if isinstance(codec, PowerSGD) else None
-            if shape is None or not isinstance(codec, PowerSGD):
-                others.append((parameter, at, at + size))
+            name, codec = self._low_rank.get(id(parameter), ("", None))
+            shape = None if codec is None else codec.shape_of(parameter)
+            if codec is None or shape is None:
+                rest.append(slice(at, at + size))
             else:
                 right = self._residuals.right_of(name, shape[1], codec)
                 residual, before = self._residuals.to_change(name, size)
@@ -699,8 +626,7 @@ class GradientCompression(Uncompressed):
             at += size
         if not matrices:
             return None
-        made = LowRankBucket(bucket.buffer, matrices, ranks, self, weight, self.copies)
-        return made, Rest(bucket.buffer, others)
+        return LowRankBucket(bucket.buffer, matrices, rest, ranks, self, weight, self.copies)
 
     def _pieces(self, parameters: Iterable[nn.Parameter]) -> Iterator[Piece]:
         at = 0
@@ -708,7 +634,6 @@ class GradientCompression(Uncompressed):
             with torch._C.DisableTorchFunctionSubclass():
                 size = parameter.numel()
             name, codec = self._codecs.get(id(parameter), ("", None))
-            codec = None if isinstance(codec, PowerSGD) else codec  # a part of a matrix travels uncompressed
             yield Piece(at, at + size, codec, name=name, idle=codec is not None and self._idle(parameter))
             at += size
 
@@ -728,30 +653,47 @@ class GradientCompression(Uncompressed):
                     record.statistics.residual_squares += sum(squares)
 
 
-class CompressedReduction:
+class CompressedReduction(Reduction):
     """Encoded reduce-scatter and all-gather by priority; an all-reduce for buckets that travel uncompressed.
 
-    See :class:`~lightning_bytescheduler.ddp.reduction.Reduction`.
+    Args:
+        compression: Has the codecs.
+        of: See :class:`~lightning_bytescheduler.ddp.reduction.Reduction`.
     """
 
-    def __init__(self, tasks: StepTasks, compression: GradientCompression) -> None:
-        self._tasks = tasks
-        self._as_it_is = AllReduction(tasks)
+    def __init__(self, compression: GradientCompression, *of: Any) -> None:
+        super().__init__(*of)
         self._compression = compression
 
-    def reduce(self, bucket: GradientBucket, on_end: Callable[[CommTask], None] | None = None) -> CommTask:
+    def reduce(self, bucket: GradientBucket, on_end: OnEnd | None = None) -> CommTask:
         """See ``Reduction``."""
-        tasks, buffer = self._tasks, bucket.buffer
-        in_factors = self._compression.in_factors(bucket, tasks.world_size, tasks.weight)
-        if in_factors is not None:
-            return reduce_in_factors(tasks, bucket, *in_factors, self.reduce, on_end)
-        encoded = self._compression.encoded(bucket, tasks.weight)
+        matrices = self._compression.in_factors(bucket, self.world_size, self.weight)
+        if matrices is not None:
+            return self._reduce_in_factors(bucket, matrices, on_end)
+        encoded = self._compression.encoded(bucket, self.weight)
         if encoded is None:
-            return self._as_it_is.reduce(bucket, on_end)
-        return tasks.enqueue_halves(bucket, buffer, encoded, scatter_priority=bucket.priority, on_end=on_end)
+            return super().reduce(bucket, on_end)
+        return self.in_halves(bucket, bucket.buffer, encoded, scatter_priority=bucket.priority, on_end=on_end)
 
-    def close(self) -> None:
-        """See ``Reduction``."""
+    def _reduce_in_factors(self, bucket: GradientBucket, matrices: LowRankBucket, on_end: OnEnd | None) -> CommTask:
+        ready, buffer, launch = self.route.mark(), bucket.buffer, self.route.launch_encoded
+        # Unencoded, the bucket would travel once to its owners and once to all.
+        half = (self.world_size - 1) / self.world_size * buffer.numel() * buffer.element_size()
+
+        def ended(left: CommTask) -> None:
+            # If it failed, the core stops, and all waits end.
+            if left.error is None:
+                right.notify_ready()
+
+        def enqueue(name: str, phase: Phase, size: int, start: EncodedStart, on_end: OnEnd | None) -> CommTask:
+            return self.enqueue(
+                bucket, size, partial(launch, start), name=name, phase=phase, wire_bytes=half / size, on_end=on_end
+            )
+
+        left = enqueue(" left", Phase.LEFT, matrices.left_size, matrices.left, ended)
+        right = enqueue(" right", Phase.RIGHT, matrices.right_size, matrices.right, on_end)
+        self.notify_ready(left, ready)
+        return right
 
 
 def has_no_gradient(parameter: nn.Parameter) -> bool:

@@ -285,15 +285,16 @@ class CompressionRules:
             pairs = [("*", _codec("compression", compression))]
         if all(codec is None for _, codec in pairs):
             return None
-        chosen = [codec is _AUTO for _, codec in pairs if codec is not None]
-        if any(chosen) and not all(chosen):
-            raise OptionError(
-                "compression",
-                compression,
-                f"a dict of {AUTO!r} and None, or compressors and None",
-                "It goes by how long training waits for all that may be compressed.",
+        kinds = {"auto" if codec is _AUTO else isinstance(codec, PowerSGD) for _, codec in pairs if codec is not None}
+        if len(kinds) > 1:
+            alone, why = (
+                (AUTO, "It goes by how long training waits for all that may be compressed.")
+                if "auto" in kinds
+                else ("powersgd", "What is no matrix, or for None, travels as it is, beside the factors of matrices.")
             )
-        return cls(by_pattern=tuple(pairs), min_size=MIN_SIZE if min_size is None else min_size, auto=any(chosen))
+            allowed = f"a dict of {alone!r} and None, or of other compressors and None"
+            raise OptionError("compression", compression, allowed, why)
+        return cls(by_pattern=tuple(pairs), min_size=MIN_SIZE if min_size is None else min_size, auto="auto" in kinds)
 
     def check_device(self, device: torch.device) -> None:
         """Check that gradients on ``device`` can be compressed.

@@ -23,7 +23,7 @@ kinds, and holds everything that belongs to it alone:
 
 ``overlapped_step.py`` describes threads and the order of locks. What a bucket becomes is decided when the fit begins:
 by the codec (:class:`~lightning_bytescheduler.ddp.reduction.Uncompressed` for none), by whether norms are needed early,
-and by the transport. All threads are named ``bytescheduler-*``, and :meth:`Fit.stop` stops them within a bound.
+and by the route. All threads are named ``bytescheduler-*``, and :meth:`Fit.stop` stops them within a bound.
 """
 
 # Annotations must not be postponed: DDP compares those of its hook as objects.
@@ -53,7 +53,7 @@ from lightning_bytescheduler.ddp.fit_report import Record
 from lightning_bytescheduler.ddp.gradient_transforms import PendingScale, Unscale
 from lightning_bytescheduler.ddp.own_gradients import OwnGradients
 from lightning_bytescheduler.ddp.reads import ForwardPass, Reads
-from lightning_bytescheduler.ddp.reduction import Reduction, SparseGradients, StepTasks, Uncompressed
+from lightning_bytescheduler.ddp.reduction import Reduction, SparseGradients, Uncompressed
 from lightning_bytescheduler.ddp.sample_weights import (
     NOTHING,
     NUMBERS,
@@ -232,7 +232,7 @@ class Fit:
         self.device = device
         self.record = record
         self.codec = Uncompressed() if codec is None else codec
-        self.merges = codec is None and wire.transport.push_pull is None
+        self.merges = codec is None and wire.route.merges
         self.sharded = False
         self.weights = self._weights(counter, parameters)
         self.weight = self.weights.equal
@@ -251,12 +251,12 @@ class Fit:
 
     def _weights(self, counter: SampleCounter | None, parameters: list[nn.Parameter]) -> RankWeights:
         wire, device, statistics = self.wire, self.device, self.record.statistics
-        ranks = wire.transport.group.size()
+        ranks = wire.route.group.size()
         if counter is None or wire.groups.counts is None:
             return RankWeights(ranks)
         device_time = DeviceTime(device) if device.type == "cuda" else None
         if device_time is not None:
-            wire.transport.measure_waits(device_time.waiting)
+            wire.route.measure_waits(device_time.waiting)
         return SampleWeights(
             counter,
             NumberExchange(
@@ -364,7 +364,7 @@ class Fit:
             self.progress.first_forward = self.reads.forward
         self.weight = self.weights.begin_step()
         as_ddp = number > 1 and self.mode.ddp_mode
-        routing = self.wire.transport.routing
+        routing = self.wire.route.routing
         if routing is not None and as_ddp and self.merges:
             routing.go_direct()
         elif routing is not None:
@@ -377,8 +377,8 @@ class Fit:
 
     def reduction(self, number: int, *, overlaps: bool) -> Reduction:
         """Return the reduction of step ``number``."""
-        tasks = StepTasks(self.wire.core, self.wire.transport, number, self.weight, self.record)
-        return self.codec.sharded(tasks) if overlaps and self.sharded else self.codec.reduction(tasks)
+        of = self.wire.core, self.wire.route, number, self.weight, self.record
+        return self.codec.reduction(*of, norms=overlaps and self.sharded)
 
     def wait(self, task: CommTask) -> None:
         """Wait for ``task``, and count the time.
@@ -395,7 +395,7 @@ class Fit:
         progress.waiting = True
         try:
             with profiled(f"bytescheduler::gate {task.name}"):
-                self.wire.transport.join(task, self.wire.timeout)
+                self.wire.route.join(task, self.wire.timeout)
         finally:
             progress.waiting = False
         waited = record.waited(f"gate {task.name}", GATE, start, step=task.key.step)
@@ -551,8 +551,8 @@ class Fit:
         """End with ``error`` a backward pass that waits for communication outside the scheduler's core."""
         self.step.fail(error)
         self.sparse.call_off()
-        if self.wire.transport.routing is not None:
-            self.wire.transport.routing.call_off()
+        if self.wire.route.routing is not None:
+            self.wire.route.routing.call_off()
 
     # ------------------------------------------------------------------ the end
 

@@ -137,7 +137,7 @@ class BucketUpdate:
         if early:
             # without the lock, as a logging handler may touch parameters on another thread
             fit.reads.seen.waited_early()
-        if self.state is UpdateState.DUE and fit.wire.transport.streams is None:
+        if self.state is UpdateState.DUE and fit.wire.route.streams is None:
             step.step_while_waiting(self.task)
             fit.wait(self.task)  # without the lock, so that other threads can use buckets that have arrived
         with fit.lock:

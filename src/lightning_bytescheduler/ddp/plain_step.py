@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -37,7 +37,7 @@ from lightning_bytescheduler.scheduler.task import CommTask
 from lightning_bytescheduler.timeline.timeline import COMMUNICATION
 from lightning_bytescheduler.tuning.sizes import LinkEstimate
 
-__all__ = ["AwaitedBuckets", "MergedBuckets", "PlainStep", "ScheduledBuckets", "SentMessages", "merged_bytes"]
+__all__ = ["MergedBuckets", "PlainStep", "ScheduledBuckets", "SentMessages", "merged_bytes"]
 
 OnArrival = Callable[[torch.futures.Future[object]], None]
 
@@ -47,31 +47,8 @@ _START_UP_SHARE = 0.1  # of a message's time
 _LOOK_EVERY = timedelta(milliseconds=200)
 
 
-class AwaitedBuckets(Protocol):
-    """Averages the buckets of one backward pass, and waits for them."""
-
-    kind: str
-
-    def send(self, bucket: dist.GradBucket, buffer: torch.Tensor) -> None:
-        """Begin to average the buffer of the next bucket over all ranks, in place."""
-
-    def finish(self) -> float:
-        """Wait for all buckets, after the last one; returns the seconds of idle waiting, infinite if unknown.
-
-        Raises:
-            BaseException: The error of a reduction, or that of :meth:`fail`.
-        """
-
-    def fail(self, error: BaseException) -> None:
-        """End with ``error`` what does not wait for the scheduler's core; for any thread."""
-
-    @property
-    def under_way(self) -> bool:
-        """Whether a message outside the scheduler's core has not arrived."""
-
-
 class ScheduledBuckets:
-    """Buckets that the scheduler sends; see :class:`AwaitedBuckets`."""
+    """Buckets that the scheduler sends."""
 
     kind = "synchronised"
     under_way = False
@@ -82,21 +59,25 @@ class ScheduledBuckets:
         self._tasks: list[CommTask] = []
 
     def send(self, bucket: dist.GradBucket, buffer: torch.Tensor) -> None:
-        """See :class:`AwaitedBuckets`."""
+        """Begin to average the buffer of the next bucket over all ranks, in place."""
         index, parameters = bucket.index(), cast("list[nn.Parameter]", bucket.parameters())
         known = GradientBucket(index, parameters, buffer, self._fit.reads.position_of(index, parameters))
         self._tasks.append(self._reduction.reduce(known))
 
     def finish(self) -> float:
-        """See :class:`AwaitedBuckets`."""
+        """Wait for all buckets, after the last one; returns the seconds of idle waiting, infinite if unknown.
+
+        Raises:
+            BaseException: The error of a reduction.
+        """
         clock, wire = self._fit.record.clock, self._fit.wire
         start = clock()
         for task in self._tasks:
-            wire.transport.join(task, wire.timeout)
+            wire.route.join(task, wire.timeout)
         return clock() - start
 
     def fail(self, error: BaseException) -> None:
-        """See :class:`AwaitedBuckets`."""
+        """End with ``error`` what does not wait for the scheduler's core: nothing here."""
 
 
 def merged_bytes(device: torch.device, link: LinkEstimate | None) -> int:
@@ -114,7 +95,7 @@ def merged_bytes(device: torch.device, link: LinkEstimate | None) -> int:
 
 
 class MergedBuckets:
-    """Buckets that are merged, past the scheduler; see the module and :class:`AwaitedBuckets`.
+    """Buckets that are merged, past the scheduler; see the module and :class:`ScheduledBuckets`.
 
     Args:
         limit: Bytes from which a message is sent, see :func:`merged_bytes`; 0 to send buckets unmerged.
@@ -156,10 +137,10 @@ class MergedBuckets:
     def of(cls, fit: Fit, number: int, *, limit: int, processors: int) -> MergedBuckets:
         """Return those of step ``number``."""
         wire = fit.wire
-        if wire.transport.streams is not None:
+        if wire.route.streams is not None:
             wire.core.drain(wire.timeout)  # NCCL runs in launch order, and this thread launches next
         return cls(
-            wire.transport.group,
+            wire.route.group,
             fit.device,
             fit.weight,
             limit=limit,
@@ -169,7 +150,7 @@ class MergedBuckets:
         )
 
     def send(self, bucket: object, buffer: torch.Tensor) -> None:
-        """See :class:`AwaitedBuckets`."""
+        """See :class:`ScheduledBuckets`."""
         if self._error is not None:
             raise self._error
         if self._waiting and self._waiting[0].dtype != buffer.dtype:
@@ -181,7 +162,7 @@ class MergedBuckets:
             self._limit = self._next_limit
 
     def finish(self) -> float:
-        """See :class:`AwaitedBuckets`."""
+        """See :class:`ScheduledBuckets`."""
         if self._waiting:
             self._form()
         if self._formed:
@@ -206,11 +187,11 @@ class MergedBuckets:
 
     @property
     def under_way(self) -> bool:
-        """See :class:`AwaitedBuckets`."""
+        """See :class:`ScheduledBuckets`."""
         return not all(work.is_completed() for work in self._works)
 
     def fail(self, error: BaseException) -> None:
-        """See :class:`AwaitedBuckets`."""
+        """See :class:`ScheduledBuckets`."""
         self._error = error
 
     def _form(self) -> None:
@@ -252,7 +233,7 @@ class SentMessages:
     def sending(self, buffers: Sequence[torch.Tensor]) -> OnArrival | None:
         """Begin a message of ``buffers``; the result is called with its future, on any thread."""
         record = self._fit.record
-        nbytes = self._fit.wire.transport.wire_share * sum(buffer.nbytes for buffer in buffers)
+        nbytes = self._fit.wire.route.wire_share * sum(buffer.nbytes for buffer in buffers)
         record.statistics.bytes_sent += nbytes
         record.statistics.bytes_uncompressed += nbytes
         if record.timeline is None:
@@ -276,11 +257,7 @@ class SentMessages:
 
     def _when_reached(self, then: Callable[[], None]) -> None:
         """Call ``then`` when the current stream has done what is enqueued so far; at once on a CPU."""
-        streams = self._fit.wire.transport.streams
-        if streams is None:
-            then()
-        else:
-            streams.when_ready(ReadyMark(self._fit.device), then)
+        self._fit.wire.route.when_ready(ReadyMark(self._fit.device), then)
 
 
 class PlainStep(TrainingStep):
@@ -296,7 +273,7 @@ class PlainStep(TrainingStep):
         self,
         fit: Fit,
         number: int,
-        buckets: AwaitedBuckets,
+        buckets: ScheduledBuckets | MergedBuckets,
         on_exposed: Callable[[float], None] | None = None,
         *,
         each: bool = False,

@@ -1,15 +1,16 @@
 """Turns the buckets of one backward pass into communication tasks.
 
-There are two ways. *All-reduce* (push and pull with parameter servers) has one task per bucket. *Sharded* reduction is
-for steps that need the norm of all gradients, or whether all are finite, before the first update (norm clipping, fp16
-loss scaling)::
+There are two ways. An *all-reduce* (push and pull with parameter servers) is one task per bucket. *Sharded* reduction
+is for steps that need the norm of all gradients, or whether all are finite, before the first update (norm clipping,
+fp16 loss scaling)::
 
     reduce-scatter   of every bucket, during the backward pass: each rank has its shard of the reduced gradient
     norms            one exchange of a number per parameter: then every rank knows every parameter's norm
     all-gather       by priority, once the bucket's own reduce-scatter is done; during the next forward pass
 
 It sends as many bytes as an all-reduce, which is a reduce-scatter and an all-gather, but the norm is known after half
-of them. Reduce-scatters have the highest priority, as every update waits for the last one.
+of them. Reduce-scatters have the highest priority, as every update waits for the last one. Buckets that travel encoded
+take the same two halves, see ``compressed_reduction.py``.
 
 Why the ranks agree: tasks are named by step, phase and index of the bucket, and are launched in the order rank 0
 decides (``launch_order.py``). A gather waits for its bucket's reduce-scatter on its rank, and the exchange of norms
@@ -23,7 +24,6 @@ import enum
 import math
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Protocol
 
@@ -32,17 +32,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_bytescheduler.collectives.host_copies import HostPayloads
 from lightning_bytescheduler.collectives.operations import (
     Averaging,
     Operation,
     StartedOperation,
     all_gather,
+    ending_with,
     exchange,
     reduce_scatter,
     scale,
     shard_of,
 )
-from lightning_bytescheduler.collectives.transport import EncodedStart, GradientTransport, ReadyMark
+from lightning_bytescheduler.collectives.route import AllReduce, EncodedStart, ReadyMark
 from lightning_bytescheduler.ddp.fit_report import BEFORE_GATHERS, Record
 from lightning_bytescheduler.ddp.sample_weights import StepWeight
 from lightning_bytescheduler.failures.standstill import break_connections
@@ -115,7 +117,7 @@ def _first_value(future: torch.futures.Future[Any]) -> torch.Tensor:
     return tensor
 
 
-OnPart = Callable[[SubCommTask], None]
+OnEnd = Callable[[CommTask], None]
 Launch = Callable[[SubCommTask], None]
 """Sends a part; see :class:`CommTask`."""
 
@@ -142,21 +144,15 @@ class GradientBucket:
     Args:
         index: Index of the bucket, the same on all ranks.
         priority: Position in the forward pass or in the order of arrival, depending on the policy.
-
-    Attributes:
-        exists: Marks when ``buffer`` is complete; ``None`` if the current stream writes it.
-        on_part: Called with each part whose mean is in ``buffer``, before the task ends.
     """
 
-    __slots__ = ("buffer", "exists", "index", "on_part", "parameters", "priority")
+    __slots__ = ("buffer", "index", "parameters", "priority")
 
     def __init__(self, index: int, parameters: list[nn.Parameter], buffer: torch.Tensor, priority: int) -> None:
         self.index = index
         self.parameters = parameters
         self.buffer = buffer
         self.priority = priority
-        self.exists: ReadyMark | None = None
-        self.on_part: OnPart | None = None
 
     def holds(self, gradient: torch.Tensor) -> bool:
         """Whether ``gradient`` is a view of this bucket and not another tensor."""
@@ -187,73 +183,216 @@ class EncodedBucket(Protocol):
 Encode = Callable[[GradientBucket, StepWeight], EncodedBucket | None]
 
 
-class Reduction(Protocol):
-    """Turns the buckets of one backward pass into tasks."""
+class Reduction:
+    """Turns the buckets of one backward pass into tasks: one all-reduce for each.
 
-    def reduce(self, bucket: GradientBucket, on_end: Callable[[CommTask], None] | None = None) -> CommTask:
+    Args:
+        route: How parts travel.
+        step: Number of the step, the same on all ranks.
+        weight: This rank's weight.
+        record: Takes copies of parts that travel from host memory.
+    """
+
+    def __init__(
+        self, core: ByteCore, route: AllReduce, step: int, weight: StepWeight, record: Record | None = None
+    ) -> None:
+        self.route = route
+        self.weight = weight
+        self.rank = route.group.rank()
+        self.world_size = route.group.size()
+        self._core = core
+        self._step = step
+        self._record = Record() if record is None else record
+
+    def reduce(self, bucket: GradientBucket, on_end: OnEnd | None = None) -> CommTask:
         """Average the buffer of ``bucket`` over all ranks, in place.
 
         Args:
-            bucket: The next bucket.
+            bucket: The next bucket; the current stream has written it.
             on_end: Called once when the task has ended; not where streams wait.
 
         Returns:
             The task that ends when the buffer holds the mean.
         """
+        ready, buffer, route = self.route.mark(), bucket.buffer, self.route
+        task = self.enqueue(
+            bucket,
+            buffer.numel(),
+            self._averaging(bucket, buffer, route.all_reduce, ready),
+            phase=Phase.REDUCE,
+            wire_bytes=route.wire_share * buffer.element_size(),
+            on_end=on_end,
+            joinable=True,
+        )
+        self.notify_ready(task, ready)
+        return task
 
     def close(self) -> None:
         """Record that there are no more buckets."""
 
+    def enqueue(
+        self,
+        bucket: GradientBucket,
+        size: int,
+        launch: Launch,
+        *,
+        name: str = "",
+        phase: Phase,
+        wire_bytes: float,
+        priority: int | None = None,
+        fold: int = 1,
+        cut_like: CommTask | None = None,
+        on_end: OnEnd | None = None,
+        joinable: bool = False,
+    ) -> CommTask:
+        """Enqueue a task for a bucket.
 
-class AllReduction:
-    """One all-reduce per bucket; see :class:`Reduction`."""
-
-    def __init__(self, tasks: StepTasks) -> None:
-        self._tasks = tasks
-
-    def reduce(self, bucket: GradientBucket, on_end: Callable[[CommTask], None] | None = None) -> CommTask:
-        """See :class:`Reduction`."""
-        tasks = self._tasks
-        bucket = tasks.on_host(bucket)
-        ready = tasks.mark(bucket)
-        task = tasks.enqueue(
-            f"bucket {bucket.index}",
-            bucket.buffer,
-            tasks.averaged(bucket.buffer, tasks.all_reduce, ready, bucket.on_part),
-            phase=Phase.REDUCE,
-            index=bucket.index,
-            priority=bucket.priority,
-            wire_share=tasks.wire_share,
-            on_end=on_end,
-            joinable=True,
+        Args:
+            bucket: The bucket.
+            size: Elements to send.
+            launch: Sends each part.
+            name: What is done with the bucket, if it has several tasks.
+            phase: Phase of the step.
+            wire_bytes: See :class:`CommTask`.
+            priority: The bucket's if left out.
+            fold: See :class:`CommTask`.
+            cut_like: See :meth:`ByteCore.enqueue`.
+            on_end: See :class:`CommTask`; not for a joinable task on a GPU.
+            joinable: Whether streams that wait for the result may use it, see :meth:`AllReduce.join`.
+        """
+        streams = self.route.streams if joinable else None
+        task = CommTask(
+            f"bucket {bucket.index}{name}",
+            size,
+            launch=launch,
+            priority=bucket.priority if priority is None else priority,
+            key=TaskKey(self._step, phase, bucket.index),
+            wire_bytes=wire_bytes,
+            on_end=on_end if streams is None else streams.forget,
+            fold=fold,
         )
-        tasks.notify_ready(task, ready)
+        if streams is not None:
+            streams.expect(task)
+        try:
+            self._core.enqueue(task, cut_like=cut_like)
+        except BaseException:
+            if streams is not None:
+                streams.forget(task)
+            raise
         return task
 
-    def close(self) -> None:
-        """See :class:`Reduction`."""
+    def in_halves(
+        self,
+        bucket: GradientBucket,
+        buffer: torch.Tensor,
+        encoded: EncodedBucket | None,
+        *,
+        scatter_priority: int,
+        on_scattered: OnEnd | None = None,
+        on_end: OnEnd | None = None,
+    ) -> CommTask:
+        """Enqueue the reduce-scatter and the all-gather of a bucket.
+
+        Args:
+            bucket: The bucket; the current stream has written it.
+            buffer: Its buffer, as real numbers.
+            encoded: Does both if parts travel encoded.
+            scatter_priority: Priority of the reduce-scatter.
+            on_scattered: Called when that has ended without error, before the all-gather may begin.
+            on_end: See :meth:`reduce`.
+
+        Returns:
+            The all-gather.
+        """
+        ready, share = self.route.mark(), (self.world_size - 1) / self.world_size
+
+        def scattered(scatter: CommTask) -> None:
+            # If it failed, the core stops, and all waits end; the gather may not exist yet.
+            if scatter.error is None:
+                if on_scattered is not None:
+                    on_scattered(scatter)
+                gather.notify_ready()
+
+        if encoded is None:
+            fold, to_owners = 1, self._averaging(bucket, buffer, reduce_scatter, ready)
+            to_all = self._launching(bucket, buffer, all_gather)
+        else:
+            fold, to_owners = encoded.fold, partial(self.route.launch_encoded, encoded.scatter)
+            to_all = partial(self.route.launch_encoded, encoded.gather)
+        enqueue = partial(self.enqueue, bucket, buffer.numel(), fold=fold, wire_bytes=share * buffer.element_size())
+        scatter = enqueue(to_owners, name=" scatter", phase=Phase.REDUCE, priority=scatter_priority, on_end=scattered)
+        # Shards belong to parts, so both tasks must have the same parts.
+        gather = enqueue(to_all, name=" gather", phase=Phase.GATHER, cut_like=scatter, on_end=on_end, joinable=True)
+        self.notify_ready(scatter, ready)
+        return gather
+
+    def notify_ready(self, task: CommTask, ready: ReadyMark) -> None:
+        """Mark a task as ready once its data is complete and this rank's weight is known."""
+        self.weight.when_known(partial(self.route.when_ready, ready, task.notify_ready))
+
+    def _averaging(
+        self, bucket: GradientBucket, buffer: torch.Tensor, operation: Averaging, ready: ReadyMark
+    ) -> Launch:
+        """Return :meth:`_launching` with this rank's weight, which is known when the task starts."""
+        weight = self.weight
+
+        def weighted(group: dist.ProcessGroup, part: torch.Tensor, number: int) -> StartedOperation:
+            return operation(group, part, number, weight.factor)
+
+        return self._launching(bucket, buffer, weighted, ready)
+
+    def _launching(
+        self, bucket: GradientBucket, buffer: torch.Tensor, operation: Operation, ready: ReadyMark | None = None
+    ) -> Launch:
+        """Return what runs ``operation`` on each part of ``buffer``; see :meth:`AllReduce.launch`."""
+        if self.route.copies is not None:
+            operation = self._on_copies(bucket.index, operation, self.route.copies)
+        return partial(self.route.launch, buffer, operation, ready)
+
+    def _on_copies(self, index: int, operation: Operation, copies: HostPayloads) -> Operation:
+        """Return ``operation`` on a copy of the part in host memory, whose result is copied back."""
+        record, step = self._record, self._step
+
+        def on_copy(group: dist.ProcessGroup, part: torch.Tensor, number: int) -> StartedOperation:
+            start = record.clock()
+            with copies.working():
+                there = copies.to_host(part)
+            record.copied(COPY_TO_HOST, index, start, step=step)
+            started = operation(group, there, number)
+
+            def put_back() -> None:
+                start = record.clock()
+                if started.passage is not None:
+                    started.passage.came = started.passage.came or start
+                with copies.working():
+                    copies.bring_back(there, part)
+                record.copied(COPY_TO_DEVICE, index, start, step=step)
+
+            return ending_with(started, put_back)
+
+        return on_copy
 
 
-class ShardedReduction:
-    """Reduce-scatter and all-gather per bucket, with every parameter's norm in between; see :class:`Reduction`.
+class ShardedReduction(Reduction):
+    """Reduce-scatter and all-gather per bucket, with every parameter's norm in between; see the module.
 
-    Reduce-scatters end on the transport's thread, which computes the norms of this rank's shards. On a GPU it uses a
-    side stream, as the host already knows that the shards are complete.
+    Reduce-scatters end on the route's thread, which computes the norms of this rank's shards. On a GPU it uses a side
+    stream, as the host already knows that the shards are complete.
 
     A lock guards what both threads use; nothing is called with it held.
 
     Args:
         encode: Returns the encoded form of a bucket, see :meth:`Uncompressed.encoded`.
+        of: See :class:`Reduction`.
 
     Attributes:
         norms: The exchange; it ends when every parameter's norm is known. ``None`` before :meth:`close`.
     """
 
-    def __init__(self, tasks: StepTasks, encode: Encode) -> None:
+    def __init__(self, encode: Encode, *of: Any) -> None:
+        super().__init__(*of)
         self.norms: CommTask | None = None
-        self._tasks = tasks
         self._encode = encode
-        self._rank = tasks.rank
         self._position: dict[int, int] = {}  # index of each parameter, by its id
         self._lock = threading.Lock()
         self._shard_norms: dict[int, float] = {}  # by index of the parameter
@@ -261,13 +400,10 @@ class ShardedReduction:
         self._rows: torch.Tensor | None = None
         self._norms: list[float] | None = None
 
-    def reduce(self, bucket: GradientBucket, on_end: Callable[[CommTask], None] | None = None) -> CommTask:
+    def reduce(self, bucket: GradientBucket, on_end: OnEnd | None = None) -> CommTask:
         """See :class:`Reduction`."""
-        tasks, parameters = self._tasks, bucket.parameters
-        encoded = self._encode(bucket, tasks.weight)
-        if encoded is None:
-            bucket = tasks.on_host(bucket)
-        buffer = bucket.buffer
+        parameters, buffer = bucket.parameters, bucket.buffer
+        encoded = self._encode(bucket, self.weight)
         first = len(self._position)
         for position, parameter in enumerate(parameters, first):
             self._position[id(parameter)] = position
@@ -277,7 +413,7 @@ class ShardedReduction:
             buffer = torch.view_as_real(buffer).view(-1)
         with self._lock:
             self._under_way += 1
-        return tasks.enqueue_halves(
+        return self.in_halves(
             bucket,
             buffer,
             encoded,
@@ -287,11 +423,19 @@ class ShardedReduction:
         )
 
     def close(self) -> None:
-        """See :class:`Reduction`."""
-        count = len(self._position)
-        with self._tasks.aside():  # not behind the backward pass, as the GPU needs the norms before it ends
-            self._rows = torch.zeros(self._tasks.world_size, count, dtype=torch.float64, device=self._tasks.device)
-        self.norms = self._tasks.enqueue_exchange(self._rows, priority=-BEFORE_GATHERS)
+        """See :class:`Reduction`; enqueues the exchange of norms as one message."""
+        with self.route.side_stream():  # not behind the backward pass, as the GPU needs the norms before it ends
+            rows = torch.zeros(self.world_size, len(self._position), dtype=torch.float64, device=self.route.wire_device)
+        self.norms = CommTask(
+            "gradient norms",
+            1,
+            launch=lambda sub_task: self.route.send(rows, sub_task, exchange),
+            priority=-BEFORE_GATHERS,
+            key=TaskKey(self._step, Phase.NORMS),
+            wire_bytes=float(rows[0].numel() * rows.element_size() * (self.world_size - 1)),
+        )
+        self._rows = rows
+        self._core.enqueue(self.norms)
         self._one_less()
 
     def norm(self, parameter: nn.Parameter) -> float:
@@ -303,13 +447,13 @@ class ShardedReduction:
         if self._norms is None:
             if self._rows is None:
                 raise RuntimeError("The norms of a backward pass that has not ended were asked for.")
-            with self._tasks.aside():
+            with self.route.side_stream():
                 self._norms = [total_norm(shards) for shards in self._rows.t().tolist()]
         return self._norms[self._position[id(parameter)]]
 
     def _scattered(self, buffer: torch.Tensor, first: int, sizes: Sequence[int], scatter: CommTask) -> None:
-        with self._tasks.aside():
-            norms = _shard_norms(buffer, sizes, scatter, self._rank, self._tasks.world_size)
+        with self.route.side_stream():
+            norms = _shard_norms(buffer, sizes, scatter, self.rank, self.world_size)
         with self._lock:
             self._shard_norms.update((first + position, norm) for position, norm in norms.items())
         self._one_less()
@@ -319,9 +463,9 @@ class ShardedReduction:
             self._under_way -= 1
             last = not self._under_way
         if last and self._rows is not None and self.norms is not None:
-            row = self._rows[self._rank]
+            row = self._rows[self.rank]
             norms = torch.tensor([self._shard_norms.get(n, 0.0) for n in range(row.numel())], dtype=torch.float64)
-            with self._tasks.aside():
+            with self.route.side_stream():
                 row.copy_(norms)  # the copy to a GPU is complete when this returns
             self.norms.notify_ready()
 
@@ -372,13 +516,14 @@ class Uncompressed:
     ratio = 1.0
     """How many times fewer bytes travel for all gradients together."""
 
-    def reduction(self, tasks: StepTasks) -> Reduction:
-        """Return the reduction of one step."""
-        return AllReduction(tasks)
+    def reduction(self, *of: Any, norms: bool) -> Reduction:
+        """Return the reduction of one step.
 
-    def sharded(self, tasks: StepTasks) -> ShardedReduction:
-        """Return the reduction of one step in shards, so that norms are known early."""
-        return ShardedReduction(tasks, self.encoded)
+        Args:
+            of: See :class:`Reduction`.
+            norms: Whether the norms of all gradients are needed early.
+        """
+        return ShardedReduction(self.encoded, *of) if norms else Reduction(*of)
 
     def encoded(self, bucket: GradientBucket, weight: StepWeight) -> EncodedBucket | None:
         """Return the encoded form of a bucket in a step with this rank's ``weight``; ``None`` if it travels exact."""
@@ -407,218 +552,3 @@ class Uncompressed:
 
     def close(self) -> None:
         """End a fit without failure; nothing may be in flight."""
-
-
-class StepTasks:
-    """Makes the tasks of one step.
-
-    Args:
-        step: Number of the step, the same on all ranks.
-        weight: This rank's weight.
-        record: Takes copies of buckets that travel from host memory.
-    """
-
-    def __init__(
-        self,
-        core: ByteCore,
-        transport: GradientTransport,
-        step: int,
-        weight: StepWeight,
-        record: Record | None = None,
-    ) -> None:
-        self._record = Record() if record is None else record
-        self.core = core
-        self.step = step
-        self.device = transport.wire_device
-        self.rank = transport.group.rank()
-        self.world_size = transport.group.size()
-        self.all_reduce = transport.all_reduce
-        self.wire_share = transport.wire_share
-        self.weight = weight
-        self._transport = transport
-
-    def mark(self, bucket: GradientBucket) -> ReadyMark:
-        """Return the mark at which the contents of a bucket are complete."""
-        return bucket.exists or self._transport.mark(bucket.buffer)
-
-    def on_host(self, bucket: GradientBucket) -> GradientBucket:
-        """Return the bucket to send: its copy in host memory if gradients travel from there, otherwise ``bucket``."""
-        copies, record = self._transport.host_copies, self._record
-        if copies is None:
-            return bucket
-        buffer = bucket.buffer
-        copy, exists, made = copies.take_out(bucket.index, buffer)
-        if record.timeline is not None:
-            began: list[float] = []
-            copies.when_made(exists, lambda: began.append(record.clock()))
-            copies.when_made(made, lambda: record.copied(COPY_TO_HOST, bucket.index, began.pop(), step=self.step))
-        on_host = GradientBucket(bucket.index, bucket.parameters, copy, bucket.priority)
-        on_host.exists = made
-
-        def put_back(part: SubCommTask) -> None:
-            start, place = record.clock(), slice(part.offset, part.offset + part.size)
-            if part.passage is not None:
-                part.passage.came = part.passage.came or start
-            whole = copy, buffer
-            if part.parent.size != copy.numel():  # sharded reduction sends complex numbers as pairs of real ones
-                whole = torch.view_as_real(copy).view(-1), torch.view_as_real(buffer).view(-1)
-            copies.put_back(whole[0][place], whole[1][place])
-            record.copied(COPY_TO_DEVICE, bucket.index, start, step=self.step)
-
-        on_host.on_part = put_back
-        return on_host
-
-    def averaged(
-        self, buffer: torch.Tensor, operation: Averaging, ready: ReadyMark, on_part: OnPart | None = None
-    ) -> Launch:
-        """Return :meth:`as_it_is` with this rank's weight, which is known when the task starts."""
-        weight = self.weight
-
-        def weighted(group: dist.ProcessGroup, part: torch.Tensor, number: int) -> StartedOperation:
-            return operation(group, part, number, weight.factor)
-
-        return self.as_it_is(buffer, weighted, ready, on_part)
-
-    def as_it_is(
-        self,
-        buffer: torch.Tensor,
-        operation: Operation,
-        ready: ReadyMark | None = None,
-        on_part: OnPart | None = None,
-    ) -> Launch:
-        """Return what runs ``operation`` on each part of ``buffer``; see :meth:`GradientTransport.launch`."""
-        return partial(self._transport.launch, buffer, operation, ready, on_part)
-
-    def encoded(self, start: EncodedStart, on_part: OnPart | None = None) -> Launch:
-        """Return what encodes and sends parts with ``start``."""
-        return partial(self._transport.launch_encoded, start, on_part)
-
-    def enqueue(
-        self,
-        name: str,
-        buffer: torch.Tensor,
-        launch: Launch,
-        *,
-        fold: int = 1,
-        phase: Phase,
-        index: int,
-        priority: int,
-        wire_share: float,
-        cut_like: CommTask | None = None,
-        on_end: Callable[[CommTask], None] | None = None,
-        joinable: bool = False,
-    ) -> CommTask:
-        """Enqueue a task.
-
-        Args:
-            name: Name of the task.
-            buffer: The data to send.
-            launch: Sends each part.
-            fold: See :class:`CommTask`.
-            phase: Phase of the step.
-            index: Index of the bucket.
-            priority: See :class:`CommTask`.
-            wire_share: Bytes that each rank sends per byte of ``buffer``, unencoded.
-            cut_like: See :meth:`ByteCore.enqueue`.
-            on_end: See :class:`CommTask`; not for a joinable task on a GPU.
-            joinable: Whether streams that wait for the result may use it, see :meth:`GradientTransport.join`.
-        """
-        streams = self._transport.streams if joinable else None
-        task = CommTask(
-            name,
-            buffer.numel(),
-            launch=launch,
-            priority=priority,
-            key=TaskKey(self.step, phase, index),
-            wire_bytes=wire_share * buffer.element_size(),
-            on_end=on_end if streams is None else streams.forget,
-            fold=fold,
-        )
-        if streams is not None:
-            streams.expect(task)
-        try:
-            self.core.enqueue(task, cut_like=cut_like)
-        except BaseException:
-            if streams is not None:
-                streams.forget(task)
-            raise
-        return task
-
-    def enqueue_halves(
-        self,
-        bucket: GradientBucket,
-        buffer: torch.Tensor,
-        encoded: EncodedBucket | None,
-        *,
-        scatter_priority: int,
-        on_scattered: Callable[[CommTask], None] | None = None,
-        on_end: Callable[[CommTask], None] | None = None,
-    ) -> CommTask:
-        """Enqueue the reduce-scatter and the all-gather of a bucket whose data is complete on the current stream.
-
-        Args:
-            bucket: The bucket.
-            buffer: Its buffer, as real numbers.
-            encoded: Does both if parts travel encoded.
-            scatter_priority: Priority of the reduce-scatter.
-            on_scattered: Called when that has ended without error, before the all-gather may begin.
-            on_end: See :meth:`enqueue`; for the all-gather.
-
-        Returns:
-            The all-gather.
-        """
-        index, ready, share = bucket.index, self.mark(bucket), (self.world_size - 1) / self.world_size
-
-        def scattered(scatter: CommTask) -> None:
-            # If it failed, the core stops, and all waits end; the gather may not exist yet.
-            if scatter.error is None:
-                if on_scattered is not None:
-                    on_scattered(scatter)
-                gather.notify_ready()
-
-        if encoded is None:
-            fold, to_owners = 1, self.averaged(buffer, reduce_scatter, ready)
-            to_all = self.as_it_is(buffer, all_gather, on_part=bucket.on_part)
-        else:
-            fold, to_owners = encoded.fold, self.encoded(encoded.scatter)
-            to_all = self.encoded(encoded.gather, bucket.on_part)
-        enqueue = partial(self.enqueue, buffer=buffer, fold=fold, index=index, wire_share=share)
-        scatter = enqueue(
-            f"bucket {index} scatter",
-            launch=to_owners,
-            phase=Phase.REDUCE,
-            priority=scatter_priority,
-            on_end=scattered,
-        )
-        gather = enqueue(
-            f"bucket {index} gather",
-            launch=to_all,
-            phase=Phase.GATHER,
-            priority=bucket.priority,
-            cut_like=scatter,  # shards belong to parts, so both tasks must have the same parts
-            on_end=on_end,
-            joinable=True,
-        )
-        self.notify_ready(scatter, ready)
-        return gather
-
-    def notify_ready(self, task: CommTask, ready: ReadyMark) -> None:
-        """Mark a task as ready once its data is complete and this rank's weight is known."""
-        self.weight.when_known(partial(self._transport.when_ready, ready, task.notify_ready))
-
-    def enqueue_exchange(self, rows: torch.Tensor, *, priority: int) -> CommTask:
-        """Enqueue the exchange of the rows of ``rows`` as one message; they are complete when the task is ready."""
-        task = CommTask(
-            "gradient norms",
-            1,
-            launch=lambda sub_task: self._transport.send(rows, sub_task, exchange),
-            priority=priority,
-            key=TaskKey(self.step, Phase.NORMS),
-            wire_bytes=float(rows[0].numel() * rows.element_size() * (self.world_size - 1)),
-        )
-        self.core.enqueue(task)
-        return task
-
-    def aside(self) -> AbstractContextManager[object]:
-        """See :meth:`GradientTransport.side_stream`."""
-        return self._transport.side_stream()

@@ -124,9 +124,10 @@ class TrainerFit(DecidedFit):
             device,
             timeout=timeout,
             record=record,
-            payloads=None if codec is None or not groups.by_host else codec.work_on(device),
             servers=servers,
         )
+        if codec is not None and wire.route.copies is not None:
+            codec.work_on(wire.route.copies)
         counter = None if options.counter is None else options.counter(groups.rank)
         fit = cls(strategy, options, wire, parameters, record=record, codec=codec, counter=counter)
         fit._known = set(map(id, parameters))
@@ -171,7 +172,7 @@ class TrainerFit(DecidedFit):
     def _norm_reasons(self, needed_by: tuple[str, ...]) -> Iterator[str]:
         if not needed_by:
             return
-        what, wire, group = " and ".join(needed_by), self.wire.transport.wire_device, self.wire.groups.data
+        what, wire, group = " and ".join(needed_by), self.wire.route.wire_device, self.wire.groups.data
         before = f"{what} needs all gradients before a step, and"
         if not shards_over(group, wire):
             yield (

@@ -1,4 +1,4 @@
-"""What the gradients of one fit travel with on one rank: groups, launch order, core, transport and parameter servers.
+"""What the gradients of one fit travel with on one rank: groups, launch order, core, route and parameter servers.
 
 It is opened and closed by the fit. It also says why something fails: an error of a collective mostly follows from
 another rank's or server's failure, which the fault board names.
@@ -27,9 +27,9 @@ from lightning_bytescheduler.collectives.launch_order import DecidingOrder, Foll
 from lightning_bytescheduler.collectives.link_probe import probe_link, probe_start_up
 from lightning_bytescheduler.collectives.node_push_pull import agree_on_nodes, each_alone
 from lightning_bytescheduler.collectives.operations import shards_over
+from lightning_bytescheduler.collectives.route import AllReduce, OnDevice, Served, Sharded
 from lightning_bytescheduler.collectives.routing_group import RoutingGroup
 from lightning_bytescheduler.collectives.server_meeting import JoinedServers, join_servers
-from lightning_bytescheduler.collectives.transport import GradientTransport
 from lightning_bytescheduler.ddp.compression_rules import CompressionRules
 from lightning_bytescheduler.ddp.fit_report import Record
 from lightning_bytescheduler.exceptions import (
@@ -277,7 +277,6 @@ class Wire:
     Args:
         timeout: Longest wait for one bucket; ``None`` for half an hour.
         record: Takes what arrives.
-        payloads: Copies what codecs encode on a device; ``None`` if they work in host memory, or there are none.
         servers: Parameter servers, if any; left with the groups.
 
     Attributes:
@@ -295,7 +294,6 @@ class Wire:
         *,
         timeout: timedelta | None,
         record: Record,
-        payloads: PayloadCopies | None = None,
         servers: JoinedServers | None = None,
     ) -> None:
         self.groups = groups
@@ -321,20 +319,12 @@ class Wire:
             observer=record.arrived,
             debug=options.debug,
         )
-        self.transport = GradientTransport(
-            groups.data,
-            self.on_error,
-            device,
-            None if servers is None else servers.push_pull,
-            self._overtaking,
-            by_host=groups.by_host,
-            payloads=payloads,
-        )
+        self.route = self._chosen_route(device)
         if servers is not None and record.timeline is not None:
             servers.push_pull.watch_replies(record.replied)
         if isinstance(self._order, FollowingOrder):
             self._order.start(self.core.update_order)
-        self._routing = self.transport.routing = self._route(device)
+        self._routing = self.route.routing = self._ordered(device)
         self._turns = InterpreterTurns()
 
     @property
@@ -342,7 +332,18 @@ class Wire:
         """Who averages gradients."""
         return "allreduce" if self.servers is None else "ps"
 
-    def _route(self, device: torch.device) -> RoutingGroup | None:
+    def _chosen_route(self, device: torch.device) -> AllReduce:
+        """Choose how the parts of this fit's gradients travel."""
+        data, copies = self.groups.data, PayloadCopies(device) if self.groups.by_host else None
+        if self.servers is not None:
+            return Served(data, self.on_error, self.servers.push_pull, copies)
+        if self.groups.wire_device(device).type == "cuda":
+            return OnDevice(data, self.on_error, device)
+        if self._overtaking is not None:
+            return Sharded(data, self.on_error, self._overtaking, copies)
+        return AllReduce(data, self.on_error, copies)
+
+    def _ordered(self, device: torch.device) -> RoutingGroup | None:
         """Route the default group's collectives through the launch order, if groups for that exist."""
         default, groups = dist.group.WORLD, self.groups
         if groups.reports is None or default is None:
@@ -417,11 +418,11 @@ class Wire:
             lambda: None if self._routing is None else self._routing.uninstall(failed=failed, timeout=STOP_S),
             lambda: self.core.shutdown(timeout=STOP_S, drain=not failed),
             lambda: self._close_order(failed),
-            lambda: self.transport.stop_encoding(STOP_S),  # it sends on the group
+            lambda: self.route.stop_encoding(STOP_S),  # it sends on the group
             exchanges,
             # Before the completion thread stops: leaving a NCCL group ends its operations in flight.
             lambda: self._leave_groups(idle()),
-            lambda: self.transport.stop(STOP_S),
+            lambda: self.route.stop(STOP_S),
             self._turns.end,
         ]
 

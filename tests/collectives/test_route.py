@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_bytescheduler.collectives.operations import StartedOperation
-from lightning_bytescheduler.collectives.transport import GradientTransport
+from lightning_bytescheduler.collectives.route import Sharded
 
 WAIT = 20.0
 
@@ -47,16 +47,16 @@ class Held:
         assert self.let_go.wait(WAIT)
 
 
-def transports(ranks: int = 2) -> list[GradientTransport]:
+def routes(ranks: int = 2) -> list[Sharded]:
     master = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
-    def make(rank: int) -> GradientTransport:
+    def make(rank: int) -> Sharded:
         store = dist.TCPStore("127.0.0.1", master.port, is_master=False, wait_for_workers=False)
         made: list[Any] = []
         for lane in range(2):
             own = dist.PrefixStore(f"{lane}", store)
             made.append(dist.ProcessGroupGloo(own, rank, ranks, timedelta(seconds=WAIT)))
-        return GradientTransport(made[0], lambda error: error, None, None, made[1])
+        return Sharded(made[0], lambda error: error, made[1])
 
     with ThreadPoolExecutor(ranks) as pool:
         return list(pool.map(make, range(ranks)))
@@ -64,16 +64,16 @@ def transports(ranks: int = 2) -> list[GradientTransport]:
 
 @pytest.mark.parametrize("lane", [1, pytest.param(0, id="the same lane")])
 def test_what_is_urgent_arrives_while_another_lane_is_held_up(lane: int) -> None:
-    made = transports()
+    made = routes()
     held = [Held() for _ in made]
     tensors = [torch.full((4,), float(rank)) for rank in range(2)]
     before: Any = Part(0)
     urgent: Any = [Part(lane) for _ in made]
     try:
-        for rank, transport in enumerate(made):
+        for rank, route in enumerate(made):
             holding = held[rank]
-            transport.send(torch.zeros(4), before, lambda *_, h=holding: StartedOperation([h], messages=True))
-            transport.send(tensors[rank], urgent[rank], partial(transport.all_reduce, factor=0.5))
+            route.send(torch.zeros(4), before, lambda *_, h=holding: StartedOperation([h], messages=True))
+            route.send(tensors[rank], urgent[rank], partial(route.all_reduce, factor=0.5))
         if lane == 0:
             assert not urgent[0].ended.wait(0.3)
             for holding in held:
@@ -86,8 +86,8 @@ def test_what_is_urgent_arrives_while_another_lane_is_held_up(lane: int) -> None
     finally:
         for holding in held:
             holding.let_go.set()
-        for transport in made:
-            assert transport.stop(WAIT)
+        for route in made:
+            assert route.stop(WAIT)
 
 
 def test_whoever_takes_the_time_is_told_of_waits() -> None:
@@ -103,7 +103,7 @@ def test_whoever_takes_the_time_is_told_of_waits() -> None:
         def wait(self, timeout: float) -> None:
             around.append(f"waits for {timeout:g} s")
 
-    made = transports()
+    made = routes()
     try:
         task: Any = Task()
         made[0].join(task, 3.0)

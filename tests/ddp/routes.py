@@ -1,4 +1,4 @@
-"""A transport on which nothing travels."""
+"""A route on which nothing travels."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any
 
 import torch
 
-__all__ = ["idle_transport", "idle_wire"]
+__all__ = ["idle_route", "idle_wire"]
 
 
-def idle_transport(**besides: Any) -> Any:
-    """What a step asks of a transport of two ranks, on a CPU."""
+def idle_route(**besides: Any) -> Any:
+    """What a step asks of a route of two ranks, on a CPU."""
     return SimpleNamespace(
         group=SimpleNamespace(size=lambda: 2, rank=lambda: 0),
         streams=None,
-        host_copies=None,
+        copies=None,
         wire_device=torch.device("cpu"),
-        push_pull=None,
+        merges=True,
         all_reduce=None,
         wire_share=1.0,
         **besides,
@@ -25,10 +25,10 @@ def idle_transport(**besides: Any) -> Any:
 
 
 def idle_wire(core: Any, **besides: Any) -> Any:
-    """What a fit asks of a wire of two ranks, on a CPU; ``besides`` is of its transport."""
+    """What a fit asks of a wire of two ranks, on a CPU; ``besides`` is of its route."""
     return SimpleNamespace(
         core=core,
-        transport=idle_transport(routing=None, **besides),
+        route=idle_route(routing=None, **besides),
         groups=SimpleNamespace(sparse=None, counts=None),
         timeout=5.0,
         servers=None,
