@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from lightning_bytescheduler.collectives.node_push_pull import lay_out
+from lightning_bytescheduler.collectives.server_meeting import lay_out
 from lightning_bytescheduler.exceptions import UnsupportedError
 
 

@@ -13,10 +13,9 @@ import torch
 import torch.distributed as dist
 
 from lightning_bytescheduler.collectives.groups import abandon
-from lightning_bytescheduler.collectives.node_push_pull import NodePushPull, lay_out
 from lightning_bytescheduler.collectives.operations import Passage, StartedOperation
-from lightning_bytescheduler.collectives.push_pull import PlacedParts
-from lightning_bytescheduler.collectives.server_meeting import Announcement, connect
+from lightning_bytescheduler.collectives.push_pull import NodePushPull, PlacedParts
+from lightning_bytescheduler.collectives.server_meeting import Announcement, connect, lay_out
 from tests.support.waiting import WAIT
 
 TIMEOUT = timedelta(seconds=2 * WAIT)

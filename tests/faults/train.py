@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_bytescheduler import ByteSchedulerStrategy, CreditTuner, LaunchOrderError, SchedulerClosedError
-from lightning_bytescheduler.collectives.node_push_pull import NodePushPull
+from lightning_bytescheduler.collectives.push_pull import NodePushPull
 from lightning_bytescheduler.collectives.route import AllReduce
 from lightning_bytescheduler.ddp import overlapped_step, wire
 from lightning_bytescheduler.ddp.gates import GatedParameter

@@ -324,7 +324,7 @@ class _Rank:
     def _read(self) -> None:
         assert isinstance(self.order, FollowingOrder)
         numbers = self.mail.popleft()
-        if numbers[0] > 1:
+        if numbers[0] > 4:
             numbers = numbers + self.mail.popleft()
         self.order.take(numbers, self.core.update_order)
 

@@ -19,7 +19,7 @@ Why the ranks agree, and why no rank waits forever:
   a second credit, on followers without a check; the induction holds for a credit of any size.
 * Several decisions travel in one message (all that credit allowed at once), without an answer: no round trip per
   partition. The next message travels while the data in flight uses up the credit. A message is as long as what it says.
-  A broadcast needs a length that all ranks know, so it has the first decision, and another one has the others.
+  A broadcast needs a length that all ranks know, so it has the first four, and if there are more, another one follows.
 * With high latency and with parameter servers, rank 0 sends messages to each follower separately, and followers post
   several receives ahead. Gloo sends a message only when it knows of its receive, and a broadcast in flight delays the
   next receive by a round trip. With queues on links, as with servers, that would delay every follower's launches.
@@ -70,11 +70,12 @@ __all__ = ["DecidingOrder", "FollowingOrder"]
 
 _CAPACITY = 24  # decisions per message, which fit one Ethernet frame
 _FIELDS = 7  # of a decision, int64: the key's, then partition size, index, task size and lane
-_SHORTEST = 1 + _FIELDS  # numbers: how many decisions follow, and the first one
+_SHORTEST = 1 + 4 * _FIELDS  # numbers of a first broadcast: how many decisions follow, and the first of them
 _CLOSE = -1
 _EXPECTED = 16  # direct messages that are expected ahead
 _NUMBER = 1  # of all direct messages
 _UNTOLD = 2048  # messages kept until they have certainly left
+_NOTHING = array("q", bytes(8 * _SHORTEST))
 _MOMENT_S = 0.5
 _END_S = 5.0
 
@@ -121,7 +122,7 @@ class DecidingOrder(MixedOrder):
     def close(self) -> None:
         """Tell the followers that no more decisions come."""
         for _ in range(_EXPECTED if self._direct else 1):  # one for each expected message
-            self._send(array("q", [_CLOSE] + [0] * _FIELDS))
+            self._send(array("q", [_CLOSE]))
 
     def wait_sent(self, timeout: float) -> bool:
         """Wait until every message has left; returns whether all did within ``timeout`` seconds."""
@@ -140,11 +141,12 @@ class DecidingOrder(MixedOrder):
         return self.wait_sent(min(timeout, _END_S))
 
     def _send(self, numbers: array[int]) -> None:
-        message = torch.frombuffer(numbers, dtype=torch.int64)
         try:
             if self._direct:
-                self._send_to_each(message)
+                self._send_to_each(torch.frombuffer(numbers, dtype=torch.int64))
                 return
+            numbers.extend(_NOTHING[len(numbers) :])
+            message = torch.frombuffer(numbers, dtype=torch.int64)
             self._sent = deque((work, kept) for work, kept in self._sent if not work.is_completed())
             self._sent.append((broadcast_from_first(self._control, message[:_SHORTEST]), message))
             if len(numbers) > _SHORTEST:
@@ -259,7 +261,7 @@ class FollowingOrder(AnnouncedOrder):
         """Return the numbers of rank 0's next message; none if the thread is to end."""
         if not self._direct:
             numbers = self._broadcast(_SHORTEST)
-            more = (numbers[0] - 1) * _FIELDS if numbers else 0
+            more = 1 + numbers[0] * _FIELDS - _SHORTEST if numbers else 0
             rest = self._broadcast(more) if more > 0 else []
             return numbers + rest if len(rest) == max(more, 0) else []
         while len(self._expected) < _EXPECTED:

@@ -22,10 +22,9 @@ import torch.distributed as dist
 from lightning_bytescheduler.checks import did_you_mean, options_by_name, require_size, require_text, require_whole
 from lightning_bytescheduler.collectives.groups import SchedulerGroups
 from lightning_bytescheduler.collectives.launch_order import DecidingOrder, FollowingOrder
-from lightning_bytescheduler.collectives.node_push_pull import each_alone
 from lightning_bytescheduler.collectives.operations import broadcast_from_first, reduce_with
 from lightning_bytescheduler.collectives.route import Served
-from lightning_bytescheduler.collectives.server_meeting import join_servers
+from lightning_bytescheduler.collectives.server_meeting import each_alone, join_servers
 from lightning_bytescheduler.collectives.summing_server import DTYPES
 from lightning_bytescheduler.exceptions import (
     OptionError,

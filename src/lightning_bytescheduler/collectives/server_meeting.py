@@ -2,7 +2,7 @@
 
 Each server signs on once and gets a number. Once all servers of a fit have signed on, rank 0 of the workers announces
 the fit: its workers, its number of servers, and the version of this package. Then all connect in one gloo group for
-each *rail*, see ``node_push_pull.py``; if each worker pushes for itself, one rail has all workers. Workers come first
+each *rail*, see :class:`NodePushPull`; if each worker pushes for itself, one rail has all workers. Workers come first
 in it, then the servers.
 
 *A server's port* shows whether the server lives: it is open as long as the server, and its connections close when the
@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import cast
 
@@ -31,13 +32,13 @@ import torch.distributed as dist
 
 from lightning_bytescheduler.__about__ import __version__
 from lightning_bytescheduler.collectives.groups import SchedulerGroups, abandon
-from lightning_bytescheduler.collectives.node_push_pull import NodeLayout, NodePushPull
-from lightning_bytescheduler.collectives.push_pull import PlacedParts, PushPull
+from lightning_bytescheduler.collectives.push_pull import NodePushPull, PlacedParts, PushPull
 from lightning_bytescheduler.exceptions import (
     RankFailedError,
     RanksDifferError,
     SchedulerTimeoutError,
     ServerFailedError,
+    UnsupportedError,
 )
 from lightning_bytescheduler.failures.messages import StoreMessage, brief, is_communication_error, is_timeout
 from lightning_bytescheduler.failures.rendezvous import looks
@@ -52,6 +53,7 @@ _ANSWERS_S = 5.0  # seconds; a working server answers at once
 _MOST_STRANGERS = 256
 _PATIENCE_S = 10.0  # seconds for a client to send its token
 _WAITED = "Of the servers,"
+_WAY_OUT = "Leave group out: then each rank pushes for itself."
 
 
 class Announcement(StoreMessage, frozen=True, kw_only=True):
@@ -379,6 +381,85 @@ class JoinedServers:
         """Close the connections to ports."""
         for line in self._lines:
             line.close()
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLayout:
+    """The ranks of each node, the same on all ranks but for ``rank``.
+
+    Attributes:
+        nodes: The ranks of each node, equally many on each, by their number there; ordered by their first ranks.
+    """
+
+    nodes: tuple[tuple[int, ...], ...]
+    rank: int
+
+    @property
+    def node(self) -> int:
+        """This rank's node."""
+        return next(number for number, ranks in enumerate(self.nodes) if self.rank in ranks)
+
+    @property
+    def local_rank(self) -> int:
+        """This rank's number on its node, which is also its rail."""
+        return self.nodes[self.node].index(self.rank)
+
+    @property
+    def local_size(self) -> int:
+        """Ranks of each node."""
+        return len(self.nodes[0])
+
+    @property
+    def rails(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each rail, by node."""
+        return tuple(zip(*self.nodes, strict=True))
+
+
+def lay_out(rank: int, places: Sequence[tuple[int, int, int]]) -> NodeLayout:
+    """Return the layout of ranks from each rank's own statement.
+
+    Args:
+        rank: This process's rank.
+        places: By rank: its node, its number there, and the number of ranks started there.
+
+    Raises:
+        UnsupportedError: On all ranks alike, if the statements contradict each other, or nodes have different numbers
+            of ranks.
+    """
+    there = [(node, local, one) for one, (node, local, _) in enumerate(places)]
+    nodes = {node: sorted(one[1:] for one in there if one[0] == node) for node, _, _ in sorted(there)}
+    if len({len(ranks) for ranks in nodes.values()}) > 1:
+        counts = ", ".join(f"node {node} has {len(ranks)}" for node, ranks in nodes.items())
+        raise UnsupportedError(f"The group 'node' needs as many ranks on each node, but {counts}. {_WAY_OUT}")
+    for one, (node, local, size) in enumerate(places):
+        numbers = [number for number, _ in nodes[node]]
+        if numbers != [*range(size)]:
+            raise UnsupportedError(
+                f"The group 'node' needs to know which ranks are on which node, but rank {one} says that it is number "
+                f"{local} of {size} on node {node}, where the ranks say that they are numbers "
+                f"{', '.join(map(str, numbers))}. The launcher tells them by LOCAL_RANK, and NODE_RANK or GROUP_RANK, "
+                "and devices=... and num_nodes=... of the Trainer are to be what it has started: see that these are "
+                f"right on each machine. {_WAY_OUT}"
+            )
+    return NodeLayout(tuple(sorted(tuple(one for _, one in ranks) for ranks in nodes.values())), rank)
+
+
+def each_alone(groups: SchedulerGroups) -> NodeLayout:
+    """Return the layout in which each rank pushes for itself."""
+    return lay_out(groups.rank, [(one, 0, 1) for one in range(groups.world_size)])
+
+
+def agree_on_nodes(groups: SchedulerGroups, place: Sequence[int]) -> NodeLayout:
+    """Exchange the places of all ranks; every rank calls this at the same point.
+
+    Raises:
+        UnsupportedError: See :func:`lay_out`.
+        RuntimeError: If a rank has died.
+    """
+    own = torch.tensor(place, device="cpu")
+    places = [torch.zeros_like(own) for _ in range(groups.world_size)]
+    dist.all_gather(places, own, group=groups.control)
+    return lay_out(groups.rank, [(node, local, size) for node, local, size in (one.tolist() for one in places)])
 
 
 def join_servers(

@@ -274,7 +274,7 @@ def await_goodbyes(servers: Sequence[SummingServer], gone: Callable[[], bool]) -
 
     Args:
         servers: This process's servers: one for each group of workers that pushes separately, see
-            ``node_push_pull.py``.
+            ``push_pull.py``.
         gone: Whether the rendezvous store is gone, and the run with it.
 
     Raises:

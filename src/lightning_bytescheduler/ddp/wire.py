@@ -25,11 +25,10 @@ from lightning_bytescheduler.collectives.groups import SchedulerGroups, create_o
 from lightning_bytescheduler.collectives.host_copies import PayloadCopies
 from lightning_bytescheduler.collectives.launch_order import DecidingOrder, FollowingOrder
 from lightning_bytescheduler.collectives.link_probe import probe_link, probe_start_up
-from lightning_bytescheduler.collectives.node_push_pull import agree_on_nodes, each_alone
 from lightning_bytescheduler.collectives.operations import shards_over
 from lightning_bytescheduler.collectives.route import AllReduce, OnDevice, Served, Sharded
 from lightning_bytescheduler.collectives.routing_group import RoutingGroup
-from lightning_bytescheduler.collectives.server_meeting import JoinedServers, join_servers
+from lightning_bytescheduler.collectives.server_meeting import JoinedServers, agree_on_nodes, each_alone, join_servers
 from lightning_bytescheduler.ddp.compression_rules import CompressionRules
 from lightning_bytescheduler.ddp.fit_report import Record
 from lightning_bytescheduler.exceptions import (
