@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_bytescheduler.collectives import launch_order
-from lightning_bytescheduler.collectives.launch_order import DecidingOrder, FollowingOrder
+from lightning_bytescheduler.collectives.launch_order import DecidingOrder, FollowingOrder, order_of
 from lightning_bytescheduler.collectives.routing_group import ForeignCollectives
 from lightning_bytescheduler.exceptions import LaunchOrderError
 from lightning_bytescheduler.scheduler.core import ByteCore
@@ -51,14 +51,9 @@ class Rank:
         self.launched: list[str] = []
         self.errors: list[BaseException] = []
         self.launch: Callable[[SubCommTask], None] = self._finish
-        self.order: DecidingOrder | FollowingOrder = (
-            DecidingOrder(group, self.failed, direct=self.far, lanes=self.far)
-            if rank == 0
-            else FollowingOrder(group, self.failed, direct=self.far)
-        )
+        self.order = order_of(group, self.failed, direct=self.far, lanes=self.far)
         self.core = ByteCore(partition_size=100, credit=credit, order=self.order, name=f"rank {rank}")
-        if isinstance(self.order, FollowingOrder):
-            self.order.start(self.core.update_order)
+        self.order.start(self.core.update_order)
 
     def failed(self, error: BaseException) -> BaseException:
         self.errors.append(error)
@@ -85,14 +80,8 @@ def ranks(world_size: int, *, credit: int = 10_000) -> Iterator[list[Rank]]:
     finally:
         for rank in made:
             rank.core.shutdown(timeout=WAIT, drain=False)
-        leader, *followers = made
-        assert isinstance(leader.order, DecidingOrder)
-        leader.order.close()
-        for follower in followers:
-            assert isinstance(follower.order, FollowingOrder)
-            assert follower.order.wait_closed(WAIT)
-            assert follower.order.closed
-        assert leader.order.wait_sent(WAIT)
+        with ThreadPoolExecutor(world_size) as pool:
+            assert all(pool.map(lambda rank: rank.order.end(WAIT), made))
 
 
 @pytest.mark.usefixtures("far")
@@ -230,6 +219,7 @@ def test_followers_send_on_the_lane_that_rank_zero_chose(far: bool) -> None:
 
 def test_messages_are_not_kept_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch_order, "_UNTOLD", 5)
+    monkeypatch.setattr(Rank, "far", True)
     with ranks(3, credit=100) as made:
         tasks = [[rank.task(index, 100) for index in range(60)] for rank in made]
         for mine in tasks:
@@ -240,7 +230,6 @@ def test_messages_are_not_kept_for_good(monkeypatch: pytest.MonkeyPatch) -> None
                 task.wait(WAIT)
         order = made[0].order
         assert isinstance(order, DecidingOrder)
-        assert order.wait_sent(WAIT)
         assert len(order._sent) <= 3 * 5
 
 
@@ -252,8 +241,7 @@ def test_a_message_is_sent_though_the_one_before_has_not_been_waited_for() -> No
     assert expected._direct
     rooms = [torch.zeros(100, dtype=torch.int64) for _ in range(launch_order._EXPECTED)]
     works = [follower.recv([room], 0, launch_order._NUMBER) for room in rooms]
-    deciding.close()
-    assert deciding.wait_sent(WAIT)
+    assert deciding.end(WAIT)
     for work in works:
         work.wait()
     assert all(int(room[0]) == launch_order._CLOSE for room in rooms)
@@ -281,14 +269,15 @@ def test_a_follower_can_leave_before_rank_zero_does(far: bool) -> None:
     leader, follower = make_groups(2, timeout=10 * WAIT)
     order = FollowingOrder(follower, pytest.fail, direct=far)
     order.start(lambda update: update())
-    assert order.stop(WAIT)
-    assert not order.closed
+    assert not order.end(0.0)
+    assert order._thread is not None
+    assert not order._thread.is_alive()
     del leader
 
 
 def test_a_follower_that_was_never_started_stops() -> None:
     leader, follower = make_groups(2)
-    assert FollowingOrder(follower, pytest.fail).stop(WAIT)
+    assert not FollowingOrder(follower, pytest.fail).end(WAIT)
     del leader
 
 

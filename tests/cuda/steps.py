@@ -22,7 +22,7 @@ from torch.optim import SGD, Optimizer
 from lightning_bytescheduler.collectives import routing_group
 from lightning_bytescheduler.collectives.groups import SchedulerGroups
 from lightning_bytescheduler.collectives.host_copies import PayloadCopies
-from lightning_bytescheduler.collectives.launch_order import DecidingOrder, FollowingOrder
+from lightning_bytescheduler.collectives.launch_order import order_of
 from lightning_bytescheduler.collectives.route import AllReduce, OnDevice
 from lightning_bytescheduler.collectives.routing_group import RoutingGroup
 from lightning_bytescheduler.ddp.compressed_reduction import GradientCompression
@@ -128,11 +128,7 @@ class Scheduled:
                 timeout=timedelta(seconds=_TIMEOUT_S), routed_on=device, by_host=case.by_host
             )
         self.groups.warm_up(self.groups.wire_device(device))
-        self.order = (
-            DecidingOrder(self.groups.control, self._note)
-            if self.groups.rank == 0
-            else FollowingOrder(self.groups.control, self._note)
-        )
+        self.order = order_of(self.groups.control, self._note, direct=False)
         self.core = ByteCore(partition_size=400, credit=800, order=self.order)
         self.record = Record()
         self.statistics = self.record.statistics
@@ -148,8 +144,7 @@ class Scheduled:
         )
         if self.compression is not None and copies is not None:
             self.compression.work_on(copies)
-        if isinstance(self.order, FollowingOrder):
-            self.order.start(self.core.update_order)
+        self.order.start(self.core.update_order)
         self.routing = self.route.routing = self._ordered(device)
         wire: Any = SimpleNamespace(
             core=self.core, route=self.route, groups=self.groups, timeout=_TIMEOUT_S, servers=None
@@ -193,11 +188,7 @@ class Scheduled:
             self.routing.uninstall(failed=False, timeout=_TIMEOUT_S)
             assert self.routing.idle
         self.core.shutdown(timeout=_TIMEOUT_S)
-        if isinstance(self.order, DecidingOrder):
-            self.order.close()
-            assert self.order.wait_sent(_TIMEOUT_S)
-        else:
-            assert self.order.wait_closed(_TIMEOUT_S)
+        assert self.order.end(_TIMEOUT_S)
         self.fit.open_gates()
         assert self.route.stop_encoding(_TIMEOUT_S)
         assert self.route.stop(_TIMEOUT_S)

@@ -17,7 +17,7 @@ from torch import nn
 
 from lightning_bytescheduler.collectives.groups import leave
 from lightning_bytescheduler.collectives.host_copies import HostPayloads
-from lightning_bytescheduler.collectives.launch_order import DecidingOrder, FollowingOrder
+from lightning_bytescheduler.collectives.launch_order import order_of
 from lightning_bytescheduler.collectives.route import AllReduce
 from lightning_bytescheduler.compression.dense import Dense
 from lightning_bytescheduler.ddp.compressed_reduction import (
@@ -130,10 +130,9 @@ def reduce_steps(
         return error
 
     # Norms and gathers become ready in another order on each rank: one rank decides, as in a fit.
-    order = DecidingOrder(control, failed) if rank == 0 else FollowingOrder(control, failed)
+    order = order_of(control, failed, direct=False)
     core = ByteCore(partition_size=_PARTITION, credit=2 * _PARTITION, order=order)
-    if isinstance(order, FollowingOrder):
-        order.start(core.update_order)
+    order.start(core.update_order)
 
     route = AllReduce(group, failed)
     result = Result([], {}, [], record.statistics)
@@ -161,12 +160,7 @@ def reduce_steps(
             result.means.append(buffer.numpy())
     finally:
         core.shutdown(timeout=WAIT)
-        if isinstance(order, DecidingOrder):
-            order.close()
-            order.wait_sent(WAIT)
-        else:
-            order.wait_closed(WAIT)
-            order.stop(WAIT)
+        order.end(WAIT)
         route.stop_encoding(WAIT)
         route.stop(WAIT)
     result.residuals = {name: residuals.of(name, _SIZES[name]).numpy() for name in ("a", "c")}

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_bytescheduler.collectives.groups import leave
-from lightning_bytescheduler.collectives.launch_order import DecidingOrder, FollowingOrder
+from lightning_bytescheduler.collectives.launch_order import order_of
 from lightning_bytescheduler.collectives.route import AllReduce
 from lightning_bytescheduler.compression import PowerSGD
 from lightning_bytescheduler.ddp import compressed_reduction
@@ -73,15 +73,14 @@ def reduce_steps(
     assert rules is not None
     known = GradientCompression(rules, parameters, residuals, record=Record())
     control = dist.new_group(backend="gloo", timeout=timedelta(seconds=WAIT))
-    order = FollowingOrder(control, lambda error: core.abort(error)) if rank else DecidingOrder(control)
-    core = ByteCore(partition_size=100, credit=200, order=order)
-    if isinstance(order, FollowingOrder):
-        order.start(core.update_order)
 
     def failed(error: BaseException) -> BaseException:
         core.abort(error)
         return error
 
+    order = order_of(control, failed, direct=False)
+    core = ByteCore(partition_size=100, credit=200, order=order)
+    order.start(core.update_order)
     route = AllReduce(group, failed)
     result = Result()
     try:
@@ -102,12 +101,7 @@ def reduce_steps(
             result.means.append({n: part.view(_SHAPES[n]).numpy() for n, part in zip(_SHAPES, whole, strict=True)})
     finally:
         core.shutdown(timeout=WAIT)
-        if isinstance(order, DecidingOrder):
-            order.close()
-            order.wait_sent(WAIT)
-        else:
-            order.wait_closed(WAIT)
-            order.stop(WAIT)
+        order.end(WAIT)
         route.stop_encoding(WAIT)
         route.stop(WAIT)
         let_go()

@@ -64,9 +64,9 @@ from lightning_bytescheduler.collectives.operations import broadcast_from_first
 from lightning_bytescheduler.failures.standstill import break_connections
 from lightning_bytescheduler.scheduler.order import AnnouncedOrder, Decision, LaneChoice, MixedOrder
 from lightning_bytescheduler.scheduler.task import SubCommTask, TaskKey
-from lightning_bytescheduler.scheduler.threads import prefer_short_turns
+from lightning_bytescheduler.scheduler.threads import start_thread
 
-__all__ = ["DecidingOrder", "FollowingOrder"]
+__all__ = ["DecidingOrder", "FollowingOrder", "order_of"]
 
 _CAPACITY = 24  # decisions per message, which fit one Ethernet frame
 _FIELDS = 7  # of a decision, int64: the key's, then partition size, index, task size and lane
@@ -119,14 +119,19 @@ class DecidingOrder(MixedOrder):
                 numbers.extend((*task.key, task.sub_tasks[0].size, sub.index, task.size, sub.lane))
             self._send(numbers)
 
-    def close(self) -> None:
-        """Tell the followers that no more decisions come."""
+    def start(self, update_order: Callable[[Callable[[], None]], None]) -> None:
+        """See :class:`FollowingOrder`; here the priorities decide."""
+
+    def end(self, timeout: float, hopeless: Callable[[], bool] = lambda: False) -> bool:
+        """Tell the followers that no more decisions come; returns whether the control group is idle.
+
+        Args:
+            timeout: Longest wait, in seconds, until every message has left.
+            hopeless: See :class:`FollowingOrder`.
+        """
+        deadline = time.monotonic() + min(timeout, _END_S)
         for _ in range(_EXPECTED if self._direct else 1):  # one for each expected message
             self._send(array("q", [_CLOSE]))
-
-    def wait_sent(self, timeout: float) -> bool:
-        """Wait until every message has left; returns whether all did within ``timeout`` seconds."""
-        deadline = time.monotonic() + timeout
         try:
             for work, _ in self._sent:
                 work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
@@ -134,11 +139,6 @@ class DecidingOrder(MixedOrder):
             return False
         self._sent.clear()
         return True
-
-    def end(self, timeout: float, hopeless: Callable[[], bool] = lambda: False) -> bool:
-        """End the decisions; returns whether the control group is idle, within ``timeout`` seconds."""
-        self.close()
-        return self.wait_sent(min(timeout, _END_S))
 
     def _send(self, numbers: array[int]) -> None:
         try:
@@ -168,7 +168,7 @@ class FollowingOrder(AnnouncedOrder):
     """The order of all other ranks: what rank 0 announces, received on a separate thread.
 
     The thread, ``bytescheduler-launch-order``, ends on rank 0's closing message, on an error of the control group, or
-    within half a second of :meth:`stop`.
+    soon after :meth:`end` has waited in vain.
 
     Args:
         direct: Whether rank 0 sends messages to each rank instead of broadcasting; the same on all ranks.
@@ -183,34 +183,12 @@ class FollowingOrder(AnnouncedOrder):
         self._direct = direct
         self._expected: deque[tuple[dist.Work, torch.Tensor]] = deque()
         self._stopping = threading.Event()
-        self._closed = False
-        self._update_order: Callable[[Callable[[], None]], None] | None = None
-        self._thread = threading.Thread(target=self._receive, name="bytescheduler-launch-order", daemon=True)
+        self._closed = False  # rank 0's closing message has come
+        self._thread: threading.Thread | None = None
 
     def start(self, update_order: Callable[[Callable[[], None]], None]) -> None:
         """Begin to receive; ``update_order`` is :meth:`ByteCore.update_order` of this order's core."""
-        self._update_order = update_order
-        self._thread.start()
-
-    def stop(self, timeout: float) -> bool:
-        """End the thread; returns whether it ended within ``timeout`` seconds."""
-        self._stopping.set()
-        if self._thread.ident is not None:
-            self._thread.join(min(timeout, _MOMENT_S))
-            if self._direct and self._thread.is_alive():
-                break_connections(self._control)  # a single message cannot be awaited in slices
-            self._thread.join(timeout)
-        return not self._thread.is_alive()
-
-    @property
-    def closed(self) -> bool:
-        """Whether rank 0's closing message has come."""
-        return self._closed
-
-    def wait_closed(self, timeout: float) -> bool:
-        """Wait for rank 0's closing message; returns whether the thread ended within ``timeout`` seconds."""
-        self._thread.join(timeout)
-        return not self._thread.is_alive()
+        self._thread = start_thread("launch-order", partial(self._receive, update_order))
 
     def end(self, timeout: float, hopeless: Callable[[], bool] = lambda: False) -> bool:
         """Await rank 0's closing message, and end the thread; returns whether the control group is idle.
@@ -219,11 +197,17 @@ class FollowingOrder(AnnouncedOrder):
             timeout: Longest wait, in seconds. Rank 0 may come to its end much later than this rank.
             hopeless: Called regularly; whether the message will not come. The receive in progress cannot be cancelled.
         """
-        deadline = time.monotonic() + timeout
-        while not self.wait_closed(_MOMENT_S / 2) and time.monotonic() < deadline and not hopeless():
-            pass
+        deadline, thread = time.monotonic() + timeout, self._thread
+        if thread is None:
+            return False
+        while thread.is_alive() and time.monotonic() < deadline and not hopeless():
+            thread.join(_MOMENT_S / 2)
         closed = self._closed
-        self.stop(_END_S)
+        self._stopping.set()
+        thread.join(_MOMENT_S)
+        if self._direct and thread.is_alive():
+            break_connections(self._control)  # a single message cannot be awaited in slices
+        thread.join(_END_S)
         return closed
 
     def take(self, numbers: list[int], update_order: Callable[[Callable[[], None]], None]) -> bool:
@@ -238,11 +222,7 @@ class FollowingOrder(AnnouncedOrder):
         update_order(partial(self.announce, decisions))
         return True
 
-    def _receive(self) -> None:
-        update_order = self._update_order
-        if update_order is None:
-            return
-        prefer_short_turns()
+    def _receive(self, update_order: Callable[[Callable[[], None]], None]) -> None:
         try:
             while True:
                 numbers = self._next_message()
@@ -275,3 +255,16 @@ class FollowingOrder(AnnouncedOrder):
         message = torch.zeros(length, dtype=torch.int64)
         ended = wait_in_slices(broadcast_from_first(self._control, message), self._stopping)
         return message.tolist() if ended else []
+
+
+def order_of(
+    control: dist.ProcessGroup,
+    on_error: Callable[[BaseException], BaseException],
+    *,
+    direct: bool,
+    lanes: bool = False,
+) -> DecidingOrder | FollowingOrder:
+    """Return this rank's order; see the classes."""
+    if control.rank() == 0:
+        return DecidingOrder(control, on_error, direct=direct, lanes=lanes)
+    return FollowingOrder(control, on_error, direct=direct)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from lightning_bytescheduler.checks import did_you_mean, options_by_name, require_size, require_text, require_whole
 from lightning_bytescheduler.collectives.groups import SchedulerGroups
-from lightning_bytescheduler.collectives.launch_order import DecidingOrder, FollowingOrder
+from lightning_bytescheduler.collectives.launch_order import order_of
 from lightning_bytescheduler.collectives.operations import broadcast_from_first, reduce_with
 from lightning_bytescheduler.collectives.route import Served
 from lightning_bytescheduler.collectives.server_meeting import each_alone, join_servers
@@ -128,12 +128,10 @@ class PushPullStore:
         self._groups = groups = SchedulerGroups.create(timeout=timeout, by_host=True)
         self._servers = join_servers(groups, servers, each_alone(groups), placement=how, timeout=timeout, say=say)
         self._push_pull = self._servers.push_pull
-        make: type[DecidingOrder | FollowingOrder] = DecidingOrder if groups.rank == 0 else FollowingOrder
-        self._order = make(groups.control, self._on_error, direct=True)
+        self._order = order_of(groups.control, self._on_error, direct=True)
         self._core = ByteCore(partition_size=partition_size, credit=credit, order=self._order)
         self._route = Served(groups.data, self._on_error, self._push_pull)
-        if isinstance(self._order, FollowingOrder):
-            self._order.start(self._core.update_order)
+        self._order.start(self._core.update_order)
         # A thread inside torch would abort the process when the interpreter ends.
         atexit.register(self._stop, failed=True)
 

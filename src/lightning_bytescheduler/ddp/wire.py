@@ -23,7 +23,7 @@ from torch import nn
 from lightning_bytescheduler.checks import require_known, require_one_of, require_whole
 from lightning_bytescheduler.collectives.groups import SchedulerGroups, create_overtaking, leave
 from lightning_bytescheduler.collectives.host_copies import PayloadCopies
-from lightning_bytescheduler.collectives.launch_order import DecidingOrder, FollowingOrder
+from lightning_bytescheduler.collectives.launch_order import order_of
 from lightning_bytescheduler.collectives.link_probe import probe_link, probe_start_up
 from lightning_bytescheduler.collectives.operations import shards_over
 from lightning_bytescheduler.collectives.route import AllReduce, OnDevice, Served, Sharded
@@ -304,11 +304,7 @@ class Wire:
         self._closed_in_order = False  # of the control group: no rank waits for another decision
         self._collectives_failed = False
         direct = agreed.far or servers is not None
-        self._order = (
-            DecidingOrder(groups.control, self.on_error, direct=direct, lanes=agreed.far)
-            if groups.rank == 0
-            else FollowingOrder(groups.control, self.on_error, direct=direct)
-        )
+        self._order = order_of(groups.control, self.on_error, direct=direct, lanes=agreed.far)
         self.core = ByteCore(
             partition_size=agreed.sizes.partition_size,
             credit=agreed.sizes.credit,
@@ -321,8 +317,7 @@ class Wire:
         self.route = self._chosen_route(device)
         if servers is not None and record.timeline is not None:
             servers.push_pull.watch_replies(record.replied)
-        if isinstance(self._order, FollowingOrder):
-            self._order.start(self.core.update_order)
+        self._order.start(self.core.update_order)
         self._routing = self.route.routing = self._ordered(device)
         self._turns = InterpreterTurns()
 
