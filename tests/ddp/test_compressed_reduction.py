@@ -25,7 +25,7 @@ from lightning_bytescheduler.ddp.compressed_reduction import (
     GradientCompression,
     Piece,
 )
-from lightning_bytescheduler.ddp.compression_rules import CompressionRules
+from lightning_bytescheduler.ddp.compression_rules import AllLayers, CompressedLayers, CompressionRules
 from lightning_bytescheduler.ddp.fit_report import Record, SchedulerStatistics
 from lightning_bytescheduler.ddp.reduction import GradientBucket, ShardedReduction
 from lightning_bytescheduler.ddp.residuals import Residuals
@@ -85,8 +85,10 @@ class Counts:
         pass
 
 
-class Scripted:
+class Scripted(AllLayers):
     """As if rank 0 had all compressed but in the first of three steps."""
+
+    fold = CompressedLayers.fold
 
     def __init__(self) -> None:
         self.step = 0
@@ -122,7 +124,7 @@ def reduce_steps(
         residuals,
         record=record,
         loss_scale=lambda: scale if overflow else None,
-        layers=Scripted() if compression == "auto" else None,  # type: ignore[arg-type]
+        layers=Scripted() if compression == "auto" else None,
     )
 
     def failed(error: BaseException) -> BaseException:

@@ -97,4 +97,4 @@ def test_a_step_with_something_else_in_it_says_nothing_of_layers(what: str) -> N
         fit.begin_epoch()
     else:
         fit.validate()
-    codec.disturb.assert_called_once_with()
+    codec.layers.disturb.assert_called_once_with()

@@ -46,7 +46,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from lightning_bytescheduler.collectives.host_copies import HostPayloads, PayloadCopies
 from lightning_bytescheduler.collectives.operations import (
@@ -63,7 +62,7 @@ from lightning_bytescheduler.collectives.route import EncodedStart
 from lightning_bytescheduler.compression import Compressor
 from lightning_bytescheduler.compression.compressor import is_finite
 from lightning_bytescheduler.compression.powersgd import Matrix, PowerSGD
-from lightning_bytescheduler.ddp.compression_rules import AUTO, CompressedLayers, CompressionRules
+from lightning_bytescheduler.ddp.compression_rules import AUTO, AllLayers, CompressionRules
 from lightning_bytescheduler.ddp.fit_report import Record
 from lightning_bytescheduler.ddp.reduction import GradientBucket, OnEnd, Phase, Reduction, Uncompressed
 from lightning_bytescheduler.ddp.residuals import Residuals
@@ -476,7 +475,6 @@ def _sum(group: dist.ProcessGroup, values: Tensor, sub_task: SubCommTask, number
 
 
 _SEEN_STEPS = 30
-_FOLD = 4  # times as large parts where bytes shrink eightfold, as each part has a fixed cost of codecs and threads
 
 
 class GradientCompression(Uncompressed):
@@ -507,17 +505,18 @@ class GradientCompression(Uncompressed):
         *,
         record: Record,
         loss_scale: Callable[[], float | None] = lambda: None,
-        layers: CompressedLayers | None = None,
+        layers: AllLayers | None = None,
         failure: Callable[[], BaseException | None] = lambda: None,
         idle: Callable[[nn.Parameter], bool] = lambda parameter: False,
         may_drop: bool = False,
         seen: Callable[[], None] = lambda: None,
     ) -> None:
+        super().__init__()
         self._idle = idle
         self.seen = seen
-        self.layers = layers
+        self.layers = layers or self.layers
         self.failure = failure
-        self._residuals = residuals
+        self.residuals = residuals
         self._record = record
         self._loss_scale = loss_scale
         self.copies = HostPayloads()
@@ -534,32 +533,10 @@ class GradientCompression(Uncompressed):
         """See ``Uncompressed``."""
         return super().reduction(*of, norms=True) if norms else CompressedReduction(self, *of)
 
-    def before_forward(self, step: int, *, counts: bool, tries: bool) -> None:
-        """See ``Uncompressed``; only one setting is tried at a time."""
-        if self.layers is not None:
-            self.layers.before_step(step, counts=counts and not (self.layers.is_settled and tries))
-
-    def disturb(self) -> None:
-        """See ``Uncompressed``."""
-        if self.layers is not None:
-            self.layers.disturb()
-
-    def stepped(self, optimizer: Optimizer) -> None:
-        """See ``Uncompressed``."""
-        self._residuals.stepped(optimizer)
-
-    def before_backward(self) -> None:
-        """See ``Uncompressed``."""
-        self._residuals.before_backward()
-
     def work_on(self, copies: PayloadCopies) -> None:
         """Encode where gradients are, from which ``copies`` copies payloads; nothing may be in flight."""
         self.copies = copies
-        self._residuals.live_on(copies.device)
-
-    def close(self) -> None:
-        """See ``Uncompressed``: residuals move to host memory; those of gradients never applied are restored."""
-        self._residuals.end_fit()
+        self.residuals.live_on(copies.device)
 
     def begin_step(self, *, as_ddp: bool = False) -> None:
         """See ``Uncompressed``.
@@ -567,26 +544,24 @@ class GradientCompression(Uncompressed):
         Args:
             as_ddp: Whether the step is taken as DDP's: exact, if only some layers are compressed.
         """
-        if self.layers is not None:
-            self.layers.begin_backward(exact=as_ddp)
+        self.layers.begin_backward(exact=as_ddp)
         if self._record.statistics.steps >= _SEEN_STEPS:
             self.seen()
             self.seen = lambda: None
-        self._residuals.begin_step(self._loss_scale())
+        self.residuals.begin_step(self._loss_scale())
 
     def encoded(self, bucket: GradientBucket, weight: StepWeight) -> CompressedBucket | None:
         """See ``Uncompressed``."""
         buffer, layers = bucket.buffer, self.layers
-        exact = layers is not None and not layers.include(bucket.index, buffer.numel() * buffer.element_size())
+        compressed = layers.include(bucket.index, buffer.numel() * buffer.element_size())
         if not any(id(parameter) in self._codecs for parameter in bucket.parameters):
             return None
         pieces = list(self._pieces(bucket.parameters))
-        fold = 1 if layers is None else _FOLD
-        encoded = CompressedBucket(buffer, pieces, self, weight, self.copies, fold)
-        if exact:
-            encoded.add_left()
-            return None
-        return encoded
+        encoded = CompressedBucket(buffer, pieces, self, weight, self.copies, layers.fold)
+        if compressed:
+            return encoded
+        encoded.add_left()
+        return None
 
     def with_residual(self, piece: Piece, *, make: bool = True) -> Piece:
         """Return the piece of a whole parameter with its residual; called on the thread that sends it.
@@ -596,9 +571,9 @@ class GradientCompression(Uncompressed):
             make: Create a residual if there is none.
         """
         size = piece.end - piece.first
-        if piece.codec is None or not (make or self._residuals.knows(piece.name)):
+        if piece.codec is None or not (make or self.residuals.knows(piece.name)):
             return piece
-        residual, before = self._residuals.to_change(piece.name, size)
+        residual, before = self.residuals.to_change(piece.name, size)
         return replace(piece, residual=residual, before=before)
 
     def in_factors(self, bucket: GradientBucket, ranks: int, weight: StepWeight) -> LowRankBucket | None:
@@ -615,8 +590,8 @@ class GradientCompression(Uncompressed):
             if codec is None or shape is None:
                 rest.append(slice(at, at + size))
             else:
-                right = self._residuals.right_of(name, shape[1], codec)
-                residual, before = self._residuals.to_change(name, size)
+                right = self.residuals.right_of(name, shape[1], codec)
+                residual, before = self.residuals.to_change(name, size)
                 if before is not None:
                     before.copy_(residual)
                 if self._idle(parameter):

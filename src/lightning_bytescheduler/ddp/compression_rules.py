@@ -23,7 +23,7 @@ from lightning_bytescheduler.compression.dense import Dense, DenseKind
 from lightning_bytescheduler.ddp.fit_report import SchedulerStatistics
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 
-__all__ = ["AUTO", "CompressedLayers", "CompressionRules", "LayerSearch", "names_that_count"]
+__all__ = ["AUTO", "AllLayers", "CompressedLayers", "CompressionRules", "LayerSearch", "names_that_count"]
 
 _BEGIN = 0.05  # of computing time: exact steps that wait for less stay exact
 _STAY = 0.03  # the same, once something is compressed
@@ -154,7 +154,49 @@ class LayerSearch:
         self.count = count
 
 
-class CompressedLayers:
+class AllLayers:
+    """Compresses the buckets of all layers, in all steps; the base of what decides.
+
+    Attributes:
+        fold: How many times larger parts of compressed buckets are than others', at the same credit each.
+        agrees: Whether ranks agree on something before a step, for which they may wait.
+    """
+
+    fold = 1
+    agrees = False
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether rank 0 tries nothing; ``True`` on the other ranks."""
+        return True
+
+    def disturb(self) -> None:
+        """Ignore the time of the present step, as something unusual such as a checkpoint is in it."""
+
+    def before_step(self, step: int, *, counts: bool) -> None:
+        """Record that a forward pass of ``step`` begins, on all ranks.
+
+        Args:
+            step: Number of the step.
+            counts: Whether the last step's time shows what compression brings.
+        """
+
+    def begin_backward(self, *, exact: bool) -> None:
+        """Begin a backward pass.
+
+        Args:
+            exact: Whether nothing is compressed in this step; the same on all ranks.
+        """
+
+    def include(self, bucket: int, nbytes: int) -> bool:
+        """Whether a bucket of this backward pass is compressed; ``nbytes`` is its size."""
+        return True
+
+    def close(self) -> None:
+        """Leave the exchange with the other ranks; bounded, idempotent."""
+
+
+class CompressedLayers(AllLayers):
     """The number of compressed buckets on one rank with ``"auto"``; all ranks make it at the same point.
 
     These are the first layers of the forward pass: their gradients come last in the backward pass and are needed first.
@@ -165,6 +207,9 @@ class CompressedLayers:
     ``collectives/number_exchange.py``), and DDP numbers the same buckets alike on all ranks, so they compress the same
     ones. Steps as DDP's are exact. So is the first step, after which DDP arranges its buckets anew.
     """
+
+    fold = 4  # where bytes shrink eightfold, as each part has a fixed cost of codecs and threads
+    agrees = True
 
     def __init__(
         self,
@@ -188,15 +233,15 @@ class CompressedLayers:
 
     @property
     def is_settled(self) -> bool:
-        """Whether rank 0 tries nothing; ``True`` on the other ranks."""
+        """See :class:`AllLayers`."""
         return self._search is None or self._search.is_settled
 
     def disturb(self) -> None:
-        """Ignore the time of the present step, as something unusual such as a checkpoint is in it."""
+        """See :class:`AllLayers`."""
         self._disturbed = True
 
     def before_step(self, step: int, *, counts: bool) -> None:
-        """Record that a forward pass of ``step`` begins, on all ranks."""
+        """See :class:`AllLayers`."""
         if step <= self._step:
             return
         search, wanted, interval = self._search, 0, 1
@@ -214,11 +259,7 @@ class CompressedLayers:
             (self.count,) = agreed
 
     def begin_backward(self, *, exact: bool) -> None:
-        """Begin a backward pass. The buckets of the last one tell which belong to the first layers.
-
-        Args:
-            exact: Whether nothing is compressed in this step; the same on all ranks.
-        """
+        """See :class:`AllLayers`. The buckets of the last one tell which belong to the first layers."""
         sizes = sorted(self._sizes.items(), reverse=True)
         self._first = frozenset(index for index, _ in sizes[: 0 if exact else self.count])
         if self._search is not None:
@@ -226,12 +267,12 @@ class CompressedLayers:
         self._sizes = {}
 
     def include(self, bucket: int, nbytes: int) -> bool:
-        """Whether a bucket of this backward pass is compressed; ``nbytes`` is its size."""
+        """See :class:`AllLayers`."""
         self._sizes[bucket] = nbytes
         return bucket in self._first
 
     def close(self) -> None:
-        """Leave the exchange with the other ranks; bounded, idempotent."""
+        """See :class:`AllLayers`."""
         self._values.close()
 
 

@@ -436,7 +436,7 @@ class FitTuning:
             tuner=self._deciding,
             on_change=on_change,
             device=device,
-            others_try=lambda: fit.codec.layers is not None and not fit.codec.layers.is_settled,
+            others_try=lambda: not fit.codec.layers.is_settled,
         )
         return self._in_force, first_pace(mode, slow=bool(slow), as_ddp=first.is_plain_ddp)
 

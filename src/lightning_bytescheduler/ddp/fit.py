@@ -422,12 +422,13 @@ class Fit:
 
     def look(self) -> None:
         """Agree with the other ranks how steps are taken, if that is due; all ranks call this before the same step."""
-        step = self.step
-        self.progress.waiting = self.mode.may_wait or self.codec.layers is not None
+        step, layers = self.step, self.codec.layers
+        self.progress.waiting = self.mode.may_wait or layers.agrees
         try:
             self.mode.before_forward(step.number + 1)
             counts = step.defers or not self.overlapped
-            self.codec.before_forward(step.number + 1, counts=counts, tries=self.mode.tries)
+            # only one setting is tried at a time
+            layers.before_step(step.number + 1, counts=counts and not (layers.is_settled and self.mode.tries))
         finally:
             self.progress.waiting = False
 
@@ -466,7 +467,7 @@ class Fit:
         try:
             self.stream.is_here()
             self.step.finish()
-            self.codec.before_backward()
+            self.codec.residuals.before_backward()
             progress.in_backward = threading.get_ident()
             self.reads.before_backward()
             self.step = TrainingStep(self, self.step.number)
@@ -501,12 +502,12 @@ class Fit:
     def take_step(self, optimizer: Optimizer, own_step: Callable[[], Any]) -> Any:
         """Step the optimizer now or defer the step; see :meth:`TrainingStep.take`."""
         self.stream.is_here()
-        self.codec.stepped(optimizer)
+        self.codec.residuals.stepped(optimizer)
         return self.step.take(optimizer, own_step)
 
     def took_whole_step(self, optimizer: Optimizer) -> None:
         """Account for a step that the optimizer took by itself."""
-        self.codec.stepped(optimizer)
+        self.codec.residuals.stepped(optimizer)
         self.count_whole_step(optimizer)
 
     # ------------------------------------------------------------------ failures; called by the fault board's thread
@@ -606,9 +607,8 @@ class Fit:
             exchanges=lambda: self.weights.close(STOP_S),
         )
         if not failed:
-            parts.append(self.codec.close)
-        if self.codec.layers is not None:
-            parts.append(self.codec.layers.close)
+            parts.append(self.codec.residuals.end_fit)
+        parts.append(self.codec.layers.close)
         if self.record.timeline is not None:
             parts.append(self.record.timeline.close)
         for part in parts:

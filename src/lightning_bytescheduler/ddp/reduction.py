@@ -30,7 +30,6 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim import Optimizer
 
 from lightning_bytescheduler.collectives.host_copies import HostPayloads
 from lightning_bytescheduler.collectives.operations import (
@@ -45,7 +44,9 @@ from lightning_bytescheduler.collectives.operations import (
     shard_of,
 )
 from lightning_bytescheduler.collectives.route import AllReduce, EncodedStart, ReadyMark
+from lightning_bytescheduler.ddp.compression_rules import AllLayers
 from lightning_bytescheduler.ddp.fit_report import BEFORE_GATHERS, Record
+from lightning_bytescheduler.ddp.residuals import Residuals
 from lightning_bytescheduler.ddp.sample_weights import StepWeight
 from lightning_bytescheduler.failures.standstill import break_connections
 from lightning_bytescheduler.scheduler.core import ByteCore
@@ -507,14 +508,21 @@ def _norms(pieces: Sequence[torch.Tensor], kind: torch.dtype | None) -> list[flo
 
 
 class Uncompressed:
-    """Gradients that travel as they are; the base of codecs."""
+    """Gradients that travel as they are; the base of codecs.
 
-    layers: Any = None
-    """Decides how many layers are compressed; ``None`` unless that varies."""
+    Attributes:
+        layers: Decides how many layers are compressed.
+        residuals: What encoding has left out.
+    """
+
     compressed: Mapping[str, str] = {}
     """Name of the codec by name of the parameter."""
     ratio = 1.0
     """How many times fewer bytes travel for all gradients together."""
+
+    def __init__(self) -> None:
+        self.layers = AllLayers()
+        self.residuals = Residuals()
 
     def reduction(self, *of: Any, norms: bool) -> Reduction:
         """Return the reduction of one step.
@@ -529,26 +537,5 @@ class Uncompressed:
         """Return the encoded form of a bucket in a step with this rank's ``weight``; ``None`` if it travels exact."""
         return None
 
-    def before_forward(self, step: int, *, counts: bool, tries: bool) -> None:
-        """Record that a forward pass of ``step`` begins, on all ranks.
-
-        Args:
-            step: Number of the step.
-            counts: Whether the last step's time shows what compression brings.
-            tries: Whether something else is being tried.
-        """
-
-    def before_backward(self) -> None:
-        """Record which mean gradients were dropped; nothing may be in flight."""
-
     def begin_step(self, *, as_ddp: bool) -> None:
         """Begin a step at the first bucket of a backward pass; nothing of the last one may be in flight."""
-
-    def disturb(self) -> None:
-        """Ignore the time of the present step, as something unusual such as a checkpoint is in it."""
-
-    def stepped(self, optimizer: Optimizer) -> None:
-        """Record that an optimizer has stepped with the present mean gradients."""
-
-    def close(self) -> None:
-        """End a fit without failure; nothing may be in flight."""

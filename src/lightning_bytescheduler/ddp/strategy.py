@@ -480,7 +480,7 @@ class ByteSchedulerStrategy(RankStrategy):
             return None
         self.flush()
         if self.fit is not None:
-            self.fit.codec.disturb()
+            self.fit.codec.layers.disturb()
         with self._explained():
             return self._residuals.total(
                 partial(add_up_on_first, device=self.root_device),

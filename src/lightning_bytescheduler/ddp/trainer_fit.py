@@ -208,7 +208,7 @@ class TrainerFit(DecidedFit):
 
     def validate(self) -> None:
         """Record that a validation or similar code runs before the next training batch."""
-        self.codec.disturb()
+        self.codec.layers.disturb()
         if self._buffers is not None:
             self._buffers.look_closely()
 
