@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_bytescheduler.collectives import transport as transport_module
+from lightning_bytescheduler.collectives import route as route_module
 from lightning_bytescheduler.collectives.device_streams import DeviceStreams, ReadyMark
 from lightning_bytescheduler.collectives.operations import StartedOperation, all_reduce
 from lightning_bytescheduler.ddp.fit import TrainingStream
@@ -76,7 +76,7 @@ def launch_at_once(streams: DeviceStreams, mark: ReadyMark, then: Callable[[], N
 def no_wait_for_gradients(scheduled: Scheduled) -> Iterator[None]:
     """Communicate what is in a bucket when the hook has run on the host."""
     with (
-        patch.object(transport_module, "ReadyMark", lambda _: ReadyMark(torch.device("cpu"))),
+        patch.object(route_module, "ReadyMark", lambda _: ReadyMark(torch.device("cpu"))),
         patch.object(DeviceStreams, "when_ready", launch_at_once),
     ):
         yield
@@ -117,7 +117,7 @@ def late_results(scheduled: Scheduled) -> Iterator[list[bool]]:
             arrived.append(enqueued.event.query())
 
     with (
-        patch.object(transport_module, "all_reduce", late_half),
+        patch.object(scheduled.route, "all_reduce", late_half),
         patch.object(DeviceStreams, "join", watched_join),
     ):
         yield arrived
@@ -132,7 +132,7 @@ def no_wait_for_results(scheduled: Scheduled) -> Iterator[None]:
         assert enqueued is None or enqueued.known.wait(timeout)
 
     with (
-        patch.object(transport_module, "all_reduce", late_half),
+        patch.object(scheduled.route, "all_reduce", late_half),
         patch.object(DeviceStreams, "join", hurried_join),
     ):
         yield
