@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_bytescheduler import ByteSchedulerStrategy, CreditTuner, LaunchOrderError, SchedulerClosedError
 from lightning_bytescheduler.collectives.push_pull import NodePushPull
-from lightning_bytescheduler.collectives.route import AllReduce
+from lightning_bytescheduler.collectives.route import AllReduce, Served
 from lightning_bytescheduler.ddp import overlapped_step, wire
 from lightning_bytescheduler.ddp.gates import GatedParameter
 from lightning_bytescheduler.failures import rendezvous
@@ -207,17 +207,20 @@ def kill_in_mid_sum(boom: Boom) -> None:
 
 def kill_in_mid_communication(boom: Boom) -> None:
     """Let ``boom`` happen on the dispatcher thread, when part of a step's gradients has been sent."""
-    send = AllReduce.send
     sent = 0
 
-    def counted(route: Any, part: Any, sub_task: Any, *how: Any) -> None:
-        nonlocal sent
-        send(route, part, sub_task, *how)
-        sent += sub_task.parent.key.step >= boom.step
-        if sent > 2:
-            boom("sending")
+    def counting(send: Any) -> Any:
+        def counted(route: Any, part: Any, sub_task: Any, *how: Any) -> None:
+            nonlocal sent
+            send(route, part, sub_task, *how)
+            sent += sub_task.parent.key.step >= boom.step
+            if sent > 2:
+                boom("sending")
 
-    AllReduce.send = counted  # type: ignore[method-assign, assignment]
+        return counted
+
+    for route in (AllReduce, Served):
+        route.send = counting(route.send)  # type: ignore[method-assign]
 
 
 def fail_in_mid_step(boom: Boom) -> None:
