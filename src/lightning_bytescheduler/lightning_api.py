@@ -37,7 +37,6 @@ if TYPE_CHECKING or PACKAGE == "lightning":
     from lightning.pytorch.trainer.states import RunningStage, TrainerFn
     from lightning.pytorch.utilities import CombinedLoader, GradClipAlgorithmType
     from lightning.pytorch.utilities.exceptions import SIGTERMException
-    from lightning.pytorch.utilities.memory import garbage_collection_cuda, is_oom_error
     from lightning.pytorch.utilities.model_helpers import is_overridden
     from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
     from lightning.pytorch.utilities.seed import isolate_rng

@@ -212,7 +212,6 @@ class Attacker:
         headers = {
             protocol.DIGEST_HEADER: "",
             protocol.SAMPLES_HEADER: "8",
-            protocol.TOKENS_HEADER: "0",
             protocol.STEPS_HEADER: "1",
         }
         wrong = chance.randrange(10)

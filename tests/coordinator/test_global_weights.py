@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -39,7 +40,7 @@ async def means(weights: GlobalWeights, rounds: range, sent: list[Tensor]) -> li
             sums.begin(given, weight=seed + 1)
             await sums.add(given)
         await sums.settled()
-        merge = Merge(round=round, fragment=0, counts=True)
+        merge = Merge(round=round, fragment=0, counts=True, record=Mock())
         await weights.mean(merge, sums)
         assert merge.payload is not None
         decoded.append(pieced.of_means.wire.decode(merge.payload, ELEMENTS).clone())

@@ -72,7 +72,10 @@ def test_who_does_not_fit_hears_what_differs(changes: dict[str, Any], reason: st
         ('{"kind":"Batch","number":1,"messages":[]}', "number=1 is not allowed: number must be 2"),
         ('{"kind":"Batch","number":3,"messages":[]}', "number=3 is not allowed"),
         ('{"kind":"Batch","number":2,"messages":[{"kind":"LeaveRounds","worker":"w1"}]}', "worker='w1' is not allowed"),
-        ('{"kind":"Batch","number":2,"messages":[{"kind":"SendNow","round":1}]}', "message='SendNow' is not allowed"),
+        (
+            '{"kind":"Batch","number":2,"messages":[{"kind":"TrainingOver","round":1}]}',
+            "message='TrainingOver' is not allowed",
+        ),
     ],
 )
 def test_a_wrong_frame_ends_the_connection_and_nothing_else(text: str, reason: str) -> None:
@@ -190,7 +193,7 @@ def test_an_update_that_was_announced_is_added_whatever_else_fails(monkeypatch: 
             assert answer.status == 500
         assert server.call(lambda: server.service.bulk._sums[round]._settled.is_set())
 
-    def fails(message: messages.WorkerMessage, *, now: float) -> None:
+    def fails(message: messages.FromWorker, *, now: float) -> None:
         if isinstance(message, messages.PseudoGradientArrived):
             raise RuntimeError("as nobody expects")
 

@@ -16,7 +16,6 @@ from torch import Tensor
 from lightning_bytescheduler.coordinator.global_weights import GlobalWeights
 from lightning_bytescheduler.coordinator.service import CoordinatorServer
 from lightning_bytescheduler.coordinator.state_store import StateStore
-from lightning_bytescheduler.diloco import coordinator_protocol as protocol
 from lightning_bytescheduler.diloco import messages
 from lightning_bytescheduler.diloco.outer_optimizer import OuterOptimizer
 from tests.coordinator.runs import ELEMENTS, in_a_run, options_of, updates_of, weights_of
@@ -136,12 +135,12 @@ def test_who_was_away_follows_mean_by_mean_or_takes_the_state() -> None:
     async def work(one: SmallWorker, other: SmallWorker) -> None:
         await join_all(one, other)
         await one_round(one, other)
-        await other.say(protocol.PauseRounds(worker=other.name))
+        await other.say(messages.PauseRounds(worker=other.name))
         await one_round(one)
         await other.socket.close()
         assert not (await other.join()).fetch
         assert (other.version, other.chain) == (2, one.chain)
-        await other.say(protocol.PauseRounds(worker=other.name))
+        await other.say(messages.PauseRounds(worker=other.name))
         for _ in range(4):
             await one_round(one)
         await other.socket.close()
@@ -194,7 +193,7 @@ def test_a_late_update_counts_by_the_rule(late: str, verdict: str, weight: int) 
         await join_all(one, other)
         round = await one.start()
         await other.start()
-        await other.say(protocol.PauseRounds(worker=other.name))
+        await other.say(messages.PauseRounds(worker=other.name))
         await one.step(1, samples=1)
         await one.push(round, updates_of(1)[0], samples=1)
         await one.wait_for(messages.RoundEnded)

@@ -33,7 +33,7 @@ class Played:
             options_of(**options),
             post=lambda name, message: self.posted.append((name, message)),
             merge=self.merges.append,
-            on_round=lambda record, metrics: self.records.append(record),
+            on_round=self.records.append,
         )
 
     def hello(self, name: str, *, session: str = "", version: int = 0, chain: str = "0" * 32) -> Member:
@@ -68,7 +68,7 @@ class Played:
         )
 
     def offer(self, member: Member, round: int, steps: int) -> Offer:
-        return Offer(member=member, round=round, fragment=0, steps=steps, samples=steps, tokens=0, round_samples=steps)
+        return Offer(member=member, round=round, fragment=0, steps=steps, samples=steps, round_samples=steps)
 
     def send(self, member: Member, round: int, steps: int) -> None:
         offer = self.offer(member, round, steps)
@@ -157,7 +157,7 @@ def test_the_lead_of_a_worker_that_has_died_does_not_wait_for_its_lease() -> Non
     played.run.alive(other, played.now)
     played.run.tick(played.now)
     assert played.run.leader == "other"
-    assert ("other", protocol.LeaderAppointed(worker="other")) in played.posted
+    assert ("other", messages.LeaderAppointed(worker="other")) in played.posted
     assert played.run.counters["silent"] == 1
     played.hello("one", session=one.session, version=1, chain=played.run.lineage.chain)
     assert not played.welcome.leads
@@ -185,12 +185,24 @@ def test_steps_of_the_open_round_count_after_a_restart() -> None:
         again.hello(name, session=session, version=1, chain=chain)
         for name, session in zip(("one", "other"), sessions, strict=True)
     )
-    assert again.say(one, join(one, round=2, steps=30, samples=30)) == [messages.WaitForRound(round=2)]
+    assert again.say(one, join(one, round=2, steps=30, samples=30)) == []
     again.step(one, 2, 31)
     again.say(other, join(other, round=2, steps=40, samples=40))
     assert (again.run.scheduler.round, again.run.scheduler.left) == (2, 30)
     again.step(one, 2, 32)
     assert again.run.scheduler.left == 28
+
+
+@pytest.mark.parametrize(("damage", "says"), [({"version": -1}, r"\$\.version"), ({"chain": None}, r"\$\.chain")])
+def test_a_damaged_state_is_refused_with_what_is_wrong(damage: dict[str, Any], says: str) -> None:
+    played, _, _ = begun()
+    again = Played(samples_per_round=100, inner_steps=None, workers=2)
+    state = played.run.state_dict()
+    with pytest.raises(OptionError, match=rf"state=.*what a coordinator has saved of a run.*{says}"):
+        again.run.load_state_dict({**state, **damage}, again.now)
+    del state["model"]
+    with pytest.raises(OptionError, match="missing required field `model`"):
+        again.run.load_state_dict(state, again.now)
 
 
 def test_a_restart_before_the_first_round_waits_for_as_many_workers_as_the_start() -> None:
@@ -235,7 +247,7 @@ def test_who_fetches_weights_and_answers_pings_is_counted_on() -> None:
         played.now += played.run.options.rounds.silent_after
         played.step(one, 2, int(played.now))
         played.run.alive(other, played.now)
-    played.say(one, protocol.PauseRounds(worker="one"))
+    played.say(one, messages.PauseRounds(worker="one"))
     assert not played.run.scheduler.collecting  # the other's update is still to come
     assert played.merges == []
 
@@ -266,9 +278,10 @@ def test_a_member_with_ill_will_does_not_end_the_run(number: int, seconds: float
             batch_size=number,
             seconds=seconds,
             in_flight=number,
+            trained_s=seconds,
+            loss=1e308,
         )
-        metrics = messages.StepMetrics(worker="other", round=round, batch_size=number, seconds=seconds, loss=1e308)
-        played.say(other, report, metrics)
+        played.say(other, report)
         for steps in (1, 2, 3):
             played.step(good, round, steps)
         for member, steps in ((good, 3), (other, number)):

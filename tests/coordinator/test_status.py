@@ -255,8 +255,8 @@ def test_a_coordinator_that_is_busy_is_not_over(monkeypatch):
 
 def test_a_round_has_the_time_that_it_had() -> None:
     record = RoundRecord(round=1, start=5.0, end=9.0, decided=None, workers=())
-    assert summary_of(record, None, 0.0, live=3).deadline is None
-    waited = summary_of(msgspec.structs.replace(record, decided=7.0, deadline=25.0), None, 0.0, live=3)
+    assert summary_of(record, 0.0, live=3).deadline is None
+    waited = summary_of(msgspec.structs.replace(record, decided=7.0, deadline=25.0), 0.0, live=3)
     assert (waited.seconds, waited.deadline) == (4.0, 20.0)
 
 
@@ -265,7 +265,7 @@ def test_participation_is_the_share_of_live_workers_that_are_merged() -> None:
         WorkerRound(worker=name, steps=5, samples=10, merged=name != "c", spans=()) for name in ("a", "b", "c")
     )
     record = RoundRecord(round=1, start=0.0, end=9.0, decided=None, workers=workers)
-    ended = summary_of(record, None, 0.0, live=4)
+    ended = summary_of(record, 0.0, live=4)
     assert (ended.merged, ended.live, ended.participation) == (2, 4, 0.5)
-    nobody = summary_of(msgspec.structs.replace(record, workers=()), None, 0.0, live=0)
+    nobody = summary_of(msgspec.structs.replace(record, workers=()), 0.0, live=0)
     assert nobody.participation == 0.0

@@ -26,7 +26,7 @@ from torch.optim import SGD
 from torchmetrics import MeanMetric
 
 from lightning_bytescheduler import DiLoCoStrategy
-from lightning_bytescheduler.diloco.messages import Message, SendAfter, SendNow, StepReport
+from lightning_bytescheduler.diloco.messages import Message, SendAfter, StepReport
 from lightning_bytescheduler.diloco.round_counter import RoundCounter
 from tests.support.models import Tower
 
@@ -120,7 +120,7 @@ class Paced(Callback):
 
         def hear(counter: RoundCounter, message: Message) -> None:
             receive(counter, message)
-            if isinstance(message, (SendAfter, SendNow)):
+            if isinstance(message, SendAfter):
                 with self.heard:
                     self.told = max(self.told, message.round)
                     self.heard.notify()

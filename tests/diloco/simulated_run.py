@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from lightning_bytescheduler.diloco.batch_scheduler import BatchScheduler
+from lightning_bytescheduler.diloco.batch_scheduler import BatchScheduler, WorkerMessage
 from lightning_bytescheduler.diloco.messages import (
     JoinRounds,
     LeaveRounds,
@@ -19,8 +19,6 @@ from lightning_bytescheduler.diloco.messages import (
     PseudoGradientArrived,
     RoundStarted,
     SendingPseudoGradient,
-    WaitForRound,
-    WorkerMessage,
 )
 from lightning_bytescheduler.diloco.round_counter import RoundCounter
 from lightning_bytescheduler.diloco.round_end import RoundOptions, RoundTarget
@@ -203,18 +201,12 @@ class _Run:
 
 
 class _Counter(RoundCounter):
-    """Of a worker that knows that it waits, and what to say again to a scheduler that was started anew."""
+    """Of a worker that knows what to say again to a scheduler that was started anew."""
 
-    waiting = False
     sent: SendingPseudoGradient | None = None
 
-    def receive(self, message: Message) -> None:
-        super().receive(message)
-        if isinstance(message, WaitForRound):
-            self.waiting = self.waiting or message.round > self.round
-
     def start(self) -> RoundStarted:
-        self.waiting, self.sent = False, None
+        self.sent = None
         return super().start()
 
     def send(self) -> SendingPseudoGradient:
@@ -229,7 +221,6 @@ class _Counter(RoundCounter):
             round=self.round,
             steps=done.steps,
             samples=done.samples,
-            tokens=done.tokens,
         )
 
 
@@ -344,7 +335,7 @@ class _Worker:
         counter, run = self.counter, self.run
         if self.sent_beside and not self._merge_beside():
             return  # stalled: the answer is late
-        if counter.finished or (not self.sent_beside and (counter.waiting or counter.next_round is not None)):
+        if counter.finished or (not self.sent_beside and counter.next_round is not None):
             self._go_on()
         elif counter.due:
             self._send()

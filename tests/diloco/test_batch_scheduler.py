@@ -15,11 +15,9 @@ from lightning_bytescheduler.diloco.messages import (
     RoundStarted,
     SendAfter,
     SendingPseudoGradient,
-    SendNow,
     StartRound,
     StepReport,
     TrainingOver,
-    WaitForRound,
 )
 from lightning_bytescheduler.diloco.round_end import FastestSteps, FixedSteps, RoundOptions, RoundTarget, SampleTarget
 from lightning_bytescheduler.exceptions import OptionError
@@ -31,7 +29,7 @@ def test_a_round_from_start_to_end() -> None:
     """Two workers of one sample a second: a hundred samples are there after 50 s. Three steps before that, the end is
     decided."""
     bench = Bench(start_workers=2)
-    assert bench.say(JoinRounds(worker="a")) == {"a": [WaitForRound(round=1)]}
+    assert bench.say(JoinRounds(worker="a")) == {}
     assert bench.say(JoinRounds(worker="b")) == {"a": [StartRound(round=1)], "b": [StartRound(round=1)]}
     for name in "ab":
         assert bench.say(RoundStarted(worker=name, round=1)) == {name: [Acknowledge(round=1, reported=0)]}
@@ -103,7 +101,7 @@ def test_the_last_word_on_samples_is_the_senders() -> None:
     bench = Bench(outer_steps=1)
     bench.start("a")
     bench.steps(98, "a")
-    bench.say(SendingPseudoGradient(worker="a", round=1, steps=100, samples=100, tokens=1000))
+    bench.say(SendingPseudoGradient(worker="a", round=1, steps=100, samples=100))
     bench.say(SendingPseudoGradient(worker="a", round=1, steps=0, samples=0))  # not its last word
     bench.say(PseudoGradientArrived(worker="a", round=1))
     assert bench.samples == 100
@@ -114,8 +112,9 @@ def test_a_target_that_was_reached_unseen_ends_the_round_now() -> None:
     bench = Bench(start_workers=2)
     bench.start("a", "b")
     told = bench.steps(2, "a", batch_size=50)
-    assert told["a"][-1] == told["b"][-1] == SendNow(round=1)
-    assert bench.say(bench.report("b", 1)) == {"b": [SendNow(round=1)]}
+    assert told["a"][-1] == SendAfter(round=1, steps=0, reported=2)
+    assert told["b"][-1] == SendAfter(round=1, steps=0)
+    assert bench.say(bench.report("b", 1)) == {"b": [SendAfter(round=1, steps=0, reported=1)]}
 
 
 def test_one_who_starts_late_is_told_when_it_starts() -> None:
@@ -124,7 +123,7 @@ def test_one_who_starts_late_is_told_when_it_starts() -> None:
         bench.say(JoinRounds(worker=name))
     bench.say(RoundStarted(worker="a", round=1))
     bench.steps(2, "a", batch_size=50)
-    assert bench.say(RoundStarted(worker="b", round=1)) == {"b": [SendNow(round=1)]}
+    assert bench.say(RoundStarted(worker="b", round=1)) == {"b": [SendAfter(round=1, steps=0)]}
 
 
 def test_the_end_of_the_run() -> None:
@@ -166,8 +165,8 @@ def test_a_joiner_waits_for_the_next_round_if_the_end_is_decided() -> None:
     bench = Bench()
     bench.start("a")
     bench.steps(97, "a")
-    assert bench.say(JoinRounds(worker="b")) == {"b": [WaitForRound(round=2)]}
-    assert bench.say(bench.report("b", 3)) == {"b": [WaitForRound(round=2)]}
+    assert bench.say(JoinRounds(worker="b")) == {}
+    assert bench.say(bench.report("b", 3)) == {}
     bench.steps(3, "a", first=98)
     assert bench.arrive("a")["b"] == [StartRound(round=2)]
 
@@ -205,7 +204,7 @@ def test_the_first_step_of_one_who_has_begun_late_is_not_counted_on() -> None:
 def test_where_all_take_equally_many_steps_a_joiner_waits_for_the_next_round() -> None:
     bench = Bench(FixedSteps(10))
     bench.start("a")
-    assert bench.say(JoinRounds(worker="b")) == {"b": [WaitForRound(round=2)]}
+    assert bench.say(JoinRounds(worker="b")) == {}
 
 
 def test_a_worker_that_was_started_anew_has_lost_its_steps() -> None:
@@ -248,7 +247,7 @@ def test_time_is_told_by_ticks() -> None:
     assert bench.tick() == {}
     bench.now = 18.0
     ended = bench.tick()
-    assert ended["a"] == [SendNow(round=1)]
+    assert ended["a"] == [SendAfter(round=1, steps=0, reported=5)]
     assert ended[MERGED][-1] == (1, ())
     assert bench.scheduler.next_tick is None
     # It was only asleep: it takes part in the next round.
@@ -290,7 +289,7 @@ def test_the_deadline_leaves_time_for_the_longest_transfer() -> None:
     bench.pass_time()
     assert bench.tick()[MERGED] == [(1, ("b",))]
     bench.now = 70.0  # twenty seconds after it was sent
-    assert bench.say(PseudoGradientArrived(worker="a", round=1)) == {"a": [WaitForRound(round=3)]}
+    assert bench.say(PseudoGradientArrived(worker="a", round=1)) == {}
     bench.say(RoundStarted(worker="b", round=2))
     bench.steps(99, "b")
     before = bench.now
@@ -367,7 +366,7 @@ def test_a_training_is_closed_by_rounds_without_a_step() -> None:
     for round in (2, 3):
         assert not bench.scheduler.finished
         started = bench.say(RoundStarted(worker="a", round=round))
-        assert started["a"][-1] == SendNow(round=round)
+        assert started["a"][-1] == SendAfter(round=round, steps=0)
         bench.say(SendingPseudoGradient(worker="a", round=round, steps=0, samples=0))
         ended = bench.say(PseudoGradientArrived(worker="a", round=round))
         assert ended[MERGED] == [(round, ("a",))]

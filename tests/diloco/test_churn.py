@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
-from lightning_bytescheduler.diloco.coordinator_protocol import PauseRounds, ResumeRounds
 from lightning_bytescheduler.diloco.messages import (
     Acknowledge,
     JoinRounds,
     LeaveRounds,
+    PauseRounds,
     PseudoGradientArrived,
+    ResumeRounds,
     RoundStarted,
+    SendAfter,
     SendingPseudoGradient,
-    SendNow,
     StartRound,
-    WaitForRound,
 )
 from lightning_bytescheduler.diloco.round_end import FixedSteps, worthwhile_wait
 from lightning_bytescheduler.diloco.round_record import LateUpdate
@@ -77,7 +77,7 @@ def test_a_process_that_is_started_anew_keeps_what_it_had_sent() -> None:
     bench.start("a", "b")
     bench.steps(50, "a", "b")
     bench.arrive("a")
-    assert bench.say(JoinRounds(worker="a", session=9)) == {"a": [WaitForRound(round=2)]}
+    assert bench.say(JoinRounds(worker="a", session=9)) == {}
     told = bench.arrive("b")
     assert merged(told) == ("b", "a")
     assert told["a"] == [StartRound(round=2)]
@@ -110,7 +110,7 @@ def test_after_a_restart_the_steps_of_the_open_round_count() -> None:
     again.scheduler.resume(bench.scheduler.rounds_over)
     again.scheduler.expect(2)
     again.now = 5.0
-    assert again.say(JoinRounds(worker="a", session=1, round=1, steps=20, samples=20)) == {"a": [WaitForRound(round=1)]}
+    assert again.say(JoinRounds(worker="a", session=1, round=1, steps=20, samples=20)) == {}
     told = again.say(JoinRounds(worker="b", session=1, round=1, steps=22, samples=22))
     assert told == {"a": [Acknowledge(round=1, reported=20)], "b": [Acknowledge(round=1, reported=22)]}
     assert again.scheduler.left == 58
@@ -142,7 +142,9 @@ def test_one_who_comes_back_after_the_decision_is_told_to_send_and_counted_on() 
     bench.say(LeaveRounds(worker="a"))
     bench.steps(78, "b", first=21)
     assert bench.scheduler.collecting
-    assert bench.say(JoinRounds(worker="a", round=1, steps=20, samples=20)) == {"a": [SendNow(round=1)]}
+    assert bench.say(JoinRounds(worker="a", round=1, steps=20, samples=20)) == {
+        "a": [SendAfter(round=1, steps=0, reported=20)]
+    }
     assert bench.arrive("b") == {"b": [Acknowledge(round=1, reported=98)]}
     assert sorted(merged(bench.arrive("a"))) == ["a", "b"]
 
@@ -193,7 +195,7 @@ def test_where_all_take_equal_steps_one_who_has_paused_waits_for_the_next_round(
     bench.steps(20, "b")
     bench.arrive("b")
     assert bench.scheduler.round == 2
-    assert bench.say(ResumeRounds(worker="a")) == {"a": [WaitForRound(round=3)]}
+    assert bench.say(ResumeRounds(worker="a")) == {}
 
 
 def test_if_all_pause_nothing_is_lost() -> None:
@@ -481,6 +483,15 @@ def test_a_worker_that_is_back_in_time_has_its_place_in_the_round() -> None:
     bench.now += 1.0
     assert MERGED not in bench.tick()
     assert set(merged(bench.arrive("b"))) == {"a", "b"}
+
+
+def test_a_worker_that_is_gone_does_not_make_the_first_round_begin() -> None:
+    bench = Bench(start_workers=2)
+    bench.say(JoinRounds(worker="a", session=1))
+    bench.scheduler.note_connections(set(), now=bench.now)
+    assert bench.say(JoinRounds(worker="b", session=2)) == {}
+    assert bench.scheduler.round == 0
+    assert bench.say(JoinRounds(worker="a", session=1)) == {"a": [StartRound(round=1)] * 2, "b": [StartRound(round=1)]}
 
 
 def test_steps_of_a_worker_that_is_gone_are_left_to_the_others() -> None:

@@ -18,7 +18,7 @@ from lightning_bytescheduler.coordinator.certificates import make_certificates
 from lightning_bytescheduler.coordinator.service import CoordinatorServer
 from lightning_bytescheduler.coordinator.state_store import StateStore
 from lightning_bytescheduler.diloco import coordinator_client
-from lightning_bytescheduler.diloco.coordinator_protocol import LeaderAppointed
+from lightning_bytescheduler.diloco.messages import LeaderAppointed
 from lightning_bytescheduler.diloco.session import Sent, Session
 from lightning_bytescheduler.exceptions import CoordinatorError, OptionError, SchedulerTimeoutError
 from lightning_bytescheduler.serving import ServerAccess
@@ -203,7 +203,7 @@ def test_a_round_that_ends_while_its_last_update_is_sent_cuts_no_overlap_short(
     send = Session._send
 
     def send_and_sleep(session: Session) -> bool:
-        travels, sent = send(session), session._sent
+        travels, sent = send(session), session.unmerged.sent
         assert sent is not None
         session._while_connected(lambda: session._place.ended >= sent.round, "the end of the round", timeout=60.0)
         return travels

@@ -158,7 +158,7 @@ class Hasty:
         if not self.said:
             return WSMessage(WSMsgType.CLOSED, None, None)
         if isinstance(self.said[0], Batch):
-            while not self.client._sent:
+            while self.client._talk is None or not self.client._talk._sent:
                 await asyncio.sleep(0)
             await asyncio.sleep(0.05)  # the frame is waited for
         return WSMessage(WSMsgType.TEXT, encode_frame(self.said.pop(0)), None)

@@ -18,7 +18,7 @@ from lightning_bytescheduler.coordinator.slice_routes import SliceRoutes
 from lightning_bytescheduler.coordinator.state_store import StateStore
 from lightning_bytescheduler.coordinator.status import RunStatus
 from lightning_bytescheduler.diloco.coordinator_protocol import UpdateReceipt
-from lightning_bytescheduler.diloco.session import Session
+from lightning_bytescheduler.diloco.session import Unmerged
 from lightning_bytescheduler.slices.options import TrackerOptions
 from lightning_bytescheduler.slices.tracker import JoinTracker, Receipt, ReportProgress, RequestSlice, TrainedRun
 from tests.diloco.coordinated_fits import alone, coordinator_options
@@ -157,10 +157,10 @@ def test_a_coordinator_that_crashes_as_epochs_turn_loses_and_repeats_nothing(
 @pytest.mark.parametrize(("verdict", "is_known"), [("added", True), ("again", False), ("late", False)])
 def test_an_update_that_was_there_before_does_not_say_which_samples_are_merged(verdict: str, is_known: bool) -> None:
     """It may have had fewer: what a worker has trained on since its connection broke is sent with the same update."""
-    session = object.__new__(Session)
-    session.data, session._sent, session._carried_runs, session._runs = Mock(), None, (), ()
+    unmerged = Unmerged(beside=0)
+    unmerged.data = Mock()
     runs = (TrainedRun(epoch=0, slice_index=0, start=0, stop=4),)
     receipt = UpdateReceipt(verdict=verdict, weight=4)
-    session._tell_data(Mock(upload=Mock(answer=receipt), update=Mock(trained=runs)))
-    assert session.data.merged.called is is_known
-    assert session.data.reset.called is not is_known
+    unmerged.counts(Mock(upload=Mock(answer=receipt), update=Mock(trained=runs)))
+    assert unmerged.data.merged.called is is_known
+    assert unmerged.data.reset.called is not is_known

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-import random
 import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -112,61 +110,3 @@ def test_each_worker_has_its_batch_size_and_its_weight(diloco_ranks: RankPool, t
     assert [{w.worker: w.samples for w in one.workers} for one in rounds] == 2 * [{"worker0": 24, "worker1": 8}]
     assert [result.samples for result in results] == [48, 16]
     assert same_weights(results)
-
-
-class Counted(Tower):
-    """Has a buffer that each step changes, and says how large its batches are."""
-
-    def __init__(self, **arguments: Any) -> None:
-        super().__init__(**arguments)
-        self.steps: torch.Tensor
-        self.register_buffer("steps", torch.zeros(()))
-
-    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor | None:
-        self.steps += 1
-        self.log("size", float(len(batch[0])))
-        self.notes.append(len(batch[0]))
-        return super().training_step(batch, batch_idx)
-
-
-class Draws(Counted):
-    """Says what comes next of Python's and NumPy's random numbers, in each training step."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.drawn = [*getattr(self, "drawn", []), (random.random(), float(np.random.random()))]
-        return super().training_step(batch, batch_idx)
-
-
-def draw(rank: int, **given: Any) -> list[Any]:
-    random.seed(1)
-    np.random.seed(1)
-    drawn = []
-
-    def model() -> Draws:
-        drawn.append(Draws(optimizer=plain_sgd))
-        return drawn[0]
-
-    result = fit_diloco(rank, model=model, **given)
-    return drawn[0].drawn[-result.global_step :]
-
-
-def test_steps_that_find_a_batch_size_draw_no_numbers(diloco_ranks: RankPool, tmp_path: Path) -> None:
-    options = {"inner_steps": 2, "equal_steps": True, "batch_size": "auto"}
-    first, _ = diloco_ranks.run(draw, options=options, max_steps=4, default_root_dir=str(tmp_path))
-    random.seed(1)
-    np.random.seed(1)
-    assert first == [(random.random(), float(np.random.random())) for _ in first]
-
-
-def test_a_batch_size_is_found(diloco_ranks: RankPool, tmp_path: Path) -> None:
-    results = diloco_ranks.run(
-        fit_diloco,
-        options={"inner_steps": 2, "equal_steps": True, "batch_size": "auto"},
-        model=partial(Counted, optimizer=plain_sgd),
-        max_steps=4,
-        default_root_dir=str(tmp_path),
-    )
-    for result in results:
-        assert result.notes[:4] == [1, 1, 1, 1]  # the first size is tried before training
-        assert result.weights["steps"] == result.global_step  # and the buffer was put back
-        assert result.samples == sum(result.notes[-result.global_step :])

@@ -47,9 +47,8 @@ def test_a_late_update_joins_the_next_round_of_its_fragment(round, current, frag
 
 
 def test_what_is_not_allowed() -> None:
-    for weighting in ("uniform", "tokens"):
-        CoordinatorOptions(run=RunOptions(weighting=weighting))
-    CoordinatorOptions(run=RunOptions(weighting="tokens"), rounds=RoundOptions(late="discount"))
+    CoordinatorOptions(run=RunOptions(weighting="uniform"))
+    CoordinatorOptions(run=RunOptions(weighting="samples"), rounds=RoundOptions(late="discount"))
     with pytest.raises(OptionError, match="'drop' where weighting='uniform'"):
         CoordinatorOptions(run=RunOptions(weighting="uniform"), rounds=RoundOptions(late="discount"))
     with pytest.raises(OptionError, match="one of 'drop', 'discount'"):

@@ -15,7 +15,7 @@ from lightning_bytescheduler.diloco.mailbox import (
     await_key,
     connection_to,
 )
-from lightning_bytescheduler.diloco.messages import Message, SendNow, decode
+from lightning_bytescheduler.diloco.messages import Message, TrainingOver, decode
 from lightning_bytescheduler.exceptions import OptionError, RankFailedError, SchedulerTimeoutError
 
 LONG = 30.0
@@ -121,7 +121,7 @@ class Inbox:
 def test_what_was_posted_is_read_in_order_before_the_end(store: dist.Store) -> None:
     postman = Postman(store, "worker3", to="worker0", on_error=unexpected)
     inbox = Inbox(store, postman)
-    messages = [SendNow(round=number) for number in range(20)]
+    messages = [TrainingOver(round=number) for number in range(20)]
     for message in messages:
         postman.post(message)
     assert inbox.mailbox.stop(LONG)
@@ -134,7 +134,7 @@ def test_what_was_posted_is_read_in_order_before_the_end(store: dist.Store) -> N
     ("letter", "says"),
     [
         ('{"sender": "worker3", "text": "{}"}', "message of worker3=.*required field `kind`"),
-        ('{"sender": "worker3", "text": "{\\"kind\\": \\"SendNow\\""}', "worker3.*truncated"),
+        ('{"sender": "worker3", "text": "{\\"kind\\": \\"TrainingOver\\""}', "worker3.*truncated"),
         ('{"sender": "worker3"', "message of a rank to worker0=.*truncated"),
         ('{"sender": 3, "text": ""}', r"message of a rank to worker0=.*\$\.sender"),
         ('{"letter": "other", "sender": "worker3"}', "message of a rank to worker0="),
@@ -159,10 +159,10 @@ def test_letters_of_many_at_once_are_each_heard_once(store: dist.Store) -> None:
     postmen = [Postman(store, f"worker{number}", to="worker0", on_error=unexpected) for number in range(3)]
     for round in range(10):
         for postman in postmen:
-            postman.post(SendNow(round=round))
+            postman.post(TrainingOver(round=round))
     assert all(postman.stop(LONG) for postman in postmen)
     assert inbox.mailbox.stop(LONG)
     for number in range(3):
         own = [message for sender, message in inbox.heard if sender == f"worker{number}"]
-        assert own == [SendNow(round=round) for round in range(10)]
+        assert own == [TrainingOver(round=round) for round in range(10)]
     assert len(inbox.heard) == 30

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from typing import get_args
 
+import msgspec
 import pytest
 
 from lightning_bytescheduler.diloco import messages
@@ -9,20 +10,19 @@ from lightning_bytescheduler.diloco.messages import (
     Acknowledge,
     EndRound,
     JoinRounds,
+    LeaderAppointed,
     LeaveRounds,
     PassedRoundEnd,
+    PauseRounds,
     PseudoGradientArrived,
+    ResumeRounds,
     RoundEnded,
     RoundStarted,
-    RoundStatus,
     SendAfter,
     SendingPseudoGradient,
-    SendNow,
     StartRound,
-    StepMetrics,
     StepReport,
     TrainingOver,
-    WaitForRound,
     coalesced,
     decode,
     encode,
@@ -31,24 +31,24 @@ from lightning_bytescheduler.exceptions import OptionError
 
 ALL = [
     JoinRounds(worker="a", session=7),
-    JoinRounds(worker="a", session=7, round=3, steps=2, samples=64, tokens=640),
+    JoinRounds(worker="a", session=7, round=3, steps=2, samples=64),
     StepReport(worker="a", round=1, steps=2, samples=64, batch_size=32, seconds=0.25, in_flight=1),
-    SendingPseudoGradient(worker="a", round=1, steps=2, samples=64, tokens=640),
+    StepReport(worker="a", round=1, steps=2, samples=64, batch_size=32, seconds=0.25, trained_s=0.5, loss=-0.25),
+    SendingPseudoGradient(worker="a", round=1, steps=2, samples=64),
     PseudoGradientArrived(worker="a", round=1),
     RoundStarted(worker="a", round=2),
     LeaveRounds(worker="a"),
+    PauseRounds(worker="a"),
+    ResumeRounds(worker="a"),
+    LeaderAppointed(worker="a"),
     Acknowledge(round=1, reported=2),
+    Acknowledge(round=1, reported=2, left=5),
     SendAfter(round=1, steps=9, reported=4),
-    SendNow(round=1),
-    WaitForRound(round=2),
     StartRound(round=2),
     StartRound(round=2, step_cap=100),
     TrainingOver(round=2),
     EndRound(worker="a", round=1, now=True, steps=7, epoch=True),
     PassedRoundEnd(worker="a", round=2, stop=True),
-    StepMetrics(worker="a", round=1, batch_size=4, seconds=0.5, loss=-0.25),
-    StepMetrics(worker="a", round=1, batch_size=4, seconds=0.5),
-    RoundStatus(round=1, left=5),
     RoundEnded(round=3, samples=8, shares={"a": 1.0}, metrics={"loss": 0.5}, validate=True),
 ]
 
@@ -85,7 +85,8 @@ def test_all_kinds_are_here() -> None:
         '{"kind": "TrainingOver", "round": 1',
         '{"kind": "RoundEnded", "round": 1, "shares": {"a": "half"}}',
         '{"kind": "EndRound", "worker": "a", "round": 1, "stop": 1}',
-        '{"kind": "StepMetrics", "worker": "a", "round": 1, "batch_size": 1, "seconds": 1, "loss": 1e999}',
+        '{"kind": "StepReport", "worker": "a", "round": 1, "steps": 1, "samples": 1, "batch_size": 1, "seconds": 1, '
+        '"loss": 1e999}',
     ],
 )
 def test_what_is_no_message_is_refused(text: str) -> None:
@@ -107,11 +108,11 @@ def test_a_number_that_is_none_is_refused() -> None:
 
 
 def test_of_reports_that_piled_up_only_the_last_is_said_and_nothing_overtakes_what_is_told_once() -> None:
-    reports = [StepReport(worker="a", round=1, steps=n, samples=n, batch_size=1, seconds=0.1) for n in (1, 2, 3)]
-    metrics = [
-        StepMetrics(worker="a", round=1, batch_size=n, seconds=1.0, loss=loss) for n, loss in ((1, 4.0), (3, 8.0))
-    ]
+    one, two, three, of_next = (
+        StepReport(worker="a", round=round, steps=n, samples=n, batch_size=1, seconds=0.1)
+        for round, n in ((1, 1), (1, 2), (1, 3), (2, 1))
+    )
     sending = SendingPseudoGradient(worker="a", round=1, steps=2, samples=2)
-    together = StepMetrics(worker="a", round=1, batch_size=4, seconds=2.0, loss=7.0)
-    said = [reports[0], metrics[0], reports[1], metrics[1], sending, reports[2]]
-    assert coalesced(said) == [reports[1], together, sending, reports[2]]
+    assert coalesced([one, two, sending, three, of_next]) == [two, sending, three, of_next]
+    assert coalesced([]) == []
+    assert coalesced([one, msgspec.structs.replace(two, worker="b")])[0] == one

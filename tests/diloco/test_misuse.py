@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -23,11 +24,12 @@ from lightning_bytescheduler import (
     PerformanceMonitor,
     UnsupportedError,
 )
+from lightning_bytescheduler.ddp.rank_strategy import OUTER_STATE
 from lightning_bytescheduler.diloco.batch_size import with_batch_size
 from lightning_bytescheduler.diloco.coordinator_protocol import run_options
 from lightning_bytescheduler.diloco.options import common_options
 from lightning_bytescheduler.diloco.round_end import FastestSteps, FixedSteps, SampleTarget
-from lightning_bytescheduler.diloco.strategy import refuse_searches
+from lightning_bytescheduler.diloco.strategy import RoundHooks, refuse_searches
 
 
 @pytest.mark.parametrize(
@@ -56,6 +58,7 @@ from lightning_bytescheduler.diloco.strategy import refuse_searches
         ("batch_size", []),
         ("batch_size", [4, 0]),
         ("batch_size", "large"),
+        ("batch_size", "auto"),
         ("batch_size", [4, "many"]),
         ("partition_size", 1000),
         ("credit", 1000),
@@ -159,11 +162,32 @@ def test_what_makes_the_outer_optimizer(value: Any, says: str) -> None:
 @pytest.mark.parametrize("value", ["many", "8.0", "0", "-2"])
 def test_a_variable_that_is_no_batch_size(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BYTESCHEDULER_BATCH_SIZE", value)
-    with pytest.raises(OptionError, match=r"^BYTESCHEDULER_BATCH_SIZE=.* must be a positive whole number or 'auto'"):
+    with pytest.raises(OptionError, match=r"^BYTESCHEDULER_BATCH_SIZE=.* must be a positive whole number"):
         DiLoCoStrategy()
     DiLoCoStrategy(batch_size=4)
     monkeypatch.setenv("BYTESCHEDULER_BATCH_SIZE", " ")
     DiLoCoStrategy()
+
+
+def test_weights_by_tokens_are_refused_with_what_counts_them() -> None:
+    with pytest.raises(OptionError, match=r"weighting='tokens'.*PerformanceMonitor whose batch_samples\(batch\)"):
+        DiLoCoStrategy(weighting="tokens")  # type: ignore[arg-type]
+
+
+def test_a_batch_size_to_be_found_is_refused_with_what_finds_one() -> None:
+    for given in ("auto", [4, "auto"]):
+        with pytest.raises(OptionError, match=r"batch_size='auto'.*Tuner\.scale_batch_size.*devices=1"):
+            DiLoCoStrategy(batch_size=given)
+
+
+@pytest.mark.parametrize(
+    ("rounds", "says"),
+    [({}, "missing required field `round`"), ({"round": -1}, r"\$\.rounds\.round"), (None, r"\$\.rounds")],
+)
+def test_a_damaged_checkpoint_is_refused_with_what_is_wrong(rounds: Any, says: str) -> None:
+    checkpoint = {OUTER_STATE: {"outer": {}, "rounds": rounds}}
+    with pytest.raises(OptionError, match=rf"ckpt_path=.*{says}.*load_from_checkpoint"):
+        RoundHooks(DiLoCoStrategy()).on_load_checkpoint(Mock(), Mock(), checkpoint)
 
 
 def test_overlap_ends_before_the_next_send() -> None:
@@ -256,7 +280,6 @@ def test_sizes_of_workers(size: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"batch_size": "auto"}, "left out, or numbers, where inner is given"),
         ({"inner": {"tuning": "credit"}}, "without tuning"),
         ({"inner": {"credit": 0}}, "credit=0"),
         ({"inner": {"static_graph": "no"}}, "static_graph='no'.*True or False"),
@@ -342,7 +365,7 @@ def test_a_tensor_may_say_how_many_samples() -> None:
     told: list[int] = []
 
     class Strategy(DiLoCoStrategy):
-        def report_batch(self, *, samples: int, tokens: int, loss: float | None) -> None:
+        def report_batch(self, *, samples: int, loss: float | None) -> None:
             told.append(samples)
 
     class Counts(PerformanceMonitor):

@@ -207,13 +207,13 @@ def test_an_optimizer_that_would_not_step_the_weights(factory: Any, says: str) -
 def test_a_worker_that_has_diverged_is_not_averaged() -> None:
     module = model()
     state = OuterState(TrainedWeights(module), weighting="samples", lr=None, momentum=None, factory=None)
-    state.count(samples=4, tokens=0)
+    state.count(4)
     for value, says in ((torch.nan, "is infinite or NaN"), (1e15, r"has changed by 1\.0e\+15 in one round")):
         with torch.no_grad():
             module.get_parameter("2.bias")[1] = value
         with pytest.raises(UnsupportedError, match=rf"'2\.bias' of this worker {says}.*gradient_clip_val"):
             state.pseudo_gradient(0)
-        state.count(samples=4, tokens=0)
+        state.count(4)
 
 
 def test_a_state_of_another_optimizer_is_refused() -> None:

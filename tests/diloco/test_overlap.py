@@ -12,9 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_bytescheduler.diloco.coordinator_protocol import FromWorker
 from lightning_bytescheduler.diloco.fragments import Overlap, TrainedWeights
-from lightning_bytescheduler.diloco.messages import RoundEnded, SendNow, StartRound, TrainingOver
+from lightning_bytescheduler.diloco.messages import FromWorker, RoundEnded, SendAfter, StartRound, TrainingOver
 from lightning_bytescheduler.diloco.outer_optimizer import Contribution, Mean, OuterState, Upload
 from lightning_bytescheduler.diloco.process_groups import WorkerGroup
 from lightning_bytescheduler.diloco.session import Session
@@ -27,6 +26,7 @@ class Kept:
     """A way to the others that keeps what it is given; a mean is there once the test has set it."""
 
     keeps_residuals = False
+    source = None
 
     def __init__(self) -> None:
         self.posted: list[FromWorker] = []
@@ -107,7 +107,7 @@ class Worker:
 
     def send(self, *, after: int) -> Sending:
         self.step(after)
-        self.session.receive(SendNow(round=self.session.round))
+        self.session.receive(SendAfter(round=self.session.round, steps=0))
         assert self.session.is_due()
         self.session.synchronise()
         return self.last
@@ -167,7 +167,7 @@ def test_a_worker_merges_at_the_first_step_after_the_mean_has_come(beside: int) 
     assert worker.rounds == 0  # in the middle of a step
     worker.step()
     assert (worker.rounds, worker.session.round) == (1, 2)
-    assert worker.session._counter.steps == beside + 1  # count for the next round
+    assert worker.session._place.counter.steps == beside + 1  # count for the next round
 
 
 ARRIVALS: dict[str, Callable[[Worker, Sending], None]] = {
@@ -202,7 +202,7 @@ def test_after_half_of_its_round_it_waits() -> None:
 def test_the_bound_follows_the_last_round() -> None:
     worker = Worker()
     for steps, bound in ((8, 4), (20, 10), (3, 1)):
-        sent = worker.send(after=steps - worker.session._counter.steps)
+        sent = worker.send(after=steps - worker.session._place.counter.steps)
         worker.step(bound - 1)
         rounds = worker.rounds
         conclude(worker, sent)
@@ -261,11 +261,11 @@ def test_what_it_is_told_beside_the_mean_of_the_next_end_holds_when_said_again()
     worker = Worker()
     sent = worker.send(after=10)
     conclude(worker, sent)
-    worker.session.receive(SendNow(round=2))  # of a round that has not begun here
+    worker.session.receive(SendAfter(round=2, steps=0))  # of a round that has not begun here
     worker.step()
     assert worker.rounds == 1
     assert not worker.session.is_due()
-    worker.session.receive(SendNow(round=2))
+    worker.session.receive(SendAfter(round=2, steps=0))
     assert worker.session.is_due()
 
 
@@ -275,7 +275,10 @@ def test_workers_that_merge_at_different_steps_have_the_same_global_weights(frag
     fast, slow = Worker(0, fragments=fragments), Worker(1, fragments=fragments)
     beside = [(9, 1), (2, 3), (0, 2), (14, 0), (5, 3)]
     for round, counts in enumerate(beside, start=1):
-        sent = [fast.send(after=30 - fast.session._counter.steps), slow.send(after=10 - slow.session._counter.steps)]
+        sent = [
+            fast.send(after=30 - fast.session._place.counter.steps),
+            slow.send(after=10 - slow.session._place.counter.steps),
+        ]
         assert {one.contribution.round for one in sent} == {round}
         mean = mean_of(sent)
         for worker, exchange, count in zip((fast, slow), sent, counts, strict=True):

@@ -14,7 +14,7 @@ from lightning_bytescheduler import OptionError, PerformanceMonitor
 class Strategy:
     """As far as the monitor knows it."""
 
-    def report_batch(self, *, samples: int, tokens: int, loss: float | None) -> None:
+    def report_batch(self, *, samples: int, loss: float | None) -> None:
         self.samples = samples
 
     def progress(self) -> dict[str, float]:

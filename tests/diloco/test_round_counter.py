@@ -7,7 +7,6 @@ from lightning_bytescheduler.diloco.messages import (
     RoundStarted,
     SendAfter,
     SendingPseudoGradient,
-    SendNow,
     StartRound,
     StepReport,
     TrainingOver,
@@ -25,15 +24,30 @@ def started(step_cap: int | None = None) -> RoundCounter:
 
 
 def step(counter: RoundCounter) -> StepReport:
-    return counter.step(batch_size=8, seconds=0.5, tokens=80)
+    return counter.step(batch_size=8, seconds=0.5)
 
 
 def test_reports_are_sums_of_the_round() -> None:
     counter = started()
     step(counter)
-    assert step(counter) == StepReport(worker="a", round=3, steps=2, samples=16, batch_size=8, seconds=0.5, in_flight=1)
+    assert step(counter) == StepReport(
+        worker="a", round=3, steps=2, samples=16, batch_size=8, seconds=0.5, in_flight=1, trained_s=1.0
+    )
     assert not counter.due
     assert counter.steps_left is None
+
+
+def test_the_loss_is_the_mean_of_the_round_by_samples() -> None:
+    counter = started()
+    assert step(counter).loss is None
+    assert counter.step(batch_size=30, seconds=1.0, loss=1.0).loss == 1.0
+    assert step(counter).loss == 1.0
+    last = counter.step(batch_size=10, seconds=1.0, loss=5.0)
+    assert (last.loss, last.trained_s) == (2.0, 3.0)
+    counter.send()
+    assert step(counter) == StepReport(
+        worker="a", round=4, steps=1, samples=8, batch_size=8, seconds=0.5, trained_s=0.5
+    )
 
 
 def test_what_is_not_acknowledged_is_in_flight() -> None:
@@ -56,12 +70,12 @@ def test_it_counts_to_what_was_scheduled() -> None:
     assert not counter.due
     step(counter)
     assert counter.due
-    assert counter.send() == SendingPseudoGradient(worker="a", round=3, steps=3, samples=24, tokens=240)
+    assert counter.send() == SendingPseudoGradient(worker="a", round=3, steps=3, samples=24)
 
 
 def test_now_is_after_the_step_in_progress() -> None:
     counter = started()
-    counter.receive(SendNow(round=3))
+    counter.receive(SendAfter(round=3, steps=0))
     step(counter)
     assert counter.due
 
@@ -83,7 +97,7 @@ def test_the_cap_holds_whatever_is_scheduled() -> None:
     assert counter.due
 
 
-@pytest.mark.parametrize("message", [SendNow(round=2), SendAfter(round=2, steps=0), SendNow(round=4)])
+@pytest.mark.parametrize("message", [SendAfter(round=2, steps=0), SendAfter(round=4, steps=0)])
 def test_other_rounds_change_nothing(message) -> None:
     counter = started()
     counter.receive(message)
@@ -115,10 +129,12 @@ def test_steps_since_sending_count_for_the_next_round() -> None:
     step(counter)
     counter.send()
     assert not counter.due
-    assert step(counter) == StepReport(worker="a", round=4, steps=1, samples=8, batch_size=8, seconds=0.5, in_flight=0)
+    assert step(counter) == StepReport(
+        worker="a", round=4, steps=1, samples=8, batch_size=8, seconds=0.5, trained_s=0.5
+    )
     # Late answers to reports of the old round are about that round.
     counter.receive(Acknowledge(round=3, reported=2))
-    counter.receive(SendNow(round=3))
+    counter.receive(SendAfter(round=3, steps=0))
     assert step(counter).in_flight == 1
     counter.receive(StartRound(round=4, step_cap=3))
     counter.start()

@@ -2,26 +2,27 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_bytescheduler.diloco.round_record import RoundMetrics
+from lightning_bytescheduler.diloco.round_roster import WorkerProgress, means_of
+
+
+def progress(name: str, *, samples: int, trained_s: float, loss: float | None = None) -> WorkerProgress:
+    return WorkerProgress(name=name, heard=0.0, samples=samples, trained_s=trained_s, loss=loss)
 
 
 def test_means_are_weighted_by_samples() -> None:
-    metrics = RoundMetrics()
-    metrics.add("a", batch_size=30, seconds=1.0, loss=1.0)
-    metrics.add("b", batch_size=10, seconds=2.0, loss=5.0)
-    metrics.add("b", batch_size=10, seconds=2.0)
-    assert metrics.take() == {"loss": 2.0, "samples_per_second": pytest.approx(30 + 5)}
-    assert metrics.take() == {}
+    workers = [
+        progress("a", samples=30, trained_s=1.0, loss=1.0),
+        progress("b", samples=10, trained_s=2.0, loss=5.0),
+        progress("c", samples=10, trained_s=1.0),
+    ]
+    assert means_of(workers) == {"loss": 2.0, "samples_per_second": pytest.approx(30 + 5 + 10)}
+    assert means_of([]) == {}
 
 
 def test_what_is_not_finite_is_left_out() -> None:
-    metrics = RoundMetrics()
-    for loss in (float("nan"), 1.0):
-        metrics.add("a", batch_size=1, seconds=0.0, loss=loss)
-    assert metrics.take() == {"samples_per_second": 0}
+    diverged = progress("a", samples=4, trained_s=0.5, loss=1e308)
+    assert means_of([diverged, diverged]) == {"samples_per_second": 16.0}
 
 
-def test_a_step_without_samples_does_not_count() -> None:
-    metrics = RoundMetrics()
-    metrics.add("a", batch_size=0, seconds=1.0, loss=1.0)
-    assert metrics.take() == {}
+def test_one_that_has_taken_no_step_does_not_count() -> None:
+    assert means_of([progress("a", samples=0, trained_s=0.0, loss=1.0)]) == {}

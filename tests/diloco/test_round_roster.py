@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_bytescheduler.ddp.sample_weights import RobustMean
 from lightning_bytescheduler.diloco.messages import StepReport
-from lightning_bytescheduler.diloco.round_roster import RobustMean, StepTime, WorkerProgress
+from lightning_bytescheduler.diloco.round_roster import StepTime, WorkerProgress
 
 
 def after(*seconds):

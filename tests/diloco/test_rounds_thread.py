@@ -18,9 +18,7 @@ from lightning_bytescheduler.diloco.messages import (
     RoundStarted,
     SendAfter,
     SendingPseudoGradient,
-    SendNow,
     StartRound,
-    StepMetrics,
     StepReport,
     TrainingOver,
     decode,
@@ -82,6 +80,13 @@ def end(thread: RoundsThread, round: int, samples: int = 4) -> None:
         thread.post(PseudoGradientArrived(worker=name, round=round))
 
 
+def report(name: str, *, trained_s: float, loss: float | None) -> StepReport:
+    """Of a first step of four samples."""
+    return StepReport(
+        worker=name, round=1, steps=1, samples=4, batch_size=4, seconds=trained_s, trained_s=trained_s, loss=loss
+    )
+
+
 def join(thread: RoundsThread) -> None:
     for name in WORKERS:
         thread.post(JoinRounds(worker=name))
@@ -91,8 +96,8 @@ def test_rounds_follow_one_another_until_somebody_asks() -> None:
     thread, mail, records, errors = hosted(FixedSteps(2))
     join(thread)
     start(thread, mail, 1)
-    thread.post(StepMetrics(worker="a", round=1, batch_size=4, seconds=0.5, loss=2.0))
-    thread.post(StepMetrics(worker="b", round=1, batch_size=4, seconds=1.0, loss=4.0))
+    thread.post(report("a", trained_s=0.5, loss=2.0))
+    thread.post(report("b", trained_s=1.0, loss=4.0))
     end(thread, 1)
     first = mail.wait("a", lambda message: isinstance(message, RoundEnded))
     assert not first.halts
@@ -123,7 +128,7 @@ def test_one_that_stops_after_a_halt_stops_all() -> None:
     start(thread, mail, 1)
     thread.post(EndRound(worker="a", round=1, now=True, steps=1, validate=True))
     for name in WORKERS:  # however many steps it has taken
-        assert mail.wait(name, lambda message: isinstance(message, SendNow)).round == 1
+        assert mail.wait(name, lambda message: isinstance(message, SendAfter)).steps == 0
     end(thread, 1)
     assert mail.wait("a", lambda message: isinstance(message, RoundEnded)).validate
     thread.post(PassedRoundEnd(worker="a", round=1))
@@ -156,7 +161,7 @@ def test_means_that_are_not_finite_are_left_out(loss: float | None) -> None:
     join(thread)
     start(thread, mail, 1)
     for name in WORKERS:
-        thread.post(StepMetrics(worker=name, round=1, batch_size=4, seconds=0.5, loss=loss))
+        thread.post(report(name, trained_s=0.5, loss=loss))
     end(thread, 1)
     ended = mail.wait("a", lambda message: isinstance(message, RoundEnded))
     assert ended.metrics == {"samples_per_second": 16.0}
@@ -180,7 +185,7 @@ def test_no_round_ends_while_all_stand_still_however_long() -> None:
         rounds.handle(report, now=1.0)
     rounds.handle(EndRound(worker="a", round=1, now=True, steps=1, validate=True), now=1.0)
     for name in WORKERS:
-        rounds.handle(SendingPseudoGradient(worker=name, round=1, steps=1, samples=4, tokens=0), now=2.0)
+        rounds.handle(SendingPseudoGradient(worker=name, round=1, steps=1, samples=4), now=2.0)
         rounds.handle(PseudoGradientArrived(worker=name, round=1), now=2.0)
     ends = [message for message in told if isinstance(message, RoundEnded)]
     assert {(one.round, one.halts) for one in ends} == {(1, True)}

@@ -201,18 +201,12 @@ def test_empty_tensors_and_other_dtypes() -> None:
     assert accumulator.mean()["half"].tolist() == [0.5, 3.0]
 
 
-def test_by_samples_tokens_or_not_at_all() -> None:
-    assert pseudo_gradient_weight("samples", samples=64, tokens=640) == 64
-    assert pseudo_gradient_weight("tokens", samples=64, tokens=640) == 640
+def test_by_samples_or_not_at_all() -> None:
+    assert pseudo_gradient_weight("samples", samples=64) == 64
     assert pseudo_gradient_weight("uniform", samples=64) == 1
-    assert [pseudo_gradient_weight(weighting, samples=0) for weighting in ("samples", "tokens", "uniform")] == [0, 0, 0]
-
-
-def test_tokens_that_nobody_counted() -> None:
-    with pytest.raises(OptionError, match="do not say how many tokens"):
-        pseudo_gradient_weight("tokens", samples=5)
+    assert [pseudo_gradient_weight(weighting, samples=0) for weighting in ("samples", "uniform")] == [0, 0]
 
 
 def test_what_is_no_weighting() -> None:
-    with pytest.raises(OptionError, match=r"weighting='loss' is not allowed.*'samples', 'tokens', 'uniform'"):
+    with pytest.raises(OptionError, match=r"weighting='loss' is not allowed.*'samples', 'uniform'"):
         pseudo_gradient_weight("loss", samples=1)

@@ -16,19 +16,15 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from lightning_bytescheduler.checks import importing, named, require_positive
 from lightning_bytescheduler.exceptions import OptionError
 
-if TYPE_CHECKING:
-    from cryptography import x509
-    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
-
-
 DAYS = 365.0
 _AUTHORITY_DAYS = 3650.0
 _MOST_DAYS = 36500.0
+_AUTHORITY = "lightning-bytescheduler development authority"
 _HOSTS = ("localhost", "127.0.0.1", "::1")
 _SKEW = datetime.timedelta(minutes=5)  # clocks of other machines may be behind
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,59}")
@@ -51,9 +47,6 @@ class MadeCertificates(NamedTuple):
     clients: dict[str, tuple[Path, Path]]
     hosts: tuple[str, ...]
     until: datetime.datetime
-
-
-_Signer: TypeAlias = "tuple[x509.Certificate, EllipticCurvePrivateKey]"
 
 
 def make_certificates(
@@ -87,32 +80,32 @@ def make_certificates(
     for name in clients:
         if not _NAME.fullmatch(name) or clients.count(name) > 1:
             raise OptionError("client", name, "a name of letters, digits, dots, '-' and '_', 60 at most, given once")
-    reached = tuple(dict.fromkeys((*_HOSTS, *hosts)))
-    place, names = Path(folder), {"server": [_general_name(host) for host in reached]}
-    if not hosts and (place / "server.pem").exists():
+    reached, place = tuple(dict.fromkeys((*_HOSTS, *hosts))), Path(folder)
+    names = {"server": [_general_name(host) for host in reached]}
+    if not hosts and _files(place, "server")[0].exists():
         del names["server"]
     names |= {f"client-{name}": [x509.DNSName(name)] for name in clients}
-    there = [stem for stem in names if _is_there(place, stem)]
+    there = [stem for stem in names if any(file.exists() for file in _files(place, stem))]
     if there or not names:
         what = f"without {there[0]}.pem and .key" if there else "in which something is missing, or with --client NAME"
         raise OptionError("folder", os.fspath(folder), f"one {what}: nothing is overwritten")
     place.mkdir(mode=0o700, parents=True, exist_ok=True)
     start, day = now or datetime.datetime.now(datetime.timezone.utc), datetime.timedelta(days=1)
-    if _is_there(place, "ca"):
-        authority = _read_authority(place, start)
+    if any(file.exists() for file in _files(place, "ca")):
+        signer = _read_authority(place, start)
     else:
-        authority = _make(place, "ca", None, start, start + max(days, _AUTHORITY_DAYS) * day, [])
-    until = min(start + days * day, authority[0].not_valid_after_utc)
+        signer = _make(_files(place, "ca"), _AUTHORITY, None, start, start + max(days, _AUTHORITY_DAYS) * day, [])
+    until = min(start + days * day, signer[0].not_valid_after_utc)
     for stem, own in names.items():
-        _make(place, stem, authority, start, until, own)
-    made = {stem: (place / f"{stem}.pem", place / f"{stem}.key") for stem in names}
+        _make(_files(place, stem), stem.removeprefix("client-"), signer, start, until, own)
+    made = {stem: _files(place, stem) for stem in names}
     server = made.pop("server", None)
     files = {stem.removeprefix("client-"): both for stem, both in made.items()}
     return MadeCertificates(place / "ca.pem", server, files, reached, until)
 
 
-def _is_there(place: Path, stem: str) -> bool:
-    return (place / f"{stem}.pem").exists() or (place / f"{stem}.key").exists()
+def _files(place: Path, stem: str) -> tuple[Path, Path]:
+    return place / f"{stem}.pem", place / f"{stem}.key"
 
 
 def _general_name(host: str) -> Any:
@@ -125,46 +118,48 @@ def _general_name(host: str) -> Any:
     return x509.DNSName(host)
 
 
-def _read_authority(place: Path, now: datetime.datetime) -> _Signer:
+def _read_authority(place: Path, now: datetime.datetime) -> tuple[Any, Any]:
     from cryptography import x509
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
     try:
-        certificate = x509.load_pem_x509_certificate((place / "ca.pem").read_bytes())
-        key: Any = load_pem_private_key((place / "ca.key").read_bytes(), password=None)
-        if certificate.public_key() != key.public_key():
+        certificate, key = (file.read_bytes() for file in _files(place, "ca"))
+        authority = x509.load_pem_x509_certificate(certificate), load_pem_private_key(key, password=None)
+        if authority[0].public_key() != authority[1].public_key():
             raise ValueError("ca.key is not the key of ca.pem")
-        if certificate.not_valid_after_utc <= now:
+        if authority[0].not_valid_after_utc <= now:
             raise ValueError("it has run out")
     except (OSError, ValueError, TypeError) as error:
         allowed = f"a folder whose authority, ca.pem and ca.key, can sign ({type(error).__name__}: {error})"
         raise OptionError("folder", os.fspath(place), allowed, "Take another folder.") from error
-    return certificate, key
+    return authority
 
 
 def _make(
-    place: Path, stem: str, signer: _Signer | None, start: datetime.datetime, end: datetime.datetime, names: list[Any]
-) -> _Signer:
-    """Make one certificate and its key, written as ``stem``. Without a signer it is an authority, and signs itself."""
+    files: tuple[Path, Path],
+    name: str,
+    signer: tuple[Any, Any] | None,
+    start: datetime.datetime,
+    end: datetime.datetime,
+    names: list[Any],
+) -> tuple[Any, Any]:
+    """Make one certificate and its key, and write both. Without a signer it is an authority, and signs itself."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
     from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-    key = ec.generate_private_key(ec.SECP256R1())
-    signs = signer is None
-    common = "lightning-bytescheduler development authority" if signs else stem.removeprefix("client-")
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common)])
+    key, signs = ec.generate_private_key(ec.SECP256R1()), signer is None
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     issuer, signing = (subject, key) if signer is None else (signer[0].subject, signer[1])
+    purpose = ExtendedKeyUsageOID.SERVER_AUTH if files[0].stem == "server" else ExtendedKeyUsageOID.CLIENT_AUTH
     extensions: list[Any] = [
         x509.BasicConstraints(ca=signs, path_length=0 if signs else None),
         x509.KeyUsage(True, *(False,) * 4, signs, signs, False, False),
         x509.SubjectKeyIdentifier.from_public_key(key.public_key()),
         x509.AuthorityKeyIdentifier.from_issuer_public_key(signing.public_key()),
+        *([] if signs else [x509.ExtendedKeyUsage([purpose]), x509.SubjectAlternativeName(names)]),
     ]
-    if not signs:
-        purpose = ExtendedKeyUsageOID.SERVER_AUTH if stem == "server" else ExtendedKeyUsageOID.CLIENT_AUTH
-        extensions += [x509.ExtendedKeyUsage([purpose]), x509.SubjectAlternativeName(names)]
     number = x509.random_serial_number()
     builder = x509.CertificateBuilder(issuer, subject, key.public_key(), number, start - _SKEW, end)
     for extension in extensions:
@@ -172,10 +167,10 @@ def _make(
         builder = builder.add_extension(extension, critical=critical)
     certificate, pem = builder.sign(signing, hashes.SHA256()), serialization.Encoding.PEM
     plain = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    for end_of, content, mode in ((".key", plain, 0o600), (".pem", certificate.public_bytes(pem), 0o644)):
+    for file, content, mode in zip(files, (certificate.public_bytes(pem), plain), (0o644, 0o600), strict=True):
         # Opened with its mode, so that no other user can read it before the mode is set.
-        with os.fdopen(os.open(place / f"{stem}{end_of}", os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode), "wb") as file:
-            file.write(content)
+        with os.fdopen(os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode), "wb") as opened:
+            opened.write(content)
     return certificate, key
 
 

@@ -16,17 +16,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
+import msgspec
 from aiohttp import WebSocketError, WSCloseCode, WSMsgType, web
 
 from lightning_bytescheduler.coordinator.membership import Member
 from lightning_bytescheduler.diloco.coordinator_protocol import (
     Batch,
-    FromCoordinator,
-    FromWorker,
     decode_frame,
     encode_frame,
 )
-from lightning_bytescheduler.diloco.messages import Acknowledge, RoundStatus
+from lightning_bytescheduler.diloco.messages import Acknowledge, Message, ToWorker
 from lightning_bytescheduler.exceptions import OptionError
 
 
@@ -144,7 +143,7 @@ class Connection:
         member: Member,
         *,
         stalls: Stalls,
-        hear: Callable[[Member, tuple[FromWorker | FromCoordinator, ...], float], None],
+        hear: Callable[[Member, tuple[Message, ...], float], None],
         clock: Callable[[], float],
     ) -> None:
         self.member = member
@@ -152,7 +151,7 @@ class Connection:
         self._transport = transport
         self._stalls = stalls
         self._hear = hear
-        self._queue: deque[FromWorker | FromCoordinator] = deque()
+        self._queue: deque[ToWorker] = deque()
         self._heard = 0
         self._answered = 0
         self._sent = 0
@@ -166,11 +165,13 @@ class Connection:
         self._heard_at = self._pinged_at = clock()
         self._ping: asyncio.Task[None] | None = None  # sent since the worker was last heard of
 
-    def post(self, message: FromCoordinator) -> None:
+    def post(self, message: ToWorker) -> None:
         """Send a message as soon as possible, in order."""
         queue = self._queue
-        if queue and isinstance(message, (Acknowledge, RoundStatus)) and type(queue[-1]) is type(message):
+        if queue and isinstance(message, Acknowledge) and isinstance(last := queue[-1], Acknowledge):
             queue.pop()
+            if message.left is None and message.round == last.round:
+                message = msgspec.structs.replace(message, left=last.left)
         queue.append(message)
         if len(queue) > _MOST_QUEUED:
             self.cut(f"{len(queue)} messages wait for a worker that does not read")

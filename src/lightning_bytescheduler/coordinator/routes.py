@@ -32,7 +32,6 @@ from lightning_bytescheduler.diloco.coordinator_protocol import (
     ROUND_SAMPLES_HEADER,
     SAMPLES_HEADER,
     STEPS_HEADER,
-    TOKENS_HEADER,
     TOTAL_HEADER,
     TRAINED_HEADER,
     VERSION_HEADER,
@@ -374,7 +373,6 @@ def _offer_of(request: web.Request, member: Member) -> Offer:
         fragment=fragment,
         samples=samples,
         steps=_whole(request.headers, STEPS_HEADER),
-        tokens=_whole(request.headers, TOKENS_HEADER, default=0),
         round_samples=_whole(request.headers, ROUND_SAMPLES_HEADER, default=samples),
     )
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -26,14 +26,9 @@ from lightning_bytescheduler.checks import require_positive, require_whole
 from lightning_bytescheduler.coordinator.membership import Member, Membership, difference
 from lightning_bytescheduler.diloco.batch_scheduler import BatchScheduler
 from lightning_bytescheduler.diloco.coordinator_protocol import (
-    FromCoordinator,
-    FromWorker,
     Hello,
-    LeaderAppointed,
     ModelParameter,
-    PauseRounds,
     Refusal,
-    ResumeRounds,
     RunOptions,
     Welcome,
     chain_after,
@@ -41,16 +36,16 @@ from lightning_bytescheduler.diloco.coordinator_protocol import (
 from lightning_bytescheduler.diloco.fragments import fragment_of
 from lightning_bytescheduler.diloco.messages import (
     EndRound,
+    FromWorker,
     JoinRounds,
+    LeaderAppointed,
     LeaveRounds,
+    Message,
     PassedRoundEnd,
     PseudoGradientArrived,
     RoundEnded,
-    RoundStarted,
     SendingPseudoGradient,
-    StepMetrics,
-    StepReport,
-    WaitForRound,
+    ToWorker,
 )
 from lightning_bytescheduler.diloco.round_end import (
     RoundOptions,
@@ -122,7 +117,6 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
         fragment: That it is of.
         steps: Taken in that round.
         samples: Processed since the fragment was last sent.
-        tokens: The same in tokens.
         round_samples: Processed in that round.
         trained: The samples of slices that it was made of, where the coordinator hands slices out.
     """
@@ -132,7 +126,6 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     fragment: int
     steps: int
     samples: int
-    tokens: int
     round_samples: int
     trained: tuple[TrainedRun, ...] = ()
 
@@ -200,9 +193,6 @@ def corrected(record: RoundRecord, merged: Mapping[str, Offer]) -> RoundRecord:
 
 log = logging.getLogger(__name__)
 
-_FOR_SCHEDULER = (StepReport, SendingPseudoGradient, RoundStarted, PauseRounds, ResumeRounds)
-_FROM_WORKERS = (JoinRounds, LeaveRounds, StepMetrics, EndRound, PassedRoundEnd, *_FOR_SCHEDULER)
-
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Merge:
@@ -212,6 +202,7 @@ class Merge:
         round: Its number.
         fragment: That it synchronises.
         counts: Whether its sum is to become part of the weights; not without a quorum.
+        record: Of the round, by the batch scheduler.
         payload: Its mean in the wire format, as workers get it; ``None`` if nothing was merged, or not yet.
         digest: Of the payload; empty without one.
         total: The sum of the weights.
@@ -220,6 +211,7 @@ class Merge:
     round: int
     fragment: int
     counts: bool
+    record: RoundRecord
     payload: Tensor | None = None
     digest: str = ""
     total: int = 0
@@ -250,6 +242,17 @@ class Lineage:
         self.chains = {version: chain for version, chain in self.chains.items() if version >= oldest_mean - 1}
 
 
+class SavedRun(msgspec.Struct, frozen=True, kw_only=True):
+    """What is kept of a run over a restart, beside its weights and slices."""
+
+    version: Annotated[int, msgspec.Meta(ge=0)]
+    chain: str
+    samples: Annotated[int, msgspec.Meta(ge=0)]
+    model: tuple[ModelParameter, ...]
+    options: RunOptions
+    members: dict[str, Any]
+
+
 class Run:
     """The core of a run.
 
@@ -257,7 +260,7 @@ class Run:
         options: Of the coordinator.
         post: Sends a message to a worker, without waiting.
         merge: Called when a round is to be merged; :meth:`merged` is to be called once it was, before the next.
-        on_round: Called with each round that has ended, and the means over it.
+        on_round: Called with each round that has ended.
         on_leave: Called with each worker that has left or was given up.
         on_no_provider: Called when the worker has gone that was to send the first weights: of those who come back,
             one is asked.
@@ -268,9 +271,9 @@ class Run:
         self,
         options: CoordinatorOptions,
         *,
-        post: Callable[[str, FromCoordinator], None],
+        post: Callable[[str, ToWorker], None],
         merge: Callable[[Merge], None],
-        on_round: Callable[[RoundRecord, Mapping[str, float]], None] = lambda record, metrics: None,
+        on_round: Callable[[RoundRecord], None] = lambda record: None,
         on_leave: Callable[[Member], None] = lambda member: None,
         on_no_provider: Callable[[], None] = lambda: None,
         slices: TrackedSlices | None = None,
@@ -294,7 +297,6 @@ class Run:
         self._awaited: set[str] = set()  # after a restart, who was there before and is not back
         self._hold_until: float | None = None  # until then no round begins
         self.merging: Merge | None = None  # the round that is being merged
-        self._record: dict[int, RoundRecord] = {}
         self.leader: str | None = None  # who validates, logs and saves for all
 
     # ── Joining and leaving ───────────────────────────────────────────────────────────
@@ -391,20 +393,22 @@ class Run:
 
     # ── Rounds ───────────────────────────────────────────────────────────
 
-    def hear(self, member: Member, messages: Sequence[FromWorker | FromCoordinator], now: float) -> None:
+    def hear(self, member: Member, messages: Sequence[Message], now: float) -> None:
         """Take in what a worker says; all of it or, if something is wrong, nothing.
 
         Raises:
             OptionError: If it speaks for another worker, or says what only the coordinator says.
         """
+        said: list[FromWorker] = []
         for message in messages:
-            if not isinstance(message, _FROM_WORKERS):
+            if not isinstance(message, FromWorker) or isinstance(message, PseudoGradientArrived):
                 kind = type(message).__name__
                 raise OptionError("message", kind, f"one that workers send, and {member.name} sent it")
             if message.worker != member.name:
                 raise OptionError("worker", message.worker, f"{member.name!r}, whose session it is")
+            said.append(message)
         self.members.hear(member, now)
-        for message in messages:
+        for message in said:
             self._hear(member, message, now)
 
     def alive(self, member: Member, now: float) -> None:
@@ -412,25 +416,22 @@ class Run:
         self.members.hear(member, now)
         self.scheduler.note_alive(member.name, now=now)
 
-    def _hear(self, member: Member, message: FromWorker | FromCoordinator, now: float) -> None:
+    def _hear(self, member: Member, message: FromWorker, now: float) -> None:
         name = member.name
         if isinstance(message, JoinRounds):
             member.ready = joins = self._checked(message, member)
             self._awaited.discard(name)
-            if self._awaited or not self.has_weights:
-                self._post(name, WaitForRound(round=self.scheduler.round + 1))
-            elif self._hold_until is not None:
-                self._let_in(now)
-            else:
-                self._rounds.handle(joins, now=now)
+            if self.has_weights and not self._awaited:
+                if self._hold_until is not None:
+                    self._let_in(now)
+                else:
+                    self._rounds.handle(joins, now=now)
         elif isinstance(message, LeaveRounds):
             self.count("left")
             self.leave(member, now)
-        elif isinstance(message, StepMetrics):
-            self._rounds.handle(message, now=now)
         elif isinstance(message, EndRound):
             self._take_wish(message)
-        elif name in self.scheduler.workers and isinstance(message, _FOR_SCHEDULER):
+        elif name in self.scheduler.workers and not isinstance(message, PassedRoundEnd):
             self._rounds.handle(message, now=now)
 
     def _checked(self, joins: JoinRounds, member: Member) -> JoinRounds:
@@ -473,8 +474,7 @@ class Run:
         """The sum that an update goes into as things are now, and its weight there.
 
         Raises:
-            OptionError: If there is no such round or fragment yet, or the worker has no part in it; or if tokens are to
-                count and none were.
+            OptionError: If there is no such round or fragment yet, or the worker has no part in it.
         """
         scheduler, rounds, fragments = self.scheduler, self.options.rounds, self.options.run.fragments
         if not self.has_weights:
@@ -484,7 +484,7 @@ class Run:
         expected = self.fragment_of(offer.round)
         if offer.fragment != expected:
             raise OptionError("fragment", offer.fragment, f"{expected}, which round {offer.round} synchronises")
-        weight = pseudo_gradient_weight(self.options.run.weighting, samples=offer.samples, tokens=offer.tokens)
+        weight = pseudo_gradient_weight(self.options.run.weighting, samples=offer.samples)
         is_merging = self.merging is not None and self.merging.round == offer.round  # nothing is added any more
         if offer.round == scheduler.round and scheduler.is_open and not is_merging:
             if not scheduler.expects(offer.member.name, offer.round):
@@ -573,8 +573,7 @@ class Run:
                 self._slices.settle(one.trained, merged=bool(merge.total), is_kept=one.round == merge.round)
         booked = taken if merge.total else ()  # without a quorum
         own = {one.member.name: one for one in booked if one.round == merge.round}
-        record = corrected(self._record.pop(merge.round), own)
-        metrics = self._rounds.metrics.take()
+        record = corrected(merge.record, own)
         samples = sum(one.round_samples for one in booked)
         self.samples += samples
         for one in booked:
@@ -583,7 +582,7 @@ class Run:
         ended = RoundEnded(
             round=merge.round,
             samples=samples,
-            metrics=metrics,
+            metrics=record.metrics,
             stop=self.scheduler.finished and merge.round == self.scheduler.round,
         )
         for member in self.members:  # each hears its own share: all shares for all grow with the square of their number
@@ -592,11 +591,11 @@ class Run:
             self._post(member.name, msgspec.structs.replace(ended, shares=shares))
         self.merging = None
         self._rounds.go_on()
-        self._on_round(record, metrics)
+        self._on_round(record)
 
     def _end_of_round(self, record: RoundRecord) -> None:
-        self._record[record.round] = record
-        self.merging = Merge(round=record.round, fragment=self.fragment_of(record.round), counts=bool(record.merged))
+        fragment = self.fragment_of(record.round)
+        self.merging = Merge(round=record.round, fragment=fragment, counts=bool(record.merged), record=record)
         self._merge(self.merging)
 
     @property
@@ -623,32 +622,36 @@ class Run:
 
     def state_dict(self) -> dict[str, Any]:
         """What to keep over a restart, beside the weights: primitives only. To be called right after a merge."""
-        return {
-            "version": self.lineage.version,
-            "chain": self.lineage.chain,
-            "samples": self.samples,
-            "model": msgspec.to_builtins(self.model),
-            "options": msgspec.to_builtins(self.options.run),
-            "members": self.members.state_dict(),
-        }
+        state = SavedRun(
+            version=self.lineage.version,
+            chain=self.lineage.chain,
+            samples=self.samples,
+            model=self.model,
+            options=self.options.run,
+            members=self.members.state_dict(),
+        )
+        saved: dict[str, Any] = msgspec.to_builtins(state)
+        return saved
 
-    def load_state_dict(self, state: Mapping[str, Any], now: float) -> None:
+    def load_state_dict(self, state: Any, now: float) -> None:
         """Carry on from what was kept. Call it before anybody joins.
 
         Raises:
             OptionError: If it is not what :meth:`state_dict` gave, or of a run with other options.
         """
-        saved = msgspec.convert(state["options"], type(self.options.run))
-        changeable = ("outer_steps",)
-        for name in saved.__struct_fields__:
-            ours, theirs = getattr(self.options.run, name), getattr(saved, name)
-            if ours != theirs and name not in changeable:
+        try:
+            saved = msgspec.convert(state, SavedRun)
+        except msgspec.ValidationError as error:
+            raise OptionError("state", "a damaged one", f"what a coordinator has saved of a run ({error})") from error
+        for name in saved.options.__struct_fields__:
+            ours, theirs = getattr(self.options.run, name), getattr(saved.options, name)
+            if ours != theirs and name != "outer_steps":
                 raise OptionError(name, ours, f"{theirs!r}, with which the saved run was started")
-        self.scheduler.resume(int(state["version"]))
-        self.model = msgspec.convert(state["model"], tuple[ModelParameter, ...])
-        self.lineage = Lineage(int(state["version"]), str(state["chain"]))
-        self.samples = int(state["samples"])
+        self.scheduler.resume(saved.version)
+        self.model = saved.model
+        self.lineage = Lineage(saved.version, saved.chain)
+        self.samples = saved.samples
         self.has_weights = True
-        self.members.load_state_dict(state["members"], now)
+        self.members.load_state_dict(saved.members, now)
         self._awaited = {member.name for member in self.members}
         self._hold_until = now + self.options.rounds.silent_after

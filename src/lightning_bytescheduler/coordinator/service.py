@@ -45,12 +45,12 @@ from lightning_bytescheduler.diloco.coordinator_protocol import (
     STATUS_PATH,
     UPDATE_PATH,
     WORKER_PATH,
-    FromCoordinator,
     Hello,
     Refusal,
     decode_frame,
     encode_frame,
 )
+from lightning_bytescheduler.diloco.messages import ToWorker
 from lightning_bytescheduler.diloco.round_record import RoundFile, RoundRecord
 from lightning_bytescheduler.diloco.round_roster import WorkerProgress
 from lightning_bytescheduler.exceptions import ByteSchedulerError, OptionError, SchedulerTimeoutError
@@ -120,7 +120,6 @@ class CoordinatorService:
         slices: SliceRoutes | None,
         rounds_file: RoundFile | None,
     ) -> None:
-        self.options = options
         self.slices = slices
         self._refusals = refusals
         self._fail = fail
@@ -139,7 +138,6 @@ class CoordinatorService:
             on_no_provider=self._ask_another,
             slices=slices,
         )
-        self._loop = asyncio.get_running_loop()
         self._threads = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="bytescheduler-coordinator")
         self.room = UploadRoom(_ROOM_BYTES, self._threads)
         self.stalls = Stalls(_STALLED_SECONDS, time.monotonic)
@@ -184,7 +182,7 @@ class CoordinatorService:
         if state is not None:
             self._load(state)
         for work, name in ((self._tick(), "tick"), (self._merge_all(), "merge")):
-            task = self._loop.create_task(work, name=f"bytescheduler-{name}")
+            task = asyncio.get_running_loop().create_task(work, name=f"bytescheduler-{name}")
             task.add_done_callback(self._ended)
             self._tasks.append(task)
 
@@ -196,7 +194,7 @@ class CoordinatorService:
         if self.slices is not None:
             if state["slices"] is None:
                 raise OptionError("train", "some", "left out, as when the saved run was started")
-            self.slices.load_state_dict(state["slices"], patience=self.options.rounds.silent_after)
+            self.slices.load_state_dict(state["slices"], patience=self.run.options.rounds.silent_after)
         log.info("The run goes on after round %d, with %d samples.", self.run.lineage.version, self.run.samples)
 
     @property
@@ -220,7 +218,9 @@ class CoordinatorService:
             await asyncio.wait([tick, merge], timeout=_STOP_SECONDS)
         await self._save()
         self._rounds_file.close()
-        ended = self._loop.run_in_executor(None, functools.partial(self._threads.shutdown, cancel_futures=True))
+        ended = asyncio.get_running_loop().run_in_executor(
+            None, functools.partial(self._threads.shutdown, cancel_futures=True)
+        )
         await asyncio.wait([ended], timeout=_STOP_SECONDS)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
@@ -286,14 +286,14 @@ class CoordinatorService:
 
     # ── Rounds ───────────────────────────────────────────────────────────
 
-    def _post(self, name: str, message: FromCoordinator) -> None:
+    def _post(self, name: str, message: ToWorker) -> None:
         connection = self._connections.get(name)
         if connection is not None:
             connection.post(message)
 
-    def _note(self, record: RoundRecord, metrics: Mapping[str, float]) -> None:
+    def _note(self, record: RoundRecord) -> None:
         live = len({*self._connections, *record.merged})  # one may have gone that has sent
-        summary = summary_of(record, metrics.get("loss"), time.time(), live=live)
+        summary = summary_of(record, time.time(), live=live)
         self.rounds.append(summary)
         self.timeline.append(msgspec.structs.replace(record, workers=record.workers[:_WORKERS_DRAWN]))
         self._rounds_file.write(record)
@@ -327,20 +327,20 @@ class CoordinatorService:
         while True:
             now = time.monotonic()
             if now >= alive_at:
-                quiet = min(self.options.lease / 8, self.options.rounds.silent_after / 4)
+                quiet = min(self.run.options.lease / 8, self.run.options.rounds.silent_after / 4)
                 alive_at = now + min(quiet, _LONGEST_TICK_S)
                 for connection in list(self._connections.values()):
-                    heard = connection.last_heard(now, every=quiet, patience=self.options.lease / 3)
+                    heard = connection.last_heard(now, every=quiet, patience=self.run.options.lease / 3)
                     if heard is not None:
                         self.run.alive(connection.member, heard)
                 self.run.scheduler.note_connections({*self._connections, *self.bulk.uploading}, now=now)
             self.run.tick(now)
             self.stalls.look()
             if self.slices is not None:
-                if now - loop_seconds > self.options.lease / 4:
+                if now - loop_seconds > self.run.options.lease / 4:
                     loop_seconds = now
                     self.slices.renew(self.run.members)
-                self.slices.take_back(self.run.members, self.run.scheduler.workers, self.options.rounds, now)
+                self.slices.take_back(self.run.members, self.run.scheduler.workers, self.run.options.rounds, now)
             following = self.run.scheduler.next_tick
             wait = _LONGEST_TICK_S if following is None else min(max(following - now, 0.005), _LONGEST_TICK_S)
             await asyncio.sleep(wait)
@@ -364,7 +364,7 @@ class CoordinatorService:
                 self._boundary = boundary
             self._collect()
             is_last = self.run.scheduler.finished and merge.round == self.run.scheduler.round
-            if merge.round % self.options.save_every == 0 or self.run.scheduler.finished:
+            if merge.round % self.run.options.save_every == 0 or self.run.scheduler.finished:
                 await self._save()
             if is_last:
                 log.info(
@@ -483,8 +483,8 @@ class CoordinatorService:
         await self._save()
 
     def _make_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        keep = self.options.keep_rounds
-        made = GlobalWeights(self.run.model, self.options.run, tensors, executor=self._threads, keep_rounds=keep)
+        keep = self.run.options.keep_rounds
+        made = GlobalWeights(self.run.model, self.run.options.run, tensors, executor=self._threads, keep_rounds=keep)
         self.bulk.weights = made
         self.room.limit = max(_ROOM_BYTES, _SUM_BYTES * made.parameters)
 

@@ -152,12 +152,11 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     timeline: tuple[RoundRecord, ...] = ()
 
 
-def summary_of(record: RoundRecord, loss: float | None, ended: float, *, live: int) -> RoundSummary:
+def summary_of(record: RoundRecord, ended: float, *, live: int) -> RoundSummary:
     """The summary of a round.
 
     Args:
         record: The round's record.
-        loss: Its mean loss, if there is one.
         ended: When it ended, in seconds since the epoch.
         live: Workers that were there when it was merged.
     """
@@ -171,7 +170,7 @@ def summary_of(record: RoundRecord, loss: float | None, ended: float, *, live: i
         live=live,
         participation=len(record.merged) / max(live, 1),
         deadline=None if record.deadline is None else record.deadline - record.start,
-        loss=loss,
+        loss=record.metrics.get("loss"),
     )
 
 

@@ -50,62 +50,12 @@ from torch.utils.data import (
 from lightning_bytescheduler.collectives.number_exchange import PostedNumbers
 from lightning_bytescheduler.ddp.fit import Fit
 from lightning_bytescheduler.ddp.reduction import sparse_layers
-from lightning_bytescheduler.ddp.sample_weights import BatchSizes, SampleWeights, Weighting
+from lightning_bytescheduler.ddp.sample_weights import BatchSizes, RobustMean, SampleWeights, Weighting
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 from lightning_bytescheduler.lightning_api import pl, rank_zero_info
 
-_WINDOW = 64
-_CHANGED_AFTER = 5  # values in a row; a disturbance is shorter
-_SLOWER, _FASTER = 1.5, 0.5  # times the pace; both equally unlikely by chance
-_LEAST_VALUES = 5  # before a pace is used
 _LEAST_GAIN = 0.05  # fraction of a step that justifies a change
 _CERTAIN = 3.0  # times the uncertainty of a pace
-
-
-class Pace:
-    """Seconds that one sample takes on one rank."""
-
-    def __init__(self) -> None:
-        self._values: deque[float] = deque(maxlen=_WINDOW)
-
-    def observe(self, seconds: float) -> None:
-        """Record the seconds of one sample in a step."""
-        self._values.append(seconds)
-        recent = list(self._values)[-_CHANGED_AFTER:]
-        before = list(self._values)[:-_CHANGED_AFTER]
-        if before:
-            mean = _middle_mean(before)
-            if min(recent) > mean * _SLOWER or max(recent) < mean * _FASTER:
-                self._values = deque(recent, maxlen=_WINDOW)
-
-    def forget(self) -> None:
-        """Drop all values, as they belong to another share."""
-        self._values.clear()
-
-    @property
-    def known(self) -> bool:
-        """Whether enough steps were observed."""
-        return len(self._values) >= _LEAST_VALUES
-
-    @property
-    def seconds(self) -> float:
-        """Typical seconds per sample."""
-        return _middle_mean(list(self._values))
-
-    @property
-    def uncertainty(self) -> float:
-        """Relative standard error of :attr:`seconds`, estimated from the quartiles."""
-        ordered = sorted(self._values)
-        quarter = len(ordered) // 4
-        spread = (ordered[-1 - quarter] - ordered[quarter]) / 1.35  # standard deviation, for a normal distribution
-        return spread / math.sqrt(len(ordered)) / self.seconds
-
-
-def _middle_mean(values: list[float]) -> float:
-    ordered = sorted(values)
-    cut = max(len(ordered) // 4, 1) if len(ordered) > 2 else 0
-    kept = ordered[cut : len(ordered) - cut]
-    return sum(kept) / len(kept)
 
 
 def shares_by_pace(total: int, paces: Sequence[float], limits: Sequence[int]) -> tuple[int, ...]:
@@ -186,7 +136,7 @@ class Balance:
         self.total = total
         self.ahead = ahead
         self._failure = failure
-        self._paces = [Pace() for _ in range(ranks)]
+        self._paces = [RobustMean(64, faster=2.0) for _ in range(ranks)]  # seconds that one sample takes
         self._equal = shares_by_pace(total, [1.0] * ranks, self._limits)
         self._from: list[tuple[float, tuple[int, ...]]] = [(0, self._equal)]  # (first batch, shares), oldest first
         self._asked = 0
@@ -251,7 +201,7 @@ class Balance:
                 pace.forget()
 
     def _known_paces(self) -> list[float] | None:
-        return [pace.seconds for pace in self._paces] if all(pace.known for pace in self._paces) else None
+        return [pace.mean or 0.0 for pace in self._paces] if all(pace.known for pace in self._paces) else None
 
     def shares(self, batch: int) -> tuple[int, ...]:
         """Return the shares of batch ``batch``. A loader that draws ahead may ask for later batches earlier."""

@@ -25,10 +25,11 @@ same on all ranks in DDP. All ranks' factors come from the same numbers, so they
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, is_dataclass
 from functools import cached_property
@@ -547,3 +548,63 @@ def _first(batches: Sequence[tuple[int, PostedNumbers]]) -> int:
 def name_of(function: Any) -> str:
     """Return a function's name for messages."""
     return str(getattr(function, "__qualname__", type(function).__name__))
+
+
+_CHANGED_AFTER = 5  # values in a row; a disturbance is shorter
+_CHANGED_BY = 1.5  # times the mean is well above
+
+
+class RobustMean:
+    """Mean of the middle half of the last values, each 0 or more: single slow steps hardly change it.
+
+    If several values in a row are well above the mean of the others, or well below, the change is taken to last, and
+    earlier values are forgotten. Limits: a lasting change of less than half may take the whole window to show.
+
+    Args:
+        window: How many values count.
+        faster: Values below the mean divided by that are well below.
+
+    Attributes:
+        mean: The estimate, or ``None`` before the first value.
+    """
+
+    def __init__(self, window: int = 16, *, faster: float = _CHANGED_BY) -> None:
+        self._values: deque[float] = deque(maxlen=window)
+        self._faster = faster
+        self.mean: float | None = None
+
+    def observe(self, value: float) -> None:
+        """Record a value."""
+        self._values.append(value)
+        if value == self.mean and self._values.count(value) == len(self._values):
+            return  # as with most batch sizes
+        before, recent = list(self._values)[:-_CHANGED_AFTER], list(self._values)[-_CHANGED_AFTER:]
+        # Whether all may be well above, or below, the mean of the others, which is somewhere between these.
+        if before and (min(recent) > min(before) * _CHANGED_BY or max(recent) < max(before) / self._faster):
+            mean = _middle_mean(before)
+            if min(recent) > mean * _CHANGED_BY or max(recent) < mean / self._faster:
+                self._values = deque(recent, maxlen=self._values.maxlen)
+        self.mean = _middle_mean(self._values)
+
+    def forget(self) -> None:
+        """Drop all values."""
+        self._values.clear()
+        self.mean = None
+
+    @property
+    def known(self) -> bool:
+        """Whether the mean rests on enough values."""
+        return len(self._values) >= _CHANGED_AFTER
+
+    @property
+    def uncertainty(self) -> float:
+        """Relative standard error of the mean, estimated from the quartiles."""
+        ordered, quarter = sorted(self._values), len(self._values) // 4
+        spread = (ordered[-1 - quarter] - ordered[quarter]) / 1.35  # standard deviation, for a normal distribution
+        return spread / math.sqrt(len(ordered)) / (self.mean or math.inf)
+
+
+def _middle_mean(values: Collection[float]) -> float:
+    cut = max(len(values) // 4, 1) if len(values) > 2 else 0
+    kept = sorted(values)[cut : len(values) - cut]
+    return sum(kept) / len(kept)

@@ -26,29 +26,41 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from enum import Enum
+from typing import TypeAlias
 
-from lightning_bytescheduler.diloco.coordinator_protocol import PauseRounds, ResumeRounds
 from lightning_bytescheduler.diloco.messages import (
     Acknowledge,
     JoinRounds,
     LeaveRounds,
+    PauseRounds,
     PseudoGradientArrived,
+    ResumeRounds,
     RoundStarted,
-    SchedulerMessage,
     SendAfter,
     SendingPseudoGradient,
-    SendNow,
     StartRound,
     StepReport,
     TrainingOver,
-    WaitForRound,
-    WorkerMessage,
 )
 from lightning_bytescheduler.diloco.round_end import FixedSteps, RoundOptions, RoundTarget, worthwhile_wait
 from lightning_bytescheduler.diloco.round_record import LateUpdate, RoundRecord
-from lightning_bytescheduler.diloco.round_roster import RoundRoster, WorkerProgress, WorkerState
+from lightning_bytescheduler.diloco.round_roster import RoundRoster, WorkerProgress, WorkerState, means_of
 
 log = logging.getLogger(__name__)
+
+WorkerMessage: TypeAlias = (
+    JoinRounds
+    | StepReport
+    | SendingPseudoGradient
+    | PseudoGradientArrived
+    | RoundStarted
+    | LeaveRounds
+    | PauseRounds
+    | ResumeRounds
+)
+"""What the batch scheduler hears."""
+SchedulerMessage: TypeAlias = Acknowledge | SendAfter | StartRound | TrainingOver
+"""What the batch scheduler says."""
 
 _FIRST_TRANSFER_S = 60.0  # for a first pseudo-gradient, as no transfer was measured yet
 _MOST_LATE = 1024  # late updates in a round's record
@@ -177,7 +189,7 @@ class BatchScheduler:
             return known.state is not WorkerState.ARRIVED
         return self._roster.departed(worker) is not None
 
-    def handle(self, message: WorkerMessage | PauseRounds | ResumeRounds, *, now: float) -> None:
+    def handle(self, message: WorkerMessage, *, now: float) -> None:
         """Take in a message, and answer it.
 
         Args:
@@ -270,7 +282,7 @@ class BatchScheduler:
 
     # ── One worker ───────────────────────────────────────────────────────────
 
-    def _hear(self, worker: WorkerProgress, message: WorkerMessage | PauseRounds | ResumeRounds, now: float) -> None:
+    def _hear(self, worker: WorkerProgress, message: WorkerMessage, now: float) -> None:
         worker.heard, worker.gone = now, None
         if worker.state is WorkerState.LOST:
             worker.state = WorkerState.WAITING
@@ -322,7 +334,7 @@ class BatchScheduler:
                 worker.take_report(message, now)
             return
         if isinstance(message, SendingPseudoGradient) and message.steps >= worker.steps:
-            worker.steps, worker.samples, worker.tokens = message.steps, message.samples, message.tokens
+            worker.steps, worker.samples = message.steps, message.samples
         if isinstance(message, (SendingPseudoGradient, PseudoGradientArrived)) and worker.is_training:
             worker.end(now)
         if isinstance(message, PseudoGradientArrived) and worker.state is WorkerState.SENDING:
@@ -341,15 +353,14 @@ class BatchScheduler:
             self._hear(worker, message, now)
 
     def _answer(self, worker: WorkerProgress) -> None:
-        if worker.state in (WorkerState.WAITING, WorkerState.LOST):
-            self._tell(worker.name, WaitForRound(round=self._round + 1))
-        elif worker.state is WorkerState.STARTING:
+        """Say what is decided; a worker that waits for the next round will hear when that starts."""
+        if worker.state is WorkerState.STARTING:
             self._tell(
                 worker.name, StartRound(round=self._round, step_cap=0 if self._closes else self._target.step_cap)
             )
         elif worker.state is WorkerState.TRAINING and self._phase is _Phase.COLLECTING:
             self._tell_to_send(worker)
-        else:
+        elif worker.is_member:
             self._tell(worker.name, Acknowledge(round=self._round, reported=worker.steps))
 
     def _join(self, join: JoinRounds, now: float, *, paused: bool = False) -> None:
@@ -359,7 +370,7 @@ class BatchScheduler:
         worker = worker or self._roster.add(join.worker, join.session, now)
         worker.paused = paused
         self._take_in(worker, join, now)
-        if open_round or worker.state is WorkerState.WAITING:
+        if open_round:
             self._answer(worker)
         self._advance(now)
 
@@ -367,7 +378,7 @@ class BatchScheduler:
 
     def _begin_round(self, now: float) -> None:
         members = [worker for worker in self._roster if worker.state is not WorkerState.LOST and not worker.paused]
-        if len(members) < self._first:
+        if sum(worker.gone is None for worker in members) < self._first:
             self._phase = _Phase.IDLE
             return
         self._first = 1
@@ -467,7 +478,7 @@ class BatchScheduler:
         self._counted_on = {worker.number for worker in members}
         for worker in members:
             if worker.is_training:
-                worker.send_after = counters.get(worker.number)
+                worker.send_after = counters.get(worker.number, 0)
                 self._tell_to_send(worker)
 
     def _end_of_waiting(self, now: float) -> float:
@@ -490,10 +501,7 @@ class BatchScheduler:
         )
 
     def _tell_to_send(self, worker: WorkerProgress) -> None:
-        if worker.send_after is None:
-            self._tell(worker.name, SendNow(round=self._round))
-        else:
-            self._tell(worker.name, SendAfter(round=self._round, steps=worker.send_after, reported=worker.steps))
+        self._tell(worker.name, SendAfter(round=self._round, steps=worker.send_after, reported=worker.steps))
 
     def _arrived(self, members: list[WorkerProgress]) -> list[WorkerProgress]:
         # In a round without steps, earlier training counts.
@@ -520,6 +528,7 @@ class BatchScheduler:
             decided=self._decided,
             workers=tuple(worker.record(now, merged=worker.number in numbers) for worker in members),
             late=tuple(self._late),
+            metrics=means_of(members),
             deadline=None if self._decided is None else self._deadline + self._longest_grace,
         )
         self._late = []

@@ -42,15 +42,13 @@ from lightning_bytescheduler.diloco.coordinator_protocol import (
     SESSION_HEADER,
     WORKER_PATH,
     Batch,
-    FromCoordinator,
-    FromWorker,
     Hello,
     Refusal,
     Welcome,
     decode_frame,
     encode_frame,
 )
-from lightning_bytescheduler.diloco.messages import coalesced
+from lightning_bytescheduler.diloco.messages import FromWorker, Message, coalesced
 from lightning_bytescheduler.exceptions import CoordinatorError, OptionError, SchedulerTimeoutError
 from lightning_bytescheduler.serving import client_tls, is_loopback, read_token
 
@@ -174,6 +172,7 @@ def _own_name() -> str:
 
 
 _T = TypeVar("_T")
+_F = TypeVar("_F", Welcome, Batch)
 _THREAD = "bytescheduler-coordinator-client"
 _of_its_own = random.SystemRandom()  # Python's other one is the user's, and seeded alike on all workers
 _SHORTEST_S, _LONGEST_S = 0.05, 5.0  # between two tries
@@ -236,7 +235,6 @@ class CoordinatorClient:
             self._aiohttp = aiohttp
         self.worker = address.worker
         self._address = address
-        self._tls = address.tls()
         self._hello = hello
         self._timeout = timeout
         self.first: Future[Welcome] = Future()
@@ -247,13 +245,9 @@ class CoordinatorClient:
         self._loop = asyncio.new_event_loop()
         # What follows is the thread's.
         self._session = ""
-        self._lease = _READ_S
-        self._url = address.url
         self._connected = asyncio.Event()
         self._stopping = asyncio.Event()
-        self._outbox: list[FromWorker | FromCoordinator] = []
-        self._changed = asyncio.Event()  # something to send, or something heard
-        self._sent = self._answered = self._heard = 0
+        self._talk: _Conversation | None = None  # while it is connected
         self._ended = threading.Event()  # no work enters the loop any more
         self._entering = threading.Lock()
         self._http: aiohttp.ClientSession  # once it lives
@@ -270,7 +264,7 @@ class CoordinatorClient:
             for event, values in self._untold:
                 getattr(listener, event)(*values)
 
-    def post(self, *messages: FromWorker | FromCoordinator) -> None:
+    def post(self, *messages: FromWorker) -> None:
         """Have messages sent, if there is a connection; at once, never blocks. Those of a lost one are lost with it."""
         self._call(self._put, messages)
 
@@ -310,7 +304,7 @@ class CoordinatorClient:
             tries += 1
             try:
                 own = {SESSION_HEADER: self._session, **(headers or {})}
-                async with self._http.request(method, self._url + path, headers=own, data=body) as found:
+                async with self._http.request(method, self._address.url + path, headers=own, data=body) as found:
                     answer = Answer(found.status, found.headers.copy(), await found.read())
             except (self._aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
                 log.debug("coordinator: %s %s failed: %s", method, path, error)
@@ -387,7 +381,7 @@ class CoordinatorClient:
         headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         ended = asyncio.ensure_future(self._stopping.wait())
         async with self._aiohttp.ClientSession(
-            timeout=timeout, headers=headers, connector=self._aiohttp.TCPConnector(ssl=self._tls or True)
+            timeout=timeout, headers=headers, connector=self._aiohttp.TCPConnector(ssl=self._address.tls() or True)
         ) as self._http:
             life = asyncio.ensure_future(self._stay_connected())
             try:
@@ -400,10 +394,11 @@ class CoordinatorClient:
 
     async def _stay_connected(self) -> None:
         began = time.monotonic()
-        log.info("coordinator: connecting to %s as %s", self._url, self.worker)
+        log.info("coordinator: connecting to %s as %s", self._address.url, self.worker)
         failed, last, warned, lost = 0, "", False, float("-inf")
         # One that asks for certificates ends connections of others without a word, in TLS 1.3.
-        hint = "" if self._tls is None else " It may ask for a certificate that it knows."
+        is_secure = self._address.url.startswith("https:")
+        hint = " It may ask for a certificate that it knows." if is_secure else ""
         while True:
             before = time.monotonic()
             try:
@@ -423,23 +418,23 @@ class CoordinatorClient:
                         "No coordinator answers at %s so far (%s). It is tried for %.0f s in all. Start it with "
                         "'lightning-bytescheduler coordinator', or check the address: one that serves with TLS has "
                         "https://.%s",
-                        self._url,
+                        self._address.url,
                         last,
                         self._timeout,
                         hint,
                     )
-                log.log(logging.DEBUG if failed else logging.INFO, "coordinator: %s: %s", self._url, last)
+                log.log(logging.DEBUG if failed else logging.INFO, "coordinator: %s: %s", self._address.url, last)
             finally:
                 was_connected = self._connected.is_set()
                 self._connected.clear()
-                self._outbox.clear()
+                self._talk = None
                 if was_connected:
                     lost = time.monotonic()
                     self._tell("lost")
             failed = 0 if was_connected and time.monotonic() - before > _LONGEST_S else failed + 1
             if not self.first.done() and time.monotonic() - began >= self._timeout:
                 raise SchedulerTimeoutError(
-                    f"No coordinator answered at {self._url} for {self._timeout:.0f} s ({last}). "
+                    f"No coordinator answered at {self._address.url} for {self._timeout:.0f} s ({last}). "
                     f"Start it with 'lightning-bytescheduler coordinator', or raise the strategy's timeout.{hint}"
                 )
             pause = _pause(failed - 1)
@@ -448,90 +443,32 @@ class CoordinatorClient:
             await asyncio.sleep(pause)
 
     async def _connection(self) -> None:
-        async with self._http.ws_connect(self._url + WORKER_PATH, max_msg_size=_FRAME_BYTES, heartbeat=None) as socket:
+        async with self._http.ws_connect(
+            self._address.url + WORKER_PATH, max_msg_size=_FRAME_BYTES, heartbeat=None
+        ) as socket:
+            talk = _Conversation(socket, receive=lambda message: self._tell("receive", message))
             await asyncio.wait_for(socket.send_str(encode_frame(self._hello(self.worker, self._session))), _CONNECT_S)
-            answer = await asyncio.wait_for(self._next_frame(socket), _CONNECT_S)
-            if isinstance(answer, Refusal):
-                raise CoordinatorError(f"The coordinator refuses this worker: {answer.reason}")
-            if not isinstance(answer, Welcome):
-                raise OptionError("message of the coordinator", type(answer).__name__, "a Welcome, or a Refusal")
+            answer = await asyncio.wait_for(talk.next_frame(Welcome), _CONNECT_S)
             self._session, self.worker = answer.session, answer.worker
-            self._lease = max(answer.lease, 0.1)
-            self._sent = self._answered = self._heard = 0
-            self._outbox.clear()
+            self._talk = talk
             self._connected.set()
             with suppress(InvalidStateError):
                 self.first.set_result(answer)
             self._tell("welcomed", answer)
-            sides = [asyncio.ensure_future(self._speak(socket)), asyncio.ensure_future(self._listen(socket))]
-            try:
-                done, _ = await asyncio.wait(sides, return_when=asyncio.FIRST_COMPLETED)
-                for side in done:
-                    side.result()
-            finally:
-                while not all(side.done() for side in sides):
-                    for side in sides:  # wait_for loses a cancel in the turn that it ends in, up to Python 3.11
-                        side.cancel()
-                    await asyncio.wait(sides, timeout=_SHORTEST_S)
-                await asyncio.gather(*sides, return_exceptions=True)
-
-    async def _speak(self, socket: Any) -> None:
-        while True:
-            if not self._outbox:
-                self._changed.clear()
-                with suppress(asyncio.TimeoutError):  # a frame without messages says that this worker lives
-                    await asyncio.wait_for(self._changed.wait(), self._lease / _SIGNS)
-            messages, self._outbox = coalesced(self._outbox), []
-            self._sent += 1
-            frame = encode_frame(Batch(number=self._sent, heard=self._heard, messages=tuple(messages)))
-            try:
-                await asyncio.wait_for(self._exchange(socket, frame), self._lease)
-            except asyncio.TimeoutError:
-                raise ConnectionError(f"the coordinator said nothing for {self._lease:.0f} s") from None
-
-    async def _exchange(self, socket: Any, frame: str) -> None:
-        await socket.send_str(frame)  # waits, too, where a link is cut
-        while self._answered < self._sent:
-            self._changed.clear()
-            await self._changed.wait()
-
-    async def _listen(self, socket: Any) -> None:
-        while True:
-            frame = await self._next_frame(socket)
-            if isinstance(frame, Refusal):
-                raise CoordinatorError(f"The coordinator refuses this worker: {frame.reason}")
-            if not isinstance(frame, Batch):
-                raise OptionError("message of the coordinator", type(frame).__name__, "a Batch")
-            self._heard = max(self._heard, frame.number)
-            self._answered = max(self._answered, frame.heard)
-            self._changed.set()
-            for message in frame.messages:
-                self._tell("receive", message)
-
-    async def _next_frame(self, socket: Any) -> Any:
-        message = await socket.receive()
-        if message.type == self._aiohttp.WSMsgType.TEXT:
-            return decode_frame(message.data, sender="the coordinator")
-        if message.type == self._aiohttp.WSMsgType.ERROR:
-            raise ConnectionError(f"the connection broke: {socket.exception()}")
-        reason = message.extra if isinstance(message.extra, str) else ""
-        raise ConnectionError(f"the coordinator closed the connection ({reason or 'without a reason'})")
+            await talk.go_on(max(answer.lease, 0.1))
 
     async def _until_heard(self) -> bool:
-        while self._connected.is_set() and (self._outbox or self._answered < self._sent):
+        while (talk := self._talk) is not None and not talk.is_heard:
             await asyncio.sleep(0.005)
-        return self._connected.is_set()
+        return talk is not None
 
-    def _put(self, messages: Sequence[FromWorker | FromCoordinator]) -> None:
-        if self._connected.is_set():
-            self._outbox.extend(messages)
-            if len(self._outbox) > 64:
-                self._outbox = coalesced(self._outbox)
-            self._changed.set()
+    def _put(self, messages: Sequence[FromWorker]) -> None:
+        if self._talk is not None:
+            self._talk.put(messages)
 
     def _require_hope(self, error: BaseException) -> None:
         """Raise what ends the client, if trying again cannot help."""
-        where = f"The coordinator at {self._url}"
+        where = f"The coordinator at {self._address.url}"
         status = getattr(error, "status", None)
         if status in _REFUSED:
             raise CoordinatorError(
@@ -552,10 +489,100 @@ class CoordinatorClient:
             reason = getattr(cause, "reason", None) or ""  # aiohttp's error of that kind has none
             if isinstance(cause, ssl.SSLError) and ("ALERT" in reason or not self.first.done()):
                 raise CoordinatorError(
-                    f"There is no TLS connection to {self._url}: {reason or cause}. Check that the coordinator "
+                    f"There is no TLS connection to {self._address.url}: {reason or cause}. Check that the coordinator "
                     "serves with TLS (else its address begins with http://), and that it accepts "
                     "this worker's certificate, if it asks for one."
                 ) from None
+
+
+class _Conversation:
+    """The frames of one connection, either way: one of this worker's in flight, and in the next all said since.
+
+    Args:
+        socket: Aiohttp's WebSocket.
+        receive: Called with each message of the coordinator.
+    """
+
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse[bool], *, receive: Callable[[Message], None]) -> None:
+        self._socket = socket
+        self._receive = receive
+        self._outbox: list[FromWorker] = []
+        self._changed = asyncio.Event()  # something to send, or something heard
+        self._sent = self._answered = self._heard = 0
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether the coordinator has heard everything."""
+        return not self._outbox and self._answered >= self._sent
+
+    def put(self, messages: Sequence[FromWorker]) -> None:
+        """Have messages sent with the next frame."""
+        self._outbox = coalesced([*self._outbox, *messages])
+        self._changed.set()
+
+    async def go_on(self, lease: float) -> None:
+        """Speak and listen until the connection ends, or nothing is heard for so many seconds; raises why."""
+        sides = [asyncio.ensure_future(self._speak(lease)), asyncio.ensure_future(self._listen())]
+        try:
+            done, _ = await asyncio.wait(sides, return_when=asyncio.FIRST_COMPLETED)
+            for side in done:
+                side.result()
+        finally:
+            while not all(side.done() for side in sides):
+                for side in sides:  # wait_for loses a cancel in the turn that it ends in, up to Python 3.11
+                    side.cancel()
+                await asyncio.wait(sides, timeout=_SHORTEST_S)
+            await asyncio.gather(*sides, return_exceptions=True)
+
+    async def _speak(self, lease: float) -> None:
+        while True:
+            if not self._outbox:
+                self._changed.clear()
+                with suppress(asyncio.TimeoutError):  # a frame without messages says that this worker lives
+                    await asyncio.wait_for(self._changed.wait(), lease / _SIGNS)
+            messages, self._outbox = tuple(self._outbox), []
+            self._sent += 1
+            frame = encode_frame(Batch(number=self._sent, heard=self._heard, messages=messages))
+            try:
+                await asyncio.wait_for(self._exchange(frame), lease)
+            except asyncio.TimeoutError:
+                raise ConnectionError(f"the coordinator said nothing for {lease:.0f} s") from None
+
+    async def _exchange(self, frame: str) -> None:
+        await self._socket.send_str(frame)  # waits, too, where a link is cut
+        while self._answered < self._sent:
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def _listen(self) -> None:
+        while True:
+            frame = await self.next_frame(Batch)
+            self._heard = max(self._heard, frame.number)
+            self._answered = max(self._answered, frame.heard)
+            self._changed.set()
+            for message in frame.messages:
+                self._receive(message)
+
+    async def next_frame(self, kind: type[_F]) -> _F:
+        """The next frame, of that kind.
+
+        Raises:
+            CoordinatorError: If it is a refusal.
+            ConnectionError: If the connection has ended.
+            OptionError: If it is something else.
+        """
+        message = await self._socket.receive()
+        if message.type.name != "TEXT":
+            if message.type.name == "ERROR":
+                raise ConnectionError(f"the connection broke: {self._socket.exception()}")
+            reason = message.extra if isinstance(message.extra, str) else ""
+            raise ConnectionError(f"the coordinator closed the connection ({reason or 'without a reason'})")
+        frame = decode_frame(message.data, sender="the coordinator")
+        if isinstance(frame, Refusal):
+            raise CoordinatorError(f"The coordinator refuses this worker: {frame.reason}")
+        if not isinstance(frame, kind):
+            raise OptionError("message of the coordinator", type(frame).__name__, f"a {kind.__name__}")
+        return frame
 
 
 def _pause(tries: int) -> float:

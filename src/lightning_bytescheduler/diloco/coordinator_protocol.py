@@ -19,7 +19,7 @@ does not read, a coordinator that stops). The worker comes back with a ``Hello``
 A request refused over HTTP is answered with ``{"error": "..."}``, and has changed nothing; 503 and 429 come with
 ``Retry-After``.
 
-A round, from a worker's side: ``StartRound`` - steps, each with a ``StepReport`` - ``SendAfter`` or ``SendNow`` -
+A round, from a worker's side: ``StartRound`` - steps, each with a ``StepReport`` - ``SendAfter`` -
 ``SendingPseudoGradient``, and the update as one ``PUT`` - ``RoundEnded`` - the mean as one ``GET``, the outer step, and
 the next ``StartRound``. A worker that misses the end of a round gets ``RoundEnded`` all the same. It sends its update
 for its own round, which counts as the coordinator's rule for late updates says. Then it catches up: mean by mean if the
@@ -37,8 +37,8 @@ import msgspec
 
 from lightning_bytescheduler.checks import require_bool, require_one_of, require_positive, require_share, require_whole
 from lightning_bytescheduler.compression.wire_format import WIRE_DTYPES, WireFormat
-from lightning_bytescheduler.diloco import messages
 from lightning_bytescheduler.diloco.fragments import Overlap, OverlapSteps
+from lightning_bytescheduler.diloco.messages import AnyMessage, Message, decoded
 from lightning_bytescheduler.diloco.outer_optimizer import SPARSE_DEFAULTS
 from lightning_bytescheduler.diloco.round_end import INNER_STEPS, FastestSteps, FixedSteps, RoundTarget, SampleTarget
 from lightning_bytescheduler.diloco.weighted_mean import WEIGHTINGS
@@ -51,7 +51,7 @@ WORKER_PATH = "/v1/worker"
 """WebSocket, see above."""
 UPDATE_PATH = "/v1/rounds/{round}/fragments/{fragment}"
 """``PUT``: a worker's pseudo-gradient, as ``WireFormat`` encodes it, with ``DIGEST_HEADER``, ``SAMPLES_HEADER``,
-``TOKENS_HEADER``, ``ROUND_SAMPLES_HEADER`` and ``STEPS_HEADER``; the answer is an :class:`UpdateReceipt`. Where the
+``ROUND_SAMPLES_HEADER`` and ``STEPS_HEADER``; the answer is an :class:`UpdateReceipt`. Where the
 coordinator hands slices out, the samples that it was made of are in front of it: a list of ``TrainedRun`` as JSON, of
 ``TRAINED_HEADER`` bytes. It may be repeated, and overtake the ``SendingPseudoGradient`` of the same round. ``GET``: the
 mean of a round that has ended, in the same form, with ``TOTAL_HEADER`` (0: nothing was merged, and no body),
@@ -72,8 +72,6 @@ DIGEST_HEADER = "ByteScheduler-Digest"
 """xxh3_128 of the body, in hexadecimal digits."""
 SAMPLES_HEADER = "ByteScheduler-Samples"
 """That the worker has processed since it last sent this fragment: what an update is weighted with."""
-TOKENS_HEADER = "ByteScheduler-Tokens"
-"""The same in tokens; left out if tokens are not counted."""
 STEPS_HEADER = "ByteScheduler-Steps"
 """That the worker has taken in this round."""
 ROUND_SAMPLES_HEADER = "ByteScheduler-Round-Samples"
@@ -208,6 +206,9 @@ def run_options(**given: Any) -> RunOptions:
     options = RunOptions(**{**defaults, **chosen, "wire_dtype": wire.name})
     require_positive("outer_lr", options.outer_lr)
     require_share("outer_momentum", options.outer_momentum)
+    if options.weighting == "tokens":
+        way_out = "Derive a class from PerformanceMonitor whose batch_samples(batch) counts tokens."
+        raise OptionError("weighting", "tokens", "'samples', or 'uniform'", way_out)
     require_one_of("weighting", options.weighting, WEIGHTINGS)
     require_whole("fragments", options.fragments, 1)
     _ = options.overlap  # checks what it is made of
@@ -229,7 +230,7 @@ def wire_named(option: str, name: str) -> WireFormat:
         raise OptionError(option, name, "sparse with a density above 0 and at most 1, as 'sparse:0.01'") from error
 
 
-class Hello(messages.AnyMessage, frozen=True, kw_only=True):
+class Hello(AnyMessage, frozen=True, kw_only=True):
     """A worker wants to take part, or is back.
 
     Attributes:
@@ -255,7 +256,7 @@ class Hello(messages.AnyMessage, frozen=True, kw_only=True):
     chain: _Chain = "0" * 32
 
 
-class Welcome(messages.AnyMessage, frozen=True, kw_only=True):
+class Welcome(AnyMessage, frozen=True, kw_only=True):
     """The worker is one of the run.
 
     Attributes:
@@ -281,7 +282,7 @@ class Welcome(messages.AnyMessage, frozen=True, kw_only=True):
     leads: bool = False
 
 
-class Refusal(messages.AnyMessage, frozen=True, kw_only=True):
+class Refusal(AnyMessage, frozen=True, kw_only=True):
     """The worker cannot take part, and trying again would not help.
 
     Attributes:
@@ -291,32 +292,7 @@ class Refusal(messages.AnyMessage, frozen=True, kw_only=True):
     reason: str
 
 
-# ── Beside the messages of the rounds ───────────────────────────────────────────────────────────
-
-
-class PauseRounds(messages.AnyMessage, frozen=True, kw_only=True):
-    """The worker does something else, such as validating: it lives, and is not counted on until ``ResumeRounds``."""
-
-    worker: _Name
-
-
-class ResumeRounds(messages.AnyMessage, frozen=True, kw_only=True):
-    """The worker is back from a pause, and joins in as soon as it can."""
-
-    worker: _Name
-
-
-class LeaderAppointed(messages.AnyMessage, frozen=True, kw_only=True):
-    """Who validates, logs and saves for all from now on.
-
-    Attributes:
-        worker: Its name.
-    """
-
-    worker: _Name
-
-
-class UpdateReceipt(messages.AnyMessage, frozen=True, kw_only=True):
+class UpdateReceipt(AnyMessage, frozen=True, kw_only=True):
     """What became of an update.
 
     Attributes:
@@ -329,11 +305,7 @@ class UpdateReceipt(messages.AnyMessage, frozen=True, kw_only=True):
     weight: _Count = 0
 
 
-FromWorker: TypeAlias = messages.Message | PauseRounds | ResumeRounds
-FromCoordinator: TypeAlias = messages.Message | LeaderAppointed
-
-
-class Batch(messages.AnyMessage, frozen=True, kw_only=True):
+class Batch(AnyMessage, frozen=True, kw_only=True):
     """One frame of a worker's WebSocket, either way.
 
     Attributes:
@@ -344,7 +316,7 @@ class Batch(messages.AnyMessage, frozen=True, kw_only=True):
 
     number: _Count
     heard: _Count = 0
-    messages: tuple[FromWorker | FromCoordinator, ...] = ()
+    messages: tuple[Message, ...] = ()
 
 
 Frame: TypeAlias = Hello | Welcome | Refusal | Batch
@@ -369,4 +341,4 @@ def decode_frame(text: str | bytes, *, sender: str) -> Frame:
     Raises:
         OptionError: If it is none; names the sender and the field.
     """
-    return messages.decoded(_DECODER, text, sender=sender, of="the coordinator's protocol", shown=_SHOWN)
+    return decoded(_DECODER, text, sender=sender, of="the coordinator's protocol", shown=_SHOWN)

@@ -29,7 +29,6 @@ from lightning_bytescheduler.diloco.coordinator_protocol import (
     SAMPLES_HEADER,
     STATE_PATH,
     STEPS_HEADER,
-    TOKENS_HEADER,
     TOTAL_HEADER,
     TRAINED_HEADER,
     VERSION_HEADER,
@@ -92,6 +91,11 @@ class CoordinatorTransport:
     def keeps_residuals(self) -> bool:
         """See ``Exchange``."""
         return self.wire.keeps_residuals
+
+    @property
+    def source(self) -> CoordinatorTransport:
+        """See ``Exchange``."""
+        return self
 
     def start(self, contribution: Contribution, wanted: Callable[[], bool] = lambda: True) -> Upload:
         """Begin to encode and upload an update, until there is an answer.
@@ -200,7 +204,6 @@ class CoordinatorTransport:
         headers = {
             DIGEST_HEADER: digest,
             SAMPLES_HEADER: str(contribution.samples),
-            TOKENS_HEADER: str(contribution.tokens),
             STEPS_HEADER: str(contribution.steps),
             ROUND_SAMPLES_HEADER: str(contribution.round_samples),
         }

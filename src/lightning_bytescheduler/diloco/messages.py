@@ -11,7 +11,7 @@ messages, or of a pseudo-gradient, costs the worker its part in the round.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, TypeAlias, TypeVar
+from typing import Annotated, TypeAlias, TypeVar
 
 import msgspec
 
@@ -20,7 +20,7 @@ from lightning_bytescheduler.exceptions import OptionError
 _T = TypeVar("_T")
 
 MOST = 2**40
-"""Steps, samples or tokens of one worker in one round: as what a worker says is bounded, so are sums over all."""
+"""Steps or samples of one worker in one round: as what a worker says is bounded, so are sums over all."""
 
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 _Own: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MOST)]  # of one worker
@@ -36,7 +36,7 @@ class AnyMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class JoinRounds(AnyMessage, frozen=True, kw_only=True):
-    """I want to take part. The answer is ``WaitForRound``, or ``StartRound`` at once.
+    """I want to take part. The answer is ``StartRound``, at once or when the next round begins.
 
     A worker that joins in the middle of a round, as after a restart of the scheduler, says so. Its steps count if that
     round is still on, or begins next. The caller that hands this on ensures that the worker has the weights with which
@@ -49,7 +49,6 @@ class JoinRounds(AnyMessage, frozen=True, kw_only=True):
         round: The round that the worker is in the middle of; 0 for none.
         steps: Taken in that round.
         samples: Processed in that round.
-        tokens: Processed in that round.
     """
 
     worker: _Name
@@ -57,7 +56,6 @@ class JoinRounds(AnyMessage, frozen=True, kw_only=True):
     round: _Count = 0
     steps: _Own = 0
     samples: _Own = 0
-    tokens: _Own = 0
 
 
 class StepReport(AnyMessage, frozen=True, kw_only=True):
@@ -71,6 +69,8 @@ class StepReport(AnyMessage, frozen=True, kw_only=True):
         batch_size: Samples of the last step.
         seconds: That the last step took, by the worker's clock.
         in_flight: Steps reported before this one to which no answer has come yet.
+        trained_s: Seconds that all steps of this round took.
+        loss: Mean over these, weighted by samples; ``None`` if none was measured.
     """
 
     worker: _Name
@@ -80,6 +80,8 @@ class StepReport(AnyMessage, frozen=True, kw_only=True):
     batch_size: _Own
     seconds: _Number
     in_flight: _Own = 0
+    trained_s: _Number = 0.0
+    loss: float | None = None
 
 
 class SendingPseudoGradient(AnyMessage, frozen=True, kw_only=True):
@@ -90,14 +92,12 @@ class SendingPseudoGradient(AnyMessage, frozen=True, kw_only=True):
         round: In which round.
         steps: Taken in this round.
         samples: Processed in this round.
-        tokens: Processed in this round; 0 if tokens are not counted.
     """
 
     worker: _Name
     round: _Count
     steps: _Own
     samples: _Own
-    tokens: _Own = 0
 
 
 class PseudoGradientArrived(AnyMessage, frozen=True, kw_only=True):
@@ -159,36 +159,37 @@ class PassedRoundEnd(AnyMessage, frozen=True, kw_only=True):
     stop: bool = False
 
 
-class StepMetrics(AnyMessage, frozen=True, kw_only=True):
-    """What a step came to.
-
-    Attributes:
-        worker: Who.
-        round: In which round.
-        batch_size: Samples of the step.
-        seconds: That it took.
-        loss: Its loss, or ``None``.
-    """
+class PauseRounds(AnyMessage, frozen=True, kw_only=True):
+    """I do something else, such as validating: I live, and am not to be counted on until ``ResumeRounds``."""
 
     worker: _Name
-    round: _Count
-    batch_size: _Own
-    seconds: _Number
-    loss: float | None = None
+
+
+class ResumeRounds(AnyMessage, frozen=True, kw_only=True):
+    """I am back from a pause, and join in as soon as I can."""
+
+    worker: _Name
 
 
 # ── To a worker ───────────────────────────────────────────────────────────
 
 
 class Acknowledge(AnyMessage, frozen=True, kw_only=True):
-    """Work on. ``reported`` is the latest step that was reported in ``round``."""
+    """Work on.
+
+    Attributes:
+        round: Which round.
+        reported: The latest step that was reported in it.
+        left: What is to go in it, in samples or steps; ``None`` where that was said shortly before.
+    """
 
     round: _Count
     reported: _Count
+    left: _Count | None = None
 
 
 class SendAfter(AnyMessage, frozen=True, kw_only=True):
-    """Send your pseudo-gradient once you have taken ``steps`` steps in this round; at once if you have.
+    """Send your pseudo-gradient after so many steps of this round; after the step in progress if you have taken them.
 
     ``reported`` is the latest step that was reported, as in ``Acknowledge``.
     """
@@ -196,18 +197,6 @@ class SendAfter(AnyMessage, frozen=True, kw_only=True):
     round: _Count
     steps: _Count
     reported: _Count = 0
-
-
-class SendNow(AnyMessage, frozen=True, kw_only=True):
-    """Send your pseudo-gradient after the step in progress."""
-
-    round: _Count
-
-
-class WaitForRound(AnyMessage, frozen=True, kw_only=True):
-    """Take no more steps: you join in with ``round``, and will be told when it starts."""
-
-    round: _Count
 
 
 class StartRound(AnyMessage, frozen=True, kw_only=True):
@@ -220,18 +209,6 @@ class StartRound(AnyMessage, frozen=True, kw_only=True):
 
     round: _Count
     step_cap: _Count | None = None
-
-
-class RoundStatus(AnyMessage, frozen=True, kw_only=True):
-    """How far the round is.
-
-    Attributes:
-        round: Which.
-        left: What is to go, in samples or steps.
-    """
-
-    round: _Count
-    left: _Count
 
 
 class RoundEnded(AnyMessage, frozen=True, kw_only=True):
@@ -265,15 +242,32 @@ class TrainingOver(AnyMessage, frozen=True, kw_only=True):
     round: _Count
 
 
-WorkerMessage: TypeAlias = (
-    JoinRounds | StepReport | SendingPseudoGradient | PseudoGradientArrived | RoundStarted | LeaveRounds
+class LeaderAppointed(AnyMessage, frozen=True, kw_only=True):
+    """Who validates, logs and saves for all from now on.
+
+    Attributes:
+        worker: Its name.
+    """
+
+    worker: _Name
+
+
+FromWorker: TypeAlias = (
+    JoinRounds
+    | StepReport
+    | SendingPseudoGradient
+    | PseudoGradientArrived
+    | RoundStarted
+    | LeaveRounds
+    | PauseRounds
+    | ResumeRounds
+    | EndRound
+    | PassedRoundEnd
 )
-"""What the batch scheduler hears."""
-SchedulerMessage: TypeAlias = Acknowledge | SendAfter | SendNow | WaitForRound | StartRound | TrainingOver
-"""What the batch scheduler says."""
-Message: TypeAlias = (
-    WorkerMessage | SchedulerMessage | EndRound | PassedRoundEnd | StepMetrics | RoundStatus | RoundEnded
-)
+"""What the rounds hear."""
+ToWorker: TypeAlias = Acknowledge | SendAfter | StartRound | RoundEnded | TrainingOver | LeaderAppointed
+"""What the rounds say."""
+Message: TypeAlias = FromWorker | ToWorker
 
 
 _DECODER: msgspec.json.Decoder[Message] = msgspec.json.Decoder(Message)
@@ -320,34 +314,13 @@ def decoded(
 
 
 def coalesced(said: Sequence[_T]) -> list[_T]:
-    """The same in fewer messages.
-
-    Of a worker's reports of one round only the last is kept, in the last one's place; its measurements of one round
-    become one, weighted by samples. Everything else stays, in order.
-    """
-    kept: list[Any] = []
-    places: dict[tuple[object, ...], int] = {}
-    for message in said:
-        if isinstance(message, (StepReport, StepMetrics)):
-            measured = isinstance(message, StepMetrics) and message.loss is not None
-            key = (type(message), message.worker, message.round, measured)
-            place = places.get(key)
-            if place is not None:
-                before = kept[place]
-                if isinstance(message, StepMetrics) and isinstance(before, StepMetrics):
-                    kept[place] = _together(before, message)
-                else:
-                    kept[place] = message
-                continue
-            places[key] = len(kept)
-        else:
-            places = {}  # what is told once is not to be overtaken
-        kept.append(message)
-    return kept
-
-
-def _together(one: StepMetrics, other: StepMetrics) -> StepMetrics:
-    samples = one.batch_size + other.batch_size
-    share = one.batch_size / samples if samples else 0.5
-    loss = None if one.loss is None or other.loss is None else one.loss * share + other.loss * (1 - share)
-    return msgspec.structs.replace(other, batch_size=samples, seconds=one.seconds + other.seconds, loss=loss)
+    """The same without reports that a later one makes up for: of reports that follow one another, all but the last."""
+    return [
+        message
+        for message, then in zip(said, [*said, None][1:], strict=True)
+        if not (
+            isinstance(message, StepReport)
+            and isinstance(then, StepReport)
+            and (message.worker, message.round) == (then.worker, then.round)
+        )
+    ]

@@ -85,7 +85,7 @@ class DiLoCoOptions:
 
     given: Mapping[str, Any]
     outer_optimizer: Callable[[list[Tensor]], Optimizer] | None
-    batch_size: int | Sequence[int | Literal["auto"]] | Literal["auto"] | None
+    batch_size: int | Sequence[int] | None
     timeline: str | os.PathLike[str] | None
     inner: str | None
     inner_size: int | Literal["node"] | None
@@ -169,8 +169,6 @@ class DiLoCoOptions:
             )
         if not self.coordinated and size != _NODE and not is_whole(size, 2):
             raise OptionError("inner.size", size, f"a whole number above 1, or {_NODE!r}")
-        if self.batch_size == "auto":
-            raise OptionError("batch_size", "auto", "left out, or numbers, where inner is given")
 
     def ranks_per_worker(self, *, on_node: int, ranks: int) -> int:
         """How many ranks train together as one worker.

@@ -169,7 +169,6 @@ class Contribution:
         pseudo_gradient: Flat, fp32, on the CPU; not to be changed any more.
         weight: Its weight in the mean, as this worker computes it.
         samples: Processed since this fragment was last part of a mean.
-        tokens: The same in tokens; 0 if tokens are not counted.
         steps: Taken in this round.
         round_samples: Processed in this round.
         trained: The samples of slices that it was made of, where a coordinator hands slices out.
@@ -181,7 +180,6 @@ class Contribution:
     pseudo_gradient: Tensor
     weight: int = 0
     samples: int = 0
-    tokens: int = 0
     steps: int = 0
     round_samples: int = 0
     trained: tuple[TrainedRun, ...] = ()
@@ -241,7 +239,7 @@ class OuterState:
     Attributes:
         trained: As given.
         samples: That this worker has processed, by fragment, since that was last part of a mean.
-        tokens: The same in tokens.
+        changed: Fragments whose trained weights were replaced here; whoever looks at that clears it.
     """
 
     def __init__(
@@ -263,27 +261,25 @@ class OuterState:
             factory=factory,
         )
         self.samples = [0] * len(trained.fragments)
-        self.tokens = [0] * len(trained.fragments)
+        self.changed: set[int] = set()
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
         """The global weights, in fp32, by name. To be read only."""
         return self._optimizer.weights
 
-    def count(self, *, samples: int, tokens: int) -> None:
+    def count(self, samples: int) -> None:
         """Take note of a step."""
         for index in range(len(self.samples)):
             self.samples[index] += samples
-            self.tokens[index] += tokens
 
     def taken(self, update: Contribution) -> None:
         """Note that the samples of an update are part of a mean, or will be."""
         self.samples[update.fragment] -= update.samples
-        self.tokens[update.fragment] -= update.tokens
 
     def overwritten(self, fragment: int) -> None:
         """Note that a fragment's trained weights are the global ones now: nothing of it is left to send."""
-        self.samples[fragment] = self.tokens[fragment] = 0
+        self.samples[fragment] = 0
 
     def pseudo_gradient(self, fragment: int) -> tuple[Tensor, int]:
         """The change of a fragment by this worker's steps, since it was last part of a mean.
@@ -299,7 +295,7 @@ class OuterState:
         names = self.trained.fragments[fragment]
         after = {name: self._parameters[name].detach().cpu() for name in names}
         parts = pseudo_gradient(self._optimizer.weights, after)
-        weight = pseudo_gradient_weight(self._weighting, samples=self.samples[fragment], tokens=self.tokens[fragment])
+        weight = pseudo_gradient_weight(self._weighting, samples=self.samples[fragment])
         _require_sane(parts, weight)
         return torch.cat([parts[name].reshape(-1) for name in names]), weight
 
@@ -333,6 +329,7 @@ class OuterState:
             parameter = self._parameters[name]
             merged = self._optimizer.weights[name].to(parameter.device)
             parameter.copy_(mix(parameter.float(), merged, mixing))
+        self.changed.add(fragment)
 
     @contextmanager
     def shown(self) -> Iterator[None]:
@@ -358,12 +355,12 @@ class OuterState:
     def own_state_dict(self) -> dict[str, Any]:
         """What this worker has trained on top of the global weights, and on how much since each fragment was sent."""
         weights = {name: parameter.detach().to("cpu", copy=True) for name, parameter in self._parameters.items()}
-        return {"weights": weights, "samples": list(self.samples), "tokens": list(self.tokens)}
+        return {"weights": weights, "samples": list(self.samples)}
 
     def load_counts(self, state: Mapping[str, Any]) -> None:
         """Count on from what :meth:`own_state_dict` gave, unless it is of other fragments."""
         if len(state["samples"]) == len(self.samples):
-            self.samples, self.tokens = list(state["samples"]), list(state["tokens"])
+            self.samples = list(state["samples"])
 
     def full_state(self) -> dict[str, Any]:
         """The same with the weights, whatever their type."""

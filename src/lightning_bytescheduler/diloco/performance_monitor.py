@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_bytescheduler.checks import options_by_name, require_bool
-from lightning_bytescheduler.ddp.sample_weights import samples_in, tensors_in
+from lightning_bytescheduler.ddp.sample_weights import samples_in
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 from lightning_bytescheduler.lightning_api import pl, rank_zero_warn
 from lightning_bytescheduler.registration import require_same_package
@@ -44,7 +44,9 @@ class PerformanceMonitor(pl.Callback):
         self._last_loss: Tensor | None = None
 
     def batch_samples(self, batch: Any) -> int:
-        """Return the samples of a batch: the common length of its tensors. Override it where that is not so.
+        """Return the samples of a batch: the common length of its tensors.
+
+        Override it where that is not so, or to count tokens instead: rounds and weights are by tokens then.
 
         Raises:
             UnsupportedError: If there is no tensor in it, or their lengths differ.
@@ -56,13 +58,6 @@ class PerformanceMonitor(pl.Callback):
                 f"The samples of a batch of type {type(batch).__name__} cannot be counted: {error}. Derive a class "
                 "from PerformanceMonitor whose batch_samples(batch) says it, and pass it to the Trainer."
             ) from error
-
-    def batch_tokens(self, batch: Any) -> int:
-        """Return the tokens of a batch: the elements of its first tensor if they are whole numbers, else 0."""
-        for tensor in tensors_in(batch):
-            if isinstance(tensor, Tensor) and tensor.ndim:
-                return 0 if tensor.is_floating_point() else tensor.numel()
-        return 0
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Say where nothing is measured, and refuse to measure twice.
@@ -92,14 +87,13 @@ class PerformanceMonitor(pl.Callback):
         """Measure the batch, and log how the round goes.
 
         Raises:
-            OptionError: If ``batch_samples`` or ``batch_tokens`` returned something else than a number.
+            OptionError: If ``batch_samples`` returned something else than a number.
         """
         strategy: Any = trainer.strategy
         if not hasattr(strategy, "report_batch"):
             return
         strategy.report_batch(
-            samples=_whole("batch_samples(batch)", self.batch_samples(batch), least=1),
-            tokens=_whole("batch_tokens(batch)", self.batch_tokens(batch), least=0),
+            samples=_positive("batch_samples(batch)", self.batch_samples(batch)),
             loss=self._loss(outputs),
         )
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector
@@ -128,14 +122,14 @@ class PerformanceMonitor(pl.Callback):
         return None if before is None else _finite(before)
 
 
-def _whole(method: str, value: Any, *, least: int) -> int:
+def _positive(method: str, value: Any) -> int:
     """What a method that may be overridden has returned, also as a number of NumPy's or a tensor of one."""
     try:
         number = operator.index(value)
     except (TypeError, RuntimeError, ValueError):
         number = -1
-    if isinstance(value, bool) or number < least:
-        raise OptionError(method, value, f"a whole number, {least} or more")
+    if isinstance(value, bool) or number < 1:
+        raise OptionError(method, value, "a whole number, 1 or more")
     return number
 
 

@@ -243,7 +243,12 @@ class WorkerGroup:
     Args:
         group: Over the worker's ranks; gloo. ``None`` for a worker of one rank, which has no other rank to ask or tell.
         timeout: Longest wait for other workers, in seconds.
+
+    Attributes:
+        cause: Of the end, once :meth:`abort` was called.
     """
+
+    cause: BaseException | None = None
 
     def __init__(
         self,
@@ -253,7 +258,6 @@ class WorkerGroup:
     ) -> None:
         self._group = group
         self._timeout = _PATIENCE * timeout
-        self._cause: BaseException | None = None
 
     @property
     def size(self) -> int:
@@ -267,8 +271,8 @@ class WorkerGroup:
 
     def abort(self, cause: BaseException) -> None:
         """Raise ``cause`` from whatever is waited for, now or later. For any thread."""
-        if self._cause is None:
-            self._cause = cause
+        if self.cause is None:
+            self.cause = cause
 
     def total(self, numbers: Sequence[float]) -> list[float]:
         """The sums of all ranks' numbers, in fp64; the same on each rank."""
@@ -328,11 +332,11 @@ class WorkerGroup:
         deadline = time.monotonic() + self._timeout
 
         def failure() -> BaseException | None:
-            if self._cause is None and time.monotonic() >= deadline:
+            if self.cause is None and time.monotonic() >= deadline:
                 return SchedulerTimeoutError(
                     f"A rank waited {self._timeout:.0f} s for the ranks that it trains with. Raise the strategy's "
                     "timeout if a step, or the wait for other workers, may take longer."
                 )
-            return self._cause
+            return self.cause
 
         wait_unless(work, failure, look_every=_SLICE)

@@ -122,6 +122,11 @@ class PseudoGradientExchange:
         """See ``Exchange``; here only the workers themselves need to know."""
         return False
 
+    @property
+    def source(self) -> None:
+        """See ``Exchange``."""
+        return None
+
     def start(self, contribution: Contribution, wanted: Callable[[], bool] = lambda: True) -> Upload:
         """Begin to exchange a fragment; returns at once. For one thread.
 

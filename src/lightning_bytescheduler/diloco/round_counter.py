@@ -12,7 +12,6 @@ from lightning_bytescheduler.diloco.messages import (
     RoundStarted,
     SendAfter,
     SendingPseudoGradient,
-    SendNow,
     StartRound,
     StepReport,
     TrainingOver,
@@ -29,7 +28,7 @@ class RoundCounter:
         round: The round it is in; 0 before the first.
         steps: Taken in this round, or since its pseudo-gradient was sent.
         samples: Processed in these steps.
-        tokens: Processed in these steps.
+        seconds: That these steps took.
         next_round: The round to start, as soon as its weights are there; ``None`` if none was announced.
         finished: Whether the training is over.
         closes: Whether this round has no step, and sends what the last ones have left of a fragment.
@@ -40,7 +39,8 @@ class RoundCounter:
         self.round = 0
         self.steps = 0
         self.samples = 0
-        self.tokens = 0
+        self.seconds = 0.0
+        self._loss: tuple[float, int] = (0.0, 0)  # mean over the steps that have one, and their samples
         self.next_round: int | None = None
         self.finished = False
         self.closes = False
@@ -52,17 +52,16 @@ class RoundCounter:
     def carried_into(self, round: int, sent: SendingPseudoGradient | None = None) -> RoundCounter:
         """A new counter that begins ``round`` with what was done in this one's, and what was sent to no avail."""
         counter = RoundCounter(self.worker)
-        counter.round = round
+        counter.round, counter.seconds, counter._loss = round, self.seconds, self._loss
         for done in (self, sent):
             if done is not None:
                 counter.steps += done.steps
                 counter.samples += done.samples
-                counter.tokens += done.tokens
         return counter
 
-    def go_on(self, *, steps: int, samples: int, tokens: int) -> None:
+    def go_on(self, *, steps: int, samples: int) -> None:
         """Count what was done in this round before the process was started anew: steps beside the last round's mean."""
-        self.steps, self.samples, self.tokens = self.steps + steps, self.samples + samples, self.tokens + tokens
+        self.steps, self.samples = self.steps + steps, self.samples + samples
         self._acknowledged = self.steps  # as in start()
 
     @property
@@ -85,13 +84,11 @@ class RoundCounter:
             self.finished = True
         elif self._sent:
             pass  # what follows is about the round that this worker is through with
-        elif isinstance(message, (Acknowledge, SendAfter, SendNow)) and message.round == self.round:
-            if isinstance(message, SendNow):
-                self._end_after(self.steps)
-                return
+        elif isinstance(message, (Acknowledge, SendAfter)) and message.round == self.round:
             self._acknowledged = max(self._acknowledged, message.reported)
             if isinstance(message, SendAfter):
-                self._end_after(message.steps)
+                # Two may have told: the scheduler, and the cap. The earlier one holds.
+                self._last_step = message.steps if self._last_step is None else min(self._last_step, message.steps)
 
     def start(self) -> RoundStarted:
         """The weights of the announced round are there: begin it. Returns what to say.
@@ -104,36 +101,42 @@ class RoundCounter:
         if self.next_round is None:
             raise RuntimeError("Cannot start a round: the scheduler has announced none.")
         if not self._sent:
-            self._begin_count()  # its steps, if any, were part of a round that is over, and are lost
+            self.clear()  # its steps, if any, were part of a round that is over, and are lost
         self._acknowledged = self.steps  # what was taken beside sending could not be answered
         self.round, self._last_step, self.closes = self.next_round, self._next_cap, self._next_cap == 0
         self.next_round = self._next_cap = None
         self._sent = False
         return RoundStarted(worker=self.worker, round=self.round)
 
-    def step(self, *, batch_size: int, seconds: float, tokens: int = 0) -> StepReport:
+    def step(self, *, batch_size: int, seconds: float, loss: float | None = None) -> StepReport:
         """Count a step. Returns what to say, without waiting for an answer.
 
         Args:
             batch_size: Its samples.
             seconds: What it took, from the end of the step before.
-            tokens: Its tokens, where pseudo-gradients are weighted by them.
+            loss: Its loss, if it was measured.
 
         Raises:
             OptionError: Names the value that is not allowed.
         """
         in_flight = max(self.steps - self._acknowledged, 0)
         self.samples += require_whole("batch_size", batch_size, 1)
-        self.tokens += require_whole("tokens", tokens, 0)
         self.steps += 1
+        self.seconds += require_seconds("seconds", seconds)
+        mean, measured = self._loss
+        if loss is not None:
+            measured += batch_size
+            self._loss = mean + (loss - mean) * (batch_size / measured), measured
         return StepReport(
             worker=self.worker,
             round=self.round + self._sent,
             steps=self.steps,
             samples=self.samples,
             batch_size=batch_size,
-            seconds=require_seconds("seconds", seconds),
+            seconds=seconds,
             in_flight=in_flight,
+            trained_s=self.seconds,
+            loss=self._loss[0] if measured else None,
         )
 
     def send(self) -> SendingPseudoGradient:
@@ -141,17 +144,13 @@ class RoundCounter:
 
         Where sending overlaps with training, the steps that follow count for the next round.
         """
-        message = SendingPseudoGradient(
-            worker=self.worker, round=self.round, steps=self.steps, samples=self.samples, tokens=self.tokens
-        )
-        self._begin_count()
+        message = SendingPseudoGradient(worker=self.worker, round=self.round, steps=self.steps, samples=self.samples)
+        self.clear()
         self._last_step = None
         self._sent = True
         return message
 
-    def _begin_count(self) -> None:
-        self.steps = self.samples = self.tokens = self._acknowledged = 0
-
-    def _end_after(self, steps: int) -> None:
-        # Two may have told: the scheduler, and the cap. The earlier one holds.
-        self._last_step = steps if self._last_step is None else min(self._last_step, steps)
+    def clear(self) -> None:
+        """Nothing was done in this round so far."""
+        self.steps = self.samples = self._acknowledged = 0
+        self.seconds, self._loss = 0.0, (0.0, 0)

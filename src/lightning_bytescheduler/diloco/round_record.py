@@ -2,16 +2,11 @@
 
 Times are seconds of the batch scheduler's clock, when its messages came in. Limits: where sending overlaps with
 training, a worker trains while it is recorded as sending, waiting or receiving.
-
-What the steps of a round came to: the mean loss, weighted by samples, and the speed of all together.
-
-Sums are kept as steps come in, at a cost that does not grow with the round or the number of workers.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -22,44 +17,6 @@ import msgspec
 from lightning_bytescheduler.exceptions import OptionError
 
 log = logging.getLogger(__name__)
-
-
-class RoundMetrics:
-    """Means over the steps of a round."""
-
-    def __init__(self) -> None:
-        self._loss = (0.0, 0)  # weighted sum, and samples
-        self._rates: dict[str, tuple[float, int]] = {}  # by worker: seconds, and samples
-
-    def add(self, worker: str, *, batch_size: int, seconds: float, loss: float | None = None) -> None:
-        """Take note of a step.
-
-        Args:
-            worker: Who took it.
-            batch_size: Its samples; without any it does not count.
-            seconds: That it took.
-            loss: Of the step, if it has one.
-        """
-        if not batch_size:
-            return
-        time, samples = self._rates.get(worker, (0.0, 0))
-        self._rates[worker] = time + seconds, samples + batch_size
-        if loss is not None:
-            total, samples = self._loss
-            self._loss = total + loss * batch_size, samples + batch_size
-
-    def take(self) -> dict[str, float]:
-        """The mean ``loss``, and ``samples_per_second`` of all workers together; begins anew.
-
-        What is not finite, as the loss of a training that has diverged, is left out: no such number travels as JSON.
-        """
-        (total, samples), rates = self._loss, self._rates.values()
-        means = {"loss": total / samples} if samples else {}
-        if rates:
-            means["samples_per_second"] = sum(samples / time for time, samples in rates if time)
-        self._loss, self._rates = (0.0, 0), {}
-        return {name: value for name, value in means.items() if math.isfinite(value)}
-
 
 RECORD_NAME = "rounds.jsonl"
 """What a training calls the file."""
@@ -121,6 +78,7 @@ class RoundRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         late: What came during this round and belonged to an earlier one.
         deadline: Until when pseudo-gradients were waited for at the longest, with the whole grace, or ``None`` where
             nothing was decided.
+        metrics: Means over the round and all workers, by name; finite.
     """
 
     round: _Count
@@ -130,6 +88,7 @@ class RoundRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     workers: tuple[WorkerRound, ...]
     late: tuple[LateUpdate, ...] = ()
     deadline: float | None = None
+    metrics: dict[str, float] = {}  # copied for each record
 
     @property
     def samples(self) -> int:

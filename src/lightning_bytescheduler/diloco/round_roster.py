@@ -3,66 +3,28 @@
 Nothing here grows without bound: workers that were lost or have left are forgotten, with their step times, when they
 have not been heard of for ``expiry`` seconds, or when there are very many of them.
 
-For each worker, the batch scheduler knows where it is in the round, and how long its steps take. A step's time is the
-mean of the middle half of the last ones, so single slow steps hardly change it. If several in a row are well above it,
-or well below, the change is taken to last, and earlier values are forgotten. Limits: a lasting change of less than half
-may take the whole window to show.
+For each worker, the batch scheduler knows where it is in the round, and how long its steps take (``RobustMean``).
 """
 
 from __future__ import annotations
 
 import math
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import get_args
 
+from lightning_bytescheduler.ddp.sample_weights import RobustMean
 from lightning_bytescheduler.diloco.messages import JoinRounds, StepReport
 from lightning_bytescheduler.diloco.round_end import Pace, RoundOptions
 from lightning_bytescheduler.diloco.round_record import Activity, WorkerRound
 
-_WINDOW = 16
-_CHANGED_AFTER = 5  # values in a row: a blip is shorter
-_CHANGED_BY = 1.5
 _FIRST_STEPS = 4  # of rounds, that are kept
 _SILENT_STEPS = 3
 _SHORTEST_S = 1e-9
 RETURN_S = 4.0
 """For a worker to be back whose connection has closed. One that lives tries again each half second at first."""
-
-
-class RobustMean:
-    """Mean of the middle half of the last sixteen values, each 0 or more.
-
-    Attributes:
-        mean: The estimate, or ``None`` before the first value.
-    """
-
-    def __init__(self) -> None:
-        self._values: deque[float] = deque(maxlen=_WINDOW)
-        self.mean: float | None = None
-
-    def observe(self, value: float) -> None:
-        """Take note of a value."""
-        self._values.append(value)
-        if value == self.mean and self._values.count(value) == len(self._values):
-            return  # as with most batch sizes
-        values = list(self._values)
-        before, recent = values[:-_CHANGED_AFTER], values[-_CHANGED_AFTER:]
-        # Whether all may be well above, or below, the mean of the others, which is somewhere between these.
-        if before and (min(recent) > min(before) * _CHANGED_BY or max(recent) < max(before) / _CHANGED_BY):
-            mean = _middle_mean(before)
-            if min(recent) > mean * _CHANGED_BY or max(recent) < mean / _CHANGED_BY:
-                self._values, values = deque(recent, maxlen=_WINDOW), recent
-        self.mean = _middle_mean(values)
-
-
-def _middle_mean(values: list[float]) -> float:
-    ordered = sorted(values)
-    cut = max(len(ordered) // 4, 1) if len(ordered) > 2 else 0
-    kept = ordered[cut : len(ordered) - cut]
-    return sum(kept) / len(kept)
 
 
 class StepTime:
@@ -143,10 +105,11 @@ class WorkerProgress:
         receiving: Seconds from when it was told to start until it had the weights; survives the round.
         steps: Taken in this round.
         samples: Processed in this round.
-        tokens: Processed in this round.
         in_flight: Steps that it has taken, about, before an answer reaches it; survives the round.
         pace: How it gets on, as it was when it was last heard of; ``None`` where the round's end does not depend on it.
-        send_after: Steps after which it was told to send its pseudo-gradient.
+        send_after: Steps after which it was told to send its pseudo-gradient; 0 for after the one in progress.
+        trained_s: Seconds that its steps of this round took.
+        loss: Mean over these, if it says one.
         told: When it was told to start.
         began: When it began to train.
         reported: When the step began that it is taking.
@@ -169,10 +132,11 @@ class WorkerProgress:
     receiving: RobustMean = field(default_factory=RobustMean)
     steps: int = 0
     samples: int = 0
-    tokens: int = 0
     in_flight: int = 0
     pace: Pace | None = None
-    send_after: int | None = None
+    send_after: int = 0
+    trained_s: float = 0.0
+    loss: float | None = None
     told: float = 0.0
     began: float | None = None
     reported: float = 0.0
@@ -189,8 +153,9 @@ class WorkerProgress:
         """
         self.state = WorkerState.STARTING
         self.began_late = late
-        self.steps = self.samples = self.tokens = 0
-        self.send_after = self.began = self.sending = self.arrived = None
+        self.steps = self.samples = self.send_after = 0
+        self.began = self.sending = self.arrived = self.loss = None
+        self.trained_s = 0.0
         self.told = self.reported = self.heard = now
 
     def start(self, now: float) -> None:
@@ -207,12 +172,13 @@ class WorkerProgress:
     def take_up(self, join: JoinRounds, now: float) -> None:
         """It is in the middle of the round, and says what it has done in it."""
         self.start(now)
-        self.steps, self.samples, self.tokens = join.steps, join.samples, join.tokens
+        self.steps, self.samples = join.steps, join.samples
 
     def take_report(self, report: StepReport, now: float) -> None:
         """Take over a report that is newer than what is known."""
         self.step_time.observe(report.seconds, report.batch_size, first=report.steps == 1)
         self.steps, self.samples = report.steps, report.samples
+        self.trained_s, self.loss = report.trained_s, report.loss
         self.in_flight = min(report.in_flight, report.steps)  # no more than that can be true
         self.reported = now
 
@@ -300,8 +266,7 @@ class WorkerProgress:
     @property
     def missing_samples(self) -> int:
         """That its pseudo-gradient will have, as far as is known."""
-        more = 0 if self.send_after is None else max(self.send_after - self.steps, 0)
-        return self.samples + more * (self.step_time.batch_size or 0)
+        return self.samples + max(self.send_after - self.steps, 0) * (self.step_time.batch_size or 0)
 
     def note_pace(self, step_cap: int | None) -> None:
         """Take note of how it gets on.
@@ -321,6 +286,21 @@ class WorkerProgress:
                 most=step_cap,
                 committed=self.in_flight + 1,
             )
+
+
+def means_of(workers: Sequence[WorkerProgress]) -> dict[str, float]:
+    """The mean ``loss`` over a round, weighted by samples, and ``samples_per_second`` of all workers together.
+
+    What is not finite, as the loss of a training that has diverged, is left out: no such number travels as JSON.
+    """
+    measured = [(one.loss, one.samples) for one in workers if one.loss is not None and one.samples]
+    rates = [one.samples / one.trained_s for one in workers if one.trained_s]
+    means: dict[str, float] = {}
+    if measured:
+        means["loss"] = sum(loss * samples for loss, samples in measured) / sum(samples for _, samples in measured)
+    if rates:
+        means["samples_per_second"] = sum(rates)
+    return {name: value for name, value in means.items() if math.isfinite(value)}
 
 
 _MOST_LOST = 1024

@@ -26,25 +26,23 @@ from dataclasses import replace
 import msgspec
 
 from lightning_bytescheduler.diloco.batch_scheduler import BatchScheduler
-from lightning_bytescheduler.diloco.coordinator_protocol import FromWorker
 from lightning_bytescheduler.diloco.messages import (
+    Acknowledge,
     EndRound,
-    Message,
+    FromWorker,
     PassedRoundEnd,
     RoundEnded,
     RoundStarted,
-    RoundStatus,
     SendAfter,
     SendingPseudoGradient,
-    SendNow,
-    StepMetrics,
     StepReport,
+    ToWorker,
     TrainingOver,
 )
 from lightning_bytescheduler.diloco.round_end import FixedSteps, RoundOptions, RoundTarget
-from lightning_bytescheduler.diloco.round_record import Activity, RoundMetrics, RoundRecord
+from lightning_bytescheduler.diloco.round_record import Activity, RoundRecord
 
-_STATUS_EVERY_S = 0.5
+_LEFT_EVERY_S = 0.5  # from one word on what is to go to the next
 _LOOK_S = 1.0
 _SILENT_STEPS, _SILENT_S = 3, 5.0  # a silence of their sum is logged
 
@@ -62,7 +60,6 @@ class Rounds:
 
     Attributes:
         scheduler: The batch scheduler.
-        metrics: Of the round that is on.
     """
 
     def __init__(
@@ -70,24 +67,24 @@ class Rounds:
         target: RoundTarget,
         options: RoundOptions,
         *,
-        post: Callable[[str, Message], None],
+        post: Callable[[str, ToWorker], None],
         end: Callable[[RoundRecord], object],
         together: Sequence[str] = (),
     ) -> None:
         self.scheduler = BatchScheduler(target, options, post=self._say, end=self._over)
-        self.metrics = RoundMetrics()
         self._target = target
         self._post = post
         self._end = end
-        self._ending: SendNow | SendAfter | None = None  # what all were told when one asked for a round's end
-        self._told: dict[str, float] = {}
-        self._status, self._status_at = RoundStatus(round=0, left=0), 0.0  # one for all: it takes a look at all
+        self._ending: SendAfter | None = None  # what all were told when one asked for a round's end
+        self._told: dict[str, float] = {}  # when each worker heard what is to go
+        self._left = (0, 0, 0.0)  # in which round, how much, as of when: one look at all workers for all
         # Messages after a round's end, and an end that comes before the last one was passed or merged.
-        self._held: list[tuple[str, Message] | RoundRecord] | None = None
+        self._held: list[tuple[str, ToWorker] | RoundRecord] | None = None
         self._together = tuple(together)
         self._wishes: set[str] = set()  # what is to happen at the end of the round, of workers launched together
         self._passed: dict[str, bool] = {}  # workers that have passed the end of a round, and whether they stop
         self._sent_at: dict[str, float] = {}  # when each worker was through
+        self._now = 0.0
 
     @property
     def stand_still(self) -> bool:
@@ -100,25 +97,26 @@ class Rounds:
         Raises:
             RuntimeError: If it is not a message of a worker.
         """
-        if isinstance(message, StepMetrics):
-            self.metrics.add(message.worker, batch_size=message.batch_size, seconds=message.seconds, loss=message.loss)
-        elif isinstance(message, EndRound):
+        self._now = now
+        if isinstance(message, EndRound):
             self._wishes |= {name for name in ("epoch", "validate", "stop") if getattr(message, name)}
             if message.now:
                 self.end_now(message.steps)
         elif isinstance(message, PassedRoundEnd):
             self._take_passed(message, now)
-        elif not hasattr(message, "worker"):
+        elif not isinstance(message, FromWorker):
             raise RuntimeError(f"The batch scheduler was sent what only it says: {message!r}.")
         else:
             if isinstance(message, SendingPseudoGradient) and self._together:
                 self._sent_at[message.worker] = now
-            self.scheduler.handle(message, now=now)  # type: ignore[arg-type]  # the others were above
-            if isinstance(message, (StepReport, RoundStarted)):
-                self._answer(message.worker, message.round, now)
+            self.scheduler.handle(message, now=now)
+            ending = self._ending
+            if isinstance(message, (StepReport, RoundStarted)) and ending and ending.round == message.round:
+                self._say(message.worker, ending)  # the first one may have come before it had started
 
     def tick(self, *, now: float) -> None:
         """Note that time has passed."""
+        self._now = now
         if not self._together or self._held is None:  # no worker is silent while all stand still
             self.scheduler.tick(now=now)
 
@@ -131,7 +129,7 @@ class Rounds:
         round = self.scheduler.round
         if self._held is None and (self._ending is None or self._ending.round != round):
             equal = isinstance(self._target, FixedSteps)
-            self._ending = SendAfter(round=round, steps=steps) if equal else SendNow(round=round)
+            self._ending = SendAfter(round=round, steps=steps if equal else 0)
             for name in self.scheduler.workers:
                 self._post(name, self._ending)
 
@@ -150,23 +148,19 @@ class Rounds:
         """A worker has left."""
         self._told.pop(name, None)
 
-    def _answer(self, name: str, round: int, now: float) -> None:
+    def _say(self, name: str, message: ToWorker) -> None:
         if self._held is not None:
-            return
-        if self._ending is not None and round == self._ending.round:
-            self._post(name, self._ending)  # the first one may have come before it had started
-        elif now - self._told.get(name, -_STATUS_EVERY_S) >= _STATUS_EVERY_S:
-            self._told[name] = now
-            if self._status.round != self.scheduler.round or now - self._status_at >= _STATUS_EVERY_S:
-                self._status_at = now
-                self._status = RoundStatus(round=self.scheduler.round, left=max(self.scheduler.left, 0))
-            self._post(name, self._status)
-
-    def _say(self, name: str, message: Message) -> None:
-        if self._held is None:
-            self._post(name, message)
-        else:
             self._held.append((name, message))
+            return
+        now = self._now
+        if isinstance(message, Acknowledge) and now - self._told.get(name, -_LEFT_EVERY_S) >= _LEFT_EVERY_S:
+            self._told[name] = now
+            round, left, since = self._left
+            if round != message.round or now - since >= _LEFT_EVERY_S:
+                left = max(self.scheduler.left, 0)
+                self._left = message.round, left, now
+            message = msgspec.structs.replace(message, left=left)
+        self._post(name, message)
 
     def _over(self, record: RoundRecord) -> None:
         if self._held is not None:
@@ -191,7 +185,7 @@ class Rounds:
             round=record.round,
             samples=samples,
             shares={one.worker: one.samples / samples for one in record.workers} if samples else {},
-            metrics=self.metrics.take(),
+            metrics=record.metrics,
             epoch="epoch" in self._wishes,
             validate="validate" in self._wishes,
             stop=stops,
@@ -245,7 +239,7 @@ class RoundsThread:
         options: RoundOptions,
         *,
         workers: Sequence[str],
-        post: Callable[[str, Message], None],
+        post: Callable[[str, ToWorker], None],
         on_round: Callable[[RoundRecord], object],
         on_silence: Callable[[list[str]], object],
         on_error: Callable[[BaseException], object],

@@ -15,8 +15,8 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import InvalidStateError
 from contextlib import suppress
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from typing import Annotated, Any
 
 import msgspec
 from torch import nn
@@ -33,7 +33,7 @@ from lightning_bytescheduler.diloco.coordinator_protocol import (
 from lightning_bytescheduler.diloco.coordinator_transport import CoordinatorTransport
 from lightning_bytescheduler.diloco.fragments import TrainedWeights
 from lightning_bytescheduler.diloco.mailbox import Mailbox, Postman, connection_to, post
-from lightning_bytescheduler.diloco.messages import LeaveRounds, Message, PseudoGradientArrived, decode, encode
+from lightning_bytescheduler.diloco.messages import LeaveRounds, PseudoGradientArrived, ToWorker, decode, encode
 from lightning_bytescheduler.diloco.options import DiLoCoOptions
 from lightning_bytescheduler.diloco.outer_optimizer import OuterState
 from lightning_bytescheduler.diloco.outer_timeline import OuterTimeline, beside
@@ -44,7 +44,7 @@ from lightning_bytescheduler.diloco.rounds import RoundsThread
 from lightning_bytescheduler.diloco.session import START, Session
 from lightning_bytescheduler.diloco.training_loop import CoordinatedBoundaries, LoopBoundaries
 from lightning_bytescheduler.diloco.worker_restart import KeptStates, Resumed, WorkerStates
-from lightning_bytescheduler.exceptions import RankFailedError
+from lightning_bytescheduler.exceptions import OptionError, RankFailedError
 from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.failures.messages import is_communication_error
 from lightning_bytescheduler.lightning_api import pl, rank_zero_info
@@ -55,7 +55,38 @@ _STOP_S = 5.0
 _MOMENT_S = 2.0
 _SILENCE_S = 20.0
 _HOST = "scheduler"  # the mailbox of who hosts the rounds
-_NOTHING_UNSENT: Mapping[str, Any] = {"workers": 0, "rank": 0, "own": {}, "mean": {}}
+
+
+class _Rounds(msgspec.Struct):
+    round: Annotated[int, msgspec.Meta(ge=0)]
+
+
+class SavedState(msgspec.Struct):
+    """What :meth:`Runtime.state_dict` puts beside the weights of a checkpoint.
+
+    Attributes:
+        outer: Of the outer optimizer.
+        rounds: Where they are.
+        unsent: What pseudo-gradients have left to be sent; a coordinator's run has none.
+    """
+
+    outer: dict[str, Any]
+    rounds: _Rounds
+    unsent: dict[str, Any] = msgspec.field(default_factory=lambda: {"workers": 0, "rank": 0, "own": {}, "mean": {}})
+
+    @classmethod
+    def of(cls, state: object) -> SavedState:
+        """Check what a checkpoint has.
+
+        Raises:
+            OptionError: If it is damaged; says where.
+        """
+        try:
+            return msgspec.convert(state, cls)
+        except msgspec.ValidationError as error:
+            way_out = "Go on from another one, or load its weights alone, with load_from_checkpoint()."
+            allowed = f"one whose outer state is whole ({error})"
+            raise OptionError("ckpt_path", "a damaged checkpoint", allowed, way_out) from error
 
 
 class Runtime:
@@ -109,7 +140,7 @@ class Runtime:
     # What the strategy calls.
 
     def begin(
-        self, boundaries: LoopBoundaries, state: Mapping[str, Any] | None, resumed: Resumed | None = None
+        self, boundaries: LoopBoundaries, state: SavedState | None, resumed: Resumed | None = None
     ) -> Callable[[], None] | None:
         """Join the other workers, begin the first round, and take the place of the loop's decisions.
 
@@ -130,9 +161,9 @@ class Runtime:
         boundaries.attach(self.states)
         return then
 
-    def _carry_on(self, state: Mapping[str, Any] | None) -> None:
+    def _carry_on(self, state: SavedState | None) -> None:
         if state is not None and self.state is not None:
-            self.state.load_state_dict(state["outer"])
+            self.state.load_state_dict(state.outer)
 
     def _keep_states(self, trainer: pl.Trainer, resumed: Resumed | None) -> None:
         """Begin to keep what a checkpoint is to have of this worker."""
@@ -265,18 +296,18 @@ class LeadingRuntime(Runtime):
         )
         atexit.register(self.stop, failed=True)  # a thread inside torch while the interpreter ends would abort it
 
-    def _say(self, to: str, message: Message) -> None:
+    def _say(self, to: str, message: ToWorker) -> None:
         """On the thread of the rounds."""
         if to == self._name:
             self.session.receive(message)
         else:
             post(self._store, to, _HOST, encode(message))
 
-    def _carry_on(self, state: Mapping[str, Any] | None) -> None:
+    def _carry_on(self, state: SavedState | None) -> None:
         super()._carry_on(state)
         if state is not None:
-            self._exchange.load_state_dict(state.get("unsent", _NOTHING_UNSENT))
-        rounds_over = 0 if state is None else state["rounds"]["round"]
+            self._exchange.load_state_dict(state.unsent)
+        rounds_over = 0 if state is None else state.rounds.round
         if self._rounds is not None:
             self._rounds.start(rounds_over)
         self.session.stand_at(rounds_over)
@@ -463,14 +494,16 @@ class CoordinatedRuntime(Runtime):
         """Make the session, as the run's options say."""
         options = self.options
         trained = TrainedWeights(self._module, fragments=options.fragments, overlaps=bool(options.overlap))
-        common: dict[str, Any] = {
-            "worker": self.worker,
-            "group": self.group,
-            "overlap": options.overlap,
-            "flush": self._flush,
-        }
+        session = partial(
+            Session,
+            worker=self.worker,
+            group=self.group,
+            trained=trained,
+            overlap=options.overlap,
+            flush=self._flush,
+        )
         if self.client is None:
-            self.session = Session(trained=trained, **common)
+            self.session = session()
             return
         self.state = OuterState(
             trained, weighting=options.weighting, lr=options.outer_lr, momentum=options.outer_momentum, factory=None
@@ -480,15 +513,12 @@ class CoordinatedRuntime(Runtime):
         self._transport = CoordinatorTransport(
             self.client, wire=options.wire, sizes=trained.sizes, timeline=self._timeline
         )
-        self.session = Session(
-            trained=trained,
+        self.session = session(
             state=self.state,
             link=self.client,
             exchange=self._transport,
-            source=self._transport,
             timeout=self._timeout,
             timeline=self._timeline,
-            **common,
         )
         self.check()
         self.client.listen(self.session)

@@ -39,29 +39,26 @@ from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from threading import Condition
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 import torch
 
-from lightning_bytescheduler.diloco.coordinator_protocol import (
-    FromCoordinator,
-    FromWorker,
-    LeaderAppointed,
-    PauseRounds,
-    ResumeRounds,
-    Welcome,
-)
+from lightning_bytescheduler.diloco.coordinator_protocol import Welcome
 from lightning_bytescheduler.diloco.fragments import Overlap, TrainedWeights
 from lightning_bytescheduler.diloco.messages import (
+    Acknowledge,
     EndRound,
+    FromWorker,
     JoinRounds,
+    LeaderAppointed,
     LeaveRounds,
+    Message,
     PassedRoundEnd,
+    PauseRounds,
+    ResumeRounds,
     RoundEnded,
-    RoundStatus,
     SendingPseudoGradient,
-    StepMetrics,
     StepReport,
     TrainingOver,
 )
@@ -106,6 +103,10 @@ class Exchange(Protocol):
     def keeps_residuals(self) -> bool:
         """Whether something is left out of what is sent, to be sent later."""
 
+    @property
+    def source(self) -> GlobalState | None:
+        """Where the global weights are; ``None`` among ranks launched together, which all have them."""
+
     def start(self, contribution: Contribution, wanted: Callable[[], bool] = lambda: True) -> Upload:
         """Begin to send an update.
 
@@ -127,7 +128,7 @@ class Exchange(Protocol):
 
 
 class GlobalState(Protocol):
-    """Where a worker that is far behind takes the global weights from; ranks launched together need none."""
+    """Where a worker that is far behind takes the global weights from."""
 
     def flush(self, timeout: float) -> bool:
         """Wait until all messages are heard; returns whether they were, in time."""
@@ -226,6 +227,7 @@ class Place:
     """Where a worker stands with the others; all of it changes under the session's lock.
 
     Attributes:
+        counter: Of its steps.
         connected: Whether there is a connection.
         joined: Whether this worker has said over it that it takes part.
         welcome: The last one.
@@ -237,8 +239,14 @@ class Place:
         chain: Of the same.
         ended: The last round that is known to have ended.
         means: Of rounds that have ended, by round; on their way, or here.
+        ends: The last ones, by round.
+        last_round: Of the run, once it is over; also while this worker does something else.
+        left: What was to go in this round, when it was last said.
+        reported: What was last said of this round.
+        shown: Closed once the global weights are not shown any more, as in a pause.
     """
 
+    counter: RoundCounter
     connected: bool = False
     joined: bool = False
     welcome: Welcome | None = None
@@ -250,6 +258,101 @@ class Place:
     chain: str = START
     ended: int = 0
     means: dict[int, Future[Mean | None]] = field(default_factory=dict)
+    ends: dict[int, RoundEnded] = field(default_factory=dict)
+    last_round: int | None = None
+    left: int | None = None
+    reported: StepReport | None = None
+    shown: ExitStack = field(default_factory=ExitStack)
+
+
+class Unmerged:
+    """What a worker has trained that is not in the global weights: on its way, carried, or done since.
+
+    Attributes:
+        sent: The pseudo-gradient that is on its way.
+        rewound: Whether all of it goes over to weights from before it.
+        beside: Steps beside the last mean, at most.
+        data: The slices that it was trained on, if a coordinator hands them out.
+    """
+
+    def __init__(self, *, beside: int) -> None:
+        self.sent: Sent | None = None
+        self.rewound = False
+        self.beside = beside
+        self.data: TrackedData | None = None
+        self._steps = self._samples = 0  # carried from rounds without a quorum, as the next
+        self._carried: tuple[TrainedRun, ...] = ()
+        self._runs: tuple[TrainedRun, ...] = ()  # trained on since the last update
+
+    def stepped(self) -> None:
+        """A step was taken."""
+        if self.data is not None:
+            self._runs += tuple(self.data.take_trained())
+        if self.sent is not None:
+            self.sent.steps_since += 1
+
+    @property
+    def has_samples(self) -> bool:
+        """Whether there are samples of slices that are not sent."""
+        return bool(self._carried or self._runs)
+
+    def with_carried(self, said: SendingPseudoGradient) -> dict[str, Any]:
+        """What an update counts in its round, for a :class:`Contribution`."""
+        runs = self._carried + self._runs
+        if runs:
+            from lightning_bytescheduler.slices.tracker import touching  # where there are slices: it takes time
+
+            runs = touching(runs)
+        return {"steps": said.steps + self._steps, "round_samples": said.samples + self._samples, "trained": runs}
+
+    def take_back(self, runs: tuple[TrainedRun, ...]) -> None:
+        """Samples of what was called off: they go with the next update."""
+        self._runs = runs + self._runs
+
+    def take_runs(self) -> tuple[TrainedRun, ...]:
+        """The samples since the last update, which that takes along."""
+        runs, self._runs = self._runs, ()
+        return runs
+
+    def carry(self, done: SendingPseudoGradient | RoundCounter, runs: tuple[TrainedRun, ...]) -> None:
+        """A round is over that has changed nothing, and what was done in it is sent later."""
+        self._steps += done.steps
+        self._samples += done.samples
+        self._carried += runs
+
+    def call_off(self) -> Sent | None:
+        """Nothing is on its way any more; returns what was, whose samples are to be sent again."""
+        sent, self.sent = self.sent, None
+        if sent is not None:
+            sent.upload.receipt.cancel()
+        return sent
+
+    def counts(self, sent: Sent) -> None:
+        """What was sent is in the weights, with what was carried."""
+        self._clear_carried()
+        receipt = sent.upload.answer
+        # "again" and "late" may be said of the same update as it was before, of fewer samples.
+        if self.data is not None and receipt is not None and receipt.weight and receipt.verdict == "added":
+            self.data.merged(sent.update.trained)
+        else:
+            self._tell_rest()
+
+    def lose(self, *, carries: bool = False) -> None:
+        """What was trained since the last update is in no weights, nor will it be; with ``carries``, it will."""
+        if not carries:
+            self._clear_carried()
+            self._runs = ()
+        self._tell_rest()
+
+    def _clear_carried(self) -> None:
+        self._steps = self._samples = 0
+        self._carried = ()
+
+    def _tell_rest(self) -> None:
+        """Only the coordinator knows what is in the weights; all but this was."""
+        if self.data is not None:
+            on_its_way = () if self.sent is None else self.sent.update.trained
+            self.data.reset((*on_its_way, *self._carried, *self._runs))
 
 
 class AwayError(Exception):
@@ -270,7 +373,6 @@ class Session:
         state: The global weights, on the first rank; as the next two.
         link: To what decides about rounds.
         exchange: Carries pseudo-gradients.
-        source: Where the global weights are, if they are to be fetched before there is a first round.
         timeout: Longest wait for the other workers, in seconds.
         timeline: Where spans go.
 
@@ -285,10 +387,9 @@ class Session:
         halted: Whether all workers stand still at the end of a round, as all ranks of the worker know it.
         leads: Whether this rank's worker validates, logs and saves for all in a coordinator's run, as far as this rank
             says it.
-        last_round: Of the run, once it is over; also while this worker does something else.
-        data: The slices that this worker trains on, on the first rank, if a coordinator hands them out. Which samples
-            an update was made of goes with it: those of an update that does not become part of the weights are trained
-            on again, here or elsewhere.
+        unmerged: What was trained here and is in no global weights yet. Which samples of slices an update was made of
+            goes with it: those of an update that does not become part of the weights are trained on again, here or
+            elsewhere.
         at_begin: Called where a round has begun right after a merge, with nothing of it done yet.
     """
 
@@ -307,7 +408,6 @@ class Session:
         state: OuterState | None = None,
         link: Link | None = None,
         exchange: Exchange | None = None,
-        source: GlobalState | None = None,
         timeout: float = 0.0,
         timeline: OuterTimeline | None = None,
     ) -> None:
@@ -317,39 +417,28 @@ class Session:
         self.round_end: RoundEnded | None = None
         self.version = 0
         self.over = self.halted = self.leads = False
-        self.last_round: int | None = None
         self.at_begin: Callable[[], None] | None = None
-        self.data: TrackedData | None = None
-        if state is not None and link is not None and exchange is not None:
-            self.state, self._link, self._exchange = state, link, exchange
-        self._source = source
+        self.unmerged = Unmerged(beside=0 if overlap.follows_mean else overlap.longest(0))
         self._group = group
         self._trained = trained
         self._flush = flush
         self._timeout = timeout
         self._timeline = OuterTimeline(worker=worker) if timeline is None else timeline
-        self._changed: set[int] = set()  # fragments whose weights the worker's other ranks do not have yet
-        self._sent: Sent | None = None
-        self._carried_steps = self._carried_samples = 0  # from rounds without a quorum
-        self._carried_runs: tuple[TrainedRun, ...] = ()
-        self._runs: tuple[TrainedRun, ...] = ()  # trained on since the last update
-        # Steps beside the last mean, at most.
-        self._beside = 0 if overlap.follows_mean else overlap.longest(0)
-        self._carries = False  # what was trained, over to weights from before it
-        self._shown = ExitStack()
         self._lock = Condition()
-        # What follows changes under the lock.
-        self._failure: BaseException | None = None
-        self._counter = RoundCounter(worker)
-        self._round_ends: dict[int, RoundEnded] = {}
-        self._left: int | None = None
-        self._reported: StepReport | None = None
-        self._place = Place(realign=source is not None)
+        self._place = Place(counter=RoundCounter(worker))  # changes under the lock
+        if state is not None and link is not None and exchange is not None:
+            self.state, self._link, self._exchange = state, link, exchange
+            self._place.realign = exchange.source is not None
 
     @property
     def round(self) -> int:
         """The round this worker is in."""
         return (self._place.version if self._group.leads else self.version) + 1
+
+    @property
+    def last_round(self) -> int | None:
+        """Of the run, once it is over; also while this worker does something else."""
+        return self._place.last_round
 
     @property
     def _fragments(self) -> range:
@@ -359,7 +448,7 @@ class Session:
         """How the rounds go, by name; what is not known on this rank is left out."""
         found: dict[str, float] = {}
         if self._group.leads:
-            known = {"round": self.round, "to_go": self._left, "steps_left": self._counter.steps_left}
+            known = {"round": self.round, "to_go": self._place.left, "steps_left": self._place.counter.steps_left}
             found = {name: float(value) for name, value in known.items() if value is not None}
         if self.round_end is not None:
             found |= {"share": self.round_end.shares.get(self.worker, 0.0), **self.round_end.metrics}
@@ -386,10 +475,10 @@ class Session:
             place.realign = welcome.fetch or welcome.provide or not place.begun
             place.ended = welcome.version
             place.means.clear()
-            self.worker = self._counter.worker = welcome.worker
+            self.worker = place.counter.worker = welcome.worker
             self.leads = welcome.leads
-            if self._reported is not None:
-                self._reported = msgspec.structs.replace(self._reported, worker=self.worker)
+            if place.reported is not None:
+                place.reported = msgspec.structs.replace(place.reported, worker=self.worker)
             if place.begun and not place.realign and place.ended == place.version:
                 self._join()
             self._lock.notify_all()
@@ -400,41 +489,39 @@ class Session:
             self._place.connected = self._place.joined = False
             self._lock.notify_all()
 
-    def receive(self, message: FromCoordinator | FromWorker) -> None:
+    def receive(self, message: Message) -> None:
         """Take in what the batch scheduler, or the coordinator, says. For any thread."""
         with self._lock:
             self._hear(message)
             self._lock.notify_all()
 
-    def _hear(self, message: FromCoordinator | FromWorker) -> None:
+    def _hear(self, message: Message) -> None:
+        place = self._place
         if isinstance(message, LeaderAppointed):
             self.leads = message.worker == self.worker
-        elif isinstance(message, RoundStatus):
-            self._left = message.left
         elif isinstance(message, RoundEnded):
-            self._round_ends[message.round] = message
-            self._round_ends = dict(list(self._round_ends.items())[-_KEPT_ENDS:])
-            self._place.ended = max(self._place.ended, message.round)
+            place.ends = dict([*place.ends.items(), (message.round, message)][-_KEPT_ENDS:])
+            place.ended = max(place.ended, message.round)
             # Among peers it comes by itself, and can be asked for once this worker has sent its own.
-            if self._source is not None and message.round == self.round and not self._place.realign:
+            if self._exchange.source is not None and message.round == self.round and not place.realign:
                 self._mean(message.round)
-        elif not isinstance(message, (PauseRounds, ResumeRounds)):
-            self._counter.receive(message)
+        else:
+            place.counter.receive(message)
+            if isinstance(message, Acknowledge) and message.left is not None:
+                place.left = message.left
         if isinstance(message, TrainingOver) or (isinstance(message, RoundEnded) and message.stop):
-            self.last_round = message.round
+            place.last_round = message.round
 
     def fail(self, error: BaseException) -> None:
         """Nothing is to be expected of the others any more: raise ``error`` from whatever is waited for."""
         with self._lock:
-            if self._failure is None:
-                self._failure = error
             self._group.abort(error)
             self._lock.notify_all()
 
     def check(self) -> None:
         """Raise what another thread or rank has failed with, if any."""
-        if self._failure is not None:
-            raise self._failure
+        if self._group.cause is not None:
+            raise self._group.cause
 
     def _notify(self, _: object = None) -> None:
         with self._lock:
@@ -446,18 +533,17 @@ class Session:
         """Join, and wait for the first round."""
         self._together(self._begin)
 
-    def count(self, *, samples: int, seconds: float, tokens: int = 0, loss: float | None = None) -> None:
+    def count(self, *, samples: int, seconds: float, loss: float | None = None) -> None:
         """Take note of a step, and report it without waiting.
 
         Args:
             samples: Of the step, on all ranks of the worker together.
             seconds: That it took, from the end of the step before.
-            tokens: Of the step, where pseudo-gradients are weighted by them.
             loss: Of the step.
         """
         self.check()
         if self._group.leads:
-            self._report(samples=samples, seconds=seconds, tokens=tokens, loss=loss)
+            self._report(samples=samples, seconds=seconds, loss=loss)
         self.statistics.steps += 1
         self.statistics.samples += samples
 
@@ -495,17 +581,17 @@ class Session:
 
     def is_to_merge(self) -> bool:
         """Whether what was sent is to be merged before another step is taken: as the leader knows it now."""
-        return self._group.any(self._group.leads and self._sent is not None and self._is_due())
+        return self._group.any(self._group.leads and self.unmerged.sent is not None and self._is_due())
 
     def merge_sent(self) -> None:
         """Merge what is under way, if anything is."""
-        self._together(lambda: self._conclude() if self._sent is not None else None)
+        self._together(lambda: self._conclude() if self.unmerged.sent is not None else None)
 
     def ask(self, *, now: bool = False, epoch: bool = False, validate: bool = False, stop: bool = False) -> None:
         """Say what is to happen at the end of this round, and whether that is to be soon; the leader does."""
         if self._group.leads:
             wish = {"epoch": epoch, "validate": validate, "stop": stop}
-            self._post(EndRound(worker=self.worker, round=self.round, now=now, steps=self._counter.steps, **wish))
+            self._post(EndRound(worker=self.worker, round=self.round, now=now, steps=self._place.counter.steps, **wish))
 
     def pass_on(self, *, stop: bool = False) -> bool:
         """Go on after everybody stood still, or stop if any worker does; returns whether training goes on."""
@@ -539,7 +625,7 @@ class Session:
 
     def _is_to_resume(self) -> bool:
         with self._lock:
-            place, sent = self._place, self._sent
+            place, sent = self._place, self.unmerged.sent
             return place.connected and (not place.joined or (sent is not None and self._is_there(sent)))
 
     def resume(self) -> None:
@@ -558,24 +644,24 @@ class Session:
     def done_in_round(self) -> dict[str, int]:
         """What was done in this round, by name; where it has just begun, beside the last one's mean. On the leader."""
         with self._lock:
-            counter = self._counter
-            return {"steps": counter.steps, "samples": counter.samples, "tokens": counter.tokens}
+            counter = self._place.counter
+            return {"steps": counter.steps, "samples": counter.samples}
 
     def go_on(self, done: Mapping[str, int]) -> None:
         """Count on in the first round of a restart from what :meth:`done_in_round` gave; before its first step."""
         with self._lock:
-            self._counter.go_on(steps=done["steps"], samples=done["samples"], tokens=done["tokens"])
+            self._place.counter.go_on(steps=done["steps"], samples=done["samples"])
 
     def _together(self, work: Callable[[], None]) -> None:
         """The first rank does it; the others hear what has become of it, and get the weights that it has changed."""
         before, known = self.version, self.statistics
-        if self._failure is None:
+        if self._group.cause is None:
             self._flush()
         if self._group.leads:
             work()
             self.version, self.over = self._place.version, self._over_here
             outcome = Outcome(
-                sorted(self._changed),
+                sorted(self.state.changed),
                 self.version,
                 self.over,
                 self.halted,
@@ -583,12 +669,12 @@ class Session:
                 known.rounds,
                 known.merged_samples,
             )
+            self.state.changed.clear()
             self._group.tell(msgspec.json.encode(outcome).decode())
         else:
             outcome = msgspec.json.decode(self._group.tell(), type=Outcome)
             self.version, self.over, self.halted = outcome.version, outcome.over, outcome.halted
             self.round_end, known.rounds, known.merged_samples = outcome.ended, outcome.rounds, outcome.merged_samples
-        self._changed.clear()
         for fragment in outcome.changed:
             self._group.share(self._trained.of(fragment))
         if self.version > before and self.at_begin is not None and not (self.halted or self.over):
@@ -600,39 +686,33 @@ class Session:
         if self._place.joined:
             self._link.post(*messages)
 
-    def _report(self, *, samples: int, seconds: float, tokens: int, loss: float | None) -> None:
+    def _report(self, *, samples: int, seconds: float, loss: float | None) -> None:
         self._timeline.trained(self.round)
-        self.state.count(samples=samples, tokens=tokens)
+        self.state.count(samples)
         with self._lock:
-            report = self._reported = self._counter.step(batch_size=samples, seconds=seconds, tokens=tokens)
-            measured = StepMetrics(
-                worker=self.worker, round=report.round, batch_size=samples, seconds=seconds, loss=loss
-            )
-            self._post(report, measured)
-        if self.data is not None:
-            self._runs += tuple(self.data.take_trained())
-        if self._sent is not None:
-            self._sent.steps_since += 1
+            self._place.reported = self._place.counter.step(batch_size=samples, seconds=seconds, loss=loss)
+            self._post(self._place.reported)
+        self.unmerged.stepped()
 
     def _is_due(self) -> bool:
         with self._lock:
-            if self._failure is not None or self._over_here:
+            if self._group.cause is not None or self._over_here:
                 return True
             if not self._place.connected:
                 return False
-            if (sent := self._sent) is not None:
+            if (sent := self.unmerged.sent) is not None:
                 return sent.steps_since >= sent.longest or (self.overlap.follows_mean and self._is_concluded(sent))
-            return self._late or (self._place.joined and self._counter.due)
+            return self._late or (self._place.joined and self._place.counter.due)
 
     def _is_concluded(self, sent: Sent) -> bool:
         """Whether nothing is left to wait for before the next round, or to find out where the others are."""
         if not self._is_there(sent):
             return False
         is_last = self.last_round is not None and sent.round >= self.last_round
-        ended = self._round_ends.get(sent.round)
+        ended = self._place.ends.get(sent.round)
         # Where all stand still, no round is begun before all have passed that.
         halts = ended is not None and ended.halts
-        told = max(self._counter.next_round or 0, self._place.ended) > sent.round
+        told = max(self._place.counter.next_round or 0, self._place.ended) > sent.round
         return self._place.realign or is_last or halts or told
 
     def _is_there(self, sent: Sent) -> bool:
@@ -660,41 +740,6 @@ class Session:
 
     # ------------------------------------------------------------------ what is waited for
 
-    def _await(
-        self,
-        ready: Callable[[], bool],
-        what: str,
-        *,
-        timeout: float | None = None,
-        goes_on: Callable[[], bool] = lambda: True,
-    ) -> bool:
-        """Wait for what other threads bring; returns whether it is there.
-
-        Args:
-            ready: Whether it is there; called with the lock held.
-            what: The same in words.
-            timeout: Longest wait, in seconds; by default that for the other workers.
-            goes_on: Whether to wait on; asked once a second at least, with the lock held.
-
-        Raises:
-            SchedulerTimeoutError: If it is not there in time.
-        """
-        since, longest = self._timeline.now(), self._timeout if timeout is None else timeout
-        with self._lock:
-            while not ready():
-                self.check()
-                if not goes_on():
-                    return False
-                waited = self._timeline.now() - since
-                if waited >= longest:
-                    raise SchedulerTimeoutError(
-                        f"{self.worker} waited {waited:.0f} s for {what}. Raise the strategy's timeout if that may "
-                        "take longer."
-                    )
-                self._lock.wait(min(_LOOK_S, longest - waited))
-        self._timeline.waiting(what, since)
-        return True
-
     def _while_connected(
         self,
         ready: Callable[[], bool],
@@ -702,24 +747,39 @@ class Session:
         *,
         timeout: float | None = None,
         meanwhile: Callable[[], None] = lambda: None,
+        alone: bool = False,
     ) -> None:
-        """Wait until something is so; ``meanwhile`` is called about once a second.
+        """Wait for what other threads bring.
+
+        Args:
+            ready: Whether it is there; called with the lock held.
+            what: The same in words.
+            timeout: Longest wait, in seconds; by default that for the other workers.
+            meanwhile: Called about once a second, with the lock held.
+            alone: Whether to wait without a connection, too.
 
         Raises:
-            AwayError: If the connection is lost.
-            SchedulerTimeoutError: If it is not in time.
+            AwayError: If there is no connection.
+            SchedulerTimeoutError: If it is not there in time.
         """
-        asked = time.monotonic()
-
-        def goes_on() -> bool:
-            nonlocal asked
-            if time.monotonic() - asked >= _LOOK_S:
-                asked = time.monotonic()
-                meanwhile()
-            return self._place.connected
-
-        if not self._await(ready, what, timeout=timeout, goes_on=goes_on):
-            raise AwayError
+        since = asked = self._timeline.now()
+        longest = self._timeout if timeout is None else timeout
+        with self._lock:
+            while not ready():
+                self.check()
+                now = self._timeline.now()
+                if now - asked >= _LOOK_S:
+                    asked = now
+                    meanwhile()
+                if not (alone or self._place.connected):
+                    raise AwayError
+                if now - since >= longest:
+                    raise SchedulerTimeoutError(
+                        f"{self.worker} waited {now - since:.0f} s for {what}. Raise the strategy's timeout if that "
+                        "may take longer."
+                    )
+                self._lock.wait(min(_LOOK_S, longest - (now - since)))
+        self._timeline.waiting(what, since)
 
     @contextmanager
     def _timed(self, kind: str) -> Iterator[None]:
@@ -786,20 +846,18 @@ class Session:
                 break
             except AwayError:
                 with self._timed("start_s"):
-                    self._await(lambda: self._place.connected, "the coordinator")
-        if self._source is not None:  # else all ranks have the same weights
-            self._changed.update(self._fragments)
+                    self._while_connected(lambda: self._place.connected, "the coordinator", alone=True)
 
     def _synchronise(self) -> None:
         self.check()
-        travels = self._sent is None and self._send() and self.overlap and not self._counter.closes
+        travels = self.unmerged.sent is None and self._send() and self.overlap and not self._place.counter.closes
         if not travels:
             self._conclude()
 
     def _conclude(self) -> None:
         """Merge the round that is due and all others that have ended, and begin the next one, or go on alone."""
         try:
-            sent = self._sent
+            sent = self.unmerged.sent
             if sent is not None:
                 with self._timed("exchange_s"):
                     mean = self._mean_of(sent)
@@ -815,25 +873,19 @@ class Session:
         """Send what was trained in this round; returns if that was on before: no step depends on how it is after."""
         state, fragment = self.state, self._trained.fragment_of(self.round)
         late = self._late
-        self._carries = self._rewound
-        if self._carries or (late and not state.samples[fragment]):
+        self.unmerged.rewound = self._rewound
+        if self.unmerged.rewound or (late and not state.samples[fragment]):
             return False
         with self._lock:
-            if self._counter.round != self.round:
-                self._counter = self._counter.carried_into(self.round)
-            said = self._counter.send()
-            self._reported = None
+            if self._place.counter.round != self.round:
+                self._place.counter = self._place.counter.carried_into(self.round)
+            said = self._place.counter.send()
+            self._place.reported = None
             if not late:
                 self._post(said)
-        update = self._update(
-            fragment,
-            said.round,
-            steps=said.steps + self._carried_steps,
-            round_samples=said.samples + self._carried_samples,
-            trained=self._trained_runs(),
-        )
-        upload, longest = self._start(update), self.overlap.longest(said.steps)
-        self._sent = Sent(said=said, update=update, upload=upload, longest=longest, trained=self._take_runs())
+        update = self._update(fragment, said.round, **self.unmerged.with_carried(said))
+        upload, longest, runs = self._start(update), self.overlap.longest(said.steps), self.unmerged.take_runs()
+        self.unmerged.sent = Sent(said=said, update=update, upload=upload, longest=longest, trained=runs)
         return not late
 
     def _start(self, update: Contribution) -> Upload:
@@ -841,15 +893,7 @@ class Session:
         upload.receipt.add_done_callback(self._notify)
         return upload
 
-    def _update(
-        self,
-        fragment: int,
-        round: int,
-        *,
-        steps: int = 0,
-        round_samples: int = 0,
-        trained: tuple[TrainedRun, ...] = (),
-    ) -> Contribution:
+    def _update(self, fragment: int, round: int, **in_round: Any) -> Contribution:
         with self._timeline.doing("pseudo-gradient"):
             pseudo_gradient, weight = self.state.pseudo_gradient(fragment)
         return Contribution(
@@ -859,10 +903,7 @@ class Session:
             pseudo_gradient=pseudo_gradient,
             weight=weight,
             samples=self.state.samples[fragment],
-            tokens=self.state.tokens[fragment],
-            steps=steps,
-            round_samples=round_samples,
-            trained=trained,
+            **in_round,
         )
 
     def _merge(self, round: int, mean: Mean) -> None:
@@ -873,13 +914,14 @@ class Session:
         """
         fragment = self._trained.fragment_of(round)
         with self._lock:
-            ended = self._round_ends.get(round)
+            ended = self._place.ends.get(round)
         halts = ended is not None and ended.halts
-        sent, counts, refused = self._sent, False, False
+        unmerged, counts, refused = self.unmerged, False, False
+        sent = unmerged.sent
         if self.overlap.follows_mean:
-            self._beside = 0 if sent is None or sent.round != round else sent.steps_since
+            unmerged.beside = 0 if sent is None or sent.round != round else sent.steps_since
         if sent is not None and sent.round == round:
-            self._sent = None
+            unmerged.sent = None
             if not mean.total or self._exchange.keeps_residuals or sent.update.trained:
                 self._await_receipt(sent)
             receipt = sent.upload.answer if sent.update.trained else None
@@ -890,18 +932,17 @@ class Session:
             elif mean.total or counts:
                 # Steps beside which it travelled are still to be sent.
                 self.state.taken(sent.update)
-                self._carry(None)
-                self._tell_data(sent)
+                unmerged.counts(sent)
             else:
-                self._carry(sent.said, sent.trained)
+                unmerged.carry(sent.said, sent.trained)
         elif not mean.total or self._trained.mixing:
             with self._lock:
-                if (counter := self._counter).round == round:
-                    self._carry(counter, self._take_runs())
-                    counter.steps = counter.samples = counter.tokens = 0
+                if (counter := self._place.counter).round == round:
+                    unmerged.carry(counter, unmerged.take_runs())
+                    counter.clear()
         else:
             self.state.overwritten(fragment)
-            self._lose()
+            unmerged.lose()
         if mean.total or counts:
             self._step(fragment, mean, exactly=halts or refused)
         place = self._place
@@ -919,7 +960,6 @@ class Session:
     def _step(self, fragment: int, mean: Mean, *, exactly: bool) -> None:
         with self._timeline.doing("outer step"):
             self.state.merge(fragment, mean.values, total=mean.total, exactly=exactly)
-        self._changed.add(fragment)
 
     def _synchronise_others(self, round: int) -> None:
         """All stand still, with the same weights: synchronise the fragments that the round is not of."""
@@ -930,51 +970,15 @@ class Session:
                 self._while_connected(upload.receipt.done, f"the mean of fragment {update.fragment}")
             self._step(update.fragment, upload.receipt.result(), exactly=True)
 
-    def _carry(self, done: SendingPseudoGradient | RoundCounter | None, runs: tuple[TrainedRun, ...] = ()) -> None:
-        """A round is over that has changed nothing, and what was done in it is sent later. With None, all counts."""
-        self._carried_steps = 0 if done is None else self._carried_steps + done.steps
-        self._carried_samples = 0 if done is None else self._carried_samples + done.samples
-        self._carried_runs = () if done is None else self._carried_runs + runs
-
     def _give_up(self) -> None:
         """What was trained since fragments were last sent is lost: the weights are the global ones again."""
         self._take_global_weights()
         for fragment in self._fragments:
             self.state.overwritten(fragment)
         with self._lock:
-            if self._counter.round <= self.round:
-                self._counter.steps = self._counter.samples = self._counter.tokens = 0
-        self._lose()
-
-    def _lose(self) -> None:
-        """What was trained since the last update is in no weights, nor will it be."""
-        self._carry(None)
-        self._take_runs()
-        self._tell_data()
-
-    def _trained_runs(self) -> tuple[TrainedRun, ...]:
-        runs = self._carried_runs + self._runs
-        if not runs:
-            return ()
-        from lightning_bytescheduler.slices.tracker import touching  # where there are slices: it takes time
-
-        return touching(runs)
-
-    def _take_runs(self) -> tuple[TrainedRun, ...]:
-        runs, self._runs = self._runs, ()
-        return runs
-
-    def _tell_data(self, merged: Sent | None = None) -> None:
-        """Say what is in the weights; or that only the coordinator knows what is, and the rest is lost."""
-        if self.data is None:
-            return
-        receipt = None if merged is None else merged.upload.answer
-        # "again" and "late" may be said of the same update as it was before, of fewer samples.
-        if merged is not None and receipt is not None and receipt.weight and receipt.verdict == "added":
-            self.data.merged(merged.update.trained)
-        else:
-            on_its_way = () if self._sent is None else self._sent.update.trained
-            self.data.reset((*on_its_way, *self._carried_runs, *self._runs))
+            if self._place.counter.round <= self.round:
+                self._place.counter.clear()
+        self.unmerged.lose()
 
     def _follow_others(self) -> None:
         """Catch up, mean by mean or with the state, and be where the others are.
@@ -986,11 +990,10 @@ class Session:
         place = self._place
         while self._late:
             if place.realign:
-                sent, self._sent = self._sent, None
-                if sent is not None and self._rewound:
-                    sent.upload.receipt.cancel()
-                    self._carry(sent.said, sent.trained)
-                    self._carries = True
+                if self._rewound and (sent := self.unmerged.call_off()) is not None:
+                    self.unmerged.carry(sent.said, sent.trained)
+                    self.unmerged.rewound = True
+                self.unmerged.sent = None
                 self._align()
             elif (mean := self._next_mean()) is not None:
                 self._merge(self.round, mean)
@@ -1002,12 +1005,12 @@ class Session:
 
     def _ask(self) -> None:
         """Say that this worker waits for a round: it may have been taken for lost. With the lock held."""
-        if not self._place.away and self._source is not None:
+        if not self._place.away and self._exchange.source is not None:
             self._post(JoinRounds(worker=self.worker))
 
     def _told_what_is_next(self) -> bool:
-        counter = self._counter
-        if self._source is None and (counter.next_round is not None or counter.finished):
+        counter = self._place.counter
+        if self._exchange.source is None and (counter.next_round is not None or counter.finished):
             return True  # where it is not the one after these weights, _start_round says so
         return (counter.next_round or 0) >= self.round or self._late or self._over_here
 
@@ -1025,11 +1028,11 @@ class Session:
                 self._follow_others()
                 continue
             with self._lock:
-                if not self._over_here and self._counter.next_round == self.round:
-                    self._post(self._counter.start())
+                if not self._over_here and self._place.counter.next_round == self.round:
+                    self._post(self._place.counter.start())
                     break
-                if self._source is None and not self._over_here:
-                    others = self._counter.next_round or self.last_round
+                if self._exchange.source is None and not self._over_here:
+                    others = self._place.counter.next_round or self.last_round
                     raise UnsupportedError(
                         f"Round {others} begins, and the weights of {self.worker} are those of round {self.round}: "
                         "give all ranks the same ckpt_path, of a file that each of them can read."
@@ -1043,7 +1046,7 @@ class Session:
         Raises:
             AwayError: If the connection is lost, or there are still none.
         """
-        source, state, place = self._source, self.state, self._place
+        source, state, place = self._exchange.source, self.state, self._place
         if source is None:
             raise RuntimeError("The mean of a round is missing, and there is no state to take instead.")
         if place.provides:
@@ -1057,53 +1060,51 @@ class Session:
         with self._timed("exchange_s"):
             payload, version, chain = self._answer(source.fetch_state(), "the global weights")
         # What was trained after a round that is to be repeated is not sent before: a worker has one update in a round.
-        with state.carried() if self._carries else nullcontext():
+        unmerged = self.unmerged
+        with state.carried() if unmerged.rewound else nullcontext():
             state.load_state_dict(unpack_state(payload, state.full_state()))
             self._take_global_weights()
-        if not self._carries:
+        if unmerged.rewound:
+            unmerged.carry(place.counter, unmerged.take_runs())
+        else:
             for fragment in self._fragments:
                 state.overwritten(fragment)
-        self._carry(self._counter if self._carries else None, self._take_runs())
-        self._carries = False
-        self._tell_data()
+        unmerged.lose(carries=unmerged.rewound)
+        unmerged.rewound = False
         with self._lock:
             place.version, place.chain, place.realign, place.begun = version, chain, False, True
             place.ended = max(place.ended, version)
             place.means.clear()
-            self._counter = RoundCounter(self.worker)
-            self._reported = None
+            self._place.counter = RoundCounter(self.worker)
+            self._place.reported = None
 
     def _take_global_weights(self) -> None:
         for fragment in self._fragments:
             self.state.merge(fragment, torch.empty(0, dtype=torch.float32), total=0, exactly=True)
-        self._changed.update(self._fragments)
 
     def _join(self) -> None:
         """Say over this connection that this worker takes part, and how far it is. With the lock held."""
         if self._place.away:
             return
         self._place.joined = True
-        counter, round = self._counter, self.round
+        counter, round = self._place.counter, self.round
         message = JoinRounds(worker=self.worker)
-        if counter.round == round and self._reported is not None and self._sent is None:
-            message = msgspec.structs.replace(
-                message, round=round, steps=counter.steps, samples=counter.samples, tokens=counter.tokens
-            )
+        if counter.round == round and self._place.reported is not None and self.unmerged.sent is None:
+            message = msgspec.structs.replace(message, round=round, steps=counter.steps, samples=counter.samples)
         self._post(message)
-        if message.round and self._reported is not None:
-            self._post(self._reported)
+        if message.round and self._place.reported is not None:
+            self._post(self._place.reported)
 
     def _go_on_alone(self) -> None:
         """The coordinator is away: take steps in the round that was sent, and send all of it again, or in the next."""
-        sent, self._sent = self._sent, None
+        sent = self.unmerged.call_off()
         if sent is not None:
-            sent.upload.receipt.cancel()
-            self._runs = sent.trained + self._runs
+            self.unmerged.take_back(sent.trained)
         with self._lock:
             if sent is not None:
-                self._counter = self._counter.carried_into(sent.round, sent.said)
-            elif self._counter.round != self.round:
-                self._counter = self._counter.carried_into(self.round)
+                self._place.counter = self._place.counter.carried_into(sent.round, sent.said)
+            elif self._place.counter.round != self.round:
+                self._place.counter = self._place.counter.carried_into(self.round)
 
     # ------------------------------------------------------------------ doing something else, and going
 
@@ -1118,18 +1119,18 @@ class Session:
     def _pause(self, shows: bool) -> None:
         # Not the few steps beside the last mean, which mixing keeps for the next round; nor what was carried alone,
         # unless others wait for its samples to be in the weights.
-        has_steps = self._counter.steps > (self._beside if self._trained.mixing else 0)
-        if self._sent is not None or has_steps or (not shows and (self._carried_runs or self._runs)):
+        has_steps = self._place.counter.steps > (self.unmerged.beside if self._trained.mixing else 0)
+        if self.unmerged.sent is not None or has_steps or (not shows and self.unmerged.has_samples):
             self._hand_in()
         with self._lock:
             self._place.away = True
             self._post(PauseRounds(worker=self.worker))
         if shows:
-            self._shown.enter_context(self.state.shown())
-            self._changed.update(self._fragments)
+            self._place.shown.enter_context(self.state.shown())
+            self.state.changed.update(self._fragments)
 
     def _resume(self) -> None:
-        self._shown.close()
+        self._place.shown.close()
         self._timeline.stood("validation or another pause")
         place = self._place
         with self._lock:
@@ -1137,40 +1138,41 @@ class Session:
             self._post(ResumeRounds(worker=self.worker))
             if place.connected and not place.joined and not self._late:  # it was away meanwhile
                 self._join()
-            stays = self._sent is None and not self._late and self._counter.round == self.round
+            stays = self.unmerged.sent is None and not self._late and self._place.counter.round == self.round
         if not stays:
             self._conclude()
-        self._changed.update(self._fragments)
+        self.state.changed.update(self._fragments)
 
     def _leave(self, quickly: bool, for_all: bool) -> None:
-        self._shown.close()
+        self._place.shown.close()
         place, told = self._place, None
         while for_all and self.leads and place.connected and not self._over_here:
             if told is not place.welcome:  # a coordinator that was started again knows of no wish
-                told, steps = place.welcome, self._counter.steps
+                told, steps = place.welcome, self._place.counter.steps
                 self._link.post(EndRound(worker=self.worker, round=self.round, now=True, steps=steps, stop=True))
             if quickly:
                 break
             self._synchronise()  # each of them is bounded: to the run's last weights
-        if self._failure is None:
-            if not quickly and self._sent is not None and place.connected:
+        if self._group.cause is None:
+            if not quickly and self.unmerged.sent is not None and place.connected:
                 self._conclude()  # what travels beside the last steps
             self._hand_in()
             with self._lock:
                 place.away = True
-            if not quickly and self._sent is not None and place.connected:
+            if not quickly and self.unmerged.sent is not None and place.connected:
                 self._conclude()
             with self._lock:
                 self._post(LeaveRounds(worker=self.worker))
-            if place.connected and self._source is not None:
-                self._source.flush(_RECEIPT_S / 3)
-        self._sent = None
+            source = self._exchange.source
+            if place.connected and source is not None:
+                source.flush(_RECEIPT_S / 3)
+        self.unmerged.sent = None
         self._take_global_weights()
 
     def _hand_in(self) -> None:
         """Send what was trained so far in this round, and wait for the receipt, if there is a connection."""
         unsent = self.state.samples[self._trained.fragment_of(self.round)]
-        if self._place.connected and not self._over_here and self._sent is None and unsent:
+        if self._place.connected and not self._over_here and self.unmerged.sent is None and unsent:
             self._send()
-        if self._sent is not None:
-            self._await_receipt(self._sent)
+        if self.unmerged.sent is not None:
+            self._await_receipt(self.unmerged.sent)

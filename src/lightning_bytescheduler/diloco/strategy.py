@@ -29,9 +29,9 @@ from lightning_bytescheduler.ddp.batches import loader_resumes
 from lightning_bytescheduler.ddp.decided_fit import FitOptions, FitTuning
 from lightning_bytescheduler.ddp.rank_strategy import OUTER_STATE, RankStrategy, callbacks_of, introduce, model_facts
 from lightning_bytescheduler.ddp.sigterm import worker_signals
-from lightning_bytescheduler.diloco.batch_size import resolve_batch_size, sized_loader
+from lightning_bytescheduler.diloco.batch_size import resolve_batch_size, with_batch_size
 from lightning_bytescheduler.diloco.coordinator_client import resolve_coordinator
-from lightning_bytescheduler.diloco.coordinator_protocol import wire_named
+from lightning_bytescheduler.diloco.coordinator_protocol import RunOptions, wire_named
 from lightning_bytescheduler.diloco.epoch_shares import share_of, shared_loader
 from lightning_bytescheduler.diloco.fragments import TrainedWeights
 from lightning_bytescheduler.diloco.options import (
@@ -48,7 +48,7 @@ from lightning_bytescheduler.diloco.options import (
 from lightning_bytescheduler.diloco.performance_monitor import PerformanceMonitor
 from lightning_bytescheduler.diloco.process_groups import JointCollectives, WorkerGroup, WorkerWorld, worker_name
 from lightning_bytescheduler.diloco.round_record import RECORD_NAME, RoundFile
-from lightning_bytescheduler.diloco.runtime import CoordinatedRuntime, LeadingRuntime, Runtime
+from lightning_bytescheduler.diloco.runtime import CoordinatedRuntime, LeadingRuntime, Runtime, SavedState
 from lightning_bytescheduler.diloco.session import Session, SessionStatistics
 from lightning_bytescheduler.diloco.training_loop import (
     CoordinatedBoundaries,
@@ -210,7 +210,7 @@ class DiLoCoStrategy(RankStrategy):
         outer_lr: Learning rate of the outer Nesterov SGD; 0.7 if left out.
         outer_momentum: Its momentum; 0.9 if left out.
         outer_optimizer: A function that makes another optimizer of a list of tensors.
-        weighting: How much a worker's pseudo-gradient counts: by ``"samples"``, by ``"tokens"``, or ``"uniform"``.
+        weighting: How much a worker's pseudo-gradient counts: by ``"samples"``, or ``"uniform"``.
         fragments: Number of parts that the model is cut into; each round synchronises one, in turn.
         overlap_steps: Steps that a worker goes on for while its pseudo-gradient travels; 0 waits. ``"auto"``: until the
             mean is there, for half of its last round at most.
@@ -218,9 +218,8 @@ class DiLoCoStrategy(RankStrategy):
             changes alone: 2% of them, or ``"sparse:0.01"``. What int8, int4 and sparse lose in a round is sent in a
             later one. What sparse does not send acts as momentum, so ``outer_lr`` is 1 then, and ``outer_momentum``
             0.5, if left out.
-        batch_size: Of every worker, or a list with one for each; ``"auto"`` finds it before training, by steps with
-            batches that grow until memory or throughput stops it. ``BYTESCHEDULER_BATCH_SIZE`` if left out, and the
-            data loader's if that is not set either.
+        batch_size: Of every worker, or a list with one for each. ``BYTESCHEDULER_BATCH_SIZE`` if left out, and the data
+            loader's if that is not set either.
         timeline: Write what each worker does and sends, as a Chrome trace: worker 0 to this file, others beside it.
             ``BYTESCHEDULER_TIMELINE`` if left out; beside that one with ``inner="bytescheduler"``.
         inner: How the ranks of one worker train together: with ``"ddp"`` or ``"bytescheduler"``, or a dict with that
@@ -263,28 +262,20 @@ class DiLoCoStrategy(RankStrategy):
         outer_lr: float | None = None,
         outer_momentum: float | None = None,
         outer_optimizer: Callable[[list[Tensor]], Optimizer] | None = None,
-        weighting: Literal["samples", "tokens", "uniform"] | None = None,
+        weighting: Literal["samples", "uniform"] | None = None,
         fragments: int | None = None,
         overlap_steps: int | Literal["auto"] | None = None,
         wire_dtype: str | None = None,
-        batch_size: int | Sequence[int | Literal["auto"]] | Literal["auto"] | None = None,
+        batch_size: int | Sequence[int] | None = None,
         timeline: str | os.PathLike[str] | None = None,
         inner: str | Mapping[str, Any] | None = None,
         coordinator: str | Mapping[str, str] | None = None,
         worker_states: bool = True,
     ) -> None:
-        common = {
-            "samples_per_round": samples_per_round,
-            "inner_steps": inner_steps,
-            "equal_steps": equal_steps,
-            "outer_steps": outer_steps,
-            "outer_lr": outer_lr,
-            "outer_momentum": outer_momentum,
-            "weighting": weighting,
-            "fragments": fragments,
-            "overlap_steps": overlap_steps,
-            "wire_dtype": wire_dtype and wire_named("wire_dtype", wire_dtype).name,
-        }
+        arguments = locals()
+        common = {name: arguments[name] for name in RunOptions.__struct_fields__}
+        if wire_dtype is not None:
+            common["wire_dtype"] = wire_named("wire_dtype", wire_dtype).name
         address = resolve_coordinator(coordinator)
         self._options = DiLoCoOptions(
             given=common,
@@ -302,7 +293,7 @@ class DiLoCoStrategy(RankStrategy):
         self._joint: JointCollectives | None = None
         self._validates_together = False
         self._runtime: Runtime | None = None
-        self._kept_state: dict[str, Any] | None = None
+        self._kept_state: SavedState | None = None
         self._resumed: Resumed | None = None
         self._next_epoch: Callable[[], None] | None = None
         self._last_whole: object = None  # path of the last checkpoint that was written in this fit
@@ -495,7 +486,7 @@ class DiLoCoStrategy(RankStrategy):
         if isinstance(self._runtime, CoordinatedRuntime):
             seed_sampler(dataloader, self._runtime.worker)
         size = resolve_batch_size(self._options.batch_size, worker=self.worker)
-        sized = sized_loader(module, dataloader, size, alone=self.inner_size == 1, workers=self.workers)
+        sized = dataloader if size is None else with_batch_size(dataloader, size)
         if self._address is not None:
             return sized
         progress: Any = module.trainer.fit_loop.epoch_loop.batch_progress
@@ -636,7 +627,7 @@ class DiLoCoStrategy(RankStrategy):
         if isinstance(runtime, CoordinatedRuntime):
             data = None if self._slices is None else self._slices.training
             if runtime.group.leads:
-                runtime.session.data = data
+                runtime.session.unmerged.data = data
             boundaries = CoordinatedBoundaries(
                 trainer, runtime.session, group=runtime.group, leads=runtime.leads, data=data
             )
@@ -748,10 +739,10 @@ class DiLoCoStrategy(RankStrategy):
             f"for means.{left}"
         )
 
-    def report_batch(self, *, samples: int, tokens: int, loss: float | None) -> None:
+    def report_batch(self, *, samples: int, loss: float | None) -> None:
         """Take note of a batch; reported to the scheduler with the step that it is part of."""
         if self._boundaries is not None:
-            self._boundaries.report_batch(samples=samples, tokens=tokens, loss=loss)
+            self._boundaries.report_batch(samples=samples, loss=loss)
 
     def progress(self) -> dict[str, float]:
         """How the rounds go, by name; what is not known is left out."""
@@ -833,12 +824,13 @@ class RoundHooks(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Carry on from it; a checkpoint of another strategy has none."""
-        if OUTER_STATE not in checkpoint:
+        state = checkpoint.get(OUTER_STATE)
+        if state is None:
             rank_zero_info(
                 "diloco: the checkpoint is of another strategy. Weights, inner optimizer and progress go on; rounds "
                 "and the outer optimizer begin anew."
             )
-        self._strategy._kept_state = checkpoint.get(OUTER_STATE)
+        self._strategy._kept_state = None if state is None else SavedState.of(state)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Publish the failure before other callbacks or the teardown can block."""

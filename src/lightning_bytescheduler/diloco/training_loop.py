@@ -72,7 +72,6 @@ class LoopBoundaries(ABC):
         self._began = time.monotonic()
         self._global_step = trainer.global_step
         self._samples = 0
-        self._tokens = 0
         self._loss: float | None = None
         self._has_batch = False  # since the last decision
         self._ended = False  # for the ranks of this worker, which have agreed on it
@@ -94,10 +93,9 @@ class LoopBoundaries(ABC):
         self._loop.__dict__.pop("_should_check_val_fx", None)
         self.trainer.fit_loop.min_epochs, self._loop.min_steps = self._least
 
-    def report_batch(self, *, samples: int, tokens: int, loss: float | None) -> None:
+    def report_batch(self, *, samples: int, loss: float | None) -> None:
         """Take note of a batch, which is a step or, where gradients are accumulated, a part of one."""
         self._samples += samples
-        self._tokens += tokens
         self._loss, self._has_batch = loss, True
 
     def before_epoch(self) -> bool:
@@ -131,18 +129,18 @@ class LoopBoundaries(ABC):
         trainer, loss = self.trainer, self._loss
         stops = trainer.should_stop and trainer.fit_loop._can_stop_early
         facts = (self._own_decision(data_fetcher), stops, *facts)
-        own = [self._samples, self._tokens, 0 if loss is None else self._samples, (loss or 0.0) * self._samples]
+        own = [self._samples, 0 if loss is None else self._samples, (loss or 0.0) * self._samples]
         numbers = self._group.total([*map(float, facts), *(own if stepped else ())])
         agreed = tuple(number > 0 for number in numbers[: len(facts)])
         if agreed[1]:
             trainer.should_stop = True
         if stepped:
-            samples, tokens, measured, losses = numbers[len(facts) :]
+            samples, measured, losses = numbers[len(facts) :]
             self._global_step = trainer.global_step
             self._loss = losses / measured if measured else None
             seconds = time.monotonic() - self._began
-            self._session.count(samples=round(samples), seconds=seconds, tokens=round(tokens), loss=self._loss)
-            self._samples = self._tokens = 0
+            self._session.count(samples=round(samples), seconds=seconds, loss=self._loss)
+            self._samples = 0
         return agreed
 
     def _reaches_limit(self, epoch: bool) -> bool:
@@ -416,10 +414,10 @@ class CoordinatedBoundaries(LoopBoundaries):
         if self._loop.batch_progress.current.ready >= trainer.num_training_batches:
             return  # a limit ends the epoch, and not its data
         if self._group.any(self._samples > 0):  # of batches after the last step: what they were counts with it
-            samples, tokens = self._group.total([float(self._samples), float(self._tokens)])
+            (samples,) = self._group.total([float(self._samples)])
             seconds = time.monotonic() - self._began
-            self._session.count(samples=round(samples), seconds=seconds, tokens=round(tokens))
-            self._samples = self._tokens = 0
+            self._session.count(samples=round(samples), seconds=seconds)
+            self._samples = 0
         while not session.over:
             session.check()
             if self._group.any(bool(trainer.received_sigterm)):

@@ -29,7 +29,7 @@ from lightning_bytescheduler.compression.dense import chunk_size, chunks_of
 from lightning_bytescheduler.compression.wire_format import WireFormat
 from lightning_bytescheduler.exceptions import OptionError
 
-Weighting = Literal["samples", "tokens", "uniform"]
+Weighting = Literal["samples", "uniform"]
 WEIGHTINGS: tuple[Weighting, ...] = get_args(Weighting)
 """Ways to weight pseudo-gradients."""
 
@@ -220,25 +220,19 @@ def _signed(number: int) -> int:
     return (number + 2**63) % 2**64 - 2**63
 
 
-def pseudo_gradient_weight(weighting: str, *, samples: int, tokens: int = 0) -> int:
+def pseudo_gradient_weight(weighting: str, *, samples: int) -> int:
     """Weight of one worker's pseudo-gradient, relative to the others'.
 
     Args:
         weighting: One of ``WEIGHTINGS``.
         samples: That the worker processed in the round.
-        tokens: The same in tokens.
 
     Returns:
         0 for a worker that has processed nothing, whatever the weighting.
 
     Raises:
-        OptionError: If a value is not allowed, as when tokens are to count and samples were processed without any.
+        OptionError: If a value is not allowed.
     """
     require_one_of("weighting", weighting, WEIGHTINGS)
     require_whole("samples", samples, 0)
-    require_whole("tokens", tokens, 0)
-    if weighting == "tokens":
-        if samples and not tokens:
-            raise OptionError("weighting", weighting, "'samples' or 'uniform' where steps do not say how many tokens")
-        return tokens
     return samples if weighting == "samples" else int(samples > 0)

@@ -339,7 +339,7 @@ class StateCollection:
 
 
 _WORKERS = "workers"
-_OF_FIRST = ("random", "position", "weights", "samples", "tokens", "begun_with")  # what Lightning's places do not have
+_OF_FIRST = ("random", "position", "weights", "samples", "begun_with")  # what Lightning's places do not have
 _SHARE_OF_TIMEOUT = 0.25  # then all others wait for who writes, whose own limit is the timeout
 
 
