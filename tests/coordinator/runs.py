@@ -19,11 +19,11 @@ from tests.coordinator.small_worker import SmallWorker
 ELEMENTS = 30
 
 
-def options_of(*, lease: float = 60.0, workers: int = 1, late: str = "drop", **given: Any) -> CoordinatorOptions:
+def options_of(*, lease: float = 60.0, workers: int = 1, **given: Any) -> CoordinatorOptions:
     """Rounds of one step; a time limit never decides."""
     own = {name: given.pop(name) for name in ("keep_rounds",) if name in given}
     given.setdefault("inner_steps", 1)
-    rounds = RoundOptions(start_workers=workers, quorum=0.0, grace=30.0, late=late)  # type: ignore[arg-type]
+    rounds = RoundOptions(start_workers=workers, quorum=0.0, grace=30.0)
     return CoordinatorOptions(run=run_options(**given), rounds=rounds, lease=lease, **own)
 
 

@@ -41,8 +41,6 @@ from tests.coordinator.small_worker import SmallWorker
         (["--quorum", "2"], "--quorum=2.0 is not allowed"),
         (["--grace-s", "soon"], "'soon' is neither a number nor auto"),
         (["--lease-s", "0"], "--lease-s=0.0 is not allowed"),
-        (["--late", "discount", "--weighting", "uniform"], "--late='discount' is not allowed"),
-        (["--late", "aligned"], "--late='aligned' is not allowed: --late must be one of 'drop', 'discount'."),
         (["--shards", "2"], "there is no option --shards"),
         (["--tls", "c.pem"], "--tls='c.pem' is not allowed: --tls must be CERT KEY, or CERT KEY CLIENT_CA"),
         (["--tls", "missing.pem", "missing.key"], "--tls='missing.pem' is not allowed"),

@@ -73,11 +73,11 @@ class Played:
     def send(self, member: Member, round: int, steps: int) -> None:
         offer = self.offer(member, round, steps)
         self.run.sending(offer, self.now)
-        self.run.arrived(offer, self.now, Place(round, steps))
+        self.run.arrived(offer, self.now, Place(steps))
 
     def merge(self) -> None:
         merge = self.merges.pop()
-        booked = self.run.contributions._by_sum.get(merge.round, ())
+        booked = self.run.contributions._of_round.get(merge.round, ())
         total = sum(one.samples for one in booked) if merge.counts else 0
         digest = DIGEST if total else ""
         merge.digest, merge.total = digest, total
@@ -127,8 +127,8 @@ def test_an_update_of_a_former_process_does_not_end_the_round_of_the_one_that_ha
     played.run.members.disconnect(other)
     again = played.hello("other")
     played.say(again, join(again))
-    played.run.arrived(offer, played.now, Place(number, 10))
-    assert played.run.place_of(played.offer(again, number, 3)) == (number, 3)
+    played.run.arrived(offer, played.now, Place(10))
+    assert played.run.place_of(played.offer(again, number, 3)) == Place(3)
 
 
 @pytest.mark.parametrize("version", [0, 1])
@@ -144,7 +144,7 @@ def test_steps_of_a_worker_that_was_given_up_count_when_it_comes_back_in_the_sam
     back = played.hello("other", session=session, version=version, chain=chain)  # if it is behind, it merges first
     assert not played.welcome.fetch
     told = played.say(back, join(back, round=2, steps=30, samples=30))
-    assert messages.Acknowledge(round=2, reported=30) in told
+    assert messages.Acknowledge(round=2, reported=30, left=60) in told
     assert played.run.scheduler.left == 60
 
 
@@ -224,8 +224,8 @@ def test_an_update_without_samples_that_is_sent_twice_is_known() -> None:
     played, one, _ = begun()
     offer = played.offer(one, 2, 0)
     played.run.sending(offer, played.now)
-    played.run.arrived(offer, played.now, Place(2, 0))
-    assert played.run.seen(offer) == Place(2, 0)
+    played.run.arrived(offer, played.now, Place(0))
+    assert played.run.seen(offer) == Place(0)
     assert played.run.contributions.take(2) == ()
 
 
@@ -234,7 +234,7 @@ def test_an_update_that_was_under_way_when_its_worker_left_counts() -> None:
     offer = played.offer(other, 2, 20)
     played.run.sending(offer, played.now)
     played.say(other, messages.LeaveRounds(worker="other"))
-    played.run.arrived(offer, played.now, Place(2, 20))
+    played.run.arrived(offer, played.now, Place(20))
     played.say(one, messages.LeaveRounds(worker="one"))  # so that nobody else's is part of the round
     assert [(merge.round, merge.counts) for merge in played.merges] == [(2, True)]
     played.merge()

@@ -44,8 +44,8 @@ class Kept:
         self.means.append(Future())
         return Upload(fragment=contribution.fragment, receipt=self.means[-1])
 
-    def settle(self, upload: Upload, *, total: int) -> bool:
-        return True
+    def settle(self, upload: Upload, *, total: int) -> None:
+        pass
 
     def fetch_mean(self, round: int, chain: str) -> Future[Any]:
         return next(mean for sent, mean in zip(self.sent, self.means, strict=True) if sent.round == round)

@@ -19,4 +19,4 @@ exec lightning-bytescheduler coordinator \
   --state state \
   --tls certs/server.pem certs/server.key certs/ca.pem --token-file token \
   --samples-per-round 262144 --wire-dtype int8 \
-  --quorum 0.5 --grace-s auto --late discount --lease-s 120
+  --quorum 0.5 --grace-s auto --lease-s 120

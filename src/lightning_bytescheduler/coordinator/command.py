@@ -70,9 +70,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     waiting.add_argument("--silent-after", type=float, metavar="S", help="seconds to await a silent one (default: 10)")
     waiting.add_argument(
-        "--late", metavar="RULE", help="what a late update counts: drop for nothing, or discount (default: drop)"
-    )
-    waiting.add_argument(
         "--lease-s", type=float, default=60.0, metavar="S", help="seconds until a silent one is given up (default: 60)"
     )
     access = parser.add_argument_group("who gets in; a --bind beyond this machine needs a token, CERT and KEY")
@@ -117,7 +114,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _options(options: argparse.Namespace) -> CoordinatorOptions:
-    names = ("start_workers", "quorum", "grace", "silent_after", "late")
+    names = ("start_workers", "quorum", "grace", "silent_after")
     waiting = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     return CoordinatorOptions(
         run=run_options(**{name: getattr(options, name) for name in RunOptions.__struct_fields__}),

@@ -119,12 +119,11 @@ class BulkRoutes:
             self._run.count("updates_refused")
             return problem(409 if error.option in ("round", "fragment") else 400, str(error))
         if seen is not None:
-            return self._again(offer, seen)
-        if place.round == offer.round:
-            self._run.sending(offer, time.monotonic())
-        elif not place.weight:
+            return self._again(seen)
+        if place.is_late:
             self._run.arrived(offer, time.monotonic(), place)
             return _receipt("dropped", 0)
+        self._run.sending(offer, time.monotonic())
         return await self._alone(request, weights, offer, digest, trained_bytes)
 
     @property
@@ -217,18 +216,17 @@ class BulkRoutes:
                 raise OptionError("update", "infinities or NaN in it", "finite")
             # Time has passed, and the round may be over. From here on nothing is waited for until it is announced.
             if (seen := run.seen(offer)) is not None:
-                return self._again(offer, seen)
+                return self._again(seen)
             place = run.place_of(offer)
             if place.weight:
-                sums = self._sum(place.round, offer.fragment)
+                sums = self._sum(offer.round, offer.fragment)
                 sums.begin(update, weight=place.weight)
             try:
                 run.arrived(offer, time.monotonic(), place)
             finally:
                 if place.weight:  # whatever has failed: a merge waits for what was begun
                     await sums.add(update)
-        is_late = place.round != offer.round
-        return _receipt(("late" if is_late else "added") if place.weight else "dropped", place.weight)
+        return _receipt("added" if place.weight else "dropped", place.weight)
 
     def _sum(self, round: int, fragment: int) -> UpdateSum:
         sums = self._sums.get(round)
@@ -241,10 +239,9 @@ class BulkRoutes:
     async def settled(self, merge: Merge) -> UpdateSum | None:
         """The sum of a round that is to be merged, once everything that was announced is in it.
 
-        What is still on its way for that round is cut where it could only be dropped: it holds room that others need.
+        What is still on its way for that round is cut, as it could only be dropped: it holds room that others need.
         """
-        if self._run.options.rounds.late == "drop":
-            self._cut(lambda _, round: round <= merge.round)
+        self._cut(lambda _, round: round <= merge.round)
         sums = self._sums.pop(merge.round, None)
         if sums is not None:
             await sums.settled()
@@ -252,14 +249,10 @@ class BulkRoutes:
                 raise sums.failed
         return sums if merge.counts else None
 
-    def _again(self, offer: Offer, seen: Place) -> web.Response:
-        """Answer an update that was there before.
-
-        One that is part of a later round is "late" again: in a round without a quorum, a worker sends what is not in a
-        later one once more with its next update, and "again" alone would not tell it that this counts already.
-        """
+    def _again(self, seen: Place) -> web.Response:
+        """Answer an update that was there before."""
         self._run.count("updates_again")
-        return _receipt("again" if seen.round == offer.round else "late", seen.weight)
+        return _receipt("again", seen.weight)
 
     # ── Means ───────────────────────────────────────────────────────────
 

@@ -6,11 +6,8 @@ it was.
 
 For one thread.
 
-Whose updates are part of which sum: the book that says what a round's mean is made of.
-
-The sum of a round and this book change together, so that the record of a round and the weights of what was merged are
-those of the sum, whatever the batch scheduler knows of a worker that has left meanwhile. Late updates are booked in the
-next round that synchronises their fragment.
+Whose updates are part of a round's sum: the sum and this book change together, so that the record of a round and the
+weights of what was merged are those of the sum, whatever the batch scheduler knows of a worker that has left meanwhile.
 """
 
 from __future__ import annotations
@@ -47,12 +44,7 @@ from lightning_bytescheduler.diloco.messages import (
     SendingPseudoGradient,
     ToWorker,
 )
-from lightning_bytescheduler.diloco.round_end import (
-    RoundOptions,
-    late_weight,
-    round_of_late,
-    staleness,
-)
+from lightning_bytescheduler.diloco.round_end import RoundOptions
 from lightning_bytescheduler.diloco.round_record import LateUpdate, RoundRecord, WorkerRound
 from lightning_bytescheduler.diloco.rounds import Rounds
 from lightning_bytescheduler.diloco.weighted_mean import pseudo_gradient_weight
@@ -87,8 +79,6 @@ class CoordinatorOptions:
     save_every: int = 1
 
     def __post_init__(self) -> None:
-        if self.run.weighting == "uniform" and self.rounds.late != "drop":
-            raise OptionError("late", self.rounds.late, "'drop' where weighting='uniform': part of a weight of 1 is 0")
         require_positive("lease", self.lease, of="seconds")
         for option in ("keep_rounds", "save_every"):
             require_whole(option, getattr(self, option), 1)
@@ -97,15 +87,15 @@ class CoordinatorOptions:
 
 
 class Place(NamedTuple):
-    """What an update counts, and where.
+    """What an update counts.
 
     Attributes:
-        round: Whose sum it is part of; a later one than its own if it is late.
-        weight: Its own; 0 if it is dropped.
+        weight: In the sum of its round; 0 if it is dropped.
+        is_late: Whether that round is over.
     """
 
-    round: int
     weight: int
+    is_late: bool = False
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True):
@@ -147,25 +137,25 @@ _REMEMBERED = 8  # rounds that have been merged
 
 
 class Contributions:
-    """Booked updates of rounds that have not been merged, and of the last ones that have, to know them again."""
+    """Booked updates of the round that is on, and of the last ones that were merged, to know them again."""
 
     def __init__(self) -> None:
-        self._by_sum: dict[int, list[Offer]] = {}
+        self._of_round: dict[int, list[Offer]] = {}
         self._seen: dict[tuple[str, int, int], Place] = {}  # by worker, incarnation and round
 
     def seen(self, offer: Offer) -> Place | None:
-        """What became of the same update before, or ``None`` if there was none that counts."""
+        """What became of the same update before, or ``None`` if there was none in time."""
         return self._seen.get((offer.member.name, offer.member.incarnation, offer.round))
 
     def book(self, offer: Offer, place: Place) -> None:
-        """Take note of an update; one of weight 0 is only remembered."""
+        """Take note of an update that came in time; one of weight 0 is only remembered."""
         self._seen[offer.member.name, offer.member.incarnation, offer.round] = place
         if place.weight:
-            self._by_sum.setdefault(place.round, []).append(offer)
+            self._of_round.setdefault(offer.round, []).append(offer)
 
     def take(self, round: int) -> tuple[Offer, ...]:
         """What is in the sum of a round, at its end; it is forgotten."""
-        taken = tuple(self._by_sum.pop(round, ()))
+        taken = tuple(self._of_round.pop(round, ()))
         self._seen = {key: seen for key, seen in self._seen.items() if key[2] > round - _REMEMBERED}
         return taken
 
@@ -471,12 +461,12 @@ class Run:
     # ── Updates ───────────────────────────────────────────────────────────
 
     def place_of(self, offer: Offer) -> Place:
-        """The sum that an update goes into as things are now, and its weight there.
+        """What an update counts as things are now.
 
         Raises:
             OptionError: If there is no such round or fragment yet, or the worker has no part in it.
         """
-        scheduler, rounds, fragments = self.scheduler, self.options.rounds, self.options.run.fragments
+        scheduler = self.scheduler
         if not self.has_weights:
             raise OptionError("round", offer.round, "sent when there are weights and a round has begun")
         if not 1 <= offer.round <= scheduler.round:
@@ -489,11 +479,8 @@ class Run:
         if offer.round == scheduler.round and scheduler.is_open and not is_merging:
             if not scheduler.expects(offer.member.name, offer.round):
                 raise OptionError("round", offer.round, f"one that {offer.member.name} takes part in")
-            return Place(offer.round, weight if self._fits(offer) else 0)
-        into = round_of_late(offer.round, current=scheduler.round, fragments=fragments)
-        if scheduler.finished or not self._fits(offer):
-            return Place(into, 0)
-        return Place(into, late_weight(rounds.late, weight, staleness=self._staleness(offer, into)))
+            return Place(weight if self._fits(offer) else 0)
+        return Place(0, is_late=True)
 
     def _fits(self, offer: Offer) -> bool:
         if self._slices is None or self._slices.fits(offer.member, offer.trained):
@@ -508,9 +495,6 @@ class Run:
     def fragment_of(self, round: int) -> int:
         """Which fragment a round synchronises."""
         return fragment_of(round, fragments=self.options.run.fragments)
-
-    def _staleness(self, offer: Offer, into: int) -> int:
-        return staleness(offer.round, into=into, fragments=self.options.run.fragments)
 
     def seen(self, offer: Offer) -> Place | None:
         """What became of the same update before, or ``None``."""
@@ -533,12 +517,15 @@ class Run:
         The round may be over with it: ``merge`` is called, and has to wait until it was added.
         """
         self.members.hear(offer.member, now)
-        if place.weight or place.round == offer.round:
+        if not place.is_late:
             self.contributions.book(offer, place)
         if place.weight and self._slices is not None:
             self._slices.book(offer.member, offer.trained)
-        if place.round != offer.round:
-            self._note_late(offer, place)
+        if place.is_late:
+            offer.member.late += 1
+            self.count("updates_late")
+            late = LateUpdate(worker=offer.member.name, round=offer.round, samples=offer.round_samples)
+            self.scheduler.note_late(late)
         self.count("updates_added" if place.weight else "updates_dropped")
         self._handle_offer(offer, PseudoGradientArrived(worker=offer.member.name, round=offer.round), now)
 
@@ -546,18 +533,6 @@ class Run:
         """Tell the scheduler, also of a worker that has left, but not of one whose name another process has now."""
         if self.members.by_name(offer.member.name) in (None, offer.member):
             self._rounds.handle(message, now=now)
-
-    def _note_late(self, offer: Offer, place: Place) -> None:
-        offer.member.late += 1
-        self.count("updates_late")
-        update = LateUpdate(
-            worker=offer.member.name,
-            round=offer.round,
-            staleness=self._staleness(offer, place.round),
-            samples=offer.round_samples,
-            weight=place.weight,
-        )
-        self.scheduler.note_late(update, into=place.round)
 
     def merged(self, merge: Merge, *, oldest_mean: int) -> None:
         """A round has become part of the weights: tell everybody, and go on.
@@ -570,9 +545,9 @@ class Run:
         taken = self.contributions.take(merge.round)
         if self._slices is not None:
             for one in taken:
-                self._slices.settle(one.trained, merged=bool(merge.total), is_kept=one.round == merge.round)
+                self._slices.settle(one.trained, merged=bool(merge.total), is_kept=True)
         booked = taken if merge.total else ()  # without a quorum
-        own = {one.member.name: one for one in booked if one.round == merge.round}
+        own = {one.member.name: one for one in booked}
         record = corrected(merge.record, own)
         samples = sum(one.round_samples for one in booked)
         self.samples += samples

@@ -231,17 +231,9 @@ class BatchScheduler:
         if known is not None and known.state is WorkerState.STARTING and now >= known.heard:
             known.heard = now
 
-    def note_late(self, update: LateUpdate, *, into: int) -> None:
-        """Note in the current round's record that a pseudo-gradient came after its own round was over.
-
-        Args:
-            update: The update, with its weight as of ``round_end.late_weight``.
-            into: The round whose merge it is part of, if that reaches a quorum.
-        """
-        counts = f"counts {update.weight} in round {into}" if update.weight else "is dropped"
-        log.info(
-            "The update of %s of round %d is %d late and %s.", update.worker, update.round, update.staleness, counts
-        )
+    def note_late(self, update: LateUpdate) -> None:
+        """Note in the current round's record that a pseudo-gradient came after its own round was over."""
+        log.info("The update of %s of round %d came after that was over, and is dropped.", update.worker, update.round)
         if len(self._late) < _MOST_LATE:
             self._late.append(update)
 
@@ -496,7 +488,7 @@ class BatchScheduler:
             decided=self._decided,
             deadline=self._deadline,
             longest=self._longest_grace,
-            missing=missing * (1.0 if self._options.late == "drop" else 0.5),  # a late one may still count half
+            missing=missing,
             idle=sum(one.samples_per_second or 0.0 for one in workers if one.state is WorkerState.ARRIVED),
         )
 

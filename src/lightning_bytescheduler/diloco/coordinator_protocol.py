@@ -22,7 +22,7 @@ A request refused over HTTP is answered with ``{"error": "..."}``, and has chang
 A round, from a worker's side: ``StartRound`` - steps, each with a ``StepReport`` - ``SendAfter`` -
 ``SendingPseudoGradient``, and the update as one ``PUT`` - ``RoundEnded`` - the mean as one ``GET``, the outer step, and
 the next ``StartRound``. A worker that misses the end of a round gets ``RoundEnded`` all the same. It sends its update
-for its own round, which counts as the coordinator's rule for late updates says. Then it catches up: mean by mean if the
+for its own round, which is dropped if that is over. Then it catches up: mean by mean if the
 coordinator still has them, else with the state.
 
 Only tokens and sessions are secret: they are never in a URL, and never logged.
@@ -296,12 +296,12 @@ class UpdateReceipt(AnyMessage, frozen=True, kw_only=True):
     """What became of an update.
 
     Attributes:
-        verdict: ``"added"`` to its round; ``"late"``, and counted in a later round; ``"dropped"``, as it was late, or
-            its weight became 0; ``"again"``: it was there before, and this one changed nothing.
+        verdict: ``"added"`` to its round; ``"dropped"``, as it was late, or its weight became 0; ``"again"``: it was
+            there before, and this one changed nothing.
         weight: With which it counts.
     """
 
-    verdict: Annotated[str, msgspec.Meta(pattern="^(added|late|dropped|again)$")]
+    verdict: Annotated[str, msgspec.Meta(pattern="^(added|dropped|again)$")]
     weight: _Count = 0
 
 

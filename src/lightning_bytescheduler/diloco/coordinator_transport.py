@@ -108,28 +108,16 @@ class CoordinatorTransport:
         upload.receipt = self.client.start(self._upload(contribution, upload, wanted))
         return upload
 
-    def settle(self, upload: Upload, *, total: int) -> bool:
-        """Note that an update's round is over. If the update counts, keep what was left out of it to send later.
-
-        Args:
-            upload: The update; its receipt is not waited for any more.
-            total: The sum of the weights in the mean of its round. If it is 0 there was no quorum, and only a late
-                update counts, which is part of a later round.
-
-        Returns:
-            Whether the update is part of a sum, as far as that is known; called only where something depends on it.
-        """
+    def settle(self, upload: Upload, *, total: int) -> None:
+        """See ``Exchange``. If the update counts, keep what was left out of it to send later."""
         if total and not self.keeps_residuals:
-            return True
+            return
         receipt = upload.answer
         if receipt is None:
             upload.receipt.cancel()
-            return False
-        counts = bool(receipt.weight) and (receipt.verdict == "late" or bool(total))
-        if counts:
+        elif receipt.weight and total:
             # The coordinator may have had another version of this update before, of which nothing is known here.
             self.residuals[upload.fragment] = None if receipt.verdict == "again" else upload.residual
-        return counts
 
     def fetch_mean(self, round: int, chain: str) -> Future[Mean | None]:
         """The mean of a round that has ended, if it follows weights of that chain."""

@@ -180,9 +180,8 @@ class PseudoGradientExchange:
         task.notify_ready()
         return upload
 
-    def settle(self, upload: Upload, *, total: int) -> bool:
-        """See ``Exchange``: what all were waited for is part of the mean."""
-        return True
+    def settle(self, upload: Upload, *, total: int) -> None:
+        """See ``Exchange``: what is left to be sent is kept with what is sent."""
 
     def fetch_mean(self, round: int, chain: str) -> Future[Mean | None]:
         """See ``Exchange``; it comes by itself."""

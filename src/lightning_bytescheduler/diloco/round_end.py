@@ -6,20 +6,8 @@ its last report, not from the moment of the projection; steps that end at the sa
 are relative to now, so that an old round can still be projected; and the step that a worker is in the middle of counts,
 because it will be finished whatever is decided. What it costs does not depend on how many steps that is.
 
-Who is waited for, and how long: ``RoundOptions``.
-
-What an update counts that comes after its round is over: a rule in whole numbers, so that order never matters.
-
-A late update is added to the sum of the next round of its fragment, with a weight that depends on nothing but the
-update and how late it is: not on which others are late, nor on who comes first. Weights are whole numbers, and sums of
-them are exact, so that any order of arrival leads to the same mean.
-
-``"drop"``
-    It counts nothing: what is merged was made with the weights it is merged into.
-``"discount"``
-    ``weight // (1 + staleness)``. It was made with weights that many rounds old; the share that a round has in what
-    they have become since falls about so, and the weight with it (delay-compensated and asynchronous SGD use the same
-    factor: Xie et al., "Asynchronous Federated Optimization", section 5.2, polynomial weighting with exponent 1).
+Who is waited for, and how long: ``RoundOptions``. An update that comes after its round is over counts nothing: what is
+merged was made with the weights that it is merged into.
 """
 
 from __future__ import annotations
@@ -27,55 +15,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, get_args
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_bytescheduler.checks import (
-    require_one_of,
     require_seconds,
     require_share,
     require_whole,
 )
-
-LateRule = Literal["drop", "discount"]
-LATE_RULES: tuple[LateRule, ...] = get_args(LateRule)
-"""What becomes of an update whose round is over."""
-
-
-def round_of_late(round: int, *, current: int, fragments: int = 1) -> int:
-    """The round that a late update is to be part of: the next that synchronises its fragment.
-
-    Args:
-        round: In which it was made.
-        current: The round that is on, later than that.
-        fragments: That take turns.
-    """
-    return round + -(-max(current - round, 1) // fragments) * fragments
-
-
-def staleness(round: int, *, into: int, fragments: int = 1) -> int:
-    """How many rounds of its fragment an update is late.
-
-    Args:
-        round: In which it was made.
-        into: That it is to be part of, as :func:`round_of_late` says it.
-        fragments: That take turns.
-    """
-    return (into - round) // fragments
-
-
-def late_weight(rule: LateRule, weight: int, *, staleness: int) -> int:
-    """The weight with which a late update counts; 0 to drop it.
-
-    Args:
-        rule: One of ``LATE_RULES``.
-        weight: That it would have had in time.
-        staleness: See :func:`staleness`; 1 or more.
-    """
-    return weight // (1 + staleness) if rule == "discount" else 0
-
 
 INNER_STEPS = 100
 """Of a round, where neither these nor samples are given."""
@@ -101,7 +50,6 @@ class RoundOptions:
             as that is worth what the others lose by it, see ``round_end.worthwhile_wait``.
         silent_after: Seconds of silence, on top of three steps, after which a worker is not counted on.
         first_step_limit: The same for a worker that has not reported a step yet; compiling may take minutes.
-        late: What becomes of a pseudo-gradient that comes after its round is over, see ``late_weight``.
         expiry: Seconds of silence after which a worker that was lost, or has left, is forgotten with its step times.
 
     Raises:
@@ -116,7 +64,6 @@ class RoundOptions:
     grace: float | Literal["auto"] = 60.0
     silent_after: float = 10.0
     first_step_limit: float = 600.0
-    late: LateRule = "drop"
     expiry: float = 3600.0
 
     def __post_init__(self) -> None:
@@ -130,7 +77,6 @@ class RoundOptions:
             require_seconds("grace", self.grace)
         for option in ("silent_after", "first_step_limit", "expiry"):
             require_seconds(option, getattr(self, option))
-        require_one_of("late", self.late, LATE_RULES)
 
     def closes(self, round: int) -> bool:
         """Whether a round is one without a step."""

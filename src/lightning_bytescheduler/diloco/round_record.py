@@ -49,21 +49,17 @@ class WorkerRound(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class LateUpdate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A pseudo-gradient that came after its round was over, during this one.
+    """A pseudo-gradient that came after its round was over, during this one, and was dropped.
 
     Attributes:
         worker: Whose.
         round: In which it was made.
-        staleness: Rounds of its fragment that it is late.
         samples: Processed for it.
-        weight: With which it counts in the next merge of its fragment; 0 if it was dropped.
     """
 
     worker: str
     round: _Count
-    staleness: _Count
     samples: _Count
-    weight: _Count
 
 
 class RoundRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

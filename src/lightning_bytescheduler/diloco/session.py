@@ -115,8 +115,8 @@ class Exchange(Protocol):
             wanted: Whether to try on where the others have not begun its round.
         """
 
-    def settle(self, upload: Upload, *, total: int) -> bool:
-        """The round of an update is over; returns whether the update is part of a sum, as far as that is known.
+    def settle(self, upload: Upload, *, total: int) -> None:
+        """The round of an update is over.
 
         Args:
             upload: The update, whose receipt is not waited for any more.
@@ -331,7 +331,7 @@ class Unmerged:
         """What was sent is in the weights, with what was carried."""
         self._clear_carried()
         receipt = sent.upload.answer
-        # "again" and "late" may be said of the same update as it was before, of fewer samples.
+        # "again" may be said of the same update as it was before, of fewer samples.
         if self.data is not None and receipt is not None and receipt.weight and receipt.verdict == "added":
             self.data.merged(sent.update.trained)
         else:
@@ -909,27 +909,25 @@ class Session:
     def _merge(self, round: int, mean: Mean) -> None:
         """Take the outer step of a round, and let the trained weights follow.
 
-        A round without a quorum changes nothing: what was trained is carried into the next one, unless it is late and
-        counts there already.
+        A round without a quorum changes nothing: what was trained is carried into the next one.
         """
         fragment = self._trained.fragment_of(round)
         with self._lock:
             ended = self._place.ends.get(round)
         halts = ended is not None and ended.halts
-        unmerged, counts, refused = self.unmerged, False, False
-        sent = unmerged.sent
+        unmerged, sent, refused = self.unmerged, self.unmerged.sent, False
         if self.overlap.follows_mean:
             unmerged.beside = 0 if sent is None or sent.round != round else sent.steps_since
         if sent is not None and sent.round == round:
             unmerged.sent = None
-            if not mean.total or self._exchange.keeps_residuals or sent.update.trained:
+            if (mean.total and self._exchange.keeps_residuals) or sent.update.trained:
                 self._await_receipt(sent)
             receipt = sent.upload.answer if sent.update.trained else None
             refused = receipt is not None and not receipt.weight
-            counts = self._exchange.settle(sent.upload, total=mean.total)
+            self._exchange.settle(sent.upload, total=mean.total)
             if refused:
                 self._give_up()  # its samples are in the weights, or another worker's
-            elif mean.total or counts:
+            elif mean.total:
                 # Steps beside which it travelled are still to be sent.
                 self.state.taken(sent.update)
                 unmerged.counts(sent)
@@ -943,7 +941,7 @@ class Session:
         else:
             self.state.overwritten(fragment)
             unmerged.lose()
-        if mean.total or counts:
+        if mean.total:
             self._step(fragment, mean, exactly=halts or refused)
         place = self._place
         with self._lock:
