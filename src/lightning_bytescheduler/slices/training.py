@@ -561,8 +561,9 @@ class _PlanThread:
             own = self._pass = _Pass()
 
         def begin(plan: TrackerPlan) -> None:
-            plan.begin_pass(repeats=repeats)
-            own.has_begun = True
+            if self._pass is own:
+                plan.begin_pass(repeats=repeats)
+                own.has_begun = True
 
         self.note(begin)
         return own
