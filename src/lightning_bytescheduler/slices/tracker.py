@@ -752,7 +752,8 @@ class SliceTracker:
         return found.epoch, found.index
 
     def _grant(self, record: TrackedWorker, one: EpochSlices, index: int) -> Grant:
-        todo, samples = one.todo(index), int(one.samples[index])
+        todo = one.todo(index)
+        samples = int(one.samples[index])
         grant = Grant(
             number=self._next_grant,
             worker=record,

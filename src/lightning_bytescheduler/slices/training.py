@@ -561,9 +561,8 @@ class _PlanThread:
             own = self._pass = _Pass()
 
         def begin(plan: TrackerPlan) -> None:
-            if self._pass is own:
-                plan.begin_pass(repeats=repeats)
-                own.has_begun = True
+            plan.begin_pass(repeats=repeats)
+            own.has_begun = True
 
         self.note(begin)
         return own
