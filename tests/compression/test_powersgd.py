@@ -67,10 +67,10 @@ def test_two_workers_get_what_torchs_hook_gives_them(two_plain_ranks: RankPool) 
         lefts, rights = torch.empty(2, rows * RANK), torch.empty(2, columns * RANK)
         for worker, buffer, left in zip(workers, buffers, lefts, strict=True):
             worker.begin(buffer, 0.5, left)
-        lefts[:] = lefts.mean(dim=0)
+        lefts[:] = lefts.sum(dim=0)
         for worker, left, own in zip(workers, lefts, rights, strict=True):
             worker.go_on(left, own)
-        rights[:] = rights.mean(dim=0)
+        rights[:] = rights.sum(dim=0)
         for worker, buffer, left, own in zip(workers, buffers, lefts, rights, strict=True):
             worker.end_with(buffer, 2, left, own)
         torch.testing.assert_close(buffers[0].view(SHAPE), expected[step], rtol=1e-4, atol=1e-5)

@@ -101,7 +101,7 @@ def test_a_bad_value_names_the_option(tmp_path: Path, capsys: pytest.CaptureFixt
         (
             DiLoCoStrategy,
             [
-                "Literal['samples', 'tokens', 'uniform']",
+                "Literal['samples', 'uniform']",
                 "Literal['auto']",
             ],
         ),

@@ -21,8 +21,7 @@ from lightning_bytescheduler.diloco.coordinator_client import Answer
 from lightning_bytescheduler.diloco.training_loop import CoordinatedBoundaries
 from lightning_bytescheduler.diloco.worker_slices import CoordinatedSlices
 from lightning_bytescheduler.exceptions import CoordinatorError, OptionError, RankFailedError, SchedulerTimeoutError
-from lightning_bytescheduler.slices.options import TrackerOptions
-from lightning_bytescheduler.slices.tracker import (
+from lightning_bytescheduler.slices.messages import (
     Assignment,
     JoinAgain,
     Joined,
@@ -30,9 +29,10 @@ from lightning_bytescheduler.slices.tracker import (
     Receipt,
     ReportProgress,
     RequestSlice,
-    TrackerReport,
     encode,
 )
+from lightning_bytescheduler.slices.options import TrackerOptions
+from lightning_bytescheduler.slices.tracker import TrackerReport
 from lightning_bytescheduler.slices.training import TrackedTraining
 from tests.diloco.coordinated_fits import alone, coordinator_options, together
 from tests.diloco.coordinated_workers import until

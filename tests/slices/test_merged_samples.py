@@ -13,9 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from lightning_bytescheduler.slices.catalogue import SliceCatalogue
-from lightning_bytescheduler.slices.options import TrackerOptions
-from lightning_bytescheduler.slices.slice import SliceState, joined, samples_of, without
-from lightning_bytescheduler.slices.tracker import (
+from lightning_bytescheduler.slices.messages import (
     Assignment,
     HeldSlice,
     JoinTracker,
@@ -23,10 +21,12 @@ from lightning_bytescheduler.slices.tracker import (
     Receipt,
     ReportProgress,
     RequestSlice,
-    SliceTracker,
     TrainedRun,
     WaitReason,
 )
+from lightning_bytescheduler.slices.options import TrackerOptions
+from lightning_bytescheduler.slices.slice import SliceState, joined, samples_of, without
+from lightning_bytescheduler.slices.tracker import SliceTracker
 from lightning_bytescheduler.slices.training import TrackerPlan
 from tests.slices.tracker_workers import Clock, slices
 
@@ -253,14 +253,15 @@ class MergedMachine(RuleBasedStateMachine):
                 break
             taken.append(batch)
         for batch in taken[:batches]:
-            plan.trained(batch)
+            plan.trained()
             worker.pending += [TrainedRun(batch.epoch, *one) for one in batch.runs]
         plan.report()
         if len(taken) < batches + ahead:  # the pass is over; a batch that was not trained on is given up with it
             plan.begin_pass()
         else:
-            for batch in taken[batches:]:  # they are trained on first of all
-                plan.trained(batch)
+            for _ in taken[batches:]:  # they are trained on first of all
+                plan.trained()
+            for batch in taken[batches:]:
                 worker.pending += [TrainedRun(batch.epoch, *one) for one in batch.runs]
 
     @precondition(lambda self: self.workers)

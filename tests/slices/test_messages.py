@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.slices.slice import Slice
-from lightning_bytescheduler.slices.tracker import (
+from lightning_bytescheduler.slices.messages import (
     AskLater,
     Assignment,
     Call,
@@ -28,6 +27,7 @@ from lightning_bytescheduler.slices.tracker import (
     decode,
     encode,
 )
+from lightning_bytescheduler.slices.slice import Slice
 
 PIECE = Slice(key="a\n\u00e4", url="memory://a", start=3, size=8, samples=2, checksum=None)
 MESSAGES: list[Call | Reply] = [

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from lightning_bytescheduler.slices.epoch_plan import ReadReport, SliceBatch
-from lightning_bytescheduler.slices.tracker import ReportProgress
+from lightning_bytescheduler.slices.batches import ReadReport, SliceBatch
+from lightning_bytescheduler.slices.messages import ReportProgress
 from lightning_bytescheduler.slices.training import TrackedTraining
 from tests.slices.tracker_workers import make_tracker, tracked_training
 
@@ -83,7 +83,6 @@ def test_a_batch_is_there_only_when_its_slices_are_begun(made: list[TrackedTrain
     plan = plan_of(made, slow, tuple(tracker.catalogue), batch_size=2)
     for taken, _ in enumerate(plan, start=1):
         assert len(slow.begun) >= taken
-        plan.received(ReadReport({}))
         plan.trained()
 
 
@@ -93,9 +92,8 @@ def test_what_was_made_ahead_and_not_taken_is_not_reported(made: list[TrackedTra
     trained: Counter[Any] = Counter()
     train(plan, iter(plan), trained, most=3)
     plan.trained()  # nothing was taken that is not trained on
-    plan.close()
+    plan.leave()
     assert tracker.report().trained == 3
-    plan.open(None)
     train(plan, iter(plan), trained)
     plan.settle()
     assert trained == Counter((0, sample) for sample in range(8))
@@ -110,7 +108,7 @@ def test_what_a_tracker_raises_is_raised_where_batches_are_taken(made: list[Trac
     plan = plan_of(made, Broken(), tuple(tracker.catalogue), batch_size=1)
     with pytest.raises(ConnectionError, match="on purpose"):
         next(iter(plan))
-    plan.close()  # does not hang
+    plan.leave()  # does not hang
 
 
 def test_a_worker_that_waits_for_others_can_be_stopped(made: list[TrackedTraining]) -> None:
@@ -119,9 +117,9 @@ def test_a_worker_that_waits_for_others_can_be_stopped(made: list[TrackedTrainin
     holder = plan_of(made, tracker, slices, worker=0, batch_size=1)
     next(iter(holder))
     idle = plan_of(made, tracker, slices, worker=1, batch_size=1)
-    trained: Counter[Any] = Counter()
-    train(idle, iter(idle), trained)
-    assert len(trained) == 3  # of the next epoch
+    assert len(list(idle)) == 3  # of the next epoch
+    for _ in range(3):
+        idle.trained()
     timer = threading.Timer(0.3, idle.halt)
     timer.start()
     assert list(idle) == []

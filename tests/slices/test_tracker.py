@@ -7,12 +7,9 @@ from collections import Counter
 import pytest
 
 from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.slices.options import TrackerOptions
-from lightning_bytescheduler.slices.slice import SliceState
-from lightning_bytescheduler.slices.tracker import (
+from lightning_bytescheduler.slices.messages import (
     AskLater,
     Assignment,
-    EpochSlices,
     JoinAgain,
     JoinTracker,
     QuarantineSlice,
@@ -21,6 +18,9 @@ from lightning_bytescheduler.slices.tracker import (
     RequestSlice,
     WaitReason,
 )
+from lightning_bytescheduler.slices.options import TrackerOptions
+from lightning_bytescheduler.slices.slice import SliceState
+from lightning_bytescheduler.slices.tracker import EpochSlices
 from tests.slices.tracker_workers import Clock, Worker, finish, is_over, make_tracker, state_of
 
 

@@ -13,7 +13,8 @@ import pytest
 
 from lightning_bytescheduler import OptionError, SliceDataModule, TrackerStateError, UnsupportedError
 from lightning_bytescheduler.slices.make import make_slices
-from lightning_bytescheduler.slices.tracker import SliceTracker, TrackerClient
+from lightning_bytescheduler.slices.messages import TrackerClient
+from lightning_bytescheduler.slices.tracker import SliceTracker
 from tests.slices.fits import Evaluates, SaveEveryStep, fit, make_rows
 
 LONG = 60.0

@@ -8,9 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from lightning_bytescheduler.slices.catalogue import SliceCatalogue
-from lightning_bytescheduler.slices.options import TrackerOptions
-from lightning_bytescheduler.slices.slice import Slice
-from lightning_bytescheduler.slices.tracker import (
+from lightning_bytescheduler.slices.messages import (
     AskLater,
     Assignment,
     JoinAgain,
@@ -19,9 +17,11 @@ from lightning_bytescheduler.slices.tracker import (
     Receipt,
     ReportProgress,
     RequestSlice,
-    SliceTracker,
     WaitReason,
 )
+from lightning_bytescheduler.slices.options import TrackerOptions
+from lightning_bytescheduler.slices.slice import Slice
+from lightning_bytescheduler.slices.tracker import SliceTracker
 from lightning_bytescheduler.slices.training import TrackedTraining
 
 

@@ -406,7 +406,9 @@ class LowRankBucket:
         self._lefts = torch.empty(sum(rows), dtype=torch.float32, device=buffer.device)
         self._rights = torch.empty(sum(columns), dtype=torch.float32, device=buffer.device)
         self._factors = list(zip(matrices, self._lefts.split(rows), self._rights.split(columns), strict=True))
-        self._sent_left = self._sent_right = torch.empty(0)  # in host memory, once they are encoded
+        self._sent_left = self._sent_right = torch.empty(
+            0, dtype=torch.float32, device="cpu"
+        )  # in host memory, once they are encoded
         self._lock = threading.Lock()
         self._missing = self.right_size  # elements of the right task that have not arrived
 

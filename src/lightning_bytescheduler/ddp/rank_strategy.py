@@ -529,7 +529,7 @@ def _forks_compute() -> bool:
 
 def _compute() -> None:
     torch.set_num_threads(max(torch.get_num_threads(), 2))
-    torch.ones(_ENOUGH_FOR_THREADS).add_(1)
+    torch.ones(_ENOUGH_FOR_THREADS, dtype=torch.float32, device="cpu").add_(1)
     os._exit(0)
 
 

@@ -29,16 +29,17 @@ from lightning_bytescheduler.diloco.runtime import CoordinatedRuntime
 from lightning_bytescheduler.exceptions import CoordinatorError, SchedulerTimeoutError, UnsupportedError
 from lightning_bytescheduler.lightning_api import TrainerFn, pl
 from lightning_bytescheduler.slices.data_module import SliceDataModule
-from lightning_bytescheduler.slices.tracker import (
+from lightning_bytescheduler.slices.messages import (
     Call,
     JoinAgain,
     JoinTracker,
     Reply,
-    SliceTracker,
+    RequestSlice,
     TrackerClient,
     decode,
     encode,
 )
+from lightning_bytescheduler.slices.tracker import SliceTracker
 from lightning_bytescheduler.slices.training import Idle, TrackedTraining
 
 log = logging.getLogger(__name__)
@@ -141,14 +142,16 @@ class SharedSlices(WorkerSlices):
         return tracker
 
     def answer(self, message: Call) -> Reply:
-        """See WorkerSlices."""
+        """See WorkerSlices. Once closed, it only lets its worker leave."""
+        if self.closed and not isinstance(message, (JoinTracker, RequestSlice)):
+            return JoinAgain()  # the training is over, and worker 0 may have gone
         return cast(Reply, decode(self._caller.call(_MAILBOX, encode(message))))
 
     def finish(self) -> None:
-        """See WorkerSlices. Worker 0 waits for the others, which may be in their last step, and then may go."""
+        """See WorkerSlices. Worker 0 waits for the others, which may be in their last step."""
         store = connection_to(self._store)
-        if self._asks and self.training is not None:
-            self.training.halt()
+        if self._asks:
+            self.closed = True
             store.set(f"{_OVER}/{self.worker}", "1")
         if self._server is not None:
             for worker in range(1, self.workers):

@@ -2,8 +2,9 @@
 
 - A slice, its bytes and its samples: ``slice``, ``catalogue``, ``formats``.
 - Sources and storage: ``urls``, ``source``, ``fetch``, ``cache``, ``store``.
-- Batches: ``epoch_plan`` for ranks that step together; ``training`` for workers that take slices as needed; ``loader``.
-- The tracker, which hands slices out, and its messages: ``tracker``.
+- Batches: ``batches``; ``epoch_plan`` for ranks that step together; ``training`` for workers that take slices as
+  needed; ``loader``.
+- The tracker, which hands slices out: ``messages``, ``tracker``.
 - Lightning: ``options``, ``data_module``.
 - ``lightning-bytescheduler slices``: ``command``, ``make``, ``serve``.
 """
