@@ -124,11 +124,19 @@ class Crashing:
     def crash(self) -> None:
         """What was saved so far is there; what is saved as it ends is not."""
         kept = self._folder.with_name("kept")
-        shutil.copytree(self._folder, kept, ignore=shutil.ignore_patterns("*.part", "lock"))
+        until(lambda: self._copied(kept), "a copy while no state took the place of another")
         self.server.close()
         shutil.rmtree(self._folder)
         kept.rename(self._folder)
         self.server = self._start()
+
+    def _copied(self, kept: Path) -> bool:
+        shutil.rmtree(kept, ignore_errors=True)
+        try:
+            shutil.copytree(self._folder, kept, ignore=shutil.ignore_patterns("*.part", "lock"))
+        except shutil.Error:
+            return False
+        return True
 
 
 @pytest.mark.parametrize("moments", [(0.2, 0.9, 1.1), (1.0, 2.0, 2.5)], ids=["early", "late"])
