@@ -335,6 +335,31 @@ def test_a_store_can_be_sent_to_another_process(options):
         assert list(other.samples(other.source.slices[0])) == lines(0)
 
 
+def test_a_reader_asks_anew_where_a_planned_fetch_has_failed(options):
+    source, away = FaultySource(1), True
+
+    def fault(slice_, start, answer):
+        if away:
+            raise OSError("gone")
+        return answer
+
+    source.fault = fault
+    with SliceStore(source, options, waiting=VirtualTime().waiting()) as store:
+        store.prefetch(source.slices)
+        until(lambda: any(fetch.error for fetch in store.prefetcher._fetches.values()))
+        away = False
+        assert list(store.samples(source.slices[0])) == lines(0)
+
+
+def test_nothing_is_planned_while_a_store_is_closed(options):
+    source = FaultySource(2)
+    with SliceStore(source, options) as store:
+        prefetcher = store.prefetcher
+    prefetcher.plan([source.plan(slice_) for slice_ in source.slices])
+    assert not prefetcher._fetches
+    assert not source.asked
+
+
 def test_its_threads_end_with_it(options):
     source = FaultySource(4)
     store = SliceStore(source, options)
@@ -343,7 +368,7 @@ def test_its_threads_end_with_it(options):
     next(samples)
     samples.close()
     store.close()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("slice-")]
+    assert not [thread for thread in threading.enumerate() if "slice-fetch" in thread.name]
     with pytest.raises(ByteSchedulerError, match="closed"):
         list(store.samples(source.slices[0]))
 

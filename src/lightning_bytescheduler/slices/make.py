@@ -209,15 +209,20 @@ def row_ranges(rows: int, row_bytes: int, target_bytes: int) -> Iterator[tuple[i
 
 
 def _cut_rows(stream: SliceStream, slice_bytes: int) -> Iterator[tuple[bytes, int]]:
-    held: np.ndarray[Any, Any] | None = None
+    held: list[np.ndarray[Any, Any]] = []
+    rows = 0
     for block in npy_blocks(stream):
-        held = block if held is None else np.concatenate((held, block))
-        most = max(slice_bytes // held[:1].nbytes, 1)
-        while len(held) >= most:
-            yield npy_slice(held[:most]), most
-            held = held[most:]
-    if held is not None and len(held):
-        yield npy_slice(held), len(held)
+        held.append(block)
+        rows += len(block)
+        most = max(slice_bytes // block[:1].nbytes, 1)
+        if rows >= most:
+            whole = np.concatenate(held)
+            for start in range(0, rows - most + 1, most):
+                yield npy_slice(whole[start : start + most]), most
+            rows %= most
+            held = [whole[len(whole) - rows :]]
+    if rows:
+        yield npy_slice(np.concatenate(held)), rows
 
 
 def npy_slice(rows: np.ndarray[Any, Any]) -> bytes:

@@ -147,9 +147,9 @@ class SliceStore:
 
     def close(self) -> None:
         """Stop the threads, waiting up to 5 s for them; fetched slices stay in the cache."""
+        self._closed = True
         if self._pid == os.getpid() and self.prefetcher is not None:
             self.prefetcher.close(_CLOSE_SECONDS)
-        self._closed = True
 
     def __enter__(self) -> SliceStore:
         return self
@@ -337,9 +337,11 @@ class SlicePrefetcher:
         self._kept: dict[str, CachedSlice] = {}
 
     def want(self, plan: ChunkPlan) -> Fetch:
-        """Fetch a slice now; returns the fetch in progress if there is one."""
+        """Fetch a slice now; returns the fetch in progress if there is one, not one that has failed before."""
         with self._lock:
-            fetch = self._fetches.get(plan.name) or self._start(plan)
+            fetch = self._fetches.get(plan.name)
+            if fetch is None or fetch.error is not None:
+                fetch = self._start(plan)
             fetch.is_wanted = True
             return fetch
 
@@ -380,11 +382,14 @@ class SlicePrefetcher:
             cached.close()
 
     def _start(self, plan: ChunkPlan) -> Fetch:
-        fetch = self._fetches[plan.name] = Fetch(plan, self._run)
-        fetch.thread.start()
+        fetch = Fetch(plan, self._run)
+        fetch.thread.start()  # where no thread can be started, no fetch is waited for
+        self._fetches[plan.name] = fetch
         return fetch
 
     def _start_planned(self) -> None:
+        if self._stopped.is_set():
+            return
         for name, plan in itertools.islice(self._plan.items(), self._store.depth):
             if sum(not (fetch.is_wanted or fetch.waits) for fetch in self._fetches.values()) >= _THREADS:
                 return
@@ -400,14 +405,17 @@ class SlicePrefetcher:
             fetch.over.set()
             if not fetch.is_wanted:
                 self._stopped.wait(_FAILED_SECONDS)  # before it is planned again
-        with self._lock:
-            del self._fetches[name]
-            if cached is not None and name in self._plan:
-                self._kept[name], cached = cached, None
-            self._start_planned()
-        if cached is not None:
-            cached.close()
-        fetch.over.set()
+        try:
+            with self._lock:
+                if self._fetches.get(name) is fetch:
+                    del self._fetches[name]
+                if cached is not None and name in self._plan and not self._stopped.is_set():
+                    self._kept[name], cached = cached, None
+                self._start_planned()
+        finally:
+            if cached is not None:
+                cached.close()
+            fetch.over.set()
 
     def _fetched(self, fetch: Fetch) -> CachedSlice | None:
         """Return the slice when it is in the cache; ``None`` if that is to be waited for, and not planned any more."""
