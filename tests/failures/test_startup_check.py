@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from lightning_bytescheduler.exceptions import RanksDifferError, SchedulerTimeoutError
 from lightning_bytescheduler.failures import rendezvous
+from lightning_bytescheduler.failures.board import connected
 from lightning_bytescheduler.failures.messages import names_of
 from lightning_bytescheduler.failures.rendezvous import Introduction, Meeting, hold_roll_call, require_alike
 from tests.support.rank_pool import free_port
@@ -74,6 +75,33 @@ def test_whoever_is_missing_is_named_and_then_given_up(caplog: pytest.LogCapture
     with caplog.at_level(logging.WARNING), pytest.raises(SchedulerTimeoutError, match="rank 1 of 4"):
         hold_roll_call(store, introduction(2), timeout=50.0, **arguments)
     assert not caplog.records  # the first one speaks for all
+
+
+@pytest.mark.parametrize("timeout", [0.0, 100.0])
+def test_a_rank_that_comes_while_it_is_looked_for_is_not_missing(
+    timeout: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = dist.HashStore()
+    looks = 0
+
+    class Late:
+        """The other rank comes right after the first look for all."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(store, name)
+
+        def check(self, keys: list[str]) -> bool:
+            nonlocal looks
+            looks += len(keys) > 1
+            there: bool = store.check(keys)
+            store.set("1", introduction(1).encode())
+            return there
+
+    here: Any = Late()
+    with caplog.at_level(logging.WARNING):
+        assert len(hold_roll_call(here, introduction(0), world_size=2, timeout=timeout, warn_after=0.0)) == 2
+    assert looks >= 1
+    assert not caplog.records
 
 
 def test_a_late_rank_is_waited_for() -> None:
@@ -209,3 +237,26 @@ def test_a_first_rank_that_does_not_come_is_named(caplog: pytest.LogCaptureFixtu
     with caplog.at_level(logging.WARNING), pytest.raises(SchedulerTimeoutError, match=f"to open 127.0.0.1:{port}"):
         meet_on(port, rank=1, timeout=0.3)
     assert "rank 1 has been waiting for " in caplog.text
+
+
+@pytest.mark.parametrize("hangs", [True, False])
+def test_what_to_look_at_is_said_where_connecting_takes_long(
+    hangs: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(rendezvous, "_WARN_S", 0.0 if hangs else 600.0)
+
+    def hints() -> list[threading.Thread]:
+        return [thread for thread in threading.enumerate() if thread.name == "bytescheduler-connect-hint"]
+
+    with caplog.at_level(logging.WARNING), connected(dist.HashStore(), "10.0.0.1", 29500, rank=0, world_size=1):
+        started = hints()
+        deadline = time.monotonic() + 60.0
+        while hangs and not caplog.messages and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert hangs or started
+    for thread in started:
+        thread.join(60.0)
+    assert not hints()
+    assert [message.partition(", and")[0] for message in caplog.messages] == (
+        ["bytescheduler: all 1 ranks have met at 10.0.0.1:29500"] if hangs else []
+    )

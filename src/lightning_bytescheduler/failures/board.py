@@ -49,6 +49,7 @@ from lightning_bytescheduler.failures.rendezvous import (
     StorePresence,
     agent_keeps_store,
     connect_to_store,
+    connection_hint,
     explain_connection,
     hold_roll_call,
     open_board,
@@ -664,6 +665,9 @@ def connected(store: dist.Store, host: str, port: int, *, rank: int, world_size:
         RankFailedError: If another rank has failed. A rank that does not come back from torch is ended.
     """
     board = FaultBoard.open(rank=rank, world_size=world_size, store=store)
+    hint = connection_hint(world_size, host, port)
+    if rank == 0:  # for all
+        hint.start()
     try:
         yield board
     except Exception as error:
@@ -674,6 +678,7 @@ def connected(store: dist.Store, host: str, port: int, *, rank: int, world_size:
             raise
         raise cause from error
     finally:
+        hint.cancel()
         board.close()
 
 

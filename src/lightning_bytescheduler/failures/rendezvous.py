@@ -34,6 +34,7 @@ import logging
 import os
 import re
 import socket
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -67,6 +68,10 @@ _RANKS_SHOWN = 16
 _DIFFERENCES_SHOWN = 8
 _NO_ADDRESS = "Unable to find address for"  # gloo's words
 _NO_CONNECTION = "connectFullMesh failed"
+_INTERFACE = (
+    "Gloo connects through the address that a machine's name resolves to: on each machine, name the interface that "
+    "leads to the others, such as GLOO_SOCKET_IFNAME=eth0, and let the machines connect to each other on all TCP ports."
+)
 _ABSENT = "nothing"
 _WAY_OUT = "Start all of them with the same packages, the same code, the same options and variables."
 
@@ -119,7 +124,8 @@ def _patient_looks(
     """Like :func:`looks`, but says who is missing: in a warning after ``warn_after`` seconds, twice that, and so on.
 
     Args:
-        who_is_missing: Called with the seconds waited; returns what to say, and whether this rank warns of it.
+        who_is_missing: Called with the seconds waited; returns what to say, empty if all have come since the last look,
+            and whether this rank warns of it.
         timeout: Seconds until that is an error.
         failure: See :func:`looks`.
         warn_after: 30 s if left out.
@@ -132,9 +138,9 @@ def _patient_looks(
         yield waited
         if waited >= min(warn_at, timeout):
             text, speaks = who_is_missing(waited)
-            if waited >= timeout:
+            if text and waited >= timeout:
                 raise SchedulerTimeoutError(text)
-            if speaks:
+            if text and speaks:
                 log.warning("bytescheduler: %s", text)
             warn_at *= 2
 
@@ -287,6 +293,8 @@ def hold_roll_call(
 
     def who_is_missing(waited: float) -> tuple[str, bool]:
         came = [rank for rank in range(world_size) if store.check([str(rank)])]
+        if len(came) == world_size:
+            return "", False
         here = [Introduction.decode(store.get(str(rank))) for rank in came]
         differences = _differences(here, [one.facts for one in here])
         text = (
@@ -495,6 +503,23 @@ class Meeting:
         return _patient_looks(who_is_missing, timeout=self.timeout, failure=failure, warn_after=self.warn_after)
 
 
+def connection_hint(world_size: int, host: str, port: int) -> threading.Timer:
+    """Return a timer that says what to look at if connecting takes long, as torch waits without a word.
+
+    Args:
+        world_size: How many ranks there are.
+        host: Where they have met.
+        port: Its port.
+    """
+    said = (
+        f"bytescheduler: all {world_size} ranks have met at {host}:{port}, and have been connecting to each other for "
+        f"{_WARN_S:.0f} s. {_INTERFACE}"
+    )
+    hint = threading.Timer(_WARN_S, log.warning, (said,))
+    hint.name, hint.daemon = "bytescheduler-connect-hint", True
+    return hint
+
+
 def explain_connection(error: Exception, rank: int, host: str, port: int) -> Exception:
     """Say why this rank cannot connect to the others, if gloo's error is known; else return ``error``.
 
@@ -515,7 +540,5 @@ def explain_connection(error: Exception, rank: int, host: str, port: int) -> Exc
     where = re.search(r"remote=\[(.*?)\]", str(error))
     return RanksUnreachableError(
         f"Rank {rank} on {socket.gethostname()} found the others at {host}:{port}, but cannot connect to "
-        f"{'one of them' if where is None else f'the one at {where[1]}'}. Gloo connects through the address that a "
-        "machine's name resolves to: on each machine, name the interface that leads to the others, such as "
-        "GLOO_SOCKET_IFNAME=eth0, and let the machines connect to each other on all TCP ports."
+        f"{'one of them' if where is None else f'the one at {where[1]}'}. {_INTERFACE}"
     )
