@@ -355,18 +355,19 @@ class RoutingGroup(dist.ProcessGroup):
                 with nullcontext() if self._stream is None else self._cuda.stream(self._stream):
                     if self._stream is not None:
                         self._stream.wait_event(event)
-                    outcome.append(start(self.carrier))
+                    work = start(self.carrier)
+                while self._under_way and self._under_way[0].is_completed():
+                    self._under_way.popleft()
+                self._under_way.append(work)  # before its caller waits: call_off() ends that wait
+                outcome.append(work)
             except BaseException as error:  # for the caller alone
                 outcome.append(error)
 
         self._await_turn(self._foreign.submit(kind, launch))
-        (work,) = outcome
-        if isinstance(work, BaseException):
-            raise work
-        while self._under_way and self._under_way[0].is_completed():
-            self._under_way.popleft()
-        self._under_way.append(work)
-        return work
+        (found,) = outcome
+        if isinstance(found, BaseException):
+            raise found
+        return found
 
     def _await_turn(self, task: CommTask) -> None:
         try:
