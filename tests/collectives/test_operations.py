@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from datetime import timedelta
 from typing import Any
 
@@ -13,27 +12,12 @@ import torch.distributed as dist
 from lightning_bytescheduler.collectives import operations
 from lightning_bytescheduler.collectives.completion import CompletionThread
 from lightning_bytescheduler.collectives.operations import shard_of, shards_over
+from tests.collectives.sub_tasks import Part
 from tests.support.rank_pool import RankPool, join_default_group, let_go
 from tests.support.waiting import WAIT, until
 
 SIZES = (1, 3, 8, 1000)
 KINDS = (torch.float32, torch.float64, torch.bfloat16)
-
-
-class _SubTask:
-    name = "part"
-    size = 1
-
-    def __init__(self) -> None:
-        self.ended = threading.Event()
-        self.error: BaseException | None = None
-
-    def notify_finish(self) -> None:
-        self.ended.set()
-
-    def fail(self, error: BaseException) -> None:
-        self.error = error
-        self.ended.set()
 
 
 def contribution(rank: int, size: int, kind: torch.dtype) -> torch.Tensor:
@@ -53,7 +37,7 @@ def run_operations(rank: int, world_size: int) -> list[str]:
     def run(operation: Any, part: torch.Tensor, *factor: float) -> None:
         nonlocal number
         number += 1
-        sub_task: Any = _SubTask()
+        sub_task: Any = Part()
         thread.watch(operation(group, part, number, *factor), sub_task)
         assert sub_task.ended.wait(WAIT)
         assert sub_task.error is None, sub_task.error
@@ -128,7 +112,7 @@ def await_what_never_comes(rank: int) -> None:
     dist.all_reduce(torch.zeros(1), group=group)
     if rank == 0:
         thread = CompletionThread(lambda error: error, group)
-        sub_task: Any = _SubTask()
+        sub_task: Any = Part()
         thread.watch(operations.reduce_scatter(group, torch.zeros(10), 1, 0.5), sub_task)
         until(lambda: thread._awaits_message)
         assert thread.stop(WAIT)

@@ -16,25 +16,9 @@ import torch.distributed as dist
 
 from lightning_bytescheduler.collectives.operations import StartedOperation
 from lightning_bytescheduler.collectives.route import Sharded
+from tests.collectives.sub_tasks import Part
 
 WAIT = 20.0
-
-
-class Part:
-    name = "part"
-    size = 4
-
-    def __init__(self, lane: int) -> None:
-        self.lane = lane
-        self.ended = threading.Event()
-        self.error: BaseException | None = None
-
-    def notify_finish(self) -> None:
-        self.ended.set()
-
-    def fail(self, error: BaseException) -> None:
-        self.error = error
-        self.ended.set()
 
 
 class Held:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from lightning_bytescheduler.diloco.batch_scheduler import BatchScheduler, WorkerMessage
+from lightning_bytescheduler.diloco.batch_scheduler import BatchScheduler
 from lightning_bytescheduler.diloco.messages import (
     JoinRounds,
     LeaveRounds,
@@ -19,6 +19,7 @@ from lightning_bytescheduler.diloco.messages import (
     PseudoGradientArrived,
     RoundStarted,
     SendingPseudoGradient,
+    ToScheduler,
 )
 from lightning_bytescheduler.diloco.round_counter import RoundCounter
 from lightning_bytescheduler.diloco.round_end import RoundOptions, RoundTarget
@@ -166,11 +167,11 @@ class _Run:
         made._collect = noted  # type: ignore[method-assign,assignment]
         return made
 
-    def to_scheduler(self, message: WorkerMessage, delay: float) -> None:
+    def to_scheduler(self, message: ToScheduler, delay: float) -> None:
         for late in self._copies(delay):
             self.at(self.now + late, partial(self._hear, message))
 
-    def _hear(self, message: WorkerMessage) -> None:
+    def _hear(self, message: ToScheduler) -> None:
         self.scheduler.handle(message, now=self.now)
         self._await_tick()
 
@@ -229,7 +230,7 @@ class _Worker:
         self.run, self.machine, self.session = run, machine, session
         self.counter = _Counter(name)
         self.busy = False
-        self.last_said: WorkerMessage = JoinRounds(worker=name)
+        self.last_said: ToScheduler = JoinRounds(worker=name)
         self.asked = 0
         self.fetching: int | None = None
         self.fetched: int | None = None
@@ -299,7 +300,7 @@ class _Worker:
         if not self.busy and not self.gone:
             self._go_on()
 
-    def _say(self, message: WorkerMessage) -> None:
+    def _say(self, message: ToScheduler) -> None:
         self.last_said = message
         self.run.to_scheduler(message, self.machine.delay)
         self.asked += 1

@@ -66,7 +66,7 @@ def test_what_a_worker_reports_does_not_count_before_it_is_merged() -> None:
     assert tracker.fits(("a",), [run(0, 8)])
     tracker.book(("a",), [run(0, 8)])
     assert tracker.report().trained == 0
-    tracker.settle([run(0, 8)], merged=True, is_kept=True)
+    tracker.settle([run(0, 8)], merged=True)
     assert tracker.report().trained == 8
     assert tracker.over
     answer = tracker.request(RequestSlice(session=session, epoch=0))
@@ -79,7 +79,7 @@ def test_what_a_dead_worker_had_not_sent_comes_back_and_what_it_had_sent_does_no
     tracker.book(("a",), [run(0, 3)])
     tracker.release("a")
     assert held_by(tracker, "b")[1].todo == ((3, 8),)
-    tracker.settle([run(0, 3)], merged=True, is_kept=True)
+    tracker.settle([run(0, 3)], merged=True)
     assert tracker.report().trained == 3
 
 
@@ -91,7 +91,7 @@ def test_a_sum_that_is_dropped_gives_a_dead_workers_samples_back() -> None:
     session = tracker.join(JoinTracker(worker="b", incarnation="1")).session
     waits = tracker.request(RequestSlice(session=session, epoch=0))
     assert getattr(waits, "reason", None) is WaitReason.MERGING  # all is in an update on its way
-    tracker.settle([run(0, 8)], merged=False, is_kept=True)
+    tracker.settle([run(0, 8)], merged=False)
     found = tracker.request(RequestSlice(session=session, epoch=0))
     assert isinstance(found, Assignment)
     assert found.todo == ((0, 8),)
@@ -103,9 +103,9 @@ def test_the_rest_of_a_slice_whose_first_part_was_dropped_is_handed_out_again() 
     tracker.book(("a",), [run(0, 4)])
     tracker.release("a")
     held_by(tracker, "b", trained=8)
-    tracker.settle([run(0, 4)], merged=False, is_kept=True)
+    tracker.settle([run(0, 4)], merged=False)
     tracker.book(("b",), [run(4, 8)])
-    tracker.settle([run(4, 8)], merged=True, is_kept=True)
+    tracker.settle([run(4, 8)], merged=True)
     assert held_by(tracker, "c")[1].todo == ((0, 4),)
 
 
@@ -129,7 +129,7 @@ def test_an_update_with_a_sample_that_is_not_its_senders_does_not_fit(runs: list
     held_by(tracker, "a", trained=4)
     for part in ([run(0, 2)], [run(2, 4)]):
         tracker.book(("a",), part)
-    tracker.settle([run(0, 2)], merged=True, is_kept=True)
+    tracker.settle([run(0, 2)], merged=True)
     tracker.release("a")
     held_by(tracker, "b")
     assert not tracker.fits(("a",), runs)
@@ -168,7 +168,7 @@ def test_a_quarantined_slice_of_an_update_does_not_matter() -> None:
     tracker.quarantine(QuarantineSlice(session=session, key="slice0", reason="broken"))
     assert tracker.fits(("a",), [run(0, 8)])
     tracker.book(("a",), [run(0, 8)])
-    tracker.settle([run(0, 8)], merged=True, is_kept=True)
+    tracker.settle([run(0, 8)], merged=True)
     report = tracker.report()
     assert (report.trained, report.dropped) == (0, 8)
     assert tracker.state_dict()["epochs"][0]["done"] == {}
@@ -282,7 +282,7 @@ class MergedMachine(RuleBasedStateMachine):
     def end_round(self, data, merged, keeps):
         booked, self.booked = self.booked, []
         for _, runs in booked:
-            self.tracker.settle(runs, merged=merged, is_kept=True)
+            self.tracker.settle(runs, merged=merged)
             if merged:
                 self.count(runs)
         for worker in self.workers.values():

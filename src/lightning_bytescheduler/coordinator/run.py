@@ -129,8 +129,8 @@ class TrackedSlices(Protocol):
     def book(self, member: Member, runs: Sequence[TrainedRun]) -> None:
         """An update is part of a sum: its samples are handed out no more."""
 
-    def settle(self, runs: Sequence[TrainedRun], *, merged: bool, is_kept: bool) -> None:
-        """The sum is part of the weights, or is dropped. Then, ``is_kept`` says whether the worker sends it again."""
+    def settle(self, runs: Sequence[TrainedRun], *, merged: bool) -> None:
+        """The sum is part of the weights, or is dropped; then the worker sends it again."""
 
 
 _REMEMBERED = 8  # rounds that have been merged
@@ -545,7 +545,7 @@ class Run:
         taken = self.contributions.take(merge.round)
         if self._slices is not None:
             for one in taken:
-                self._slices.settle(one.trained, merged=bool(merge.total), is_kept=True)
+                self._slices.settle(one.trained, merged=bool(merge.total))
         booked = taken if merge.total else ()  # without a quorum
         own = {one.member.name: one for one in booked}
         record = corrected(merge.record, own)

@@ -86,9 +86,9 @@ class SliceRoutes:
         """See ``TrackedSlices``."""
         self.tracker.book({member.name, *self._names.get(member.name, ())}, runs)
 
-    def settle(self, runs: Sequence[TrainedRun], *, merged: bool, is_kept: bool) -> None:
+    def settle(self, runs: Sequence[TrainedRun], *, merged: bool) -> None:
         """See ``TrackedSlices``."""
-        self.tracker.settle(runs, merged=merged, is_kept=is_kept)
+        self.tracker.settle(runs, merged=merged)
 
     def renew(self, members: Iterable[Member]) -> None:
         """Renew what members hold that are alive, and forget sessions that are over."""

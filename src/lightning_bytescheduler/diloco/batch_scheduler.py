@@ -26,10 +26,10 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from enum import Enum
-from typing import TypeAlias
 
 from lightning_bytescheduler.diloco.messages import (
     Acknowledge,
+    FromScheduler,
     JoinRounds,
     LeaveRounds,
     PauseRounds,
@@ -40,6 +40,7 @@ from lightning_bytescheduler.diloco.messages import (
     SendingPseudoGradient,
     StartRound,
     StepReport,
+    ToScheduler,
     TrainingOver,
 )
 from lightning_bytescheduler.diloco.round_end import FixedSteps, RoundOptions, RoundTarget, worthwhile_wait
@@ -47,20 +48,6 @@ from lightning_bytescheduler.diloco.round_record import LateUpdate, RoundRecord
 from lightning_bytescheduler.diloco.round_roster import RoundRoster, WorkerProgress, WorkerState, means_of
 
 log = logging.getLogger(__name__)
-
-WorkerMessage: TypeAlias = (
-    JoinRounds
-    | StepReport
-    | SendingPseudoGradient
-    | PseudoGradientArrived
-    | RoundStarted
-    | LeaveRounds
-    | PauseRounds
-    | ResumeRounds
-)
-"""What the batch scheduler hears."""
-SchedulerMessage: TypeAlias = Acknowledge | SendAfter | StartRound | TrainingOver
-"""What the batch scheduler says."""
 
 _FIRST_TRANSFER_S = 60.0  # for a first pseudo-gradient, as no transfer was measured yet
 _MOST_LATE = 1024  # late updates in a round's record
@@ -95,7 +82,7 @@ class BatchScheduler:
         target: RoundTarget,
         options: RoundOptions | None = None,
         *,
-        post: Callable[[str, SchedulerMessage], object],
+        post: Callable[[str, FromScheduler], object],
         end: Callable[[RoundRecord], object],
     ) -> None:
         self._target = target
@@ -189,7 +176,7 @@ class BatchScheduler:
             return known.state is not WorkerState.ARRIVED
         return self._roster.departed(worker) is not None
 
-    def handle(self, message: WorkerMessage, *, now: float) -> None:
+    def handle(self, message: ToScheduler, *, now: float) -> None:
         """Take in a message, and answer it.
 
         Args:
@@ -274,7 +261,7 @@ class BatchScheduler:
 
     # ── One worker ───────────────────────────────────────────────────────────
 
-    def _hear(self, worker: WorkerProgress, message: WorkerMessage, now: float) -> None:
+    def _hear(self, worker: WorkerProgress, message: ToScheduler, now: float) -> None:
         worker.heard, worker.gone = now, None
         if worker.state is WorkerState.LOST:
             worker.state = WorkerState.WAITING

@@ -252,7 +252,7 @@ class LeaderAppointed(AnyMessage, frozen=True, kw_only=True):
     worker: _Name
 
 
-FromWorker: TypeAlias = (
+ToScheduler: TypeAlias = (
     JoinRounds
     | StepReport
     | SendingPseudoGradient
@@ -261,11 +261,13 @@ FromWorker: TypeAlias = (
     | LeaveRounds
     | PauseRounds
     | ResumeRounds
-    | EndRound
-    | PassedRoundEnd
 )
+"""What the batch scheduler hears."""
+FromScheduler: TypeAlias = Acknowledge | SendAfter | StartRound | TrainingOver
+"""What the batch scheduler says."""
+FromWorker: TypeAlias = ToScheduler | EndRound | PassedRoundEnd
 """What the rounds hear."""
-ToWorker: TypeAlias = Acknowledge | SendAfter | StartRound | RoundEnded | TrainingOver | LeaderAppointed
+ToWorker: TypeAlias = FromScheduler | RoundEnded | LeaderAppointed
 """What the rounds say."""
 Message: TypeAlias = FromWorker | ToWorker
 

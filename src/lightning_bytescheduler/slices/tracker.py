@@ -328,13 +328,12 @@ class SliceTracker:
             one.book(index, own)
 
     @_alone
-    def settle(self, runs: Iterable[TrainedRun], *, merged: bool, is_kept: bool) -> None:
-        """Booked samples are part of the weights, or will never be.
+    def settle(self, runs: Iterable[TrainedRun], *, merged: bool) -> None:
+        """Booked samples are part of the weights, or their worker still has what it made of them, and sends it again.
 
         Args:
             runs: The samples of an update that was booked.
             merged: Whether they are part of the weights.
-            is_kept: If not, whether their worker still has what it made of them, and sends it again.
         """
         for (epoch, index), own in by_slice(runs).items():
             one = self._open(epoch)
@@ -345,7 +344,7 @@ class SliceTracker:
                 holder, grant = one.holders[index]
                 if one.states[index] >= SliceState.USED:
                     self._drop_grant(holder, grant)
-                elif not (merged or is_kept) or not without(grant.todo, one.covered(index)):
+                elif not without(grant.todo, one.covered(index)):
                     self._take_away(one, index)  # what is left of the slice is another's, or comes anew
             else:
                 one.offer_again(index)
