@@ -196,3 +196,46 @@ def test_no_round_ends_while_all_stand_still_however_long() -> None:
     rounds.tick(now=4 * 3600.0 + 1.0)
     assert [message for message in told if isinstance(message, RoundEnded)] == ends
     assert [message.round for message in told if isinstance(message, StartRound)] == [1, 1, 2, 2]
+
+
+def together() -> Rounds:
+    options = replace(OPTIONS, start_workers=len(WORKERS))
+    rounds = Rounds(FixedSteps(2), options, post=lambda *told: None, end=lambda record: None, together=WORKERS)
+    rounds.scheduler.expect(len(WORKERS))
+    return rounds
+
+
+def test_a_worker_that_never_joins_is_silent() -> None:
+    rounds = together()
+    assert rounds.silent(now=10.0) == []
+    rounds.handle(JoinRounds(worker="a"), now=11.0)
+    assert rounds.silent(now=15.0) == []
+    assert rounds.silent(now=16.0) == ["b"]
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_a_worker_that_fails_before_it_has_reported_a_step_is_silent(begins: bool) -> None:
+    rounds = together()
+    for name in WORKERS:
+        rounds.handle(JoinRounds(worker=name), now=10.0)
+    for name in WORKERS if begins else "a":
+        rounds.handle(RoundStarted(worker=name, round=1), now=10.0)
+    rounds.handle(report("a", trained_s=0.5, loss=None), now=14.0)
+    assert rounds.silent(now=14.0) == []
+    assert rounds.silent(now=16.0) == ["b"]
+
+
+def test_a_worker_that_does_not_pass_the_rounds_end_is_silent() -> None:
+    rounds = together()
+    for message in (
+        *(JoinRounds(worker=name) for name in WORKERS),
+        *(RoundStarted(worker=name, round=1) for name in WORKERS),
+        EndRound(worker="a", round=1, now=False, steps=1, validate=True),
+        *(SendingPseudoGradient(worker=name, round=1, steps=2, samples=4) for name in WORKERS),
+        *(PseudoGradientArrived(worker=name, round=1) for name in WORKERS),
+    ):
+        rounds.handle(message, now=10.0)
+    assert rounds.stand_still
+    assert rounds.silent(now=14.0) == []
+    rounds.handle(PassedRoundEnd(worker="a", round=1, stop=False), now=15.0)
+    assert rounds.silent(now=16.0) == ["b"]

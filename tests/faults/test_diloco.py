@@ -38,14 +38,17 @@ def check_ends(cases: Sequence[dict[str, Any]], runs: Sequence[Sequence[Ended]],
 
 
 def test_whoever_fails_is_named(nursery: Nursery, tmp_path: Path) -> None:
-    """In short rounds, where the others wait for it, and in one that would take an hour."""
+    """In short rounds, where the others wait for it, in one that would take an hour, and while all stand still."""
     cases = [
         {"kind": "SIGKILL", "rank": 0, "inner_steps": 2},
         {"kind": "SIGKILL", "rank": 1, "inner_steps": 200_000},
         {"kind": "raise", "rank": 1, "inner_steps": 2},
         {"kind": "SIGTERM", "rank": 0, "inner_steps": 2},
+        {"kind": "SIGKILL", "rank": 1, "inner_steps": 200_000, "step": 0},
+        {"kind": "SIGKILL", "rank": 1, "inner_steps": 2, "val_batches": 2},
     ]
-    says = ["its process is gone", "it shows no sign of life", "ValueError: boom", "SIGTERM"]
+    silent = "it shows no sign of life"
+    says = ["its process is gone", silent, "ValueError: boom", "SIGTERM", silent, silent]
     check_ends(cases, run(nursery, tmp_path, cases), says)
 
 

@@ -30,11 +30,13 @@ def say(line: str) -> None:
 class Fails(Callback):
     """Does what ``kind`` says at step ``step`` of rank ``rank``; every other rank is slow or waits for it.
 
+    With ``validates``, it does so in the validation after that step.
+
     With ``everybody``, a folder, the other ranks get the same signal before: they wait for this one by then.
     """
 
-    def __init__(self, kind: str, rank: int, step: int, everybody: str | None) -> None:
-        self.kind, self.rank, self.step, self.everybody = kind, rank, step, everybody
+    def __init__(self, kind: str, rank: int, step: int, everybody: str | None, validates: bool) -> None:
+        self.kind, self.rank, self.step, self.everybody, self.validates = kind, rank, step, everybody, validates
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.everybody is not None:
@@ -42,7 +44,15 @@ class Fails(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         time.sleep(0.02)
-        if trainer.global_rank != self.rank or trainer.global_step != self.step:
+        if not self.validates:
+            self.fail(trainer)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.validates:
+            self.fail(trainer)
+
+    def fail(self, trainer: Trainer) -> None:
+        if trainer.global_rank != self.rank or trainer.global_step < self.step:
             return
         say(f"FAILED_AT {time.time()}")
         if self.kind == "raise":
@@ -77,7 +87,9 @@ def main(options: dict[str, Any]) -> None:
             inner_steps=options["inner_steps"], timeout=timedelta(seconds=16), **options.get("groups", {})
         ),
         callbacks=[
-            Fails(options["kind"], options["rank"], options["step"], options.get("everybody")),
+            Fails(
+                options["kind"], options["rank"], options["step"], options.get("everybody"), "val_batches" in options
+            ),
             *(saved_in(options["checkpoint"]) if "checkpoint" in options else ()),
         ],
         max_steps=options.get("max_steps", 1_000_000),
@@ -85,7 +97,9 @@ def main(options: dict[str, Any]) -> None:
         enable_checkpointing="checkpoint" in options,
         enable_progress_bar=False,
         enable_model_summary=False,
-        limit_val_batches=0,
+        limit_val_batches=options.get("val_batches", 0),
+        val_check_interval=5,
+        num_sanity_val_steps=0,
     )
     try:
         trainer.fit(Noise(), ckpt_path=options.get("resume"))

@@ -82,6 +82,9 @@ class Rounds:
         self._held: list[tuple[str, ToWorker] | RoundRecord] | None = None
         self._together = tuple(together)
         self._wishes: set[str] = set()  # what is to happen at the end of the round, of workers launched together
+        self._still_since: float | None = (
+            None  # when all last stood still; before the first round, since the first look
+        )
         self._passed: dict[str, bool] = {}  # workers that have passed the end of a round, and whether they stop
         self._sent_at: dict[str, float] = {}  # when each worker was through
         self._now = 0.0
@@ -119,6 +122,24 @@ class Rounds:
         self._now = now
         if not self._together or self._held is None:  # no worker is silent while all stand still
             self.scheduler.tick(now=now)
+
+    def silent(self, *, now: float) -> list[str]:
+        """Workers launched together that the others wait for, or will, and that have not been heard of for long.
+
+        One may have failed before it has joined, before it has reported a step, or while all stand still.
+        """
+        if self._still_since is None:  # the first look
+            self._still_since = now
+        still_for_long = now > self._still_since + _SILENT_S
+
+        def is_silent(name: str) -> bool:
+            worker = self.scheduler.workers.get(name)
+            if self.stand_still or worker is None:
+                return still_for_long and name not in self._passed
+            allowed = _SILENT_STEPS * (worker.step_time.seconds or 0.0) + _SILENT_S
+            return worker.is_training and now > worker.heard + allowed
+
+        return list(filter(is_silent, self._together))
 
     def end_now(self, steps: int) -> None:
         """End the current round for all, at the request of one worker.
@@ -192,7 +213,7 @@ class Rounds:
             halts=bool(self._wishes) or stops,
         )
         self._wishes, self._passed, self._sent_at = set(), {}, {}
-        self._held = [] if ended.halts else None
+        self._held, self._still_since = [] if ended.halts else None, self._now
         for worker in self._together:
             self._post(worker, ended)
 
@@ -229,7 +250,7 @@ class RoundsThread:
         workers: Names of all workers.
         post: Sends a message to a worker; called on the thread.
         on_round: Called on the thread with each round that has ended.
-        on_silence: Called on the thread with the workers that have not been heard of for long, every now and then.
+        on_silence: Called on the thread with what :meth:`Rounds.silent` finds, every now and then.
         on_error: Called on the thread with what it failed with.
     """
 
@@ -303,15 +324,6 @@ class RoundsThread:
 
     def _look_for_silence(self) -> None:
         now = time.monotonic()
-        if self._rounds.stand_still or now - self._looked < _SILENT_S:
-            return
-        silent = [
-            worker.name
-            for worker in self._rounds.scheduler.workers.values()
-            if worker.is_training
-            and worker.step_time.seconds is not None
-            and now > worker.heard + _SILENT_STEPS * worker.step_time.seconds + _SILENT_S
-        ]
-        if silent:
+        if now - self._looked >= _SILENT_S and (silent := self._rounds.silent(now=now)):
             self._looked = now
             self._on_silence(silent)
