@@ -15,12 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_bytescheduler.exceptions import RanksDifferError, SchedulerTimeoutError
-from lightning_bytescheduler.failures import rendezvous
+from lightning_bytescheduler.exceptions import RankFailedError, RanksDifferError, SchedulerTimeoutError
+from lightning_bytescheduler.failures import board, rendezvous
 from lightning_bytescheduler.failures.board import connected
 from lightning_bytescheduler.failures.messages import names_of
 from lightning_bytescheduler.failures.rendezvous import Introduction, Meeting, hold_roll_call, require_alike
 from tests.support.rank_pool import free_port
+from tests.support.waiting import until
 
 
 def introduction(rank: int, *, noted: dict[str, str] | None = None, **facts: str) -> Introduction:
@@ -243,10 +244,11 @@ def test_a_first_rank_that_does_not_come_is_named(caplog: pytest.LogCaptureFixtu
 def test_what_to_look_at_is_said_where_connecting_takes_long(
     hangs: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(rendezvous, "_WARN_S", 0.0 if hangs else 600.0)
+    monkeypatch.setattr(board, "_CONNECTING_S", 0.0 if hangs else 600.0)
+    monkeypatch.setattr(board, "_NATIVE_S", 0.0)
 
     def hints() -> list[threading.Thread]:
-        return [thread for thread in threading.enumerate() if thread.name == "bytescheduler-connect-hint"]
+        return [thread for thread in threading.enumerate() if thread.name == "bytescheduler-connecting"]
 
     with caplog.at_level(logging.WARNING), connected(dist.HashStore(), "10.0.0.1", 29500, rank=0, world_size=1):
         started = hints()
@@ -260,3 +262,38 @@ def test_what_to_look_at_is_said_where_connecting_takes_long(
     assert [message.partition(", and")[0] for message in caplog.messages] == (
         ["bytescheduler: all 1 ranks have met at 10.0.0.1:29500"] if hangs else []
     )
+
+
+def test_a_rank_that_dies_while_ranks_connect_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(board, "_CONNECTING_S", 0.0)
+    monkeypatch.setattr(board, "_NATIVE_S", 0.0)
+    with (
+        pytest.raises(RankFailedError, match="Rank 1 failed: it shows no sign of life") as found,
+        connected(dist.HashStore(), "10.0.0.1", 29500, rank=0, world_size=2) as watching,
+    ):
+        until(lambda: watching.fault is not None)
+    assert found.value.rank == 1
+
+
+def test_a_connection_that_times_out_for_a_dead_rank_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(board, "_NATIVE_S", 0.0)
+    with (
+        pytest.raises(RankFailedError, match="Rank 1 failed: it shows no sign of life; here that broke: wait timeout"),
+        connected(dist.HashStore(), "10.0.0.1", 29500, rank=0, world_size=2),
+    ):
+        raise dist.DistStoreError("wait timeout after 1800000ms, keys: /0/1")
+
+
+def test_a_store_that_ends_while_a_rank_connects_to_it_is_rank_0s_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
+    client = dist.TCPStore("127.0.0.1", host[0].port, is_master=False, wait_for_workers=False)
+
+    class Presence(rendezvous.StorePresence):
+        def __init__(self, *place: Any) -> None:
+            super().__init__(*place)
+            if place:
+                host.clear()
+
+    monkeypatch.setattr(rendezvous, "StorePresence", Presence)
+    with pytest.raises(RankFailedError, match="Rank 0 failed: its process is gone"):
+        rendezvous.connect_to_store(client)

@@ -73,6 +73,8 @@ _GOODBYE_S = 5.0
 _STOP_S = 2.0
 _LOCATE_S = 1.0
 _DIAGNOSE_S = 3.0
+_CONNECTING_S = 5.0  # between two looks at ranks that connect
+_NATIVE_S = 20.0  # for which a rank that is busy in native code may show no sign of life
 _WHERE = "Where the ranks are:"
 
 _Place = tuple[int, ...]  # training batches begun, and other batches since
@@ -665,21 +667,39 @@ def connected(store: dist.Store, host: str, port: int, *, rank: int, world_size:
         RankFailedError: If another rank has failed. A rank that does not come back from torch is ended.
     """
     board = FaultBoard.open(rank=rank, world_size=world_size, store=store)
-    hint = connection_hint(world_size, host, port)
+    over, began = threading.Event(), time.monotonic()
+
+    def look_after() -> None:
+        hinted = False
+        while not over.wait(_CONNECTING_S):
+            broken = RuntimeError("the connections between the ranks")
+            if isinstance(board.diagnose(broken, silence=_NATIVE_S), RankFailedError) or over.is_set():
+                return
+            if not hinted:
+                log.warning(connection_hint(world_size, host, port, time.monotonic() - began))
+                hinted = True
+
+    looker = threading.Thread(target=look_after, name="bytescheduler-connecting", daemon=True)
     if rank == 0:  # for all
-        hint.start()
+        looker.start()
     try:
         yield board
+        if board.fault is not None:
+            raise board.fault
     except Exception as error:
-        cause = explain_connection(error, rank, host, port)
+        cause: BaseException = explain_connection(error, rank, host, port)
+        if cause is error and is_communication_error(error):
+            cause = board.diagnose(error, silence=_NATIVE_S / 4)
         if not board.publish(cause) and board.fault is not None and not isinstance(error, ByteSchedulerError):
             cause = board.fault
         if cause is error:
             raise
         raise cause from error
     finally:
-        hint.cancel()
+        over.set()
         board.close()
+        if rank == 0:
+            looker.join(_STOP_S)
 
 
 def _no_sign_of_life(silent: Sequence[int]) -> str:

@@ -34,7 +34,6 @@ import logging
 import os
 import re
 import socket
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -207,9 +206,16 @@ def connect_to_store(store: dist.Store) -> tuple[dist.Store, StorePresence]:
             presence = StorePresence(base.host, base.port)
         except OSError as error:
             raise store_gone(f"{base.host}:{base.port} cannot be connected to ({error})") from error
-    name = store.compare_set("bytescheduler", "", uuid.uuid4().hex).decode()
-    if isinstance(base, dist.TCPStore):
-        base = dist.TCPStore(base.host, base.port, is_master=False, wait_for_workers=False, timeout=_TIMEOUT)
+    try:
+        name = store.compare_set("bytescheduler", "", uuid.uuid4().hex).decode()
+        if isinstance(base, dist.TCPStore):
+            base = dist.TCPStore(base.host, base.port, is_master=False, wait_for_workers=False, timeout=_TIMEOUT)
+    except RuntimeError as error:
+        lost = presence.gone()
+        presence.close()
+        if lost:
+            raise store_gone(f"here that broke: {error}") from error
+        raise
     return dist.PrefixStore(f"bytescheduler/{name}", base), presence
 
 
@@ -503,21 +509,19 @@ class Meeting:
         return _patient_looks(who_is_missing, timeout=self.timeout, failure=failure, warn_after=self.warn_after)
 
 
-def connection_hint(world_size: int, host: str, port: int) -> threading.Timer:
-    """Return a timer that says what to look at if connecting takes long, as torch waits without a word.
+def connection_hint(world_size: int, host: str, port: int, waited: float) -> str:
+    """What to look at if connecting takes long, as torch waits without a word.
 
     Args:
         world_size: How many ranks there are.
         host: Where they have met.
         port: Its port.
+        waited: For how long they have been connecting, in seconds.
     """
-    said = (
+    return (
         f"bytescheduler: all {world_size} ranks have met at {host}:{port}, and have been connecting to each other for "
-        f"{_WARN_S:.0f} s. {_INTERFACE}"
+        f"{waited:.0f} s. {_INTERFACE}"
     )
-    hint = threading.Timer(_WARN_S, log.warning, (said,))
-    hint.name, hint.daemon = "bytescheduler-connect-hint", True
-    return hint
 
 
 def explain_connection(error: Exception, rank: int, host: str, port: int) -> Exception:
