@@ -7,10 +7,13 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
-from unittest.mock import Mock
+from typing import Any, NamedTuple
+from unittest.mock import Mock, patch
 
 import pytest
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping
+from torch import Tensor
 
 from lightning_bytescheduler import DiLoCoStrategy, SliceDataModule
 from lightning_bytescheduler.coordinator.service import CoordinatorServer
@@ -19,6 +22,7 @@ from lightning_bytescheduler.coordinator.state_store import StateStore
 from lightning_bytescheduler.coordinator.status import RunStatus
 from lightning_bytescheduler.diloco.coordinator_protocol import UpdateReceipt
 from lightning_bytescheduler.diloco.session import Unmerged
+from lightning_bytescheduler.diloco.training_loop import CoordinatedBoundaries
 from lightning_bytescheduler.slices.messages import JoinTracker, Receipt, ReportProgress, RequestSlice, TrainedRun
 from lightning_bytescheduler.slices.options import TrackerOptions
 from tests.diloco.coordinated_fits import alone, coordinator_options
@@ -43,13 +47,13 @@ def fit_epochs(rank: int, *, url: str, rows: str, folder: str, seconds: float = 
     return module.batches
 
 
-def check(status: RunStatus, batches: list[list[list[int]]], *, wasted: bool) -> None:
+def check(status: RunStatus, batches: list[list[list[int]]], *, wasted: bool, epochs: int = EPOCHS) -> None:
     slices = status.slices
     assert slices is not None
-    assert status.samples == EPOCHS * SAMPLES == slices.epoch * SAMPLES + slices.trained
+    assert status.samples == epochs * SAMPLES == slices.epoch * SAMPLES + slices.trained
     trained = Counter(number for worker in batches for batch in worker for number in batch)
-    assert min(trained.values()) >= EPOCHS
-    assert wasted or max(trained.values()) == EPOCHS
+    assert min(trained.values()) >= epochs
+    assert wasted or max(trained.values()) == epochs
 
 
 @pytest.fixture
@@ -68,6 +72,79 @@ def test_the_last_epoch_ends_when_all_of_it_is_in_the_weights(
     with CoordinatorServer(options, slices=slices) as server:
         batches = diloco_ranks.run(fit_epochs, url=server.url, rows=rows, folder=str(tmp_path))
         check(server.status(), batches, wasted=False)
+
+
+class Missing(NamedTuple):
+    """What a worker has trained on, and in how many batches by the end of each epoch."""
+
+    batches: list[list[int]]
+    counts: list[int]
+
+
+class Logs(Remembers):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss, on_step=False, on_epoch=True, batch_size=len(batch))
+        return loss
+
+
+class Epochs(Callback):
+    """Counts batches at the end of each epoch, and has the leader save a checkpoint."""
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+        self.counts: list[int] = []
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.counts.append(len(pl_module.batches))
+        trainer.save_checkpoint(self.file)
+
+
+def fit_missing_an_epoch(
+    rank: int, *, url: str, rows: str, folder: str, max_epochs: int, ckpt_path: str | None = None
+) -> Missing:
+    """Rank 1 is in its first step until rank 0 waits for it: in its third epoch, as the first one is not over."""
+    waits = Path(folder, "waits")
+    wait_aside = CoordinatedBoundaries.wait_aside
+    module, epochs = Logs(), Epochs(f"{folder}/saved.ckpt")
+    callbacks: list[Callback] = [epochs]
+    if rank == 1:
+        module.on_step = lambda step: until(waits.exists, "the wait of the other worker")
+        callbacks.append(EarlyStopping("loss", patience=1, min_delta=1e9))  # at the second epoch with a loss
+
+    def wait(boundaries: CoordinatedBoundaries) -> bool:
+        if rank == 0:
+            waits.touch()
+        return wait_aside(boundaries)
+
+    with alone(), patch.object(CoordinatedBoundaries, "wait_aside", wait):
+        strategy = DiLoCoStrategy(coordinator={"url": url, "name": f"w{rank}"})
+        trainer = diloco_trainer(0, strategy, default_root_dir=folder, max_epochs=max_epochs, callbacks=callbacks)
+        trainer.fit(module, datamodule=SliceDataModule(rows, batch_size=2), ckpt_path=ckpt_path)
+    return Missing(module.batches, epochs.counts)
+
+
+def test_a_worker_that_misses_an_epoch_trains_on_no_other_instead(
+    diloco_ranks: RankPool, tmp_path: Path, rows: str
+) -> None:
+    """Nor does a fit that goes on from a checkpoint."""
+    slices = SliceRoutes([rows], TrackerOptions(lease=LONG))
+    options = coordinator_options(samples_per_round=10_000, rounds={"start_workers": 2})
+    arguments = {"rows": rows, "folder": str(tmp_path)}
+    with CoordinatorServer(options, slices=slices) as server:
+        fast, slow = diloco_ranks.run(fit_missing_an_epoch, url=server.url, max_epochs=EPOCHS, **arguments)
+        check(server.status(), [fast.batches, slow.batches], wasted=False)
+        first, second, third = slow.counts[:EPOCHS]
+        assert first == second < third
+        again = diloco_ranks.run(
+            fit_missing_an_epoch,
+            url=server.url,
+            max_epochs=EPOCHS + 1,
+            ckpt_path=f"{tmp_path}/saved.ckpt",
+            **arguments,
+        )
+        batches = [fit.batches for fit in (fast, slow, *again)]
+        check(server.status(), batches, wasted=False, epochs=EPOCHS + 1)
 
 
 @pytest.mark.parametrize("limit", [3, 9])
@@ -98,7 +175,8 @@ def test_what_a_dead_worker_said_that_it_has_trained_on_is_trained_on(
     with CoordinatorServer(options, slices=slices) as server, ThreadPoolExecutor(1) as beside:
         fits = beside.submit(diloco_ranks.run, fit_epochs, url=server.url, rows=rows, folder=str(tmp_path))
         merged = EPOCHS * SAMPLES - held.slice.samples
-        until(lambda: fits.done() or server.status().samples == merged, "all that the living workers have")
+        until(lambda: fits.done() or server.status().samples >= merged, "all that the living workers have")
+        assert server.status().samples == merged
         tracker.release("dies")
         batches = fits.result()
         check(server.status(), batches, wasted=False)

@@ -185,6 +185,8 @@ def hold_all(tracker: SliceTracker, plans: list[TrackedTraining]) -> None:
     """Have others hold the only slice, in the running epoch and in the next one, which has begun by then."""
     for worker in range(2):
         plans.append(tracked_training(tracker, tracker.catalogue, worker=worker, batch_sizes=(4,)))
+        for _ in range(worker):
+            assert list(plans[-1]) == []  # all of the first epoch is held
         next(iter(plans[-1]))
 
 
@@ -193,6 +195,8 @@ def test_all_do_at_once_what_the_first_does_while_others_hold_all(plans: list[Tr
     hold_all(tracker, plans)
     idle = [IdleCalls(), IdleCalls()]
     ranks = worker_of(plans, tracker, (1, 1), idle)
+    for _ in range(2):  # of the epochs that are held
+        assert on_each(ranks, list) == [[], []]
     with ThreadPoolExecutor(2) as threads:
         found = [threads.submit(next, iter(rank)) for rank in ranks]
         assert idle[0].waiting.wait(LIMIT_S)
@@ -205,5 +209,10 @@ def test_all_do_at_once_what_the_first_does_while_others_hold_all(plans: list[Tr
 def test_all_give_up_together(plans: list[TrackedTraining]) -> None:
     tracker = make_tracker([4])
     hold_all(tracker, plans)
-    ranks = worker_of(plans, tracker, (1, 1), [IdleCalls(gives_up=True), IdleCalls(gives_up=True)])
+    idle = [IdleCalls(gives_up=True), IdleCalls(gives_up=True)]
+    ranks = worker_of(plans, tracker, (1, 1), idle)
+    for _ in range(2):  # of the epochs that are held
+        assert on_each(ranks, list) == [[], []]
+    assert [one.calls for one in idle] == [[], []]
     assert on_each(ranks, list) == [[], []]
+    assert [one.calls for one in idle] == [["waits"], ["waits"]]

@@ -78,13 +78,17 @@ def trained(*workers: list[list[int]]) -> Counter[int]:
 def test_workers_share_the_epochs(rows: str, options: dict[str, Any]) -> None:
     hosts = Hosts(3)
     others: list[list[list[int]]] = [[], []]
-    threads = [
-        threading.Thread(target=plain_loop, args=(data_of(hosts.of(number + 1), rows), 2, batches))
-        for number, batches in enumerate(others)
-    ]
+    model, begun = Evaluates(), threading.Event()
+    model.on_step = lambda step: begun.set()
+
+    def beside(number: int, batches: list[list[int]]) -> None:
+        assert begun.wait(LONG)  # else the others may leave no batch, and no validation, to the first one
+        plain_loop(data_of(hosts.of(number + 1), rows), 2, batches)
+
+    threads = [threading.Thread(target=beside, args=each) for each in enumerate(others)]
     for thread in threads:
         thread.start()
-    model = fit(data_of(hosts.of(0), rows, val=rows, **options), model=Evaluates(), max_epochs=2)
+    fit(data_of(hosts.of(0), rows, val=rows, **options), model=model, max_epochs=2)
     for thread in threads:
         thread.join(LONG)
         assert not thread.is_alive()

@@ -402,6 +402,7 @@ class CoordinatedBoundaries(LoopBoundaries):
     def before_epoch_end(self) -> None:
         """An epoch is this worker's own; but the last one of its slices ends when all of them are in the weights.
 
+        As each is of one epoch of the data, or a share of it, workers train together on as many as each is to have.
         What another worker leaves behind, or has made of a slice in vain, is trained on in one more epoch here.
         """
         trainer, session, loop = self.trainer, self._session, self.trainer.fit_loop
@@ -409,10 +410,10 @@ class CoordinatedBoundaries(LoopBoundaries):
             return
         if self._group.any(self._group.leads and self._data.is_cut) and loop.max_epochs not in (None, -1):
             loop.max_epochs += 1  # this one was none
-        if not self._reaches_limit(True) or (loop.max_steps != -1 and trainer.global_step >= loop.max_steps):
+        # A limit may end the training, or the epoch, and not its data.
+        is_limited = self._loop.batch_progress.current.ready >= trainer.num_training_batches
+        if is_limited or self._reaches_limit(False) or not self._reaches_limit(True):
             return
-        if self._loop.batch_progress.current.ready >= trainer.num_training_batches:
-            return  # a limit ends the epoch, and not its data
         if self._group.any(self._samples > 0):  # of batches after the last step: what they were counts with it
             (samples,) = self._group.total([float(self._samples)])
             seconds = time.monotonic() - self._began
@@ -571,7 +572,8 @@ def _early_stopping(
     callback: pl.callbacks.EarlyStopping, leads: Callable[[], bool], on_stop: Callable[[], None], own: _Method
 ) -> _Method:
     def check(trainer: pl.Trainer) -> None:
-        if leads() or callback.monitor in trainer.callback_metrics:
+        has_batch = trainer.fit_loop.epoch_loop.batch_progress.current.ready > 0
+        if has_batch and (leads() or callback.monitor in trainer.callback_metrics):
             stopped = trainer.should_stop
             own(trainer)
             if trainer.should_stop and not stopped and leads():

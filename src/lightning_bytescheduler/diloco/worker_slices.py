@@ -3,9 +3,9 @@
 *Launched together*, one tracker at worker 0 hands them out to all workers. Epochs of the data are the strategy's, which
 ends them for all workers at once: see ``RoundBoundaries``.
 
-*In a coordinator's run* the coordinator does. Epochs of the data go on by themselves: a worker that finds nothing when
-its epoch begins waits for a slice that comes back, or for the next epoch. Where several ranks train together as one
-worker, the first one calls the tracker for all of them: see ``slices.training``.
+*In a coordinator's run* the coordinator does. Each epoch of a worker is its share of one epoch of the data. It has no
+batch if others have taken all there is, and waits where that epoch cannot begin yet. Where several ranks train together
+as one worker, the first one calls the tracker for all of them: see ``slices.training``.
 
 Nothing of it waits in a step: the tracker is called from the plan's own thread.
 """

@@ -65,6 +65,7 @@ _LEAVE_S = 5.0
 _FEWEST, _MOST = 2, 64  # batches that are made ahead of need
 _AGAIN = 0.25  # seconds before the tracker is asked again after it had nothing
 _RENEWALS = 4  # per lease, while there is nothing else to report
+_GIVEN_OUT = (WaitReason.OVER, WaitReason.MERGING, WaitReason.HELD)  # nothing of the epoch is available now
 _WAITS = "waits"  # sent to ranks in place of a batch, or of the end of a pass
 _TURN: msgspec.json.Decoder[SliceBatch | str | None] = msgspec.json.Decoder(SliceBatch | str | None)
 
@@ -140,9 +141,9 @@ class TrackerHost(Protocol):
     Attributes:
         worker: Number of this worker, from 0; the same after a restart.
         workers: Number of workers at the start. Others may join later.
-        waits: Whether a worker that finds nothing when its epoch begins waits in its loader, and goes on to the next
-            epoch of the data by itself. If not, its Lightning epoch may be empty, and the strategy ends epochs of the
-            data for all workers, with ``training.rest()`` and ``training.end_epoch()``.
+        waits: Whether each Lightning epoch of a worker is of the next epoch of the data, and waits in its loader until
+            that can begin. If not, the strategy ends epochs of the data for all workers, with ``training.rest()`` and
+            ``training.end_epoch()``. A Lightning epoch is empty where other workers have taken all there is.
         counts_merged: Optional, ``False``: whether the tracker counts a sample when it is part of the run's weights,
             and ``training.merged`` and ``training.reset`` are called.
         ranks: Optional, or ``None``: a ``WorkerRanks``, if several ranks train together as this worker and share its
@@ -197,16 +198,18 @@ class TrackerPlan:
     out, and reports what was trained on.
 
     A pass ends, with a smaller batch if necessary, when nothing of its epoch is available *now*: others may hold what
-    is left. The next pass is of the next epoch, which the tracker opens then. So each pass has slices of one epoch, and
-    of the previous one only what has come back from others; no batch has samples of both. Where a tracker was taken
-    back to an earlier epoch, a pass goes through that and those that follow, until the one that it was in. A pass does
-    not wait while one of its batches may be untrained, as others may wait for that. So only a pass that has just begun
-    waits if the next epoch cannot be opened yet. With ``waits=False`` a pass does not go on to another epoch, and the
-    code that ends epochs for all workers together calls ``rest`` and ``end_epoch``.
+    is left, or have trained on all of it, so that a pass may have no batch. The next pass is of the next epoch, which
+    the tracker opens then. So each pass has slices of one epoch, and of the previous one only what has come back from
+    others; no batch has samples of both. Workers that begin with the same epoch and make as many passes train on as
+    many epochs. Where a tracker was taken back to an earlier epoch, a pass goes through that and those that follow,
+    until the one that it was in. A pass does not wait while one of its batches may be untrained, as others may wait for
+    that. So only a pass that has just begun waits if its epoch cannot be opened yet. With ``waits=False`` a pass does
+    not go on to another epoch, and the code that ends epochs for all workers together calls ``rest`` and ``end_epoch``.
 
     Args:
         ahead: Slices to hold that are not begun, so that they can be fetched.
-        waits: Whether a pass that has just begun goes on to the next epoch by itself, or waits for it.
+        waits: Whether each pass is of the next epoch, and waits for it.
+        resumes: Whether its training goes on from a checkpoint.
         counts_merged: Whether a slice is held until all of it is known to be in the weights.
         clock: Returns monotonic seconds.
 
@@ -230,6 +233,7 @@ class TrackerPlan:
         slices: Sequence[Slice],
         keeps: int = 0,
         waits: bool = True,
+        resumes: bool = False,
         counts_merged: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -240,21 +244,21 @@ class TrackerPlan:
         self._ahead = ahead
         self._slices = slices
         self._waits = waits
+        self._resumes = resumes
         self._counts_merged = counts_merged
         self._clock = clock
         self._last_epoch = -1  # that a pass is to come to
         self._has_ended = False  # the pass, as all until that epoch was given out
         self._repeats = False  # this pass trains on what has come back of the last epoch
-        self._is_soon = False  # there may be more in a moment, whatever others do
+        self._goes_on: Sequence[WaitReason] = ()  # where a pass without a batch is of the epoch after that
         self.is_cut = False
-        self._has_given = False  # in this pass
+        self._may_end = False  # this pass does not wait
         self._session = 0  # 0: not joined
         self._lease = 0.0
         self._heard = 0.0  # when the tracker last heard of this worker
         self._held: dict[int, _Held] = {}
         self._ask_at = 0.0
-        self._is_over = False
-        self._is_given_out = False  # nothing of this epoch is available now
+        self._reason: WaitReason | None = None  # why there was no slice of this epoch
         # by number of the batch: what it is made of
         self._out: dict[int, list[tuple[_Held, int, int]]] = {}
         self._reached: dict[_Held, None] = {}  # trained further than the tracker knows
@@ -272,24 +276,30 @@ class TrackerPlan:
                 held.todo = joined([*held.todo, (start, stop)])
         self._out.clear()
         self._received = self._handed
-        if self._waits and self._has_ended and not repeats:
-            self._last_epoch += 1
-        self._has_given, self._repeats, self.is_cut, self._has_ended = False, repeats, False, False
+        self._goes_on = ()
+        if self._waits and not repeats:
+            if self._has_ended:
+                self._last_epoch += 1
+            elif self._last_epoch < 0:
+                self._goes_on = (WaitReason.OVER,)  # as before this training
+            elif self._may_end and not self.is_cut:  # a limit has ended the pass, maybe just where its epoch ended
+                self._goes_on = _GIVEN_OUT
+        self._may_end = repeats or not self._waits
+        self._repeats, self.is_cut, self._has_ended = repeats, False, False
 
     def poll(self) -> SliceBatch | float | None:
         """Return the next batch, the seconds after which to ask again, or ``None`` if the pass is over."""
         while (batch := self._next()) is None:
-            if self._is_given_out and self.epoch < self._last_epoch:
+            is_given_out = self._reason in _GIVEN_OUT
+            if (is_given_out and self.epoch < self._last_epoch) or self._reason in self._goes_on:
                 self._go_on()
                 continue
-            if (self._has_given or self._repeats or not self._waits) and not self._is_soon:
-                self._has_ended = self._is_given_out
-                self.is_cut = self._waits and not self._repeats and not self._is_given_out
+            if is_given_out or (self._may_end and self._reason is not WaitReason.SOON):
+                self._has_ended = is_given_out
+                self.is_cut = self._waits and not self._repeats and not is_given_out
                 return None
-            if not self._is_given_out:
-                return max(self._ask_at - self._clock(), 0.0)
-            self._go_on()
-        self._has_given = True
+            return max(self._ask_at - self._clock(), 0.0)
+        self._may_end, self._goes_on = True, ()
         return batch
 
     # ------------------------------------------------------------------ reports of the training
@@ -353,11 +363,11 @@ class TrackerPlan:
         Where all workers end an epoch together, this takes no slice from another worker: its pass has ended.
         """
         self.report()
-        self._is_over = False  # it may have been so before the tracker was taken back
+        self._reason = None  # the epoch may have been over before the tracker was taken back
         while not self._has_todo:
             if not self._ask(looks=not self._waits):
-                if not self._is_given_out or self.epoch >= self._last_epoch:
-                    return None if self._is_over else False
+                if self._reason not in _GIVEN_OUT or self.epoch >= self._last_epoch:
+                    return None if self._reason is WaitReason.OVER else False
                 self._go_on()
         return True
 
@@ -381,7 +391,7 @@ class TrackerPlan:
         self.report()
         if session := self._session:
             self._session = 0
-            self._is_over = self._is_given_out = False
+            self._reason = None
             self._held.clear()
             self._out = {number: [] for number in self._out}  # still to come from readers, with nothing to report
             self._client.answer(LeaveTracker(session=session))
@@ -442,14 +452,13 @@ class TrackerPlan:
     def _go_on(self) -> None:
         self.epoch += 1
         self._last_epoch = max(self._last_epoch, self.epoch)
-        self._is_over = self._is_given_out = False
-        self._ask_at = 0.0
+        self._reason, self._ask_at = None, 0.0
 
     def _ask(self, *, looks: bool = False) -> bool:
         """Request one more slice; returns whether something has changed."""
         if not self._session:
             self._join()
-        elif self._is_over:
+        elif self._reason is WaitReason.OVER:
             return False
         request = RequestSlice(session=self._session, epoch=self.epoch, holding=tuple(self._held), looks=looks)
         answer = cast(Assignment | AskLater | JoinAgain, self._call(request, Assignment, AskLater, JoinAgain))
@@ -460,10 +469,9 @@ class TrackerPlan:
         if isinstance(answer, Assignment):
             self._require_same_slice(answer)
             self._hold(answer)
-            self._is_given_out = self._is_soon = False
+            self._reason = None
             return True
-        self._is_over, self._is_soon = answer.reason is WaitReason.OVER, answer.reason is WaitReason.SOON
-        self._is_given_out = answer.reason in (WaitReason.OVER, WaitReason.MERGING, WaitReason.HELD)
+        self._reason = answer.reason
         self._ask_at = self._clock() + _AGAIN
         return False
 
@@ -472,13 +480,12 @@ class TrackerPlan:
         former = {(held.epoch, held.slice_index): held for held in self._held.values()}
         holds = tuple(HeldSlice(*place, held.begun) for place, held in former.items())
         joined = self._call(msgspec.structs.replace(self._joins, holds=holds), Joined)
-        is_first = self._last_epoch < 0
-        self._session, self._lease, self.epoch = joined.session, joined.lease, joined.epoch
-        if not is_first:
-            self.epoch = min(joined.epoch, self._last_epoch)
-        self._last_epoch = max(self._last_epoch, self.epoch)
-        self._is_over = self._is_given_out = self._is_soon = False
-        self._ask_at = 0.0
+        self._session, self._lease = joined.session, joined.lease
+        if self._last_epoch < 0:
+            # Others may have begun the next epoch since this worker's training began.
+            self._last_epoch = max(joined.epoch - (self._waits and not self._resumes), 0)
+        self.epoch = min(joined.epoch, self._last_epoch)
+        self._reason, self._ask_at = None, 0.0
         self._held.clear()
         for answer in joined.held:
             self._hold(answer, former.get((answer.epoch, answer.slice_index)))
@@ -533,6 +540,7 @@ class TrackedTraining:
     """
 
     batches = None  # unknown in advance
+    is_cut = False  # the last pass ended before all of its epoch was given out, as the tracker was taken back
 
     def __init__(
         self,
@@ -543,7 +551,6 @@ class TrackedTraining:
         batch_sizes: Sequence[int],
         rank: int = 0,
     ) -> None:
-        self.epoch = 0
         self._host = host
         self._store = store
         self._options = options
@@ -556,7 +563,6 @@ class TrackedTraining:
         self._pending: Mapping[str, Any] | None = None
         self._plan: TrackerPlan | None = None  # on the first rank, once there was a loader; used only by its thread
         self._repeats = False  # the next pass trains on what has come back of this one's epoch
-        self._is_cut = False  # this pass ended before its epoch did
         self._untrained: dict[int, SliceBatch] = {}  # batches of all ranks, taken and not trained on
         self._taken = self._received = 0  # batches
         self._counts_merged: bool = getattr(host, "counts_merged", False)
@@ -590,6 +596,7 @@ class TrackedTraining:
                 slices=self._store.source.slices,
                 keeps=self._store.keeps,
                 waits=self._host.waits,
+                resumes=trainer is not None and trainer.global_step > 0,
                 counts_merged=self._counts_merged,
             )
 
@@ -603,7 +610,6 @@ class TrackedTraining:
                 has_waited, has_given = False, True
                 self._untrained[self._taken] = turn
                 self._taken += 1
-                self.epoch = turn.epoch
                 yield turn if self._ranks is None else cut_batch(turn, self._batch_sizes)[self._rank]
             elif self._idle is not None and not has_given:
                 has_waited = True
@@ -729,11 +735,6 @@ class TrackedTraining:
         """Go on to the next epoch of the data, if nothing is left of this one; for all workers at the same moment."""
         self._ask(TrackerPlan.end_epoch)
 
-    @property
-    def is_cut(self) -> bool:
-        """Whether the last pass ended before all of its epoch was given out, as the tracker was taken back."""
-        return self._is_cut
-
     def rest(self) -> bool | None:
         """Whether there is something to train on of the epoch; ``None`` if all of it counts."""
         return self._ask(TrackerPlan.rest)
@@ -836,7 +837,7 @@ class TrackedTraining:
                 return found
             with self._changed:
                 if self._pass == number:
-                    self._is_over, self._is_cut = found is None, plan.is_cut
+                    self._is_over, self.is_cut = found is None, plan.is_cut
                     if found is not None:
                         self._ready.append(found)
 

@@ -1,0 +1,208 @@
+"""Workers that make as many passes train together on as many epochs of the data, whatever their pace."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_bytescheduler.slices.batches import SliceBatch
+from lightning_bytescheduler.slices.catalogue import SliceCatalogue
+from lightning_bytescheduler.slices.messages import TrainedRun
+from lightning_bytescheduler.slices.options import TrackerOptions
+from lightning_bytescheduler.slices.tracker import SliceTracker
+from lightning_bytescheduler.slices.training import TrackerPlan
+from tests.slices.test_tracked_batches import all_of
+from tests.slices.tracker_workers import Clock, slices
+
+COUNTS = [5, 17, 30, 9, 1, 26, 8, 12, 20, 24]
+EPOCHS = 3
+
+
+class Run:
+    """The tracker of a coordinator, and what is in the weights."""
+
+    def __init__(self, counts: list[int]) -> None:
+        self.clock = Clock()
+        options = TrackerOptions(lease=1e9)
+        self.tracker = SliceTracker(SliceCatalogue(slices(counts)), options, clock=self.clock, counts_merged=True)
+        self.merged: Counter[tuple[int, int, int]] = Counter()
+
+
+class Fit:
+    """A worker's fit, which counts its epochs as Lightning does.
+
+    Args:
+        done: Epochs that it has gone through before, by its checkpoint.
+        limit: Batches after which an epoch ends.
+    """
+
+    def __init__(self, run: Run, name: str, *, epochs: int = EPOCHS, done: int = 0, **options: int) -> None:
+        self.run, self.name, self.epochs, self.done = run, name, epochs, done
+        self.limit = options.pop("limit", 1_000_000)
+        self.plan = TrackerPlan(
+            run.tracker,
+            worker=name,
+            incarnation=f"with {done} epochs done",
+            slices=tuple(run.tracker.catalogue),
+            clock=run.clock,
+            resumes=done > 0,
+            counts_merged=True,
+            **{"batch_size": 2, "ahead": 0, **options},
+        )
+        self.sizes: list[list[int]] = []  # of the batches of each pass
+        self.pending: list[TrainedRun] = []
+        self.going = self.steps()
+        self.is_over = False
+
+    def step(self) -> bool:
+        """Train on a batch and take the next one; returns whether there was one."""
+        trained = next(self.going, None)
+        self.is_over = trained is None
+        return bool(trained)
+
+    def steps(self) -> Iterator[bool]:
+        repeats = False
+        while True:
+            self.plan.begin_pass(repeats=repeats)
+            self.sizes.append([])
+            while len(self.sizes[-1]) < self.limit and (found := self.plan.poll()) is not None:
+                if isinstance(found, float):
+                    self.run.clock.now += found
+                    self.send()
+                    yield False
+                else:
+                    yield True
+                    self.train(found)
+            self.done += 1
+            if self.done >= self.epochs:
+                while (rest := self.plan.rest()) is False:
+                    self.send()
+                    yield False
+                if rest is None or self.limit == len(self.sizes[-1]):
+                    return
+                repeats = True
+
+    def train(self, batch: SliceBatch) -> None:
+        self.sizes[-1].append(sum(run.stop - run.start for run in batch.runs))
+        self.plan.trained()
+        self.plan.report()
+        self.pending += [TrainedRun(batch.epoch, *run) for run in batch.runs]
+        if len(self.pending) > 10:
+            self.send()
+
+    def send(self) -> None:
+        runs, self.pending = self.pending, []
+        if not runs:
+            return
+        assert self.run.tracker.fits((self.name,), runs)
+        self.run.tracker.book((self.name,), runs)
+        self.run.tracker.settle(runs, merged=True)
+        for run in runs:
+            self.run.merged.update((run.epoch, run.slice_index, sample) for sample in range(run.start, run.stop))
+        self.plan.merged(runs)
+
+
+def go_on(fits: list[Fit], steps: int = 10_000) -> None:
+    """Each one trains for as long as it finds something; those that come later take one step meanwhile."""
+    for fit in reversed(fits):
+        fit.step()
+    for _ in range(steps):
+        for fit in fits:
+            while not fit.is_over and fit.step() and fit is not fits[-1]:
+                pass
+        if all(fit.is_over for fit in fits):
+            return
+    raise AssertionError("The fits do not end.")
+
+
+def test_a_worker_that_misses_an_epoch_has_one_without_a_batch() -> None:
+    run = Run(COUNTS)
+    fast, slow = Fit(run, "fast"), Fit(run, "slow")
+    slow.step()  # and is in a step until the other one can do no more
+    while fast.step():
+        pass
+    assert len(fast.sizes) == EPOCHS
+    go_on([fast, slow])
+    assert run.merged == all_of(COUNTS, EPOCHS)
+    assert [len(sizes) > 0 for sizes in slow.sizes[:EPOCHS]] == [True, False, True]
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_all_epochs_and_no_more_are_in_the_weights(workers: int) -> None:
+    run = Run(COUNTS)
+    fits = [Fit(run, f"w{number}", ahead=number) for number in range(workers)]
+    go_on(fits)
+    assert run.merged == all_of(COUNTS, EPOCHS)
+
+
+@given(st.data())
+def test_each_sample_is_in_the_weights_as_often_whatever_the_pace(data: st.DataObject) -> None:
+    counts = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=6))
+    epochs = data.draw(st.integers(1, 4))
+    run = Run(counts)
+    fits = [
+        Fit(run, f"w{number}", epochs=epochs, batch_size=data.draw(st.integers(1, 5)), ahead=ahead)
+        for number, ahead in enumerate(data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=4)))
+    ]
+    for fit in fits:
+        fit.step()
+    for _ in range(data.draw(st.integers(0, 60))):
+        data.draw(st.sampled_from(fits)).step()
+    go_on(fits)
+    assert run.merged == all_of(counts, epochs)
+
+
+def test_a_fit_goes_on_from_a_checkpoint_where_an_epoch_was_missed() -> None:
+    run = Run(COUNTS)
+    fast, slow = Fit(run, "fast", epochs=2), Fit(run, "slow", epochs=2)
+    slow.step()
+    while fast.step():
+        pass
+    go_on([fast, slow])
+    assert run.merged == all_of(COUNTS, 2)
+    go_on([Fit(run, fit.name, epochs=4, done=slow.done) for fit in (fast, slow)])
+    assert run.merged == all_of(COUNTS, 4)
+
+
+def test_a_fit_goes_on_from_a_checkpoint_while_two_epochs_of_the_data_are_open() -> None:
+    run = Run(COUNTS)
+    fits = [Fit(run, "fast"), Fit(run, "slow")]
+    fits[1].step()
+    while fits[0].step():
+        pass
+    for fit in fits:
+        run.tracker.release(fit.name)
+    go_on([Fit(run, fit.name, done=1) for fit in fits])
+    assert run.merged == all_of(COUNTS, EPOCHS)
+
+
+def test_a_worker_that_dies_in_its_last_epoch_leaves_one_more_to_the_others() -> None:
+    run = Run(COUNTS)
+    dies, lives = Fit(run, "dies"), Fit(run, "lives")
+    dies.step()
+    while lives.step():
+        pass
+    run.tracker.release("dies")
+    go_on([lives])
+    assert run.merged == all_of(COUNTS, EPOCHS)
+
+
+def test_a_limit_that_ends_an_epoch_where_its_data_end_leaves_no_epoch_without_a_batch() -> None:
+    run = Run([4, 4])
+    fit = Fit(run, "w", limit=4)
+    go_on([fit])
+    assert fit.sizes == [[2, 2, 2, 2]] * EPOCHS
+    fit.send()
+    assert run.merged == all_of([4, 4], EPOCHS)
+
+
+def test_an_epoch_that_was_over_before_a_training_is_none_of_it() -> None:
+    run = Run(COUNTS)
+    for epochs in (1, 2, 3):
+        fits = [Fit(run, f"{epochs}-{number}", epochs=1) for number in range(2)]
+        go_on(fits)
+        assert run.merged == all_of(COUNTS, epochs)
