@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import datetime
 import logging
+import socket
 import ssl
+import threading
 from contextlib import asynccontextmanager
 
 import pytest
@@ -16,12 +18,14 @@ from lightning_bytescheduler.serving import (
     Refusals,
     ServerAccess,
     client_tls,
+    end_others,
     guard,
     is_loopback,
     parse_bind,
     read_token,
     require_token,
 )
+from tests.support.waiting import WAIT
 
 aiohttp = pytest.importorskip("aiohttp")
 web = pytest.importorskip("aiohttp.web")
@@ -249,3 +253,57 @@ def test_a_server_whose_key_cannot_be_read_any_more_stops_what_it_had_begun(cert
     with pytest.raises(OptionError, match="key"):
         FailsToListen(reached, 0, name="bytescheduler-test")
     assert FailsToListen.stopped
+
+
+class NeverAnswers(BackgroundServer):
+    """Notes when a handler begins, and when it is cut off."""
+
+    def __init__(self):
+        self.begun, self.cut = threading.Event(), threading.Event()
+        super().__init__(ServerAccess(), 0, name="bytescheduler-test-server")
+
+    async def application(self):
+        application = web.Application()
+        application.router.add_get("/", self._wait)
+        return application
+
+    async def _wait(self, request):
+        self.begun.set()
+        try:
+            await asyncio.sleep(2 * WAIT)
+        finally:
+            self.cut.set()
+
+
+def test_a_server_that_closes_cuts_off_requests_of_clients_that_have_gone():
+    with NeverAnswers() as server:
+        port = int(server.url.rstrip("/").rpartition(":")[2])
+        with socket.create_connection(("127.0.0.1", port), timeout=WAIT) as client:
+            client.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert server.begun.wait(WAIT)
+    assert server.cut.is_set()
+
+
+def test_tasks_end_with_what_they_hold_also_those_that_have_not_begun():
+    ended = []
+
+    async def holds(name):
+        try:
+            await asyncio.sleep(2 * WAIT)
+        finally:
+            ended.append(name)
+
+    async def begins_another():
+        try:
+            await holds("one that begins another")
+        finally:
+            begun.append(asyncio.ensure_future(holds("another")))
+
+    begun = []
+
+    async def end():
+        begun.append(asyncio.ensure_future(begins_another()))
+        await end_others()
+
+    asyncio.run(end())
+    assert ended == ["one that begins another", "another"]

@@ -80,8 +80,7 @@ def _run(argv: list[str]) -> int:
     if "run" not in options:
         parser.print_help()
         return 0
-    code: int = options.run(options)
-    return code
+    return int(options.run(options))
 
 
 def _words_of(error: Exception) -> str:
@@ -171,42 +170,33 @@ class _Parser(argparse.ArgumentParser):
         return ""
 
 
-class _Outputs:
-    """Files that a command will write. They are checked before it computes, and named once they are written.
-
-    Args:
-        options: The parsed arguments.
+def _outputs(options: argparse.Namespace) -> dict[Path, bool]:
+    """Files that a command will write, checked before it computes; and whether each is there already.
 
     Raises:
         OptionError: If one of them cannot be written; names the option.
         ImportError: If one is a picture and matplotlib is not installed; the message names the extra to install.
     """
+    there: dict[Path, bool] = {}
+    for name in _OUTPUTS:
+        value = getattr(options, name, None)
+        if value is None:
+            continue
+        path = Path(require_new_file(f"--{name}", value))
+        setattr(options, name, str(path))
+        if name == "png":
+            from lightning_bytescheduler.timeline.picture import require_picture
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        self._there: dict[Path, bool] = {}
-        for name in _OUTPUTS:
-            value = getattr(options, name, None)
-            if value is None:
-                continue
-            path = Path(require_new_file(f"--{name}", value))
-            setattr(options, name, str(path))
-            if name == "png":
-                from lightning_bytescheduler.timeline.picture import require_picture
-
-                require_picture("--png", path)
-            if path in self._there:
-                raise OptionError(f"--{name}", value, "another file than the other output's")
-            self._there[path] = path.exists()
-
-    def say(self) -> None:
-        """Print the files that were written."""
-        for path, was_there in self._there.items():
-            print(f"{'Replaced' if was_there else 'Wrote'} {path}")
+            require_picture("--png", path)
+        if path in there:
+            raise OptionError(f"--{name}", value, "another file than the other output's")
+        there[path] = path.exists()
+    return there
 
 
 def _show(module: Any, options: argparse.Namespace) -> int:
     """Print a command's result. For the folder of a run, use the newest record in it."""
-    outputs = _Outputs(options)
+    outputs = _outputs(options)
     if hasattr(module, "RECORD_NAME"):
         newest, *others = records_in(options.record, module.RECORD_NAME)
         options.record = str(newest)
@@ -218,7 +208,8 @@ def _show(module: Any, options: argparse.Namespace) -> int:
         width = max((len(label) for label, _ in rows), default=0)
         for label, value in rows:
             print(f"  {label:<{width}}  {value}")
-    outputs.say()
+    for path, was_there in outputs.items():
+        print(f"{'Replaced' if was_there else 'Wrote'} {path}")
     return 0
 
 

@@ -62,8 +62,7 @@ def _group_timeout(strategy: str, options: dict[str, Any]) -> timedelta:
         )
     group = dist.distributed_c10d._get_default_group()
     device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
-    timeout: timedelta = group._get_backend(device).options._timeout
-    return timeout
+    return group._get_backend(device).options._timeout
 
 
 class RayByteSchedulerStrategy(ByteSchedulerStrategy, RayDDPStrategy):  # type: ignore[misc]  # Ray's has no types
@@ -103,8 +102,7 @@ class RayDiLoCoStrategy(DiLoCoStrategy, RayDDPStrategy):  # type: ignore[misc]  
     @property
     def ranks(self) -> int:
         """Number of ranks in all."""
-        size: int = ray.train.get_context().get_world_size()
-        return size
+        return int(ray.train.get_context().get_world_size())
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:

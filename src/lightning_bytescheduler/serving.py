@@ -8,6 +8,8 @@ and changes nothing.
 
 ``BackgroundServer`` serves by these rules in a thread of its own. aiohttp is imported only where a server needs it, so
 commands can declare their options without it.
+
+A thread with an event loop of its own ends with ``end_others``, whether it serves or connects to a server.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lightning_bytescheduler.exceptions import OptionError, SchedulerTimeoutError
 
@@ -37,14 +39,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_BEARER = "Bearer "
-_OTHERS_READ = stat.S_IROTH
 _SAID_EVERY = 60.0  # seconds between two log lines about refusals for one reason
 _START_SECONDS = 60.0
 _STOP_SECONDS = 90.0  # the coordinator saves its last state
 _SHUTDOWN_SECONDS = 2.0  # for running requests
 _LINGER_SECONDS = 1.0  # a refused body, or data after a closed WebSocket, keeps its handler in memory this long
 _IDLE_SECONDS = 75.0  # of a connection, between two requests
+_CANCEL_AGAIN_SECONDS = 1.0  # a WebSocket says goodbye within this time
 _Server = TypeVar("_Server", bound="BackgroundServer")
 
 # ── Who is refused ───────────────────────────────────────────────────────────
@@ -141,7 +142,7 @@ class ServerAccess:
         if self.token is None:
             return True
         given = (authorization or "").encode("utf-8", "surrogateescape")
-        return hmac.compare_digest(given, f"{_BEARER}{self.token}".encode())
+        return hmac.compare_digest(given, f"Bearer {self.token}".encode())
 
     def tls(self) -> ssl.SSLContext | None:
         """The TLS context with the certificate; ``None`` without one. TLS 1.2 at least.
@@ -288,11 +289,7 @@ def warn_if_others_read(path: str, what: str) -> None:
         path: The file.
         what: The secret in it, for the message.
     """
-    try:
-        is_open = os.stat(path).st_mode & _OTHERS_READ
-    except OSError:
-        return
-    if is_open:
+    if os.stat(path).st_mode & stat.S_IROTH:
         log.warning(
             "The %s in %s can be read by every user of this machine. 'chmod 600 %s' keeps it yours.", what, path, path
         )
@@ -376,10 +373,9 @@ class BackgroundServer:
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
-        began = self._started.wait(_START_SECONDS)
-        if self.error is not None or not began:
-            late = SchedulerTimeoutError(f"{self.url} was not served within {_START_SECONDS:.0f} s.")
-            error = self.error or late  # closing makes an error of its own
+        if not self._started.wait(_START_SECONDS):
+            self.error = SchedulerTimeoutError(f"{self.url} was not served within {_START_SECONDS:.0f} s.")
+        if (error := self.error) is not None:  # closing makes an error of its own
             self.close()
             raise error
 
@@ -418,8 +414,9 @@ class BackgroundServer:
             runner = self._loop.run_until_complete(self._listen())
             self._started.set()
             self._loop.run_forever()
-            for end in (self.stop, runner.cleanup, self._loop.shutdown_asyncgens, self._loop.shutdown_default_executor):
+            for end in (self.stop, runner.cleanup, end_others, self._loop.shutdown_asyncgens):
                 self._loop.run_until_complete(end())
+            self._loop.run_until_complete(self._loop.shutdown_default_executor())
         except BaseException as error:  # raised where the server was made, or is waited for
             self.error = error
         finally:
@@ -462,3 +459,22 @@ def _http_log() -> logging.Logger:
     logger.parent = log
     logger.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError)))
     return logger
+
+
+# ── The end of an event loop ───────────────────────────────────────────────────────────
+
+
+async def end_tasks(tasks: Collection[asyncio.Future[Any]]) -> None:
+    """Cancel tasks until all have ended. Their errors are dropped."""
+    await asyncio.sleep(0)  # a task that is cancelled before it has begun closes nothing of what it was made for
+    while left := [task for task in tasks if not task.done()]:
+        for task in left:
+            task.cancel()
+        await asyncio.wait(left, timeout=_CANCEL_AGAIN_SECONDS)  # wait_for can lose a cancel, up to Python 3.11
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def end_others() -> None:
+    """End all tasks of the event loop but this one, also those that begin in the meantime, as of a new connection."""
+    while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
+        await end_tasks(tasks)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import socket
+import threading
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 
@@ -74,3 +77,23 @@ def test_a_stranger_that_says_nothing_is_hung_up_on(door: ServerPort, monkeypatc
     until(lambda: connected(door) == 1)
     line.close()
     assert line.find_gone() is None, "it was this side"
+
+
+def test_who_connects_as_it_ends_is_hung_up_on_without_a_word_in_the_log(
+    door: ServerPort, caplog: pytest.LogCaptureFixture
+) -> None:
+    gc.collect()
+    caplog.clear()
+    line, held = ServerLine(0, door.own), threading.Event()
+    door._loop.call_soon_threadsafe(held.wait, WAIT)
+    late = [stranger(door) for _ in range(3)]
+    door._loop.call_soon_threadsafe(door._loop.stop)
+    held.set()
+    door.close(WAIT)
+    for one in late:
+        with one, suppress(ConnectionResetError):
+            assert one.recv(1) == b""
+    assert line.find_gone() is not None
+    line.close()
+    gc.collect()  # a task that has not ended says so
+    assert not [record.getMessage() for record in caplog.records if record.name == "asyncio"]

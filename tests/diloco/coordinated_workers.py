@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lightning_bytescheduler.diloco.coordinator_client import resolve_coordinator
 from lightning_bytescheduler.diloco.process_groups import WorkerGroup
 from lightning_bytescheduler.diloco.runtime import CoordinatedRuntime
+from lightning_bytescheduler.serving import end_others
 
 __all__ = ["Link", "ThreadWorker", "until"]
 
@@ -201,11 +202,8 @@ class Link:
             ready.set()
             await self._stop.wait()
             server.close()
+            await end_others()
             self._drop()
-            others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-            for task in others:
-                task.cancel()
-            await asyncio.gather(*others, return_exceptions=True)
 
         def run() -> None:
             self._loop.run_until_complete(serve())

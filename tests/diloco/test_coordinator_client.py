@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import random
 import socket
 import threading
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -18,6 +20,7 @@ from lightning_bytescheduler import CoordinatorError
 from lightning_bytescheduler.diloco import coordinator_client
 from lightning_bytescheduler.diloco.coordinator_client import CoordinatorAddress, CoordinatorClient
 from lightning_bytescheduler.diloco.coordinator_protocol import (
+    WORKER_PATH,
     Batch,
     Hello,
     ModelParameter,
@@ -26,6 +29,8 @@ from lightning_bytescheduler.diloco.coordinator_protocol import (
     run_options,
 )
 from lightning_bytescheduler.diloco.messages import LeaveRounds
+from lightning_bytescheduler.serving import BackgroundServer, ServerAccess
+from tests.support.waiting import WAIT
 
 pytest.importorskip("aiohttp")
 
@@ -65,15 +70,25 @@ def answering(words: bytes) -> Iterator[str]:
             thread.join(5)
 
 
-class Worker:
-    """One that only tries to connect."""
+def hello_of(worker: str, session: str) -> Hello:
+    return Hello(protocol=1, package="1", worker=worker, model=(ModelParameter(name="w", shape=(1,), dtype="float32"),))
 
-    def __init__(self, url: str) -> None:
+
+def welcome_of(worker: str) -> Welcome:
+    return Welcome(
+        worker=worker, session="5" * 32, options=run_options(), version=0, chain="0" * 32, fetch=True, lease=6000.0
+    )
+
+
+class Worker:
+    """One that only tries to connect, unless it is told how to greet."""
+
+    def __init__(self, url: str, *, hello: Callable[[str, str], Hello] | None = None) -> None:
         self.error: BaseException | None = None
         self.ended = threading.Event()
         self.client = CoordinatorClient(
             CoordinatorAddress(url=url, worker="anna"),
-            hello=self._hello,
+            hello=hello or self._hello,
             timeout=60.0,
         )
         self.client.listen(self)
@@ -134,10 +149,7 @@ class Hasty:
     """A connection in which the last answer and the end come in one turn of the event loop."""
 
     def __init__(self, client: CoordinatorClient) -> None:
-        welcome = Welcome(
-            worker="anna", session="5" * 32, options=run_options(), version=0, chain="0" * 32, fetch=True, lease=6000.0
-        )
-        self.said: list[Any] = [welcome, Batch(number=1, heard=1)]
+        self.said: list[Any] = [welcome_of("anna"), Batch(number=1, heard=1)]
         self.client = client
 
     def ws_connect(self, url: str, **_: Any) -> Hasty:
@@ -168,12 +180,87 @@ def test_a_connection_that_ends_with_an_answer_is_left_at_once() -> None:
     worker = Worker("http://127.0.0.1:9")
     client = worker.client
     assert client.stop(10)  # what follows is without its thread
-    client._hello = lambda worker, session: Hello(  # type: ignore[method-assign]
-        protocol=1, package="1", worker=worker, model=(ModelParameter(name="w", shape=(1,), dtype="float32"),)
-    )
+    client._hello = hello_of  # type: ignore[method-assign]
     worker.welcomed = lambda _: client._put([LeaveRounds(worker="anna")])  # type: ignore[method-assign, assignment]
     client._http = Hasty(client)  # type: ignore[assignment]
     began = time.monotonic()
     with pytest.raises(ConnectionError, match="closed the connection"):
         asyncio.run(client._connection())
     assert time.monotonic() - began < 60.0  # and not after a quarter of the lease
+
+
+class ReadsLate(BackgroundServer):
+    """A coordinator that welcomes a worker, and reads nothing of an upload until it is told to."""
+
+    def __init__(self) -> None:
+        self.uploading, self.may_read, self.has_read = threading.Event(), threading.Event(), threading.Event()
+        super().__init__(ServerAccess(), 0, name="bytescheduler-test-server")
+
+    async def application(self) -> Any:
+        from aiohttp import web
+
+        application = web.Application()
+        application.router.add_get(WORKER_PATH, self._welcome)
+        application.router.add_put("/upload", self._read)
+        return application
+
+    async def _welcome(self, request: Any) -> Any:
+        from aiohttp import web
+
+        talk = web.WebSocketResponse()
+        await talk.prepare(request)
+        await talk.receive()
+        await talk.send_str(encode_frame(welcome_of("anna")))
+        async for _ in talk:
+            pass
+        return talk
+
+    async def _read(self, request: Any) -> Any:
+        self.uploading.set()
+        while not self.may_read.is_set():
+            await asyncio.sleep(0.01)
+        try:
+            async for _ in request.content.iter_any():
+                pass
+        finally:
+            self.has_read.set()
+
+
+@pytest.mark.parametrize("reads", [False, True], ids=["not read", "read"])
+def test_no_connection_outlives_a_client_that_stops_after_part_of_an_upload(reads: bool) -> None:
+    """What aiohttp's buffer has of an upload that is cancelled goes on waiting to be sent."""
+    gc.collect()
+    with ReadsLate() as server, warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        worker = Worker(server.url.rstrip("/"), hello=hello_of)
+        client = worker.client
+        client.first.result(WAIT)
+        sent = client.start(client.request("PUT", "/upload", body=bytes(50_000_000)))
+        assert server.uploading.wait(WAIT)
+        if reads:
+            sent.cancel()
+            server.may_read.set()
+            assert server.has_read.wait(WAIT)
+        assert client.stop(WAIT)
+        assert sent.cancelled()
+        assert client.error is None
+        del worker, client, sent
+        gc.collect()
+    assert not [str(one.message) for one in warned]
+
+
+def test_a_client_ends_also_where_work_on_its_thread_loses_a_cancel() -> None:
+    """As ``wait_for`` does up to Python 3.11, in the turn that it ends in."""
+    worker = Worker("http://127.0.0.1:9")
+    begun = threading.Event()
+
+    async def loses_one() -> None:
+        for _ in range(2):
+            with suppress(asyncio.CancelledError):
+                begun.set()
+                await asyncio.sleep(2 * WAIT)
+
+    work = worker.client.start(loses_one())
+    assert begun.wait(WAIT)
+    assert worker.client.stop(WAIT)
+    assert work.done()

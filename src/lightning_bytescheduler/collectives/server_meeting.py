@@ -43,6 +43,7 @@ from lightning_bytescheduler.exceptions import (
 from lightning_bytescheduler.failures.messages import StoreMessage, brief, is_communication_error, is_timeout
 from lightning_bytescheduler.failures.rendezvous import looks
 from lightning_bytescheduler.scheduler.threads import short_turns
+from lightning_bytescheduler.serving import end_others
 
 PREFIX = "bytescheduler-servers"
 _LOOK_EVERY_S = 0.05
@@ -559,10 +560,7 @@ class ServerPort:
 
     async def _hang_up(self) -> None:
         self._server.close()
-        callers = asyncio.all_tasks() - {asyncio.current_task()}
-        for caller in callers:
-            caller.cancel()
-        await asyncio.gather(*callers, return_exceptions=True)
+        await end_others()
 
     def _say(self, doing: Doing) -> None:
         self.doing = lambda: doing
@@ -584,8 +582,8 @@ class ServerPort:
                 self._known.add(one)
                 one.write(f"{self.doing().encode()}\n".encode())
                 await reader.read(1)
-        except (OSError, EOFError, asyncio.TimeoutError):
-            pass
+        except (OSError, EOFError, asyncio.TimeoutError, asyncio.CancelledError):
+            pass  # asyncio's streams log a cancelled task as an error, in Python 3.11
         finally:
             self._known.discard(one)
             self._strangers.pop(one, None)

@@ -30,12 +30,13 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
+from weakref import WeakKeyDictionary
 
 from lightning_bytescheduler.checks import importing, require_known, require_text
 from lightning_bytescheduler.diloco.coordinator_protocol import (
@@ -50,7 +51,7 @@ from lightning_bytescheduler.diloco.coordinator_protocol import (
 )
 from lightning_bytescheduler.diloco.messages import FromWorker, Message, coalesced
 from lightning_bytescheduler.exceptions import CoordinatorError, OptionError, SchedulerTimeoutError
-from lightning_bytescheduler.serving import client_tls, is_loopback, read_token
+from lightning_bytescheduler.serving import client_tls, end_others, end_tasks, is_loopback, read_token
 
 if TYPE_CHECKING:
     import aiohttp
@@ -182,6 +183,7 @@ _QUIET_S = 30.0  # that a first connection is tried for without a word
 _READ_S = 60.0  # without a byte of an answer
 _SIGNS = 4  # of life, in the time of a lease
 _FRAME_BYTES = 2**24
+_PIECE_BYTES = 2**20
 _REFUSED = (401, 403)
 _NO_COORDINATOR = (400, 404, 405, 426)
 _BUSY = (429, 502, 503, 504)
@@ -222,13 +224,7 @@ class CoordinatorClient:
         error: What has ended it.
     """
 
-    def __init__(
-        self,
-        address: CoordinatorAddress,
-        *,
-        hello: Callable[[str, str], Hello],
-        timeout: float,
-    ) -> None:
+    def __init__(self, address: CoordinatorAddress, *, hello: Callable[[str, str], Hello], timeout: float) -> None:
         with importing("DiLoCoStrategy(coordinator=...)", extra="coordinator"):
             import aiohttp
 
@@ -242,7 +238,7 @@ class CoordinatorClient:
         self._telling = threading.Lock()
         self._listener: Session | None = None
         self._untold: list[tuple[str, tuple[Any, ...]]] = []
-        self._loop = asyncio.new_event_loop()
+        self._loop = _Loop()
         # What follows is the thread's.
         self._session = ""
         self._connected = asyncio.Event()
@@ -282,7 +278,7 @@ class CoordinatorClient:
         return future
 
     async def request(
-        self, method: str, path: str, *, headers: Mapping[str, str] | None = None, body: Any = None
+        self, method: str, path: str, *, headers: Mapping[str, str] | None = None, body: bytes | None = None
     ) -> Answer:
         """Send one request over the connection that there is, again and again until there is an answer. On the thread.
 
@@ -292,7 +288,7 @@ class CoordinatorClient:
             method: Of HTTP.
             path: At the coordinator.
             headers: Besides the session and the token.
-            body: Bytes, or ``None``.
+            body: What is sent with it.
 
         Raises:
             CoordinatorError: If the token is not accepted.
@@ -304,7 +300,10 @@ class CoordinatorClient:
             tries += 1
             try:
                 own = {SESSION_HEADER: self._session, **(headers or {})}
-                async with self._http.request(method, self._address.url + path, headers=own, data=body) as found:
+                pieces = None
+                if body is not None:
+                    own["Content-Length"], pieces = str(len(body)), _pieces(body)
+                async with self._http.request(method, self._address.url + path, headers=own, data=pieces) as found:
                     answer = Answer(found.status, found.headers.copy(), await found.read())
             except (self._aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
                 log.debug("coordinator: %s %s failed: %s", method, path, error)
@@ -363,7 +362,8 @@ class CoordinatorClient:
             finally:
                 with self._entering:
                     self._ended.set()
-                self._loop.run_until_complete(_end_others())
+                self._loop.run_until_complete(end_others())
+                self._loop.abort_connections()
                 self._loop.run_until_complete(self._loop.shutdown_asyncgens())
                 self._loop.close()
 
@@ -390,7 +390,7 @@ class CoordinatorClient:
                     self.error = life.exception()
                     self._stopping.set()
             finally:
-                await _end_others()
+                await end_others()
 
     async def _stay_connected(self) -> None:
         began = time.monotonic()
@@ -403,13 +403,7 @@ class CoordinatorClient:
             before = time.monotonic()
             try:
                 await self._connection()
-            except (
-                self._aiohttp.ClientError,
-                OSError,
-                asyncio.TimeoutError,
-                OptionError,
-                ConnectionError,
-            ) as error:
+            except (self._aiohttp.ClientError, OSError, asyncio.TimeoutError, OptionError) as error:
                 self._require_hope(error)
                 last = f"{error}" or type(error).__name__
                 if not self.first.done() and not warned and time.monotonic() - began >= _QUIET_S:
@@ -495,6 +489,25 @@ class CoordinatorClient:
                 ) from None
 
 
+class _Loop(asyncio.SelectorEventLoop):
+    """Keeps its connections, to end those that aiohttp closes and does not wait for, as of an upload cut off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sockets = WeakKeyDictionary[asyncio.Transport, Any]()
+
+    async def create_connection(self, *given: Any, **options: Any) -> Any:
+        transport, protocol = await super().create_connection(*given, **options)
+        self._sockets[transport] = transport.get_extra_info("socket")
+        return transport, protocol
+
+    def abort_connections(self) -> None:
+        """Close all without sending what waits to be sent; the loop has to run once more."""
+        for transport, opened in list(self._sockets.items()):
+            if opened.fileno() >= 0:
+                transport.abort()
+
+
 class _Conversation:
     """The frames of one connection, either way: one of this worker's in flight, and in the next all said since.
 
@@ -528,11 +541,7 @@ class _Conversation:
             for side in done:
                 side.result()
         finally:
-            while not all(side.done() for side in sides):
-                for side in sides:  # wait_for loses a cancel in the turn that it ends in, up to Python 3.11
-                    side.cancel()
-                await asyncio.wait(sides, timeout=_SHORTEST_S)
-            await asyncio.gather(*sides, return_exceptions=True)
+            await end_tasks(sides)
 
     async def _speak(self, lease: float) -> None:
         while True:
@@ -591,6 +600,13 @@ def _pause(tries: int) -> float:
     return longest * _of_its_own.uniform(0.5, 1.0)
 
 
+async def _pieces(body: bytes) -> AsyncIterator[memoryview]:
+    """Of a size that the event loop sends between other things: aiohttp would put all into its buffer, and warns."""
+    whole = memoryview(body)
+    for start in range(0, len(whole), _PIECE_BYTES):
+        yield whole[start : start + _PIECE_BYTES]
+
+
 def _retry_after(answer: Answer) -> float:
     try:
         return max(min(float(answer.headers.get("Retry-After", "0")), _LONGEST_S), 0.0)
@@ -604,12 +620,3 @@ def _causes(error: BaseException | None) -> list[BaseException]:
         found.append(error)
         error = getattr(error, "os_error", None) or error.__cause__ or error.__context__
     return found
-
-
-async def _end_others() -> None:
-    """End all tasks of the loop but this one, also those that have entered it and not begun."""
-    await asyncio.sleep(0)
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
