@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from torch.optim.lr_scheduler import StepLR
 from tests.diloco.fits import FAST_AND_SLOW, Measured, Result, calm_tower, fit_alone, fit_diloco, plain_sgd
 from tests.support.models import Tower
 from tests.support.rank_pool import RankPool
+from tests.support.waiting import until
 
 ROUNDS = {"inner_steps": 4}
 
@@ -92,17 +92,26 @@ class LeavesItsEpoch(Tower):
     """One worker skips the rest of an epoch, as Lightning documents it, once another one has come to its end."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-        if self.trainer.strategy.worker == 0 and batch_idx == 8:
-            time.sleep(1.0)
+        strategy, there = self.trainer.strategy, Path(self.trainer.default_root_dir, "at batch 8")
+        if strategy.worker == 1 and batch_idx == 15:
+            until(there.exists)
+        if strategy.worker == 0 and batch_idx == 8:
+            there.touch()
+            until(lambda: strategy.progress().get("steps_left", 100.0) < 50.0)  # the other one has ended the round
             return -1
         return None
 
 
 def test_a_worker_may_skip_the_rest_of_an_epoch_that_ends_for_another(diloco_ranks: RankPool, tmp_path: Path) -> None:
-    options = {"inner_steps": 100}
     model = partial(LeavesItsEpoch, optimizer=plain_sgd)
     results = fit(
-        diloco_ranks, tmp_path, options=options, model=model, paces=None, max_epochs=1, callbacks=(LinesAndPlan,)
+        diloco_ranks,
+        tmp_path,
+        options={"inner_steps": 100},
+        model=model,
+        paces=None,
+        max_epochs=1,
+        callbacks=(LinesAndPlan,),
     )
     assert [result.global_step for result in results] == [8, 16]
     for result in results:
