@@ -357,7 +357,7 @@ class Attacker:
             text = self._bytes(1000)
         async with self._http.ws_connect(self._url + protocol.WORKER_PATH, headers=self._headers(None)) as socket:
             await (socket.send_str(text) if isinstance(text, str) else socket.send_bytes(text))
-            answer = await socket.receive(timeout=30)
+            answer = await socket.receive(timeout=60)
             self._note(answer)
 
     async def wrong_frame(self) -> None:
@@ -380,13 +380,13 @@ class Attacker:
             frames = ["x" * (2**25)]
         async with self._http.ws_connect(self._url + protocol.WORKER_PATH, headers=self._headers(None)) as socket:
             await socket.send_str(self._welcome)
-            answer = await socket.receive(timeout=30)
+            answer = await socket.receive(timeout=60)
             if answer.type is not aiohttp.WSMsgType.TEXT:
                 self._note(answer)
                 return
             frame = chance.choice(frames)
             await (socket.send_str(frame) if isinstance(frame, str) else socket.send_bytes(frame))
-            while (answer := await socket.receive(timeout=30)).type is aiohttp.WSMsgType.TEXT:
+            while (answer := await socket.receive(timeout=60)).type is aiohttp.WSMsgType.TEXT:
                 pass
             self._note(answer)
 

@@ -31,7 +31,7 @@ class Tab:
         self._number += 1
         await self._socket.send_json({"id": self._number, "method": method, "params": parameters})
         while True:
-            answer = json.loads((await self._socket.receive(timeout=30)).data)
+            answer = json.loads((await self._socket.receive(timeout=60)).data)
             if answer.get("method") in ("Log.entryAdded", "Runtime.exceptionThrown", "Runtime.consoleAPICalled"):
                 self.said.append(json.dumps(answer["params"]))
             if answer.get("id") == self._number:

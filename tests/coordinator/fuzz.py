@@ -67,7 +67,7 @@ class _Errors(logging.Handler):
         self.said.append(self.format(record))
 
 
-_SETTLES_S = 10.0
+_SETTLES_S = 60.0
 
 
 def _digest(server: CoordinatorServer) -> str:

@@ -178,7 +178,7 @@ def test_a_full_disk_does_not_end_the_run(store, monkeypatch, caplog):
         patched.setattr(StateStore, "_publish", full)
         store.save(a_state(1))
         thread = store._thread
-        assert thread is None or thread.join(30) is None
+        assert thread is None or thread.join(60) is None
     assert "The state of round 1 was not saved" in caplog.text
     assert "No space left" in caplog.text
     assert store.saved_round is None
@@ -193,13 +193,13 @@ def test_the_newest_state_wins_where_saving_is_slow_and_a_stop_saves_the_last(st
 
     def slow(self, part, name):
         saving.set()
-        assert go_on.wait(30)
+        assert go_on.wait(60)
         published.append(name)
         return real(self, part, name)
 
     monkeypatch.setattr(StateStore, "_publish", slow)
     store.save(a_state(1))
-    assert saving.wait(30)
+    assert saving.wait(60)
     for version in (2, 3, 4):
         store.save(a_state(version))
     assert not store.close(0.01)

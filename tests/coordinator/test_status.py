@@ -56,12 +56,12 @@ def served(status: RunStatus, access: ServerAccess | None = None):
 
     thread = threading.Thread(target=run)
     thread.start()
-    assert started.wait(30)
+    assert started.wait(60)
     try:
         yield addresses[0]
     finally:
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(30)
+        thread.join(60)
 
 
 def test_the_table_shows_everything(capsys, monkeypatch):

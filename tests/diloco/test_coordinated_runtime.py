@@ -36,7 +36,7 @@ def beginning(url: str) -> Iterator[CoordinatedRuntime]:
         group=WorkerGroup(),
         board=board,
         flush=lambda: None,
-        timeout=30.0,
+        timeout=60.0,
     )
     try:
         yield runtime
@@ -121,7 +121,7 @@ def test_who_waits_for_an_answer_hears_what_has_ended_the_connection() -> None:
         client = CoordinatorClient(
             known._address,
             hello=welcomed_as,
-            timeout=30.0,
+            timeout=60.0,
         )
         told: Any = SimpleNamespace(
             welcomed=welcome, receive=lambda _: None, lost=lambda: None, fail=lambda _: ended.set()

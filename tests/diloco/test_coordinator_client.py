@@ -56,7 +56,7 @@ def answering(words: bytes) -> Iterator[str]:
                 while True:
                     connection, _ = server.accept()
                     with connection, suppress(OSError):
-                        connection.settimeout(5)
+                        connection.settimeout(WAIT)
                         connection.recv(4096)
                         connection.sendall(words)
 
@@ -67,7 +67,7 @@ def answering(words: bytes) -> Iterator[str]:
         finally:
             with suppress(OSError):
                 server.shutdown(socket.SHUT_RDWR)
-            thread.join(5)
+            thread.join(WAIT)
 
 
 def hello_of(worker: str, session: str) -> Hello:

@@ -18,7 +18,7 @@ from lightning_bytescheduler.diloco.mailbox import (
 from lightning_bytescheduler.diloco.messages import Message, TrainingOver, decode
 from lightning_bytescheduler.exceptions import OptionError, RankFailedError, SchedulerTimeoutError
 
-LONG = 30.0
+LONG = 60.0
 NAME = "bytescheduler-test-answers"
 
 

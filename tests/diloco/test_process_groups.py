@@ -29,7 +29,7 @@ def test_a_worker_of_one_rank_asks_nobody() -> None:
 
 def three_together(rank: int) -> tuple[Any, ...]:
     world = WorkerWorld.join(rank=rank, size=3, backend="gloo", timeout=None, inner_size=3)
-    group = WorkerGroup(world.inside, timeout=30.0)
+    group = WorkerGroup(world.inside, timeout=60.0)
     total = group.total([rank, 0.5])
     anybody = group.any(rank == 2), group.any(False)
     heard = group.tell(f"from rank {rank} \u00e9"), group.tell("")
@@ -58,7 +58,7 @@ def rank_that_waits(rank: int, aborts: bool, folder: str) -> str:
     world = WorkerWorld.join(rank=rank, size=3, backend="gloo", timeout=None, inner_size=3)
     message = "came by"
     if rank:
-        group = WorkerGroup(world.inside, timeout=30.0 if aborts else 0.1)
+        group = WorkerGroup(world.inside, timeout=60.0 if aborts else 0.1)
         if aborts:
             threading.Timer(0.2, group.abort, [ZeroDivisionError("elsewhere")]).start()
         try:

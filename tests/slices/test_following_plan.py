@@ -18,7 +18,7 @@ from lightning_bytescheduler.slices.tracker import SliceTracker
 from lightning_bytescheduler.slices.training import TrackedTraining, cut_batch
 from tests.slices.tracker_workers import make_tracker, tracked_training
 
-LIMIT_S = 10.0
+LIMIT_S = 60.0
 
 
 class Worker:

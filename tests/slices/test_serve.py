@@ -49,13 +49,13 @@ def test_a_compressed_twin_is_not_sent_in_a_files_place(folder):
     (folder / "slice-000000.txt.gz").write_bytes(gzip.compress(b"other"))
     with SliceServer(str(folder)) as server:
         request = urllib.request.Request(f"{server.url}slice-000000.txt", headers={"Accept-Encoding": "gzip"})
-        with urllib.request.urlopen(request, timeout=30) as answer:
+        with urllib.request.urlopen(request, timeout=60) as answer:
             assert answer.read() == (folder / "slice-000000.txt").read_bytes()
 
 
 def status(server: SliceServer, path: str, method: str = "GET") -> int:
     host, _, port = server.url.removeprefix("http://").rstrip("/").rpartition(":")
-    connection = http.client.HTTPConnection(host, int(port), timeout=30)
+    connection = http.client.HTTPConnection(host, int(port), timeout=60)
     connection.putrequest(method, path, skip_host=False)
     connection.putheader("Content-Length", "0")
     connection.endheaders()
@@ -88,7 +88,7 @@ def test_a_token_is_asked_for(folder, tmp_path):
         for headers in ({}, {"Authorization": "Bearer wrong"}):
             request = urllib.request.Request(f"{server.url}slices.index", headers=headers)
             with pytest.raises(urllib.error.HTTPError, match="401") as caught:
-                urllib.request.urlopen(request, timeout=30)
+                urllib.request.urlopen(request, timeout=60)
             caught.value.close()
         assert read_all(server.url, tmp_path, headers={"Authorization": "Bearer open sesame"}) == TEXT
 
@@ -125,6 +125,6 @@ def test_tls(folder, tmp_path):
             server.url.replace("0.0.0.0", "127.0.0.1") + "slices.index", headers={"Authorization": "Bearer t"}
         )
         with urllib.request.urlopen(
-            request, timeout=30, context=ssl.create_default_context(cafile=certificate)
+            request, timeout=60, context=ssl.create_default_context(cafile=certificate)
         ) as answer:
             assert answer.read() == (folder / "slices.index").read_bytes()

@@ -25,7 +25,7 @@ def test_workers_in_threads_train_on_each_sample_once():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30.0)
+        thread.join(60.0)
         assert not thread.is_alive()
     total = sum(trained, Counter())
     assert set(total.values()) == {1}
