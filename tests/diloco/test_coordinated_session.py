@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from lightning_bytescheduler.coordinator.certificates import make_certificates
 from lightning_bytescheduler.coordinator.service import CoordinatorServer
@@ -50,15 +51,30 @@ def assert_same(workers: list[ThreadWorker]) -> None:
         assert all(map(torch.equal, workers[0].weights, worker.weights)), (workers[0].name, worker.name)
 
 
-def test_a_late_worker_takes_the_state_and_all_end_with_the_same_weights(serve: Any) -> None:
+class Holds(ThreadWorker):
+    """Takes no step from its eighth round on until it may."""
+
+    may_go_on = threading.Event()
+
+    def _step(self, module: nn.Module, generator: torch.Generator, *, counts: bool = True) -> None:
+        assert self.version < 7 or self.may_go_on.wait(60.0)
+        super()._step(module, generator, counts=counts)
+
+
+def test_a_late_worker_takes_the_state_and_all_end_with_the_same_weights(
+    serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Holds, "may_go_on", threading.Event())
     server = serve(inner_steps=5, outer_steps=12, outer_momentum=0.9)
-    first = ThreadWorker(server.url, "first", seconds=0.03)  # on a busy machine the other one is in time, too
-    until(lambda: first.version >= 2, "the second round")
-    late = ThreadWorker(server.url, "late", seconds=0.03)  # a faster one would take more steps
+    first = Holds(server.url, "first", seconds=0.03)
+    until(lambda: first.version >= 7, "the eighth round")
+    late = ThreadWorker(server.url, "late", seconds=0.03)
+    until(lambda: late.version >= 7, "the late one's taking of the state")
+    Holds.may_go_on.set()
     assert_same([first.checked(), late.checked()])
     assert first.version == late.version == 12
     assert late.taken < first.taken
-    assert late.versions[0] > 2
+    assert late.versions[0] > 7
 
 
 def test_a_worker_that_leaves_counts_and_the_others_go_on(serve: Any) -> None:
