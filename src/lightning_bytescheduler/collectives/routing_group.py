@@ -11,10 +11,12 @@ There are two states, which all ranks change at the same point of their programs
 * *direct*: only the program launches (steps as DDP's, and before the first step). Everything is launched at once.
 * *in order*: see :class:`~lightning_bytescheduler.collectives.routing_group.ForeignCollectives`.
 
-A thread that calls a collective waits on the host until it is launched here, and gets the backend's own work. It must
-never wait for a gradient of the step whose backward pass it is in (``launch_order.py``). So when a rank goes from in
-order to direct, all that it has submitted is launched, and its direct launches come after all of that on each rank. On
-the way back, later decisions are launched where they have been submitted, which is after the direct ones.
+A thread that calls a collective, also with ``async_op=True``, waits on the host until it is launched here, and gets the
+backend's own work. So two ranks may wait for each other forever if one calls it before a ``send`` for which the other
+waits first. It must never wait for a gradient of the step whose backward pass it is in (``launch_order.py``). So when a
+rank goes from in order to direct, all that it has submitted is launched, and its direct launches come after all of that
+on each rank. On the way back, later decisions are launched where they have been submitted, which is after the direct
+ones.
 
 Messages between two ranks (``send``, ``recv``) are not ordered, as not all ranks know of them; they go to the replaced
 group. Collectives on other groups of the user are not ordered either.
