@@ -264,3 +264,14 @@ def test_a_client_ends_also_where_work_on_its_thread_loses_a_cancel() -> None:
     assert begun.wait(WAIT)
     assert worker.client.stop(WAIT)
     assert work.done()
+
+
+def test_a_body_that_is_sent_again_is_sent_whole() -> None:
+    """As aiohttp does by itself where a connection ends amid a request."""
+
+    async def sent(body: coordinator_client._Pieces) -> bytes:
+        return b"".join([bytes(piece) async for piece in body])
+
+    whole = bytes(range(256)) * 10_000
+    body = coordinator_client._Pieces(whole)
+    assert asyncio.run(sent(body)) == asyncio.run(sent(body)) == whole

@@ -225,6 +225,18 @@ def test_a_worker_that_fails_before_it_has_reported_a_step_is_silent(begins: boo
     assert rounds.silent(now=16.0) == ["b"]
 
 
+def test_a_worker_that_fails_while_it_sends_is_silent() -> None:
+    rounds = together()
+    for name in WORKERS:
+        rounds.handle(JoinRounds(worker=name), now=10.0)
+    for name in WORKERS:
+        rounds.handle(RoundStarted(worker=name, round=1), now=10.0)
+        rounds.handle(SendingPseudoGradient(worker=name, round=1, steps=2, samples=4), now=11.0)
+    rounds.handle(PseudoGradientArrived(worker="a", round=1), now=12.0)
+    assert rounds.silent(now=15.0) == []
+    assert rounds.silent(now=17.0) == ["b"]
+
+
 def test_a_worker_that_does_not_pass_the_rounds_end_is_silent() -> None:
     rounds = together()
     for message in (

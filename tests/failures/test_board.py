@@ -110,6 +110,39 @@ def test_a_failure_reaches_the_other_rank_with_rank_cause_and_step(
     assert "[rank 0] Rank 1 failed: ValueError: boom" in caplog.text
 
 
+def test_a_rank_that_has_left_is_not_silent(board: MakeBoard) -> None:
+    staying, leaving = board(0), board(1)
+    assert leaving.close()
+    error = RuntimeError("Connection closed by peer")
+    assert staying.diagnose(error) is error
+
+
+def test_a_rank_that_dies_where_no_collective_breaks_is_found_by_those_that_wait_for_it(
+    board: MakeBoard, store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(board_module, "_NATIVE_S", 0.5)
+    waiting, told = board(0, world_size=3), board(1, world_size=3)
+    assert waiting.no_hope() is None
+    store.set("signs/2", standstill.Sign(beat=3).encode())
+    until(waiting.no_hope)
+    assert str(waiting.no_hope()) == "Rank 2 failed: it shows no sign of life"
+    until(lambda: told.fault)
+    assert told.fault is not None
+    assert told.fault.rank == 2
+
+
+def test_a_rank_that_has_not_come_yet_has_not_failed(board: MakeBoard, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(board_module, "_NATIVE_S", 0.0)
+    monkeypatch.setattr(standstill, "_BEATS_MISSED", 0)
+    waiting = board(0)
+    looked: set[float] = set()
+    while len(looked) < 4:
+        assert waiting.no_hope() is None
+        looked.add(waiting._signs._looked_at)
+        time.sleep(0.01)
+    assert waiting.fault is None
+
+
 def test_whoever_fails_first_is_published(board: MakeBoard) -> None:
     first, second = board(0), board(1)
     assert first.publish(ValueError("boom"))

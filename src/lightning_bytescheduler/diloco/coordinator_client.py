@@ -302,7 +302,7 @@ class CoordinatorClient:
                 own = {SESSION_HEADER: self._session, **(headers or {})}
                 pieces = None
                 if body is not None:
-                    own["Content-Length"], pieces = str(len(body)), _pieces(body)
+                    own["Content-Length"], pieces = str(len(body)), _Pieces(body)
                 async with self._http.request(method, self._address.url + path, headers=own, data=pieces) as found:
                     answer = Answer(found.status, found.headers.copy(), await found.read())
             except (self._aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
@@ -600,11 +600,18 @@ def _pause(tries: int) -> float:
     return longest * _of_its_own.uniform(0.5, 1.0)
 
 
-async def _pieces(body: bytes) -> AsyncIterator[memoryview]:
-    """Of a size that the event loop sends between other things: aiohttp would put all into its buffer, and warns."""
-    whole = memoryview(body)
-    for start in range(0, len(whole), _PIECE_BYTES):
-        yield whole[start : start + _PIECE_BYTES]
+class _Pieces:
+    """A body in pieces that the event loop sends between other things: aiohttp would buffer all of it, and warns.
+
+    Each iteration begins anew, as aiohttp sends a request again by itself where its connection has ended.
+    """
+
+    def __init__(self, body: bytes) -> None:
+        self._body = memoryview(body)
+
+    async def __aiter__(self) -> AsyncIterator[memoryview]:
+        for start in range(0, len(self._body), _PIECE_BYTES):
+            yield self._body[start : start + _PIECE_BYTES]
 
 
 def _retry_after(answer: Answer) -> float:

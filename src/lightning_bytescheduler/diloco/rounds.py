@@ -41,6 +41,7 @@ from lightning_bytescheduler.diloco.messages import (
 )
 from lightning_bytescheduler.diloco.round_end import FixedSteps, RoundOptions, RoundTarget
 from lightning_bytescheduler.diloco.round_record import Activity, RoundRecord
+from lightning_bytescheduler.diloco.round_roster import WorkerState
 
 _LEFT_EVERY_S = 0.5  # from one word on what is to go to the next
 _LOOK_S = 1.0
@@ -137,7 +138,8 @@ class Rounds:
             if self.stand_still or worker is None:
                 return still_for_long and name not in self._passed
             allowed = _SILENT_STEPS * (worker.step_time.seconds or 0.0) + _SILENT_S
-            return worker.is_training and now > worker.heard + allowed
+            busy = worker.is_training or worker.state is WorkerState.SENDING
+            return busy and now > worker.heard + allowed
 
         return list(filter(is_silent, self._together))
 
@@ -250,7 +252,8 @@ class RoundsThread:
         workers: Names of all workers.
         post: Sends a message to a worker; called on the thread.
         on_round: Called on the thread with each round that has ended.
-        on_silence: Called on the thread with what :meth:`Rounds.silent` finds, every now and then.
+        on_silence: Called on the thread while :meth:`Rounds.silent` finds workers, every now and then, with whether all
+            stand still.
         on_error: Called on the thread with what it failed with.
     """
 
@@ -262,7 +265,7 @@ class RoundsThread:
         workers: Sequence[str],
         post: Callable[[str, ToWorker], None],
         on_round: Callable[[RoundRecord], object],
-        on_silence: Callable[[list[str]], object],
+        on_silence: Callable[[bool], object],
         on_error: Callable[[BaseException], object],
     ) -> None:
         self._workers = tuple(workers)
@@ -324,6 +327,6 @@ class RoundsThread:
 
     def _look_for_silence(self) -> None:
         now = time.monotonic()
-        if now - self._looked >= _SILENT_S and (silent := self._rounds.silent(now=now)):
+        if now - self._looked >= _SILENT_S and self._rounds.silent(now=now):
             self._looked = now
-            self._on_silence(silent)
+            self._on_silence(self._rounds.stand_still)

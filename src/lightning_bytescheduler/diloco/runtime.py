@@ -388,15 +388,15 @@ class LeadingRuntime(Runtime):
             self.timeline.close()
         return self._idle
 
-    def _examine(self, silent: list[str]) -> None:
+    def _examine(self, stand_still: bool) -> None:
         """Some workers have not been heard of: find out whether they live."""
         if self._examining is not None and self._examining.is_alive():
             return
 
         def examine() -> None:
-            names = ", ".join(silent)
-            heard = RuntimeError(f"nothing was heard of {names} for long")
-            found = self._board.diagnose(heard, silence=self._silence)
+            heard = RuntimeError("some workers were not heard of for long")
+            # What a validation or a checkpoint does may keep the interpreter for longer than a step does.
+            found = self._board.diagnose(heard, silence=2 * self._silence if stand_still else self._silence)
             if isinstance(found, RankFailedError):
                 self._end_session(found)
 

@@ -21,6 +21,7 @@ import atexit
 import gc
 import itertools
 import logging
+import math
 import os
 import threading
 import time
@@ -74,6 +75,7 @@ _STOP_S = 2.0
 _LOCATE_S = 1.0
 _DIAGNOSE_S = 3.0
 _CONNECTING_S = 5.0  # between two looks at ranks that connect
+_ASKED_S = 1.0  # for which the thread looks at the others after it was asked whether they may answer
 _NATIVE_S = 20.0  # for which a rank that is busy in native code may show no sign of life
 _WHERE = "Where the ranks are:"
 
@@ -251,6 +253,7 @@ class FaultBoard:
         self._store_lost = False
         self._ready_to_leave = False  # knows of the failure, or leaves in order
         self._left = False  # has told that it leaves
+        self._asked_at = -math.inf  # when a thread last asked whether the others may answer
         self._askers = 0  # threads that wait for what the watcher learns
         self._urgent = False
         self._closing = False
@@ -354,8 +357,18 @@ class FaultBoard:
         return self._notice is not None or self._outgoing is not None or self._store_lost
 
     def no_hope(self) -> BaseException | None:
-        """Why the other ranks will not answer any more; ``None`` while they may."""
-        return self.diagnose(RuntimeError("c10d: the store is gone")) if self.hopeless else None
+        """Why the other ranks will not answer any more; ``None`` while they may.
+
+        Code that waits for them calls this again and again. Then the board's thread looks at them, and a rank that has
+        shown no sign of life for long has failed.
+        """
+        if self.hopeless:
+            return self.diagnose(RuntimeError("c10d: the store is gone"))
+        with self._changed:
+            self._asked_at = time.monotonic()
+            came = self._signs.standings()
+            silent = [rank for rank in self._signs.silent(_NATIVE_S) if rank in came]
+            return self._bury(silent) if silent else None
 
     def take_over(self) -> None:
         """Note that the training thread is back with a failure, and will end by itself."""
@@ -424,11 +437,7 @@ class FaultBoard:
             while self.fault is None and not self._store_lost:
                 silent = self._signs.silent(silence)
                 if len(silent) == 1 or (silent and time.monotonic() >= deadline):
-                    last = explain_death(self._signs.standings())
-                    cause = f"{_no_sign_of_life(silent)}; {broken}" + (f". {last}" if last else "")
-                    found = RankFailedError(silent[0], cause)
-                    self._learn(FaultNotice.of(found, by=self.rank))
-                    self._post(found)
+                    self._bury(silent, broken)
                 elif not self._within(deadline):
                     break
             if self.fault is None and self._store_lost:
@@ -515,6 +524,15 @@ class FaultBoard:
             finally:
                 self._askers -= 1
 
+    def _bury(self, silent: Sequence[int], *broken: str) -> RankFailedError | None:
+        """Tell all that ranks are dead."""
+        last = explain_death(self._signs.standings())
+        cause = "; ".join((_no_sign_of_life(silent), *broken)) + (f". {last}" if last else "")
+        found = RankFailedError(silent[0], cause)
+        self._learn(FaultNotice.of(found, by=self.rank))
+        self._post(found)
+        return self.fault
+
     def _within(self, deadline: float) -> bool:
         """Wait for the thread's next round; ``False`` if that is too late, or no round will come."""
         left = deadline - time.monotonic()
@@ -572,7 +590,8 @@ class FaultBoard:
                 stop.look()
             notice = self._exchange_notices()
             leaves = self._ready_to_leave
-            standstill = self._signs.beat(self._stand(), left=leaves, examine=bool(self._askers))
+            asked = bool(self._askers) or time.monotonic() - self._asked_at < _ASKED_S
+            standstill = self._signs.beat(self._stand(), left=leaves, examine=asked)
             self._left = leaves
         except RuntimeError:
             self._lose_store()
@@ -675,12 +694,13 @@ def connected(store: dist.Store, host: str, port: int, *, rank: int, world_size:
             broken = RuntimeError("the connections between the ranks")
             if isinstance(board.diagnose(broken, silence=_NATIVE_S), RankFailedError) or over.is_set():
                 return
-            if not hinted:
+            if not hinted and rank == 0:
                 log.warning(connection_hint(world_size, host, port, time.monotonic() - began))
                 hinted = True
 
     looker = threading.Thread(target=look_after, name="bytescheduler-connecting", daemon=True)
-    if rank == 0:  # for all
+    looks = rank < 2  # for all, and one for the other
+    if looks:
         looker.start()
     try:
         yield board
@@ -688,8 +708,9 @@ def connected(store: dist.Store, host: str, port: int, *, rank: int, world_size:
             raise board.fault
     except Exception as error:
         cause: BaseException = explain_connection(error, rank, host, port)
-        if cause is error and is_communication_error(error):
-            cause = board.diagnose(error, silence=_NATIVE_S / 4)
+        if cause is not error or is_communication_error(error):  # a rank that has died cannot be connected to either
+            found = board.diagnose(error, silence=_NATIVE_S / 4)
+            cause = cause if found is error else found
         if not board.publish(cause) and board.fault is not None and not isinstance(error, ByteSchedulerError):
             cause = board.fault
         if cause is error:
@@ -698,7 +719,7 @@ def connected(store: dist.Store, host: str, port: int, *, rank: int, world_size:
     finally:
         over.set()
         board.close()
-        if rank == 0:
+        if looks:
             looker.join(_STOP_S)
 
 

@@ -427,9 +427,16 @@ class VitalSigns:
         return None
 
     def silent(self, at_least: float = 0.0) -> list[int]:
-        """Ranks that missed five beats since they were looked at, and showed none for ``at_least`` seconds."""
+        """Ranks that missed five beats since they were looked at, and showed none for ``at_least`` seconds.
+
+        Those that have left in order give none.
+        """
         patience = max(_BEATS_MISSED * self._period, at_least)
-        return [rank for rank, seen in self._seen.items() if self._looked_at - seen.alive_at > patience]
+        return [
+            rank
+            for rank, seen in self._seen.items()
+            if not seen.sign.left and self._looked_at - seen.alive_at > patience
+        ]
 
     def standings(self) -> dict[int, Standing]:
         """Where all ranks last said that they stand; empty if no other rank's place is known."""
