@@ -28,7 +28,7 @@ from lightning_bytescheduler.slices.options import TrackerOptions
 from tests.diloco.coordinated_fits import alone, coordinator_options
 from tests.diloco.coordinated_workers import until
 from tests.diloco.fits import diloco_trainer
-from tests.slices.fits import Remembers, make_rows
+from tests.slices.fits import Decays, Remembers, make_rows
 from tests.support.rank_pool import RankPool, free_port
 
 COUNTS = [5, 17, 30, 9, 1, 26, 8, 12, 20, 24]
@@ -75,13 +75,14 @@ def test_the_last_epoch_ends_when_all_of_it_is_in_the_weights(
 
 
 class Missing(NamedTuple):
-    """What a worker has trained on, and in how many batches by the end of each epoch."""
+    """What a worker has trained on, in how many batches by the end of each epoch, and its learning rates."""
 
     batches: list[list[int]]
     counts: list[int]
+    rates: list[float]
 
 
-class Logs(Remembers):
+class Logs(Decays):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         self.log("loss", loss, on_step=False, on_epoch=True, batch_size=len(batch))
@@ -110,6 +111,7 @@ def fit_missing_an_epoch(
     callbacks: list[Callback] = [epochs]
     if rank == 1:
         module.on_step = lambda step: until(waits.exists, "the wait of the other worker")
+    if rank == 1 and ckpt_path is None:  # else it may lead, and end the training of both
         callbacks.append(EarlyStopping("loss", patience=1, min_delta=1e9))  # at the second epoch with a loss
 
     def wait(boundaries: CoordinatedBoundaries) -> bool:
@@ -121,7 +123,7 @@ def fit_missing_an_epoch(
         strategy = DiLoCoStrategy(coordinator={"url": url, "name": f"w{rank}"})
         trainer = diloco_trainer(0, strategy, default_root_dir=folder, max_epochs=max_epochs, callbacks=callbacks)
         trainer.fit(module, datamodule=SliceDataModule(rows, batch_size=2), ckpt_path=ckpt_path)
-    return Missing(module.batches, epochs.counts)
+    return Missing(module.batches, epochs.counts, module.rates)
 
 
 def test_a_worker_that_misses_an_epoch_trains_on_no_other_instead(
@@ -136,6 +138,7 @@ def test_a_worker_that_misses_an_epoch_trains_on_no_other_instead(
         check(server.status(), [fast.batches, slow.batches], wasted=False)
         first, second, third = slow.counts[:EPOCHS]
         assert first == second < third
+        assert fast.rates[:EPOCHS] == slow.rates[:EPOCHS] == [0.01, 0.005, 0.0025]
         again = diloco_ranks.run(
             fit_missing_an_epoch,
             url=server.url,

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_bytescheduler import DiLoCoStrategy, SliceDataModule
 from tests.diloco.fits import FAST_AND_SLOW, Pause, diloco_trainer
-from tests.slices.fits import Evaluates, Remembers, make_rows
+from tests.slices.fits import Decays, Evaluates, Remembers, make_rows
 from tests.support.rank_pool import RankPool, RanksFailed
 
 COUNTS = [5, 7, 3, 9, 1, 6, 8, 2, 4, 7, 5, 6]
@@ -23,10 +23,13 @@ SAMPLES = sum(COUNTS)
 
 
 class NotesEpochs(Callback):
-    """How many batches there were at the end of each epoch."""
+    """How many batches there were at the end of each epoch, whose learning rate halves with each."""
 
     def __init__(self) -> None:
         self.batches: list[int] = []
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert trainer.optimizers[0].param_groups[0]["lr"] == 0.01 / 2**trainer.current_epoch
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(pl_module, Remembers)
@@ -47,7 +50,7 @@ def fit_slices(
     **trainer_options: Any,
 ) -> tuple[list[list[int]], list[int], list[int], dict[str, torch.Tensor]]:
     """On a rank; returns the batches, how many there were after each epoch, what was validated, and the weights."""
-    module: Remembers = Evaluates() if data and "val" in data else Remembers()
+    module: Remembers = Evaluates() if data and "val" in data else Decays()
     epochs = NotesEpochs()
     callbacks: list[Callback] = [Pause(rank, FAST_AND_SLOW if pauses is None else pauses), epochs]
     if saves:

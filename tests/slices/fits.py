@@ -46,7 +46,22 @@ class Remembers(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-class Evaluates(Remembers):
+class Decays(Remembers):
+    """And halves its learning rate after each epoch; ``rates`` are those at the beginning of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rates: list[float] = []
+
+    def on_train_epoch_start(self) -> None:
+        self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+class Evaluates(Decays):
     """And has the other steps; by itself, as Lightning warns of one without data."""
 
     def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:

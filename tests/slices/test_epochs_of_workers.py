@@ -200,6 +200,21 @@ def test_a_limit_that_ends_an_epoch_where_its_data_end_leaves_no_epoch_without_a
     assert run.merged == all_of([4, 4], EPOCHS)
 
 
+def test_a_batch_that_was_handed_out_ahead_of_a_limit_is_of_the_same_epoch_of_the_data() -> None:
+    run = Run([10])
+    plan = TrackerPlan(run.tracker, worker="w", incarnation="1", slices=tuple(run.tracker.catalogue), batch_size=2)
+    plan.begin_pass()
+    batches = []
+    while (found := plan.poll()) is not None:
+        assert isinstance(found, SliceBatch)
+        batches.append(found)
+    for _ in batches[:-1]:
+        plan.trained()
+    plan.begin_pass()
+    assert plan.poll() == batches[-1]
+    assert plan.poll() is None
+
+
 def test_an_epoch_that_was_over_before_a_training_is_none_of_it() -> None:
     run = Run(COUNTS)
     for epochs in (1, 2, 3):

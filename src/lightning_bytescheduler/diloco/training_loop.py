@@ -22,6 +22,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -142,6 +143,15 @@ class LoopBoundaries(ABC):
             self._session.count(samples=round(samples), seconds=seconds, loss=self._loss)
             self._samples = 0
         return agreed
+
+    def _step_schedules(self) -> None:
+        """Step the schedules of learning rates at the end of an epoch without a last batch, where Lightning does not.
+
+        Learning rates of workers would come to differ. PyTorch warns where there was no step at all before.
+        """
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", r"Detected call of .lr_scheduler\.step", UserWarning)
+            self._loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
 
     def _reaches_limit(self, epoch: bool) -> bool:
         fit_loop = self.trainer.fit_loop
@@ -323,7 +333,8 @@ class RoundBoundaries(LoopBoundaries):
         if ended.epoch and not own_epoch_ends:
             # Another worker has gone through its share of the data: the epoch ends here as if this batch were the last.
             self._loop.batch_progress.is_last_batch = True
-            self._loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+        if ended.epoch and (not own_epoch_ends or not self._loop.batch_progress.current.ready):
+            self._step_schedules()
         if ended.stop:
             self._stop()
         if self._kept is not None:
@@ -408,6 +419,8 @@ class CoordinatedBoundaries(LoopBoundaries):
         trainer, session, loop = self.trainer, self._session, self.trainer.fit_loop
         if self._data is None or self._group.any(trainer.should_stop and loop._can_stop_early):
             return
+        if not self._loop.batch_progress.current.ready:
+            self._step_schedules()
         if self._group.any(self._group.leads and self._data.is_cut) and loop.max_epochs not in (None, -1):
             loop.max_epochs += 1  # this one was none
         # A limit may end the training, or the epoch, and not its data.

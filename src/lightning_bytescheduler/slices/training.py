@@ -271,6 +271,7 @@ class TrackerPlan:
             repeats: Whether it only trains on what has come back of the last pass's epoch.
         """
         self.report()
+        has_ended = self._is_through
         for parts in self._out.values():
             for held, start, stop in parts:
                 held.todo = joined([*held.todo, (start, stop)])
@@ -278,7 +279,7 @@ class TrackerPlan:
         self._received = self._handed
         self._goes_on = ()
         if self._waits and not repeats:
-            if self._has_ended:
+            if has_ended:
                 self._last_epoch += 1
             elif self._last_epoch < 0:
                 self._goes_on = (WaitReason.OVER,)  # as before this training
@@ -301,6 +302,11 @@ class TrackerPlan:
             return max(self._ask_at - self._clock(), 0.0)
         self._may_end, self._goes_on = True, ()
         return batch
+
+    @property
+    def _is_through(self) -> bool:
+        """Whether the pass was trained to its end; a limit may leave a batch that was handed out ahead."""
+        return self._has_ended and not any(self._out.values())
 
     # ------------------------------------------------------------------ reports of the training
 
