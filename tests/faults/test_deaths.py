@@ -10,9 +10,19 @@ from tests.faults.scenario import Scenario, check_end, run, run_together
 
 
 def test_a_rank_that_is_gone_is_named(nursery: Nursery, tmp_path: Path) -> None:
-    deaths = [("sending", "SIGKILL", -9, 3), ("training_step", "exit", 1, 2), ("validation_step", "SIGKILL", -9, 2)]
+    deaths = [
+        ("sending", "SIGKILL", -9, 3),
+        ("training_step", "exit", 1, 2),
+        ("validation_step", "SIGKILL", -9, 2),
+        ("configure_model", "SIGKILL", -9, 2),
+        ("configure_optimizers", "SIGKILL", -9, 2),
+    ]
     scenarios = [
-        Scenario(world_size=n, options={"where": place, "kind": kind, "ranks": [1]}) for place, kind, _, n in deaths
+        Scenario(
+            world_size=n,
+            options={"where": place, "kind": kind, "ranks": [1], "step": 0 if "configure" in place else 3},
+        )
+        for place, kind, _, n in deaths
     ]
     for (_, _, code, _), ranks in zip(deaths, run_together(nursery, scenarios, tmp_path), strict=True):
         check_end(ranks, failed=1, code=code, says="Rank 1 failed: it shows no sign of life")

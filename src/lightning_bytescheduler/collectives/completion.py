@@ -123,10 +123,11 @@ class CompletionThread:
         self._stopping.set()
         self._pending.put(None)
         deadline = time.monotonic() + timeout
-        self._thread.join(min(timeout, 2 * _WAIT_SLICE.total_seconds()))
-        if self._thread.is_alive() and self._awaits_message and self._group is not None:
-            break_connections(self._group)
-        self._thread.join(max(0.0, deadline - time.monotonic()))
+        # More than once: a connection that is ending already does not end the others.
+        while self._thread.is_alive() and (left := deadline - time.monotonic()) > 0:
+            self._thread.join(min(left, 2 * _WAIT_SLICE.total_seconds()))
+            if self._thread.is_alive() and self._awaits_message and self._group is not None:
+                break_connections(self._group)
         seconds = self._seconds is None or self._seconds.stop(max(0.1, deadline - time.monotonic()))
         return seconds and not self._thread.is_alive()
 
