@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lightning_bytescheduler.slices.batches import SliceBatch
 from lightning_bytescheduler.slices.catalogue import SliceCatalogue
-from lightning_bytescheduler.slices.messages import TrainedRun
+from lightning_bytescheduler.slices.messages import RequestSlice, TrainedRun, WaitReason
 from lightning_bytescheduler.slices.options import TrackerOptions
 from lightning_bytescheduler.slices.tracker import SliceTracker
 from lightning_bytescheduler.slices.training import TrackerPlan
@@ -37,10 +37,13 @@ class Fit:
 
     Args:
         done: Epochs that it has gone through before, by its checkpoint.
+        begins: The epoch of the data that comes next, by its checkpoint.
         limit: Batches after which an epoch ends.
     """
 
-    def __init__(self, run: Run, name: str, *, epochs: int = EPOCHS, done: int = 0, **options: int) -> None:
+    def __init__(
+        self, run: Run, name: str, *, epochs: int = EPOCHS, done: int = 0, begins: int | None = None, **options: int
+    ) -> None:
         self.run, self.name, self.epochs, self.done = run, name, epochs, done
         self.limit = options.pop("limit", 1_000_000)
         self.plan = TrackerPlan(
@@ -50,6 +53,7 @@ class Fit:
             slices=tuple(run.tracker.catalogue),
             clock=run.clock,
             resumes=done > 0,
+            begins=begins,
             counts_merged=True,
             **{"batch_size": 2, "ahead": 0, **options},
         )
@@ -178,6 +182,48 @@ def test_a_fit_goes_on_from_a_checkpoint_while_two_epochs_of_the_data_are_open()
         run.tracker.release(fit.name)
     go_on([Fit(run, fit.name, done=1) for fit in fits])
     assert run.merged == all_of(COUNTS, EPOCHS)
+
+
+def test_a_checkpoint_of_the_middle_of_an_epoch_goes_on_with_that_while_another_worker_is_ahead() -> None:
+    run = Run(COUNTS)
+    fast, leads = Fit(run, "fast"), Fit(run, "leads")
+    leads.step()
+    while fast.step() and run.tracker.epoch == 0 and len(fast.sizes) < 2:
+        pass
+    begins = leads.plan.next_epoch
+    assert (begins, leads.done) == (0, 0)
+    for fit in (fast, leads):
+        run.tracker.release(fit.name)
+    go_on([Fit(run, fit.name, begins=begins) for fit in (fast, leads)])
+    assert run.merged == all_of(COUNTS, EPOCHS)
+
+
+@pytest.mark.parametrize("merges", [True, False])
+def test_a_worker_that_goes_on_after_an_epoch_that_another_is_still_in_has_the_next_one(merges: bool) -> None:
+    """All of the epoch is trained on and not all of it in the weights, or the other worker holds a slice of it."""
+    run = Run(COUNTS)
+    first, other = Fit(run, "first", epochs=1), Fit(run, "other", epochs=2)
+    other.step()
+    while first.step():
+        pass
+    first.send()
+    if merges:
+        while run.tracker.request(RequestSlice(session=first.plan._session, epoch=0)).reason is not WaitReason.MERGING:
+            assert other.step()
+    begins = first.plan.next_epoch
+    assert (begins, first.done) == (1, 1)
+    run.tracker.release("first")
+    again = Fit(run, "first", epochs=2, done=1, begins=begins)
+    assert again.step()
+    assert again.plan.epoch == 1
+    go_on([again, other])
+    assert run.merged == all_of(COUNTS, 2)
+
+
+def test_a_checkpoint_of_a_run_whose_coordinator_begins_anew_says_no_epoch_of_its() -> None:
+    run = Run(COUNTS)
+    go_on([Fit(run, "w", epochs=3, done=1, begins=1)])
+    assert run.merged == all_of(COUNTS, 2)
 
 
 def test_a_worker_that_dies_in_its_last_epoch_leaves_one_more_to_the_others() -> None:

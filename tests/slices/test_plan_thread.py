@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from lightning_bytescheduler.slices.batches import ReadReport, SliceBatch
+from lightning_bytescheduler.slices.epoch_plan import EpochPlan
 from lightning_bytescheduler.slices.messages import ReportProgress
 from lightning_bytescheduler.slices.training import TrackedTraining
 from tests.slices.tracker_workers import make_tracker, tracked_training
@@ -75,6 +76,20 @@ def test_the_training_thread_makes_no_call(made: list[TrackedTraining]) -> None:
     # What was trained on while a call was under way is reported together.
     assert len(slow.begun) == 3
     assert slow.calls[ReportProgress] < 15 + 3  # of batches, and before the first of a slice
+
+
+def test_a_checkpoint_where_the_tracker_is_not_has_the_epoch_that_comes_next(made: list[TrackedTraining]) -> None:
+    tracker = make_tracker([4, 3])
+    slices = tuple(tracker.catalogue)
+    plan = plan_of(made, tracker, slices)
+    train(plan, iter(plan), Counter(), most=2)
+    assert plan.state_dict() == {"epoch": 0}
+    train(plan, iter(plan), Counter())
+    saved = plan.state_dict()
+    assert saved == {"epoch": 1}
+    plan.close()
+    assert plan.state_dict() == {}  # a further fit goes on where the tracker is
+    EpochPlan(tracker.catalogue, batch_sizes=(1,)).load_state_dict(saved)  # has a position of its own
 
 
 def test_a_batch_is_there_only_when_its_slices_are_begun(made: list[TrackedTraining]) -> None:

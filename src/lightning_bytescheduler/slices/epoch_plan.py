@@ -512,6 +512,8 @@ class EpochPlan:
             TrackerStateError: If the state is damaged, of the middle of an epoch of other slices or another order, or
                 of workers that do not step together. Nothing has changed then.
         """
+        if state.keys() == {"epoch"}:
+            return  # of a coordinator's run, whose position is the coordinator's
         if "together" not in state:
             raise TrackerStateError(
                 "The state of the slices was saved by workers that did not step together. Resume with the strategy "

@@ -66,6 +66,7 @@ _FEWEST, _MOST = 2, 64  # batches that are made ahead of need
 _AGAIN = 0.25  # seconds before the tracker is asked again after it had nothing
 _RENEWALS = 4  # per lease, while there is nothing else to report
 _GIVEN_OUT = (WaitReason.OVER, WaitReason.MERGING, WaitReason.HELD)  # nothing of the epoch is available now
+_EPOCH = "epoch"  # of the data; in a checkpoint of a coordinator's run
 _WAITS = "waits"  # sent to ranks in place of a batch, or of the end of a pass
 _TURN: msgspec.json.Decoder[SliceBatch | str | None] = msgspec.json.Decoder(SliceBatch | str | None)
 
@@ -210,6 +211,7 @@ class TrackerPlan:
         ahead: Slices to hold that are not begun, so that they can be fetched.
         waits: Whether each pass is of the next epoch, and waits for it.
         resumes: Whether its training goes on from a checkpoint.
+        begins: The epoch of the data that comes next by that checkpoint, if known.
         counts_merged: Whether a slice is held until all of it is known to be in the weights.
         clock: Returns monotonic seconds.
 
@@ -234,6 +236,7 @@ class TrackerPlan:
         keeps: int = 0,
         waits: bool = True,
         resumes: bool = False,
+        begins: int | None = None,
         counts_merged: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -245,6 +248,7 @@ class TrackerPlan:
         self._slices = slices
         self._waits = waits
         self._resumes = resumes
+        self._begins = begins
         self._counts_merged = counts_merged
         self._clock = clock
         self._last_epoch = -1  # that a pass is to come to
@@ -282,7 +286,8 @@ class TrackerPlan:
             if has_ended:
                 self._last_epoch += 1
             elif self._last_epoch < 0:
-                self._goes_on = (WaitReason.OVER,)  # as before this training
+                # As before this training; a checkpoint says how many passes there were.
+                self._goes_on = () if self._begins is not None else (WaitReason.OVER,)
             elif self._may_end and not self.is_cut:  # a limit has ended the pass, maybe just where its epoch ended
                 self._goes_on = _GIVEN_OUT
         self._may_end = repeats or not self._waits
@@ -307,6 +312,11 @@ class TrackerPlan:
     def _is_through(self) -> bool:
         """Whether the pass was trained to its end; a limit may leave a batch that was handed out ahead."""
         return self._has_ended and not any(self._out.values())
+
+    @property
+    def next_epoch(self) -> int | None:
+        """The epoch of the data that a training goes on with from here; ``None`` if it has not begun."""
+        return None if self._last_epoch < 0 or not self._waits else self._last_epoch + self._is_through
 
     # ------------------------------------------------------------------ reports of the training
 
@@ -489,7 +499,10 @@ class TrackerPlan:
         self._session, self._lease = joined.session, joined.lease
         if self._last_epoch < 0:
             # Others may have begun the next epoch since this worker's training began.
-            self._last_epoch = max(joined.epoch - (self._waits and not self._resumes), 0)
+            first = joined.epoch - (self._waits and not self._resumes) if self._begins is None else self._begins
+            if first > joined.epoch:  # not open yet, or never, as the tracker has begun anew
+                self._goes_on = _GIVEN_OUT
+            self._last_epoch = min(max(first, 0), joined.epoch)
         self.epoch = min(joined.epoch, self._last_epoch)
         self._reason, self._ask_at = None, 0.0
         self._held.clear()
@@ -593,6 +606,9 @@ class TrackedTraining:
     def open(self, trainer: pl.Trainer | None) -> None:
         """Connect to the tracker, once."""
         if self._plan is None and self._rank == 0:
+            pending = dict(self._pending or {})
+            begins = pending.pop(_EPOCH, None)  # of this fit, and not of a further one
+            self._pending = pending or None
             self._plan = TrackerPlan(
                 self._host.connect(self._make_tracker),
                 worker=_name(self._host.worker),
@@ -603,6 +619,7 @@ class TrackedTraining:
                 keeps=self._store.keeps,
                 waits=self._host.waits,
                 resumes=trainer is not None and trainer.global_step > 0,
+                begins=begins,
                 counts_merged=self._counts_merged,
             )
 
@@ -850,10 +867,15 @@ class TrackedTraining:
     # ------------------------------------------------------------------ the position
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the tracker's state at worker 0, with all that was trained on here; empty on others."""
+        """Return the tracker's state at worker 0, with all that was trained on here; empty on others.
+
+        With a coordinator, whose tracker it is, it is the epoch that comes next.
+        """
         self.settle()
         if self._tracker is not None:
             return {"tracker": self._tracker.state_dict()}
+        if self._thread is not None and (epoch := self._ask(lambda plan: plan.next_epoch)) is not None:
+            return {_EPOCH: epoch}
         return {} if self._pending is None else dict(self._pending)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -862,7 +884,7 @@ class TrackedTraining:
         Raises:
             TrackerStateError: If it was saved by ranks that step together, or does not fit.
         """
-        if state and "tracker" not in state:
+        if state and not state.keys() & {"tracker", _EPOCH}:
             raise TrackerStateError(
                 "The state of the slices was saved by ranks that step together. Resume with the strategy that it was "
                 "saved with, or load only the weights."
@@ -879,7 +901,7 @@ class TrackedTraining:
         return self._tracker
 
     def _load(self, tracker: SliceTracker) -> None:
-        if self._pending is not None:
+        if self._pending is not None and "tracker" in self._pending:
             workers = [_name(number) for number in range(self._host.workers)]
             tracker.load_state_dict(self._pending["tracker"], workers=workers)
             self._pending = None
