@@ -92,6 +92,10 @@ class ThreadWorker:
     def version(self) -> int:
         return self.runtime.session.version if hasattr(self.runtime, "session") else 0
 
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
     def end(self) -> None:
         """Have it leave politely."""
         self._ends.set()

@@ -318,6 +318,101 @@ def test_training_goes_on_while_the_coordinator_is_away(serve: Any, stack: ExitS
     assert server.call(lambda: server.service.run.samples) == 2 * worker.taken
 
 
+def test_a_coordinator_that_is_away_is_said_once_and_that_it_is_back(
+    serve: Any, stack: ExitStack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tried, pause = threading.Semaphore(0), coordinator_client._pause
+
+    def paused(tries: int) -> float:
+        tried.release()
+        return pause(tries)
+
+    server = serve(inner_steps=5)
+    link = Link(port_of(server))
+    stack.callback(link.close)
+    worker = TrainsOnly(link.url, "worker")
+    until(lambda: worker.version >= 2, "the second round")
+    monkeypatch.setattr(coordinator_client, "_QUIET_S", 0.0)
+    monkeypatch.setattr(coordinator_client, "_pause", paused)
+    link.cut()
+    assert all(tried.acquire(timeout=60.0) for _ in range(4))
+    link.heal()
+    until(lambda: "is connected" in caplog.text, "the word that it is back")
+    worker.end()
+    worker.checked()
+    away, back = [record.getMessage() for record in caplog.records if record.name == coordinator_client.__name__]
+    assert f"The coordinator at {link.url} has been away" in away
+    assert "Training goes on. What is trained is sent when it is back." in away
+    assert back == f"The coordinator at {link.url} is there: worker is connected."
+
+
+def cut_at_the_end(link: Link, before: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a worker of thirteen steps cut off right before it does something of its session at its end."""
+    method, cuts = getattr(Session, before), iter([True])
+
+    def cut(session: Session, *given: Any) -> Any:
+        if session.statistics.steps == 13 and next(cuts, False):
+            link.cut()
+            until(lambda: not session._place.connected, "the end of the connection")
+        return method(session, *given)
+
+    monkeypatch.setattr(Session, before, cut)
+
+
+@pytest.mark.parametrize("before", ["_leave", "_send"])
+def test_a_worker_that_ends_while_the_coordinator_is_away_waits_for_it(
+    before: str, serve: Any, stack: ExitStack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = serve(inner_steps=5, outer_lr=1.0, outer_momentum=0.0)
+    link = Link(port_of(server))
+    stack.callback(link.close)
+    cut_at_the_end(link, before, monkeypatch)
+    worker = TrainsOnly(link.url, "worker", steps=13)
+    until(lambda: "with 6 samples to send" in caplog.text or not worker.is_alive, "the wait, or the worker's end")
+    link.heal()
+    worker.checked()
+    assert server.call(lambda: server.service.run.samples) == 2 * 13
+    assert all(map(torch.equal, worker.weights, worker.uninterrupted(without=set())))
+    assert "in no weights" not in caplog.text
+
+
+def test_a_worker_that_ends_gives_what_it_has_to_a_coordinator_that_knows_nothing(
+    serve: Any, stack: ExitStack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = serve(inner_steps=5, outer_lr=1.0, outer_momentum=0.0)
+    link = Link(port_of(server))
+    stack.callback(link.close)
+    cut_at_the_end(link, "_leave", monkeypatch)
+    worker = TrainsOnly(link.url, "worker", steps=13)
+    until(lambda: "with 6 samples to send" in caplog.text or not worker.is_alive, "the wait, or the worker's end")
+    server.close()
+    other = serve(inner_steps=5, outer_lr=1.0, outer_momentum=0.0)
+    link.heal(port_of(other))
+    worker.checked()
+    assert other.call(lambda: other.service.run.samples) == 6
+    assert all(map(torch.equal, worker.weights, worker.uninterrupted(without=set())))
+
+
+@pytest.mark.parametrize("quickly", [False, True])
+def test_what_a_worker_could_not_send_at_its_end_is_said(
+    quickly: bool, serve: Any, stack: ExitStack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if not quickly:
+        monkeypatch.setattr("lightning_bytescheduler.diloco.session._BACK_S", 0.1)
+    leave = Session.leave
+    monkeypatch.setattr(Session, "leave", lambda session, **_: leave(session, quickly=quickly))
+    server = serve(inner_steps=5, outer_lr=1.0, outer_momentum=0.0)
+    link = Link(port_of(server))
+    stack.callback(link.close)
+    cut_at_the_end(link, "_leave", monkeypatch)
+    worker = TrainsOnly(link.url, "worker", steps=13).checked()
+    assert (
+        "worker ends, and 6 samples that it has trained on are not sent to the coordinator: it is away" in caplog.text
+    )
+    assert ("waits for it" in caplog.text) is not quickly
+    assert all(map(torch.equal, worker.weights, worker.uninterrupted(without={10, 11, 12})))
+
+
 def test_a_coordinator_that_knows_nothing_gets_the_weights_from_a_worker(serve: Any, stack: ExitStack) -> None:
     server = serve(inner_steps=5)
     link = Link(port_of(server))

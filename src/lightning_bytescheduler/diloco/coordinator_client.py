@@ -179,7 +179,7 @@ _of_its_own = random.SystemRandom()  # Python's other one is the user's, and see
 _SHORTEST_S, _LONGEST_S = 0.05, 5.0  # between two tries
 _HURRY_S, _HURRIED_S = 10.0, 0.5  # after a connection was lost, and the longest pause then
 _CONNECT_S = 10.0  # for a connection, and for the answer to a Hello
-_QUIET_S = 30.0  # that a first connection is tried for without a word
+_QUIET_S = 30.0  # that a connection is tried for without a word
 _READ_S = 60.0  # without a byte of an answer
 _SIGNS = 4  # of life, in the time of a lease
 _FRAME_BYTES = 2**24
@@ -244,6 +244,7 @@ class CoordinatorClient:
         self._connected = asyncio.Event()
         self._stopping = asyncio.Event()
         self._talk: _Conversation | None = None  # while it is connected
+        self._warned = False  # that there is no coordinator
         self._ended = threading.Event()  # no work enters the loop any more
         self._entering = threading.Lock()
         self._http: aiohttp.ClientSession  # once it lives
@@ -395,7 +396,7 @@ class CoordinatorClient:
     async def _stay_connected(self) -> None:
         began = time.monotonic()
         log.info("coordinator: connecting to %s as %s", self._address.url, self.worker)
-        failed, last, warned, lost = 0, "", False, float("-inf")
+        failed, last, lost = 0, "", float("-inf")
         # One that asks for certificates ends connections of others without a word, in TLS 1.3.
         is_secure = self._address.url.startswith("https:")
         hint = " It may ask for a certificate that it knows." if is_secure else ""
@@ -406,17 +407,8 @@ class CoordinatorClient:
             except (self._aiohttp.ClientError, OSError, asyncio.TimeoutError, OptionError) as error:
                 self._require_hope(error)
                 last = f"{error}" or type(error).__name__
-                if not self.first.done() and not warned and time.monotonic() - began >= _QUIET_S:
-                    warned = True
-                    log.warning(
-                        "No coordinator answers at %s so far (%s). It is tried for %.0f s in all. Start it with "
-                        "'lightning-bytescheduler coordinator', or check the address: one that serves with TLS has "
-                        "https://.%s",
-                        self._address.url,
-                        last,
-                        self._timeout,
-                        hint,
-                    )
+                if not self._connected.is_set():
+                    self._warn_of_silence(time.monotonic() - max(began, lost), last, hint)
                 log.log(logging.DEBUG if failed else logging.INFO, "coordinator: %s: %s", self._address.url, last)
             finally:
                 was_connected = self._connected.is_set()
@@ -436,6 +428,29 @@ class CoordinatorClient:
                 pause = min(pause, _HURRIED_S)
             await asyncio.sleep(pause)
 
+    def _warn_of_silence(self, seconds: float, last: str, hint: str) -> None:
+        """Say once that there is no coordinator, and what that means."""
+        if self._warned or seconds < _QUIET_S:
+            return
+        self._warned = True
+        if self.first.done():
+            log.warning(
+                "The coordinator at %s has been away for %.0f s (%s). Training goes on. What is trained is sent when "
+                "it is back. A worker that ends before waits for a minute at most; what is not sent then is lost.",
+                self._address.url,
+                seconds,
+                last,
+            )
+        else:
+            log.warning(
+                "No coordinator answers at %s so far (%s). It is tried for %.0f s in all. Start it with "
+                "'lightning-bytescheduler coordinator', or check the address: one that serves with TLS has https://.%s",
+                self._address.url,
+                last,
+                self._timeout,
+                hint,
+            )
+
     async def _connection(self) -> None:
         async with self._http.ws_connect(
             self._address.url + WORKER_PATH, max_msg_size=_FRAME_BYTES, heartbeat=None
@@ -446,6 +461,9 @@ class CoordinatorClient:
             self._session, self.worker = answer.session, answer.worker
             self._talk = talk
             self._connected.set()
+            if self._warned:
+                self._warned = False
+                log.warning("The coordinator at %s is there: %s is connected.", self._address.url, self.worker)
             with suppress(InvalidStateError):
                 self.first.set_result(answer)
             self._tell("welcomed", answer)

@@ -87,6 +87,7 @@ _T = TypeVar("_T")
 _KEPT_ENDS = 16
 _LOOK_S = 1.0
 _RECEIPT_S = 30.0  # for what is sent before the worker does something else, or goes
+_BACK_S = 60.0  # that a worker which ends waits for a coordinator that is away
 
 
 class Link(Protocol):
@@ -295,6 +296,11 @@ class Unmerged:
     def has_samples(self) -> bool:
         """Whether there are samples of slices that are not sent."""
         return bool(self._carried or self._runs)
+
+    @property
+    def carried_samples(self) -> int:
+        """Samples of rounds that have changed nothing."""
+        return self._samples
 
     def with_carried(self, said: SendingPseudoGradient) -> dict[str, Any]:
         """What an update counts in its round, for a :class:`Contribution`."""
@@ -1020,6 +1026,7 @@ class Session:
             UnsupportedError: If ranks that were launched together have loaded other checkpoints.
         """
         while not (self._over_here or self._place.away):
+            self.check()
             with self._timed("start_s"):
                 self._while_connected(self._told_what_is_next, "the next round", meanwhile=self._ask)
             if self._late:
@@ -1142,23 +1149,31 @@ class Session:
         self.state.changed.update(self._fragments)
 
     def _leave(self, quickly: bool, for_all: bool) -> None:
-        self._place.shown.close()
-        place, told = self._place, None
-        while for_all and self.leads and place.connected and not self._over_here:
-            if told is not place.welcome:  # a coordinator that was started again knows of no wish
-                told, steps = place.welcome, self._place.counter.steps
-                self._link.post(EndRound(worker=self.worker, round=self.round, now=True, steps=steps, stop=True))
-            if quickly:
+        place = self._place
+        place.shown.close()
+        longest = self._timeline.now() + min(self._timeout, _BACK_S)
+        is_broken = not place.connected
+        while True:
+            if is_broken and not quickly and self._unsent:
+                self._reconnect(longest)
+            welcome = place.welcome
+            if for_all:
+                self._end_all(quickly)
+            if self._group.cause is None:
+                self._send_last(quickly)
+            is_broken = not place.connected or place.welcome is not welcome
+            if quickly or not (is_broken and self._unsent) or self._timeline.now() >= longest:
                 break
-            self._synchronise()  # each of them is bounded: to the run's last weights
+        if unsent := self._unsent:
+            where = "it has not taken them" if place.connected else "it is away"
+            log.warning(
+                "%s ends, and %d samples that it has trained on are not sent to the coordinator: %s. They are in no "
+                "weights.",
+                self.worker,
+                unsent,
+                where,
+            )
         if self._group.cause is None:
-            if not quickly and self.unmerged.sent is not None and place.connected:
-                self._conclude()  # what travels beside the last steps
-            self._hand_in()
-            with self._lock:
-                place.away = True
-            if not quickly and self.unmerged.sent is not None and place.connected:
-                self._conclude()
             with self._lock:
                 self._post(LeaveRounds(worker=self.worker))
             source = self._exchange.source
@@ -1166,6 +1181,58 @@ class Session:
                 source.flush(_RECEIPT_S / 3)
         self.unmerged.sent = None
         self._take_global_weights()
+
+    @property
+    def _unsent(self) -> int:
+        """Samples that the coordinator has not taken, or not counted, and still could."""
+        if self._exchange.source is None or self._group.cause is not None or self._over_here:
+            return 0
+        sent, unsent = self.unmerged.sent, self._place.counter.samples
+        if sent is not None and sent.upload.answer is not None:
+            return unsent
+        return unsent + self.unmerged.carried_samples + (0 if sent is None else sent.said.samples)
+
+    def _reconnect(self, longest: float) -> None:
+        """Wait until that time for a connection, and take part over it: there is something left to send."""
+        place = self._place
+        with self._lock:
+            place.away = False
+        seconds = longest - self._timeline.now()
+        if not place.connected:
+            log.warning(
+                "The coordinator is away: %s waits for it for up to %.0f s, with %d samples to send.",
+                self.worker,
+                seconds,
+                self._unsent,
+            )
+        with suppress(SchedulerTimeoutError):
+            self._while_connected(lambda: place.connected, "the coordinator", timeout=seconds, alone=True)
+        with self._lock:
+            if place.connected and not place.joined and not self._late:
+                self._join()
+        if self._rewound:
+            self._synchronise()  # what was trained goes over to weights from before it, and is then sent
+
+    def _end_all(self, quickly: bool) -> None:
+        """Have the training of all end, as long as this worker leads."""
+        place, told = self._place, None
+        while self.leads and place.connected and not self._over_here:
+            if told is not place.welcome:  # a coordinator that was started again knows of no wish
+                told, steps = place.welcome, self._place.counter.steps
+                self._link.post(EndRound(worker=self.worker, round=self.round, now=True, steps=steps, stop=True))
+            if quickly:
+                break
+            self._synchronise()  # each of them is bounded: to the run's last weights
+
+    def _send_last(self, quickly: bool) -> None:
+        """Send what is left, and merge it if there is time; begin no round after it."""
+        if not quickly and self.unmerged.sent is not None:
+            self._conclude()  # what travels beside the last steps
+        self._hand_in()
+        with self._lock:
+            self._place.away = True
+        if not quickly and self.unmerged.sent is not None:
+            self._conclude()
 
     def _hand_in(self) -> None:
         """Send what was trained so far in this round, and wait for the receipt, if there is a connection."""
