@@ -180,6 +180,11 @@ def test_misuse(rows: str) -> None:
         data_of(Hosts(2).of(1), rows, batch_size=[1, 2, 3]).setup("fit")
 
 
+def test_loaders_that_begin_a_pass_twice_in_an_epoch_are_refused(rows: str) -> None:
+    with pytest.raises(UnsupportedError, match="needs no reloading"):
+        fit(data_of(Hosts(1).of(0), rows), reload_dataloaders_every_n_epochs=1)
+
+
 def test_a_worker_of_several_ranks_is_refused(rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
     data = data_of(Hosts(1).of(0), rows)
     monkeypatch.setattr(data, "_rank_and_ranks", lambda: (0, 2))

@@ -347,6 +347,12 @@ class SliceDataModule(pl.LightningDataModule):
 
     def _tracked(self, host: TrackerHost) -> TrackedTraining:
         rank, ranks = self._rank_and_ranks()
+        if host.waits and self.trainer is not None and self.trainer.reload_dataloaders_every_n_epochs:  # type: ignore[attr-defined]
+            raise UnsupportedError(
+                "reload_dataloaders_every_n_epochs is not allowed with slices of a coordinator: each pass over them is "
+                "of the next epoch of the data, and Lightning begins two where it reloads. Leave it out: a "
+                "SliceDataModule needs no reloading."
+            )
         if ranks > 1 and getattr(host, "ranks", None) is None:
             raise UnsupportedError(
                 "A worker that takes slices from a tracker has to be one rank, as ranks that train together need the "
