@@ -75,11 +75,12 @@ def test_the_last_epoch_ends_when_all_of_it_is_in_the_weights(
 
 
 class Missing(NamedTuple):
-    """What a worker has trained on, in how many batches by the end of each epoch, and its learning rates."""
+    """What a worker has trained on, in how many batches by the end of each epoch, at which rates, and its patience."""
 
     batches: list[list[int]]
     counts: list[int]
     rates: list[float]
+    waited: int
 
 
 class Logs(Decays):
@@ -111,8 +112,8 @@ def fit_missing_an_epoch(
     callbacks: list[Callback] = [epochs]
     if rank == 1:
         module.on_step = lambda step: until(waits.exists, "the wait of the other worker")
-    if rank == 1 and ckpt_path is None:  # else it may lead, and end the training of both
-        callbacks.append(EarlyStopping("loss", patience=1, min_delta=1e9))  # at the second epoch with a loss
+    patient = EarlyStopping("loss", patience=100, min_delta=1e9)
+    callbacks.append(patient)
 
     def wait(boundaries: CoordinatedBoundaries) -> bool:
         if rank == 0:
@@ -123,7 +124,7 @@ def fit_missing_an_epoch(
         strategy = DiLoCoStrategy(coordinator={"url": url, "name": f"w{rank}"})
         trainer = diloco_trainer(0, strategy, default_root_dir=folder, max_epochs=max_epochs, callbacks=callbacks)
         trainer.fit(module, datamodule=SliceDataModule(rows, batch_size=2), ckpt_path=ckpt_path)
-    return Missing(module.batches, epochs.counts, module.rates)
+    return Missing(module.batches, epochs.counts, module.rates, patient.wait_count)
 
 
 def test_a_worker_that_misses_an_epoch_trains_on_no_other_instead(
@@ -138,6 +139,7 @@ def test_a_worker_that_misses_an_epoch_trains_on_no_other_instead(
         check(server.status(), [fast.batches, slow.batches], wasted=False)
         first, second, third = slow.counts[:EPOCHS]
         assert first == second < third
+        assert slow.waited == 1  # after two epochs with a loss
         assert fast.rates[:EPOCHS] == slow.rates[:EPOCHS] == [0.01, 0.005, 0.0025]
         again = diloco_ranks.run(
             fit_missing_an_epoch,
