@@ -393,6 +393,23 @@ def test_a_worker_that_ends_gives_what_it_has_to_a_coordinator_that_knows_nothin
     assert all(map(torch.equal, worker.weights, worker.uninterrupted(without=set())))
 
 
+def test_a_worker_that_ends_does_not_wait_for_others_that_a_new_coordinator_waits_for(
+    serve: Any, stack: ExitStack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("lightning_bytescheduler.diloco.session._BACK_S", 5.0)
+    server = serve(inner_steps=5)
+    link = Link(port_of(server))
+    stack.callback(link.close)
+    cut_at_the_end(link, "_leave", monkeypatch)
+    worker = TrainsOnly(link.url, "worker", steps=13)
+    until(lambda: "with 6 samples to send" in caplog.text or not worker.is_alive, "the wait, or the worker's end")
+    server.close()
+    other = serve(inner_steps=5, rounds={"start_workers": 2})
+    link.heal(port_of(other))
+    worker.checked()
+    assert "worker ends, and 6 samples that it has trained on are not sent to the coordinator" in caplog.text
+
+
 @pytest.mark.parametrize("quickly", [False, True])
 def test_what_a_worker_could_not_send_at_its_end_is_said(
     quickly: bool, serve: Any, stack: ExitStack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -1154,8 +1154,8 @@ class Session:
         longest = self._timeline.now() + min(self._timeout, _BACK_S)
         is_broken = not place.connected
         while True:
-            if is_broken and not quickly and self._unsent:
-                self._reconnect(longest)
+            if is_broken and not quickly and self._unsent and not self._reconnect(longest):
+                break
             welcome = place.welcome
             if for_all:
                 self._end_all(quickly)
@@ -1192,8 +1192,8 @@ class Session:
             return unsent
         return unsent + self.unmerged.carried_samples + (0 if sent is None else sent.said.samples)
 
-    def _reconnect(self, longest: float) -> None:
-        """Wait until that time for a connection, and take part over it: there is something left to send."""
+    def _reconnect(self, longest: float) -> bool:
+        """Wait until that time for a connection, and take part over it; returns whether what is left can be sent."""
         place = self._place
         with self._lock:
             place.away = False
@@ -1205,13 +1205,19 @@ class Session:
                 seconds,
                 self._unsent,
             )
-        with suppress(SchedulerTimeoutError):
-            self._while_connected(lambda: place.connected, "the coordinator", timeout=seconds, alone=True)
-        with self._lock:
-            if place.connected and not place.joined and not self._late:
-                self._join()
-        if self._rewound:
-            self._synchronise()  # what was trained goes over to weights from before it, and is then sent
+        timeout, self._timeout = self._timeout, min(self._timeout, seconds)  # of each wait
+        try:
+            self._while_connected(lambda: place.connected, "the coordinator", alone=True)
+            with self._lock:
+                if not place.joined and not self._late:
+                    self._join()
+            if self._rewound:
+                self._synchronise()  # what was trained goes over to weights from before it, and is then sent
+        except SchedulerTimeoutError:  # it does not come back, or begins no round without other workers
+            return False
+        finally:
+            self._timeout = timeout
+        return True
 
     def _end_all(self, quickly: bool) -> None:
         """Have the training of all end, as long as this worker leads."""

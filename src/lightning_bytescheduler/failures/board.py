@@ -367,7 +367,7 @@ class FaultBoard:
         with self._changed:
             self._asked_at = time.monotonic()
             came = self._signs.standings()
-            silent = [rank for rank in self._signs.silent(_NATIVE_S) if rank in came]
+            silent = [rank for rank in self._signs.silent(2 * _NATIVE_S) if rank in came]
             return self._bury(silent) if silent else None
 
     def take_over(self) -> None:

@@ -128,6 +128,7 @@ _CERTAIN_S = 3.0  # how long ranks must have stayed where they are
 _BEATS_MISSED = 5
 _FRESH_BEATS = 8
 _LOOK_S = 0.5
+_STALL_S = 5.0  # between two looks, after which the first one says nothing of the others' silence
 
 
 class Standing(StoreMessage, frozen=True, kw_only=True):
@@ -451,6 +452,8 @@ class VitalSigns:
         return "; ".join(f"{names_of(ranks)}: {place}" for place, ranks in by_place.items())
 
     def _examine(self, now: float) -> None:
+        if now > self._looked_at + _STALL_S:
+            self._seen = {}  # all may have been stopped together, and this rank be the first to go on
         keys = {rank: f"signs/{rank}" for rank in self._others}
         self._came += [rank for rank in self._others if rank not in self._came and self._store.check([keys[rank]])]
         signs = dict.fromkeys(self._others, Sign())
