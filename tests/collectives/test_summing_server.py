@@ -345,3 +345,40 @@ def test_a_worker_that_dies_while_all_connect_is_not_waited_for_long(monkeypatch
     side.close(idle=True)
     await_goodbyes([server], lambda: False)
     assert server._failure is None
+
+
+class _Dies(SummingServer):
+    """Its other worker dies; that thread comes late to say so."""
+
+    def _lost(self, rank: int | None, what: str, error: BaseException) -> None:
+        # If the summing thread could end in order now, it would take what this worker waits for for over.
+        self._over.wait(0.2)
+        super()._lost(rank, what, error)
+
+
+class _Gone:
+    """A group of two whose other rank sends nothing more."""
+
+    def __init__(self) -> None:
+        self.dies = threading.Event()
+
+    def rank(self) -> int:
+        return 0
+
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
+        return self
+
+    def wait(self, timeout: Any = None) -> bool:
+        assert self.dies.wait(WAIT)
+        raise RuntimeError("Connection closed by peer")
+
+
+def test_a_worker_whose_other_one_dies_does_not_wait_for_its_own_server_forever() -> None:
+    group: Any = _Gone()
+    server = _Dies(group, (0, 1), own=0)
+    own = server.push_own(1, torch.ones(4))
+    group.dies.set()
+    assert own._ended.wait(WAIT)
+    with pytest.raises(RuntimeError, match="Connection closed by peer"):
+        own.wait()
+    server.stop(WAIT)

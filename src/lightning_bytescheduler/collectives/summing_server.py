@@ -192,23 +192,22 @@ class SummingServer:
             self._lost(self._ranks[rank], "its connection to this parameter server has ended", error)
         except BaseException as error:
             self._fail(error)
+        finally:  # ends the summing thread, which takes that for an end in order unless the failure is known before
+            self._pushed[rank].put(None)
 
     def _take_headers(self, rank: int) -> None:
         coming: deque[tuple[torch.Tensor, dist.Work]] = deque()
-        try:
-            while True:
-                # Gloo sends a message only when it knows of its receive, so some are posted ahead.
-                while len(coming) < _HEADERS_AHEAD:
-                    header = torch.zeros(HEADER_WORDS, dtype=torch.int64)
-                    coming.append((header, self._group.recv([header], rank, HEADER_TAG)))
-                header, announced = coming.popleft()
-                announced.wait(PATIENCE)
-                number, elements, kind = header.tolist()
-                if number == CLOSING:
-                    return
-                self._pushed[rank].put(self._announced(rank, number, elements, kind))
-        finally:
-            self._pushed[rank].put(None)  # it ends the summing thread
+        while True:
+            # Gloo sends a message only when it knows of its receive, so some are posted ahead.
+            while len(coming) < _HEADERS_AHEAD:
+                header = torch.zeros(HEADER_WORDS, dtype=torch.int64)
+                coming.append((header, self._group.recv([header], rank, HEADER_TAG)))
+            header, announced = coming.popleft()
+            announced.wait(PATIENCE)
+            number, elements, kind = header.tolist()
+            if number == CLOSING:
+                return
+            self._pushed[rank].put(self._announced(rank, number, elements, kind))
 
     def _announced(self, rank: int, number: int, elements: int, kind: int) -> tuple[int, _Sum, torch.Tensor, dist.Work]:
         if not (number > 0 and 0 < elements <= _LARGEST and 0 <= kind < len(DTYPES)):
