@@ -359,16 +359,32 @@ def cut_at_the_end(link: Link, before: str, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(Session, before, cut)
 
 
+EndsAlone = Callable[..., tuple[CoordinatorServer, Link, ThreadWorker]]
+
+
+@pytest.fixture
+def ends_alone(
+    serve: Any, stack: ExitStack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> EndsAlone:
+    """A worker whose connection is cut at its end, and which waits for it, with 6 of its 26 samples to send."""
+
+    def start(before: str = "_leave") -> tuple[CoordinatorServer, Link, ThreadWorker]:
+        server = serve(inner_steps=5, outer_lr=1.0, outer_momentum=0.0)
+        link = Link(port_of(server))
+        stack.callback(link.close)
+        cut_at_the_end(link, before, monkeypatch)
+        worker = TrainsOnly(link.url, "worker", steps=13)
+        until(lambda: "with 6 samples to send" in caplog.text or not worker.is_alive, "the wait, or the worker's end")
+        return server, link, worker
+
+    return start
+
+
 @pytest.mark.parametrize("before", ["_leave", "_send"])
 def test_a_worker_that_ends_while_the_coordinator_is_away_waits_for_it(
-    before: str, serve: Any, stack: ExitStack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    before: str, ends_alone: EndsAlone, caplog: pytest.LogCaptureFixture
 ) -> None:
-    server = serve(inner_steps=5, outer_lr=1.0, outer_momentum=0.0)
-    link = Link(port_of(server))
-    stack.callback(link.close)
-    cut_at_the_end(link, before, monkeypatch)
-    worker = TrainsOnly(link.url, "worker", steps=13)
-    until(lambda: "with 6 samples to send" in caplog.text or not worker.is_alive, "the wait, or the worker's end")
+    server, link, worker = ends_alone(before)
     link.heal()
     worker.checked()
     assert server.call(lambda: server.service.run.samples) == 2 * 13
@@ -377,14 +393,9 @@ def test_a_worker_that_ends_while_the_coordinator_is_away_waits_for_it(
 
 
 def test_a_worker_that_ends_gives_what_it_has_to_a_coordinator_that_knows_nothing(
-    serve: Any, stack: ExitStack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ends_alone: EndsAlone, serve: Any
 ) -> None:
-    server = serve(inner_steps=5, outer_lr=1.0, outer_momentum=0.0)
-    link = Link(port_of(server))
-    stack.callback(link.close)
-    cut_at_the_end(link, "_leave", monkeypatch)
-    worker = TrainsOnly(link.url, "worker", steps=13)
-    until(lambda: "with 6 samples to send" in caplog.text or not worker.is_alive, "the wait, or the worker's end")
+    server, link, worker = ends_alone()
     server.close()
     other = serve(inner_steps=5, outer_lr=1.0, outer_momentum=0.0)
     link.heal(port_of(other))
@@ -394,15 +405,10 @@ def test_a_worker_that_ends_gives_what_it_has_to_a_coordinator_that_knows_nothin
 
 
 def test_a_worker_that_ends_does_not_wait_for_others_that_a_new_coordinator_waits_for(
-    serve: Any, stack: ExitStack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ends_alone: EndsAlone, serve: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("lightning_bytescheduler.diloco.session._BACK_S", 5.0)
-    server = serve(inner_steps=5)
-    link = Link(port_of(server))
-    stack.callback(link.close)
-    cut_at_the_end(link, "_leave", monkeypatch)
-    worker = TrainsOnly(link.url, "worker", steps=13)
-    until(lambda: "with 6 samples to send" in caplog.text or not worker.is_alive, "the wait, or the worker's end")
+    server, link, worker = ends_alone()
     server.close()
     other = serve(inner_steps=5, rounds={"start_workers": 2})
     link.heal(port_of(other))

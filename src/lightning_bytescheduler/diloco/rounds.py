@@ -83,9 +83,8 @@ class Rounds:
         self._held: list[tuple[str, ToWorker] | RoundRecord] | None = None
         self._together = tuple(together)
         self._wishes: set[str] = set()  # what is to happen at the end of the round, of workers launched together
-        self._still_since: float | None = (
-            None  # when all last stood still; before the first round, since the first look
-        )
+        # When all last stood still; before the first round, since the first look.
+        self._still_since: float | None = None
         self._passed: dict[str, bool] = {}  # workers that have passed the end of a round, and whether they stop
         self._sent_at: dict[str, float] = {}  # when each worker was through
         self._now = 0.0
