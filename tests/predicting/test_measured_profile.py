@@ -7,10 +7,8 @@ from hypothesis import strategies as st
 from lightning_bytescheduler.exceptions import UnsupportedError
 from lightning_bytescheduler.predicting.predict import (
     BETWEEN_STEPS,
-    READ_UNSEEN,
     UNUSED,
     StepTimes,
-    WatchedParameter,
     make_profile,
     typical,
 )
@@ -19,11 +17,7 @@ from lightning_bytescheduler.simulation.profiles import ModelProfile
 TIMES = StepTimes(forward=10.0, backward=20.0, update=4.0, step=36.0)
 
 
-def parameters(*layers: tuple[str, int]) -> list[WatchedParameter]:
-    return [WatchedParameter(key=key, layer=layer, size=size) for key, (layer, size) in enumerate(layers)]
-
-
-def step(first_use: dict[int, float], gradient: dict[int, float], scale: float = 1.0) -> StepTimes:
+def step(first_use: dict[str, float], gradient: dict[str, float], scale: float = 1.0) -> StepTimes:
     return StepTimes(
         step=36.0 * scale,
         forward=10.0 * scale,
@@ -40,8 +34,8 @@ def figures(profile: ModelProfile) -> list[tuple[str, int, float, float]]:
 
 def test_layers_in_the_order_of_first_use() -> None:
     # Registered as b, a; a is used first.
-    watched = step({0: 7.0, 1: 2.0}, {0: 5.0, 1: 18.0})
-    profile = make_profile("m", parameters(("b", 30), ("a", 10)), watched, TIMES)
+    watched = step({"b.w": 7.0, "a.w": 2.0}, {"b.w": 5.0, "a.w": 18.0})
+    profile = make_profile("m", {"b.w": 30, "a.w": 10}, watched, TIMES)
     assert profile.name == "m"
     assert figures(profile) == [
         (BETWEEN_STEPS, 0, 2.0 + 2.0, 2.0),  # the step's rest, and what comes before a and after its gradient
@@ -52,45 +46,47 @@ def test_layers_in_the_order_of_first_use() -> None:
 
 
 def test_shares_come_from_watched_steps_and_the_sum_from_the_others() -> None:
-    watched = step({0: 2.0, 1: 7.0}, {0: 18.0, 1: 5.0}, scale=3.0)  # watching has made them slow
-    profile = make_profile("m", parameters(("a", 10), ("b", 30)), watched, TIMES)
+    watched = step({"a.w": 2.0, "b.w": 7.0}, {"a.w": 18.0, "b.w": 5.0}, scale=3.0)  # watching has made them slow
+    profile = make_profile("m", {"a.w": 10, "b.w": 30}, watched, TIMES)
     assert [seconds for *_, seconds in figures(profile)] == pytest.approx([2.0, 13.0, 5.0])
     assert profile.compute_seconds == pytest.approx(TIMES.step)
 
 
 def test_parameters_of_a_module_are_one_layer_if_nothing_else_is_used_between() -> None:
-    watched = step({0: 1.0, 1: 1.5, 2: 3.0, 3: 6.0}, {0: 16.0, 1: 15.0, 2: 12.0, 3: 4.0})
-    profile = make_profile("m", parameters(("a", 8), ("a", 2), ("b", 1), ("a", 5)), watched, TIMES)
+    watched = step(
+        {"a.w": 1.0, "a.b": 1.5, "b.w": 3.0, "a.late": 6.0}, {"a.w": 16.0, "a.b": 15.0, "b.w": 12.0, "a.late": 4.0}
+    )
+    profile = make_profile("m", {"a.w": 8, "a.b": 2, "b.w": 1, "a.late": 5}, watched, TIMES)
     assert [entry[:2] for entry in figures(profile)[1:]] == [("a", 10), ("b", 1), ("a", 5)]
 
 
 def test_a_layer_is_complete_when_its_last_gradient_and_all_later_layers_are() -> None:
     # The gradient of the middle layer comes after the first's, as if its work had been put off.
-    watched = step({0: 0.0, 1: 2.0, 2: 4.0}, {0: 10.0, 1: 15.0, 2: 5.0})
-    profile = make_profile("m", parameters(("a", 1), ("b", 1), ("c", 1)), watched, TIMES)
+    watched = step({"a.w": 0.0, "b.w": 2.0, "c.w": 4.0}, {"a.w": 10.0, "b.w": 15.0, "c.w": 5.0})
+    profile = make_profile("m", {"a.w": 1, "b.w": 1, "c.w": 1}, watched, TIMES)
     assert [seconds for *_, seconds in figures(profile)] == [5.0, 0.0, 10.0, 5.0]
 
 
-def test_what_is_read_unseen_comes_first() -> None:
-    watched = step({1: 4.0}, {0: 6.0, 1: 9.0})
-    profile = make_profile("m", parameters(("compiled", 1), ("seen", 3)), watched, TIMES)
+def test_what_is_read_unseen_is_used_where_its_gradient_says() -> None:
+    watched = step({"seen.w": 4.0}, {"compiled.w": 16.0, "seen.w": 9.0})
+    profile = make_profile("m", {"compiled.w": 1, "seen.w": 3}, watched, TIMES)
     assert figures(profile) == [
-        (BETWEEN_STEPS, 0, 2.0, 11.0),
-        (READ_UNSEEN, 1, 4.0 + 1.0, 0.0),
+        (BETWEEN_STEPS, 0, pytest.approx(2.0 + 2.0), 4.0),  # a fifth of both passes
+        ("compiled", 1, pytest.approx(2.0 + 1.0), 7.0),
         ("seen", 3, 6.0 + 3.0, 9.0),
     ]
 
 
 def test_what_is_unused_is_sent_at_once_and_not_updated() -> None:
-    watched = step({1: 4.0}, {1: 9.0})
-    profile = make_profile("m", parameters(("never", 50), ("used", 3)), watched, TIMES)
+    watched = step({"used.w": 4.0}, {"used.w": 9.0})
+    profile = make_profile("m", {"never.w": 50, "used.w": 3}, watched, TIMES)
     assert figures(profile)[1:] == [("used", 3, 6.0 + 4.0, 9.0), (UNUSED, 50, 0.0, 0.0)]
     assert profile.parameter_bytes == 53
 
 
 def test_a_parameter_that_is_used_without_a_gradient_keeps_its_place() -> None:
-    watched = step({0: 3.0, 1: 5.0}, {1: 9.0})
-    profile = make_profile("m", parameters(("read only", 1), ("b", 3)), watched, TIMES)
+    watched = step({"read only.w": 3.0, "b.w": 5.0}, {"b.w": 9.0})
+    profile = make_profile("m", {"read only.w": 1, "b.w": 3}, watched, TIMES)
     assert [entry[0] for entry in figures(profile)] == [BETWEEN_STEPS, "read only", "b"]
 
 
@@ -99,10 +95,10 @@ def test_a_typical_step_is_no_disturbed_one() -> None:
     assert typical([TIMES, odd, TIMES], lambda step: step.step) == TIMES
 
 
-@pytest.mark.parametrize("watched", [step({0: 1.0}, {}), step({}, {})])
+@pytest.mark.parametrize("watched", [step({"a.w": 1.0}, {}), step({}, {})])
 def test_without_a_gradient_there_is_nothing_to_send(watched: StepTimes) -> None:
     with pytest.raises(UnsupportedError, match="No parameter of the module gets a gradient"):
-        make_profile("m", parameters(("a", 1)), watched, TIMES)
+        make_profile("m", {"a.w": 1}, watched, TIMES)
 
 
 seconds = st.floats(0.001, 50.0)
@@ -126,12 +122,13 @@ times = st.builds(
 def test_whatever_was_seen_the_sum_is_the_step_and_no_byte_is_lost(
     times: StepTimes, moments: list[tuple[int, float | None, float]]
 ) -> None:
+    names = [f"layer {number}.w" for number in range(len(moments))]
     watched = step(
-        {key: use for key, (_, use, _) in enumerate(moments) if use is not None},
-        {key: ready for key, (_, _, ready) in enumerate(moments)},
+        {name: use for name, (_, use, _) in zip(names, moments, strict=True) if use is not None},
+        {name: ready for name, (_, _, ready) in zip(names, moments, strict=True)},
     )
-    layers = parameters(*((f"layer {key}", size) for key, (size, _, _) in enumerate(moments)))
-    profile = make_profile("m", layers, watched, times)
+    sizes = {name: size for name, (size, _, _) in zip(names, moments, strict=True)}
+    profile = make_profile("m", sizes, watched, times)
     assert profile.compute_seconds == pytest.approx(times.step)
     assert profile.backward_seconds == pytest.approx(times.backward)
     assert profile.parameter_bytes == sum(size for size, _, _ in moments)

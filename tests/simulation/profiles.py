@@ -46,7 +46,6 @@ all_reduce_links = st.builds(
     workers=st.sampled_from([1, 2, 3, 8, 4096]),
     bandwidth=st.floats(0.5, 100),
     latency=st.sampled_from([0.0, 0.001, 0.3]),
-    messages_in_flight=st.sampled_from([None, 1, 3]),
 )
 server_links = st.builds(
     LinkModel,

@@ -48,14 +48,6 @@ def test_each_spare_server_helps(workers: int, data: st.DataObject) -> None:
     assert more.seconds_per_byte < fewer.seconds_per_byte
 
 
-@unhurried
-@given(workers=st.integers(2, 5000), alpha=st.floats(0, 1), beta=st.floats(1e-12, 1))
-def test_a_measured_link_costs_what_was_measured(workers: int, alpha: float, beta: float) -> None:
-    link = LinkModel.measured(workers=workers, alpha=alpha, beta=beta)
-    assert link.latency_seconds == pytest.approx(alpha)
-    assert link.seconds_per_byte == pytest.approx(beta)
-
-
 @pytest.mark.parametrize(
     ("option", "value", "allowed"),
     [
@@ -66,7 +58,6 @@ def test_a_measured_link_costs_what_was_measured(workers: int, alpha: float, bet
         ("bandwidth", "1", "a rate with its unit, such as 1Gbit/s or 1Mbit/s"),
         *[("latency", bad, "a finite number of seconds, 0 or more") for bad in (-1e-9, NAN, INF, None, True)],
         ("servers", -1, "a whole number, 0 or more"),
-        ("messages_in_flight", 0, "a whole number, 1 or more"),
     ],
 )
 def test_a_link_that_cannot_be_is_refused(option: str, value: Any, allowed: str) -> None:
@@ -90,11 +81,3 @@ def test_more_servers_than_workers_count_as_many_as_there_are_workers() -> None:
 def test_other_words_are_told_the_right_one(options: dict[str, Any], says: str) -> None:
     with pytest.raises(OptionError, match=re.escape(says)):
         LinkModel(**{"workers": 4, "bandwidth": 1.0, **options})
-
-
-@pytest.mark.parametrize(
-    ("option", "value"), [("workers", 1), ("alpha", -1.0), ("alpha", NAN), ("beta", 0.0), ("beta", INF)]
-)
-def test_a_measurement_that_is_none_is_refused(option: str, value: Any) -> None:
-    with pytest.raises(OptionError, match=rf"^{option}="):
-        LinkModel.measured(**{"workers": 2, "alpha": 0.1, "beta": 0.1, option: value})

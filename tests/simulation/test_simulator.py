@@ -93,13 +93,6 @@ def test_a_window_too_large_lets_urgent_pieces_wait() -> None:
     assert steps == [2 + 5 + 14 + 6 - 0, 2 + 3 + 5 + 11 + 1 + 5, 2 + 9 + 5 + 11, 1 + 20 + 5 + 11]
 
 
-def test_the_backend_s_limit_of_messages_holds_too() -> None:
-    profile = model([(100, 1, 1)])
-    link = plain_link(latency=15.0, messages_in_flight=1)
-    assert simulate(profile, link, by_priority(10, 1000)) == 2 + 10 * 40
-    assert simulate(profile, link, FIFO) == 2 + 100 + 30
-
-
 def test_push_and_pull_overlap_where_pieces_are_small() -> None:
     link = plain_link(servers=0, latency=1.0)
     profile = model([(100, 1, 1)])

@@ -3,17 +3,18 @@
 A few training steps are run on a copy: a deep one of the module and a shallow one of the data module. So training
 changes only the copy. The random state of the process and the generators of a data loader are restored. The user's
 callbacks and the end of an epoch are left out, as checkpoints and validation metrics are not wanted here. The user's
-batches are repeated as often as needed, on one device. Its strategy notes how far each step has come.
+batches are repeated as often as needed, on one device. A callback notes how far each step has come.
 
 After some steps of warm-up, steps that are only timed alternate with steps that are watched. A watched step notes when
-each parameter is first used in the forward pass and when its gradient is complete. It sees that in the same way as the
-strategy: by a touch of the parameter itself, wherever that happens, and by the end of its accumulation. Times are those
-of the device (``DeviceClock``), so they tell when work was done, not when it was requested.
+each module is first called in the forward pass, and when each gradient is complete. Times are those of the device
+(``DeviceClock``), so they tell when work was done, not when it was requested.
 
-The profile has the layers in the order of first use. Watched steps give each layer's share of the forward and backward
-pass. The times of both passes, and of the step, come from steps that were not watched. The rest of a step is placed
-where it falls in distributed training. The time of weight updates is split among layers by their bytes, and goes before
-the forward pass of each. Other time, such as waiting for data, goes between two steps, where no gradient is needed.
+The profile has the layers in the order of first use. A parameter that is read by other code than its module's, or in
+compiled code, is taken to be used as long before the end of the forward pass as its gradient comes after the start of
+the backward pass. Watched steps give each layer's share of both passes. The times of the passes, and of the step, come
+from steps that were not watched. The rest of a step is placed where it falls in distributed training. The time of
+weight updates is split among layers by their bytes, and goes before the forward pass of each. Other time, such as
+waiting for data, goes between two steps, where no gradient is needed.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
 
 from lightning_bytescheduler.checks import require_whole
 from lightning_bytescheduler.ddp.decided_fit import (
@@ -38,16 +38,13 @@ from lightning_bytescheduler.ddp.decided_fit import (
     norm_needed_by,
     optimizer_reasons,
     precision_reasons,
-    unseen_parameters,
 )
-from lightning_bytescheduler.ddp.gates import arm, can_be_gated, disarm, gate_of, is_armed
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 from lightning_bytescheduler.lightning_api import (
     CombinedLoader,
     DummyLogger,
     Fabric,
     LightningEnvironment,
-    SingleDeviceStrategy,
     is_overridden,
     isolate_rng,
     pl,
@@ -59,11 +56,10 @@ from lightning_bytescheduler.simulation.prediction import MeasuredStep, Predicti
 from lightning_bytescheduler.simulation.profiles import LayerProfile, ModelProfile
 
 BETWEEN_STEPS = "(between steps)"
-READ_UNSEEN = "(read unseen)"
 UNUSED = "(unused)"
 
 _WARM_UP_STEPS = 3
-_MOMENTS = 5  # of a step
+_MOMENTS = 4  # of a step
 _COMPRESSED_WIDTH = 2  # bytes of a bf16 value
 _MOST_STEPS_FOR_EACH = 10
 _ACCELERATORS = {"cpu": "cpu", "cuda": "gpu"}
@@ -187,7 +183,7 @@ def measure_step(
     # A module's own callbacks may write checkpoints.
     trained.configure_callbacks = lambda: []  # type: ignore[method-assign]
     batches: list[RepeatedData] = []
-    strategy = ObservedDevice(device, trained, steps=steps, waited=lambda: sum(b.waited for b in batches))
+    watch = StepWatch(device, trained, steps=steps, waited=lambda: sum(b.waited for b in batches))
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as restoring:
         _keep_quiet(restoring)
         _restore_random_state(restoring)
@@ -200,7 +196,7 @@ def measure_step(
         trainer = pl.Trainer(
             accelerator=_ACCELERATORS[device.type],
             devices=1 if device.index is None or device.type == "cpu" else [device.index],
-            strategy=strategy,
+            callbacks=[watch],
             plugins=[LightningEnvironment()],  # one process, also under a launcher
             max_epochs=1,
             max_steps=_MOST_STEPS_FOR_EACH * (steps + 10),  # never reached, but schedules are made for that many
@@ -216,23 +212,27 @@ def measure_step(
         )
         with _gradients_kept(module), contextlib.suppress(EnoughSteps):
             trainer.fit(trained, **_data_arguments(trained, data, repeat))
-        if not strategy.complete:
+        if not watch.complete:
             raise OptionError("data", data, "batches that can be iterated over again: there were too few to measure")
-        optimizers, precision = strategy.optimizers, trainer.precision_plugin
-        times = typical(strategy.times, lambda step: step.step)
-        watched = typical(strategy.watched, lambda step: step.forward + step.backward)
+        optimizers, plugin = trainer.optimizers, trainer.precision_plugin
+        times = typical(watch.times, lambda step: step.step)
+        watched = typical(watch.watched, lambda step: step.forward + step.backward)
+        parameters = watch.parameters
+        small = sum(p.numel() * min(p.element_size(), _COMPRESSED_WIDTH) for p in parameters.values())
         return MeasuredStep(
-            profile=make_profile(type(module).__name__, strategy.parameters(), watched, times),
+            profile=make_profile(
+                type(module).__name__, {name: p.nbytes for name, p in parameters.items()}, watched, times
+            ),
             waiting=times.waiting,
             device=device.type,
-            compressed_share=strategy.compressed_share(),
-            unused=strategy.unused(),
+            compressed_share=small / sum(p.nbytes for p in parameters.values()),
+            unused=tuple(name for name in parameters if all(name not in step.gradient for step in watch.watched)),
             synchronised_because=(
                 *optimizer_reasons(optimizers),
-                *precision_reasons(precision, optimizers),
+                *precision_reasons(plugin, optimizers),
                 *model_reasons(trained),
             ),
-            norm_needed_by=norm_needed_by(trained, precision),
+            norm_needed_by=norm_needed_by(trained, plugin),
         )
 
 
@@ -376,16 +376,17 @@ class DeviceClock:
         return float(start.elapsed_time(end)) / 1e3
 
 
-class ObservedDevice(SingleDeviceStrategy):
-    """Trains on one device and notes moments of each step. It serves as the parameters' gate, to see their first use.
+class StepWatch(pl.Callback):
+    """Notes moments of each step.
 
     Args:
         device: The device to train on.
-        module: The module to train; its parameters are looked up at the first watched step.
+        module: The module to train.
         steps: Number of steps to time, and of steps to watch, after the warm-up.
         waited: Returns the seconds spent waiting for data so far.
 
     Attributes:
+        parameters: The trained parameters, each under its first name.
         times: The steps that were only timed.
         watched: The watched steps.
     """
@@ -393,37 +394,43 @@ class ObservedDevice(SingleDeviceStrategy):
     def __init__(
         self, device: torch.device, module: pl.LightningModule, *, steps: int, waited: Callable[[], float]
     ) -> None:
-        super().__init__(device=device)
-        self._trained = module
         self._clock = DeviceClock(device)
         self._wanted = steps
         self._waited = waited
-        self._parameters: dict[str, nn.Parameter] = {}
-        self._unseen: set[int] = set()  # ids of parameters whose touches cannot be seen
         self._begun = 0
         # The current step.
-        self._moments: dict[str, Any] = {}
+        self._moments: list[Any] = []
         self._waited_before = 0.0
         self._watches = False
-        self._first_use: dict[int, Any] = {}
-        self._gradient: dict[int, Any] = {}
+        self._first_use: dict[str, Any] = {}
+        self._gradient: dict[str, Any] = {}
+        self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self.times: list[StepTimes] = []
         self.watched: list[StepTimes] = []
+        names = {id(parameter): name for name, parameter in self.parameters.items()}
+        for part in module.modules():
+            # The LightningModule itself is not called: Lightning calls its training_step.
+            held = [names[id(p)] for p in part.parameters(recurse=False) if id(p) in names and part is not module]
+            if held:
+                part.register_forward_pre_hook(lambda *_, held=held: self._used(held))
+        for name, parameter in self.parameters.items():
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: self._accumulated(name))
 
     @property
     def complete(self) -> bool:
         """Whether enough steps were measured."""
         return len(self.times) >= self._wanted and len(self.watched) >= self._wanted
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """See Strategy. A forward pass ends the step before and begins another.
+    def on_train_batch_start(self, *_: Any) -> None:
+        """End the step before, and begin another.
 
         Raises:
             EnoughSteps: If enough steps were measured.
             UnsupportedError: If the steps so far did not consist of one forward pass, one backward pass and one update.
         """
         now, waited = self._clock.moment(), self._waited()
-        self._end(now, waited)
+        if len(self._moments) == _MOMENTS and self._begun > _WARM_UP_STEPS:
+            (self.watched if self._watches else self.times).append(self._measured(now, waited))
         if self.complete:
             raise EnoughSteps
         if self._begun > _WARM_UP_STEPS + 4 * self._wanted:
@@ -433,108 +440,48 @@ class ObservedDevice(SingleDeviceStrategy):
             )
         self._begun += 1
         self._watches = self._begun > _WARM_UP_STEPS and len(self.watched) < len(self.times)
-        self._first_use, self._gradient = {}, {}
-        if self._watches:
-            self._watch()
+        self._moments, self._waited_before, self._first_use, self._gradient = [now], waited, {}, {}
+
+    def on_before_backward(self, *_: Any) -> None:
+        """Note the end of the forward pass, and stop watching it: what is recomputed is not used first."""
+        self._moments.append(self._clock.moment())
+
+    def on_after_backward(self, *_: Any) -> None:
+        """Note the end of the backward pass."""
+        self._moments.append(self._clock.moment())
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Note the end of the update."""
+        self._moments.append(self._clock.moment())
+
+    def _used(self, names: Sequence[str]) -> None:
+        # Compiled code does not note moments.
+        if self._watches and not torch.compiler.is_compiling() and len(self._moments) == 1:
             now = self._clock.moment()
-        self._moments, self._waited_before = {"begun": now}, waited
-        try:
-            output = super().training_step(*args, **kwargs)
-            self._note("forward")
-            return output
-        finally:
-            self.open_all("the forward pass has ended")
+            for name in names:
+                self._first_use.setdefault(name, now)
 
-    def backward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """See Strategy."""
-        watched = self._parameters.values() if self._watches else ()
-        handles = [parameter.register_post_accumulate_grad_hook(self._accumulated) for parameter in watched]
-        if "backward" in self._moments:
-            self._moments.clear()  # a step with two backward passes cannot be measured
-        self._note("backward")
-        try:
-            loss = super().backward(*args, **kwargs)
-            self._note("gradients")
-            return loss
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        """See Strategy."""
-        output = super().optimizer_step(*args, **kwargs)
-        self._note("updated")
-        return output
-
-    def touched(self, parameter: nn.Parameter, gradient_only: bool) -> None:
-        """See :class:`~lightning_bytescheduler.ddp.gates.Gate`."""
-        if gradient_only:
-            return
-        disarm((parameter,))
-        if torch.compiler.is_compiling():
-            # Compiled code is specialised on what it has met, so its next run would not touch the parameter.
-            self._unseen.add(id(parameter))
-        else:
-            self._first_use.setdefault(id(parameter), self._clock.moment())
-
-    def open_all(self, reason: str) -> None:
-        """See :class:`~lightning_bytescheduler.ddp.gates.Gate`: uses from here on are not seen."""
-        disarm([p for p in self._parameters.values() if gate_of(p) is self])
-
-    def parameters(self) -> list[WatchedParameter]:
-        """The watched parameters, each once, under the name of the first module that holds it."""
-        whole = type(self._trained).__name__
-        return [
-            WatchedParameter(key=id(parameter), layer=name.rpartition(".")[0] or whole, size=parameter.nbytes)
-            for name, parameter in self._parameters.items()
-        ]
-
-    def compressed_share(self) -> float:
-        """Bytes of the gradients as bf16, relative to their actual bytes."""
-        whole = sum(p.nbytes for p in self._parameters.values())
-        small = sum(p.numel() * min(p.element_size(), _COMPRESSED_WIDTH) for p in self._parameters.values())
-        return small / whole if whole else 1.0
-
-    def unused(self) -> tuple[str, ...]:
-        """Names of parameters that got no gradient in any watched step."""
-        seen = {key for step in self.watched for key in step.gradient}
-        return tuple(name for name, parameter in self._parameters.items() if id(parameter) not in seen)
-
-    def _note(self, what: str) -> None:
-        """Note the moment at which a part of the step begins or ends."""
-        if self._moments:
-            self._moments[what] = self._clock.moment()
-
-    def _watch(self) -> None:
-        """Watch the coming forward pass."""
-        if not self._parameters:
-            self._parameters = {n: p for n, p in self._trained.named_parameters() if p.requires_grad}
-            self._unseen = set(unseen_parameters(self._trained))
-        seen = (p for p in self._parameters.values() if id(p) not in self._unseen)
-        arm((p for p in seen if can_be_gated(p) and not is_armed(p)), self)
-
-    def _accumulated(self, parameter: torch.Tensor) -> None:
+    def _accumulated(self, name: str) -> None:
         # The last time counts: with reentrant checkpointing a gradient comes in parts.
-        self._gradient[id(parameter)] = self._clock.moment()
+        if self._watches:
+            self._gradient[name] = self._clock.moment()
 
-    def _end(self, now: Any, waited: float) -> None:
-        if len(self._moments) < _MOMENTS or self._begun <= _WARM_UP_STEPS:
-            return
-        begun, ended, began, gradients, updated = self._moments.values()
+    def _measured(self, now: Any, waited: float) -> StepTimes:
         seconds = self._clock.seconds
-        forward, backward, update = seconds(begun, ended), seconds(began, gradients), seconds(gradients, updated)
-        step = seconds(begun, now)
-        found = StepTimes(
+        begun, began, ended, updated = self._moments
+        step, forward, backward, update = (
+            seconds(one, other) for one, other in ((begun, now), (begun, began), (began, ended), (ended, updated))
+        )
+        return StepTimes(
             step=step,
             forward=forward,
             backward=backward,
             update=update,
             # If the device is behind, waiting for data may be hidden.
             waiting=min(waited - self._waited_before, step - forward - backward - update),
-            first_use={key: seconds(begun, moment) for key, moment in self._first_use.items()},
-            gradient={key: seconds(began, moment) for key, moment in self._gradient.items()},
+            first_use={name: seconds(begun, moment) for name, moment in self._first_use.items()},
+            gradient={name: seconds(began, moment) for name, moment in self._gradient.items()},
         )
-        (self.watched if self._watches else self.times).append(found)
 
 
 # ── A profile of them ───────────────────────────────────────────────────────────────────────────────
@@ -550,9 +497,9 @@ class StepTimes:
         backward: The backward pass.
         update: Clipping and the optimizer's step.
         waiting: Waiting for data; a part of the time between steps.
-        first_use: In a watched step, seconds from the start of the forward pass, by parameter key; without parameters
+        first_use: In a watched step, seconds from the start of the forward pass, by parameter; without parameters
             whose use was not seen.
-        gradient: In a watched step, seconds from the start of the backward pass, by parameter key; without parameters
+        gradient: In a watched step, seconds from the start of the backward pass, by parameter; without parameters
             that got no gradient.
     """
 
@@ -561,13 +508,8 @@ class StepTimes:
     backward: float
     update: float
     waiting: float = 0.0
-    first_use: Mapping[int, float] = field(default_factory=dict)
-    gradient: Mapping[int, float] = field(default_factory=dict)
-
-    @property
-    def rest(self) -> float:
-        """The time between two steps: waiting for data, hooks, logging."""
-        return max(0.0, self.step - self.forward - self.backward - self.update)
+    first_use: Mapping[str, float] = field(default_factory=dict)
+    gradient: Mapping[str, float] = field(default_factory=dict)
 
 
 def typical(steps: Sequence[StepTimes], seconds: Callable[[StepTimes], float]) -> StepTimes:
@@ -575,90 +517,62 @@ def typical(steps: Sequence[StepTimes], seconds: Callable[[StepTimes], float]) -
     return sorted(steps, key=seconds)[len(steps) // 2]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WatchedParameter:
-    """A trained parameter.
-
-    Attributes:
-        key: Identifies it in :class:`StepTimes`.
-        layer: Name of the module that holds it.
-        size: Bytes of its gradient.
-    """
-
-    key: int
-    layer: str
-    size: int
+class _Layer(NamedTuple):
+    name: str
+    size: int = 0  # bytes
+    start: float = 0.0
+    ready: float = 0.0
 
 
-def make_profile(name: str, parameters: Sequence[WatchedParameter], step: StepTimes, times: StepTimes) -> ModelProfile:
+def make_profile(name: str, parameters: Mapping[str, int], step: StepTimes, times: StepTimes) -> ModelProfile:
     """Make a profile, whose layers take ``times.step`` together.
 
-    Parameters of one module that are first used one after another are one layer. Parameters that got a gradient
-    although their use was not seen come first, as their updates do not wait for the forward pass. Parameters that got
-    no gradient and were not used come last: DDP sends zeros for them as soon as the backward pass begins.
+    Parameters of one module that are first used one after another are one layer. Parameters that got no gradient and
+    were not used come last: DDP sends zeros for them as soon as the backward pass begins.
 
     Args:
         name: The model's name.
-        parameters: All trained parameters, each once.
+        parameters: All trained parameters, by name, and the bytes of their gradients.
         step: A watched step.
         times: Times of a step that was not watched.
 
     Raises:
         UnsupportedError: If no parameter gets a gradient.
     """
-    forward, backward = step.forward, step.backward
-    first_use = {p.key: step.first_use.get(p.key) for p in parameters}
-    gradient = {p.key: step.gradient.get(p.key) for p in parameters}
-    if all(moment is None for moment in gradient.values()):
+    forward, backward, gradient = step.forward, step.backward, step.gradient
+    if not gradient:
         raise UnsupportedError(
             "No parameter of the module gets a gradient, so there is nothing to send: let training_step return a loss "
             "that depends on parameters with requires_grad=True."
         )
-    layers = [_Layer(BETWEEN_STEPS, 0, 0.0, backward), *_layers(parameters, first_use, gradient)]
-    starts = [max(0.0, min(layer.start, forward)) for layer in layers]
+    mirrored = {key: forward * (1 - ready / backward) if backward else 0.0 for key, ready in gradient.items()}
+    used = {key: max(0.0, min(moment, forward)) for key, moment in {**mirrored, **step.first_use}.items()}
+    layers = [_Layer(BETWEEN_STEPS, ready=backward)]
+    in_order = sorted((key for key in parameters if key in used), key=used.__getitem__)
+    for layer, group in itertools.groupby(in_order, key=lambda key: key.rpartition(".")[0] or name):
+        keys = list(group)
+        last = max(min(gradient.get(key, 0.0), backward) for key in keys)
+        layers.append(_Layer(layer, sum(parameters[key] for key in keys), used[keys[0]], last))
+    updated = sum(layer.size for layer in layers)
+    if unused := [key for key in parameters if key not in used]:
+        # At the very end of the forward pass, so that they take no part of it.
+        layers.append(_Layer(UNUSED, sum(parameters[key] for key in unused), forward))
     # When a layer and all after it are complete: a profile's backward pass goes through the layers in reverse order.
-    ready = list(itertools.accumulate((min(layer.ready, backward) for layer in reversed(layers)), max))[::-1]
+    ready = list(itertools.accumulate((layer.ready for layer in reversed(layers)), max))[::-1]
     forward_share = times.forward / forward if forward else 0.0
     backward_share = times.backward / backward if backward else 0.0
-    updated = sum(layer.size for layer in layers if layer.name != UNUSED)
-    besides = {BETWEEN_STEPS: times.rest, UNUSED: 0.0}
+    rest = max(0.0, times.step - times.forward - times.backward - times.update)
+    besides = {BETWEEN_STEPS: rest, UNUSED: 0.0}
     made = (
         LayerProfile(
             name=layer.name,
             parameter_bytes=layer.size,
-            forward_seconds=forward_share * (end - start)
+            forward_seconds=forward_share * (end - layer.start)
             + besides.get(layer.name, times.update * layer.size / updated),
             backward_seconds=backward_share * (done - before),
         )
-        for layer, start, end, done, before in zip(
-            layers, starts, [*starts[1:], forward], ready, [*ready[1:], 0.0], strict=True
+        for layer, end, done, before in zip(
+            layers, [*(after.start for after in layers[1:]), forward], ready, [*ready[1:], 0.0], strict=True
         )
     )
     return ModelProfile(name=name, layers=tuple(made))
-
-
-class _Layer(NamedTuple):
-    name: str
-    size: int
-    start: float
-    ready: float
-
-
-def _layers(
-    parameters: Sequence[WatchedParameter],
-    first_use: Mapping[int, float | None],
-    gradient: Mapping[int, float | None],
-) -> list[_Layer]:
-    unseen = [p for p in parameters if first_use[p.key] is None and gradient[p.key] is not None]
-    unused = [p for p in parameters if first_use[p.key] is None and gradient[p.key] is None]
-    used = sorted((p for p in parameters if first_use[p.key] is not None), key=lambda p: first_use[p.key] or 0.0)
-
-    def layer(name: str, members: Sequence[WatchedParameter], start: float) -> _Layer:
-        return _Layer(name, sum(p.size for p in members), start, max(gradient[p.key] or 0.0 for p in members))
-
-    layers = [layer(READ_UNSEEN, unseen, 0.0)] if unseen else []
-    for name, group in itertools.groupby(used, key=lambda p: p.layer):
-        members = list(group)
-        layers.append(layer(name, members, first_use[members[0].key] or 0.0))
-    # At the very end of the forward pass, so that they take no part of it.
-    return [*layers, layer(UNUSED, unused, float("inf"))] if unused else layers

@@ -33,12 +33,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from lightning_bytescheduler.checks import (
-    options_by_name,
-    require_positive,
-    require_seconds,
-    require_whole,
-)
+from lightning_bytescheduler.checks import options_by_name, require_positive, require_seconds, require_whole
 from lightning_bytescheduler.exceptions import OptionError
 
 _IDLE_WITH_SPARE_SERVERS = 0.08
@@ -59,8 +54,6 @@ class LinkModel:
         latency: Seconds of one hop, from one worker to another.
         servers: Number of parameter servers on separate machines; with 0 there is one beside each worker. More servers
             than workers change nothing, as the workers' own links are the limit then. ``None`` for an all-reduce.
-        messages_in_flight: Collectives that the backend carries at once, such as 1 for one NCCL stream and 2
-            for gloo's two threads; ``None`` for no limit.
 
     Raises:
         OptionError: Names the value that is not allowed.
@@ -70,46 +63,14 @@ class LinkModel:
     bandwidth: float
     latency: float = 0.0
     servers: int | None = None
-    messages_in_flight: int | None = None
 
     def __init__(
-        self,
-        *,
-        workers: int,
-        bandwidth: float | str,
-        latency: float | str = 0.0,
-        servers: int | None = None,
-        messages_in_flight: int | None = None,
+        self, *, workers: int, bandwidth: float | str, latency: float | str = 0.0, servers: int | None = None
     ) -> None:
-        require_whole("workers", workers, 1)
-        if servers is not None:
-            require_whole("servers", servers, 0)
-        if messages_in_flight is not None:
-            require_whole("messages_in_flight", messages_in_flight, 1)
-        values = {
-            "workers": workers,
-            "bandwidth": require_rate("bandwidth", bandwidth),
-            "latency": require_duration("latency", latency),
-            "servers": servers,
-            "messages_in_flight": messages_in_flight,
-        }
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
-
-    @classmethod
-    def measured(cls, *, workers: int, alpha: float, beta: float) -> LinkModel:
-        """The ring on which lone all-reduces of ``s`` bytes were seen to take ``alpha + beta × s`` seconds.
-
-        All of ``alpha`` is taken to be latency.
-
-        Raises:
-            OptionError: If there are less than 2 workers, or ``alpha`` or ``beta`` cannot be.
-        """
-        require_whole("workers", workers, 2)
-        require_seconds("alpha", alpha)
-        require_positive("beta", beta, of="seconds per byte")
-        hops = 2 * (workers - 1)
-        return cls(workers=workers, bandwidth=hops / workers / beta, latency=alpha / hops)
+        object.__setattr__(self, "workers", require_whole("workers", workers, 1))
+        object.__setattr__(self, "bandwidth", require_rate("bandwidth", bandwidth))
+        object.__setattr__(self, "latency", require_duration("latency", latency))
+        object.__setattr__(self, "servers", servers if servers is None else require_whole("servers", servers, 0))
 
     @property
     def architecture(self) -> str:

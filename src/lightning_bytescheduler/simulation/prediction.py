@@ -463,10 +463,17 @@ def _scheduled(
 
 def _schedules(measured: MeasuredStep, link: LinkModel) -> Iterator[Schedule]:
     """Schedules with the strategy's own sizes first, and then with others."""
-    waits = _waits_for_all(measured, link)
+    profile, waits = measured.profile, _waits_for_all(measured, link)
     in_shards = bool(measured.norm_needed_by) and not waits
-    found = _sizes(measured.profile, link, in_shards=in_shards, busy_processor=measured.device == "cpu")
-    return (replace(schedule, barrier=waits) for schedule in found)
+    own = chosen_schedule(profile, link, in_shards=in_shards, busy_processor=measured.device == "cpu")
+    yield replace(own, barrier=waits)
+    # The bytes that the link carries while a lone piece is in flight but not on the link.
+    hidden = int(link.latency_seconds / link.seconds_per_byte)
+    for partition in _PARTITIONS:
+        if partition * _MOST_PIECES < profile.parameter_bytes and partition != _PARTITIONS[-1]:
+            continue
+        for window in sorted({hidden + link.stages * partition, profile.parameter_bytes or 1}):
+            yield Schedule(partition_bytes=partition, credit_bytes=window, bucket_bytes=partition, barrier=waits)
 
 
 def _waits_for_all(measured: MeasuredStep, link: LinkModel) -> bool:
@@ -502,19 +509,6 @@ def chosen_schedule(
         credit_bytes=coarser * sizes.credit * _WIDTH,
         bucket_bytes=sizes.bucket_bytes,
     )
-
-
-def _sizes(
-    profile: ModelProfile, link: LinkModel, *, in_shards: bool = False, busy_processor: bool = False
-) -> Iterator[Schedule]:
-    yield chosen_schedule(profile, link, in_shards=in_shards, busy_processor=busy_processor)
-    # The bytes that the link carries while a lone piece is in flight but not on the link.
-    hidden = int(link.latency_seconds / link.seconds_per_byte) if link.seconds_per_byte else 0
-    for partition in _PARTITIONS:
-        if partition * _MOST_PIECES < profile.parameter_bytes and partition != _PARTITIONS[-1]:
-            continue
-        for window in sorted({hidden + link.stages * partition, profile.parameter_bytes or 1}):
-            yield Schedule(partition_bytes=partition, credit_bytes=window, bucket_bytes=partition)
 
 
 def _best(strategy: str, profile: ModelProfile, link: LinkModel, schedules: Iterable[Schedule]) -> Expectation:

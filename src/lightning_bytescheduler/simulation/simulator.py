@@ -51,6 +51,7 @@ is not attained: the last partition is still to be pulled.
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -61,8 +62,6 @@ from lightning_bytescheduler.simulation.profiles import ModelProfile
 _DDP_BUCKET_BYTES = 25 * 1024 * 1024
 _DDP_FIRST_BUCKET_BYTES = 1024 * 1024
 """DDP's first bucket where no size was asked for: small, so that communication starts early."""
-
-_FACT, _DECISION = 0, 1  # at one moment, what happened goes before what is decided on it
 
 
 class Bucket(NamedTuple):
@@ -162,21 +161,19 @@ class _Piece(NamedTuple):
 class _Simulation:
     def __init__(self, profile: ModelProfile, link: LinkModel, schedule: Schedule) -> None:
         self._layers = profile.layers
-        self._link = link
         self._schedule = schedule
         self._free_at = [0.0] * link.stages
+        self._seconds_per_byte = link.seconds_per_byte / (1 - link.idle)
+        self._stage_latency = link.latency_seconds / link.stages
         self._now = 0.0
-        self._events: list[tuple[float, int, int, Callable[[], None]]] = []
-        self._event_number = 0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()  # what was said first is first, and callables are not compared
         # Communication.
         buckets = list(schedule.buckets(profile))
         self._opens_with = {layer: bucket.priority for bucket in buckets for layer in bucket.layers}
         self._pieces_of = {bucket.priority: schedule.pieces(bucket) for bucket in buckets}
         self._queue: list[_Piece] = []
-        self._queued = 0
-        self._deciding = False
-        self._in_flight_bytes = 0
-        self._in_flight = 0
+        self._in_flight = 0  # bytes
         self._missing = {bucket: len(pieces) for bucket, pieces in self._pieces_of.items()}  # that have not arrived
         # Computing.
         self._waiting: int | None = None  # the layer whose forward pass cannot start
@@ -186,13 +183,14 @@ class _Simulation:
         """Play until the forward pass after the backward pass has ended."""
         self._backward(len(self._layers) - 1)
         while not self._ended:
-            self._now, _, _, happen = heapq.heappop(self._events)
-            happen()
+            self._now = self._events[0][0]
+            while self._events and self._events[0][0] == self._now:
+                heapq.heappop(self._events)[-1]()
+            self._launch()
         return self._now
 
-    def _at(self, time: float, happen: Callable[[], None], kind: int = _FACT) -> None:
-        self._event_number += 1  # keeps what was said first first, and callables out of the comparison
-        heapq.heappush(self._events, (time, kind, self._event_number, happen))
+    def _at(self, time: float, happen: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (time, next(self._numbers), happen))
 
     # Computing.
 
@@ -200,8 +198,9 @@ class _Simulation:
         self._at(self._now + self._layers[layer].backward_seconds, lambda: self._end_backward(layer))
 
     def _end_backward(self, layer: int) -> None:
+        urgency = 0 if self._schedule.credit_bytes is None else layer
         for size in self._pieces_of.get(layer, ()):
-            self._enqueue(layer, size)
+            heapq.heappush(self._queue, _Piece(urgency, next(self._numbers), layer, size))
         if layer:
             self._backward(layer - 1)
         else:
@@ -211,55 +210,28 @@ class _Simulation:
         self._waiting = None
         if layer == len(self._layers):
             self._ended = True
-        elif self._is_open(layer):
-            self._at(self._now + self._layers[layer].forward_seconds, lambda: self._forward(layer + 1))
-        else:
+        elif (self._schedule.barrier and self._missing) or self._opens_with.get(layer) in self._missing:
             self._waiting = layer
-
-    def _is_open(self, layer: int) -> bool:
-        if self._schedule.barrier and self._missing:
-            return False
-        return self._opens_with.get(layer) not in self._missing
+        else:
+            self._at(self._now + self._layers[layer].forward_seconds, lambda: self._forward(layer + 1))
 
     # Communication.
 
-    def _enqueue(self, bucket: int, size: int) -> None:
-        self._queued += 1
-        urgency = 0 if self._schedule.credit_bytes is None else bucket
-        heapq.heappush(self._queue, _Piece(urgency, self._queued, bucket, size))
-        self._decide()
-
-    def _decide(self) -> None:
-        """Launch what is allowed, after all events of this moment."""
-        if not self._deciding:
-            self._deciding = True
-            self._at(self._now, self._launch, _DECISION)
-
     def _launch(self) -> None:
-        self._deciding = False
-        while self._queue and self._may_launch():
+        """Launch what is allowed, after all that happens at this moment."""
+        credit = self._schedule.credit_bytes
+        while self._queue and (credit is None or self._in_flight < credit):
             piece = heapq.heappop(self._queue)
-            self._in_flight += 1
-            self._in_flight_bytes += piece.size
+            self._in_flight += piece.size
             self._pass(piece, 0)
 
-    def _may_launch(self) -> bool:
-        credit, messages = self._schedule.credit_bytes, self._link.messages_in_flight
-        return (credit is None or self._in_flight_bytes < credit) and (messages is None or self._in_flight < messages)
-
     def _pass(self, piece: _Piece, stage: int) -> None:
-        if stage == self._link.stages:
-            self._arrive(piece)
+        if stage < len(self._free_at):
+            sent = max(self._free_at[stage], self._now) + piece.size * self._seconds_per_byte
+            self._free_at[stage] = sent
+            self._at(sent + self._stage_latency, lambda: self._pass(piece, stage + 1))
             return
-        on_link = self._link.seconds_per_byte / (1 - self._link.idle)
-        self._free_at[stage] = max(self._free_at[stage], self._now) + piece.size * on_link
-        latency = self._link.latency_seconds / self._link.stages
-        self._at(self._free_at[stage] + latency, lambda: self._pass(piece, stage + 1))
-
-    def _arrive(self, piece: _Piece) -> None:
-        self._in_flight -= 1
-        self._in_flight_bytes -= piece.size
-        self._decide()
+        self._in_flight -= piece.size
         self._missing[piece.bucket] -= 1
         if not self._missing[piece.bucket]:
             del self._missing[piece.bucket]
@@ -277,9 +249,7 @@ def lower_bound(profile: ModelProfile, link: LinkModel) -> float:
         profile: The model.
         link: The network.
     """
-    latency = link.latency_seconds
-    communicated = (p.release + p.seconds(link) + latency + p.tail for p in _prefixes(profile))
-    return max(profile.compute_seconds, max(communicated, default=0.0))
+    return max([profile.compute_seconds, *(arrived + tail for arrived, tail in _prefixes(profile, link))])
 
 
 def ddp_bound(profile: ModelProfile, link: LinkModel) -> float:
@@ -289,28 +259,16 @@ def ddp_bound(profile: ModelProfile, link: LinkModel) -> float:
         profile: The model.
         link: The network.
     """
-    arrived = (p.release + p.seconds(link) + link.latency_seconds for p in _prefixes(profile))
-    return max(profile.backward_seconds, max(arrived, default=0.0)) + profile.forward_seconds
+    arrived = max([profile.backward_seconds, *(arrived for arrived, _ in _prefixes(profile, link))])
+    return arrived + profile.forward_seconds
 
 
-class _Prefix(NamedTuple):
-    """Layers 1 to k: when the first of their gradients is complete, their bytes, and the forward pass from k on."""
-
-    release: float
-    bytes: int
-    tail: float
-
-    def seconds(self, link: LinkModel) -> float:
-        """How long these layers occupy the link."""
-        return self.bytes * link.seconds_per_byte
-
-
-def _prefixes(profile: ModelProfile) -> Iterator[_Prefix]:
-    """Yield the prefixes that end in a layer with parameters."""
+def _prefixes(profile: ModelProfile, link: LinkModel) -> Iterator[tuple[float, float]]:
+    """Of layers 1 to k, for each k with parameters: when all can have arrived, and the forward pass from k on."""
     release, tail, size = profile.backward_seconds, profile.forward_seconds, 0
     for layer in profile.layers:
         size += layer.parameter_bytes
         if layer.parameter_bytes:
-            yield _Prefix(release, size, tail)
+            yield release + size * link.seconds_per_byte + link.latency_seconds, tail
         release -= layer.backward_seconds
         tail -= layer.forward_seconds
