@@ -333,7 +333,7 @@ class RoundBoundaries(LoopBoundaries):
         if ended.epoch and not own_epoch_ends:
             # Another worker has gone through its share of the data: the epoch ends here as if this batch were the last.
             self._loop.batch_progress.is_last_batch = True
-        if ended.epoch and (not own_epoch_ends or not self._loop.batch_progress.current.ready):
+        if ended.epoch and (not own_epoch_ends or not self._loop._num_ready_batches_reached()):
             self._step_schedules()
         if ended.stop:
             self._stop()
@@ -419,7 +419,7 @@ class CoordinatedBoundaries(LoopBoundaries):
         trainer, session, loop = self.trainer, self._session, self.trainer.fit_loop
         if self._data is None or self._group.any(trainer.should_stop and loop._can_stop_early):
             return
-        if not self._loop.batch_progress.current.ready:
+        if not self._loop._num_ready_batches_reached():
             self._step_schedules()
         if self._group.any(self._group.leads and self._data.is_cut) and loop.max_epochs not in (None, -1):
             loop.max_epochs += 1  # this one was none
@@ -489,6 +489,10 @@ class CoordinatedBoundaries(LoopBoundaries):
 
     def _after_batch(self, data_fetcher: Any) -> bool:
         session, loop, trainer = self._session, self._loop, self.trainer
+        if loop.restarting and not self._has_batch and not loop.val_loop.restarted_mid_evaluation:
+            # Lightning asks before the first batch whether the epoch was over but for a validation, which is left out.
+            return bool(loop._num_ready_batches_reached())
+        self._has_batch = False
         stepped = trainer.global_step != self._global_step
         signal = bool(trainer.received_sigterm)
         wants, stops, epoch, signal, self.leads = self._agree(
@@ -507,9 +511,9 @@ class CoordinatedBoundaries(LoopBoundaries):
             self._stop()
         validates = self._wants_validation and (session.version > version or at_end or session.over)
         if validates:
-            self._wants_validation = False
-            self._validates = True
-            session.pause()
+            if not self._validates:  # Lightning asks twice where it goes on in the middle of a validation
+                session.pause()
+            self._wants_validation, self._validates = False, True
         if stepped:
             self._began = time.monotonic()
         return validates
