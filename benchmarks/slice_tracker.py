@@ -13,9 +13,8 @@ from statistics import median
 import torch
 
 from lightning_bytescheduler.slices.catalogue import SliceCatalogue
-from lightning_bytescheduler.slices.messages import Assignment, JoinTracker, ReportProgress, RequestSlice
 from lightning_bytescheduler.slices.slice import Slice
-from lightning_bytescheduler.slices.tracker import SliceTracker
+from lightning_bytescheduler.slices.tracker import Assignment, JoinTracker, ReportProgress, RequestSlice, SliceTracker
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ import xxhash
 from lightning_bytescheduler.diloco import coordinator_protocol as protocol
 from lightning_bytescheduler.diloco import messages
 from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.slices import messages as slice_messages
+from lightning_bytescheduler.slices import tracker as slice_messages
 
 __all__ = ["Attacker", "Failure"]
 

@@ -14,7 +14,7 @@ import pytest
 from lightning_bytescheduler.cli import main
 from lightning_bytescheduler.diloco.messages import LeaveRounds
 from lightning_bytescheduler.slices.make import make_slices
-from lightning_bytescheduler.slices.messages import (
+from lightning_bytescheduler.slices.tracker import (
     JoinAgain,
     Joined,
     JoinTracker,
@@ -22,7 +22,7 @@ from lightning_bytescheduler.slices.messages import (
     RequestSlice,
     encode,
 )
-from lightning_bytescheduler.slices.messages import decode as decode_slices
+from lightning_bytescheduler.slices.tracker import decode as decode_slices
 from tests.coordinator.runs import updates_of, weights_of
 from tests.coordinator.small_worker import SmallWorker
 

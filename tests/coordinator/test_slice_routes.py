@@ -20,7 +20,8 @@ from lightning_bytescheduler.diloco.coordinator_protocol import SLICES_PATH, run
 from lightning_bytescheduler.diloco.messages import TrainingOver
 from lightning_bytescheduler.diloco.round_end import RoundOptions
 from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.slices.messages import (
+from lightning_bytescheduler.slices.options import TrackerOptions
+from lightning_bytescheduler.slices.tracker import (
     AskLater,
     Assignment,
     JoinAgain,
@@ -30,7 +31,6 @@ from lightning_bytescheduler.slices.messages import (
     decode,
     encode,
 )
-from lightning_bytescheduler.slices.options import TrackerOptions
 from tests.coordinator.runs import ELEMENTS, in_a_run, options_of
 from tests.coordinator.small_worker import SmallWorker
 from tests.coordinator.test_rounds import weights_of

@@ -21,7 +21,8 @@ from lightning_bytescheduler.diloco.coordinator_client import Answer
 from lightning_bytescheduler.diloco.training_loop import CoordinatedBoundaries
 from lightning_bytescheduler.diloco.worker_slices import CoordinatedSlices
 from lightning_bytescheduler.exceptions import CoordinatorError, OptionError, RankFailedError, SchedulerTimeoutError
-from lightning_bytescheduler.slices.messages import (
+from lightning_bytescheduler.slices.options import TrackerOptions
+from lightning_bytescheduler.slices.tracker import (
     Assignment,
     JoinAgain,
     Joined,
@@ -29,10 +30,9 @@ from lightning_bytescheduler.slices.messages import (
     Receipt,
     ReportProgress,
     RequestSlice,
+    TrackerReport,
     encode,
 )
-from lightning_bytescheduler.slices.options import TrackerOptions
-from lightning_bytescheduler.slices.tracker import TrackerReport
 from lightning_bytescheduler.slices.training import TrackedTraining
 from tests.diloco.coordinated_fits import alone, coordinator_options, together
 from tests.diloco.coordinated_workers import until
@@ -291,7 +291,7 @@ def test_a_worker_that_was_given_up_joins_again() -> None:
     tracker = tracker_of(GIVEN_UP, GIVEN_UP)
     assert tracker.answer(ReportProgress(session=1, grant=1, trained=3)) == JoinAgain()
     assert tracker.answer(RequestSlice(session=1, epoch=0)) == JoinAgain()
-    joined = Joined(session=2, epoch=0, lease=9.0)
+    joined = Joined(session=2, run="a", epoch=0, lease=9.0)
     tracker = tracker_of(GIVEN_UP, Answer(status=200, headers={}, body=encode(joined).encode()))
     assert tracker.answer(JoinTracker(worker="w0", incarnation="1")) == joined
 

@@ -23,8 +23,8 @@ from lightning_bytescheduler.coordinator.status import RunStatus
 from lightning_bytescheduler.diloco.coordinator_protocol import UpdateReceipt
 from lightning_bytescheduler.diloco.session import Unmerged
 from lightning_bytescheduler.diloco.training_loop import CoordinatedBoundaries
-from lightning_bytescheduler.slices.messages import JoinTracker, Receipt, ReportProgress, RequestSlice, TrainedRun
 from lightning_bytescheduler.slices.options import TrackerOptions
+from lightning_bytescheduler.slices.tracker import JoinTracker, Receipt, ReportProgress, RequestSlice, TrainedRun
 from tests.diloco.coordinated_fits import alone, coordinator_options
 from tests.diloco.coordinated_workers import until
 from tests.diloco.fits import diloco_trainer

@@ -7,15 +7,23 @@ from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_bytescheduler import DiLoCoStrategy, SliceDataModule
+from lightning_bytescheduler.diloco.worker_slices import SharedSlices
+from lightning_bytescheduler.exceptions import SchedulerTimeoutError
+from lightning_bytescheduler.slices.epoch_plan import ReadReport
+from lightning_bytescheduler.slices.options import TrackerOptions
+from lightning_bytescheduler.slices.training import TrackedTraining
 from tests.diloco.fits import FAST_AND_SLOW, Pause, diloco_trainer
 from tests.slices.fits import Decays, Evaluates, Remembers, make_rows
+from tests.slices.tracker_workers import make_tracker
 from tests.support.rank_pool import RankPool, RanksFailed
 
 COUNTS = [5, 7, 3, 9, 1, 6, 8, 2, 4, 7, 5, 6]
@@ -171,3 +179,41 @@ def test_a_worker_s_failure_ends_all(fails: int, diloco_ranks: RankPool, tmp_pat
             fails=fails,
             max_epochs=2,
         )
+
+
+def shared_slices(timeout: float) -> tuple[SharedSlices, SharedSlices, Mock]:
+    """Of two workers in this process, and their data module."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    data: Any = Mock(training=None)
+    first, second = (
+        SharedSlices(data, Mock(worker=worker, workers=2, store=store), timeout=timeout, check=lambda: None)
+        for worker in range(2)
+    )
+    return first, second, data
+
+
+def test_a_worker_whose_training_is_over_asks_worker_0_for_nothing_and_does_not_join_again() -> None:
+    first, second, data = shared_slices(5.0)
+    tracker = make_tracker([4])
+    assert first.connect(lambda: tracker) is tracker
+    source: Any = Mock(depth=2, keeps=0, source=Mock(slices=tuple(tracker.catalogue)))
+    data.training = training = TrackedTraining(second, source, options=TrackerOptions(), batch_sizes=(2,))
+    training.open(None)
+    next(iter(training))
+    training.received(ReadReport({}))
+    second.finish()
+    assert first.close(failed=False)  # worker 0 has gone
+    training.trained()
+    assert training.state_dict() == {}
+    training.close()
+    assert second.close(failed=False)
+    assert tracker.report().workers == 1
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("bytescheduler-slice")]
+
+
+def test_worker_0_does_not_go_while_another_one_still_trains() -> None:
+    first, _, _ = shared_slices(0.05)
+    first.connect(lambda: make_tracker([4]))
+    with pytest.raises(SchedulerTimeoutError, match=r"Worker 1 still trains on slices of worker 0.*timeout"):
+        first.finish()
+    assert first.close(failed=False)

@@ -13,9 +13,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lightning_bytescheduler.exceptions import OptionError, TrackerStateError, UnsupportedError
-from lightning_bytescheduler.slices.batches import SampleRun, SliceBatch
 from lightning_bytescheduler.slices.catalogue import SliceCatalogue
-from lightning_bytescheduler.slices.epoch_plan import EpochPlan, EpochPool
+from lightning_bytescheduler.slices.epoch_plan import EpochPlan, EpochPool, SampleRun, SliceBatch
 from lightning_bytescheduler.slices.slice import Slice
 
 COUNTS = [40, 25, 60, 33, 50, 42, 7]
@@ -98,7 +97,7 @@ def test_an_epoch_goes_on_on_other_ranks_under_other_shares(
     for plan in after:
         plan.load_state_dict(state)
     assert found + used(train(after)) == ALL
-    assert all(plan.over for plan in after)
+    assert all(plan.left.taken == plan.left.steps for plan in after)
 
 
 def test_the_same_ranks_go_on_with_what_would_have_come() -> None:
@@ -187,7 +186,7 @@ def test_every_rank_has_a_batch_in_every_step_and_together_they_cover_the_epoch(
     ranks, total, plan = len(batch_sizes), sum(counts), plans[0]
     found = train(plans)
     for size, batches in zip(batch_sizes, found, strict=True):
-        assert len(batches) == plan.steps
+        assert len(batches) == plan.left.steps
         assert all(1 <= len(batch) <= size for batch in batches)
     trained = Counter(sample for batches in found for batch in batches for sample in batch)
     assert sum(trained.values()) == total + plan.padded
@@ -195,7 +194,7 @@ def test_every_rank_has_a_batch_in_every_step_and_together_they_cover_the_epoch(
     assert 0 <= plan.padded < ranks
     if total >= ranks and min(batch_sizes) >= 2:
         assert plan.padded == 0
-    assert plan.steps == -(-total // sum(batch_sizes))
+    assert plan.left.steps == -(-total // sum(batch_sizes))
 
 
 @example(counts=[7], stages=[([1] * 5, 0.5)], last=[1])
@@ -209,11 +208,11 @@ def test_before_and_after_any_changes_of_ranks_and_batch_sizes_the_epoch_is_cove
         for plan in plans:
             if state is not None:
                 plan.load_state_dict(state)
-        assert plans[0].left == sum(counts) - len(trained)
-        steps = int(part * plans[0].steps)
+        assert plans[0].left.samples == sum(counts) - len(trained)
+        steps = int(part * plans[0].left.steps)
         for batches in train(plans, steps):
             trained.update(sample for batch in batches for sample in batch)
-        padded += plans[0].padded if steps == plans[0].steps else 0
+        padded += plans[0].padded if steps == plans[0].left.steps else 0
         state = json.loads(json.dumps(plans[-1].state_dict()))
     assert set(trained) == {(index, sample) for index, count in enumerate(counts) for sample in range(count)}
     assert sum(trained.values()) <= sum(counts) + padded
@@ -222,7 +221,7 @@ def test_before_and_after_any_changes_of_ranks_and_batch_sizes_the_epoch_is_cove
 @given(NUMBERS, RANKS, st.floats(0, 1))
 def test_the_same_ranks_go_on_with_the_next_batch(counts: list[int], batch_sizes: list[int], part: float) -> None:
     whole, before, after = (together(batch_sizes, counts) for _ in range(3))
-    steps = int(part * before[0].steps)
+    steps = int(part * before[0].left.steps)
     train(before, steps)
     for plan in after:
         plan.load_state_dict(before[0].state_dict())
@@ -247,7 +246,7 @@ def test_a_rank_reads_whole_slices_but_for_a_few() -> None:
 
 def test_fewer_samples_than_ranks_are_repeated() -> None:
     padded = together([4] * 5, [2])
-    assert (padded[0].steps, padded[0].padded) == (1, 3)
+    assert (padded[0].left.steps, padded[0].padded) == (1, 3)
     assert [len(set(batch)) for (batch,) in train(padded)] == [1] * 5
     assert used(train(together([4] * 5, [2]))) == Counter([(0, 0), (0, 1)])
 
@@ -269,17 +268,17 @@ def test_misuse() -> None:
         plan.trained()
     train([plan], 2)
     state = plan.state_dict()
-    ((dealt, _, held),) = state["together"]["position"]
+    ((dealt, held),) = state["together"]["position"]
     (run, *_), *_ = held
     for damage in (
-        [dealt, [[run[0], run[1], run[1] + 1]], held],  # twice
-        [dealt, [[run[0], 0, 900]], []],
-        [dealt, [[run[0], 5, 5]], []],
-        [0, [], held],
-        [-1, [], []],
-        [99, [], []],
-        [dealt, [], "x"],
-        [dealt, [[run[0], "0", 5]], []],
+        [dealt, [[[run[0], run[1], run[1] + 1]], *held]],  # twice
+        [dealt, [[[run[0], 0, 900]]]],
+        [dealt, [[[run[0], 5, 5]]]],
+        [0, held],
+        [-1, []],
+        [99, []],
+        [dealt, "x"],
+        [dealt, [[[run[0], "0", 5]]]],
     ):
         with pytest.raises(TrackerStateError, match="damaged"):
             plan.load_state_dict({"together": {**state["together"], "position": [damage]}})

@@ -9,12 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_bytescheduler.slices.batches import SliceBatch
 from lightning_bytescheduler.slices.catalogue import SliceCatalogue
-from lightning_bytescheduler.slices.messages import RequestSlice, TrainedRun, WaitReason
+from lightning_bytescheduler.slices.epoch_plan import SliceBatch
 from lightning_bytescheduler.slices.options import TrackerOptions
-from lightning_bytescheduler.slices.tracker import SliceTracker
-from lightning_bytescheduler.slices.training import TrackerPlan
+from lightning_bytescheduler.slices.tracker import RequestSlice, SliceTracker, TrainedRun, WaitReason
+from lightning_bytescheduler.slices.training import EpochOfRun, TrackerPlan
 from tests.slices.test_tracked_batches import all_of
 from tests.slices.tracker_workers import Clock, slices
 
@@ -37,12 +36,19 @@ class Fit:
 
     Args:
         done: Epochs that it has gone through before, by its checkpoint.
-        begins: The epoch of the data that comes next, by its checkpoint.
+        begins: The position of its checkpoint.
         limit: Batches after which an epoch ends.
     """
 
     def __init__(
-        self, run: Run, name: str, *, epochs: int = EPOCHS, done: int = 0, begins: int | None = None, **options: int
+        self,
+        run: Run,
+        name: str,
+        *,
+        epochs: int = EPOCHS,
+        done: int = 0,
+        begins: EpochOfRun | None = None,
+        **options: int,
     ) -> None:
         self.run, self.name, self.epochs, self.done = run, name, epochs, done
         self.limit = options.pop("limit", 1_000_000)
@@ -92,7 +98,7 @@ class Fit:
 
     def train(self, batch: SliceBatch) -> None:
         self.sizes[-1].append(sum(run.stop - run.start for run in batch.runs))
-        self.plan.trained()
+        self.plan.trained(batch)
         self.plan.report()
         self.pending += [TrainedRun(batch.epoch, *run) for run in batch.runs]
         if len(self.pending) > 10:
@@ -190,8 +196,8 @@ def test_a_checkpoint_of_the_middle_of_an_epoch_goes_on_with_that_while_another_
     leads.step()
     while fast.step() and run.tracker.epoch == 0 and len(fast.sizes) < 2:
         pass
-    begins = leads.plan.next_epoch
-    assert (begins, leads.done) == (0, 0)
+    begins = leads.plan.position
+    assert (begins.epoch, leads.done) == (0, 0)
     for fit in (fast, leads):
         run.tracker.release(fit.name)
     go_on([Fit(run, fit.name, begins=begins) for fit in (fast, leads)])
@@ -210,8 +216,8 @@ def test_a_worker_that_goes_on_after_an_epoch_that_another_is_still_in_has_the_n
     if merges:
         while run.tracker.request(RequestSlice(session=first.plan._session, epoch=0)).reason is not WaitReason.MERGING:
             assert other.step()
-    begins = first.plan.next_epoch
-    assert (begins, first.done) == (1, 1)
+    begins = first.plan.position
+    assert (begins.epoch, first.done) == (1, 1)
     run.tracker.release("first")
     again = Fit(run, "first", epochs=2, done=1, begins=begins)
     assert again.step()
@@ -220,9 +226,36 @@ def test_a_worker_that_goes_on_after_an_epoch_that_another_is_still_in_has_the_n
     assert run.merged == all_of(COUNTS, 2)
 
 
+def test_a_fit_goes_on_with_the_rest_of_an_epoch_that_has_come_back_and_with_the_next_one() -> None:
+    """It was through with the epoch; what a dead worker had of it is trained on beside the epoch that comes next."""
+    run = Run(COUNTS)
+    lives, dies = Fit(run, "lives", epochs=1), Fit(run, "dies")
+    dies.step()
+    while lives.step():
+        pass
+    lives.send()
+    begins = lives.plan.position
+    assert (begins.epoch, lives.done) == (1, 1)
+    for fit in (lives, dies):
+        run.tracker.release(fit.name)
+    go_on([Fit(run, "lives", epochs=2, done=1, begins=begins)])
+    assert run.merged == all_of(COUNTS, 2)
+
+
+def test_an_epoch_that_only_has_to_end_has_no_pass_and_asks_for_nothing_of_the_next_one() -> None:
+    run = Run(COUNTS)
+    go_on([first := Fit(run, "w", epochs=1)])
+    run.tracker.release("w")
+    again = Fit(run, "w", epochs=2, done=1, begins=first.plan.position)
+    assert again.plan.rest() is None
+    assert run.tracker.report().epoch == 0
+    go_on([again])
+    assert run.merged == all_of(COUNTS, 2)
+
+
 def test_a_checkpoint_of_a_run_whose_coordinator_begins_anew_says_no_epoch_of_its() -> None:
     run = Run(COUNTS)
-    go_on([Fit(run, "w", epochs=3, done=1, begins=1)])
+    go_on([Fit(run, "w", epochs=3, done=1, begins=EpochOfRun("another", 1))])
     assert run.merged == all_of(COUNTS, 2)
 
 
@@ -254,8 +287,8 @@ def test_a_batch_that_was_handed_out_ahead_of_a_limit_is_of_the_same_epoch_of_th
     while (found := plan.poll()) is not None:
         assert isinstance(found, SliceBatch)
         batches.append(found)
-    for _ in batches[:-1]:
-        plan.trained()
+    for batch in batches[:-1]:
+        plan.trained(batch)
     plan.begin_pass()
     assert plan.poll() == batches[-1]
     assert plan.poll() is None

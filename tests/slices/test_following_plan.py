@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_bytescheduler.slices.batches import ReadReport, SampleRun, SliceBatch
+from lightning_bytescheduler.slices.epoch_plan import ReadReport, SampleRun, SliceBatch
 from lightning_bytescheduler.slices.tracker import SliceTracker
 from lightning_bytescheduler.slices.training import TrackedTraining, cut_batch
 from tests.slices.tracker_workers import make_tracker, tracked_training
@@ -155,8 +155,9 @@ def test_a_pass_that_is_given_up_is_made_again(plans: list[TrackedTraining]) -> 
     def give_up(rank: TrackedTraining) -> list[tuple[int, int]]:
         batches = iter(rank)
         found = [samples(next(batches)) for _ in range(3)]
-        rank.trained()
-        rank.trained()
+        for _ in range(2):
+            rank.received(ReadReport({}))
+            rank.trained()
         return found[2]  # is not trained on
 
     ranks = worker_of(plans, make_tracker([12]), (1, 1))
@@ -200,7 +201,7 @@ def test_all_do_at_once_what_the_first_does_while_others_hold_all(plans: list[Tr
     with ThreadPoolExecutor(2) as threads:
         found = [threads.submit(next, iter(rank)) for rank in ranks]
         assert idle[0].waiting.wait(LIMIT_S)
-        plans[0].leave()
+        plans[0].close()
         assert sorted(sample for each in found for sample in samples(each.result(LIMIT_S))) == [(0, 0), (0, 1)]
     assert idle[0].calls == idle[1].calls
     assert idle[0].calls[-1] == "goes on"

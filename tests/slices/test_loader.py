@@ -248,6 +248,17 @@ def test_a_text_whose_first_line_cannot_be_decoded_has_a_bad_sample(tmp_path: Pa
             assert batches_of(data) == [["fine"] * 5] * 10
 
 
+def test_bad_samples_are_judged_alike_in_each_epoch(tmp_path: Path) -> None:
+    url = with_bad_lines(tmp_path, {70 * number + 5 for number in range(6)}, samples=500)
+    data = SliceDataModule(url, batch_size=4, on_bad_sample="skip")
+    data.setup("fit")
+    with pytest.warns(UserWarning, match="are left out"):
+        passes = [len(list(data.train_dataloader())) for _ in range(4)]
+    assert passes == [125] * 4
+    assert (data.statistics.skipped, data.statistics.samples) == (24, 2000)
+    data.teardown("fit")
+
+
 def test_more_than_a_few_bad_samples_are_an_error(tmp_path: Path) -> None:
     url = with_bad_lines(tmp_path, {20 * number + 1 for number in range(1, 50)}, samples=1000)
     data = SliceDataModule(url, batch_size=4, shuffle=False, on_bad_sample="skip")

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from lightning_bytescheduler.slices.catalogue import SliceCatalogue
-from lightning_bytescheduler.slices.messages import (
+from lightning_bytescheduler.slices.options import TrackerOptions
+from lightning_bytescheduler.slices.slice import SliceState, joined, samples_of, without
+from lightning_bytescheduler.slices.tracker import (
     Assignment,
     HeldSlice,
     JoinTracker,
@@ -21,12 +23,10 @@ from lightning_bytescheduler.slices.messages import (
     Receipt,
     ReportProgress,
     RequestSlice,
+    SliceTracker,
     TrainedRun,
     WaitReason,
 )
-from lightning_bytescheduler.slices.options import TrackerOptions
-from lightning_bytescheduler.slices.slice import SliceState, joined, samples_of, without
-from lightning_bytescheduler.slices.tracker import SliceTracker
 from lightning_bytescheduler.slices.training import TrackerPlan
 from tests.slices.tracker_workers import Clock, slices
 
@@ -253,15 +253,14 @@ class MergedMachine(RuleBasedStateMachine):
                 break
             taken.append(batch)
         for batch in taken[:batches]:
-            plan.trained()
+            plan.trained(batch)
             worker.pending += [TrainedRun(batch.epoch, *one) for one in batch.runs]
         plan.report()
         if len(taken) < batches + ahead:  # the pass is over; a batch that was not trained on is given up with it
             plan.begin_pass()
         else:
-            for _ in taken[batches:]:  # they are trained on first of all
-                plan.trained()
-            for batch in taken[batches:]:
+            for batch in taken[batches:]:  # they are trained on first of all
+                plan.trained(batch)
                 worker.pending += [TrainedRun(batch.epoch, *one) for one in batch.runs]
 
     @precondition(lambda self: self.workers)

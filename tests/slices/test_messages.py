@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.slices.messages import (
+from lightning_bytescheduler.slices.slice import Slice
+from lightning_bytescheduler.slices.tracker import (
     AskLater,
     Assignment,
     Call,
@@ -27,13 +28,12 @@ from lightning_bytescheduler.slices.messages import (
     decode,
     encode,
 )
-from lightning_bytescheduler.slices.slice import Slice
 
 PIECE = Slice(key="a\n\u00e4", url="memory://a", start=3, size=8, samples=2, checksum=None)
 MESSAGES: list[Call | Reply] = [
     JoinTracker(worker="worker-1", incarnation="x", keeps=3, prefetch=None),
     JoinTracker(worker="worker-1", incarnation="x", holds=(HeldSlice(epoch=1, slice_index=4, begun=True),)),
-    Joined(session=3, epoch=1, lease=2.5),
+    Joined(session=3, run="a", epoch=1, lease=2.5),
     RequestSlice(session=3, epoch=1, holding=(1, 2), looks=True),
     ReportProgress(session=3, grant=1, trained=7),
     QuarantineSlice(session=3, key="a", reason="held"),

@@ -74,7 +74,7 @@ def test_any_history_of_ranks_and_batch_sizes_is_one_epoch(
         for plan in plans:
             if state is not None:
                 plan.load_state_dict(state)
-        steps = int(part * plans[0].steps)
+        steps = int(part * plans[0].left.steps)
         found += used(train(plans, steps, ahead=ahead))
         state = json.loads(json.dumps(plans[-1].state_dict()))
         assert state == json.loads(json.dumps(plans[0].state_dict())), "the same on every rank"
@@ -91,7 +91,7 @@ def test_the_same_ranks_go_on_with_the_next_batch(
 ) -> None:
     weights = [1.0 + number for number in range(len(sources))]
     whole, before, after = (plans_of(batch_sizes, sources, weights) for _ in range(3))
-    steps = int(part * before[0].steps)
+    steps = int(part * before[0].left.steps)
     train(before, steps)
     for plan in after:
         plan.load_state_dict(before[0].state_dict())
@@ -115,7 +115,27 @@ def test_slices_that_cannot_be_read_end_their_sources_part_earlier() -> None:
     state["together"]["quarantined"] = {"2": "on purpose"}
     plan.load_state_dict(state)
     plan.start_epoch(1)
-    assert plan.left == 20 or plan.left == 21
+    assert plan.left.samples == 20 or plan.left.samples == 21
+
+
+def test_a_source_without_a_slice_that_can_be_read_is_named() -> None:
+    (plan,) = plans_of([4], [[10, 10], [10, 10]], [0.5, 0.5])
+    state = plan.state_dict()
+    state["together"]["quarantined"] = {"2": "on purpose", "3": "on purpose"}
+    plan.load_state_dict(state)
+    plan.start_epoch(1)
+    with pytest.raises(OptionError, match=r"train='/rows/2'.*all slices of the one with this file are quarantined"):
+        plan.open(None)
+
+
+def test_the_next_epochs_slices_are_named_where_the_first_source_is_used_up() -> None:
+    """Of the other one there is more, which is not to be read in this epoch."""
+    for plan in plans_of([4, 4], [[10] * 8, [10] * 40], [0.5, 0.5]):
+        batches = list(plan)
+        end = {run.slice_index for batch in batches[-3:] for run in batch.runs}
+        plan.start_epoch(1)
+        assert next(iter(plan)).runs[0].slice_index in batches[-1].ahead
+        assert {run.slice_index for run in next(iter(plan)).runs} <= set(batches[-1].ahead) | end
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from lightning_bytescheduler.slices.batches import ReadReport, SliceBatch
-from lightning_bytescheduler.slices.epoch_plan import EpochPlan
-from lightning_bytescheduler.slices.messages import ReportProgress
+from lightning_bytescheduler.slices.epoch_plan import EpochPlan, ReadReport, SliceBatch
+from lightning_bytescheduler.slices.tracker import ReportProgress
 from lightning_bytescheduler.slices.training import TrackedTraining
 from tests.slices.tracker_workers import make_tracker, tracked_training
 
@@ -83,13 +82,30 @@ def test_a_checkpoint_where_the_tracker_is_not_has_the_epoch_that_comes_next(mad
     slices = tuple(tracker.catalogue)
     plan = plan_of(made, tracker, slices)
     train(plan, iter(plan), Counter(), most=2)
-    assert plan.state_dict() == {"epoch": 0}
+    run = plan.state_dict()["run"]
+    assert plan.state_dict() == {"run": run, "epoch": 0}
     train(plan, iter(plan), Counter())
     saved = plan.state_dict()
-    assert saved == {"epoch": 1}
+    assert saved == {"run": run, "epoch": 1}
+    assert plan.halt()  # the training is over here
+    assert plan.state_dict() == saved
     plan.close()
     assert plan.state_dict() == {}  # a further fit goes on where the tracker is
     EpochPlan(tracker.catalogue, batch_sizes=(1,)).load_state_dict(saved)  # has a position of its own
+
+
+def test_a_checkpoint_before_the_first_batch_keeps_the_epoch_that_it_began_with(made: list[TrackedTraining]) -> None:
+    tracker = make_tracker([4, 3])
+    plan = plan_of(made, tracker, tuple(tracker.catalogue))
+    saved = {"run": "another", "epoch": 5}
+    plan.close()
+    plan.load_state_dict(saved)
+    assert plan.state_dict() == saved
+    plan.open(None)
+    assert plan.state_dict() == saved
+    batches = iter(plan)
+    next(batches)
+    assert plan.state_dict()["epoch"] == 0  # of the tracker that there is
 
 
 def test_a_batch_is_there_only_when_its_slices_are_begun(made: list[TrackedTraining]) -> None:
@@ -98,6 +114,7 @@ def test_a_batch_is_there_only_when_its_slices_are_begun(made: list[TrackedTrain
     plan = plan_of(made, slow, tuple(tracker.catalogue), batch_size=2)
     for taken, _ in enumerate(plan, start=1):
         assert len(slow.begun) >= taken
+        plan.received(ReadReport({}))
         plan.trained()
 
 
@@ -107,8 +124,9 @@ def test_what_was_made_ahead_and_not_taken_is_not_reported(made: list[TrackedTra
     trained: Counter[Any] = Counter()
     train(plan, iter(plan), trained, most=3)
     plan.trained()  # nothing was taken that is not trained on
-    plan.leave()
+    plan.close()
     assert tracker.report().trained == 3
+    plan.open(None)
     train(plan, iter(plan), trained)
     plan.settle()
     assert trained == Counter((0, sample) for sample in range(8))
@@ -123,7 +141,7 @@ def test_what_a_tracker_raises_is_raised_where_batches_are_taken(made: list[Trac
     plan = plan_of(made, Broken(), tuple(tracker.catalogue), batch_size=1)
     with pytest.raises(ConnectionError, match="on purpose"):
         next(iter(plan))
-    plan.leave()  # does not hang
+    plan.close()  # does not hang
 
 
 def test_a_worker_that_waits_for_others_can_be_stopped(made: list[TrackedTraining]) -> None:
@@ -132,9 +150,10 @@ def test_a_worker_that_waits_for_others_can_be_stopped(made: list[TrackedTrainin
     holder = plan_of(made, tracker, slices, worker=0, batch_size=1)
     next(iter(holder))
     idle = plan_of(made, tracker, slices, worker=1, batch_size=1)
-    assert [len(list(idle)) for _ in range(2)] == [0, 3]  # of the next epoch
-    for _ in range(3):
-        idle.trained()
+    trained: list[Counter[Any]] = [Counter(), Counter()]
+    for each in trained:
+        train(idle, iter(idle), each)
+    assert [len(each) for each in trained] == [0, 3]  # of the next epoch
     timer = threading.Timer(0.3, idle.halt)
     timer.start()
     assert list(idle) == []

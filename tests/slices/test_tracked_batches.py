@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.slices.batches import ReadReport, SliceBatch
+from lightning_bytescheduler.slices.epoch_plan import SliceBatch
 from lightning_bytescheduler.slices.slice import SliceState
 from lightning_bytescheduler.slices.tracker import SliceTracker
 from lightning_bytescheduler.slices.training import TrackerPlan
@@ -58,7 +58,6 @@ class Trains:
             return False
         except StopIteration:
             return False
-        self.plan.received(ReadReport({}))
         return True
 
     def train(self) -> int:
@@ -67,7 +66,7 @@ class Trains:
         batch = self.fetched.pop(0)
         for run in batch.runs:
             self.trained.update((batch.epoch, run.slice_index, sample) for sample in range(run.start, run.stop))
-        self.plan.trained()
+        self.plan.trained(batch)
         self.plan.report()
         return sum(run.stop - run.start for run in batch.runs)
 
@@ -218,13 +217,15 @@ def test_the_lease_is_kept_while_nothing_is_trained():
     assert trained == all_of([4, 4])
 
 
-def test_a_corrupt_slice_is_quarantined_and_an_empty_batch_not_reported():
+def test_a_corrupt_slice_is_quarantined_and_what_was_handed_out_of_it_is_not_reported():
     clock = Clock()
     trained: Counter = Counter()
     tracker = make_tracker([3, 3], clock, shuffle=False)
     worker = Trains(tracker, clock, "w", trained)
     first = next(worker.batches)
-    worker.plan.received(ReadReport({}, corrupt=(("slice0", "it is damaged."),), lost=3, is_empty=True))
+    worker.plan.quarantine([("slice0", "it is damaged.")])
+    worker.plan.trained(first)
+    worker.plan.report()
     assert first.runs[0].slice_index == 0
     assert state_of(tracker, "slice0") == SliceState.QUARANTINED
     worker.fetch()

@@ -7,9 +7,12 @@ from collections import Counter
 import pytest
 
 from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.slices.messages import (
+from lightning_bytescheduler.slices.options import TrackerOptions
+from lightning_bytescheduler.slices.slice import SliceState
+from lightning_bytescheduler.slices.tracker import (
     AskLater,
     Assignment,
+    EpochSlices,
     JoinAgain,
     JoinTracker,
     QuarantineSlice,
@@ -18,9 +21,6 @@ from lightning_bytescheduler.slices.messages import (
     RequestSlice,
     WaitReason,
 )
-from lightning_bytescheduler.slices.options import TrackerOptions
-from lightning_bytescheduler.slices.slice import SliceState
-from lightning_bytescheduler.slices.tracker import EpochSlices
 from tests.slices.tracker_workers import Clock, Worker, finish, is_over, make_tracker, state_of
 
 

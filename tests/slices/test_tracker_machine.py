@@ -11,8 +11,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from lightning_bytescheduler.slices.messages import AskLater, QuarantineSlice, ReportProgress, WaitReason
 from lightning_bytescheduler.slices.slice import samples_of
+from lightning_bytescheduler.slices.tracker import AskLater, QuarantineSlice, ReportProgress, WaitReason
 from tests.slices.tracker_workers import Clock, Worker, finish, make_tracker
 
 LEASE = 50.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -13,9 +14,10 @@ import pytest
 
 from lightning_bytescheduler import OptionError, SliceDataModule, TrackerStateError, UnsupportedError
 from lightning_bytescheduler.slices.make import make_slices
-from lightning_bytescheduler.slices.messages import TrackerClient
-from lightning_bytescheduler.slices.tracker import SliceTracker
+from lightning_bytescheduler.slices.source import open_source
+from lightning_bytescheduler.slices.tracker import Assignment, SliceTracker, TrackerClient
 from tests.slices.fits import Evaluates, SaveEveryStep, fit, make_rows
+from tests.slices.tracker_workers import Worker
 
 LONG = 60.0
 COUNTS = [5, 7, 3, 9, 1, 6]
@@ -125,6 +127,39 @@ def test_resumed_alone_the_next_batch_is_the_same(tmp_path: Path, rows: str, mom
         step = int(saved.removesuffix(".ckpt").rpartition("-")[2])
         resumed = fit(data_of(Hosts(1).of(0), rows, val=rows), model=Evaluates(), resume=saved, max_epochs=2)
         assert resumed.batches == whole.batches[step:]
+
+
+class Elsewhere(Host):
+    """As with a coordinator, whose tracker it is."""
+
+    def __init__(self, tracker: SliceTracker) -> None:
+        self.tracker, self.worker, self.workers = tracker, 0, 1
+
+    def connect(self, make: Callable[[], SliceTracker]) -> TrackerClient:
+        return self.tracker
+
+
+@pytest.mark.parametrize("moment", ["on_train_batch_end", "on_validation_end", "on_train_epoch_end"])
+def test_a_fit_resumed_at_an_epochs_end_has_the_next_one_also_where_another_worker_holds_all_of_it(
+    tmp_path: Path, moment: str
+) -> None:
+    rows = make_rows(tmp_path / "rows", [6])
+    tracker = SliceTracker(open_source(rows).catalogue, clock=time.monotonic)
+    save = SaveEveryStep(str(tmp_path), at=moment)
+    options: dict[str, Any] = {"val": rows, "batch_size": 2}
+    fit(data_of(Elsewhere(tracker), rows, **options), model=Evaluates(), callbacks=[save], num_sanity_val_steps=0)
+    other = Worker(tracker, "other", Counter())
+    other.epoch = 1
+    assert isinstance(other.ask(), Assignment)
+    model = Evaluates()
+
+    def let_go(step: int) -> None:
+        other.train(6)
+
+    model.on_step = let_go
+    fit(data_of(Elsewhere(tracker), rows, **options), model=model, resume=save.saved[-1], max_epochs=3)
+    assert trained(model.batches) == Counter(range(6))
+    assert tracker.report().epoch == 2
 
 
 def test_resumed_by_more_workers_with_other_batch_sizes(tmp_path: Path, rows: str) -> None:

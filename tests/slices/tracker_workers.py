@@ -8,7 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from lightning_bytescheduler.slices.catalogue import SliceCatalogue
-from lightning_bytescheduler.slices.messages import (
+from lightning_bytescheduler.slices.options import TrackerOptions
+from lightning_bytescheduler.slices.slice import Slice
+from lightning_bytescheduler.slices.tracker import (
     AskLater,
     Assignment,
     JoinAgain,
@@ -17,11 +19,9 @@ from lightning_bytescheduler.slices.messages import (
     Receipt,
     ReportProgress,
     RequestSlice,
+    SliceTracker,
     WaitReason,
 )
-from lightning_bytescheduler.slices.options import TrackerOptions
-from lightning_bytescheduler.slices.slice import Slice
-from lightning_bytescheduler.slices.tracker import SliceTracker
 from lightning_bytescheduler.slices.training import TrackedTraining
 
 

@@ -41,7 +41,7 @@ from lightning_bytescheduler.diloco.coordinator_protocol import (
 )
 from lightning_bytescheduler.diloco.messages import MOST
 from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.slices.messages import TrainedRun
+from lightning_bytescheduler.slices.tracker import TrainedRun
 
 
 def problem(status: int, error: str, *, retry_after: float | None = None) -> web.Response:

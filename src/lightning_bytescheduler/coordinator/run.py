@@ -49,7 +49,7 @@ from lightning_bytescheduler.diloco.round_record import LateUpdate, RoundRecord,
 from lightning_bytescheduler.diloco.rounds import Rounds
 from lightning_bytescheduler.diloco.weighted_mean import pseudo_gradient_weight
 from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.slices.messages import TrainedRun
+from lightning_bytescheduler.slices.tracker import TrainedRun
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -55,7 +55,7 @@ from lightning_bytescheduler.diloco.round_record import RoundFile, RoundRecord
 from lightning_bytescheduler.diloco.round_roster import WorkerProgress
 from lightning_bytescheduler.exceptions import ByteSchedulerError, OptionError, SchedulerTimeoutError
 from lightning_bytescheduler.serving import BackgroundServer, Refusals, ServerAccess, guard
-from lightning_bytescheduler.slices.messages import encode
+from lightning_bytescheduler.slices.tracker import encode
 
 log = logging.getLogger(__name__)
 

@@ -10,20 +10,20 @@ from lightning_bytescheduler.coordinator.membership import Member
 from lightning_bytescheduler.diloco.round_end import RoundOptions
 from lightning_bytescheduler.diloco.round_roster import WorkerProgress
 from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.slices.messages import (
+from lightning_bytescheduler.slices.options import TrackerOptions
+from lightning_bytescheduler.slices.source import open_source
+from lightning_bytescheduler.slices.tracker import (
     Call,
     JoinAgain,
     Joined,
     JoinTracker,
-    Receipt,
     RenewLease,
     Reply,
+    SliceTracker,
+    TrackerReport,
     TrainedRun,
     decode,
 )
-from lightning_bytescheduler.slices.options import TrackerOptions
-from lightning_bytescheduler.slices.source import open_source
-from lightning_bytescheduler.slices.tracker import SliceTracker, TrackerReport
 
 _MOST_NAMES = 1024  # that one member's processes read slices under
 
@@ -96,7 +96,7 @@ class SliceRoutes:
         self._sessions = {
             session: owner
             for session, owner in self._sessions.items()
-            if owner in alive and isinstance(self.tracker.renew(RenewLease(session=session)), Receipt)
+            if owner in alive and not isinstance(self.tracker.renew(RenewLease(session=session)), JoinAgain)
         }
 
     def release(self, member: Member) -> None:

@@ -61,7 +61,7 @@ STATE_PATH = "/v1/state"
 ``CHAIN_HEADER``. ``PUT``: the same of the first weights, from the worker that was asked for them; it has momentum only
 if it begins from a checkpoint."""
 SLICES_PATH = "/v1/slices"
-"""``POST``: one message of ``slices/messages.py``; the answer is another."""
+"""``POST``: one message of ``slices/tracker.py``; the answer is another."""
 STATUS_PATH = "/v1/status"
 METRICS_PATH = "/metrics"
 HEALTH_PATH = "/healthz"

@@ -27,7 +27,7 @@ from lightning_bytescheduler.diloco.weighted_mean import LARGEST, pseudo_gradien
 from lightning_bytescheduler.exceptions import CoordinatorError, OptionError, UnsupportedError
 
 if TYPE_CHECKING:
-    from lightning_bytescheduler.slices.messages import TrainedRun
+    from lightning_bytescheduler.slices.tracker import TrainedRun
 
 SPARSE_DEFAULTS: Mapping[str, float] = {"outer_lr": 1.0, "outer_momentum": 0.5}
 """Of sparse pseudo-gradients: what they leave unsent acts as momentum, too."""

@@ -76,7 +76,7 @@ from lightning_bytescheduler.diloco.round_counter import RoundCounter
 from lightning_bytescheduler.exceptions import SchedulerTimeoutError, UnsupportedError
 
 if TYPE_CHECKING:
-    from lightning_bytescheduler.slices.messages import TrainedRun
+    from lightning_bytescheduler.slices.tracker import TrainedRun
 
 log = logging.getLogger(__name__)
 
@@ -306,7 +306,7 @@ class Unmerged:
         """What an update counts in its round, for a :class:`Contribution`."""
         runs = self._carried + self._runs
         if runs:
-            from lightning_bytescheduler.slices.messages import touching  # where there are slices: it takes time
+            from lightning_bytescheduler.slices.tracker import touching  # where there are slices: it takes time
 
             runs = touching(runs)
         return {"steps": said.steps + self._steps, "round_samples": said.samples + self._samples, "trained": runs}

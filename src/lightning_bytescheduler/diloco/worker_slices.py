@@ -29,17 +29,16 @@ from lightning_bytescheduler.diloco.runtime import CoordinatedRuntime
 from lightning_bytescheduler.exceptions import CoordinatorError, SchedulerTimeoutError, UnsupportedError
 from lightning_bytescheduler.lightning_api import TrainerFn, pl
 from lightning_bytescheduler.slices.data_module import SliceDataModule
-from lightning_bytescheduler.slices.messages import (
+from lightning_bytescheduler.slices.tracker import (
     Call,
     JoinAgain,
     JoinTracker,
     Reply,
-    RequestSlice,
+    SliceTracker,
     TrackerClient,
     decode,
     encode,
 )
-from lightning_bytescheduler.slices.tracker import SliceTracker
 from lightning_bytescheduler.slices.training import Idle, TrackedTraining
 
 log = logging.getLogger(__name__)
@@ -142,20 +141,20 @@ class SharedSlices(WorkerSlices):
         return tracker
 
     def answer(self, message: Call) -> Reply:
-        """See WorkerSlices. Once closed, it only lets its worker leave."""
-        if self.closed and not isinstance(message, (JoinTracker, RequestSlice)):
-            return JoinAgain()  # the training is over, and worker 0 may have gone
+        """See WorkerSlices."""
         return cast(Reply, decode(self._caller.call(_MAILBOX, encode(message))))
 
     def finish(self) -> None:
-        """See WorkerSlices. Worker 0 waits for the others, which may be in their last step."""
+        """See WorkerSlices. Worker 0 waits for the others, which may be in their last step, and then may go."""
         store = connection_to(self._store)
-        if self._asks:
-            self.closed = True
+        if self._asks and self.training is not None:
+            self.training.halt()
             store.set(f"{_OVER}/{self.worker}", "1")
         if self._server is not None:
             for worker in range(1, self.workers):
-                await_key(store, f"{_OVER}/{worker}", limit=self._timeout, check=self._check)
+                if not await_key(store, f"{_OVER}/{worker}", limit=self._timeout, check=self._check):
+                    words = f"Worker {worker} still trains on slices of worker 0, {self._timeout:.0f} s after that"
+                    raise SchedulerTimeoutError(f"{words}. Raise the strategy's timeout.")
 
 
 def _reading_ended(error: BaseException) -> None:
@@ -194,9 +193,7 @@ class CoordinatedSlices(WorkerSlices):
         ranks: WorkerGroup | None = None,
     ) -> None:
         super().__init__(data, timeout=timeout, check=check)
-        self.idle = idle
-        self.ranks = ranks
-        self._connection = client
+        self.idle, self.ranks, self._connection = idle, ranks, client
 
     def connect(self, make: Callable[[], SliceTracker]) -> TrackerClient:
         """See ``TrackerHost``; no worker makes a tracker here."""

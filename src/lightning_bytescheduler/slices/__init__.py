@@ -2,9 +2,8 @@
 
 - A slice, its bytes and its samples: ``slice``, ``catalogue``, ``formats``.
 - Sources and storage: ``urls``, ``source``, ``fetch``, ``cache``, ``store``.
-- Batches: ``batches``; ``epoch_plan`` for ranks that step together; ``training`` for workers that take slices as
-  needed; ``loader``.
-- The tracker, which hands slices out: ``messages``, ``tracker``.
+- Batches: ``epoch_plan`` for ranks that step together; ``training`` for workers that take slices as needed; ``loader``.
+- The tracker, which hands slices out, and its messages: ``tracker``.
 - Lightning: ``options``, ``data_module``.
 - ``lightning-bytescheduler slices``: ``command``, ``make``, ``serve``.
 """

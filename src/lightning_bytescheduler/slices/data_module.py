@@ -11,14 +11,13 @@ import numpy as np
 
 from lightning_bytescheduler.checks import options_by_name, require_one_of, require_whole
 from lightning_bytescheduler.exceptions import BadSampleError, OptionError, UnsupportedError
-from lightning_bytescheduler.lightning_api import pl, rank_zero_info, rank_zero_warn
+from lightning_bytescheduler.lightning_api import pl, rank_zero_warn
 from lightning_bytescheduler.registration import require_same_package
-from lightning_bytescheduler.slices.batches import BatchReader, ReadReport
 from lightning_bytescheduler.slices.cache import CAN_CACHE
-from lightning_bytescheduler.slices.epoch_plan import EpochPlan, Mixture
+from lightning_bytescheduler.slices.epoch_plan import EpochPlan, Mixture, ReadReport
 from lightning_bytescheduler.slices.fetch import SliceCounters, SliceStatistics
 from lightning_bytescheduler.slices.formats import SliceReader
-from lightning_bytescheduler.slices.loader import SliceLoader, collate_samples
+from lightning_bytescheduler.slices.loader import BatchReader, SliceLoader, collate_samples
 from lightning_bytescheduler.slices.options import (
     StoreOptions,
     TrackerOptions,
@@ -96,7 +95,8 @@ class SliceDataModule(pl.LightningDataModule):
             limit, by default 10 GiB; ``None`` is the user's folder for caches.
         on_bad_sample: What to do about a sample that cannot be decoded, or whose transform raises: ``"raise"`` a
             ``BadSampleError`` that names it, or ``"skip"``, which repeats another one in its place and warns. Beyond
-            the first ten, more than one in a hundred are an error.
+            the first ten, more than one in a hundred are an error; a sample counts once, in whatever epochs it is
+            left out.
         timeout: Seconds that a source may be unavailable.
 
     Attributes:
@@ -128,22 +128,20 @@ class SliceDataModule(pl.LightningDataModule):
         timeout: float = 60.0,
     ) -> None:
         super().__init__()
-        places: tuple[str, ...] | None = None
+        self._urls: dict[str, tuple[str, ...]] = {}  # of the splits that there are
         self._weights: tuple[float, ...] | None = None
         if train is not None:
-            places, self._weights = require_mixture("train", train)
+            self._urls["train"], self._weights = require_mixture("train", train)
         given = {"val": val, "test": test, "predict": predict}
-        self._urls = {split: None if urls is None else require_urls(split, urls) for split, urls in given.items()}
-        self._urls = {"train": places, **self._urls}
-        if not any(self._urls.values()):
+        self._urls.update({split: require_urls(split, urls) for split, urls in given.items() if urls is not None})
+        if not self._urls:
             raise OptionError("train", train, "given, or val, test or predict")
         require_packages("SliceDataModule")
         for split, urls in self._urls.items():
-            require_protocols(split, urls or ())
-        for split, urls in self._urls.items():
+            require_protocols(split, urls)
+        for split in {"train", *given} - self._urls.keys():
             # as if the method did not exist, which Lightning distinguishes from a loader without batches
-            if urls is None:
-                setattr(self, f"{split}_dataloader", getattr(super(), f"{split}_dataloader"))
+            setattr(self, f"{split}_dataloader", getattr(super(), f"{split}_dataloader"))
         self.batch_size = require_batch_size("batch_size", batch_size)
         self.eval_batch_size = (
             None if eval_batch_size is None else require_batch_size("eval_batch_size", eval_batch_size)
@@ -162,12 +160,9 @@ class SliceDataModule(pl.LightningDataModule):
         self._storing = StoreOptions(cache=given_cache, timeout=timeout)
         self._tracking = TrackerOptions(seed=seed, shuffle=bool(shuffle))
         require_function("reader", reader, "stream", "first")
-        self._opening: dict[str, Any] = {
-            "reader": reader,
-            "storage_options": require_storage_options(
-                [url for urls in self._urls.values() for url in urls or ()], storage_options
-            ),
-        }
+        self._reader = reader
+        every = [url for urls in self._urls.values() for url in urls]
+        self._storage_options = require_storage_options(every, storage_options)
         self._sources: dict[str, SliceSource] = {}
         self._stores: dict[str, SliceStore] = {}
         self._loaders: dict[str, SliceLoader] = {}
@@ -178,6 +173,7 @@ class SliceDataModule(pl.LightningDataModule):
         self._reload_epochs: int | None = None  # the Trainer's own value, during a fit
         self._counters = SliceCounters()
         self._warned: set[str] = set()
+        self._skipped: set[tuple[str, str, int]] = set()  # split, slice and number
 
     def bind_tracker(self, host: TrackerHost | None) -> None:
         """Take training slices from a tracker, as needed; called by strategies of unequal workers.
@@ -229,15 +225,13 @@ class SliceDataModule(pl.LightningDataModule):
         splits = _SPLITS[require_one_of("stage", getattr(stage, "value", stage), _SPLITS)]  # Lightning's is an enum
         if self.trainer is not None:
             require_same_package(self.trainer, "SliceDataModule")
-        if self._urls[splits[0]] is None:
+        if splits[0] not in self._urls:
             raise OptionError(splits[0], None, f"given, for trainer.{getattr(stage, 'value', stage)}()")
         for split in splits:
-            urls = self._urls[split]
-            if urls is None:
-                continue
-            if split not in self._sources:
-                self._sources[split] = self._open(split, urls)
-            self._stores[split] = SliceStore(self._sources[split], self._storing)
+            if split in self._urls:
+                if split not in self._sources:
+                    self._sources[split] = self._open(split)
+                self._stores[split] = SliceStore(self._sources[split], self._storing)
         if self._storing.cache_dir is None and not all(store.is_local for store in self._stores.values()):
             rank_zero_warn(
                 "slices: this system has no file locks as Linux and macOS have them, so there is no cache, and slices "
@@ -246,11 +240,11 @@ class SliceDataModule(pl.LightningDataModule):
         if stage == "fit":
             self._set_up_training()
 
-    def _open(self, split: str, urls: Sequence[str]) -> SliceSource:
-        options = self._opening["storage_options"]  # each option is for some of the URLs
+    def _open(self, split: str) -> SliceSource:
+        urls, options = self._urls[split], self._storage_options  # each option is for some of the URLs
         taken = {name: value for name, value in options.items() if any(takes(url, name) for url in urls)}
-        opening = {**self._opening, "storage_options": taken}
-        return open_source(urls, option=split, timeout=self._storing.timeout, **opening)
+        timeout = self._storing.timeout
+        return open_source(urls, option=split, reader=self._reader, storage_options=taken, timeout=timeout)
 
     def teardown(self, stage: str) -> None:
         """Stop fetching and release what is held; see LightningDataModule."""
@@ -312,18 +306,22 @@ class SliceDataModule(pl.LightningDataModule):
                 "train one URL or a list, or mix sources with strategy='bytescheduler' or 'ddp'."
             )
         source = self._sources["train"]
-        missing = [url for number, url in enumerate(self._urls["train"] or ()) if number not in source.places]
+        missing = [url for number, url in enumerate(self._urls["train"]) if number not in source.places]
         if missing:
             raise OptionError("train", missing[0], "a source with samples that no other source of the mixture has")
         return Mixture(weights, np.array(source.places, np.int64))
 
     def _together(self) -> EpochPlan:
         rank, ranks = self._rank_and_ranks()
-        size = require_batch_size("batch_size", self.batch_size)
-        together = self._batch_of_all(size)
-        if together is None:
-            batch_sizes = batch_sizes_of("batch_size", size, ranks)
-        else:
+        batch_sizes = batch_sizes_of("batch_size", self.batch_size, ranks)
+        # A strategy may share out batches of all ranks.
+        shared = None if self.trainer is None else getattr(self.trainer.strategy, "batch_of_all", None)
+        is_shared = shared is not None and shared(1) is not None
+        if shared is not None and is_shared:
+            if not isinstance(self.batch_size, int):
+                allowed = "one number, of which each rank gets its share by the strategy's batch_size"
+                raise OptionError("batch_size", self.batch_size, allowed)
+            together: int = shared(self.batch_size)
             batch_sizes = tuple(together // ranks + (one < together % ranks) for one in range(ranks))
         return EpochPlan(
             self._sources["train"].catalogue,
@@ -332,18 +330,8 @@ class SliceDataModule(pl.LightningDataModule):
             rank=rank,
             seed=self._tracking.seed,
             shuffle=self._tracking.shuffle,
-            is_shared=together is not None,
+            is_shared=is_shared,
         )
-
-    def _batch_of_all(self, size: int | list[int]) -> int | None:
-        shared = None if self.trainer is None else getattr(self.trainer.strategy, "batch_of_all", None)
-        if shared is None or shared(1) is None:
-            return None
-        if not isinstance(size, int):
-            allowed = "one number, of which each rank gets its share by the strategy's batch_size"
-            raise OptionError("batch_size", size, allowed)
-        found: int | None = shared(size)
-        return found
 
     def _tracked(self, host: TrackerHost) -> TrackedTraining:
         rank, ranks = self._rank_and_ranks()
@@ -358,26 +346,17 @@ class SliceDataModule(pl.LightningDataModule):
                 "A worker that takes slices from a tracker has to be one rank, as ranks that train together need the "
                 "same number of steps: use one rank for each worker."
             )
-        size = require_batch_size("batch_size", self.batch_size)
         if ranks > 1 and self.trainer is not None:
-            batch_sizes = batch_sizes_of("batch_size", size, ranks)
+            batch_sizes = batch_sizes_of("batch_size", self.batch_size, ranks)
             require_same(self.trainer, "num_workers", str(self._num_workers))  # as they get parts of one batch
         else:
-            batch_sizes = (batch_sizes_of("batch_size", size, host.workers)[host.worker],)
-        return TrackedTraining(
-            host,
-            self._stores["train"],
-            options=self._tracking,
-            batch_sizes=batch_sizes,
-            rank=rank if ranks > 1 else 0,
-        )
+            batch_sizes = (batch_sizes_of("batch_size", self.batch_size, host.workers)[host.worker],)
+            rank = 0  # of its own world, whatever its number among all workers
+        store = self._stores["train"]
+        return TrackedTraining(host, store, options=self._tracking, batch_sizes=batch_sizes, rank=rank)
 
     def _rank_and_ranks(self) -> tuple[int, int]:
         return (0, 1) if self.trainer is None else (self.trainer.global_rank, self.trainer.world_size)
-
-    def _rank_and_ranks_of_evaluation(self) -> tuple[int, int]:
-        sampling = None if self.trainer is None else self.trainer.distributed_sampler_kwargs
-        return self._rank_and_ranks() if sampling is None else (sampling["rank"], sampling["num_replicas"])
 
     # ------------------------------------------------------------------ loaders
 
@@ -402,9 +381,10 @@ class SliceDataModule(pl.LightningDataModule):
         if split not in self._stores:
             allowed = f"asked for after setup('{'fit' if split == 'val' else split}'), as a Trainer does it"
             raise OptionError(f"{split}_dataloader", None, allowed)
-        rank, ranks = self._rank_and_ranks_of_evaluation()
+        sampling = None if self.trainer is None else self.trainer.distributed_sampler_kwargs
+        rank, ranks = (sampling["rank"], sampling["num_replicas"]) if sampling else self._rank_and_ranks()
         name = "batch_size" if self.eval_batch_size is None else "eval_batch_size"
-        size = require_batch_size(name, getattr(self, name))
+        size = getattr(self, name)
         if self._host is not None and ranks == 1 and not isinstance(size, int):  # in a world of its own
             size = batch_sizes_of(name, size, self._host.workers)[self._host.worker]
         plan = EpochPlan(
@@ -414,11 +394,7 @@ class SliceDataModule(pl.LightningDataModule):
             shuffle=False,
             repeats=False,
         )
-        if plan.padded:
-            rank_zero_info(
-                f"slices: the samples of {split} do not go round, so {plan.padded} will be repeated, for every rank "
-                f"to take {plan.steps} steps."
-            )
+        plan.say_padded(split)
         return [self._loader(split, plan)]
 
     def _loader(self, split: str, plan: Plan) -> SliceLoader:
@@ -445,14 +421,14 @@ class SliceDataModule(pl.LightningDataModule):
             collate=self._collate or collate_samples,
             num_workers=self._num_workers,
             pin_memory=self.trainer is not None and self.trainer.strategy.root_device.type == "cuda",
-            on_report=partial(self._heed, is_training),
+            on_report=partial(self._heed, split),
             is_alone=self.trainer is None,
         )
         return loader
 
-    def _heed(self, is_training: bool, report: ReadReport, waited: float) -> None:
+    def _heed(self, split: str, report: ReadReport, waited: float) -> None:
         self._counters.add(**report.cost)
-        if is_training:
+        if split == "train":
             self._counters.add(wait_seconds=waited)
             self.training.received(report)
         for key, reason in report.corrupt:
@@ -460,14 +436,14 @@ class SliceDataModule(pl.LightningDataModule):
                 f"Slice {key!r} is corrupt, also when fetched again, and is quarantined",
                 f": {reason} Check it with 'lightning-bytescheduler slices verify'.",
             )
-        for key, words in report.skipped:
+        for key, number, words in report.skipped:
+            self._skipped.add((split, key, number))
             self._warn_once(f"Samples of slice {key!r} are left out", f", of which this is the first. {words}")
-        if report.skipped:
-            read = self.statistics
-            if read.skipped > max(_FEW_SKIPPED, read.samples / _READ_FOR_A_SKIPPED):
+            skipped, read = len(self._skipped), self.statistics.samples
+            if skipped > max(_FEW_SKIPPED, read / _READ_FOR_A_SKIPPED):
                 raise BadSampleError(
-                    f"{read.skipped} of the {read.samples} samples that this rank has read cannot be made, which is "
-                    f"more than one in {_READ_FOR_A_SKIPPED}. The last one: {report.skipped[-1][1]}"
+                    f"{skipped} of the {read} samples that this rank has read cannot be made, which is more than one "
+                    f"in {_READ_FOR_A_SKIPPED}. The last one: {words}"
                 )
 
     def _warn_once(self, about: str, text: str) -> None:

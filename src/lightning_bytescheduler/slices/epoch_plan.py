@@ -19,10 +19,11 @@ position takes the same numbers again, batch by batch, when they have been train
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -32,29 +33,80 @@ import torch
 
 from lightning_bytescheduler.exceptions import OptionError, TrackerStateError, UnsupportedError
 from lightning_bytescheduler.lightning_api import pl, rank_zero_info
-from lightning_bytescheduler.slices.batches import SLICES_AHEAD, ReadReport, SampleRun, SliceBatch, cut_runs, samples_in
 from lightning_bytescheduler.slices.catalogue import DataOrder, SliceCatalogue, corrupt_on_any, slice_order
 from lightning_bytescheduler.slices.options import LEAST_SHARE
 from lightning_bytescheduler.slices.tracker import read_state
 
+SLICES_AHEAD = 8
+"""Number of following slices that a batch names; no more are prefetched."""
+
 _HELD = 1 + SLICES_AHEAD  # slices, so that the next ones can be fetched
-_VERSION = 4
+_VERSION = 5
+
+
+class SampleRun(NamedTuple):
+    """Neighbouring samples of one slice."""
+
+    slice_index: int
+    start: int
+    stop: int
+
+
+class SliceBatch(NamedTuple):
+    """The contents of a batch; small, as it is sent to the process that reads it."""
+
+    epoch: int
+    runs: tuple[SampleRun, ...]
+    ahead: tuple[int, ...] = ()
+
+
+class ReadReport(NamedTuple):
+    """What a reader reports with each batch; only primitives, as it is sent between processes.
+
+    Attributes:
+        cost: Cost of reading since the last report, by the names of ``SliceStatistics``; zeros are left out.
+        is_empty: Whether no sample could be read, so that there is no batch.
+        skipped: Samples that were left out: the key of the slice, the number in it, and what is wrong in words.
+    """
+
+    cost: dict[str, float]
+    corrupt: tuple[tuple[str, str], ...] = ()
+    is_empty: bool = False
+    skipped: tuple[tuple[str, int, str], ...] = ()
+
+
+def samples_in(runs: Iterable[SampleRun]) -> int:
+    """Return the number of samples in runs."""
+    return sum(run.stop - run.start for run in runs)
+
+
+def cut_runs(runs: deque[SampleRun], samples: int) -> tuple[SampleRun, ...]:
+    """Take ``samples`` samples from the beginning of runs, which must have as many."""
+    found = []
+    while samples:
+        run = runs.popleft()
+        middle = min(run.stop, run.start + samples)
+        if middle < run.stop:
+            runs.appendleft(run._replace(start=middle))
+        found.append(run._replace(stop=middle))
+        samples -= middle - run.start
+    return tuple(found)
 
 
 class EpochPosition(NamedTuple):
-    """What is left of an epoch.
+    """What is left of a source in an epoch.
 
     Attributes:
         dealt: Number of slices, in the epoch's order, that have been given out.
+        held: What each rank holds.
     """
 
     dealt: int = 0
-    rest: tuple[SampleRun, ...] = ()
     held: tuple[tuple[SampleRun, ...], ...] = ()
 
 
 class EpochPool:
-    """Hands out what is left of an epoch.
+    """Hands out what is left of a source in an epoch.
 
     Args:
         samples: Samples of each slice of the catalogue; 0 leaves a slice out.
@@ -75,33 +127,30 @@ class EpochPool:
         self._order, self._samples = order[samples[order] > 0], samples
         self._dealt = position.dealt
         self._require_position(position)
-        goes_on = len(position.held) == ranks
-        self._rest = deque(position.rest)
-        if not goes_on:
-            self._rest.extend(run for own in position.held for run in own)
-        self._held = [deque(own) for own in position.held] if goes_on else [deque[SampleRun]() for _ in range(ranks)]
+        self._held = [deque(own) for own in position.held]
+        if len(self._held) != ranks:  # others go on with what these held
+            runs = [run for own in position.held for run in own]
+            self._held = [deque(runs[rank::ranks]) for rank in range(ranks)]
         self._counts = [samples_in(own) for own in self._held]
-        self.left = int(samples[self._order[self._dealt :]].sum()) + samples_in(self._rest) + sum(self._counts)
+        self.left = int(samples[self._order[self._dealt :]].sum()) + sum(self._counts)
         for slices in range(1, _HELD + 1):  # one slice per rank in turns, so that few slices are on all ranks
             self._deal(slices)
 
     def copy(self) -> EpochPool:
         """Return a copy at the same position."""
-        return EpochPool(self._order, self._samples, len(self._held), self.position)
+        found = copy.copy(self)
+        found._held, found._counts = [own.copy() for own in self._held], self._counts.copy()
+        return found
 
     @property
     def position(self) -> EpochPosition:
         """Its position."""
-        return EpochPosition(self._dealt, tuple(self._rest), tuple(tuple(own) for own in self._held))
+        return EpochPosition(self._dealt, tuple(tuple(own) for own in self._held))
 
-    @property
-    def has_more(self) -> bool:
-        """Whether some samples are held by no rank."""
-        return bool(self._rest) or self._dealt < len(self._order)
-
-    def slices_of(self, rank: int) -> list[int]:
-        """Return indices of the slices that a rank will read next."""
-        return [run.slice_index for run in self._held[rank]]
+    def slices_of(self, rank: int, most: int) -> list[int]:
+        """Return indices of the slices that a rank will read next, if it reads so many samples at most."""
+        before = itertools.accumulate((run.stop - run.start for run in self._held[rank]), initial=0)
+        return [run.slice_index for run, start in zip(self._held[rank], before, strict=False) if start < most]
 
     def take(self, sizes: Sequence[int]) -> list[tuple[SampleRun, ...]]:
         """Take a batch.
@@ -114,7 +163,7 @@ class EpochPool:
         """
         for rank, size in enumerate(sizes):
             while self._counts[rank] < size:
-                if self.has_more:
+                if self._dealt < len(self._order):
                     self._give(rank)
                 else:
                     self._take_over(rank, sizes)
@@ -126,16 +175,13 @@ class EpochPool:
 
     def _deal(self, slices: int) -> None:
         for rank, own in enumerate(self._held):
-            while len(own) < slices and self.has_more:
+            while len(own) < slices and self._dealt < len(self._order):
                 self._give(rank)
 
     def _give(self, rank: int) -> None:
-        if self._rest:
-            run = self._rest.popleft()
-        else:
-            index = int(self._order[self._dealt])
-            self._dealt += 1
-            run = SampleRun(index, 0, int(self._samples[index]))
+        index = int(self._order[self._dealt])
+        self._dealt += 1
+        run = SampleRun(index, 0, int(self._samples[index]))
         self._held[rank].append(run)
         self._counts[rank] += run.stop - run.start
 
@@ -164,10 +210,10 @@ class EpochPool:
             raise OptionError("dealt", position.dealt, f"from 0 to {len(self._order)}, the slices of the epoch")
         dealt = set(self._order[: position.dealt].tolist())
         ends: dict[int, int] = {}
-        for run in sorted([*position.rest, *(run for own in position.held for run in own)]):
+        for run in sorted(run for own in position.held for run in own):
             inside = ends.get(run.slice_index, 0) <= run.start < run.stop
             if run.slice_index not in dealt or not inside or run.stop > self._samples[run.slice_index]:
-                raise OptionError("rest", run, "of a slice that is dealt, and of samples that are nowhere else")
+                raise OptionError("held", run, "of a slice that is dealt, and of samples that are nowhere else")
             ends[run.slice_index] = run.stop
 
 
@@ -221,16 +267,37 @@ class MixedPool:
     """Hands out what is left of an epoch whose samples are of several sources, with a pool for each.
 
     Args:
-        pools: What is left of each source.
-        totals: Samples of each source.
+        mixture: The sources and their shares.
+        order: Of the slices in the epoch.
+        samples: See :class:`EpochPool`.
+        ranks: Number of ranks.
+        position: Of each source, to continue from; ``None`` is the beginning.
+
+    Attributes:
+        left: Samples that are left of the epoch.
+        empty: The first source without a sample, if there is one: there is no epoch.
 
     Raises:
-        OptionError: If what was taken is not what the mixture takes first.
+        OptionError: If it is not a position of this epoch, or what was taken is not what the mixture takes first.
     """
 
-    def __init__(self, mixture: Mixture, pools: Sequence[EpochPool], totals: Sequence[int]) -> None:
-        self._mixture, self._pools, self._totals = mixture, tuple(pools), tuple(totals)
-        taken = [total - pool.left for total, pool in zip(totals, pools, strict=True)]
+    def __init__(
+        self,
+        mixture: Mixture,
+        order: npt.NDArray[np.int32],
+        samples: npt.NDArray[np.int64],
+        ranks: int,
+        position: Sequence[EpochPosition] | None = None,
+    ) -> None:
+        own = [np.where(mixture.source_of == source, samples, 0) for source in range(len(mixture.shares))]
+        if position is not None and len(position) != len(own):
+            raise OptionError("position", len(position), f"of {len(own)} sources")
+        self._mixture = mixture
+        places = itertools.repeat(None) if position is None else position
+        self._pools = [EpochPool(order, one, ranks, place) for one, place in zip(own, places, strict=False)]
+        totals = [int(one.sum()) for one in own]
+        self.empty = totals.index(0) if 0 in totals else None
+        taken = [total - pool.left for total, pool in zip(totals, self._pools, strict=True)]
         self._taken = sum(taken)
         if mixture.counts([self._taken])[0].tolist() != taken:
             raise OptionError("position", taken, f"samples of the sources in shares of {mixture.shares}")
@@ -238,21 +305,22 @@ class MixedPool:
 
     def copy(self) -> MixedPool:
         """Return a copy at the same position."""
-        return MixedPool(self._mixture, [pool.copy() for pool in self._pools], self._totals)
+        found = copy.copy(self)
+        found._pools = [pool.copy() for pool in self._pools]
+        return found
 
     @property
     def position(self) -> tuple[EpochPosition, ...]:
         """The position of each source."""
         return tuple(pool.position for pool in self._pools)
 
-    @property
-    def has_more(self) -> bool:
-        """Whether some samples are held by no rank."""
-        return any(pool.has_more for pool in self._pools)
-
     def slices_of(self, rank: int) -> list[int]:
-        """Return indices of the slices that a rank will read next, of each source in turn."""
-        turns = itertools.zip_longest(*(pool.slices_of(rank) for pool in self._pools))
+        """Return indices of the slices that a rank will read next in the epoch, of each source in turn."""
+        if len(self._pools) == 1:
+            return self._pools[0].slices_of(rank, self.left)
+        now, end = self._mixture.counts([self._taken, self._taken + self.left]).tolist()
+        most = [last - first for first, last in zip(now, end, strict=True)]
+        turns = itertools.zip_longest(*(pool.slices_of(rank, own) for pool, own in zip(self._pools, most, strict=True)))
         return [index for turn in turns for index in turn if index is not None]
 
     def take(self, sizes: Sequence[int]) -> list[tuple[SampleRun, ...]]:
@@ -291,6 +359,70 @@ def step_sizes(left: int, batch_sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(sizes)
 
 
+class EpochLeft:
+    """What is left of an epoch. Batches are drawn ahead; they count when they were trained on.
+
+    Args:
+        pool: At the position where this begins.
+        batch_size: Samples of a full batch of all ranks.
+        is_restored: Whether that is in the middle of the epoch.
+
+    Attributes:
+        samples: Samples that were left there.
+        steps: Steps that these are.
+        taken: Steps of them that were trained on.
+        pool: Where a checkpoint goes on: at the beginning of an unfinished step, as it lacks that one's gradients.
+    """
+
+    def __init__(self, pool: MixedPool, batch_size: int, *, is_restored: bool) -> None:
+        self.pool, self.is_restored = pool, is_restored
+        self.samples = pool.left
+        self.steps = -(-pool.left // batch_size)
+        self.taken = 0
+        self._unfinished = 0  # of the drawn ones, trained on
+        self._drawn = deque[tuple[int, ...]]()  # sizes by rank
+
+    def draw(
+        self, sizes: Callable[[int, int], tuple[int, ...]]
+    ) -> Iterator[tuple[MixedPool, tuple[int, ...], list[tuple[SampleRun, ...]]]]:
+        """Draw batches anew, from the first one that was not trained on.
+
+        Args:
+            sizes: Returns the samples of each rank in the n-th of them, from n and the samples that are left.
+
+        Yields:
+            The pool after each batch, the batch's sizes, and the runs of each rank in it.
+        """
+        pool, drawn = self.pool.copy(), deque(itertools.islice(self._drawn, self._unfinished))
+        self._drawn = drawn
+        for own in drawn:
+            pool.take(own)
+        for number in range(self.steps - self.taken):
+            own = sizes(number, pool.left)
+            drawn.append(own)
+            yield pool, own, pool.take(own)
+
+    def count(self, unfinished: int) -> None:
+        """Count the next drawn batch as trained on; with it, so many are of an unfinished step."""
+        if len(self._drawn) <= self._unfinished:
+            raise OptionError("steps", self.taken + 1, f"at most {self.taken}, as no more batches were drawn")
+        self.taken += 1
+        self._unfinished += 1
+        while self._unfinished > unfinished:
+            self.pool.take(self._drawn.popleft())
+            self._unfinished -= 1
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a step of the epoch was taken."""
+        return self.taken > 0 or self.is_restored
+
+    @property
+    def position(self) -> tuple[EpochPosition, ...] | None:
+        """Where a checkpoint goes on; ``None`` is the beginning of the epoch."""
+        return self.pool.position if self.is_restored or self.taken > self._unfinished else None
+
+
 class EpochPlan:
     """The batches of ranks that take the same number of steps and have the same position.
 
@@ -302,15 +434,11 @@ class EpochPlan:
 
     Attributes:
         epoch: The current epoch, from 0.
-        counted: Steps that the training loop counts before the remaining ones, after a resume in mid-epoch.
-        padded: Samples that are trained on twice, fewer than there are ranks: each has one in every step.
+        left: What was left of it where it began or was resumed.
+        batch_size: Samples of a full batch of all ranks.
     """
 
     fills = True
-    steps: int
-    padded: int
-    _steps: int  # taken since the epoch began or was resumed
-    _opened: int  # the value of _steps when the loader was made
 
     def __init__(
         self,
@@ -329,14 +457,16 @@ class EpochPlan:
         self._batch_sizes = tuple(batch_sizes)
         self.batch_size = sum(self._batch_sizes)
         self._rank = rank
-        self._seed, self._shuffle, self._repeats = seed, shuffle, repeats
+        self._order = catalogue.order(seed=seed, shuffle=shuffle)
+        self._repeats = repeats
         self.is_shared = is_shared
         self._shares_of: Callable[[int, int], Sequence[int]] | None = None
         self._unfinished: Callable[[], int] = lambda: 0
         self._sizes: dict[int, int] = {}  # this rank's batches by the training loop's number
+        self._first = 0  # the training loop's number of the first step that was left of the epoch
+        self._only_ends = False
         self._quarantined: dict[str, str] = {}
         self._corrupt: dict[str, str] = {}  # found by this rank in this epoch
-        self._only_ends = False
         self.start_epoch(0)
 
     def share_out(
@@ -356,8 +486,8 @@ class EpochPlan:
         """The facts that have to be the same on all ranks that share batches."""
         return {
             "the SliceDataModule's batch_size": f"{self.batch_size} for all ranks",
-            "the order of the slices": f"shuffled from seed {self._seed}" if self._shuffle else "as it is",
-            "where the training stands in its slices": f"epoch {self.epoch}, {self._pool.left:,} samples left",
+            "the order of the slices": f"shuffled from seed {self._order.seed}" if self._order.shuffle else "as it is",
+            "where the training stands in its slices": f"epoch {self.epoch}, {self.left.pool.left:,} samples left",
         }
 
     def size_of(self, batch: int) -> int | None:
@@ -369,27 +499,20 @@ class EpochPlan:
 
     def share_of_step(self, batch: int, accumulated: int) -> float:
         """Return a batch's weight within its step, by samples of all ranks; 1 if batches are equally large."""
-        first = self._opened - self.counted + batch - batch % accumulated
-        sizes = [
-            min(self.batch_size, self.left - step * self.batch_size)
-            for step in range(first, min(first + accumulated, self.steps))
-        ]
+        first, samples = batch - batch % accumulated - self._first, self.left.samples
+        steps = range(first, min(first + accumulated, self.left.steps))
+        sizes = [min(self.batch_size, samples - step * self.batch_size) for step in steps]
         return sizes[batch % accumulated] * len(sizes) / sum(sizes)
 
     @property
-    def over(self) -> bool:
-        """Whether nothing of the epoch is left."""
-        return self._steps >= self.steps
-
-    @property
-    def begun(self) -> bool:
-        """Whether a step of the epoch was taken."""
-        return bool(self._steps) or self._is_restored
+    def padded(self) -> int:
+        """Samples that are trained on twice, fewer than there are ranks: each has one in every step."""
+        return 0 if self.is_shared else max(self.left.steps * len(self._batch_sizes) - self.left.samples, 0)
 
     @property
     def batches(self) -> int:
         """Steps of the opened loader, including those that Lightning counts as done."""
-        return self.counted if self._only_ends else self.counted + self.steps - self._steps
+        return self._first + (0 if self._only_ends else self.left.steps)
 
     def __iter__(self) -> Iterator[SliceBatch]:
         if self.is_shared and self._shares_of is None:
@@ -397,16 +520,12 @@ class EpochPlan:
                 "Batches of all ranks were asked for before the strategy has shared them out: only a Trainer's fit "
                 "takes them."
             )
-        pool, drawn = self._pool.copy(), deque[tuple[int, ...]]()
-        self._drawn = drawn
         self._sizes.clear()
-        first = self._steps
+        number = self._first + self.left.taken
         afterwards: Sequence[int] | None = None
-        for step in range(first, self.steps):
-            sizes = self._sizes_of(step - first, pool.left)
-            drawn.append(sizes)
-            taken = pool.take(sizes)
-            self._sizes[self.counted + step - self._opened] = sizes[self._rank]
+        for pool, sizes, taken in self.left.draw(self._sizes_of):
+            self._sizes[number] = sizes[self._rank]
+            number += 1
             runs = taken[self._rank]
             if not runs:  # a copy to compute on
                 others = [own[0] for own in taken if own]
@@ -415,7 +534,7 @@ class EpochPlan:
             slices = dict.fromkeys(pool.slices_of(self._rank))
             for run in runs:
                 slices.pop(run.slice_index, None)
-            if len(slices) < SLICES_AHEAD and self._repeats and not pool.has_more:
+            if len(slices) < SLICES_AHEAD and self._repeats:  # the end of the epoch is near
                 if afterwards is None:
                     afterwards = self._pool_of(self.epoch + 1, self._quarantined, None).slices_of(self._rank)
                 slices.update(dict.fromkeys(afterwards))
@@ -427,20 +546,27 @@ class EpochPlan:
         Raises:
             OptionError: If there is no sample.
         """
-        if self.over and self.begun:  # nothing is left of the epoch for these ranks
+        if self.left.has_begun and self.left.taken == self.left.steps:  # nothing is left of the epoch for these ranks
             self.start_epoch(self.epoch + 1)
-        self._only_ends = trainer is not None and not self.begun and ends_restored_epoch(trainer)
-        self.counted, self._opened = 0, self._steps
+        self._only_ends = trainer is not None and not self.left.has_begun and ends_restored_epoch(trainer)
+        counted = 0
         if trainer is not None and trainer.fit_loop.restarting:
             current: Any = trainer.fit_loop.epoch_loop.batch_progress.current  # its type lacks attributes
-            self.counted = int(current.processed)  # Lightning's count of done batches in the epoch
-        if not self.steps:
-            allowed = "one that can be read, of each source: all are quarantined"
-            raise OptionError("train", f"{len(self.catalogue)} slices", allowed)
+            counted = int(current.processed)  # Lightning's count of done batches in the epoch
+        self._first = counted - self.left.taken
+        if not self.left.steps:
+            of = self._mixture.source_of.tolist()
+            url = self.catalogue[of.index(self.left.pool.empty)].url
+            allowed = "a slice that can be read of each source: all slices of the one with this file are quarantined"
+            raise OptionError("train", url, allowed)
+        self.say_padded(f"epoch {self.epoch}")
+
+    def say_padded(self, of: str) -> None:
+        """Say which samples are repeated."""
         if self.padded:
             rank_zero_info(
-                f"slices: the samples of epoch {self.epoch} do not go round, so {self.padded} will be repeated, for "
-                f"every rank to take {self.steps} steps."
+                f"slices: the samples of {of} do not go round, so {self.padded} will be repeated, for every rank to "
+                f"take {self.left.steps} steps."
             )
 
     def received(self, report: ReadReport) -> None:
@@ -453,22 +579,11 @@ class EpochPlan:
         Raises:
             OptionError: If no more batches were drawn.
         """
-        if not self._drawn:
-            raise OptionError("steps", self._steps + 1, f"at most {self._steps}, as no more batches were drawn")
-        unfinished = self._unfinished()
-        if unfinished:
-            self._before.append(self._pool.position)
-        while len(self._before) > unfinished:
-            self._before.popleft()
-        self._pool.take(self._drawn.popleft())
-        self._steps += 1
+        self.left.count(self._unfinished())
 
     def start_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch."""
-        self.epoch = epoch
-        self.counted = 0
-        self._left_out = dict(self._quarantined)
-        self._start(None)
+        self._start(epoch, self._quarantined, None)
 
     def finish_epoch(self, trainer: pl.Trainer) -> None:
         """Go to the next epoch (or repeat this one to overfit), without slices that any rank found corrupt."""
@@ -495,7 +610,7 @@ class EpochPlan:
             "together": {
                 "version": _VERSION,
                 "epoch": self.epoch,
-                "position": msgspec.json.decode(msgspec.json.encode(self._position())),  # as lists
+                "position": msgspec.json.decode(msgspec.json.encode(self.left.position)),  # as lists
                 "left_out": dict(self._left_out),
                 "quarantined": dict(self._quarantined),
                 "order": msgspec.structs.asdict(self._order),
@@ -512,7 +627,7 @@ class EpochPlan:
             TrackerStateError: If the state is damaged, of the middle of an epoch of other slices or another order, or
                 of workers that do not step together. Nothing has changed then.
         """
-        if state.keys() == {"epoch"}:
+        if "epoch" in state:
             return  # of a coordinator's run, whose position is the coordinator's
         if "together" not in state:
             raise TrackerStateError(
@@ -528,54 +643,30 @@ class EpochPlan:
                 f"The state was saved in the middle of an epoch of other data or another order ({difference}): resume "
                 "with what it was saved with, or from the end of an epoch."
             )
-        before = (self.epoch, self._left_out)
-        self.epoch, self._left_out = saved.epoch, saved.left_out
         try:
-            self._start(saved.position)
+            self._start(saved.epoch, saved.left_out, saved.position)
         except OptionError as error:
-            self.epoch, self._left_out = before
             raise TrackerStateError(f"The state of the slices is damaged: {error}") from error
         self._quarantined = saved.quarantined
 
-    @property
-    def _order(self) -> DataOrder:
-        return self.catalogue.order(seed=self._seed, shuffle=self._shuffle)
-
-    def _start(self, position: tuple[EpochPosition, ...] | None) -> None:
-        """Set up what is left; nothing has changed if it raises."""
-        self._pool = self._pool_of(self.epoch, self._left_out, position)
-        self._is_restored = position is not None
-        self._drawn = deque[tuple[int, ...]]()
-        self._before = deque[tuple[EpochPosition, ...]]()  # where each batch of an unfinished step began
-        self._steps = self._opened = 0
-        self.left, ranks = self._pool.left, len(self._batch_sizes)
-        self.steps = -(-self.left // self.batch_size)
-        self.padded = 0 if self.is_shared else max(self.steps * ranks - self.left, 0)
+    def _start(self, epoch: int, left_out: Mapping[str, str], position: tuple[EpochPosition, ...] | None) -> None:
+        """Go to a position of an epoch; nothing has changed if it raises."""
+        pool = self._pool_of(epoch, left_out, position)
+        self.left = EpochLeft(pool, self.batch_size, is_restored=position is not None)
+        self.epoch, self._left_out, self._first = epoch, dict(left_out), 0
 
     def _pool_of(
         self, epoch: int, left_out: Mapping[str, str], position: tuple[EpochPosition, ...] | None
     ) -> MixedPool:
         samples: npt.NDArray[np.int64] = self.catalogue.samples.copy()
         samples[[index for key in left_out if (index := self.catalogue.find(key)) is not None]] = 0
-        order = slice_order(len(samples), seed=self._seed, epoch=epoch, shuffle=self._shuffle)
-        sources = range(len(self._mixture.shares))
-        own = [np.where(self._mixture.source_of == source, samples, 0) for source in sources]
-        places = [None for _ in sources] if position is None else position
-        if len(places) != len(own):
-            raise OptionError("position", len(places), f"of {len(own)} sources")
-        pools = [EpochPool(order, one, len(self._batch_sizes), place) for one, place in zip(own, places, strict=True)]
-        return MixedPool(self._mixture, pools, [int(one.sum()) for one in own])
+        order = slice_order(len(samples), seed=self._order.seed, epoch=epoch, shuffle=self._order.shuffle)
+        return MixedPool(self._mixture, order, samples, len(self._batch_sizes), position)
 
     def _sizes_of(self, number: int, left: int) -> tuple[int, ...]:
         if self._shares_of is None:
             return step_sizes(left, self._batch_sizes)
         return tuple(self._shares_of(number, min(self.batch_size, left)))
-
-    def _position(self) -> tuple[EpochPosition, ...] | None:
-        unfinished = min(self._unfinished(), len(self._before))
-        if self._steps == unfinished and not self._is_restored:
-            return None
-        return self._before[-unfinished] if unfinished else self._pool.position
 
 
 class _SavedPosition(msgspec.Struct):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -158,13 +158,14 @@ def require_batch_size(option: str, size: object) -> int | list[int]:
     return sizes if isinstance(size, (list, tuple)) else sizes[0]
 
 
-def batch_sizes_of(option: str, size: int | Sequence[int], ranks: int) -> tuple[int, ...]:
+def batch_sizes_of(option: str, size: object, ranks: int) -> tuple[int, ...]:
     """Return the batch size of each rank.
 
     Raises:
-        OptionError: If their number is not that of the ranks.
+        OptionError: If it is no batch size, or their number is not that of the ranks.
     """
-    sizes = (size,) * ranks if isinstance(size, int) else tuple(size)
+    found = require_batch_size(option, size)
+    sizes = (found,) * ranks if isinstance(found, int) else tuple(found)
     if len(sizes) != ranks:
         raise OptionError(option, size, f"one number, or a list of {ranks}, one for each rank of this run")
     return sizes

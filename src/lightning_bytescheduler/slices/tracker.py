@@ -25,6 +25,9 @@ There are no backup tasks: if two workers trained on the same samples, these wou
 worker keeps the slice that it has begun, and a slice that is its only one, while it lives. Slices of dead and
 disconnected workers come back.
 
+Workers and the tracker exchange *messages*, each one line of JSON: frozen, with plain values, and checked against their
+types when they come in. The tracker checks whether numbers fit its slices.
+
 The state of an epoch is in arrays of 9 bytes a slice, and runs of samples for each that is done in part. What is saved
 has plain values and tensors, for ``torch.load(weights_only=True)``, and is checked when it is loaded.
 """
@@ -35,9 +38,10 @@ import math
 import secrets
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import wraps
 from threading import RLock
-from typing import Annotated, Any, TypeVar, cast
+from typing import Annotated, Any, Protocol, TypeAlias, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -47,34 +51,255 @@ import torch
 from lightning_bytescheduler.checks import is_whole, require_whole
 from lightning_bytescheduler.exceptions import OptionError, TrackerStateError
 from lightning_bytescheduler.slices.catalogue import DataOrder, SliceCatalogue, slice_order
-from lightning_bytescheduler.slices.messages import (
-    AskLater,
-    Assignment,
-    Call,
-    JoinAgain,
-    Joined,
-    JoinTracker,
-    LeaveTracker,
-    Name,
-    Natural,
-    QuarantineSlice,
-    Receipt,
-    RenewLease,
-    Reply,
-    ReportProgress,
-    RequestSlice,
-    TrainedRun,
-    WaitReason,
-    by_slice,
-)
 from lightning_bytescheduler.slices.options import TrackerOptions
-from lightning_bytescheduler.slices.slice import Runs, SliceState, joined, samples_of, without
+from lightning_bytescheduler.slices.slice import Runs, Slice, SliceState, joined, samples_of, without
 
 _MOST_EPOCHS = 2  # from the first with something left to train on, so that no slice is more than one epoch late
-_VERSION = 5
+_VERSION = 6
 _NUMBERS = 1 << 48  # of sessions and grants: those of two lives of a tracker do not meet
 _Saved = TypeVar("_Saved")
 _Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+Name: TypeAlias = Annotated[str, msgspec.Meta(min_length=1)]
+Natural: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+_Positive: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
+_Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0)]
+
+
+class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="kind", forbid_unknown_fields=True):
+    """A message; its kind is the name of its class."""
+
+
+class TrainedRun(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Neighbouring samples of a slice that were trained on in an epoch."""
+
+    epoch: Natural
+    slice_index: Natural
+    start: Natural
+    stop: _Positive
+
+
+def touching(runs: Iterable[TrainedRun]) -> tuple[TrainedRun, ...]:
+    """Return the same samples in order, with runs that touch as one; what is there twice stays so."""
+    found: list[TrainedRun] = []
+    for run in sorted(runs, key=msgspec.structs.astuple):
+        last = found[-1] if found else None
+        if last is not None and (last.epoch, last.slice_index, last.stop) == (run.epoch, run.slice_index, run.start):
+            found[-1] = TrainedRun(run.epoch, run.slice_index, last.start, run.stop)
+        else:
+            found.append(run)
+    return tuple(found)
+
+
+def by_slice(runs: Iterable[TrainedRun]) -> dict[tuple[int, int], Runs]:
+    """Return where the runs of each slice start and stop, in order, by epoch and slice."""
+    found: dict[tuple[int, int], Runs] = {}
+    for run in runs:
+        found.setdefault((run.epoch, run.slice_index), []).append((run.start, run.stop))
+    return {place: sorted(own) for place, own in found.items()}
+
+
+class HeldSlice(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A slice that a worker holds by its own account, and whether it has begun it."""
+
+    epoch: Natural
+    slice_index: Natural
+    begun: bool
+
+
+class JoinTracker(_Message, frozen=True):
+    """A worker joins.
+
+    Attributes:
+        worker: Name of the worker, the same after a restart: what it held is kept for that name.
+        incarnation: Any text that no other process of that name uses. A process that joins again after ``JoinAgain``
+            may repeat its own.
+        keeps: Number of fetched slices that it keeps. It is given these first in the next epochs.
+        prefetch: Slices it may hold that it has not begun; ``None`` for the tracker's own option.
+        holds: What it held before, and would go on with.
+    """
+
+    worker: Name
+    incarnation: Name
+    keeps: Natural = 0
+    prefetch: _Positive | None = None
+    holds: tuple[HeldSlice, ...] = ()
+
+
+class Assignment(_Message, frozen=True):
+    """A slice for the worker, which may fetch it at once and train on it after its first report is accepted.
+
+    Attributes:
+        todo: What is to be trained on: where each run of samples starts and stops, in order.
+        revoked: Those of the request's grants that are not the worker's now.
+    """
+
+    grant: Natural
+    epoch: Natural
+    slice_index: Natural
+    slice: Slice
+    todo: tuple[tuple[Natural, _Positive], ...]
+    revoked: tuple[Natural, ...] = ()
+
+
+class Joined(_Message, frozen=True):
+    """The worker may ask for slices.
+
+    Earlier grants are void. What else the worker is to continue comes again in answer to its requests, in the order in
+    which it held it.
+
+    Attributes:
+        run: Distinguishes trackers, whose epochs are others; the same after a restart from a saved state.
+        lease: Seconds without a message after which the worker counts as dead.
+        held: What it said that it holds, and is still its own, with new grants. The rest is done, or another's.
+    """
+
+    session: Natural
+    run: Name
+    epoch: Natural
+    lease: _Seconds
+    held: tuple[Assignment, ...] = ()
+
+
+class RequestSlice(_Message, frozen=True):
+    """A worker requests one more slice, one request at a time; a request without an answer may be repeated.
+
+    Attributes:
+        epoch: The epoch it trains; it may be given the rest of an earlier one. The first request for the next epoch
+            opens it, if workers hold all that is left of this one.
+        holding: Every known grant that is not finished; or that is not in the weights, where merged samples count. A
+            missing one that the worker never began is sent again, as its answer must have been lost.
+        looks: Only ask about the epoch's state: while another worker holds a slice, none is given.
+    """
+
+    session: Natural
+    epoch: Natural
+    holding: tuple[Natural, ...] = ()
+    looks: bool = False
+
+
+class WaitReason(str, Enum):
+    """Why there is no slice now.
+
+    Attributes:
+        LIMIT: The worker holds as many slices ahead as it may: ask when it begins one.
+        HELD: Other workers hold the rest: ask again, as one may die, or have more to do than this one.
+        SOON: The tracker was restarted, and waits for other workers to say what they hold: ask again, there may be one.
+        EPOCH: The epoch asked for cannot begin yet, as the one two before it is not over.
+        MERGING: All of the epoch asked for is trained on, and some of it is in no weights yet: it may come back.
+        OVER: Nothing is left of the epoch asked for, with any worker: ask for the next one.
+    """
+
+    LIMIT = "limit"
+    HELD = "held"
+    SOON = "soon"
+    EPOCH = "epoch"
+    MERGING = "merging"
+    OVER = "over"
+
+
+class AskLater(_Message, frozen=True):
+    """No slice now."""
+
+    reason: WaitReason
+    revoked: tuple[Natural, ...] = ()
+
+
+class ReportProgress(_Message, frozen=True):
+    """A worker has trained on so many samples of a slice, with those that were not for it to do, and continues with it.
+
+    The first report comes before its first sample: the worker may train only if it is accepted. A report with all
+    samples ends the slice, unless the tracker counts what is merged. Reports in between may be lost, repeated or
+    reordered.
+    """
+
+    session: Natural
+    grant: Natural
+    trained: Natural
+
+
+class QuarantineSlice(_Message, frozen=True):
+    """A slice cannot be read, also when fetched again. May be repeated."""
+
+    session: Natural
+    key: Name
+    reason: str
+
+
+class RenewLease(_Message, frozen=True):
+    """The worker lives. Every other message implies this too."""
+
+    session: Natural
+
+
+class LeaveTracker(_Message, frozen=True):
+    """The worker leaves, and has trained on nothing beyond its reports."""
+
+    session: Natural
+
+
+class Receipt(_Message, frozen=True):
+    """The result of a message that hands nothing out.
+
+    Attributes:
+        accepted: Whether it counted. If not, stop: the slice is not the worker's now, as it is done, was given to
+            another one or is quarantined. What was not reported does not count.
+    """
+
+    accepted: bool
+
+
+class JoinAgain(_Message, frozen=True):
+    """The session is over, as its lease ran out or the tracker was restarted. All of its grants are void.
+
+    Any message but a ``JoinTracker`` may get this answer.
+    """
+
+
+Call: TypeAlias = JoinTracker | RequestSlice | ReportProgress | QuarantineSlice | RenewLease | LeaveTracker
+"""Messages of workers."""
+
+Reply: TypeAlias = Joined | Assignment | AskLater | Receipt | JoinAgain
+"""Answers of the tracker."""
+
+_DECODER = msgspec.json.Decoder(Call | Reply)
+
+
+class TrackerClient(Protocol):
+    """The tracker as its workers see it: in their process, in rank 0's, or in a service."""
+
+    def answer(self, message: Call) -> Reply:
+        """Answer a worker without waiting for others. A call may be repeated if its answer was lost.
+
+        Raises:
+            Exception: Errors of the transport.
+        """
+
+
+def encode(message: Call | Reply) -> str:
+    """Encode a message.
+
+    Raises:
+        OptionError: If it cannot be encoded, as with a name that is not valid Unicode.
+    """
+    try:
+        return msgspec.json.encode(message).decode()
+    except UnicodeEncodeError as error:
+        raise OptionError("message", message, f"one of texts in Unicode ({error}); rename that file") from error
+
+
+def decode(text: str | bytes) -> Call | Reply:
+    """Decode the result of :func:`encode`.
+
+    Raises:
+        OptionError: If it is not such a message.
+    """
+    try:
+        message: Call | Reply = _DECODER.decode(text)
+    except (msgspec.DecodeError, UnicodeError) as error:
+        raise OptionError("message", text, f"a message of the slice tracker ({error})") from error
+    return message
 
 
 def _alone(method: _Method) -> _Method:
@@ -113,13 +338,13 @@ class SliceTracker:
         self._counts_merged = counts_merged
         self.options = TrackerOptions() if options is None else options
         self._clock = clock
+        self._run = secrets.token_hex(8)
         self._workers: dict[str, TrackedWorker] = {}
         self._sessions: dict[int, TrackedWorker] = {}  # workers that have joined
         self._patient_until = -math.inf  # with workers that have not joined since a state was loaded
-        self._first_deadline = math.inf  # a lower bound of all lease ends, as messages only postpone them
         self._next_grant = self._next_session = 1
         self._quarantined: dict[int, str] = {}  # reasons; left out of epochs that begin later
-        self._epochs = [self._begun(0)]  # the current one, and the next if it is open
+        self._epochs = [self._begun(0, ())]  # the current one, and the next if it is open
         self._wanted = False
         self._lock = RLock()
         self._answers: dict[type[Call], Callable[[Any], Reply]] = {
@@ -160,7 +385,7 @@ class SliceTracker:
             self._remove(record)
             record = None
         if record is None:
-            record = self._add(message.worker)
+            record = self._workers[message.worker] = TrackedWorker(message.worker)
         record.incarnation = message.incarnation
         record.prefetch, record.keeps = prefetch, message.keeps
         record.deadline = self._clock() + self.options.lease
@@ -169,9 +394,10 @@ class SliceTracker:
             self._sessions[record.session] = record
             self._next_session += 1
         self.expire()
-        claimed = [self._claimed(record, one.epoch, one.slice_index, one.begun) for one in message.holds]
+        claimed = [self._claimed(record, self._open(one.epoch), one) for one in message.holds]
         return Joined(
             session=record.session,
+            run=self._run,
             epoch=self._epochs[-1].epoch,
             lease=self.options.lease,
             held=tuple(self._assignment(grant) for grant in claimed if grant is not None),
@@ -190,42 +416,38 @@ class SliceTracker:
         if len(self._quarantined) == len(self.catalogue):  # otherwise epochs would end as soon as they begin
             raise OptionError("train", f"{len(self.catalogue)} slices", "one that can be read: all are quarantined")
         revoked = tuple(number for number in message.holding if number not in record.grants)
-        for number in message.holding:
-            if number in record.grants:
-                record.grants[number].told = True
-        if self._counts_merged:
-            for number in record.grants.keys() - set(message.holding):
-                grant = record.grants[number]
-                if self._epoch_of(grant).todo(grant.index):
-                    grant.told = False  # its worker does not know it any more
+        for number, grant in record.grants.items():
+            if number in message.holding:
+                grant.told = True
+            elif self._counts_merged and grant.epoch.todo(grant.index):
+                grant.told = False  # its worker does not know it any more
         newest = self._epochs[-1]
+        first = next((one.epoch for one in self._epochs if one.is_untrained), message.epoch)
         is_next = message.epoch == newest.epoch + 1 and not newest.available
-        first = next((one.epoch for one in self._epochs if one.untrained), message.epoch)
         if is_next and message.epoch - first < _MOST_EPOCHS:
-            newest = self._begun(message.epoch)
+            newest = self._begun(message.epoch, self._quarantined)
             self._epochs.append(newest)
             self._roll()
         asked = [one for one in self._epochs if one.epoch <= message.epoch]
         for grant in record.grants.values():
-            if not grant.told and grant.epoch <= message.epoch:
+            if not grant.told and grant.epoch.epoch <= message.epoch:
                 return self._assignment(grant, revoked)  # its answer was lost, or it was held before a restart
         if self._clock() < self._patient_until and any(one.session is None for one in self._workers.values()):
             return AskLater(reason=WaitReason.SOON, revoked=revoked)
         beyond = message.epoch > newest.epoch
-        chosen = None
-        if not beyond and not any(one.untrained for one in asked):
+        if not beyond and not any(one.is_untrained for one in asked):
             reason = WaitReason.MERGING if any(one.unfinished for one in asked) else WaitReason.OVER
         elif message.looks and any(one.holders for one in asked):
             reason = WaitReason.HELD
         elif len(record.ahead) >= record.prefetch:
             reason = WaitReason.LIMIT
+        elif (found := self._choose(record, asked)) is not None:
+            self._wanted = False
+            return self._assignment(self._grant(record, *found), revoked)
         else:
-            chosen = self._choose(record, asked)
-            self._wanted = chosen is None
+            self._wanted = True
             reason = WaitReason.EPOCH if beyond else WaitReason.HELD
-        if chosen is None:
-            return AskLater(reason=reason, revoked=revoked)
-        return self._assignment(self._grant(record, *chosen), revoked)
+        return AskLater(reason=reason, revoked=revoked)
 
     def progress(self, message: ReportProgress) -> Receipt | JoinAgain:
         """Count samples as trained, if the slice is the worker's, and say whether it may train on it.
@@ -239,20 +461,15 @@ class SliceTracker:
         grant, trained = record.grants.get(message.grant), message.trained
         if grant is None:
             return Receipt(accepted=False)
-        slices = self._epoch_of(grant)
-        samples = int(slices.samples[grant.index])
-        if not is_whole(trained) or trained > samples:
-            raise OptionError("trained", trained, f"from 0 to {samples}, the samples of that slice")
+        if not is_whole(trained) or trained > grant.samples:
+            raise OptionError("trained", trained, f"from 0 to {grant.samples}, the samples of that slice")
         grant.begun = grant.told = True
-        if self._counts_merged:
-            grant.trained = trained
-            slices.note_trained(grant.index, trained == samples)
-            return Receipt(accepted=True)
-        grant.trained = max(grant.trained, trained)
-        slices.train(grant.index, trained)
-        if trained == samples:
-            self._drop_grant(record, grant)
-            self._roll()
+        grant.trained = trained if self._counts_merged else max(grant.trained, trained)
+        if not self._counts_merged and trained:
+            grant.epoch.finish(grant.index, [(0, trained)])
+            if trained == grant.samples:
+                self._drop(grant)
+                self._roll()
         return Receipt(accepted=True)
 
     def quarantine(self, message: QuarantineSlice) -> Receipt | JoinAgain:
@@ -269,7 +486,7 @@ class SliceTracker:
         self._quarantined.setdefault(index, message.reason)
         for one in self._epochs:
             if index in one.holders:
-                self._drop_grant(*one.holders[index])
+                self._drop(one.holders[index])
             one.leave_out(index)
         self._roll()
         return Receipt(accepted=True)
@@ -298,24 +515,18 @@ class SliceTracker:
         """
         for (epoch, index), own in by_slice(runs).items():
             one = self._open(epoch)
-            if one is None or index >= len(one.samples):
+            if one is None or index >= len(one.samples) or any(start >= stop for start, stop in own):
                 return False
-            last = 0
-            for start, stop in own:
-                if not last <= start < stop:
-                    return False
-                last = stop
-            if last > one.samples[index]:
+            whole = joined(own)
+            if samples_of(whole) < samples_of(own) or whole[-1][1] > one.samples[index]:
                 return False
             if one.states[index] == SliceState.QUARANTINED:
                 continue
-            own = joined(own)
-            if without(own, one.covered(index)) != own:
+            if without(whole, one.covered(index)) != whole:
                 return False
-            if index in one.holders:
-                holder, grant = one.holders[index]
-                if grant.begun and holder.name not in workers and without(own, grant.todo) != own:
-                    return False
+            grant = one.holders.get(index)
+            if grant and grant.begun and grant.worker.name not in workers and without(whole, grant.todo) != whole:
+                return False
         return True
 
     @_alone
@@ -323,8 +534,9 @@ class SliceTracker:
         """An update that :meth:`fits` is to become part of the weights: its samples are handed out no more."""
         for (epoch, index), own in by_slice(runs).items():
             one = self._epochs[epoch - self.epoch]
-            if index in one.holders and one.holders[index][0].name not in workers and not one.holders[index][1].begun:
-                self._take_away(one, index)
+            grant = one.holders.get(index)
+            if grant is not None and not grant.begun and grant.worker.name not in workers:
+                self._take_away(grant)
             one.book(index, own)
 
     @_alone
@@ -340,14 +552,13 @@ class SliceTracker:
             if one is None:
                 continue
             one.settle(index, own, merged=merged)
-            if index in one.holders:
-                holder, grant = one.holders[index]
-                if one.states[index] >= SliceState.USED:
-                    self._drop_grant(holder, grant)
-                elif not without(grant.todo, one.covered(index)):
-                    self._take_away(one, index)  # what is left of the slice is another's, or comes anew
-            else:
+            grant = one.holders.get(index)
+            if grant is None:
                 one.offer_again(index)
+            elif one.states[index] >= SliceState.USED:
+                self._drop(grant)
+            elif not without(grant.todo, one.covered(index)):
+                self._take_away(grant)  # what is left of the slice is another's, or comes anew
         self._roll()
 
     @_alone
@@ -367,12 +578,9 @@ class SliceTracker:
     def expire(self) -> tuple[str, ...]:
         """Release every worker whose lease is over; returns their names. Each request does this too."""
         now = self._clock()
-        if now < self._first_deadline:
-            return ()
         names = tuple(name for name, record in self._workers.items() if record.deadline <= now)
         for name in names:
             self.release(name)
-        self._first_deadline = min((record.deadline for record in self._workers.values()), default=math.inf)
         return names
 
     @property
@@ -413,8 +621,13 @@ class SliceTracker:
         """Return all that a restart needs: plain values and tensors, for ``torch.load(weights_only=True)``."""
         return {
             "version": _VERSION,
+            "run": self._run,
             "order": msgspec.structs.asdict(self._order),
-            "epochs": [msgspec.structs.asdict(one.saved(self._workers.values())) for one in self._epochs],
+            "epochs": [msgspec.structs.asdict(one.saved()) for one in self._epochs],
+            "workers": {
+                record.name: [(one.epoch.epoch, one.index, one.begun) for one in record.grants.values()]
+                for record in self._workers.values()
+            },
             "quarantined": dict(self._quarantined),
         }
 
@@ -434,25 +647,39 @@ class SliceTracker:
         Raises:
             TrackerStateError: If the state is of other slices or another order, or damaged. Nothing has changed then.
         """
-        saved = unpack(state, self._order, self.catalogue.samples)
+        saved = read_state(state, SavedTracker, version=_VERSION, what="The state")
+        difference = self._order.difference(saved.order)
+        if difference is not None:
+            raise TrackerStateError(
+                f"The state is of other slices or another order: {difference}. Resume on the slices and options it was "
+                "saved with, or start anew."
+            )
+        if any(index >= len(self.catalogue) for index in saved.quarantined):
+            raise _damaged("quarantined", "names slices that are not there")
         # A worker may still have numbers of another life, which must not mean something else in this one.
         self._next_grant, self._next_session = secrets.randbelow(_NUMBERS) + 1, secrets.randbelow(_NUMBERS) + 1
-        self._workers, self._sessions = {}, {}
+        epochs: dict[int, EpochSlices] = {}
+        for found in saved.epochs:
+            if epochs and found.epoch != max(epochs) + 1:
+                raise _damaged("epochs", "do not follow each other")
+            epochs[found.epoch] = self._begun(found.epoch, saved.quarantined)
+            epochs[found.epoch].restore(found)
+        records = {name: TrackedWorker(name, self._clock() + self.options.lease) for name in saved.workers}
+        for name, holds in saved.workers.items():
+            for held in holds:
+                grant = self._claimed(records[name], epochs.get(held.epoch), held)
+                if grant is None:
+                    raise _damaged("workers", "hold slices that are not there, done, or another's")
+                grant.told = False
+        self._run, self._workers, self._sessions = saved.run, records, {}
         self._patient_until = self._clock() + patience
         self._quarantined = dict(saved.quarantined)
-        self._epochs = [self._begun(found.epoch) for found in saved.epochs]
-        for name in saved.epochs[0].workers:
-            self._add(name)
-        for one, found in zip(self._epochs, saved.epochs, strict=True):
-            one.restore(found)
-            for name, held in found.workers.items():
-                for index, begun in held:
-                    self._grant(self._workers[name], one, index).begun = begun
+        self._epochs = list(epochs.values())
         if workers is not None:
             for name in self._workers.keys() - set(workers):
                 self.release(name)
         if self.over:
-            self._epochs = [self._begun(self.epoch + 1)]
+            self._epochs = [self._begun(self.epoch + 1, self._quarantined)]
 
     # Internal.
 
@@ -460,45 +687,35 @@ class SliceTracker:
     def _order(self) -> DataOrder:
         return self.catalogue.order(seed=self.options.seed, shuffle=self.options.shuffle)
 
-    def _begun(self, epoch: int) -> EpochSlices:
-        return EpochSlices(self.catalogue.samples, self.options, epoch=epoch, left_out=self._quarantined)
-
-    def _epoch_of(self, grant: Grant) -> EpochSlices:
-        """Return a grant's epoch, which is open while the slice is held."""
-        return self._epochs[grant.epoch - self.epoch]
+    def _begun(self, epoch: int, left_out: Iterable[int]) -> EpochSlices:
+        return EpochSlices(self.catalogue.samples, self.options, epoch=epoch, left_out=left_out)
 
     def _open(self, epoch: int) -> EpochSlices | None:
         place = epoch - self.epoch
         return self._epochs[place] if 0 <= place < len(self._epochs) else None
 
-    def _claimed(self, record: TrackedWorker, epoch: int, index: int, begun: bool) -> Grant | None:
-        """Let a worker that joins again go on with a slice, if that is its own or is left to anybody."""
-        one = self._open(epoch)
-        if one is None or index >= len(one.samples):
+    def _claimed(self, record: TrackedWorker, one: EpochSlices | None, held: HeldSlice) -> Grant | None:
+        """Let a worker go on with a slice, if that is its own or is left to anybody."""
+        if one is None or held.slice_index >= len(one.samples):
             return None
-        if one.take(index):
-            grant = self._grant(record, one, index)
-        elif index in one.holders and one.holders[index][0] is record:
-            grant = one.holders[index][1]
-        else:
+        grant = one.holders.get(held.slice_index)
+        if one.take(held.slice_index):
+            grant = self._grant(record, one, held.slice_index)
+        if grant is None or grant.worker is not record:
             return None
-        grant.begun, grant.told = begun, True
+        grant.begun, grant.told = held.begun, True
         return grant
 
-    def _take_away(self, one: EpochSlices, index: int) -> None:
-        self._drop_grant(*one.holders[index])
-        one.give_back(index)
+    def _take_away(self, grant: Grant) -> None:
+        self._drop(grant)
+        grant.epoch.returned += 1
+        grant.epoch.offer_again(grant.index)
 
     def _roll(self) -> None:
         """Go on to the next epoch, if it is open and nothing is left of the current one."""
         while len(self._epochs) > 1 and self.over:
             del self._epochs[0]
             self._wanted = False
-
-    def _add(self, name: str) -> TrackedWorker:
-        record = self._workers[name] = TrackedWorker(name, self._clock() + self.options.lease)
-        self._first_deadline = min(self._first_deadline, record.deadline)
-        return record
 
     def _renewed(self, session: int) -> TrackedWorker | None:
         record = self._sessions.get(session)
@@ -526,43 +743,42 @@ class SliceTracker:
 
         The taker must still have less to do than that worker, so that no slice goes back and forth.
         """
-
-        def left(worker: TrackedWorker) -> int:
-            return sum(int(self._epoch_of(one).samples[one.index]) - one.trained for one in worker.grants.values())
-
+        most, found = 0, None
         # A worker that has not joined since a state was loaded is about to continue exactly what it held.
-        own, most, found = left(record), 0, None
         for other in self._sessions.values():
-            ahead = [grant for grant in other.ahead if grant.epoch <= epoch]
-            if other is record or not ahead or (to_do := left(other)) <= most:
-                continue
-            one = self._epoch_of(ahead[-1])
-            if own + int(one.samples[ahead[-1].index]) - ahead[-1].trained < to_do:
-                most, found = to_do, (one, other, ahead[-1])
+            ahead = [grant for grant in other.ahead if grant.epoch.epoch <= epoch]
+            if other is not record and ahead and other.left > most and record.left + ahead[-1].left < other.left:
+                most, found = other.left, ahead[-1]
         if found is None:
             return None
-        one, victim, grant = found
-        self._drop_grant(victim, grant)
-        one.stolen += 1
-        return one, grant.index
+        self._drop(found)
+        found.epoch.stolen += 1
+        return found.epoch, found.index
 
     def _grant(self, record: TrackedWorker, one: EpochSlices, index: int) -> Grant:
         todo = one.todo(index)
-        trained = int(one.samples[index]) - samples_of(todo)
-        grant = Grant(number=self._next_grant, epoch=one.epoch, index=index, todo=todo, trained=trained)
+        samples = int(one.samples[index])
+        grant = Grant(
+            number=self._next_grant,
+            worker=record,
+            epoch=one,
+            index=index,
+            samples=samples,
+            todo=todo,
+            trained=samples - samples_of(todo),
+        )
         self._next_grant += 1
-        record.grants[grant.number] = grant
+        record.grants[grant.number] = one.holders[index] = grant
         record.keep(index)
-        one.holders[index] = record, grant
         return grant
 
-    def _drop_grant(self, record: TrackedWorker, grant: Grant) -> None:
-        del record.grants[grant.number]
-        del self._epoch_of(grant).holders[grant.index]
+    def _drop(self, grant: Grant) -> None:
+        del grant.worker.grants[grant.number]
+        del grant.epoch.holders[grant.index]
 
     def _remove(self, record: TrackedWorker) -> None:
         for grant in list(record.grants.values()):
-            self._take_away(self._epoch_of(grant), grant.index)
+            self._take_away(grant)
         del self._workers[record.name]
         if record.session is not None:
             del self._sessions[record.session]
@@ -571,10 +787,10 @@ class SliceTracker:
     def _assignment(self, grant: Grant, revoked: tuple[int, ...] = ()) -> Assignment:
         return Assignment(
             grant=grant.number,
-            epoch=grant.epoch,
+            epoch=grant.epoch.epoch,
             slice_index=grant.index,
             slice=self.catalogue[grant.index],
-            todo=tuple(self._epoch_of(grant).todo(grant.index)),
+            todo=tuple(grant.epoch.todo(grant.index)),
             revoked=revoked,
         )
 
@@ -621,7 +837,7 @@ class TrackedWorker:
     """
 
     name: str
-    deadline: float
+    deadline: float = math.inf
     session: int | None = None
     incarnation: str | None = None
     grants: dict[int, Grant] = field(default_factory=dict)
@@ -635,6 +851,11 @@ class TrackedWorker:
     def ahead(self) -> list[Grant]:
         """Grants it has not begun."""
         return [grant for grant in self.grants.values() if not grant.begun]
+
+    @property
+    def left(self) -> int:
+        """Samples that it has still to train on."""
+        return sum(grant.left for grant in self.grants.values())
 
     def keep(self, index: int) -> None:
         """Record a slice that it is given, which it fetches and keeps."""
@@ -651,7 +872,7 @@ class TrackedWorker:
             yield self._offers.pop()
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(eq=False, kw_only=True, slots=True)
 class Grant:
     """A slice held by a worker.
 
@@ -661,32 +882,42 @@ class Grant:
     """
 
     number: int
-    epoch: int
+    worker: TrackedWorker
+    epoch: EpochSlices
     index: int
+    samples: int
     todo: Runs
     trained: int
     begun: bool = False
     told: bool = False
+
+    @property
+    def left(self) -> int:
+        """Samples of it that its holder has still to train on."""
+        return self.samples - self.trained
 
 
 class EpochSlices:
     """States and order of the slices in an epoch, and what of them is done.
 
     Slices are named by their index in the catalogue. Samples that count are *done*; those that are in an update on its
-    way to the weights are *booked*. An available slice has samples that are neither. At any time ``trained + dropped``
-    plus what is not done of AVAILABLE and ASSIGNED slices is the number of all samples.
+    way to the weights are *booked*. An available slice has samples that are neither; an assigned one is held, or all of
+    it is booked. At any time ``trained + dropped`` plus what is not done of AVAILABLE and ASSIGNED slices is the number
+    of all samples.
 
     Args:
         epoch: Number of the epoch, from 0.
+        left_out: Quarantined slices.
 
     Attributes:
+        holders: Grants by slice.
         trained: Samples that count in this epoch, each once.
         returned: Slices that came back from workers that died or left, since the tracker was made.
         stolen: Slices taken from a worker with more to do that had not begun them, since the tracker was made.
     """
 
     def __init__(
-        self, samples: npt.NDArray[np.int64], options: TrackerOptions, *, epoch: int, left_out: Iterable[int] = ()
+        self, samples: npt.NDArray[np.int64], options: TrackerOptions, *, epoch: int, left_out: Iterable[int]
     ) -> None:
         self.samples = samples
         self.epoch = epoch
@@ -697,16 +928,33 @@ class EpochSlices:
         self.states[list(left_out)] = SliceState.QUARANTINED
         self._done: dict[int, Runs] = {}  # of slices that are done in part; all is done of a used one
         self._booked: dict[int, Runs] = {}
-        self._finishing: set[int] = set()  # all is trained on, and not all is done
         self.cursor = 0  # place in the order before which nothing is available
-        self.holders: dict[int, tuple[TrackedWorker, Grant]] = {}
+        self.holders: dict[int, Grant] = {}
         self.returned = self.stolen = 0
         self._count()
 
+    def saved(self) -> SavedEpoch:
+        """Return the epoch's saved form, in which nothing is booked."""
+        used = torch.from_numpy(self.states == SliceState.USED)
+        return SavedEpoch(epoch=self.epoch, used=used, done={index: list(runs) for index, runs in self._done.items()})
+
     def restore(self, saved: SavedEpoch) -> None:
-        """Restore this epoch from checked values."""
-        self.states[:] = saved.states.numpy()
-        self._done = {index: list(runs) for index, runs in saved.done.items()}
+        """Restore this epoch, which is new.
+
+        Raises:
+            TrackerStateError: If what was saved is damaged.
+        """
+        if saved.used.dtype != torch.bool or saved.used.shape != self.samples.shape:
+            raise _damaged("used", "is not a column of torch.bool, one for each slice")
+        self.states[saved.used.cpu().numpy()] = SliceState.USED
+        for index, runs in saved.done.items():
+            is_part = index < len(self.samples) and self.states[index] != SliceState.USED
+            if not is_part or joined(runs) != runs or not all(start < stop for start, stop in runs):
+                raise _damaged("done", "has runs that are out of order, or of no slice, or of one that is used")
+            # a slice that is done whole must be used, and has no runs
+            if samples_of(runs) >= self.samples[index] or (runs and runs[-1][1] > self.samples[index]):
+                raise _damaged("done", "has a run outside its slice, or all of it")
+            self._done[index] = list(runs)
         self._count()
 
     def _count(self) -> None:
@@ -717,24 +965,10 @@ class EpochSlices:
         self.unfinished = int(np.count_nonzero(self.states < SliceState.USED))
         self.available = int(np.count_nonzero(self.states == SliceState.AVAILABLE))
 
-    def saved(self, workers: Iterable[TrackedWorker]) -> SavedEpoch:
-        """Return the epoch's saved form, in which nothing is booked."""
-        states = self.states.copy()
-        states[[index for index in self._finishing if index not in self.holders]] = SliceState.AVAILABLE
-        return SavedEpoch(
-            epoch=self.epoch,
-            states=torch.from_numpy(states),
-            done={index: list(runs) for index, runs in self._done.items()},
-            workers={
-                record.name: [(one.index, one.begun) for one in record.grants.values() if one.epoch == self.epoch]
-                for record in workers
-            },
-        )
-
     @property
-    def untrained(self) -> int:
-        """Slices of which something is left to train on."""
-        return self.unfinished - len(self._finishing)
+    def is_untrained(self) -> bool:
+        """Whether something is left to train on."""
+        return self.available > 0 or any(grant.left for grant in self.holders.values())
 
     def covered(self, index: int) -> Runs:
         """Return the samples of a slice that are done or booked."""
@@ -763,49 +997,38 @@ class EpochSlices:
                 return index
         return None
 
-    def train(self, index: int, position: int) -> None:
-        """Count an assigned slice up to a position; at its end it is used. An earlier position changes nothing."""
-        self._finish(index, [(0, position)] if position else [])
-
-    def note_trained(self, index: int, is_all: bool) -> None:
-        """Take note of whether all of an assigned slice is trained on."""
-        if is_all:
-            self._finishing.add(index)
-        else:
-            self._finishing.discard(index)
-
-    def book(self, index: int, runs: Runs) -> None:
-        """Samples of a slice are in an update on its way; does nothing for a quarantined one."""
-        if self.states[index] == SliceState.QUARANTINED:
-            return
-        self._booked[index] = joined([*self._booked.get(index, ()), *runs])
-        if self.states[index] == SliceState.AVAILABLE and not self.todo(index):
-            self.take(index)
-            self._finishing.add(index)
-
-    def settle(self, index: int, runs: Runs, *, merged: bool) -> None:
-        """Booked samples are done, or not booked any more."""
-        if index not in self._booked:
-            return  # its slice was quarantined before
-        self._booked[index] = without(self._booked[index], runs)
-        if not self._booked[index]:
-            del self._booked[index]
-        if merged:
-            self._finish(index, runs)
-
     def offer_again(self, index: int) -> None:
         """Make a slice available that no worker holds, if something of it is left to train on."""
         if self.states[index] == SliceState.ASSIGNED and self.todo(index):
-            self._finishing.discard(index)
             self.states[index] = SliceState.AVAILABLE
             self.available += 1
             self.cursor = min(self.cursor, int(self.ranks[index]))
 
-    def give_back(self, index: int) -> None:
-        """Take an assigned slice back from its holder."""
-        self.returned += 1
-        self._finishing.add(index)
-        self.offer_again(index)
+    def book(self, index: int, runs: Runs) -> None:
+        """Samples of a slice are in an update on its way; does nothing for a quarantined one."""
+        if self.states[index] != SliceState.QUARANTINED:
+            self._booked[index] = joined([*self._booked.get(index, ()), *runs])
+            if not self.todo(index):
+                self.take(index)
+
+    def settle(self, index: int, runs: Runs, *, merged: bool) -> None:
+        """Booked samples are done, or not booked any more."""
+        if index in self._booked:  # else its slice was quarantined before
+            self._booked[index] = without(self._booked[index], runs)
+            if not self._booked[index]:
+                del self._booked[index]
+            if merged:
+                self.finish(index, runs)
+
+    def finish(self, index: int, runs: Runs) -> None:
+        """Samples are done. Those that were done before count once; a slice that is done whole is used."""
+        before = self._done.pop(index, [])
+        done = joined([*before, *runs])
+        self.trained += samples_of(done) - samples_of(before)
+        if done == [(0, self.samples[index])]:
+            self._end(index, SliceState.USED)
+        else:
+            self._done[index] = done
 
     def leave_out(self, index: int) -> None:
         """Leave out a quarantined slice; changes nothing if its part in the epoch has ended."""
@@ -815,18 +1038,7 @@ class EpochSlices:
             self.dropped += int(self.samples[index]) - samples_of(self._done.get(index, ()))
             self._end(index, SliceState.QUARANTINED)
 
-    def _finish(self, index: int, runs: Runs) -> None:
-        before = self._done.get(index, [])
-        done = joined([*before, *runs])
-        self.trained += samples_of(done) - samples_of(before)
-        if done:
-            self._done[index] = done
-        if done == [(0, self.samples[index])]:
-            del self._done[index]
-            self._end(index, SliceState.USED)
-
     def _end(self, index: int, state: SliceState) -> None:
-        self._finishing.discard(index)
         self.states[index] = state
         self.unfinished -= 1
 
@@ -835,28 +1047,28 @@ class SavedEpoch(msgspec.Struct, kw_only=True):
     """The saved form of an epoch: a byte a slice, and what is done of some.
 
     Attributes:
-        done: Runs of samples by slice, of those that are done in part. Of a used one all is done.
-        workers: By name, what each holds of it, in order: the slice, and whether it was begun.
+        used: Whether all of a slice is done.
+        done: Runs of samples by slice, of those that are done in part.
     """
 
     epoch: Natural
-    states: torch.Tensor
+    used: torch.Tensor
     done: dict[Natural, list[tuple[Natural, Natural]]]
-    workers: dict[Name, list[tuple[Natural, bool]]]
-
-    def __post_init__(self) -> None:
-        self.states = self.states.cpu()
 
 
 class SavedTracker(msgspec.Struct, kw_only=True):
     """The saved form of a tracker.
 
     Attributes:
-        epochs: The current epoch, and those after it that are open; each names the same workers.
+        run: See :class:`Joined`.
+        epochs: The current epoch, and those after it that are open.
+        workers: By name, what each holds, in order.
     """
 
+    run: Name
     order: DataOrder
     epochs: Annotated[list[SavedEpoch], msgspec.Meta(min_length=1)]
+    workers: dict[Name, list[HeldSlice]]
     quarantined: dict[Natural, str]
 
 
@@ -876,47 +1088,6 @@ def read_state(state: object, kind: type[_Saved], *, version: int, what: str) ->
         return msgspec.convert(state, kind, str_keys=True)  # as JSON has them
     except msgspec.ValidationError as error:
         raise TrackerStateError(f"{what} is damaged: {error}.") from error
-
-
-def unpack(state: Mapping[str, Any], order: DataOrder, samples: npt.NDArray[np.int64]) -> SavedTracker:
-    """Return the saved tracker.
-
-    Raises:
-        TrackerStateError: If the state does not belong to these slices and this order, or is damaged.
-    """
-    saved = read_state(state, SavedTracker, version=_VERSION, what="The state")
-    difference = order.difference(saved.order)
-    if difference is not None:
-        raise TrackerStateError(
-            f"The state is of other slices or another order: {difference}. Resume on the slices and options it was "
-            "saved with, or start anew."
-        )
-    if any(index >= len(samples) for index in saved.quarantined):
-        raise _damaged("quarantined", "names slices that are not there")
-    first = saved.epochs[0]
-    for place, epoch in enumerate(saved.epochs):
-        _require_whole(epoch, samples)
-        if epoch.epoch != first.epoch + place or epoch.workers.keys() != first.workers.keys():
-            raise _damaged("epochs", "do not follow each other, or name different workers")
-    return saved
-
-
-def _require_whole(saved: SavedEpoch, samples: npt.NDArray[np.int64]) -> None:
-    if saved.states.dtype != torch.uint8 or saved.states.shape != samples.shape:
-        raise _damaged("states", "is not a column of torch.uint8, one for each slice")
-    states = saved.states.numpy()
-    if int(states.max()) > max(SliceState):
-        raise _damaged("states", "holds a value that is no state")
-    for index, runs in saved.done.items():
-        if index >= len(samples) or joined(runs) != runs or any(start >= stop for start, stop in runs):
-            raise _damaged("done", "has runs that are out of order, or of no slice")
-        # a slice that is done whole must be used, and has no runs
-        is_used = states[index] == SliceState.USED
-        if is_used or samples_of(runs) >= samples[index] or (runs and runs[-1][1] > samples[index]):
-            raise _damaged("done", "has a run outside its slice, or all of it")
-    held = sorted(index for pairs in saved.workers.values() for index, _ in pairs)
-    if held != np.nonzero(states == SliceState.ASSIGNED)[0].tolist():
-        raise _damaged("workers", "does not hold each assigned slice once")
 
 
 def _damaged(name: str, how: str) -> TrackerStateError:

@@ -20,18 +20,30 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, TypeVar, cast
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar, cast
 
 import msgspec
 
 from lightning_bytescheduler.checks import is_whole, require_whole
 from lightning_bytescheduler.exceptions import CoordinatorError, OptionError, SchedulerTimeoutError, TrackerStateError
 from lightning_bytescheduler.lightning_api import pl
-from lightning_bytescheduler.slices.batches import SLICES_AHEAD, ReadReport, SampleRun, SliceBatch, cut_runs, samples_in
 from lightning_bytescheduler.slices.catalogue import corrupt_on_any
-from lightning_bytescheduler.slices.epoch_plan import EpochPlan, step_sizes
-from lightning_bytescheduler.slices.messages import (
+from lightning_bytescheduler.slices.epoch_plan import (
+    SLICES_AHEAD,
+    EpochPlan,
+    ReadReport,
+    SampleRun,
+    SliceBatch,
+    cut_runs,
+    ends_restored_epoch,
+    samples_in,
+    step_sizes,
+)
+from lightning_bytescheduler.slices.options import TrackerOptions
+from lightning_bytescheduler.slices.slice import Runs, Slice, joined, samples_of, without
+from lightning_bytescheduler.slices.store import SliceStore
+from lightning_bytescheduler.slices.tracker import (
     AskLater,
     Assignment,
     Call,
@@ -45,15 +57,12 @@ from lightning_bytescheduler.slices.messages import (
     RenewLease,
     ReportProgress,
     RequestSlice,
+    SliceTracker,
     TrackerClient,
     TrainedRun,
     WaitReason,
     by_slice,
 )
-from lightning_bytescheduler.slices.options import TrackerOptions
-from lightning_bytescheduler.slices.slice import Runs, Slice, joined, samples_of, without
-from lightning_bytescheduler.slices.store import SliceStore
-from lightning_bytescheduler.slices.tracker import SliceTracker
 
 _T = TypeVar("_T")
 _NAME = "bytescheduler-slice-plan"
@@ -66,7 +75,6 @@ _FEWEST, _MOST = 2, 64  # batches that are made ahead of need
 _AGAIN = 0.25  # seconds before the tracker is asked again after it had nothing
 _RENEWALS = 4  # per lease, while there is nothing else to report
 _GIVEN_OUT = (WaitReason.OVER, WaitReason.MERGING, WaitReason.HELD)  # nothing of the epoch is available now
-_EPOCH = "epoch"  # of the data; in a checkpoint of a coordinator's run
 _WAITS = "waits"  # sent to ranks in place of a batch, or of the end of a pass
 _TURN: msgspec.json.Decoder[SliceBatch | str | None] = msgspec.json.Decoder(SliceBatch | str | None)
 
@@ -168,28 +176,41 @@ class TrackerHost(Protocol):
         """
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, kw_only=True, slots=True)
 class _Held:
     """A slice of this worker.
 
     Attributes:
         todo: What of it was not handed out to readers.
+        out: What was handed out, and not trained on.
         unmerged: What was trained on and the tracker does not count yet.
-        trained: Samples of it that are trained on, by this worker or before.
+        told: How many samples of it the tracker knows to be trained on; ``None`` before it was told.
     """
 
     grant: int
-    epoch: int
-    slice_index: int
     slice: Slice
     todo: Runs
-    unmerged: Runs
-    trained: int
+    out: Runs = field(default_factory=list)
+    unmerged: Runs = field(default_factory=list)
     begun: bool = False
+    told: int | None = None
 
     @property
-    def is_trained(self) -> bool:
-        return self.trained == self.slice.samples
+    def trained(self) -> int:
+        """Samples of it that are trained on, by this worker or before."""
+        return self.slice.samples - samples_of(self.todo) - samples_of(self.out)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all of it is trained on and counts."""
+        return not (self.todo or self.out or self.unmerged)
+
+
+class EpochOfRun(NamedTuple):
+    """An epoch of the data, and the tracker that counts it."""
+
+    run: str
+    epoch: int
 
 
 class TrackerPlan:
@@ -207,11 +228,14 @@ class TrackerPlan:
     that. So only a pass that has just begun waits if its epoch cannot be opened yet. With ``waits=False`` a pass does
     not go on to another epoch, and the code that ends epochs for all workers together calls ``rest`` and ``end_epoch``.
 
+    A checkpoint says which epoch of which tracker comes next. Another tracker counts its epochs by itself, so there the
+    first pass is of the newest one, or goes on if all of that counts.
+
     Args:
         ahead: Slices to hold that are not begun, so that they can be fetched.
         waits: Whether each pass is of the next epoch, and waits for it.
         resumes: Whether its training goes on from a checkpoint.
-        begins: The epoch of the data that comes next by that checkpoint, if known.
+        begins: The position of that checkpoint, if it has one.
         counts_merged: Whether a slice is held until all of it is known to be in the weights.
         clock: Returns monotonic seconds.
 
@@ -236,7 +260,7 @@ class TrackerPlan:
         keeps: int = 0,
         waits: bool = True,
         resumes: bool = False,
-        begins: int | None = None,
+        begins: EpochOfRun | None = None,
         counts_merged: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -247,12 +271,13 @@ class TrackerPlan:
         self._ahead = ahead
         self._slices = slices
         self._waits = waits
-        self._resumes = resumes
-        self._begins = begins
         self._counts_merged = counts_merged
         self._clock = clock
-        self._last_epoch = -1  # that a pass is to come to
-        self._has_ended = False  # the pass, as all until that epoch was given out
+        self._is_fresh = not resumes
+        self._run = None if begins is None else begins.run
+        self._has_joined = False
+        self._last_epoch = -1 if begins is None else begins.epoch - 1  # that a pass is to come to
+        self._has_ended = True  # the pass, as all until that epoch was given out
         self._repeats = False  # this pass trains on what has come back of the last epoch
         self._goes_on: Sequence[WaitReason] = ()  # where a pass without a batch is of the epoch after that
         self.is_cut = False
@@ -260,13 +285,9 @@ class TrackerPlan:
         self._session = 0  # 0: not joined
         self._lease = 0.0
         self._heard = 0.0  # when the tracker last heard of this worker
-        self._held: dict[int, _Held] = {}
-        self._ask_at = 0.0
+        self._held: dict[tuple[int, int], _Held] = {}  # by epoch and slice
         self._reason: WaitReason | None = None  # why there was no slice of this epoch
-        # by number of the batch: what it is made of
-        self._out: dict[int, list[tuple[_Held, int, int]]] = {}
-        self._reached: dict[_Held, None] = {}  # trained further than the tracker knows
-        self._handed = self._received = 0
+        self._ask_at = 0.0
 
     def begin_pass(self, *, repeats: bool = False) -> None:
         """Begin a pass, which hands out again what was not trained on.
@@ -275,19 +296,13 @@ class TrackerPlan:
             repeats: Whether it only trains on what has come back of the last pass's epoch.
         """
         self.report()
-        has_ended = self._is_through
-        for parts in self._out.values():
-            for held, start, stop in parts:
-                held.todo = joined([*held.todo, (start, stop)])
-        self._out.clear()
-        self._received = self._handed
+        is_through = self._is_through
+        for held in self._held.values():
+            held.todo, held.out = joined([*held.todo, *held.out]), []
         self._goes_on = ()
         if self._waits and not repeats:
-            if has_ended:
+            if is_through:
                 self._last_epoch += 1
-            elif self._last_epoch < 0:
-                # As before this training; a checkpoint says how many passes there were.
-                self._goes_on = () if self._begins is not None else (WaitReason.OVER,)
             elif self._may_end and not self.is_cut:  # a limit has ended the pass, maybe just where its epoch ended
                 self._goes_on = _GIVEN_OUT
         self._may_end = repeats or not self._waits
@@ -300,6 +315,7 @@ class TrackerPlan:
             if (is_given_out and self.epoch < self._last_epoch) or self._reason in self._goes_on:
                 self._go_on()
                 continue
+            # Others may say in a moment, after a restart of the tracker, that they hold less than it knows.
             if is_given_out or (self._may_end and self._reason is not WaitReason.SOON):
                 self._has_ended = is_given_out
                 self.is_cut = self._waits and not self._repeats and not is_given_out
@@ -311,55 +327,46 @@ class TrackerPlan:
     @property
     def _is_through(self) -> bool:
         """Whether the pass was trained to its end; a limit may leave a batch that was handed out ahead."""
-        return self._has_ended and not any(self._out.values())
+        return self._has_ended and not any(held.out for held in self._held.values())
 
     @property
-    def next_epoch(self) -> int | None:
-        """The epoch of the data that a training goes on with from here; ``None`` if it has not begun."""
-        return None if self._last_epoch < 0 or not self._waits else self._last_epoch + self._is_through
+    def position(self) -> EpochOfRun | None:
+        """The epoch of the data that a training goes on with from here; ``None`` where passes are of none."""
+        if self._run is None or not self._waits:
+            return None
+        return EpochOfRun(self._run, self._last_epoch + self._is_through)
 
     # ------------------------------------------------------------------ reports of the training
-
-    def received(self, report: ReadReport) -> None:
-        """Record the readers' report on the next batch that was handed out."""
-        number, self._received = self._received, self._received + 1
-        if report.is_empty:  # it cannot be trained on
-            self._out.pop(number, None)
-        if report.corrupt:
-            self.quarantine(report.corrupt)
 
     def quarantine(self, corrupt: Iterable[tuple[str, str]]) -> None:
         """Report slices that readers have found corrupt."""
         self.report()
         for key, reason in corrupt:
-            self._drop(held.grant for held in list(self._held.values()) if held.slice.key == key)
+            self._drop(held.grant for held in self._held.values() if held.slice.key == key)
             if self._session:
                 self._tell(QuarantineSlice(session=self._session, key=key, reason=reason))
 
-    def trained(self) -> None:
-        """Record that the first untrained batch was trained on; does nothing if there is none."""
-        number = next(iter(self._out), None)
-        if number is not None:
-            for held, start, stop in self._out.pop(number):
-                held.trained += stop - start
-                held.unmerged.append((start, stop))
-                self._reached[held] = None
+    def trained(self, batch: SliceBatch) -> None:
+        """Record that a batch was trained on. What is not this worker's any more does not count."""
+        for run in batch.runs:
+            if (held := self._held.get((batch.epoch, run.slice_index))) is not None:
+                left = without(held.out, [(run.start, run.stop)])
+                held.unmerged += without(held.out, left)
+                held.out = left
 
     def report(self) -> None:
         """Report to the tracker how far each slice is trained on."""
-        reached, self._reached = self._reached, {}
-        for held in reached:
-            if self._held.get(held.grant) is held:  # else it was taken away
-                self._trains(held)
+        for place, held in list(self._held.items()):
+            if held.begun and held.told != held.trained and self._held.get(place) is held:  # not taken away since
+                self._trains(place, held)
 
     def merged(self, runs: Iterable[TrainedRun]) -> None:
         """Record that samples are part of the weights."""
-        known = by_slice(runs)
-        for held in list(self._held.values()):
-            if (own := known.get((held.epoch, held.slice_index))) is not None:
+        for place, own in by_slice(runs).items():
+            if (held := self._held.get(place)) is not None:
                 held.unmerged = without(held.unmerged, own)
-                if held.is_trained and not held.unmerged:
-                    self._drop((held.grant,))
+                if held.is_done:
+                    del self._held[place]
 
     def reset(self, unmerged: Iterable[TrainedRun]) -> None:
         """Find out from the tracker what is left to train on: what was made of some samples is lost, or may be.
@@ -368,8 +375,8 @@ class TrackerPlan:
             unmerged: What is still to become part of the weights of what this worker has trained on.
         """
         known = by_slice(unmerged)
-        for held in self._held.values():
-            held.unmerged = known.get((held.epoch, held.slice_index), [])
+        for place, held in self._held.items():
+            held.unmerged = known.get(place, [])
         if self._session:
             self._join()
 
@@ -379,8 +386,9 @@ class TrackerPlan:
         Where all workers end an epoch together, this takes no slice from another worker: its pass has ended.
         """
         self.report()
-        self._reason = None  # the epoch may have been over before the tracker was taken back
-        while not self._has_todo:
+        self._reason = None  # it may have been over before the tracker was taken back
+        # What was handed out is trained on by now where this is asked, or is to be handed out again.
+        while not any(held.todo or held.out for held in self._held.values()):
             if not self._ask(looks=not self._waits):
                 if self._reason not in _GIVEN_OUT or self.epoch >= self._last_epoch:
                     return None if self._reason is WaitReason.OVER else False
@@ -392,11 +400,6 @@ class TrackerPlan:
         if self._session and self._clock() - self._heard > self._lease / _RENEWALS:
             self._tell(RenewLease(session=self._session))
 
-    @property
-    def _has_todo(self) -> bool:
-        # What was handed out is trained on by now where this is asked, or is to be handed out again.
-        return any(held.todo for held in self._held.values()) or any(self._out.values())
-
     def end_epoch(self) -> None:
         """Go on to the next epoch, if nothing is left of this one."""
         if self.rest() is None:
@@ -406,62 +409,59 @@ class TrackerPlan:
         """Give back held slices at their positions. A later pass joins again."""
         self.report()
         if session := self._session:
-            self._session = 0
-            self._reason = None
+            self._session, self._reason = 0, None
             self._held.clear()
-            self._out = {number: [] for number in self._out}  # still to come from readers, with nothing to report
             self._client.answer(LeaveTracker(session=session))
 
     # ------------------------------------------------------------------ internal
 
     def _next(self) -> SliceBatch | None:
         runs: list[SampleRun] = []
-        parts: list[tuple[_Held, int, int]] = []
         missing = self.batch_size
-        session, epoch = None, self.epoch
-        while missing and (held := self._current()) is not None:
-            if runs and (self._session != session or held.epoch != epoch):
-                break  # another epoch, or a new session
-            session, epoch = self._session, held.epoch
+        begins = None  # the session and the epoch
+        while missing and (found := self._current()) is not None:
+            (epoch, index), held = found
+            if runs and (self._session, epoch) != begins:
+                break
+            begins = self._session, epoch
             start, end = held.todo[0]
             stop = min(end, start + missing)
             held.todo[:1] = [(stop, end)] if stop < end else []
-            runs.append(SampleRun(slice_index=held.slice_index, start=start, stop=stop))
-            parts.append((held, start, stop))
-            self._out[self._handed] = parts  # to be known while the tracker is asked for more
+            held.out.append((start, stop))
+            runs.append(SampleRun(index, start, stop))
             missing -= stop - start
-        if not runs:
+        if begins is None:
             return None
         while len(self._waiting()) < self._ahead and self._clock() >= self._ask_at and self._ask():
             pass
-        self._handed += 1
-        return SliceBatch(epoch, tuple(runs), tuple(held.slice_index for held in self._waiting()))
+        return SliceBatch(begins[1], tuple(runs), tuple(self._waiting()))
 
-    def _current(self) -> _Held | None:
+    def _current(self) -> tuple[tuple[int, int], _Held] | None:
+        """Return the slice to train on, begun, with its place."""
         while True:
             # Slices of the previous epoch come first, as others may wait for them.
-            for held in sorted(self._held.values(), key=lambda held: (not held.begun, held.epoch)):
-                if held.grant in self._held and held.todo and self._begin(held):
-                    return held
+            for place, held in sorted(self._held.items(), key=lambda item: (not item[1].begun, item[0][0])):
+                if self._held.get(place) is held and held.todo:
+                    held.begun = held.begun or self._trains(place, held)
+                    if held.begun:
+                        return place, held
             if not self._ask():
                 return None
 
-    def _waiting(self) -> list[_Held]:
-        waiting = [held for held in self._held.values() if held.todo and not held.begun]
-        return sorted(waiting, key=lambda held: held.epoch)
+    def _waiting(self) -> list[int]:
+        """Return slices that are held ahead of need."""
+        waiting = [place for place, held in self._held.items() if held.todo and not held.begun]
+        return [index for _, index in sorted(waiting, key=lambda place: place[0])]
 
-    def _begin(self, held: _Held) -> bool:
-        held.begun = held.begun or self._trains(held)
-        return held.begun
-
-    def _trains(self, held: _Held) -> bool:
+    def _trains(self, place: tuple[int, int], held: _Held) -> bool:
         """Report a slice's position; returns whether this worker may train on it. Drops it if not, or if all counts."""
+        held.told = held.trained
         accepted = self._tell(ReportProgress(session=self._session, grant=held.grant, trained=held.trained))
         if accepted is None:  # this worker has joined again, with another grant if the slice is still its own
-            return held.begun and self._held.get(held.grant) is held
+            return held.begun and self._held.get(place) is held
         if accepted and not self._counts_merged:
             held.unmerged = []
-        if not accepted or (held.is_trained and not held.unmerged):
+        if not accepted or held.is_done:
             self._drop((held.grant,))
         return accepted
 
@@ -476,58 +476,50 @@ class TrackerPlan:
             self._join()
         elif self._reason is WaitReason.OVER:
             return False
-        request = RequestSlice(session=self._session, epoch=self.epoch, holding=tuple(self._held), looks=looks)
+        holding = tuple(held.grant for held in self._held.values())
+        request = RequestSlice(session=self._session, epoch=self.epoch, holding=holding, looks=looks)
         answer = cast(Assignment | AskLater | JoinAgain, self._call(request, Assignment, AskLater, JoinAgain))
         if isinstance(answer, JoinAgain):
             self._join()
             return True
         self._drop(answer.revoked)
         if isinstance(answer, Assignment):
-            self._require_same_slice(answer)
             self._hold(answer)
             self._reason = None
             return True
-        self._reason = answer.reason
-        self._ask_at = self._clock() + _AGAIN
+        self._reason, self._ask_at = answer.reason, self._clock() + _AGAIN
         return False
 
     def _join(self) -> None:
         """Join, or join again, and go on with what is still this worker's."""
-        former = {(held.epoch, held.slice_index): held for held in self._held.values()}
+        former = dict(self._held)
         holds = tuple(HeldSlice(*place, held.begun) for place, held in former.items())
         joined = self._call(msgspec.structs.replace(self._joins, holds=holds), Joined)
-        self._session, self._lease = joined.session, joined.lease
-        if self._last_epoch < 0:
+        self._session, self._lease, self._reason, self._ask_at = joined.session, joined.lease, None, 0.0
+        if not self._has_joined and joined.run != self._run:
             # Others may have begun the next epoch since this worker's training began.
-            first = joined.epoch - (self._waits and not self._resumes) if self._begins is None else self._begins
-            if first > joined.epoch:  # not open yet, or never, as the tracker has begun anew
-                self._goes_on = _GIVEN_OUT
-            self._last_epoch = min(max(first, 0), joined.epoch)
-        self.epoch = min(joined.epoch, self._last_epoch)
-        self._reason, self._ask_at = None, 0.0
+            first = joined.epoch - (self._waits and self._is_fresh)
+            self._last_epoch = max(first, 0) - (self._waits and self._has_ended)  # one less where no pass has begun
+            self._goes_on = (WaitReason.OVER,) if self._waits else ()
+        self._has_joined, self._run = True, joined.run
+        self.epoch = max(min(joined.epoch, self._last_epoch), 0)
         self._held.clear()
         for answer in joined.held:
             self._hold(answer, former.get((answer.epoch, answer.slice_index)))
 
     def _hold(self, answer: Assignment, held: _Held | None = None) -> None:
         """Hold a slice; ``held`` is the same, if it was held before."""
-        if held is None:
-            held = _Held(answer.grant, answer.epoch, answer.slice_index, answer.slice, todo=[], unmerged=[], trained=0)
-        held.grant = answer.grant
-        out = [(start, stop) for parts in self._out.values() for one, start, stop in parts if one is held]
-        held.todo = without(answer.todo, [*out, *held.unmerged])
-        held.trained = held.slice.samples - samples_of(held.todo) - samples_of(out)
-        if held.begun:
-            self._reached[held] = None
-        self._held[held.grant] = held
-
-    def _require_same_slice(self, answer: Assignment) -> None:
         index = answer.slice_index
         here = self._slices[index].key if index < len(self._slices) else None
         if here != answer.slice.key:
             raise OptionError(
                 "slices", here, f"the tracker's at every worker, where slice {index} is {answer.slice.key!r}"
             )
+        if held is None:
+            held = _Held(grant=answer.grant, slice=answer.slice, todo=[])
+        held.grant, held.told = answer.grant, None
+        held.todo = without(answer.todo, [*held.out, *held.unmerged])
+        self._held[answer.epoch, index] = held
 
     def _tell(self, message: Call) -> bool | None:
         """Returns whether a message counts, or ``None`` if this worker had to join again."""
@@ -545,8 +537,160 @@ class TrackerPlan:
         return reply
 
     def _drop(self, grants: Iterable[int]) -> None:
-        for grant in grants:
-            self._held.pop(grant, None)
+        gone = set(grants)
+        self._held = {place: held for place, held in self._held.items() if held.grant not in gone}
+
+
+@dataclass(eq=False, slots=True)
+class _Pass:
+    """One pass of the training over its data.
+
+    Attributes:
+        ready: Batches that were made and not taken.
+        has_begun: Whether the plan has begun it.
+        is_over: Whether no more batches will be made.
+    """
+
+    ready: deque[SliceBatch] = field(default_factory=deque)
+    has_begun: bool = False
+    is_over: bool = False
+
+
+class _PlanThread:
+    """Does on a thread of its own what the training notes for its plan, in order, and makes batches ahead in between.
+
+    Its methods are for the training thread. They raise what the thread has ended with.
+
+    Attributes:
+        plan: As given; used only by the thread.
+    """
+
+    def __init__(self, plan: TrackerPlan) -> None:
+        self.plan = plan
+        self._thread: threading.Thread | None = None
+        self._changed = threading.Condition()
+        # Guarded by the condition above.
+        self._notes: deque[Callable[[TrackerPlan], object]] = deque()
+        self._pass = _Pass(is_over=True)
+        self._depth = _FEWEST
+        self._error: BaseException | None = None
+        self._stopping = False
+
+    def note(self, note: Callable[[TrackerPlan], object]) -> None:
+        """Have something done."""
+        with self._changed:
+            self._check()
+            self._notes.append(note)
+            if self._thread is None and not self._stopping:
+                self._thread = threading.Thread(target=self._run, name=_NAME, daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def ask(self, question: Callable[[TrackerPlan], _T], *, timeout: float = _ANSWER_S) -> _T:
+        """Have something done, and wait for its result.
+
+        Raises:
+            SchedulerTimeoutError: If that takes longer than ``timeout`` seconds, or the thread has ended.
+        """
+        answers: list[_T] = []
+        self.note(lambda plan: answers.append(question(plan)))
+        with self._changed:
+            self._changed.wait_for(lambda: answers or self._error or self._stopping, timeout)
+            self._check()
+            if not answers:
+                raise SchedulerTimeoutError("The tracker of slices has not answered in time.")
+        return answers[0]
+
+    def position(self) -> EpochOfRun | None:
+        """Return the plan's position, also after the thread was halted."""
+        with self._changed:
+            is_halted = self._stopping and (self._thread is None or not self._thread.is_alive())
+        return self.plan.position if is_halted else self.ask(lambda plan: plan.position)
+
+    def begin(self, *, repeats: bool) -> _Pass:
+        """Begin a pass, which ends the one before."""
+        with self._changed:
+            own = self._pass = _Pass()
+
+        def begin(plan: TrackerPlan) -> None:
+            if self._pass is own:
+                plan.begin_pass(repeats=repeats)
+                own.has_begun = True
+
+        self.note(begin)
+        return own
+
+    def take(self, own: _Pass, *, has_given: bool, timeout: float) -> SliceBatch | str | None:
+        """Return the next batch of a pass, the news that there is none now, or ``None`` if the pass is over."""
+        with self._changed:
+            if has_given and not own.ready and not own.is_over:
+                self._depth = min(2 * self._depth, _MOST)  # the training is faster than the tracker answers
+            is_known = self._changed.wait_for(
+                lambda: own.ready or own.is_over or self._pass is not own or self._error or self._stopping, timeout
+            )
+            self._check()
+            if not is_known:
+                return _WAITS
+            if self._pass is not own or not own.ready:
+                return None
+            self._changed.notify_all()
+            return own.ready.popleft()
+
+    def leave(self) -> None:
+        """Give back the worker's slices, while the tracker can be reached."""
+        with self._changed:
+            self._pass = _Pass(is_over=True)
+            if self._thread is None or self._error is not None:
+                return
+        with suppress(SchedulerTimeoutError):  # otherwise the lease runs out
+            self.ask(TrackerPlan.leave, timeout=_LEAVE_S)
+
+    def halt(self, timeout: float) -> bool:
+        """End the thread after its notes; idempotent. Returns whether it ended in time."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+            thread = self._thread
+        if thread is None or thread is threading.current_thread():
+            return True
+        thread.join(timeout)
+        return not thread.is_alive()
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    @property
+    def _makes(self) -> bool:
+        return self._pass.has_begun and not self._pass.is_over and len(self._pass.ready) < self._depth
+
+    def _run(self) -> None:
+        try:
+            wait = 0.0  # before the tracker is asked again
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._notes or self._stopping, wait)
+                    self._changed.wait_for(lambda: self._notes or self._stopping or self._makes)
+                    notes, self._notes = self._notes, deque()
+                    if self._stopping and not notes:
+                        return
+                for note in notes:
+                    note(self.plan)
+                self.plan.report()
+                with self._changed:
+                    self._changed.notify_all()  # questions were answered
+                    own, makes = self._pass, self._makes and not self._stopping
+                found = self.plan.poll() if makes else 0.0
+                with self._changed:
+                    wait = found if isinstance(found, float) else 0.0
+                    own.is_over = own.is_over or found is None
+                    if isinstance(found, SliceBatch):
+                        own.ready.append(found)
+                    self._changed.notify_all()
+        except BaseException as error:
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
 
 
 class TrackedTraining:
@@ -559,7 +703,6 @@ class TrackedTraining:
     """
 
     batches = None  # unknown in advance
-    is_cut = False  # the last pass ended before all of its epoch was given out, as the tracker was taken back
 
     def __init__(
         self,
@@ -575,28 +718,18 @@ class TrackedTraining:
         self._options = options
         self._idle: Idle | None = getattr(host, "idle", None)
         self._ranks: WorkerRanks | None = getattr(host, "ranks", None)
+        self._counts_merged: bool = getattr(host, "counts_merged", False)
         self._batch_sizes = tuple(batch_sizes)
         self._rank = rank
         self._corrupt: dict[str, str] = {}  # found by this rank, and unknown to the first one
         self._tracker: SliceTracker | None = None
         self._pending: Mapping[str, Any] | None = None
-        self._plan: TrackerPlan | None = None  # on the first rank, once there was a loader; used only by its thread
+        self._thread: _PlanThread | None = None  # on the first rank, once there was a loader
         self._repeats = False  # the next pass trains on what has come back of this one's epoch
-        self._untrained: dict[int, SliceBatch] = {}  # batches of all ranks, taken and not trained on
-        self._taken = self._received = 0  # batches
-        self._counts_merged: bool = getattr(host, "counts_merged", False)
+        self._only_ends = False  # so does Lightning with the epoch that a checkpoint is of
+        self._drawn: deque[SliceBatch] = deque()  # batches of all ranks that readers have
+        self._untrained: deque[SliceBatch] = deque()  # that the training has
         self._unsent: list[SliceBatch] = []  # trained on, and part of no update; where merged samples count
-        self._thread: threading.Thread | None = None
-        self._changed = threading.Condition()
-        # Guarded by the condition above.
-        self._notes: deque[Callable[[TrackerPlan], object]] = deque()
-        self._ready: deque[SliceBatch] = deque()
-        self._pass = 0
-        self._made_for = 0  # the pass that the plan is in
-        self._is_over = True
-        self._depth = _FEWEST
-        self._error: BaseException | None = None
-        self._stopping = False
 
     @property
     def fills(self) -> bool:
@@ -605,11 +738,12 @@ class TrackedTraining:
 
     def open(self, trainer: pl.Trainer | None) -> None:
         """Connect to the tracker, once."""
-        if self._plan is None and self._rank == 0:
-            pending = dict(self._pending or {})
-            begins = pending.pop(_EPOCH, None)  # of this fit, and not of a further one
-            self._pending = pending or None
-            self._plan = TrackerPlan(
+        self._only_ends = self._host.waits and trainer is not None and ends_restored_epoch(trainer)
+        if self._thread is None and self._rank == 0:
+            begins, pending = None, self._pending or {}
+            if self._host.waits and "run" in pending:
+                begins, self._pending = EpochOfRun(**pending), None  # of this fit, and not of a further one
+            plan = TrackerPlan(
                 self._host.connect(self._make_tracker),
                 worker=_name(self._host.worker),
                 incarnation=uuid.uuid4().hex,
@@ -622,17 +756,23 @@ class TrackedTraining:
                 begins=begins,
                 counts_merged=self._counts_merged,
             )
+            self._thread = _PlanThread(plan)
 
     def __iter__(self) -> Iterator[SliceBatch]:
-        own = self._begin()
-        has_given = has_waited = False
+        if self._only_ends:  # a pass would be taken for the next epoch's
+            self._only_ends = False
+            return
+        self._share_corrupt()
+        self._drawn.clear()
+        self._untrained.clear()
+        own = None if self._thread is None else self._thread.begin(repeats=self._repeats)
+        self._repeats = has_given = has_waited = False
         while (turn := self._turn(own, has_given)) is not None:
             if isinstance(turn, SliceBatch):
                 if has_waited and self._idle is not None:
                     self._idle.goes_on()
                 has_waited, has_given = False, True
-                self._untrained[self._taken] = turn
-                self._taken += 1
+                self._drawn.append(turn)
                 yield turn if self._ranks is None else cut_batch(turn, self._batch_sizes)[self._rank]
             elif self._idle is not None and not has_given:
                 has_waited = True
@@ -641,25 +781,6 @@ class TrackedTraining:
         if has_waited and self._idle is not None:
             self._idle.goes_on()
 
-    def _begin(self) -> int:
-        self._share_corrupt()
-        self._untrained.clear()
-        self._received = self._taken
-        repeats, self._repeats = self._repeats, False
-        with self._changed:
-            self._pass += 1
-            own = self._pass
-            self._ready.clear()
-            self._is_over = False
-
-        def begin(plan: TrackerPlan) -> None:
-            if own == self._pass:
-                plan.begin_pass(repeats=repeats)
-                self._made_for = own
-
-        self._note(begin)
-        return own
-
     def _share_corrupt(self) -> None:
         """Tell the first rank what others have found corrupt; called when no rank is in a step."""
         found, self._corrupt = self._corrupt, {}
@@ -667,49 +788,35 @@ class TrackedTraining:
             known = corrupt_on_any(self._store.source.slices, found, self._ranks.total)
             self._note(lambda plan: plan.quarantine(known.items()))
 
-    def _turn(self, own: int, has_given: bool) -> SliceBatch | str | None:
+    def _turn(self, own: _Pass | None, has_given: bool) -> SliceBatch | str | None:
         """Return the next batch of all ranks, the news that there is none now, or the end; the same on all of them."""
-        turn = self._await_turn(own, has_given) if self._rank == 0 else None
+        turn = None
+        if self._thread is not None and own is not None:
+            timeout = _LOOK_S if has_given or self._idle is None else _MOMENT_S
+            turn = self._thread.take(own, has_given=has_given, timeout=timeout)
         if self._ranks is not None:
             turn = _TURN.decode(self._ranks.tell(msgspec.json.encode(turn).decode()))
         return turn
-
-    def _await_turn(self, own: int, has_given: bool) -> SliceBatch | str | None:
-        with self._changed:
-            if has_given and not self._ready and not self._is_over:
-                self._depth = min(2 * self._depth, _MOST)  # the training is faster than the tracker answers
-            deadline = time.monotonic() + (_LOOK_S if has_given or self._idle is None else _MOMENT_S)
-            while not self._ready and not self._is_over and self._pass == own and not self._stopping:
-                self._check()
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    return _WAITS
-                self._changed.wait(left)
-            self._check()
-            if self._pass != own or not self._ready:
-                return None
-            self._changed.notify_all()
-            return self._ready.popleft()
 
     # ------------------------------------------------------------------ notes
 
     def received(self, report: ReadReport) -> None:
         """Record the readers' report on the next batch that was taken."""
-        number, self._received = self._received, self._received + 1
-        if report.is_empty:
-            self._untrained.pop(number, None)
+        batch = self._drawn.popleft()
+        if not report.is_empty:  # else it cannot be trained on, as its slices are corrupt
+            self._untrained.append(batch)
         if self._rank:
             self._corrupt.update(report.corrupt)
-        self._note(lambda plan: plan.received(report))
+        elif report.corrupt:
+            self._note(lambda plan: plan.quarantine(report.corrupt))
 
     def trained(self) -> None:
         """Record that the first untrained batch was trained on; does nothing if there is none."""
-        number = next(iter(self._untrained), None)
-        if number is not None:
-            batch = self._untrained.pop(number)
+        if self._untrained:
+            batch = self._untrained.popleft()
             if self._counts_merged and self._rank == 0:
                 self._unsent.append(batch)
-            self._note(TrackerPlan.trained)
+            self._note(lambda plan: plan.trained(batch))
 
     def take_trained(self) -> list[TrainedRun]:
         """Return what all ranks of the worker have trained on since the last call."""
@@ -731,36 +838,30 @@ class TrackedTraining:
 
     def keep_alive(self) -> None:
         """Renew the lease in time."""
-        if not self._notes:
-            self._note(TrackerPlan.keep_alive)
+        self._note(TrackerPlan.keep_alive)
 
     def finish_epoch(self, trainer: pl.Trainer) -> None:
         """Do nothing: the tracker decides when an epoch of the data is over."""
 
     def _note(self, note: Callable[[TrackerPlan], object]) -> None:
-        with self._changed:
-            self._check()
-            if self._plan is None:
-                return
-            self._notes.append(note)
-            if self._thread is None and not self._stopping:
-                self._thread = threading.Thread(target=self._run, args=(self._plan,), name=_NAME, daemon=True)
-                self._thread.start()
-            self._changed.notify_all()
-
-    def _check(self) -> None:
-        if self._error is not None:
-            raise self._error
+        if self._thread is not None:
+            self._thread.note(note)
 
     # ------------------------------------------------------------------ questions
 
     def end_epoch(self) -> None:
         """Go on to the next epoch of the data, if nothing is left of this one; for all workers at the same moment."""
-        self._ask(TrackerPlan.end_epoch)
+        if self._thread is not None:
+            self._thread.ask(TrackerPlan.end_epoch)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the last pass ended before all of its epoch was given out, as the tracker was taken back."""
+        return self._thread is not None and self._thread.plan.is_cut
 
     def rest(self) -> bool | None:
         """Whether there is something to train on of the epoch; ``None`` if all of it counts."""
-        return self._ask(TrackerPlan.rest)
+        return None if self._thread is None else self._thread.ask(TrackerPlan.rest)
 
     def train_on_rest(self) -> None:
         """Let the next pass train on what has come back of this one's epoch."""
@@ -769,18 +870,7 @@ class TrackedTraining:
     def settle(self) -> None:
         """Wait until the tracker knows all that this worker has trained on."""
         if self._thread is not None:
-            self._ask(TrackerPlan.report)
-
-    def leave(self) -> None:
-        """Give back this worker's slices, while the tracker can be reached. A later pass joins again."""
-        with self._changed:
-            self._pass += 1  # ends a running iteration
-            self._ready.clear()
-            self._is_over = True
-            if self._thread is None or self._error is not None:
-                return
-        with suppress(SchedulerTimeoutError):  # otherwise the lease runs out
-            self._ask(TrackerPlan.leave, timeout=_LEAVE_S)
+            self._thread.ask(TrackerPlan.report)
 
     def halt(self, timeout: float = _LEAVE_S) -> bool:
         """End the plan's thread after its notes; idempotent. Returns whether it ended in time.
@@ -788,81 +878,16 @@ class TrackedTraining:
         Args:
             timeout: In seconds.
         """
-        with self._changed:
-            self._stopping = True
-            self._changed.notify_all()
-            thread = self._thread
-        if thread is None or thread is threading.current_thread():
-            return True
-        thread.join(timeout)
-        return not thread.is_alive()
+        return self._thread is None or self._thread.halt(timeout)
 
     def close(self) -> None:
-        """Give back this worker's slices at the end of the training."""
-        try:
-            self.leave()
-        finally:
-            self.halt()
-            self._plan = None
-
-    def _ask(self, question: Callable[[TrackerPlan], _T], *, timeout: float = _ANSWER_S) -> _T | None:
-        answers: list[_T] = []
-        if self._plan is None:
-            return None
-        deadline = time.monotonic() + timeout
-        self._note(lambda plan: answers.append(question(plan)))
-        with self._changed:
-            while not answers:
-                self._check()
-                left = deadline - time.monotonic()
-                if left <= 0 or self._stopping:
-                    raise SchedulerTimeoutError("The tracker of slices has not answered in time.")
-                self._changed.wait(min(left, _LOOK_S))
-        return answers[0]
-
-    # ------------------------------------------------------------------ the thread
-
-    def _run(self, plan: TrackerPlan) -> None:
-        try:
-            wait = 0.0
-            while True:
-                with self._changed:
-                    if not self._notes and wait > 0:
-                        self._changed.wait(min(wait, _LOOK_S))
-                    while not (self._notes or self._makes or self._stopping):
-                        self._changed.wait(_LOOK_S)
-                    notes, self._notes = self._notes, deque()
-                    if self._stopping and not notes:
-                        return
-                for note in notes:
-                    note(plan)
-                plan.report()
-                wait = self._make(plan)
-        except BaseException as error:
-            with self._changed:
-                self._error = error
-                self._changed.notify_all()
-
-    @property
-    def _makes(self) -> bool:
-        return not self._is_over and self._made_for == self._pass and len(self._ready) < self._depth
-
-    def _make(self, plan: TrackerPlan) -> float:
-        """Make batches while there is room; returns the seconds after which to ask again."""
-        while True:
-            with self._changed:
-                self._changed.notify_all()  # questions were answered, or a batch is ready
-                if not self._makes or self._stopping:
-                    return 0.0
-                number = self._pass
-            found = plan.poll()
-            if isinstance(found, float):
-                return found
-            with self._changed:
-                if self._pass == number:
-                    self._is_over, self.is_cut = found is None, plan.is_cut
-                    if found is not None:
-                        self._ready.append(found)
+        """Give back this worker's slices at the end of the training, while the tracker can be reached."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            try:
+                thread.leave()
+            finally:
+                thread.halt(_LEAVE_S)
 
     # ------------------------------------------------------------------ the position
 
@@ -871,11 +896,12 @@ class TrackedTraining:
 
         With a coordinator, whose tracker it is, it is the epoch that comes next.
         """
-        self.settle()
         if self._tracker is not None:
+            self.settle()
             return {"tracker": self._tracker.state_dict()}
-        if self._thread is not None and (epoch := self._ask(lambda plan: plan.next_epoch)) is not None:
-            return {_EPOCH: epoch}
+        if self._thread is not None and self._host.waits:
+            position = self._thread.position()
+            return {} if position is None else position._asdict()
         return {} if self._pending is None else dict(self._pending)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -884,7 +910,7 @@ class TrackedTraining:
         Raises:
             TrackerStateError: If it was saved by ranks that step together, or does not fit.
         """
-        if state and not state.keys() & {"tracker", _EPOCH}:
+        if state and not state.keys() & {"tracker", "epoch"}:
             raise TrackerStateError(
                 "The state of the slices was saved by ranks that step together. Resume with the strategy that it was "
                 "saved with, or load only the weights."
