@@ -7,12 +7,15 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from lightning_bytescheduler.collectives.groups import SchedulerGroups
+from lightning_bytescheduler.collectives.launch_order import order_of
 from tests.faults.ranks import quiet_environment
 from tests.scheduler.test_threads import SHORT, needs_support, turn
 from tests.support.rank_pool import RankPool, free_port, join_default_group, let_go, threads_at_ends
@@ -39,6 +42,61 @@ def own_groups(rank: int) -> tuple[list[float], int]:
 
 def test_groups_work_and_leave_nothing_behind(two_plain_ranks: RankPool) -> None:
     assert two_plain_ranks.run(own_groups) == [([3.0, 5.0], 1), ([3.0, 5.0], 1)]
+
+
+def die_while_groups_are_made(rank: int) -> str:
+    """Rank 1 is gone before it makes the second group."""
+    join_default_group(rank)
+    make, made = dist.new_group, []
+
+    def new_group(**options: Any) -> dist.ProcessGroup:
+        if rank and made:
+            raise KeyboardInterrupt
+        made.append(make(**options))
+        return made[-1]
+
+    try:
+        with patch.object(dist, "new_group", new_group):
+            SchedulerGroups.create(timeout=timedelta(seconds=3))
+    except (RuntimeError, KeyboardInterrupt) as error:
+        return type(error).__name__
+    finally:
+        dist.destroy_process_group()
+    return "made"
+
+
+def test_a_rank_that_dies_while_groups_are_made_is_waited_for_no_longer_than_the_timeout() -> None:
+    with RankPool(2) as pool:
+        first, second = pool.run(die_while_groups_are_made)
+    assert first != "made"
+    assert second == "KeyboardInterrupt"
+
+
+def hear_late(rank: int, *, direct: bool) -> tuple[bool, list[str]]:
+    """Rank 0 decides later than the timeout; whether the other hears of it, and what went wrong."""
+    join_default_group(rank)
+    groups = SchedulerGroups.create(timeout=timedelta(seconds=3))
+    errors: list[str] = []
+
+    def failed(error: BaseException) -> BaseException:
+        errors.append(str(error))
+        return error
+
+    order = order_of(groups.control, failed, direct=direct)
+    order.start(lambda change: change())
+    if rank == 0:
+        time.sleep(4)
+    ended = order.end(WAIT)
+    let_go()
+    groups.destroy()
+    dist.destroy_process_group()
+    return ended, errors
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_decisions_may_come_later_than_the_timeout(direct: bool, two_plain_ranks: RankPool) -> None:
+    """As after a validation: the timeout is for connections and gradients."""
+    assert two_plain_ranks.run(hear_late, direct=direct) == [(True, []), (True, [])]
 
 
 def training() -> SchedulerGroups:

@@ -37,13 +37,12 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from lightning_bytescheduler.collectives.routing_group import is_routed
+from lightning_bytescheduler.collectives.sending_turns import PATIENCE
 from lightning_bytescheduler.failures.standstill import break_connections
 from lightning_bytescheduler.scheduler.threads import short_turns
 
 log = logging.getLogger(__name__)
 
-# Followers wait for the next decision as long as a validation or a checkpoint takes; liveness is checked elsewhere.
-_CONTROL_TIMEOUT = timedelta(days=30)
 _CALLED_OFF_S = 0.1
 _ONE_THREADED = "bytescheduler_gloo_of_one_thread"
 VARIABLE = "GLOO_SOCKET_IFNAME"
@@ -88,7 +87,7 @@ class SchedulerGroups:
         """Create the groups; every rank must call this at the same point.
 
         Args:
-            timeout: Longest time of one collective on gradients; the backend's default if ``None``.
+            timeout: Longest time of one collective on gradients, and to connect; the backend's default if ``None``.
             counts: Whether samples are counted; the same on all ranks.
             routed_on: Where gradients live, if other code's collectives must be ordered with them there, see
                 ``routing_group.py``; the same on all ranks.
@@ -103,9 +102,9 @@ class SchedulerGroups:
         routed = routed_on is not None and not by_host and is_routed(distributed_c10d._get_default_group(), routed_on)
         with short_turns():  # for gloo's threads
             data = dist.new_group(timeout=timeout, backend="gloo" if by_host else dist.get_backend())
-            control = dist.new_group(timeout=_CONTROL_TIMEOUT, backend="gloo")
+            control = _patient_group(timeout)
             counted = dist.new_group(timeout=timeout, backend="gloo") if counts else None
-            reported = dist.new_group(timeout=_CONTROL_TIMEOUT, backend="gloo") if routed else None
+            reported = _patient_group(timeout) if routed else None
             alone = _one_threaded(timeout) if sparse and not routed and dist.get_backend() == "gloo" else None
         return cls(
             data=data,
@@ -135,6 +134,18 @@ class SchedulerGroups:
             leave(self.sparse, idle=data_idle)
         leave(self.data, idle=data_idle)
         leave(self.control, idle=control_idle)
+
+
+def _patient_group(timeout: timedelta | None) -> dist.ProcessGroup:
+    """Make a gloo group whose collectives have time without end, while its connections have ``timeout``.
+
+    A rank may die as they are made, which the others do not notice in native code. Waits for single messages take their
+    patience as an argument: gloo gives those the time that the connections had.
+    """
+    group: dist.ProcessGroup = dist.new_group(timeout=timeout, backend="gloo")
+    backend = group._get_backend(torch.device("cpu"))
+    getattr(backend, "wrapped_pg", backend)._set_default_timeout(PATIENCE)  # wrapped, to debug torch's collectives
+    return group
 
 
 def _one_threaded(timeout: timedelta | None) -> dist.ProcessGroup:

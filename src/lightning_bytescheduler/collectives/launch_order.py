@@ -61,6 +61,7 @@ import torch.distributed as dist
 
 from lightning_bytescheduler.collectives.completion import wait_in_slices
 from lightning_bytescheduler.collectives.operations import broadcast_from_first
+from lightning_bytescheduler.collectives.sending_turns import PATIENCE
 from lightning_bytescheduler.failures.standstill import break_connections
 from lightning_bytescheduler.scheduler.order import AnnouncedOrder, Decision, LaneChoice, MixedOrder
 from lightning_bytescheduler.scheduler.task import SubCommTask, TaskKey
@@ -161,7 +162,8 @@ class DecidingOrder(MixedOrder):
             (self._control.send([message], rank, _NUMBER), message) for rank in range(1, self._control.size())
         )
         while len(self._sent) > _UNTOLD * self._control.size():
-            self._sent.popleft()[0].wait()  # gloo does not report that a message has left, but this one certainly has
+            # Gloo does not report that a message has left, but this one certainly has.
+            self._sent.popleft()[0].wait(PATIENCE)
 
 
 class FollowingOrder(AnnouncedOrder):
@@ -230,7 +232,7 @@ class FollowingOrder(AnnouncedOrder):
                     return
                 if not self.take(numbers, update_order):
                     for work, _ in self._expected:
-                        work.wait()
+                        work.wait(PATIENCE)
                     self._closed = True
                     return
         except BaseException as error:
@@ -248,7 +250,7 @@ class FollowingOrder(AnnouncedOrder):
             room = torch.zeros(1 + _CAPACITY * _FIELDS, dtype=torch.int64)  # gloo takes a shorter message, too
             self._expected.append((self._control.recv([room], 0, _NUMBER), room))
         work, room = self._expected.popleft()
-        work.wait()
+        work.wait(PATIENCE)
         return room.tolist()
 
     def _broadcast(self, length: int) -> list[int]:

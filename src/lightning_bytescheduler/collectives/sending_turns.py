@@ -24,6 +24,7 @@ from lightning_bytescheduler.scheduler.threads import start_thread
 __all__ = ["PATIENCE", "OnSent", "SendingTurns", "turns_by_need"]
 
 PATIENCE = timedelta(days=30)
+"""For what may come as late as a validation or a checkpoint ends; liveness is checked elsewhere."""
 """Timeout of waits that a closed connection ends anyway; connecting has a shorter one."""
 
 OnSent = Callable[[float, float], object]

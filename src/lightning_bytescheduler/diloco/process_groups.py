@@ -145,8 +145,9 @@ class WorkerWorld:
             **options,
         )
 
-        def group(name: str, rank: int, size: int, timeout: timedelta = timeout) -> dist.ProcessGroup:
-            made = dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, timeout)
+        def group(name: str, rank: int, size: int, patience: timedelta = timeout) -> dist.ProcessGroup:
+            made = dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, timeout)  # to connect
+            made._set_default_timeout(patience)
             return cast(dist.ProcessGroup, made)  # its base class, which the stubs do not know
 
         # In one order on all ranks, so that no rank waits for one that is held up in another group.
