@@ -120,7 +120,7 @@ def test_a_rank_that_has_left_is_not_silent(board: MakeBoard) -> None:
 def test_a_rank_that_dies_where_no_collective_breaks_is_found_by_those_that_wait_for_it(
     board: MakeBoard, store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(board_module, "_NATIVE_S", 0.5)
+    monkeypatch.setattr(board_module, "NATIVE_S", 0.5)
     waiting = board(0)
     assert waiting.no_hope() is None
     store.set("signs/1", standstill.Sign(beat=3).encode())
@@ -128,8 +128,36 @@ def test_a_rank_that_dies_where_no_collective_breaks_is_found_by_those_that_wait
     assert str(waiting.no_hope()) == "Rank 1 failed: it shows no sign of life"
 
 
+def test_a_rank_that_has_vanished_is_found_by_those_whose_training_waits_for_it(
+    board: MakeBoard, store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the timeout: a machine without power closes no connection."""
+    monkeypatch.setattr(board_module, "NATIVE_S", 0.5)
+    waiting, scheduler = board(0), Scheduler()
+    waiting.watch(scheduler)
+    store.set("signs/1", standstill.Sign(beat=3).encode())
+    waiting.stands(lambda: standstill.Standing(awaited_step=4))
+    assert scheduler.told.wait(PATIENCE_S)
+    assert str(waiting.fault).startswith("Rank 1 failed: it shows no sign of life")
+
+
+def test_a_rank_that_nothing_waits_for_has_time(
+    board: MakeBoard, store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(board_module, "NATIVE_S", 0.0)
+    monkeypatch.setattr(standstill, "_BEATS_MISSED", 0)
+    training = board(0)
+    store.set("signs/1", standstill.Sign(beat=3).encode())
+    training.stands(standstill.Standing)
+    beats = {training._signs._told.sign.beat}
+    while len(beats) < 5:
+        beats.add(training._signs._told.sign.beat)
+        time.sleep(0.01)
+    assert training.fault is None
+
+
 def test_a_rank_that_has_not_come_yet_has_not_failed(board: MakeBoard, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(board_module, "_NATIVE_S", 0.0)
+    monkeypatch.setattr(board_module, "NATIVE_S", 0.0)
     monkeypatch.setattr(standstill, "_BEATS_MISSED", 0)
     waiting = board(0)
     looked: set[float] = set()
@@ -228,6 +256,17 @@ def test_a_timeout_says_where_the_ranks_are(board: MakeBoard, store: dist.TCPSto
     assert ranks[0].explain(explained) is explained  # once is enough
     ranks[1].publish(ValueError("boom"))
     assert str(ranks[0].explain(error)) == "Rank 1 failed: ValueError: boom"
+
+
+def test_a_timeout_names_a_rank_that_has_vanished(
+    board: MakeBoard, store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(board_module, "NATIVE_S", 1.0)
+    monkeypatch.setattr(board_module, "_LOCATE_S", 1.0)
+    store.set("signs/1", standstill.Sign(beat=3).encode())
+    found = board(0).explain(LATE)
+    assert str(found).startswith("Rank 1 failed: it shows no sign of life; here that broke: ")
+    assert found.__cause__ is LATE
 
 
 @pytest.mark.parametrize(

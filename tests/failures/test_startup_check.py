@@ -245,7 +245,7 @@ def test_what_to_look_at_is_said_where_connecting_takes_long(
     hangs: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(board, "_CONNECTING_S", 0.0 if hangs else 600.0)
-    monkeypatch.setattr(board, "_NATIVE_S", 0.0)
+    monkeypatch.setattr(board, "NATIVE_S", 0.0)
 
     def hints() -> list[threading.Thread]:
         return [thread for thread in threading.enumerate() if thread.name == "bytescheduler-connecting"]
@@ -266,7 +266,7 @@ def test_what_to_look_at_is_said_where_connecting_takes_long(
 
 def test_a_rank_that_dies_while_ranks_connect_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(board, "_CONNECTING_S", 0.0)
-    monkeypatch.setattr(board, "_NATIVE_S", 0.0)
+    monkeypatch.setattr(board, "NATIVE_S", 0.0)
     with (
         pytest.raises(RankFailedError, match="Rank 1 failed: it shows no sign of life") as found,
         connected(dist.HashStore(), "10.0.0.1", 29500, rank=0, world_size=2) as watching,
@@ -283,7 +283,7 @@ def test_a_rank_that_dies_while_ranks_connect_is_named(monkeypatch: pytest.Monke
     ],
 )
 def test_a_connection_that_a_dead_rank_breaks_names_it(broken: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(board, "_NATIVE_S", 0.0)
+    monkeypatch.setattr(board, "NATIVE_S", 0.0)
     with (
         pytest.raises(RankFailedError, match="Rank 1 failed: it shows no sign of life; here that broke: "),
         connected(dist.HashStore(), "10.0.0.1", 29500, rank=0, world_size=2),

@@ -45,7 +45,7 @@ from lightning_bytescheduler.diloco.session import START, Session
 from lightning_bytescheduler.diloco.training_loop import CoordinatedBoundaries, LoopBoundaries
 from lightning_bytescheduler.diloco.worker_restart import KeptStates, Resumed, WorkerStates
 from lightning_bytescheduler.exceptions import OptionError, RankFailedError
-from lightning_bytescheduler.failures.board import FaultBoard
+from lightning_bytescheduler.failures.board import NATIVE_S, FaultBoard
 from lightning_bytescheduler.failures.messages import is_communication_error
 from lightning_bytescheduler.lightning_api import pl, rank_zero_info
 
@@ -53,7 +53,6 @@ log = logging.getLogger(__name__)
 
 _STOP_S = 5.0
 _MOMENT_S = 2.0
-_SILENCE_S = 20.0
 _HOST = "scheduler"  # the mailbox of who hosts the rounds
 
 
@@ -236,8 +235,7 @@ class LeadingRuntime(Runtime):
         self._board = board
         self._world, self._full, self._timeout = world, options.worker_states, timeout
         self._name = name = worker_name(world.worker)
-        # A process that is busy in native code may show no sign of life for seconds.
-        self._silence = min(_SILENCE_S, timeout / 4)
+        self._silence = min(NATIVE_S, timeout / 4)
         self._stopped = self._idle = False
         self._examining: threading.Thread | None = None
         self._kept = KeptStates(2 if options.run.overlap else 1)

@@ -76,7 +76,9 @@ _LOCATE_S = 1.0
 _DIAGNOSE_S = 3.0
 _CONNECTING_S = 5.0  # between two looks at ranks that connect
 _ASKED_S = 1.0  # for which the thread looks at the others after it was asked whether they may answer
-_NATIVE_S = 20.0  # for which a rank that is busy in native code may show no sign of life
+NATIVE_S = 20.0
+"""For which a rank that is busy in native code may show no sign of life, in seconds."""
+_VANISHED = 6  # times that, after which a rank that this one waits for is taken for dead
 _WHERE = "Where the ranks are:"
 
 _Place = tuple[int, ...]  # training batches begun, and other batches since
@@ -366,8 +368,7 @@ class FaultBoard:
             return self.diagnose(RuntimeError("c10d: the store is gone"))
         with self._changed:
             self._asked_at = time.monotonic()
-            came = self._signs.standings()
-            silent = [rank for rank in self._signs.silent(2 * _NATIVE_S) if rank in came]
+            silent = self._vanished(2 * NATIVE_S)
             return self._bury(silent) if silent else None
 
     def take_over(self) -> None:
@@ -492,16 +493,27 @@ class FaultBoard:
         """The other ranks that have not left."""
         return set(self._others) - self._signs.left
 
+    def _vanished(self, silence: float) -> list[int]:
+        """Ranks that came, and have shown no sign of life for so many seconds while they were looked at."""
+        came = self._signs.standings()
+        return [rank for rank in self._signs.silent(silence) if rank in came]
+
     def _locate(self, error: BaseException) -> BaseException:
-        """Say what each rank is doing, if no rank has failed but the time was up."""
+        """Name a rank that has vanished without breaking a connection; if all live, say what each is doing."""
         if _WHERE in str(error):
             return error
         deadline = time.monotonic() + _LOCATE_S
         with self._asking():
             while self.fault is None and not self._signs.standings() and self._within(deadline):
                 pass
-            if self.fault is not None:
-                return self.fault
+            since, deadline = time.monotonic(), time.monotonic() + _LOCATE_S
+            while self.fault is None and self._signs.quiet(since) and self._within(deadline):
+                pass
+            quiet = self._signs.quiet(since)
+        found = self.diagnose(error, silence=NATIVE_S / 4) if quiet or self.fault is not None else error
+        if isinstance(found, RankFailedError):
+            return found
+        with self._changed:
             where = self._signs.whereabouts() or "no rank answers"
         located = SchedulerTimeoutError(f"{brief(error)} {_WHERE} {where}. The strategy's timeout allows more.")
         located.__cause__ = error
@@ -603,6 +615,9 @@ class FaultBoard:
                 found = RanksDivergedError(standstill)
                 self._learn(FaultNotice.of(found, by=self.rank))
                 self._post(found)
+            elif self._notice is None and self._outgoing is None:
+                if silent := self._vanished(_VANISHED * NATIVE_S):  # known of those that this rank waits for
+                    self._bury(silent)
 
     def _stand(self) -> Standing:
         """Where this rank stands; after a failure, where it stood before."""
@@ -692,7 +707,7 @@ def connected(store: dist.Store, host: str, port: int, *, rank: int, world_size:
         hinted = False
         while not over.wait(_CONNECTING_S):
             broken = RuntimeError("the connections between the ranks")
-            if isinstance(board.diagnose(broken, silence=_NATIVE_S), RankFailedError) or over.is_set():
+            if isinstance(board.diagnose(broken, silence=NATIVE_S), RankFailedError) or over.is_set():
                 return
             if not hinted and rank == 0:
                 log.warning(connection_hint(world_size, host, port, time.monotonic() - began))
@@ -709,7 +724,7 @@ def connected(store: dist.Store, host: str, port: int, *, rank: int, world_size:
     except Exception as error:
         cause: BaseException = explain_connection(error, rank, host, port)
         if cause is not error or is_communication_error(error):  # a rank that has died cannot be connected to either
-            found = board.diagnose(error, silence=_NATIVE_S / 4)
+            found = board.diagnose(error, silence=NATIVE_S / 4)
             cause = cause if found is error else found
         if not board.publish(cause) and board.fault is not None and not isinstance(error, ByteSchedulerError):
             cause = board.fault

@@ -439,6 +439,10 @@ class VitalSigns:
             if not seen.sign.left and self._looked_at - seen.alive_at > patience
         ]
 
+    def quiet(self, since: float) -> list[int]:
+        """Ranks that have shown no sign of life since then, but for those that have left in order."""
+        return [rank for rank, seen in self._seen.items() if not seen.sign.left and seen.alive_at <= since]
+
     def standings(self) -> dict[int, Standing]:
         """Where all ranks last said that they stand; empty if no other rank's place is known."""
         found = {rank: seen.sign.standing for rank, seen in self._seen.items() if seen.sign.beat}
