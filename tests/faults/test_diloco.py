@@ -74,6 +74,13 @@ def test_any_rank_of_a_worker_is_named(nursery: Nursery, tmp_path: Path) -> None
     check_ends(cases, run(nursery, tmp_path, cases), ["it shows no sign of life", "SIGTERM"])
 
 
+def test_whoever_fails_when_all_have_trained_is_named_soon(nursery: Nursery, tmp_path: Path) -> None:
+    """The first worker in its last checkpoint, and another one that is asked for its state there."""
+    ends = {"kind": "", "step": 10**9, "inner_steps": 2, "groups": {"outer_steps": 2}, "timeout": 1800, "native": 2.0}
+    cases = [{**ends, "rank": rank, "in_the_end": rank, "last": str(tmp_path / "last")} for rank in (0, 1)]
+    check_ends(cases, run(nursery, tmp_path, cases), ["ValueError: no space is left", "it shows no sign of life"])
+
+
 @pytest.mark.parametrize("kind", ["raise", "SIGTERM"])
 def test_a_fit_that_fails_leaves_its_last_whole_checkpoint(kind: str, nursery: Nursery, tmp_path: Path) -> None:
     """In a round's middle, three steps behind the last checkpoint; none is written that is of no one moment."""

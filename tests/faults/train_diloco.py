@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch.utils.data import DataLoader
 
 from lightning_bytescheduler import DiLoCoStrategy
+from lightning_bytescheduler.failures import board
 from tests.faults.bounds import set_bounds
 
 
@@ -65,6 +66,24 @@ class Fails(Callback):
         os.kill(os.getpid(), getattr(signal, self.kind))
 
 
+class FailsInTheEnd(Callback):
+    """Rank 0 writes a last checkpoint, with what all have: it fails in that, or rank 1 before it."""
+
+    def __init__(self, rank: int, path: str) -> None:
+        self.rank, self.path = rank, path
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.rank and trainer.global_rank == self.rank:
+            say(f"FAILED_AT {time.time()}")
+            os.kill(os.getpid(), signal.SIGKILL)
+        trainer.save_checkpoint(self.path)
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if trainer.global_rank == self.rank:
+            say(f"FAILED_AT {time.time()}")
+            raise ValueError("no space is left")
+
+
 class Noise(BoringModel):
     def train_dataloader(self) -> DataLoader[Any]:
         return DataLoader(torch.randn(4096, 32))  # type: ignore[arg-type]
@@ -80,17 +99,19 @@ def saved_in(folder: str) -> list[Callback]:
 def main(options: dict[str, Any]) -> None:
     rank_zero_only.rank = int(os.environ["RANK"])
     set_bounds()
+    board.NATIVE_S = options.get("native", board.NATIVE_S)
     trainer = Trainer(
         accelerator="cpu",
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
         strategy=DiLoCoStrategy(
-            inner_steps=options["inner_steps"], timeout=timedelta(seconds=16), **options.get("groups", {})
+            inner_steps=options["inner_steps"], timeout=timedelta(seconds=options.get("timeout", 16)), **options.get("groups", {})
         ),
         callbacks=[
             Fails(
                 options["kind"], options["rank"], options["step"], options.get("everybody"), "val_batches" in options
             ),
             *(saved_in(options["checkpoint"]) if "checkpoint" in options else ()),
+            *([FailsInTheEnd(options["in_the_end"], options["last"])] if "last" in options else ()),
         ],
         max_steps=options.get("max_steps", 1_000_000),
         logger=False,

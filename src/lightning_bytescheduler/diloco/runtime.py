@@ -187,13 +187,16 @@ class Runtime:
             self.session.fail(error)
 
     def stop(self, *, failed: bool) -> bool:
-        """Stop every thread; bounded, never raises, idempotent.
+        """Stop every thread; bounded, idempotent.
 
         Args:
-            failed: Whether training ended with an error: then no rank is waited for.
+            failed: Whether training ended with an error: then no rank is waited for, and nothing is raised.
 
         Returns:
             Whether nothing is under way on the group of the leaders.
+
+        Raises:
+            Exception: If another rank has failed that this one waits for in the end; all threads are stopped then.
         """
         self._board.unwatch(self)
         return not failed
@@ -323,6 +326,7 @@ class LeadingRuntime(Runtime):
             numbers=None if own is None else own["random"],
             kept=self._kept,
             own_state=self._own_state,
+            check=self._check,
         )
         self.states.begun()
 
@@ -335,6 +339,12 @@ class LeadingRuntime(Runtime):
             "rounds": {"round": self._rounds.rounds_over},
             "unsent": self._exchange.state_dict(),
         }
+
+    def _check(self) -> None:
+        """Raise what another rank has failed with; where no round is waited for, no other thread looks at them."""
+        self.session.check()
+        if (cause := self._board.no_hope()) is not None:
+            raise cause
 
     def _own_state(self) -> dict[str, Any]:
         """What this worker alone has at the begin of a round.

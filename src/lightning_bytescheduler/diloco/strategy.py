@@ -509,7 +509,11 @@ class DiLoCoStrategy(RankStrategy):
             self._joint = self._resumed = self._next_epoch = self._kept_state = None
 
     def _stop(self, runtime: Runtime) -> None:
-        self._idle = runtime.stop(failed=self._failed) and self._idle
+        idle, self._idle = self._idle, False
+        with self._explained():
+            self._idle = runtime.stop(failed=self._failed) and idle
+            if not self._failed:
+                self._check_others()
 
     def _leave(self, world: WorkerWorld) -> None:
         world.leave(idle=self._idle and not self._failed)

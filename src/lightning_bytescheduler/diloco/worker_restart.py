@@ -355,6 +355,7 @@ class WorkerStates:
         numbers: Random numbers that are to be drawn on from when the first batch is asked for, if others than now.
         kept: What this worker answers with, if it does not write itself.
         own_state: Says what else this worker alone has.
+        check: Called while others are waited for; raises if one has failed.
     """
 
     def __init__(
@@ -368,7 +369,9 @@ class WorkerStates:
         numbers: Mapping[str, Any] | None,
         kept: KeptStates,
         own_state: Callable[[], dict[str, Any]],
+        check: Callable[[], None],
     ) -> None:
+        self._check = check
         self._trainer = trainer
         self._session = session
         self._own_state = own_state
@@ -382,7 +385,7 @@ class WorkerStates:
         if not world.worker:
             others = [worker_name(number) for number in range(1, world.workers)]
             limit = _SHARE_OF_TIMEOUT * timeout
-            self._collection = StateCollection(world.store, others, limit=limit, check=self._session.check)
+            self._collection = StateCollection(world.store, others, limit=limit, check=check)
         self._session.at_begin = self._begun_after_batch
 
     def begun(self) -> None:
@@ -441,20 +444,22 @@ class WorkerStates:
         }
 
     def leave(self, *, failed: bool) -> None:
-        """The fit is over: stay until the first worker has written its last checkpoint. Bounded, never raises.
+        """The fit is over: stay until the first worker has written its last checkpoint. Bounded.
 
         Args:
             failed: Whether it ended with an error: it then waits for no other rank.
+
+        Raises:
+            Exception: If the first worker has failed before.
         """
         self._session.at_begin = None
-        if self._collection is not None:
-            self._collection.end()
-        elif not failed:
-            try:
-                await_writer(self._store, self._timeout, self._session.check)
-            except Exception:
-                log.debug("The first worker is gone.", exc_info=True)
-        self._kept.close()
+        try:
+            if self._collection is not None:
+                self._collection.end()
+            elif not failed:
+                await_writer(self._store, self._timeout, self._check)
+        finally:
+            self._kept.close()
 
     def _begun_after_batch(self) -> None:
         self._numbers = None
