@@ -47,7 +47,8 @@ def test_groups_work_and_leave_nothing_behind(two_plain_ranks: RankPool) -> None
 def die_while_groups_are_made(rank: int) -> str:
     """Rank 1 is gone before it makes the second group."""
     join_default_group(rank)
-    make, made = dist.new_group, []
+    make = dist.new_group
+    made: list[dist.ProcessGroup] = []
 
     def new_group(**options: Any) -> dist.ProcessGroup:
         if rank and made:

@@ -28,11 +28,16 @@ def until(ready: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
 
 
 class _NoBoard:
+    fault: BaseException | None = None
+
     def watch(self, watched: object) -> None:
         pass
 
     def unwatch(self, watched: object) -> None:
         pass
+
+    def no_hope(self) -> BaseException | None:
+        return self.fault
 
 
 class ThreadWorker:
@@ -76,12 +81,13 @@ class ThreadWorker:
         self._dies = threading.Event()
         made = resolve_coordinator({"url": url, "name": name, **address}, environ={})
         assert made is not None
+        self.board = _NoBoard()
         self.runtime = CoordinatedRuntime(
             made,
             self.module,
             given=given or {},
             group=WorkerGroup(),
-            board=_NoBoard(),
+            board=self.board,
             flush=lambda: None,
             timeout=timeout,
         )

@@ -21,7 +21,7 @@ from lightning_bytescheduler.coordinator.state_store import StateStore
 from lightning_bytescheduler.diloco import coordinator_client
 from lightning_bytescheduler.diloco.messages import LeaderAppointed
 from lightning_bytescheduler.diloco.session import Sent, Session
-from lightning_bytescheduler.exceptions import CoordinatorError, OptionError, SchedulerTimeoutError
+from lightning_bytescheduler.exceptions import CoordinatorError, OptionError, RankFailedError, SchedulerTimeoutError
 from lightning_bytescheduler.serving import ServerAccess
 from tests.diloco.coordinated_fits import coordinator_options
 from tests.diloco.coordinated_workers import Link, ThreadWorker, until
@@ -434,6 +434,43 @@ def test_what_a_worker_could_not_send_at_its_end_is_said(
     )
     assert ("waits for it" in caplog.text) is not quickly
     assert all(map(torch.equal, worker.weights, worker.uninterrupted(without={10, 11, 12})))
+
+
+def test_what_a_coordinator_took_before_it_went_away_is_not_said_to_be_lost(
+    serve: Any, stack: ExitStack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("lightning_bytescheduler.diloco.session._BACK_S", 0.1)
+    server = serve(inner_steps=5)
+    link = Link(port_of(server))
+    stack.callback(link.close)
+    cut_at_the_end(link, "_conclude", monkeypatch)
+    TrainsOnly(link.url, "worker", steps=13).checked()
+    assert "worker ends, and the coordinator is away since it has taken 6 samples" in caplog.text
+    assert "in no weights" not in caplog.text
+
+
+def test_a_worker_that_is_to_end_soon_waits_no_longer_for_a_coordinator_that_is_away(
+    ends_alone: EndsAlone, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A SIGTERM may come in the wait."""
+    monkeypatch.setattr("lightning_bytescheduler.diloco.session._BACK_S", 6000.0)
+    hurries, leave = threading.Event(), Session.leave
+    monkeypatch.setattr(
+        Session, "leave", lambda session, *, quickly: leave(session, quickly=quickly, hurries=hurries.is_set)
+    )
+    worker = ends_alone()[2]
+    hurries.set()
+    worker.checked()
+    assert "worker ends, and 6 samples that it has trained on are not sent" in caplog.text
+
+
+def test_a_leader_that_waits_for_others_hears_that_another_rank_of_its_worker_is_gone(serve: Any) -> None:
+    server = serve(rounds={"start_workers": 2})
+    worker = TrainsOnly(server.url, "worker")
+    until(lambda: bool(server.status().workers), "the worker")
+    worker.board.fault = RankFailedError(1, "no sign of life")
+    with pytest.raises(RankFailedError, match="Rank 1 failed: no sign of life"):
+        worker.checked()
 
 
 def test_a_coordinator_that_knows_nothing_gets_the_weights_from_a_worker(serve: Any, stack: ExitStack) -> None:

@@ -50,6 +50,16 @@ def test_the_loss_is_the_mean_of_the_round_by_samples() -> None:
     )
 
 
+def test_what_is_sent_again_is_counted_with_its_time_and_its_loss() -> None:
+    """As where the connection was lost: the samples a second of a round are of all of its steps."""
+    counter = started()
+    counter.step(batch_size=30, seconds=3.0, loss=1.0)
+    sent = counter.send()
+    counter = counter.carried_into(3, sent)
+    last = counter.step(batch_size=10, seconds=1.0, loss=5.0)
+    assert (last.round, last.steps, last.samples, last.trained_s, last.loss) == (3, 2, 40, 4.0, 2.0)
+
+
 def test_what_is_not_acknowledged_is_in_flight() -> None:
     counter = started()
     assert step(counter).in_flight == 0

@@ -61,12 +61,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("clock")
-def test_whoever_is_missing_is_named_and_then_given_up(caplog: pytest.LogCaptureFixture) -> None:
+def test_whoever_is_missing_is_named_and_then_given_up(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous, "_WARN_S", 10.0)
     store = dist.HashStore()
     store.set("2", introduction(2).encode())
-    arguments: dict[str, Any] = {"world_size": 4, "warn_after": 10.0}
     with caplog.at_level(logging.WARNING), pytest.raises(SchedulerTimeoutError) as caught:
-        hold_roll_call(store, introduction(0), timeout=100.0, **arguments)
+        hold_roll_call(store, introduction(0), timeout=100.0, world_size=4)
     assert "ranks 1, 3 of 4 did not join this training" in str(caught.value)
     assert "(here: ranks 0, 2 (host0, host1))" in str(caught.value)
     assert "strategy='ddp'" in str(caught.value)
@@ -74,14 +76,15 @@ def test_whoever_is_missing_is_named_and_then_given_up(caplog: pytest.LogCapture
     caplog.clear()
     store.set("3", introduction(3).encode())
     with caplog.at_level(logging.WARNING), pytest.raises(SchedulerTimeoutError, match="rank 1 of 4"):
-        hold_roll_call(store, introduction(2), timeout=50.0, **arguments)
+        hold_roll_call(store, introduction(2), timeout=50.0, world_size=4)
     assert not caplog.records  # the first one speaks for all
 
 
 @pytest.mark.parametrize("timeout", [0.0, 100.0])
 def test_a_rank_that_comes_while_it_is_looked_for_is_not_missing(
-    timeout: float, caplog: pytest.LogCaptureFixture
+    timeout: float, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(rendezvous, "_WARN_S", 0.0)
     store = dist.HashStore()
     looks = 0
 
@@ -100,7 +103,7 @@ def test_a_rank_that_comes_while_it_is_looked_for_is_not_missing(
 
     here: Any = Late()
     with caplog.at_level(logging.WARNING):
-        assert len(hold_roll_call(here, introduction(0), world_size=2, timeout=timeout, warn_after=0.0)) == 2
+        assert len(hold_roll_call(here, introduction(0), world_size=2, timeout=timeout)) == 2
     assert looks >= 1
     assert not caplog.records
 
@@ -205,7 +208,7 @@ def test_a_rank_that_cannot_connect_ends_the_others(patience: float, how: str) -
 
 
 def meet_on(port: int, *, rank: int, strategy: str = "bytescheduler", timeout: float = 60.0) -> dist.Store:
-    meeting = Meeting(rank=rank, world_size=2, strategy=strategy, timeout=timeout, warn_after=0.1)
+    meeting = Meeting(rank=rank, world_size=2, strategy=strategy, timeout=timeout)
     return meeting.at("127.0.0.1", port)
 
 
@@ -233,7 +236,10 @@ def test_ranks_that_run_other_strategies_do_not_wait_for_each_other() -> None:
                 one.result()
 
 
-def test_a_first_rank_that_does_not_come_is_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_first_rank_that_does_not_come_is_named(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous, "_WARN_S", 0.1)
     port = free_port()
     with caplog.at_level(logging.WARNING), pytest.raises(SchedulerTimeoutError, match=f"to open 127.0.0.1:{port}"):
         meet_on(port, rank=1, timeout=0.3)

@@ -104,7 +104,9 @@ def main(options: dict[str, Any]) -> None:
         accelerator="cpu",
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
         strategy=DiLoCoStrategy(
-            inner_steps=options["inner_steps"], timeout=timedelta(seconds=options.get("timeout", 16)), **options.get("groups", {})
+            inner_steps=options["inner_steps"],
+            timeout=timedelta(seconds=options.get("timeout", 16)),
+            **options.get("groups", {}),
         ),
         callbacks=[
             Fails(

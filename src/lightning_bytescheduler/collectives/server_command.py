@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from lightning_bytescheduler.checks import require_seconds, require_whole
 from lightning_bytescheduler.collectives.groups import choose_interface
+from lightning_bytescheduler.collectives.sending_turns import PATIENCE
 from lightning_bytescheduler.collectives.server_meeting import (
     Announcement,
     Doing,
@@ -34,7 +35,6 @@ from lightning_bytescheduler.serving import parse_bind
 __all__ = ["add_arguments", "run", "serve"]
 
 _CONNECTING_S = 120.0  # seconds to connect, after all have found each other
-_FOREVER = timedelta(days=30)  # a validation may take long; connections show whether workers live
 _LINGER_S = 6.0  # seconds; longer than workers need to find a dead one
 _LOOK_EVERY_S = 0.1
 _INTERRUPTED = 130  # a shell's exit code after Ctrl+C
@@ -166,7 +166,7 @@ def _connect(store: dist.Store, presence: StorePresence, number: int, fit: Annou
         return RankFailedError(0, "the rendezvous store of the training is gone") if presence.gone() else None
 
     places = [fit.rail(one, len(rail) + number) for one, rail in enumerate(fit.rails)]
-    return connect(store, fit, places, rank=fit.workers + number, wait=_CONNECTING_S, timeout=_FOREVER, failure=gone)
+    return connect(store, fit, places, rank=fit.workers + number, wait=_CONNECTING_S, timeout=PATIENCE, failure=gone)
 
 
 def _doing(servers: Sequence[SummingServer]) -> Doing:

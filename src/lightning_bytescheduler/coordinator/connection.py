@@ -20,11 +20,7 @@ import msgspec
 from aiohttp import WebSocketError, WSCloseCode, WSMsgType, web
 
 from lightning_bytescheduler.coordinator.membership import Member
-from lightning_bytescheduler.diloco.coordinator_protocol import (
-    Batch,
-    decode_frame,
-    encode_frame,
-)
+from lightning_bytescheduler.diloco.coordinator_protocol import Batch, decode_frame, encode_frame
 from lightning_bytescheduler.diloco.messages import Acknowledge, Message, ToWorker
 from lightning_bytescheduler.exceptions import OptionError
 

@@ -99,10 +99,7 @@ def _metrics(status: RunStatus) -> Iterator[Metric]:
         yield from gauge("last_round_participation", "Share of live workers merged in it.", last.participation)
         yield from gauge("loss", "Mean of the last round, where workers report one.", last.loss)
     if status.slices is not None:
-        slices = {
-            "unfinished": float(status.slices.unfinished),
-            "quarantined": float(len(status.slices.quarantined)),
-        }
+        slices = {"unfinished": float(status.slices.unfinished), "quarantined": float(len(status.slices.quarantined))}
         yield from gauge("epoch", "Of the data.", status.slices.epoch)
         yield by(GaugeMetricFamily, "slices", "Of the data in this epoch.", "state", slices)
         samples = {"all": status.slices.samples, "trained": status.slices.trained, "dropped": status.slices.dropped}

@@ -423,12 +423,7 @@ class CoordinatorService:
         return handle
 
     async def _socket(self, request: web.Request) -> web.StreamResponse:
-        socket = web.WebSocketResponse(
-            autoping=False,
-            max_msg_size=_HELLO_BYTES,
-            timeout=_STOP_SECONDS,
-            compress=False,
-        )
+        socket = web.WebSocketResponse(autoping=False, max_msg_size=_HELLO_BYTES, timeout=_STOP_SECONDS, compress=False)
         await socket.prepare(request)
         connection = None
         try:

@@ -18,11 +18,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from lightning_bytescheduler.checks import importing, named, require_positive
-from lightning_bytescheduler.diloco.coordinator_client import (
-    TOKEN_VARIABLE,
-    CoordinatorAddress,
-    resolve_coordinator,
-)
+from lightning_bytescheduler.diloco.coordinator_client import TOKEN_VARIABLE, CoordinatorAddress, resolve_coordinator
 from lightning_bytescheduler.diloco.coordinator_protocol import STATUS_PATH
 from lightning_bytescheduler.diloco.round_record import RoundRecord
 from lightning_bytescheduler.exceptions import OptionError

@@ -209,14 +209,7 @@ class Caller:
         check: Called again and again while waiting; raises if no answer is to be expected any more.
     """
 
-    def __init__(
-        self,
-        store: dist.Store,
-        *,
-        sender: str,
-        timeout: float,
-        check: Callable[[], None],
-    ) -> None:
+    def __init__(self, store: dist.Store, *, sender: str, timeout: float, check: Callable[[], None]) -> None:
         self._store = connection_to(store)
         self._sender = sender
         self._timeout = timeout
@@ -263,13 +256,7 @@ class Caller:
         return value
 
 
-def await_key(
-    store: dist.Store,
-    key: str,
-    *,
-    limit: float,
-    check: Callable[[], None],
-) -> bool:
+def await_key(store: dist.Store, key: str, *, limit: float, check: Callable[[], None]) -> bool:
     """Wait until a store has a key; return whether it has. Calls ``check`` while it waits, and raises its error."""
     began, pause = time.monotonic(), _SHORTEST_S
     while not store.check([key]):  # torch warns of each wait that is not over in time

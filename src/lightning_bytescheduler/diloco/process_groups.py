@@ -251,12 +251,7 @@ class WorkerGroup:
 
     cause: BaseException | None = None
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None = None,
-        *,
-        timeout: float = 0.0,
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None, *, timeout: float = 0.0) -> None:
         self._group = group
         self._timeout = _PATIENCE * timeout
 

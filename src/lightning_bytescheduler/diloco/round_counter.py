@@ -17,6 +17,13 @@ from lightning_bytescheduler.diloco.messages import (
     TrainingOver,
 )
 
+_Loss = tuple[float, int]  # mean over the steps that have one, and their samples
+
+
+def _mean_of(one: _Loss, other: _Loss) -> _Loss:
+    (mean, samples), (loss, more) = one, other
+    return (mean + (loss - mean) * (more / (samples + more)), samples + more) if more else one
+
 
 class RoundCounter:
     """Where one worker is in its round.
@@ -40,7 +47,8 @@ class RoundCounter:
         self.steps = 0
         self.samples = 0
         self.seconds = 0.0
-        self._loss: tuple[float, int] = (0.0, 0)  # mean over the steps that have one, and their samples
+        self._loss: _Loss = (0.0, 0)
+        self._of_sent: tuple[float, _Loss] = (0.0, (0.0, 0))  # seconds and loss of what was sent last
         self.next_round: int | None = None
         self.finished = False
         self.closes = False
@@ -52,11 +60,12 @@ class RoundCounter:
     def carried_into(self, round: int, sent: SendingPseudoGradient | None = None) -> RoundCounter:
         """A new counter that begins ``round`` with what was done in this one's, and what was sent to no avail."""
         counter = RoundCounter(self.worker)
-        counter.round, counter.seconds, counter._loss = round, self.seconds, self._loss
-        for done in (self, sent):
-            if done is not None:
-                counter.steps += done.steps
-                counter.samples += done.samples
+        counter.round, counter.steps, counter.samples = round, self.steps, self.samples
+        counter.seconds, counter._loss = self.seconds, self._loss
+        if sent is not None:
+            seconds, loss = self._of_sent
+            counter.steps, counter.samples = self.steps + sent.steps, self.samples + sent.samples
+            counter.seconds, counter._loss = self.seconds + seconds, _mean_of(self._loss, loss)
         return counter
 
     def go_on(self, *, steps: int, samples: int) -> None:
@@ -123,10 +132,9 @@ class RoundCounter:
         self.samples += require_whole("batch_size", batch_size, 1)
         self.steps += 1
         self.seconds += require_seconds("seconds", seconds)
-        mean, measured = self._loss
         if loss is not None:
-            measured += batch_size
-            self._loss = mean + (loss - mean) * (batch_size / measured), measured
+            self._loss = _mean_of(self._loss, (loss, batch_size))
+        mean, measured = self._loss
         return StepReport(
             worker=self.worker,
             round=self.round + self._sent,
@@ -136,7 +144,7 @@ class RoundCounter:
             seconds=seconds,
             in_flight=in_flight,
             trained_s=self.seconds,
-            loss=self._loss[0] if measured else None,
+            loss=mean if measured else None,
         )
 
     def send(self) -> SendingPseudoGradient:
@@ -145,6 +153,7 @@ class RoundCounter:
         Where sending overlaps with training, the steps that follow count for the next round.
         """
         message = SendingPseudoGradient(worker=self.worker, round=self.round, steps=self.steps, samples=self.samples)
+        self._of_sent = self.seconds, self._loss
         self.clear()
         self._last_step = None
         self._sent = True

@@ -20,11 +20,7 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_bytescheduler.checks import (
-    require_seconds,
-    require_share,
-    require_whole,
-)
+from lightning_bytescheduler.checks import require_seconds, require_share, require_whole
 
 INNER_STEPS = 100
 """Of a round, where neither these nor samples are given."""

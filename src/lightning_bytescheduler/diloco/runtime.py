@@ -23,13 +23,7 @@ from torch import nn
 
 from lightning_bytescheduler.__about__ import __version__
 from lightning_bytescheduler.diloco.coordinator_client import CoordinatorAddress, CoordinatorClient
-from lightning_bytescheduler.diloco.coordinator_protocol import (
-    PROTOCOL,
-    Hello,
-    ModelParameter,
-    RunOptions,
-    Welcome,
-)
+from lightning_bytescheduler.diloco.coordinator_protocol import PROTOCOL, Hello, ModelParameter, RunOptions, Welcome
 from lightning_bytescheduler.diloco.coordinator_transport import CoordinatorTransport
 from lightning_bytescheduler.diloco.fragments import TrainedWeights
 from lightning_bytescheduler.diloco.mailbox import Mailbox, Postman, connection_to, post
@@ -527,6 +521,7 @@ class CoordinatedRuntime(Runtime):
             exchange=self._transport,
             timeout=self._timeout,
             timeline=self._timeline,
+            no_hope=self._board.no_hope,
         )
         self.check()
         self.client.listen(self.session)

@@ -273,6 +273,7 @@ class Unmerged:
         sent: The pseudo-gradient that is on its way.
         rewound: Whether all of it goes over to weights from before it.
         beside: Steps beside the last mean, at most.
+        taken: Samples that a coordinator has taken whose weights are not known, as it is away since.
         data: The slices that it was trained on, if a coordinator hands them out.
     """
 
@@ -280,6 +281,7 @@ class Unmerged:
         self.sent: Sent | None = None
         self.rewound = False
         self.beside = beside
+        self.taken = 0
         self.data: TrackedData | None = None
         self._steps = self._samples = 0  # carried from rounds without a quorum, as the next
         self._carried: tuple[TrainedRun, ...] = ()
@@ -330,6 +332,8 @@ class Unmerged:
         """Nothing is on its way any more; returns what was, whose samples are to be sent again."""
         sent, self.sent = self.sent, None
         if sent is not None:
+            answer = sent.upload.answer
+            self.taken = 0 if answer is None or not answer.weight else sent.said.samples + self._samples
             sent.upload.receipt.cancel()
         return sent
 
@@ -381,6 +385,8 @@ class Session:
         exchange: Carries pseudo-gradients.
         timeout: Longest wait for the other workers, in seconds.
         timeline: Where spans go.
+        no_hope: Called about once a second while something is waited for: why another rank of this worker, which hears
+            nothing of other workers, will not go on; else ``None``.
 
     Attributes:
         worker: As given, until a coordinator gives another one.
@@ -416,6 +422,7 @@ class Session:
         exchange: Exchange | None = None,
         timeout: float = 0.0,
         timeline: OuterTimeline | None = None,
+        no_hope: Callable[[], BaseException | None] = lambda: None,
     ) -> None:
         self.worker = worker
         self.overlap = overlap
@@ -429,6 +436,7 @@ class Session:
         self._trained = trained
         self._flush = flush
         self._timeout = timeout
+        self._no_hope = no_hope
         self._timeline = OuterTimeline(worker=worker) if timeline is None else timeline
         self._lock = Condition()
         self._place = Place(counter=RoundCounter(worker))  # changes under the lock
@@ -638,14 +646,15 @@ class Session:
         """Go on with the rounds: where the others are by now."""
         self._together(self._resume)
 
-    def leave(self, *, quickly: bool, for_all: bool = False) -> None:
+    def leave(self, *, quickly: bool, for_all: bool = False, hurries: Callable[[], bool] = lambda: False) -> None:
         """Take part no more, and have the global weights. What was trained counts.
 
         Args:
             quickly: Whether not to wait for the end of the round.
             for_all: Whether this worker leads, and the training of all is to end with this round.
+            hurries: Whether not to wait any longer for a coordinator that is away; looked at while it is.
         """
-        self._together(lambda: self._leave(quickly, for_all))
+        self._together(lambda: self._leave(quickly, for_all, hurries))
 
     def done_in_round(self) -> dict[str, int]:
         """What was done in this round, by name; where it has just begun, beside the last one's mean. On the leader."""
@@ -777,6 +786,14 @@ class Session:
                 if now - asked >= _LOOK_S:
                     asked = now
                     meanwhile()
+                    self._lock.release()  # which others need that this call may wait for
+                    try:
+                        cause = self._no_hope()
+                    finally:
+                        self._lock.acquire()
+                    if cause is not None:
+                        raise cause
+                    continue  # it may have come meanwhile
                 if not (alone or self._place.connected):
                     raise AwayError
                 if now - since >= longest:
@@ -1148,13 +1165,13 @@ class Session:
             self._conclude()
         self.state.changed.update(self._fragments)
 
-    def _leave(self, quickly: bool, for_all: bool) -> None:
+    def _leave(self, quickly: bool, for_all: bool, hurries: Callable[[], bool]) -> None:
         place = self._place
         place.shown.close()
         longest = self._timeline.now() + min(self._timeout, _BACK_S)
         is_broken = not place.connected
         while True:
-            if is_broken and not quickly and self._unsent and not self._reconnect(longest):
+            if is_broken and not quickly and self._unsent and not self._reconnect(longest, hurries):
                 break
             welcome = place.welcome
             if for_all:
@@ -1162,9 +1179,18 @@ class Session:
             if self._group.cause is None:
                 self._send_last(quickly)
             is_broken = not place.connected or place.welcome is not welcome
+            quickly = quickly or hurries()
             if quickly or not (is_broken and self._unsent) or self._timeline.now() >= longest:
                 break
-        if unsent := self._unsent:
+        taken = 0 if place.connected else min(self.unmerged.taken, self._unsent)
+        if taken:
+            log.warning(
+                "%s ends, and the coordinator is away since it has taken %d samples that it has trained on. They are "
+                "in the weights, unless it was started again without them.",
+                self.worker,
+                taken,
+            )
+        if unsent := self._unsent - taken:
             where = "it has not taken them" if place.connected else "it is away"
             log.warning(
                 "%s ends, and %d samples that it has trained on are not sent to the coordinator: %s. They are in no "
@@ -1192,7 +1218,7 @@ class Session:
             return unsent
         return unsent + self.unmerged.carried_samples + (0 if sent is None else sent.said.samples)
 
-    def _reconnect(self, longest: float) -> bool:
+    def _reconnect(self, longest: float, hurries: Callable[[], bool]) -> bool:
         """Wait until that time for a connection, and take part over it; returns whether what is left can be sent."""
         place = self._place
         with self._lock:
@@ -1207,7 +1233,9 @@ class Session:
             )
         timeout, self._timeout = self._timeout, min(self._timeout, seconds)  # of each wait
         try:
-            self._while_connected(lambda: place.connected, "the coordinator", alone=True)
+            self._while_connected(lambda: place.connected or hurries(), "the coordinator", alone=True)
+            if not place.connected:
+                return False
             with self._lock:
                 if not place.joined and not self._late:
                     self._join()

@@ -57,13 +57,7 @@ class LoopBoundaries(ABC):
         trainer: As given.
     """
 
-    def __init__(
-        self,
-        trainer: pl.Trainer,
-        session: Session,
-        *,
-        group: WorkerGroup,
-    ) -> None:
+    def __init__(self, trainer: pl.Trainer, session: Session, *, group: WorkerGroup) -> None:
         self.trainer = trainer
         self._session = session
         self._group = group
@@ -523,18 +517,16 @@ class CoordinatedBoundaries(LoopBoundaries):
             self._left = True
             if self._data is not None:
                 self._data.halt()  # the coordinator takes back what a worker holds that leaves
-            self._session.leave(quickly=quickly, for_all=self.ends_all and self.leads)
+            self._session.leave(
+                quickly=quickly,
+                for_all=self.ends_all and self.leads,
+                hurries=lambda: bool(self.trainer.received_sigterm),
+            )
 
 
 # ---------------------------------------------------------------------- what is for the leader only
 
-_CHECKPOINT_HOOKS = (
-    "on_train_batch_end",
-    "on_train_epoch_end",
-    "on_validation_end",
-    "on_train_end",
-    "on_exception",
-)
+_CHECKPOINT_HOOKS = ("on_train_batch_end", "on_train_epoch_end", "on_validation_end", "on_train_end", "on_exception")
 _Method: TypeAlias = Callable[..., Any]
 _LOGGING = ("log_metrics", "log_graph", "save", "after_save_checkpoint")
 

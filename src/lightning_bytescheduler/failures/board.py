@@ -366,10 +366,8 @@ class FaultBoard:
         """
         if self.hopeless:
             return self.diagnose(RuntimeError("c10d: the store is gone"))
-        with self._changed:
-            self._asked_at = time.monotonic()
-            silent = self._vanished(2 * NATIVE_S)
-            return self._bury(silent) if silent else None
+        self._asked_at = time.monotonic()
+        return None
 
     def take_over(self) -> None:
         """Note that the training thread is back with a failure, and will end by itself."""
@@ -493,10 +491,10 @@ class FaultBoard:
         """The other ranks that have not left."""
         return set(self._others) - self._signs.left
 
-    def _vanished(self, silence: float) -> list[int]:
-        """Ranks that came, and have shown no sign of life for so many seconds while they were looked at."""
+    def _vanished(self, asked: bool) -> list[int]:
+        """Ranks that came, and have shown no sign of life for long: while a thread asked, or the training waited."""
         came = self._signs.standings()
-        return [rank for rank in self._signs.silent(silence) if rank in came]
+        return [rank for rank in self._signs.silent((2 if asked else _VANISHED) * NATIVE_S) if rank in came]
 
     def _locate(self, error: BaseException) -> BaseException:
         """Name a rank that has vanished without breaking a connection; if all live, say what each is doing."""
@@ -536,14 +534,16 @@ class FaultBoard:
             finally:
                 self._askers -= 1
 
-    def _bury(self, silent: Sequence[int], *broken: str) -> RankFailedError | None:
+    def _bury(self, silent: Sequence[int], *broken: str) -> None:
         """Tell all that ranks are dead."""
         last = explain_death(self._signs.standings())
         cause = "; ".join((_no_sign_of_life(silent), *broken)) + (f". {last}" if last else "")
-        found = RankFailedError(silent[0], cause)
-        self._learn(FaultNotice.of(found, by=self.rank))
-        self._post(found)
-        return self.fault
+        self._find(RankFailedError(silent[0], cause))
+
+    def _find(self, failure: RankFailedError) -> None:
+        """Another rank's failure, which it does not tell itself."""
+        self._learn(FaultNotice.of(failure, by=self.rank))
+        self._post(failure)
 
     def _within(self, deadline: float) -> bool:
         """Wait for the thread's next round; ``False`` if that is too late, or no round will come."""
@@ -612,12 +612,9 @@ class FaultBoard:
             if notice is not None:
                 self._learn(notice)
             elif standstill is not None and self._notice is None and self._outgoing is None:
-                found = RanksDivergedError(standstill)
-                self._learn(FaultNotice.of(found, by=self.rank))
-                self._post(found)
-            elif self._notice is None and self._outgoing is None:
-                if silent := self._vanished(_VANISHED * NATIVE_S):  # known of those that this rank waits for
-                    self._bury(silent)
+                self._find(RanksDivergedError(standstill))
+            elif self._notice is None and self._outgoing is None and (silent := self._vanished(asked)):
+                self._bury(silent)
 
     def _stand(self) -> Standing:
         """Where this rank stands; after a failure, where it stood before."""

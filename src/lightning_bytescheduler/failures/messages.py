@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from lightning_bytescheduler.exceptions import ByteSchedulerError, RankFailedError, RanksDivergedError
 
-_RANKS_SHOWN = 16
+RANKS_SHOWN = 16
+"""In one message."""
 _CAUSE_LIMIT = 2000  # characters of an error message that are sent
 _COMMUNICATION = re.compile(r"gloo|NCCL|c10d|pair closure|Connection (closed|reset)|Broken pipe", re.IGNORECASE)
 _TIMEOUT = re.compile(r"timed? ?out", re.IGNORECASE)
@@ -90,8 +91,8 @@ class FaultNotice(StoreMessage, frozen=True, kw_only=True):
 
 def names_of(ranks: Sequence[int]) -> str:
     """``rank 1`` or ``ranks 1, 2 and 7 more``."""
-    shown = ", ".join(map(str, ranks[:_RANKS_SHOWN]))
-    more = f" and {len(ranks) - _RANKS_SHOWN} more" if len(ranks) > _RANKS_SHOWN else ""
+    shown = ", ".join(map(str, ranks[:RANKS_SHOWN]))
+    more = f" and {len(ranks) - RANKS_SHOWN} more" if len(ranks) > RANKS_SHOWN else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
 
 

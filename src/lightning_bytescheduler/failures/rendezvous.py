@@ -49,7 +49,7 @@ from lightning_bytescheduler.exceptions import (
     RanksUnreachableError,
     SchedulerTimeoutError,
 )
-from lightning_bytescheduler.failures.messages import FaultNotice, StoreMessage, names_of, values_of
+from lightning_bytescheduler.failures.messages import RANKS_SHOWN, FaultNotice, StoreMessage, names_of, values_of
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,6 @@ _LAST_HINT = 4  # times that, until a rank with a plain process group is given u
 _ROLL_CALL_S = 0.25  # at most, between two looks
 _CONNECT_S = 2.0
 _FAREWELL_S = 2.0
-_RANKS_SHOWN = 16
 _DIFFERENCES_SHOWN = 8
 _NO_ADDRESS = "Unable to find address for"  # gloo's words
 _NO_CONNECTION = "connectFullMesh failed"
@@ -118,21 +117,20 @@ _Missing = Callable[[float], tuple[str, bool]]
 
 
 def _patient_looks(
-    who_is_missing: _Missing, *, timeout: float, failure: Callable[[], BaseException | None], warn_after: float | None
+    who_is_missing: _Missing, *, timeout: float, failure: Callable[[], BaseException | None]
 ) -> Iterator[float]:
-    """Like :func:`looks`, but says who is missing: in a warning after ``warn_after`` seconds, twice that, and so on.
+    """Like :func:`looks`, but says who is missing: in a warning after half a minute, a minute, and so on.
 
     Args:
         who_is_missing: Called with the seconds waited; returns what to say, empty if all have come since the last look,
             and whether this rank warns of it.
         timeout: Seconds until that is an error.
         failure: See :func:`looks`.
-        warn_after: 30 s if left out.
 
     Raises:
         SchedulerTimeoutError: If the time is up.
     """
-    warn_at = _WARN_S if warn_after is None else warn_after
+    warn_at = _WARN_S
     for waited in looks(failure, longest=_ROLL_CALL_S):
         yield waited
         if waited >= min(warn_at, timeout):
@@ -275,7 +273,6 @@ def hold_roll_call(
     world_size: int,
     timeout: float,
     failure: Callable[[], BaseException | None] = lambda: None,
-    warn_after: float | None = None,
 ) -> list[Introduction]:
     """Introduce this rank, and wait until all others have done so.
 
@@ -285,7 +282,6 @@ def hold_roll_call(
         world_size: Number of ranks.
         timeout: Longest wait for the others, in seconds.
         failure: Called while others are waited for; returns the reason why they will not come, or ``None``.
-        warn_after: Seconds until missing ranks are named, and again after twice as long, and so on; 30 if left out.
 
     Returns:
         All introductions, by rank.
@@ -310,7 +306,7 @@ def hold_roll_call(
         )
         return f"{text} {'; '.join(differences)}." if differences else text, here[0].rank == own.rank
 
-    for _ in _patient_looks(who_is_missing, timeout=timeout, failure=failure, warn_after=warn_after):
+    for _ in _patient_looks(who_is_missing, timeout=timeout, failure=failure):
         if store.check(keys):
             break
     return [Introduction.decode(text) for text in values_of(store, keys)]
@@ -355,7 +351,7 @@ def _differences(introductions: Sequence[Introduction], said: Sequence[Mapping[s
 
 
 def _who(introductions: Sequence[Introduction]) -> str:
-    hosts = sorted({one.host for one in introductions})[:_RANKS_SHOWN]
+    hosts = sorted({one.host for one in introductions})[:RANKS_SHOWN]
     return f"{names_of([one.rank for one in introductions])} ({', '.join(hosts)})"
 
 
@@ -381,14 +377,12 @@ class Meeting:
         world_size: Number of ranks.
         strategy: Name of this rank's strategy.
         timeout: Longest wait for the others, in seconds.
-        warn_after: See :func:`hold_roll_call`.
     """
 
     rank: int
     world_size: int
     strategy: str
     timeout: float
-    warn_after: float | None = None
 
     def at(self, host: str, port: int) -> dist.Store:
         """Meet at the store that rank 0, or torchrun's agent, has at this address; see :meth:`on`.
@@ -459,7 +453,6 @@ class Meeting:
             world_size=self.world_size,
             timeout=self.timeout,
             failure=failure,
-            warn_after=self.warn_after,
         )
         met.set(f"read/{self.rank}", "")
         try:
@@ -506,7 +499,7 @@ class Meeting:
     def _looks(
         self, who_is_missing: _Missing, failure: Callable[[], BaseException | None] = lambda: None
     ) -> Iterator[float]:
-        return _patient_looks(who_is_missing, timeout=self.timeout, failure=failure, warn_after=self.warn_after)
+        return _patient_looks(who_is_missing, timeout=self.timeout, failure=failure)
 
 
 def connection_hint(world_size: int, host: str, port: int, waited: float) -> str:

@@ -38,7 +38,7 @@ import torch
 import torch.distributed as dist
 from msgspec.structs import replace
 
-from lightning_bytescheduler.failures.messages import StoreMessage, names_of, values_of
+from lightning_bytescheduler.failures.messages import RANKS_SHOWN, StoreMessage, names_of, values_of
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +106,6 @@ class Watchdog:
                 stream.flush()
 
 
-_RANKS_SHOWN = 16
 _EVEN = (
     "ByteSchedulerStrategy(weighting='samples') trains on all of them. Or give each as many: leave "
     "Trainer(use_distributed_sampler=True), use a sampler that pads or drops, such as DistributedSampler(dataset, "
@@ -284,8 +283,8 @@ def _explain(standings: Mapping[int, Standing]) -> str:
 
 
 def _where(standings: Mapping[int, Standing]) -> str:
-    shown = sorted(standings.items())[:_RANKS_SHOWN]
-    more = f"; and {len(standings) - _RANKS_SHOWN} more" if len(standings) > _RANKS_SHOWN else ""
+    shown = sorted(standings.items())[:RANKS_SHOWN]
+    more = f"; and {len(standings) - RANKS_SHOWN} more" if len(standings) > RANKS_SHOWN else ""
     return "; ".join(f"rank {rank} {standing.describe()}" for rank, standing in shown) + more
 
 
