@@ -24,8 +24,8 @@ from lightning_bytescheduler.scheduler.threads import start_thread
 __all__ = ["PATIENCE", "OnSent", "SendingTurns", "turns_by_need"]
 
 PATIENCE = timedelta(days=30)
-"""Timeout of waits that a closed connection ends anyway, for what may come as late as a validation or a checkpoint ends;
-connecting has a shorter one."""
+"""Timeout of waits that a closed connection ends anyway, for what may come as late as a validation ends; connecting has
+a shorter one."""
 
 OnSent = Callable[[float, float], object]
 """Called with begin and end of a message's way out, in seconds of ``time.perf_counter``, on the sending thread."""
