@@ -88,12 +88,14 @@ def test_sums_in_another_order_are_rounding() -> None:
     assert "with and without updates that cross the step boundary, the same to the last bit" in report.text()
 
 
+@pytest.mark.slow
 def test_a_training_that_no_seed_repeats_is_not_blamed_on_the_strategy() -> None:
     report = run(Unrepeatable(depth=1), steps=3)
     assert report.verdict == "not reproducible"
     assert report.exit_code == 2
 
 
+@pytest.mark.slow
 def test_what_fails_under_bytescheduler_alone_is_a_difference() -> None:
     report = run(FailsWhenGated(depth=1), steps=3)
     assert report.exit_code == 1

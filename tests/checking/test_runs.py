@@ -128,6 +128,7 @@ def test_a_script_is_run_as_it_is(folder: Path, capsys: pytest.CaptureFixture[st
     assert "bytescheduler's plan: " in said.out
 
 
+@pytest.mark.slow
 def test_a_script_that_fails_by_itself_is_told_from_one_that_fails_here(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

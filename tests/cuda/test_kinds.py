@@ -53,8 +53,8 @@ def test_two_ranks_on_gloo(
     [
         ("bf16", 1e-3, None),
         ("int8", 1e-2, 0.05),
-        ("int4", 0.1, None),
-        ("topk:0.5:int8", 0.2, 0.05),
+        pytest.param("int4", 0.1, None, marks=pytest.mark.slow),
+        pytest.param("topk:0.5:int8", 0.2, 0.05, marks=pytest.mark.slow),
         ("powersgd:5", 0.3, None),
     ],
 )

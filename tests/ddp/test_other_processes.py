@@ -86,6 +86,7 @@ def test_the_process_that_started_those_of_a_fit_knows_what_came_of_it_and_saves
     assert "plan: overlapped steps: 3, saved" in done.stdout
 
 
+@pytest.mark.slow
 def test_ranks_that_are_forked_after_their_parent_has_computed_do_not_wait_for_its_threads(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.ddp.spawned_fit", "bytescheduler_notebook", str(tmp_path / "x.ckpt"), "yes"]
     environment = {**os.environ, "OMP_NUM_THREADS": "4", "GLOO_SOCKET_IFNAME": "lo"}

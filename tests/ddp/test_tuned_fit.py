@@ -107,6 +107,7 @@ def settled(two_ranks: RankPool, folder: Path) -> Seen:
     return found
 
 
+@pytest.mark.slow
 def test_resumed(two_ranks: RankPool, tmp_path: Path) -> None:
     before = settled(two_ranks, tmp_path)
     state = torch.load(tmp_path / "late.ckpt", weights_only=True)["bytescheduler_tuning"]

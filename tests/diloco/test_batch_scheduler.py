@@ -376,7 +376,10 @@ def test_a_training_is_closed_by_rounds_without_a_step() -> None:
 
 
 @pytest.mark.parametrize("target", [SampleTarget(120 * 8 * 30), FastestSteps(30), FixedSteps(30)], ids=str)
-@pytest.mark.parametrize(("spread", "jitter"), [(1.0, 0.0), (1.0, 0.1), (4.0, 0.02)])
+@pytest.mark.parametrize(
+    ("spread", "jitter"),
+    [(1.0, 0.0), pytest.param(1.0, 0.1, marks=pytest.mark.slow), pytest.param(4.0, 0.02, marks=pytest.mark.slow)],
+)
 def test_a_crowd_is_looked_at_seldom_and_ends_its_rounds_together(
     target: RoundTarget, spread: float, jitter: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

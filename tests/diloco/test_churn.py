@@ -395,6 +395,7 @@ def test_a_lost_worker_is_forgotten_after_a_while() -> None:
         assert ("a" in bench.scheduler.workers) == (round == 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("leaves", [True, False])
 def test_memory_is_bounded_after_a_hundred_thousand_names(leaves: bool) -> None:
     """Each joins, and leaves or dies, within one expiry."""

@@ -86,6 +86,7 @@ def test_every_round_ends_whoever_dies_sleeps_or_comes_back(
     check(run, crowd, silent_after=2.0, first_step_limit=20.0)
 
 
+@pytest.mark.slow
 def test_many_kills_and_returns_cost_little() -> None:
     """Eight workers; one is killed every four seconds, and is back after three."""
     crowd = [

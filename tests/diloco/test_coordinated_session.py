@@ -274,6 +274,7 @@ def test_a_worker_that_follows_the_mean_goes_on_without_a_coordinator(serve: Any
     assert cut.version == stays.version == 12
 
 
+@pytest.mark.slow
 def test_with_tls_a_worker_knows_the_coordinator_and_is_known(
     serve: Any, tmp_path: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -115,7 +115,9 @@ def exchanges(rank: int, size: int, wire: WireFormat, rounds: int, broken: int |
     return received, wanted, state
 
 
-@pytest.mark.parametrize(("wire_dtype", "rounds", "bound"), [("int4", 6, 0.5), ("sparse", 12, 0.0)])
+@pytest.mark.parametrize(
+    ("wire_dtype", "rounds", "bound"), [("int4", 6, 0.5), pytest.param("sparse", 12, 0.0, marks=pytest.mark.slow)]
+)
 def test_what_is_lost_in_a_round_is_sent_in_a_later_one(
     wire_dtype: str, rounds: int, bound: float, three_plain_ranks: RankPool
 ) -> None:

@@ -99,6 +99,7 @@ def test_a_restart_changes_nothing(diloco_ranks: RankPool, tmp_path: Path) -> No
         assert_same_end(rest, whole, after=after)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "sizes"),
     [

@@ -72,12 +72,14 @@ def test_slices_train_over_http_and_resume_exactly(capsys: pytest.CaptureFixture
     assert f"{10 * 32} + {lines - 10 * 32} = {lines} lines: the epoch, each line once" in printed
 
 
+@pytest.mark.slow
 def test_fabric_loop(nursery: Nursery, tmp_path: Path) -> None:
     text = said(nursery, tmp_path, "examples.fabric_loop", "--epochs", "2")
     assert "the weights are DDP's, bit for bit" in text
     assert "97% of the updates crossed the step boundary" in text
 
 
+@pytest.mark.slow
 def test_unequal(nursery: Nursery, tmp_path: Path) -> None:
     ((_, _, *argv),) = commands(unequal)
     text = said(nursery, tmp_path, *argv, "--steps", "12")
@@ -87,6 +89,7 @@ def test_unequal(nursery: Nursery, tmp_path: Path) -> None:
         assert sum(map(int, shares)) == 64
 
 
+@pytest.mark.slow
 def test_parameter_servers(nursery: Nursery, tmp_path: Path) -> None:
     text = said(nursery, tmp_path, "examples.parameter_servers", "--servers", "0", "--steps", "4")
     check_servers(text)
@@ -108,6 +111,7 @@ def check_servers(text: str) -> None:
         assert server in text
 
 
+@pytest.mark.slow
 def test_tuning(nursery: Nursery, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = said(nursery, tmp_path, "examples.tuning", "--steps", "50", "--output", str(tmp_path / "tuned"))
     assert "start, credit" in text

@@ -184,7 +184,13 @@ with connected(store, "127.0.0.1", port, rank=rank, world_size=2) as board:
 """
 
 
-@pytest.mark.parametrize(("patience", "how"), [(0.2, "stands"), (60.0, "comes back")], ids=["stands", "comes back"])
+@pytest.mark.parametrize(
+    ("patience", "how"),
+    [
+        pytest.param(0.2, "stands", id="stands", marks=pytest.mark.slow),
+        pytest.param(60.0, "comes back", id="comes back"),
+    ],
+)
 def test_a_rank_that_cannot_connect_ends_the_others(patience: float, how: str) -> None:
     port = free_port()
     ranks = [

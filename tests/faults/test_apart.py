@@ -7,6 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.faults.ranks import Ended, Nursery
 
 SCRIPT = Path(__file__).with_name("train_apart.py")
@@ -88,6 +90,7 @@ def test_a_rank_that_gloo_ends_is_explained(nursery: Nursery, tmp_path: Path) ->
     assert "use_distributed_sampler=True" in survivor.log
 
 
+@pytest.mark.slow
 def test_whoever_is_only_slow_is_waited_for(nursery: Nursery, tmp_path: Path) -> None:
     loading: Case = ({"stream": True}, {0: {"pause": 7.0}})
     validating: Case = ({"val_batches": 2, "sync": True, "epochs": 2}, {0: {"busy": "validation_step"}})

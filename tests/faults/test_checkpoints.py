@@ -24,7 +24,7 @@ def weights_after(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.mark.parametrize(
     ("place", "failed", "step"),
-    [("backward", 0, 2), ("on_train_batch_end", 1, 3)],
+    [pytest.param("backward", 0, 2, marks=pytest.mark.slow), ("on_train_batch_end", 1, 3)],
 )
 def test_a_checkpoint_on_exception_has_every_update(
     place: str, failed: int, step: int, nursery: Nursery, tmp_path: Path, weights_after: dict[int, Any]

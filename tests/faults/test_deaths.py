@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.faults.ranks import Nursery
 from tests.faults.scenario import Scenario, check_end, run, run_together
 
@@ -34,6 +36,7 @@ def test_rank_zero_takes_the_store_with_it_and_is_named(nursery: Nursery, tmp_pa
     check_end(ranks, failed=0, code=-9, says="Rank 0 failed: its process is gone", quiet=False)
 
 
+@pytest.mark.slow
 def test_a_death_with_gradients_on_two_lanes(nursery: Nursery, tmp_path: Path) -> None:
     """As over long round trips; each lane has connections and threads of its own."""
     options = {"where": "sending", "kind": "SIGKILL", "ranks": [1], "far": True}
@@ -41,6 +44,7 @@ def test_a_death_with_gradients_on_two_lanes(nursery: Nursery, tmp_path: Path) -
     check_end(ranks, failed=1, code=-9, says="Rank 1 failed: it shows no sign of life")
 
 
+@pytest.mark.slow
 def test_a_death_while_credit_and_partition_are_tuned(nursery: Nursery, tmp_path: Path) -> None:
     options = {
         "where": "training_step",

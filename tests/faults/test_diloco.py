@@ -65,6 +65,7 @@ def test_a_sigterm_to_all_ends_all_as_lightning_does(nursery: Nursery, tmp_path:
         assert "THREADS []" in rank.log, rank.log
 
 
+@pytest.mark.slow
 def test_any_rank_of_a_worker_is_named(nursery: Nursery, tmp_path: Path) -> None:
     """The second worker's leader, and its other rank, which speaks with no other worker."""
     cases = [
@@ -81,6 +82,7 @@ def test_whoever_fails_when_all_have_trained_is_named_soon(nursery: Nursery, tmp
     check_ends(cases, run(nursery, tmp_path, cases), ["ValueError: no space is left", "it shows no sign of life"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["raise", "SIGTERM"])
 def test_a_fit_that_fails_leaves_its_last_whole_checkpoint(kind: str, nursery: Nursery, tmp_path: Path) -> None:
     """In a round's middle, three steps behind the last checkpoint; none is written that is of no one moment."""

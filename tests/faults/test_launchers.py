@@ -80,6 +80,7 @@ def test_a_sigterm_is_the_exit_code(torchrun: bool, expected: int, tmp_path: Pat
     assert text.count("ends training: exit code 143") == 2, text
 
 
+@pytest.mark.slow
 def test_a_taken_master_port_leaves_no_process_behind(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(

@@ -13,9 +13,9 @@ from tests.faults.scenario import Scenario, check_end, run
 @pytest.mark.parametrize(
     ("servers", "failed", "where", "kind"),
     [
-        pytest.param(0, 3, "sending", "SIGKILL", id="killed while it sends; ranks are servers"),
+        pytest.param(0, 3, "sending", "SIGKILL", id="killed while it sends; ranks are servers", marks=pytest.mark.slow),
         pytest.param(1, 2, "adding up", "SIGKILL", id="killed while it adds up; one server"),
-        pytest.param(1, 1, "adding up", "raise", id="an error while it adds up"),
+        pytest.param(1, 1, "adding up", "raise", id="an error while it adds up", marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_of_a_node_is_named_on_all(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.faults.ranks import Nursery
 from tests.faults.scenario import Scenario, run_together
 
@@ -25,6 +27,7 @@ def test_nothing_is_left_after_fit_fit_again_and_validate(nursery: Nursery, tmp_
             assert "[c10d]" not in rank.log
 
 
+@pytest.mark.slow
 def test_a_rank_may_come_to_the_end_much_later(nursery: Nursery, tmp_path: Path) -> None:
     # Longer than threads have to stop: rank 0 still writes something, or another rank does, for which rank 0 waits.
     options = {"where": "on_train_end", "kind": "pause", "steps": 4}

@@ -13,7 +13,7 @@ from tests.faults.ranks import Nursery
 from tests.faults.test_apart import Case, check, run
 
 
-@pytest.mark.parametrize("strategy", ["bytescheduler", "diloco"])
+@pytest.mark.parametrize("strategy", [pytest.param("bytescheduler", marks=pytest.mark.slow), "diloco"])
 def test_different_files_are_an_error_before_the_first_step(strategy: str, nursery: Nursery, tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     whole: Case = ({"strategy": strategy, "checkpoint": str(saved), "epochs": 2}, {})

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
 import torch
 
 from examples.elastic_torchrun import samples_by_batch
@@ -51,6 +52,7 @@ def requeued_job(nursery: Nursery, folder: Path, tasks: tuple[int, int], strateg
     return ended[0].log
 
 
+@pytest.mark.slow
 def test_a_requeued_job_goes_on(nursery: Nursery, tmp_path: Path) -> None:
     """With another number of tasks; both strategies at the same time, as they mostly wait."""
     jobs = [(tmp_path / "exact", (2, 1), "bytescheduler"), (tmp_path / "diloco", (2, 3), "diloco")]

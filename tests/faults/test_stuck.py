@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.faults.ranks import Nursery
 from tests.faults.scenario import Scenario, check_end, run, run_together
 
@@ -26,6 +28,7 @@ def test_a_rank_that_never_comes_back_ends_all_after_the_timeout(nursery: Nurser
     assert "time.sleep" in ranks[1].log
 
 
+@pytest.mark.slow
 def test_survivors_end_although_the_failed_process_lives_on(nursery: Nursery, tmp_path: Path) -> None:
     """It ends after them: it waits for that. A rank in a step as DDP's waits inside of torch, for futures."""
     outliving = [(3, 1, "overlapped", SOON), (2, 0, "ddp", {})]
@@ -43,6 +46,7 @@ def test_survivors_end_although_the_failed_process_lives_on(nursery: Nursery, tm
         assert " threads=[] gated=0 groups=1" in ranks[rank].log
 
 
+@pytest.mark.slow
 def test_training_again_after_a_failure(nursery: Nursery, tmp_path: Path) -> None:
     together = Scenario(world_size=3, options={"where": "on_train_batch_end", "ranks": [0, 1, 2], "again": "fit"})
     alone = Scenario(
@@ -59,6 +63,7 @@ def test_training_again_after_a_failure(nursery: Nursery, tmp_path: Path) -> Non
     assert "Rank 1 failed: it does not train again after this: Rank 0 failed: ValueError: boom" in one_again[0].log
 
 
+@pytest.mark.slow
 def test_a_checkpoint_may_take_its_time(nursery: Nursery, tmp_path: Path) -> None:
     # Rank 0 is writing for longer than a training thread has to come back when rank 1 fails.
     scenario = Scenario(
@@ -77,6 +82,7 @@ def test_a_checkpoint_may_take_its_time(nursery: Nursery, tmp_path: Path) -> Non
     assert (tmp_path / "regular.ckpt").exists()
 
 
+@pytest.mark.slow
 def test_a_frozen_host_of_the_store_does_not_keep_a_failing_rank(nursery: Nursery, tmp_path: Path) -> None:
     scenario = Scenario(
         world_size=2,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.faults.ranks import Nursery
 from tests.faults.test_apart import Case, check, run
 
@@ -28,6 +30,7 @@ def test_other_options_and_variables_are_an_error_on_every_rank(nursery: Nursery
     check(outer, "RanksDifferError: ", "inner_steps is 2 on rank 0 (", ", but 4 on rank 1 (")
 
 
+@pytest.mark.slow
 def test_a_rank_with_plain_ddp_ends_all_with_the_third_hint(nursery: Nursery, tmp_path: Path) -> None:
     strategies = ("bytescheduler", "diloco")
     cases: list[Case] = [

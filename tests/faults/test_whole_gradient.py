@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.faults.ranks import Nursery
 from tests.faults.scenario import Scenario, check_end, run, run_together
 
 CLIP = {"clip": 0.1}
 
 
+@pytest.mark.slow
 def test_an_exception_ends_all_ranks(nursery: Nursery, tmp_path: Path) -> None:
     failing = [("backward", 3, 1), ("on_before_optimizer_step", 2, 0), ("on_train_batch_end", 2, 1)]
     scenarios = [Scenario(world_size=n, options={**CLIP, "where": where, "ranks": [r]}) for where, n, r in failing]
@@ -26,6 +29,7 @@ def test_a_failure_in_mid_communication_ends_all_ranks(nursery: Nursery, tmp_pat
     check_end(others, failed=2, says="Rank 2 failed: LaunchOrderError: the ranks run different")
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_comes_back_ends_all_after_the_timeout(nursery: Nursery, tmp_path: Path) -> None:
     options = {
         **CLIP,

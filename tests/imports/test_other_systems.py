@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 POSIX_MODULES = ["fcntl", "grp", "pwd", "resource", "termios", "tty", "pty", "syslog", "posix"]
 POSIX_NAMES = {
     "os": [
@@ -60,6 +62,7 @@ OTHERS = [
 ]
 
 
+@pytest.mark.slow
 def test_modules_are_imported_without_what_only_posix_has(tmp_path) -> None:
     arguments = json.dumps([POSIX_MODULES, POSIX_NAMES, OTHERS])
     done = subprocess.run(

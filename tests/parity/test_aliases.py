@@ -137,6 +137,7 @@ def test_the_other_weights_keep_their_overlap(two_ranks: RankPool) -> None:
     assert ours[0].statistics.deferred_share > 0.6
 
 
+@pytest.mark.slow
 def test_overlap_comes_back_with_the_end_of_the_alias(two_ranks: RankPool) -> None:
     """Of 60 steps, the first is synchronised and four are of a time when everything was held."""
     keeps = partial(KeepsForAWhile, data, since="batch end")

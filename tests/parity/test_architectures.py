@@ -46,6 +46,7 @@ def test_residual_network(two_ranks: RankPool, ddp: dict[str, bool]) -> None:
     assert ddp_outcomes[0].weights["stem.1.num_batches_tracked"] == STEPS
 
 
+@pytest.mark.slow
 def test_residual_network_with_validation(two_ranks: RankPool) -> None:
     """Which runs on the running statistics of rank 0, and on updated weights."""
     trainer = {"val_check_interval": 5, "limit_val_batches": 1.0}
@@ -54,6 +55,7 @@ def test_residual_network_with_validation(two_ranks: RankPool) -> None:
     assert_same_as_ddp(two_ranks, recipe, options=SIZES, network="late", broken=broken)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_channels_last(two_ranks: RankPool, precision: Any) -> None:
     """DDP keeps the memory format of a weight in the bucket's view."""
@@ -74,6 +76,7 @@ def test_synchronised_batch_norm_is_refused_on_a_cpu_by_torch(two_ranks: RankPoo
         assert other.error == one.error
 
 
+@pytest.mark.slow
 def test_sizes_of_its_own_accord(two_ranks: RankPool) -> None:
     """With the sizes that follow from model and link, all of a small model is one bucket."""
     recipe = Recipe(model=partial(Encoder, optimizer=adamw), steps=STEPS)
@@ -82,6 +85,7 @@ def test_sizes_of_its_own_accord(two_ranks: RankPool) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_deep_network(two_ranks: RankPool) -> None:
     """Twice as many layers as partitions in flight, and many more buckets than DDP would have."""
     recipe = Recipe(model=partial(Tower, depth=24, optimizer=adamw), steps=STEPS)

@@ -199,7 +199,7 @@ class CountsGraphs(Callback):
         pytest.param(whole, "eager", 0, id="whole", marks=pytest.mark.slow),
         pytest.param(WeightsAsArguments, "aot_eager", 0, id="weights-as-arguments", marks=pytest.mark.slow),
         pytest.param(HandedToCompiledFunction, "eager", 0, id="layers-as-arguments"),
-        pytest.param(Closure, "aot_eager", STEPS - 6, id="closure-in-mid-fit"),
+        pytest.param(Closure, "aot_eager", STEPS - 6, id="closure-in-mid-fit", marks=pytest.mark.slow),
     ],
 )
 def test_compiled(two_ranks: RankPool, model: Any, backend: str, opened: int) -> None:
@@ -227,6 +227,7 @@ def test_compiled_code_without_weights_costs_no_overlap(two_ranks: RankPool) -> 
     assert not ours[0].plan.opened_for
 
 
+@pytest.mark.slow
 def test_modules_compiled_in_mid_fit(two_ranks: RankPool) -> None:
     model = partial(CompiledLater, optimizer=partial(AdamW, lr=0.005))
     recipe = Recipe(model=model, steps=STEPS, callbacks=(CountsGraphs, CompilesInMidFit))

@@ -38,6 +38,7 @@ def max_difference(one: Outcome, other: Outcome) -> float:
     return max(float((one.weights[name] - other.weights[name]).abs().max()) for name in one.weights)
 
 
+@pytest.mark.slow
 def test_the_same_bits_however_steps_are_taken(two_ranks: RankPool) -> None:
     recipe = Recipe(model=partial(Tower, optimizer=adamw), steps=8, trainer={"accumulate_grad_batches": 2})
     nothing = {**SIZES, "compression": "int8", "compression_min_size": 1_000_000}
@@ -230,6 +231,7 @@ def residuals_of(trainer: Trainer, model: Any) -> None:
     model.notes.append(left)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("codec", "plugins"), [("topk:0.05", ()), ("powersgd:1", (scaled,))], ids=["topk", "powersgd, scaled losses"]
 )
@@ -475,6 +477,7 @@ def left_names(trainer: Trainer, model: Any) -> None:
     model.notes.append([] if state is None else sorted(state["residuals"]))
 
 
+@pytest.mark.slow
 def test_what_was_left_of_what_is_not_compressed_any_more_is_left_out_and_said(
     two_ranks: RankPool, tmp_path: Path
 ) -> None:
@@ -489,6 +492,7 @@ def test_what_was_left_of_what_is_not_compressed_any_more_is_left_out_and_said(
     assert all(name.startswith("layers.") for name in left)
 
 
+@pytest.mark.slow
 def test_one_rank_alone_leaves_out_what_was_left_and_saves_none_of_it(two_ranks: RankPool, tmp_path: Path) -> None:
     saving = Recipe(model=partial(Tower, optimizer=adamw), steps=20, callbacks=(partial(SaveAt, 15, tmp_path),))
     train_on(two_ranks, saving, Run(options=INT8))
@@ -627,6 +631,7 @@ def test_auto_is_exact_in_steps_as_ddps(two_ranks: RankPool) -> None:
     assert 3 <= statistics.overlapped_steps <= 11  # while layers are tried, the mode stays
 
 
+@pytest.mark.slow
 def test_auto_on_three_ranks_that_accumulate(three_ranks: RankPool) -> None:
     recipe = Recipe(model=partial(Tower, optimizer=adamw), steps=10, trainer={"accumulate_grad_batches": 2})
     (ddp,) = train_on(three_ranks, recipe, DDP)

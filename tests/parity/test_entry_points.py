@@ -130,6 +130,7 @@ class Encoder(Tokens):
         return self.last((self.encoder(embedded) - 0.1 * target.sum(1, keepdim=True)).mean(1))
 
 
+@pytest.mark.slow
 def test_fast_paths_in_the_forward_pass(two_ranks: RankPool) -> None:
     recipe = Recipe(model=partial(Encoder, optimizer=adamw), steps=STEPS)
     assert_same_as_ddp(two_ranks, recipe, options=SIZES, broken=no_entry_points)

@@ -379,6 +379,7 @@ def test_precision(arguments: dict[str, Any], two_ranks: RankPool) -> None:
         assert not outcome["loop"].differences
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{**SIZES, "mode": "ddp"}, {"mode": "auto"}, {**SIZES, "cross_barrier": False}])
 def test_options(options: dict[str, Any], two_ranks: RankPool) -> None:
     loops = {"adamw": PLAIN["adamw"], "one rank looks": one_rank_looks}

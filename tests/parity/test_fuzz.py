@@ -56,6 +56,7 @@ def test_trainings_that_are_ddps(pool: RankPool) -> None:
     assert "2 trainings, all of them DDP's" in shown.file.getvalue()
 
 
+@pytest.mark.slow
 def test_it_stops_at_the_first_that_is_not(pool: RankPool) -> None:
     plain = {
         "loop": "reads-gradients",

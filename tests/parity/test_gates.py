@@ -26,21 +26,29 @@ UNUSED = {"find_unused_parameters": True}
         pytest.param(models.Tied, ["embedding.weight"], {}, id="tied-weights"),
         pytest.param(models.ReadOutside, ["holder.weight"], {}, id="read-outside-its-layer"),
         pytest.param(models.ReadOutside, ["table.weight"], {}, id="embedding-as-output-layer", marks=pytest.mark.slow),
-        pytest.param(models.OwnParameters, ["scale"], {}, id="parameter-of-the-lightning-module"),
+        pytest.param(
+            models.OwnParameters, ["scale"], {}, id="parameter-of-the-lightning-module", marks=pytest.mark.slow
+        ),
         pytest.param(models.OwnParameters, ["offsets.0"], {}, id="parameter-in-a-list", marks=pytest.mark.slow),
-        pytest.param(models.UsedTwice, ["layers.0.weight"], {}, id="layer-used-twice"),
+        pytest.param(models.UsedTwice, ["layers.0.weight"], {}, id="layer-used-twice", marks=pytest.mark.slow),
         pytest.param(models.UsedTwice, ["last.bias"], {}, id="last-layer-used-twice", marks=pytest.mark.slow),
         pytest.param(models.WithUnused, ["last.weight"], UNUSED, id="layer-never-used", marks=pytest.mark.slow),
         pytest.param(models.PartlyFrozen, ["layers.1.weight"], {}, id="frozen-layers", marks=pytest.mark.slow),
         pytest.param(models.Conditional, ["common.weight"], UNUSED, id="branch-taken-often", marks=pytest.mark.slow),
-        pytest.param(models.Conditional, ["rare.weight", "rare.bias"], UNUSED, id="branch-taken-rarely"),
+        pytest.param(
+            models.Conditional, ["rare.weight", "rare.bias"], UNUSED, id="branch-taken-rarely", marks=pytest.mark.slow
+        ),
         pytest.param(models.Recurrent, ["lstm.weight_hh_l0"], {}, id="LSTM", marks=pytest.mark.slow),
         pytest.param(models.Attention, ["attention.in_proj_weight"], {}, id="attention"),
         pytest.param(models.Attention, ["block.linear1.weight"], {}, id="transformer-layer", marks=pytest.mark.slow),
         pytest.param(models.Normalised, ["norm.weight"], {}, id="batch-norm", marks=pytest.mark.slow),
         pytest.param(partial(models.Checkpointed, reentrant=True), ["layers.1.weight"], {}, id="checkpoint-reentrant"),
         pytest.param(
-            partial(models.Checkpointed, reentrant=False), ["layers.1.weight"], {}, id="checkpoint-not-reentrant"
+            partial(models.Checkpointed, reentrant=False),
+            ["layers.1.weight"],
+            {},
+            id="checkpoint-not-reentrant",
+            marks=pytest.mark.slow,
         ),
         pytest.param(models.Reversed, ["layers.0.weight"], {}, id="reverse-order", marks=pytest.mark.slow),
         pytest.param(models.WeightNormed, ["layers.1.parametrizations.weight.original1"], {}, id="parametrisation"),

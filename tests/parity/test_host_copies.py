@@ -32,6 +32,7 @@ PULL, PUSH = "pull", "push"
 model = partial(Tower, optimizer=partial(AdamW, lr=0.005))
 
 
+@pytest.mark.slow
 def test_ranks_that_are_servers_give_ddps_bits(two_ranks: RankPool) -> None:
     recipe = Recipe(model=model, steps=8, trainer={"accumulate_grad_batches": 2})
     ddp, overlapped, waiting, as_ddp = train_on(
@@ -47,6 +48,7 @@ def test_ranks_that_are_servers_give_ddps_bits(two_ranks: RankPool) -> None:
         assert_same(ddp, ours)
 
 
+@pytest.mark.slow
 def test_a_spare_server_gives_ddps_bits_and_stages_follow_each_other(two_ranks: RankPool, tmp_path: Path) -> None:
     recipe, path = Recipe(model=model, steps=8), tmp_path / "stages.json"
     (ddp,) = train_on(two_ranks, recipe, DDP)
@@ -84,6 +86,7 @@ def test_compressed_gradients_have_the_same_bits(
     assert_same(straight, by_host)
 
 
+@pytest.mark.slow
 def test_complex_gradients_that_are_reduced_in_shards_come_back_to_their_places(two_ranks: RankPool) -> None:
     recipe = Recipe(model=Complex, steps=8, trainer={"gradient_clip_val": 0.05})
     run = Run(options={**INT8, "partition_size": 50, "credit": 100})  # several parts of what is complex

@@ -139,6 +139,7 @@ def test_kinds(two_ranks: RankPool, model: Any) -> None:
     assert ours[0].statistics.overlapped_steps == STEPS - 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [SIZES, PS], ids=["allreduce", "ps"])
 @pytest.mark.parametrize("bucket_views", [True, False])
 @pytest.mark.parametrize("model", [AllSorts, SparseTable], ids=["all sorts", "sparse"])
@@ -172,6 +173,7 @@ def test_two_passes_in_the_first_forward_of_a_static_graph(two_ranks: RankPool, 
     check(two_ranks, two, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model", [Complex, partial(Complex, torch.complex128), AllSorts], ids=["complex64", "complex128", "all sorts"]
 )

@@ -133,6 +133,7 @@ def resume(trainer: Trainer, module: Any, *, path: Path) -> None:
     assert trainer.global_step == 3 * STEPS
 
 
+@pytest.mark.slow
 def test_fit_that_fails_and_is_resumed_with_the_same_strategy(two_ranks: RankPool, tmp_path: Path) -> None:
     recipe = Recipe(model=model, steps=STEPS, after=partial(resume, path=tmp_path))
     ddp, ours = assert_same_as_ddp(two_ranks, recipe, overlap=False, broken=nothing_lands_after_a_failure)
@@ -150,6 +151,7 @@ def fit_again_as_it_is(trainer: Trainer, module: Any) -> None:
     another_trainer(trainer, STEPS).fit(module)
 
 
+@pytest.mark.slow
 def test_fit_that_fails_and_is_followed_by_another(two_ranks: RankPool) -> None:
     recipe = Recipe(model=model, steps=STEPS, after=fit_again_as_it_is)
     assert_same_as_ddp(two_ranks, recipe, overlap=False, broken=nothing_lands_after_a_failure)
@@ -164,6 +166,7 @@ class FallsBehind(Evaluated):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["overlapped", "ddp"])
 def test_a_rank_that_is_behind_fails_where_the_others_have(two_ranks: RankPool, mode: str) -> None:
     recipe = Recipe(model=partial(FallsBehind, optimizer=adamw, samples=64), steps=STEPS, after=fit_again_as_it_is)
@@ -244,6 +247,7 @@ def test_a_fit_without_batches_and_one_with(two_ranks: RankPool) -> None:
     assert len(ddp[0].losses) == STEPS
 
 
+@pytest.mark.slow
 def test_epochs_of_one_batch(two_ranks: RankPool) -> None:
     """Each update is due in another epoch than its gradient."""
     trainer = {"limit_train_batches": 1, "max_epochs": 14, "reload_dataloaders_every_n_epochs": 2}

@@ -98,6 +98,7 @@ def test_exponential_moving_average(two_ranks: RankPool, options: dict[str, int]
     assert_same_as_ddp(two_ranks, recipe, network="late", broken=blind_between_steps)
 
 
+@pytest.mark.slow
 def test_moving_average_in_a_checkpoint(two_ranks: RankPool, tmp_path: Path) -> None:
     saves = partial(NotesCheckpoints, tmp_path, every_n_train_steps=3, save_top_k=-1, filename="{step}")
     recipe = Recipe(model=model, steps=STEPS, callbacks=(ema(), saves), trainer={"enable_checkpointing": True})
@@ -206,6 +207,7 @@ def find_rate_then_fit(trainer: Trainer, module: Any) -> None:
     trainer.fit(module)
 
 
+@pytest.mark.slow
 def test_learning_rate_finder(two_ranks: RankPool, tmp_path: Path) -> None:
     """It trains, goes back to the weights it started from, and trains again."""
     trainer = {"default_root_dir": tmp_path}
@@ -215,6 +217,7 @@ def test_learning_rate_finder(two_ranks: RankPool, tmp_path: Path) -> None:
     assert ddp[0].notes[-1] != 0.001
 
 
+@pytest.mark.slow
 def test_tuner_finds_a_learning_rate(two_ranks: RankPool, tmp_path: Path) -> None:
     recipe = Recipe(model=HasRate, steps=STEPS, after=find_rate_then_fit, trainer={"default_root_dir": tmp_path})
     ddp, _ = assert_same_as_ddp(two_ranks, recipe, network="late", broken=blind_to_weights_and_state)

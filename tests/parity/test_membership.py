@@ -97,6 +97,7 @@ def test_layer_used_by_one_rank_only(two_ranks: RankPool) -> None:
     assert_same_as_ddp(two_ranks, recipe, overlap=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "optimizer"),
     [("64-true", adamw), ("bf16-true", partial(ASGD, lr=0.05, t0=5))],

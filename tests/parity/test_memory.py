@@ -82,8 +82,8 @@ class OverForeignMemory(Tower):
         (numpys, True),
         pytest.param(dlpack, False, marks=pytest.mark.slow),
         (buffer, False),
-        (file, True),
-        (another_process, False),
+        pytest.param(file, True, marks=pytest.mark.slow),
+        pytest.param(another_process, False, marks=pytest.mark.slow),
     ],
     ids=lambda value: getattr(value, "__name__", "later" if value else "from the start"),
 )

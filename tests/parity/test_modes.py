@@ -127,9 +127,12 @@ def test_buckets_of_a_size_that_was_chosen_are_not_merged(two_ranks: RankPool) -
 @pytest.mark.parametrize(
     "recipe",
     [
-        Recipe(model=partial(MixedTypes, optimizer=adamw), steps=20),
+        pytest.param(Recipe(model=partial(MixedTypes, optimizer=adamw), steps=20), marks=pytest.mark.slow),
         Recipe(model=Tower, trainer={"accumulate_grad_batches": 2}, steps=20),
-        Recipe(model=Tower, trainer={"limit_val_batches": 2, "val_check_interval": 3}, steps=20),
+        pytest.param(
+            Recipe(model=Tower, trainer={"limit_val_batches": 2, "val_check_interval": 3}, steps=20),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_ranks_change_together_as_rank_zero_wants(two_ranks: RankPool, recipe: Recipe) -> None:

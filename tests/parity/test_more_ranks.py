@@ -17,7 +17,7 @@ from tests.support.rank_pool import RankPool
 OTHER_SIZES = {**SIZES, "partition_size": 150}
 
 
-@pytest.fixture(params=["three_ranks", "four_ranks"])
+@pytest.fixture(params=["three_ranks", pytest.param("four_ranks", marks=pytest.mark.slow)])
 def ranks(request: pytest.FixtureRequest) -> RankPool:
     pool: RankPool = request.getfixturevalue(request.param)
     return pool

@@ -40,6 +40,7 @@ def trained(pool: RankPool, recipe: Recipe, run: Run, *, servers: int = 0) -> li
     return outcomes
 
 
+@pytest.mark.slow
 def test_the_bits_are_those_of_sums_of_nodes_wherever_they_are_added_up(four_ranks: RankPool, tmp_path: Path) -> None:
     recipe = Recipe(model=partial(Tower, optimizer=partial(Adam, lr=0.005)), steps=8)
     expected = trained(four_ranks, recipe, Run(strategy=REFERENCE))

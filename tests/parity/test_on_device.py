@@ -70,6 +70,7 @@ def both(ranks: RankPool, recipe: Recipe, run: Run) -> tuple[list[Outcome], list
     return straight, [outcome for outcome, *_ in answers]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", SETTLED)
 def test_the_bits_of_codecs_in_host_memory(two_ranks: RankPool, codec: str) -> None:
     run = Run(options={**INT8, "compression": codec}, network="held")
@@ -78,6 +79,7 @@ def test_the_bits_of_codecs_in_host_memory(two_ranks: RankPool, codec: str) -> N
     assert_same(straight, there)
 
 
+@pytest.mark.slow
 def test_three_ranks(three_ranks: RankPool) -> None:
     straight, there = both(three_ranks, Recipe(model=model, steps=4), Run(options={**INT8, "compression": "int4"}))
     assert_same(straight, there)
@@ -101,12 +103,14 @@ def test_kinds_of_steps(two_ranks: RankPool, trainer: dict[str, Any], options: d
     assert_same(straight, there)
 
 
+@pytest.mark.slow
 def test_a_long_round_trip(two_ranks: RankPool) -> None:
     """Two lanes, whose second halves another thread waits for."""
     straight, there = both(two_ranks, Recipe(model=model, steps=4), Run(options=INT8, far=True))
     assert_same(straight, there)
 
 
+@pytest.mark.slow
 def test_complex_numbers_travel_as_they_are(two_ranks: RankPool) -> None:
     straight, there = train_on(
         two_ranks, Recipe(model=Complex, steps=4), Run(options=INT8), Run(options=INT8, on_device=True)
@@ -114,6 +118,7 @@ def test_complex_numbers_travel_as_they_are(two_ranks: RankPool) -> None:
     assert_same(straight, there)
 
 
+@pytest.mark.slow
 def test_what_is_drawn_there_trains_as_well(two_ranks: RankPool) -> None:
     recipe = Recipe(model=model, steps=4)
     drawn = Run(options={**INT8, "compression": "int8:stochastic"})
@@ -124,6 +129,7 @@ def test_what_is_drawn_there_trains_as_well(two_ranks: RankPool) -> None:
     assert max_difference(ddp[0], there[0]) < 0.02
 
 
+@pytest.mark.slow
 def test_an_overflow_is_seen_and_what_was_left_is_taken_back(two_ranks: RankPool) -> None:
     straight, there = both(two_ranks, Recipe(model=Overflows, steps=9, plugins=(scaled,)), Run(options=INT8))
     assert_same(straight, there)

@@ -84,6 +84,7 @@ def test_every_other_per_parameter_optimizer(two_ranks: RankPool, name: str) -> 
     assert_same_as_ddp(two_ranks, Recipe(model=model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "optimizer",
     [

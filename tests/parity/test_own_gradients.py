@@ -13,6 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_bytescheduler.ddp.own_gradients import OwnGradients
 from tests.parity.checks import DDP, assert_overlapped, assert_same, train_on
 from tests.parity.own_gradients import OWN, HookKeeps, HookReads, HookReadsLater, HookWrites, SetGradients
+from tests.support.cases import cases
 from tests.support.fit import SIZES, Recipe, Run, differences
 from tests.support.models import Tower
 from tests.support.rank_pool import RankPool
@@ -42,7 +43,7 @@ def means_stay_in_buckets(module: LightningModule) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("model", OWN.values(), ids=OWN)
+@pytest.mark.parametrize("model", cases(OWN, quick={"data", "flat", "kept-list", "hook-writes", "hook-keeps"}))
 def test_they_are_as_with_ddp(two_ranks: RankPool, model: Any) -> None:
     broken = Run(sabotage=means_stay_in_buckets if model is HookKeeps else views_of_buckets)
     ddp, ours, without = train_on(two_ranks, Recipe(model=model, steps=12), DDP, Run(), broken)
@@ -90,6 +91,7 @@ def own_of(strategy: Any) -> OwnGradients:
     return gradients
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clipped", [{}, {"gradient_clip_val": 0.1}, {"accumulate_grad_batches": 2}], ids=str)
 def test_nothing_is_copied_where_nobody_keeps_them(two_ranks: RankPool, clipped: dict[str, Any]) -> None:
     recipe = Recipe(model=Tower, steps=12, trainer=clipped, callbacks=(SeesNoCopies,))

@@ -26,6 +26,7 @@ SUM = "sum"
 PS = {**SIZES, "servers": 0}
 
 
+@pytest.mark.slow
 def test_one_server_that_is_slow_for_a_while_gives_ddps_bits(two_ranks: RankPool) -> None:
     recipe = Recipe(model=partial(Tower, optimizer=partial(Adam, lr=0.005)))
     (expected,) = train_on(two_ranks, recipe, DDP)
@@ -57,6 +58,7 @@ def assert_stages_are_true(path: Path, outcome: Outcome) -> None:
     assert not trace.select(REPLY)
 
 
+@pytest.mark.slow
 def test_the_bits_do_not_depend_on_where_three_ranks_are_added_up(three_ranks: RankPool, tmp_path: Path) -> None:
     recipe = Recipe(model=partial(Tower, optimizer=partial(Adam, lr=0.005)), steps=8)
     (colocated,) = train_on(three_ranks, recipe, Run(options=PS))
@@ -111,6 +113,7 @@ def test_a_dead_server_is_named_on_all_ranks(two_ranks: RankPool) -> None:
         assert "has ended" in one.error
 
 
+@pytest.mark.slow
 def test_a_server_that_stands_still_for_too_long_is_named_on_all_ranks(two_ranks: RankPool) -> None:
     """One's time is up first, which breaks its connections to the others, who still wait."""
     recipe, run = Recipe(model=Tower), Run(options={**PS, "servers": 1}, network="plain")

@@ -56,6 +56,7 @@ def test_weights_after_the_forward_pass(two_ranks: RankPool) -> None:
     assert_same_as_ddp(two_ranks, Recipe(model=model, steps=STEPS, callbacks=(observers.ReadsWeightsInZeroGrad,)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("callback", "deferred"),
     [
@@ -77,6 +78,7 @@ def test_hooks_on_parameters(two_ranks: RankPool) -> None:
     assert_same_as_ddp(two_ranks, Recipe(model=model, steps=STEPS, callbacks=(observers.AccumulatesHooks,)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("callback", "overlap"),
     [
@@ -119,6 +121,7 @@ def test_moving_average_of_weights(two_ranks: RankPool) -> None:
     assert_same_as_ddp(two_ranks, recipe, network="late", broken=blind_between_steps)
 
 
+@pytest.mark.slow
 def test_stochastic_weight_averaging(two_ranks: RankPool) -> None:
     averaging = partial(StochasticWeightAveraging, swa_lrs=0.01, swa_epoch_start=1, annealing_epochs=1)
     recipe = Recipe(

@@ -120,6 +120,7 @@ def test_all_of_it_is_ddps(two_ranks: RankPool, mode: str, trainer: dict[str, An
         assert all(o.statistics is not None and o.statistics.deferred_updates for o in actual)
 
 
+@pytest.mark.slow
 def test_three_ranks_end_with_the_same_weights(three_ranks: RankPool) -> None:
     recipe = Recipe(model=Talkative, steps=STEPS, callbacks=(ReadsAlone,), after=_closes)
     plain, routed = train_on(three_ranks, recipe, Run(), Run(routed=True))

@@ -64,6 +64,7 @@ MORE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [3, 4])
 def test_with_more_ranks(request: pytest.FixtureRequest, ranks: int) -> None:
     pool: RankPool = request.getfixturevalue({3: "three_ranks", 4: "four_ranks"}[ranks])
@@ -80,6 +81,7 @@ def test_ranks_weighed_alike_are_something_else(two_ranks: RankPool, strategy: s
         assert max(relative_errors(outcome.weights, expected).values()) > 1e3 * TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("accumulate", "options"),
     [(1, {}), (2, {"mode": "ddp"}), (2, {"cross_barrier": False})],

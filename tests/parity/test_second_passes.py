@@ -14,6 +14,7 @@ from lightning_bytescheduler.ddp.fit import Fit
 from tests.parity.checks import DDP, assert_same, assert_same_as_ddp, train_on
 from tests.parity.sabotage import blind_to_gradients
 from tests.parity.second_passes import ADDS, AddsPenalty, Smallest
+from tests.support.cases import cases
 from tests.support.fit import SIZES, Recipe, Run, differences
 from tests.support.models import Tower
 from tests.support.rank_pool import RankPool
@@ -26,7 +27,7 @@ def passes_meet_nothing(module: LightningModule) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("model", ADDS.values(), ids=ADDS)
+@pytest.mark.parametrize("model", cases(ADDS, quick={"after-backward", "two-losses", "added-by-hand"}))
 def test_what_it_adds_to_is_the_mean(two_ranks: RankPool, model: Any) -> None:
     broken = {"added-by-hand": blind_to_gradients}.get(next(k for k, v in ADDS.items() if v is model))
     recipe = Recipe(model=model, steps=12)

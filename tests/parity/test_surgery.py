@@ -19,6 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 from tests.parity.checks import DDP, assert_same, assert_same_as_ddp, train_on
 from tests.parity.observers import sums
 from tests.parity.sabotage import blind_to_kept_state, no_gate_on_state
+from tests.support.cases import cases
 from tests.support.fit import Recipe, Run
 from tests.support.models import Tower
 from tests.support.rank_pool import RankPool
@@ -220,17 +221,10 @@ class Operates(Callback):
             module.notes.append(shown(trainer.optimizers[0]))
 
 
-QUICK = {"new_state", "dict_update", "one_more_group", "parameters_edited", "by_vars", "swapped_in_strategy"}
-QUICK |= {"other_class", "stepped_by_hand", "hooked", "clips_by_hand", "wrapped", "swapped for SAM"}
+QUICK = {"new_state", "one_more_group", "by_vars", "other_class", "stepped_by_hand", "clips_by_hand", "swapped for SAM"}
 
 
-@pytest.mark.parametrize(
-    "operation",
-    [
-        pytest.param(operation, id=name, marks=() if name in QUICK else pytest.mark.slow)
-        for name, operation in SURGERY.items()
-    ],
-)
+@pytest.mark.parametrize("operation", cases(SURGERY, quick=QUICK))
 def test_surgery(two_ranks: RankPool, operation: Any) -> None:
     recipe = Recipe(model=model, steps=STEPS, callbacks=(partial(Operates, operation),))
     assert_same_as_ddp(two_ranks, recipe, overlap=False)
@@ -257,6 +251,7 @@ class KeepsPartOfTheState(Callback):
             self.kept = None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("take", [torch.Tensor.positive, torch.Tensor.detach, torch.Tensor.numpy])
 def test_a_tensor_of_the_state_that_is_kept(two_ranks: RankPool, take: Any) -> None:
     recipe = Recipe(model=model, steps=14, callbacks=(partial(KeepsPartOfTheState, take),))

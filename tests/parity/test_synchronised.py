@@ -155,7 +155,13 @@ class SparseByHand(SparseTable):
             id="own-step",
             marks=pytest.mark.slow,
         ),
-        pytest.param(partial(Tower, optimizer=SharpnessAware), "Sharpness", everything_is_deferred, id="two-closures"),
+        pytest.param(
+            partial(Tower, optimizer=SharpnessAware),
+            "Sharpness",
+            everything_is_deferred,
+            id="two-closures",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(partial(SparseTable, optimizer=sgd), "'table'", sparse_gradients_stay_here, id="sparse-SGD"),
         pytest.param(
             partial(SparseBag, optimizer=sgd),
@@ -165,7 +171,7 @@ class SparseByHand(SparseTable):
             marks=pytest.mark.slow,
         ),
         pytest.param(partial(ByHand, optimizer=adamw), "manual", backward_waits_for_nothing, id="manual"),
-        pytest.param(SparseByHand, "manual", sparse_gradients_stay_here, id="manual-sparse"),
+        pytest.param(SparseByHand, "manual", sparse_gradients_stay_here, id="manual-sparse", marks=pytest.mark.slow),
     ],
 )
 def test_synchronised(two_ranks: RankPool, model: Any, reason: str, broken: Any) -> None:

@@ -132,6 +132,7 @@ class WaitsLong(Tower):
         return super().predict(inputs + self.wide(inputs)[:, :12])
 
 
+@pytest.mark.slow
 def test_steps_taken_while_another_bucket_is_waited_for(two_ranks: RankPool) -> None:
     recipe = Recipe(model=partial(WaitsLong, optimizer=adamw), steps=STEPS)
     assert_same_as_ddp(
@@ -219,6 +220,7 @@ def test_a_forked_child_has_the_weights_of_its_moment(two_ranks: RankPool, forks
     assert all(note.startswith(b"(True, [") for note in ddp[0].notes)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_without_the_hook_a_forked_child_waits_for_good(two_ranks: RankPool) -> None:
     """Proof that the tests above can fail."""
@@ -279,6 +281,7 @@ def collects_in_a_fork(rank: int, recipe: Recipe, run: Run, freezes: bool) -> by
         gc.collect()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("freezes", "found"), [(True, b"collected"), (False, b"")])
 def test_a_child_leaves_the_groups_of_a_former_training_alone(two_ranks: RankPool, freezes: bool, found: bytes) -> None:
     recipe = Recipe(model=partial(Tower, optimizer=adamw), steps=2)

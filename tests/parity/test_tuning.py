@@ -81,7 +81,7 @@ def run_restlessly(rank: int, recipe: Recipe, options: dict[str, Any]) -> tuple[
         (Recipe(model=partial(Tower, optimizer=adamw), steps=24), {"servers": 0}),
         pytest.param(Recipe(model=Tower, trainer={"accumulate_grad_batches": 2}, steps=24), {}, marks=pytest.mark.slow),
         # Reduce-scatter, and nothing is really clipped.
-        (Recipe(model=Tower, trainer={"gradient_clip_val": 1e6}, steps=24), {}),
+        pytest.param(Recipe(model=Tower, trainer={"gradient_clip_val": 1e6}, steps=24), {}, marks=pytest.mark.slow),
     ],
 )
 def test_every_bit_is_ddps_while_everything_changes(

@@ -200,6 +200,7 @@ def test_with_gradients_of_a_second_pass(two_ranks: RankPool) -> None:
     assert_same_as_ddp(two_ranks, recipe, options=SIZES, overlap=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", KNOWN_BEFOREHAND[1::3])
 def test_in_validation(two_ranks: RankPool, model: Any) -> None:
     trainer = {"val_check_interval": 3, "limit_val_batches": 1.0}
@@ -211,9 +212,9 @@ def test_in_validation(two_ranks: RankPool, model: Any) -> None:
     ("model", "callback"),
     [
         pytest.param(Scripted, RunsModule, id="scripted"),
-        pytest.param(FrozenTwin, RunsModule, id="frozen-twin"),
+        pytest.param(FrozenTwin, RunsModule, id="frozen-twin", marks=pytest.mark.slow),
         pytest.param(partial(KeepsAlias, as_buffer=True), ReadsStateDict, id="alias-in-a-buffer"),
-        pytest.param(OtherParameterClass, ReadsStateDict, id="parameter-class"),
+        pytest.param(OtherParameterClass, ReadsStateDict, id="parameter-class", marks=pytest.mark.slow),
     ],
 )
 def test_in_callbacks(two_ranks: RankPool, model: Any, callback: Any) -> None:
@@ -236,6 +237,7 @@ def test_they_would_be_stale(two_ranks: RankPool, model: Any) -> None:
     assert_same_as_ddp(two_ranks, recipe, options=SIZES, overlap=False, broken=every_read_is_seen)
 
 
+@pytest.mark.slow
 def test_vmap_over_a_weight_touches_it(two_ranks: RankPool) -> None:
     unused = {"find_unused_parameters": True}
     recipe = Recipe(model=partial(VectorisedOverWeights, optimizer=adamw), steps=STEPS, ddp=unused)

@@ -119,6 +119,7 @@ def test_hooks_of_the_module(two_ranks: RankPool, model: Any, overlap: bool, bro
     assert_same_as_ddp(two_ranks, recipe, network="late", overlap=overlap, broken=broken)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("callback", [ChangesOptimizerState, NotesOptimizerStateDict])
 def test_optimizer_state(two_ranks: RankPool, callback: Any) -> None:
     recipe = Recipe(model=model, steps=STEPS, callbacks=(callback,))
@@ -172,6 +173,7 @@ class LooksOnceInAWhile(Callback):
             module.notes.append(sums(module.parameters()))
 
 
+@pytest.mark.slow
 def test_a_look_costs_its_own_step_only(two_ranks: RankPool) -> None:
     """Held back until the next training step begins, gradients of other steps are waited for by nobody."""
     recipe = Recipe(model=model, steps=22, callbacks=(LooksOnceInAWhile,))
@@ -227,6 +229,7 @@ def note_records(trainer: Trainer, module: Any) -> None:
     trainer.logger.records.clear()  # the next run has the same logger
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "overlap", "broken"),
     [
@@ -257,6 +260,7 @@ def note_file(trainer: Trainer, module: Any) -> None:
     trainer.logger._experiment = None  # the next run has the same logger
 
 
+@pytest.mark.slow
 def test_file_of_lightnings_logger(two_ranks: RankPool, tmp_path: Path) -> None:
     trainer = {"logger": CSVLogger(tmp_path, version=0), "log_every_n_steps": 4}
     recipe = Recipe(model=partial(LogsWeights, optimizer=adamw), steps=STEPS, trainer=trainer, after=note_file)

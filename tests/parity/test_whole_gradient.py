@@ -91,6 +91,7 @@ def test_value_clipping(two_ranks: RankPool, precision: str) -> None:
     assert_same_as_ddp(two_ranks, recipe, broken=forgets_to_clip)
 
 
+@pytest.mark.slow
 def test_norm_clipping_on_more_ranks(three_ranks: RankPool) -> None:
     recipe = Recipe(model=Tower, trainer=NORM)
     # Parts of one parameter too: most ranks have no shard of these.
@@ -113,6 +114,7 @@ def test_scale_is_gated(two_ranks: RankPool) -> None:
     assert any(b < a for a, b in itertools.pairwise(scales[2:])), "no step was left out in mid-training"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
 def test_fp16_and_clipping(two_ranks: RankPool, algorithm: str) -> None:
     trainer = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": algorithm}
@@ -132,6 +134,7 @@ def test_accumulation_and_schedules(two_ranks: RankPool) -> None:
     assert_overlaps(two_ranks, recipe)
 
 
+@pytest.mark.slow
 def test_parameters_without_gradients(two_ranks: RankPool) -> None:
     recipe = Recipe(model=Conditional, trainer=NORM, ddp={"find_unused_parameters": True})
     assert_one_step_is_ddps(two_ranks, recipe)
@@ -151,6 +154,7 @@ def test_bfloat16_weights(two_ranks: RankPool) -> None:
     assert_overlapped(ours, share=0.4)
 
 
+@pytest.mark.slow
 def test_gradients_read_on_one_rank(two_ranks: RankPool) -> None:
     """A logger on rank 0 waits for gradients there; ranks still clip alike, to the last bit."""
     recipe = Recipe(model=Tower, trainer=NORM, callbacks=(ReadsOnRankZero,), steps=24)
@@ -165,7 +169,14 @@ def assert_one_step_is_ddps_on(ddp: Sequence[Outcome], ours: Sequence[Outcome]) 
         assert (weight - ours[0].weights[name]).norm() <= 1e-3 * weight.norm(), name
 
 
-@pytest.mark.parametrize("how", ["in place", "behind autograd's back", "replaced"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param("in place", marks=pytest.mark.slow),
+        "behind autograd's back",
+        pytest.param("replaced", marks=pytest.mark.slow),
+    ],
+)
 def test_gradients_changed_before_they_are_clipped(two_ranks: RankPool, how: str) -> None:
     """The norm is that of the changed gradients; DDP's arithmetic, so DDP's bits."""
     recipe = Recipe(model=Tower, trainer=NORM, callbacks=(partial(ChangesGradients, how),), steps=24)

@@ -85,6 +85,7 @@ def test_any_history_of_ranks_and_batch_sizes_is_one_epoch(
     assert found.total() == mixture.samples([sum(source) for source in sources])
 
 
+@pytest.mark.slow
 @given(SOURCES, RANKS, st.floats(0, 1))
 def test_the_same_ranks_go_on_with_the_next_batch(
     sources: list[list[int]], batch_sizes: list[int], part: float
