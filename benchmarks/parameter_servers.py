@@ -25,7 +25,7 @@ from benchmarks.configuration import Configuration
 from benchmarks.contenders import ALONE
 from benchmarks.measure import MeasurementFailed
 from benchmarks.shaped_link import ShapedLink, stop_sessions
-from lightning_bytescheduler.scheduler.placement import spare_share
+from lightning_bytescheduler.collectives.push_pull import spare_share
 
 _REPOSITORY = Path(__file__).parents[1]
 _FIRST_PORT = 29_600

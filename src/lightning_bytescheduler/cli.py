@@ -297,7 +297,7 @@ _COMMANDS = {
         "Run a parameter server for a training with ByteSchedulerStrategy(servers=...), until that "
         "is over. It finds the training by its MASTER_ADDR and MASTER_PORT.",
         "--master-addr node0 --master-port 29500",
-        "collectives.server_command",
+        "collectives.server_meeting",
     ),
     "certificates": _Command(
         "make certificates for a coordinator and its workers",

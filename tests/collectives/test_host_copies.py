@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lightning_bytescheduler.collectives.host_copies import travel_by_host
+from lightning_bytescheduler.collectives.device_streams import travel_by_host
 from lightning_bytescheduler.exceptions import SchedulerClosedError
 from tests.support.late_copies import LateCopies
 from tests.support.simulated_device import DEVICE, LatePayloads, OnDevice

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_bytescheduler.collectives import link_probe
-from lightning_bytescheduler.collectives.link_probe import probe_link
+from lightning_bytescheduler.collectives import groups
+from lightning_bytescheduler.collectives.groups import probe_link
 from lightning_bytescheduler.tuning.sizes import LinkEstimate
 from tests.support.rank_pool import RankPool, join_default_group, let_go
 
@@ -46,8 +46,8 @@ def test_the_link_is_found_with_no_more_bytes_than_it_takes(
     alpha: float, megabytes_per_second: float, largest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link = Link(alpha, 1e-6 / megabytes_per_second)
-    monkeypatch.setattr(link_probe.dist, "all_reduce", link.all_reduce)
-    monkeypatch.setattr(link_probe.time, "perf_counter", link.perf_counter)
+    monkeypatch.setattr(groups.dist, "all_reduce", link.all_reduce)
+    monkeypatch.setattr(groups.time, "perf_counter", link.perf_counter)
     group: Any = None
     estimate = probe_link(group, torch.device("cpu"))
     assert estimate.alpha == pytest.approx(alpha, rel=1e-6)
@@ -59,8 +59,8 @@ def test_the_link_is_found_with_no_more_bytes_than_it_takes(
 @pytest.mark.parametrize(("model", "largest"), [(1, 128 * 2**10), (128 * 2**10 + 1, 512 * 2**10), (2**30, 8 * 2**20)])
 def test_no_more_bytes_are_measured_than_a_model_has(model: int, largest: int, monkeypatch: pytest.MonkeyPatch) -> None:
     link = Link(1e-4, 1e-10)
-    monkeypatch.setattr(link_probe.dist, "all_reduce", link.all_reduce)
-    monkeypatch.setattr(link_probe.time, "perf_counter", link.perf_counter)
+    monkeypatch.setattr(groups.dist, "all_reduce", link.all_reduce)
+    monkeypatch.setattr(groups.time, "perf_counter", link.perf_counter)
     group: Any = None
     assert probe_link(group, torch.device("cpu"), largest=model).beta == pytest.approx(1e-10, rel=1e-6)
     assert max(link.sizes) == largest
@@ -74,8 +74,8 @@ def test_hiccups_of_the_processor_do_not_count(monkeypatch: pytest.MonkeyPatch) 
         link.all_reduce(tensor)
         link.now += 0.002 if next(calls) % 7 else 0.0
 
-    monkeypatch.setattr(link_probe.dist, "all_reduce", with_hiccups)
-    monkeypatch.setattr(link_probe.time, "perf_counter", link.perf_counter)
+    monkeypatch.setattr(groups.dist, "all_reduce", with_hiccups)
+    monkeypatch.setattr(groups.time, "perf_counter", link.perf_counter)
     group: Any = None
     # A long message is repeated twice only, so that a hiccup may stay in beta; it is a small share of that.
     assert probe_link(group, torch.device("cpu")).alpha == pytest.approx(1e-4, rel=2e-2)
@@ -89,10 +89,10 @@ def test_a_load_that_passes_does_not_count(monkeypatch: pytest.MonkeyPatch) -> N
         link.all_reduce(tensor)
         link.now += next(late, 0.0)
 
-    monkeypatch.setattr(link_probe.dist, "all_reduce", under_load)
-    monkeypatch.setattr(link_probe.time, "perf_counter", link.perf_counter)
+    monkeypatch.setattr(groups.dist, "all_reduce", under_load)
+    monkeypatch.setattr(groups.time, "perf_counter", link.perf_counter)
     group: Any = None
-    assert link_probe.probe_start_up(group, torch.device("cpu")) == pytest.approx(1e-4, rel=0.1)
+    assert groups.probe_start_up(group, torch.device("cpu")) == pytest.approx(1e-4, rel=0.1)
 
 
 def probe_on(rank: int) -> LinkEstimate:

@@ -49,9 +49,9 @@ def ranks() -> Iterator[list[NodePushPull]]:
     places = [(node, local, RANKS) for node in range(NODES) for local in range(RANKS)]
 
     def join(rank: int) -> NodePushPull:
-        layout = lay_out(rank, places)
-        fit = Announcement(fit=1, rails=layout.rails, servers=0)
-        node, number = layout.node, layout.local_rank
+        rails = tuple(zip(*lay_out(places), strict=True))
+        fit = Announcement(fit=1, rails=rails, servers=0)
+        node, number = divmod(rank, RANKS)
         rail, local = connect(
             store,
             fit,
@@ -61,7 +61,7 @@ def ranks() -> Iterator[list[NodePushPull]]:
             timeout=TIMEOUT,
             failure=lambda: None,
         )
-        return NodePushPull(rail, local, layout.rails[number], PlacedParts(workers=NODES, servers=0), TIMEOUT)
+        return NodePushPull(rail, local, rails[number], PlacedParts(workers=NODES, servers=0), TIMEOUT)
 
     made = at_once([partial(join, rank) for rank in range(NODES * RANKS)])
     yield made

@@ -8,15 +8,19 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_bytescheduler.collectives import completion
 from lightning_bytescheduler.collectives.operations import StartedOperation
-from lightning_bytescheduler.collectives.route import Sharded
+from lightning_bytescheduler.collectives.route import Served, Sharded
+from lightning_bytescheduler.scheduler.task import TaskKey
 from tests.collectives.sub_tasks import Part
+from tests.support.waiting import until
 
 WAIT = 20.0
 
@@ -72,6 +76,27 @@ def test_what_is_urgent_arrives_while_another_lane_is_held_up(lane: int) -> None
             holding.let_go.set()
         for route in made:
             assert route.stop(WAIT)
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["the data group", "a group of its own"])
+def test_a_wait_for_a_message_is_ended_on_the_group_of_the_message(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, nodes, servers = (SimpleNamespace(name=name, size=lambda: 2) for name in ("data", "node", "servers"))
+    message, broken = Held(), []
+
+    def breaks(group: Any) -> None:
+        broken.append(group.name)
+        message.let_go.set()
+
+    monkeypatch.setattr(completion, "break_connections", breaks)
+    push_pull: Any = SimpleNamespace(reduce=None, wire_share=1.0, group=servers, expect=lambda *_: None)
+    route = Served(data, lambda error: error, push_pull)  # type: ignore[arg-type]
+    part: Any = Part(0)
+    part.parent, part.index = SimpleNamespace(key=TaskKey(1)), 0
+    started = StartedOperation([message], messages=True, group=nodes if own else None)  # type: ignore[arg-type]
+    route.send(torch.zeros(4), part, lambda *_: started)
+    until(lambda: next(iter(route._pulls.values()))._awaits_message)
+    assert route.stop(WAIT)
+    assert set(broken) == {"node" if own else "data"}
 
 
 def test_whoever_takes_the_time_is_told_of_waits() -> None:

@@ -11,9 +11,10 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from lightning_bytescheduler.collectives import routing_group
 from lightning_bytescheduler.collectives.routing_group import RoutingGroup
 from lightning_bytescheduler.exceptions import RankFailedError, SchedulerTimeoutError
-from lightning_bytescheduler.scheduler import ByteCore, MixedOrder
+from lightning_bytescheduler.scheduler import ByteCore, CommTask, MixedOrder
 from tests.support.fake_device import FakeBuffer, FakeDevice, FakeGroup, FakeStream
 from tests.support.waiting import WAIT, until
 
@@ -114,6 +115,47 @@ def test_what_a_call_is_refused_for_is_told_to_the_caller_alone() -> None:
     with pytest.raises(TypeError):
         routed.group.allreduce(None)
     assert routed.group.allreduce([FakeBuffer(device)]).wait()
+    routed.close()
+
+
+def test_what_waits_for_its_turn_or_went_out_directly_is_under_way() -> None:
+    routed = Routed(FakeDevice(0))
+    with ThreadPoolExecutor(1) as pool:
+        called = pool.submit(routed.group.allreduce, [FakeBuffer(FakeDevice(0))])
+        until(lambda: routed.group._foreign.submitted == 1)
+        assert not routed.group.idle, "it is launched later"
+        routed.core.abort(RankFailedError(1, "it is gone"))
+        with pytest.raises(RankFailedError):
+            called.result(WAIT)
+    routed.close()
+    assert not routed.group.idle
+    device = FakeDevice(0)
+    direct = Routed(device)
+    direct.group.go_direct()
+    assert direct.group.idle
+    work = direct.group.allreduce([FakeBuffer(device)])
+    assert not direct.group.idle
+    with device:
+        until(work.is_completed)
+    assert direct.group.idle
+    direct.close()
+
+
+def test_what_is_called_off_is_known_before_its_caller_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = FakeDevice(0)
+    broken: list[Any] = []
+    monkeypatch.setattr(routing_group, "break_connections", broken.append)
+    routed = Routed(device)
+    routed.all_have_called(1)
+    wait = CommTask.wait
+
+    def then_another_rank_fails(task: CommTask, timeout: float) -> None:
+        wait(task, timeout)
+        routed.group.call_off()  # the caller has not got its work yet
+
+    monkeypatch.setattr(CommTask, "wait", then_another_rank_fails)
+    routed.group.allreduce([FakeBuffer(device)])
+    assert broken == [routed.carrier]
     routed.close()
 
 

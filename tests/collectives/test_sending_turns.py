@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lightning_bytescheduler.collectives.sending_turns import SendingTurns, turns_by_need
+from lightning_bytescheduler.collectives.summing_server import SendingTurns, turns_by_need
 from tests.support.waiting import WAIT
 
 

@@ -6,7 +6,7 @@ import argparse
 
 import pytest
 
-from lightning_bytescheduler.collectives import server_command
+from lightning_bytescheduler.collectives import server_meeting
 from lightning_bytescheduler.exceptions import RankFailedError
 
 
@@ -37,10 +37,10 @@ def test_nothing_is_waited_for_at_the_end(
         codes.append(code)
         raise Left
 
-    monkeypatch.setattr(server_command, "serve", serve)
-    monkeypatch.setattr(server_command.os, "_exit", leave)
-    monkeypatch.setattr(server_command.torch, "set_num_threads", lambda _: None)
+    monkeypatch.setattr(server_meeting, "serve", serve)
+    monkeypatch.setattr(server_meeting.os, "_exit", leave)
+    monkeypatch.setattr(server_meeting.torch, "set_num_threads", lambda _: None)
     with pytest.raises(Left):
-        server_command.run(argparse.Namespace(master_addr="127.0.0.1", master_port=1, timeout=1.0))
+        server_meeting.run(argparse.Namespace(master_addr="127.0.0.1", master_port=1, timeout=1.0))
     assert codes == [code]
     assert capsys.readouterr().out.strip() == said

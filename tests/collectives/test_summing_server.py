@@ -15,7 +15,7 @@ import torch.distributed as dist
 from lightning_bytescheduler.collectives import server_meeting
 from lightning_bytescheduler.collectives.groups import abandon
 from lightning_bytescheduler.collectives.operations import Passage
-from lightning_bytescheduler.collectives.push_pull import PlacedParts, PushPull
+from lightning_bytescheduler.collectives.push_pull import PlacedParts, PushPull, server_weights
 from lightning_bytescheduler.collectives.server_meeting import (
     Announcement,
     Doing,
@@ -39,7 +39,6 @@ from lightning_bytescheduler.exceptions import (
     ServerFailedError,
     UnsupportedError,
 )
-from lightning_bytescheduler.scheduler.placement import server_weights
 from tests.support.waiting import WAIT, until
 
 PATIENT: dict[str, Any] = {"wait": WAIT, "timeout": timedelta(seconds=WAIT), "failure": lambda: None}

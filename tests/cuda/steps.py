@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
 from lightning_bytescheduler.collectives import routing_group
+from lightning_bytescheduler.collectives.device_streams import PayloadCopies
 from lightning_bytescheduler.collectives.groups import SchedulerGroups
-from lightning_bytescheduler.collectives.host_copies import PayloadCopies
 from lightning_bytescheduler.collectives.launch_order import order_of
 from lightning_bytescheduler.collectives.route import AllReduce, OnDevice
 from lightning_bytescheduler.collectives.routing_group import RoutingGroup

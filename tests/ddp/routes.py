@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from lightning_bytescheduler.ddp.fit_report import Record
+
 __all__ = ["idle_route", "idle_wire"]
 
 
@@ -32,4 +34,5 @@ def idle_wire(core: Any, **besides: Any) -> Any:
         groups=SimpleNamespace(sparse=None, counts=None),
         timeout=5.0,
         servers=None,
+        record=Record(),
     )

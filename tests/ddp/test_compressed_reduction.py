@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_bytescheduler.collectives.device_streams import HostPayloads
 from lightning_bytescheduler.collectives.groups import leave
-from lightning_bytescheduler.collectives.host_copies import HostPayloads
 from lightning_bytescheduler.collectives.launch_order import order_of
 from lightning_bytescheduler.collectives.route import AllReduce
 from lightning_bytescheduler.compression.dense import Dense
@@ -27,7 +27,7 @@ from lightning_bytescheduler.ddp.compressed_reduction import (
 )
 from lightning_bytescheduler.ddp.compression_rules import AllLayers, CompressedLayers, CompressionRules
 from lightning_bytescheduler.ddp.fit_report import Record, SchedulerStatistics
-from lightning_bytescheduler.ddp.reduction import GradientBucket, ShardedReduction
+from lightning_bytescheduler.ddp.reduction import GradientBucket, Reduction, ShardedReduction
 from lightning_bytescheduler.ddp.residuals import Residuals
 from lightning_bytescheduler.ddp.sample_weights import StepWeight
 from lightning_bytescheduler.scheduler.core import ByteCore
@@ -152,7 +152,8 @@ def reduce_steps(
             weight: Any = Counts(step, rank) if weighted else StepWeight(2)
             if not weight.factor:
                 buffer.fill_(torch.nan)  # the mean over no sample
-            reduction = known.reduction(core, route, step, weight, norms=sharded)
+            kind = ShardedReduction if sharded else Reduction
+            reduction = kind(core, route, step, weight, codec=known)
             task = reduction.reduce(bucket)
             reduction.close()
             task.wait(WAIT)

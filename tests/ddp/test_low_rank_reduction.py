@@ -18,10 +18,10 @@ from lightning_bytescheduler.collectives.launch_order import order_of
 from lightning_bytescheduler.collectives.route import AllReduce
 from lightning_bytescheduler.compression import PowerSGD
 from lightning_bytescheduler.ddp import compressed_reduction
-from lightning_bytescheduler.ddp.compressed_reduction import CompressedReduction, GradientCompression
+from lightning_bytescheduler.ddp.compressed_reduction import GradientCompression
 from lightning_bytescheduler.ddp.compression_rules import CompressionRules
 from lightning_bytescheduler.ddp.fit_report import Record
-from lightning_bytescheduler.ddp.reduction import GradientBucket
+from lightning_bytescheduler.ddp.reduction import GradientBucket, Reduction
 from lightning_bytescheduler.ddp.residuals import Residuals
 from lightning_bytescheduler.ddp.sample_weights import StepWeight
 from lightning_bytescheduler.scheduler.core import ByteCore
@@ -94,7 +94,7 @@ def reduce_steps(
             weight: Any = Counts(step, rank) if weighted else StepWeight(ranks)
             if not weight.factor:
                 buffer.fill_(torch.nan)  # the mean over no sample
-            task = CompressedReduction(known, core, route, step, weight).reduce(bucket)
+            task = Reduction(core, route, step, weight, codec=known).reduce(bucket)
             task.wait(WAIT)
             assert len(task.sub_tasks) > 1, "factors are cut into parts as any other tensor is"
             whole = buffer.float().split([part.numel() for part in parts])
@@ -223,7 +223,7 @@ def test_a_step_that_is_left_out_takes_nothing_that_was_left_of_a_matrix() -> No
     known = GradientCompression(rules, {"weight": weight}, residuals, record=Record(), loss_scale=lambda: scale)
     known.begin_step()
     residuals.of("weight", 2000).fill_(3.0)
-    assert known.in_factors(GradientBucket(0, [weight], torch.zeros(2000), 0), 1, StepWeight(1)) is not None
+    assert known.in_factors(GradientBucket(0, [weight], torch.zeros(2000), 0), StepWeight(1)) is not None
     residuals.of("weight", 2000).fill_(5.0)  # what the step leaves
     scale = 4.0
     known.begin_step()

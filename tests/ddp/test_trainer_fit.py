@@ -11,9 +11,8 @@ import pytest
 import torch
 from lightning.pytorch.plugins.precision import Precision
 
-from lightning_bytescheduler.ddp import trainer_fit
+from lightning_bytescheduler.ddp import decided_fit
 from lightning_bytescheduler.ddp.decided_fit import FitOptions, FitTuning
-from lightning_bytescheduler.ddp.fit_report import Record
 from lightning_bytescheduler.ddp.residuals import Residuals
 from lightning_bytescheduler.ddp.trainer_fit import TrainerFit
 from lightning_bytescheduler.ddp.wire import AgreedSizes
@@ -47,8 +46,8 @@ def test_sizes_are_for_shards_where_a_norm_is_needed(
     def asked(*_: Any, **options: Any) -> None:
         raise _Asked(options)
 
-    monkeypatch.setattr(trainer_fit, "agree_on_sizes", asked)
-    monkeypatch.setattr(trainer_fit, "SchedulerGroups", _GROUPS)
+    monkeypatch.setattr(decided_fit, "agree_on_sizes", asked)
+    monkeypatch.setattr(decided_fit, "SchedulerGroups", _GROUPS)
     module = _Model()
     module.trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, **clips)
     strategy: Any = SimpleNamespace(
@@ -66,9 +65,9 @@ def test_buckets_that_were_chosen_are_those_that_count(monkeypatch: pytest.Monke
         raise _Asked(agreed.sizes)
 
     sizes = SchedulerSizes(partition_size=10, credit=20, bucket_bytes=1000)
-    monkeypatch.setattr(trainer_fit, "agree_on_sizes", lambda *_, **__: AgreedSizes(sizes=sizes, link=None))
-    monkeypatch.setattr(trainer_fit, "SchedulerGroups", _GROUPS)
-    monkeypatch.setattr(trainer_fit, "Wire", made)
+    monkeypatch.setattr(decided_fit, "agree_on_sizes", lambda *_, **__: AgreedSizes(sizes=sizes, link=None))
+    monkeypatch.setattr(decided_fit, "SchedulerGroups", _GROUPS)
+    monkeypatch.setattr(decided_fit, "Wire", made)
     module = _Model()
     module.trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     strategy: Any = SimpleNamespace(
@@ -92,7 +91,7 @@ def test_a_step_with_something_else_in_it_says_nothing_of_layers(what: str) -> N
     )
     wire, codec = idle_wire(Mock()), Mock()
     wire.agreed = AgreedSizes(sizes=SchedulerSizes(partition_size=10, credit=20, bucket_bytes=1000), link=None)
-    fit = TrainerFit(strategy, _options(own_buckets=False), wire, [], record=Record(), codec=codec)
+    fit = TrainerFit(strategy, _options(own_buckets=False), wire, [], codec=codec)
     if what == "an epoch":
         fit.begin_epoch()
     else:

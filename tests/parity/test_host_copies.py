@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.optim import AdamW
 
-from lightning_bytescheduler.collectives.host_copies import PayloadCopies
+from lightning_bytescheduler.collectives.device_streams import PayloadCopies
 from lightning_bytescheduler.timeline.picture import draw_timeline
 from lightning_bytescheduler.timeline.timeline import COPY_TO_DEVICE, COPY_TO_HOST, QUEUE, read_timeline
 from tests.parity.checks import DDP, assert_overlapped, assert_same, train_on

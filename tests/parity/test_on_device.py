@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import AdamW
 
-from lightning_bytescheduler.collectives.host_copies import PayloadCopies
+from lightning_bytescheduler.collectives.device_streams import PayloadCopies
 from lightning_bytescheduler.collectives.route import AllReduce
 from lightning_bytescheduler.ddp.compressed_reduction import GradientCompression, LowRankBucket
 from tests.parity.checks import DDP, assert_overlapped, assert_same, train_on

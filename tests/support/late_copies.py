@@ -11,8 +11,8 @@ from unittest.mock import patch
 
 import torch
 
-from lightning_bytescheduler.collectives.host_copies import PayloadCopies
-from lightning_bytescheduler.ddp import trainer_fit, wire
+from lightning_bytescheduler.collectives.device_streams import PayloadCopies
+from lightning_bytescheduler.ddp import decided_fit, wire
 from lightning_bytescheduler.ddp.compressed_reduction import GradientCompression
 from tests.support.fake_device import FakeDevice
 
@@ -51,7 +51,7 @@ class LateCopies(PayloadCopies):
 def by_host() -> Iterator[None]:
     """Have gradients travel by host memory, as from a GPU, and be encoded there."""
     with ExitStack() as stack:
-        stack.enter_context(patch.object(trainer_fit, "travel_by_host", lambda *_, **__: True))
+        stack.enter_context(patch.object(decided_fit, "travel_by_host", lambda *_, **__: True))
         stack.enter_context(patch.object(wire, "PayloadCopies", LateCopies))
         stack.enter_context(patch.object(GradientCompression, "work_on", lambda *_: None))
         yield

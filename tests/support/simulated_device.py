@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_bytescheduler.compression import dense
 from lightning_bytescheduler.ddp import wire
-from lightning_bytescheduler.ddp.compressed_reduction import CompressedReduction, GradientCompression
+from lightning_bytescheduler.ddp.compressed_reduction import GradientCompression
 from lightning_bytescheduler.ddp.reduction import GradientBucket, Reduction, ShardedReduction
 from lightning_bytescheduler.ddp.residuals import Residuals
 from tests.support.late_copies import LateCopies, by_host
@@ -153,7 +153,7 @@ def on_device() -> Iterator[None]:
         stack.enter_context(by_host())
         stack.enter_context(patch.object(GradientCompression, "work_on", work_on))
         stack.enter_context(patch.object(wire, "PayloadCopies", LatePayloads))
-        for kind in (Reduction, CompressedReduction, ShardedReduction):
+        for kind in (Reduction, ShardedReduction):
             stack.enter_context(patch.object(kind, "reduce", _from_device(kind.reduce)))
         stack.enter_context(patch.object(dense, "generator_on", generator_on))
         for of, name in ((Residuals, "load"), (Residuals, "live_on"), (GradientCompression, "in_factors")):

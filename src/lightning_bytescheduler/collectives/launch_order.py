@@ -60,8 +60,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_bytescheduler.collectives.completion import wait_in_slices
-from lightning_bytescheduler.collectives.operations import broadcast_from_first
-from lightning_bytescheduler.collectives.sending_turns import PATIENCE
+from lightning_bytescheduler.collectives.operations import PATIENCE, broadcast_from_first
 from lightning_bytescheduler.failures.standstill import break_connections
 from lightning_bytescheduler.scheduler.order import AnnouncedOrder, Decision, LaneChoice, MixedOrder
 from lightning_bytescheduler.scheduler.task import SubCommTask, TaskKey

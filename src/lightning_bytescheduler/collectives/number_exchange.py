@@ -39,7 +39,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_bytescheduler.collectives.groups import leave
-from lightning_bytescheduler.collectives.operations import ends_within, wait_unless
+from lightning_bytescheduler.collectives.operations import ends_within, reduce_with, wait_unless
 from lightning_bytescheduler.scheduler.threads import WorkThread
 
 MOST = 2**62
@@ -189,7 +189,7 @@ class AgreedValues:
         self._failure = failure
         self._decides = dist.get_rank() == 0
         self._group: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=timeout)
-        self._posted: tuple[dist.Work | None, torch.Tensor] | None = None
+        self._posted: tuple[dist.Work, torch.Tensor] | None = None
         self._step = 0
         self._next_exchange = 0
 
@@ -220,13 +220,12 @@ class AgreedValues:
         agreed, apart = None, 1
         if self._posted is not None:
             work, message = self._posted
-            if work is not None:
-                wait_unless(work, self._failure, look_every=_WAIT_SLICE)
+            wait_unless(work, self._failure, look_every=_WAIT_SLICE)
             apart, *agreed = message.tolist()
         self._next_exchange = step + apart
         said = [interval, *(wanted or ())] if self._decides else [MOST] * (1 + self._count)
         message = torch.tensor([*said, *seen], dtype=torch.int64, device="cpu")
-        self._posted = dist.all_reduce(message, dist.ReduceOp.MIN, group=self._group, async_op=True), message
+        self._posted = reduce_with(self._group, message, dist.ReduceOp.MIN), message
         return agreed
 
     def close(self) -> None:

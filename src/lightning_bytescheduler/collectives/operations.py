@@ -26,6 +26,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+PATIENCE = timedelta(days=30)
+"""Timeout of waits that a closed connection ends anyway, for what may come as late as a validation ends; connecting has
+a shorter one."""
+
 _LOOK_AGAIN_S = 0.002
 
 
@@ -142,7 +146,7 @@ class Passage:
 
 @dataclass(frozen=True, slots=True)
 class StartedOperation:
-    """An operation in flight on the data group.
+    """An operation in flight.
 
     Attributes:
         works: What has to end, in this order; for messages, only ``wait`` of each is called.
@@ -152,6 +156,7 @@ class StartedOperation:
         closing: Whether it was returned by a ``finish`` and starts nothing itself. All messages that others wait for
             have been sent, so the waiting thread may handle later launches first.
         lane: Operations of one lane end in launch order, but may end before earlier ones of another lane.
+        group: The group of ``works``, if it is not the data group.
     """
 
     works: Sequence[Any]
@@ -159,6 +164,7 @@ class StartedOperation:
     messages: bool = False
     closing: bool = False
     lane: int | str | None = None
+    group: dist.ProcessGroup | None = None
     passage: Passage | None = None
 
 

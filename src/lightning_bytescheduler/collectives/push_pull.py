@@ -3,15 +3,21 @@
 A server is a separate process on a spare machine (``summing_server.py``), or one of the workers (*colocated*), which
 then sums what the others send it. Each part goes to one server, chosen by the bytes that went to each server before.
 Parts are launched in one order on all workers (``launch_order.py``), so all choose alike without an agreement, whatever
-sizes a tuner tries. Spare servers together take the share ``2k(n-1) / (n^2 + kn - 2k)`` of the bytes (BytePS: Jiang et
-al., OSDI 2020, section 4.1), colocated ones the rest.
+sizes a tuner tries.
+
+*Who gets how much.* With ``n`` workers, ``k`` *spare* servers can run on separate machines, and one colocated server
+with each worker. A byte on a spare server crosses only links of workers. A byte on a colocated server crosses that
+worker's link in both roles. All links are busy equally long if the spare servers together take the share
+``2k(n-1) / (n^2 + kn - 2k)`` of the bytes and the colocated ones the rest, each equally much (BytePS: Jiang et al., "A
+Unified Architecture for Accelerating Distributed DNN Training in Heterogeneous GPU/CPU Clusters", OSDI 2020, section
+4.1). With ``k = n`` the spare servers take everything; with ``k = 0`` there are only colocated ones.
 
 The mean is formed as in ``operations.py``: each worker scales by 1/n before the sum, which is in the order of ranks. So
 two workers get DDP's bits, and more get the same bits in each run, wherever a part was summed.
 
-A worker announces a part to its server with a *header* at launch; the part follows in its turn, see
-``sending_turns.py``. The receive of the sum is posted before the push, into the same memory, as a server answers when
-it has all of the push. A worker's own part of its own sums is not sent.
+A worker announces a part to its server with a *header* at launch; the part follows in its turn (``summing_server.py``).
+The receive of the sum is posted before the push, into the same memory, as a server answers when it has all of the push.
+A worker's own part of its own sums is not sent.
 
 Why no rank waits forever: a server, colocated or not, posts a receive for every announced part, whatever its own worker
 has launched. So each push arrives. Take the oldest part that has not ended everywhere: each worker has credit to launch
@@ -23,32 +29,153 @@ those of two need not, so a separate thread waits for each server.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 
 import torch
 import torch.distributed as dist
 
+from lightning_bytescheduler.checks import require_one_of
 from lightning_bytescheduler.collectives.groups import abandon
-from lightning_bytescheduler.collectives.operations import Passage, Pull, StartedOperation, scale
-from lightning_bytescheduler.collectives.sending_turns import PATIENCE, SendingTurns, turns_by_need
+from lightning_bytescheduler.collectives.operations import PATIENCE, Passage, Pull, StartedOperation, scale
 from lightning_bytescheduler.collectives.summing_server import (
     CLOSING,
     DTYPES,
     HEADER_TAG,
     Coming,
     OnReply,
+    SendingTurns,
     SummingServer,
+    turns_by_need,
 )
-from lightning_bytescheduler.exceptions import UnsupportedError
-from lightning_bytescheduler.scheduler.placement import PLACEMENTS, Nodes, Placement, mixed_server, server_weights
+from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 from lightning_bytescheduler.scheduler.threads import WorkThread
 
 __all__ = ["NodePushPull", "PlacedParts", "PushPull"]
 
 _CLOSE = timedelta(seconds=5)
 _THREADS_S = 2.0  # waits end at once in a group without connections
+
+PLACEMENTS = ("balanced", "mixed")
+"""Allowed placements; the first is the default."""
+
+MIXED_MODE_VARIABLE = "BYTEPS_ENABLE_MIXED_MODE"
+
+Nodes = tuple[tuple[int, ...], ...]
+"""The ranks of each node."""
+
+_NODES_SHOWN = 4
+_WORD = (1 << 64) - 1
+_MIXED_BOUND = 101  # BytePS's: a key's hash is taken modulo this, and smaller results go to spare servers
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The bytes that each server has received.
+
+    Servers 0 to k-1 are the spare ones; k to k+n-1 are colocated with workers 0 to n-1.
+
+    Attributes:
+        how: One of ``PLACEMENTS``.
+        workers: n.
+        spare_servers: k, at most n.
+        bytes_per_server: Bytes by number of the server.
+        nodes: The ranks of each node, if one of them pushes the node's sum; then nodes are the workers, and the bytes
+            are those of this rank's share.
+    """
+
+    how: str
+    workers: int
+    spare_servers: int
+    bytes_per_server: tuple[int, ...]
+    nodes: Nodes = ()
+
+    @property
+    def fullest(self) -> float:
+        """The fullest server's bytes over its ideal; infinite if a server without a share has bytes.
+
+        Communication takes this many times the time of the formula.
+        """
+        ideal = [sum(self.bytes_per_server) * weight for weight in server_weights(self.workers, self.spare_servers)]
+        pairs = zip(self.bytes_per_server, ideal, strict=True)
+        return max((has / ideal if ideal else float("inf") for has, ideal in pairs if has), default=1.0)
+
+    def __str__(self) -> str:
+        total, names = sum(self.bytes_per_server) or 1, [f"spare server {k}" for k in range(self.spare_servers)]
+        names += [f"server of {'node' if self.nodes else 'worker'} {n}" for n in range(self.workers)]
+        weights = server_weights(self.workers, self.spare_servers)
+        rows = [
+            f"{name:<20} {has:>14,} bytes  {has / total:6.1%} of {weight:6.1%}"
+            for name, has, weight in zip(names, self.bytes_per_server, weights, strict=True)
+            if has or weight
+        ]
+        fullest = f"the fullest {self.fullest:.3f} times its ideal"
+        return "\n".join([f"placement {self.how!r}: {len(rows)} servers, {fullest}", *rows])
+
+    @property
+    def grouping(self) -> str:
+        """The grouping of ranks by node in words; empty without one."""
+        if not self.nodes:
+            return ""
+        shown = [f"{', '.join(map(str, ranks))}" for ranks in self.nodes[:_NODES_SHOWN]]
+        more = len(self.nodes) - len(shown)
+        ranks = "; ".join([*shown, f"and {more} nodes more"] if more else shown)
+        return f"gradients are added up on each node before one of its ranks pushes the sum: ranks {ranks}"
+
+
+def spare_share(workers: int, servers: int) -> float:
+    """Return the share of all bytes for ``servers`` spare servers together, with ``workers`` workers.
+
+    ``2k(n-1) / (n^2 + kn - 2k)``: 0.6 for n = 4, k = 2, and 1 for k = n. More spare servers than workers count as n.
+    """
+    n, k = workers, servers
+    if k >= n:
+        return 1.0
+    return 2 * k * (n - 1) / (n * n + k * n - 2 * k)
+
+
+def server_weights(workers: int, servers: int) -> tuple[float, ...]:
+    """Return each server's share of all bytes, spare ones first; they sum to 1. See :func:`spare_share`."""
+    share, spare = spare_share(workers, servers), min(servers, workers)
+    return (*(share / spare for _ in range(spare)), *((1 - share) / workers for _ in range(workers)))
+
+
+def mixed_server(tensor: int, part: int, workers: int, servers: int) -> int:
+    """Return the server of a part by BytePS's mixed mode, whose hashes approximate :func:`server_weights`."""
+    spare = min(servers, workers)
+    bound = max(_MIXED_BOUND, spare + workers)
+    chosen = _djb2((tensor << 16) + part) % bound
+    if chosen < spare_share(workers, spare) * bound:
+        return _djb2(chosen) % spare
+    return spare + _djb2(chosen) % workers
+
+
+def chosen_placement(how: str | None, environ: Mapping[str, str]) -> str:
+    """Return the chosen placement: the option, otherwise BytePS's variable, otherwise the default.
+
+    Args:
+        how: The option ``placement``; ``None`` if left out.
+        environ: Environment variables; ``BYTEPS_ENABLE_MIXED_MODE=1`` means ``"mixed"``, as in BytePS.
+
+    Raises:
+        OptionError: If the option or the variable has a value that is not allowed.
+    """
+    if how is not None:
+        return require_one_of("placement", how, PLACEMENTS)
+    switch = environ.get(MIXED_MODE_VARIABLE, "").strip()
+    if switch not in ("", "0", "1"):
+        raise OptionError(MIXED_MODE_VARIABLE, switch, "0 or 1")
+    return "mixed" if switch == "1" else PLACEMENTS[0]
+
+
+def _djb2(key: int) -> int:
+    """Return Bernstein's hash of the key in decimal: 33 times the last value plus the next character."""
+    value = 5381
+    for character in str(key).encode():
+        value = value * 33 + character & _WORD
+    return value
 
 
 class PlacedParts:
@@ -149,7 +276,8 @@ class PushPull:
         """Begin to sum ``part``, which is already scaled; called in launch order."""
         rank = self.next_server(part.nbytes)
         passage = self.passage(rank, part)
-        return StartedOperation([self.push(part, number, rank, passage)], messages=True, lane=rank, passage=passage)
+        pushed = [self.push(part, number, rank, passage)]
+        return StartedOperation(pushed, messages=True, lane=rank, group=self.group, passage=passage)
 
     def passage(self, server: int, part: torch.Tensor, moved: int = 0) -> Passage:
         """Return the way of ``part`` through a server, for timelines; see :class:`Passage`."""
@@ -275,7 +403,7 @@ class NodePushPull(PushPull):
             passage.reduced = time.perf_counter()
 
         self._local_reduce.put(left, lambda error: None)
-        return StartedOperation([back], messages=True, lane=f"from-{pusher}", passage=passage)
+        return StartedOperation([back], messages=True, lane=f"from-{pusher}", group=self.local, passage=passage)
 
     def _push_for_all(self, part: torch.Tensor, number: int) -> StartedOperation:
         """Sum the node's values of a part, push the sum, and send the result to the node's ranks."""
@@ -304,7 +432,7 @@ class NodePushPull(PushPull):
             return StartedOperation(sent, messages=True, closing=True)
 
         self._local_reduce.put(add_up_and_push, pushed.end)
-        return StartedOperation([pushed], hand_on, messages=True, lane=server, passage=passage)
+        return StartedOperation([pushed], hand_on, messages=True, lane=server, group=self.group, passage=passage)
 
     def close(self, *, idle: bool) -> None:
         """See :class:`PushPull`. If all is idle, no rank of this node waits for this one."""

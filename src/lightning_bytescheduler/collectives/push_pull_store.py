@@ -23,8 +23,9 @@ from lightning_bytescheduler.checks import did_you_mean, options_by_name, requir
 from lightning_bytescheduler.collectives.groups import SchedulerGroups
 from lightning_bytescheduler.collectives.launch_order import order_of
 from lightning_bytescheduler.collectives.operations import broadcast_from_first, reduce_with
+from lightning_bytescheduler.collectives.push_pull import Placement, chosen_placement
 from lightning_bytescheduler.collectives.route import Served
-from lightning_bytescheduler.collectives.server_meeting import each_alone, join_servers
+from lightning_bytescheduler.collectives.server_meeting import join_servers
 from lightning_bytescheduler.collectives.summing_server import DTYPES
 from lightning_bytescheduler.exceptions import (
     OptionError,
@@ -36,7 +37,6 @@ from lightning_bytescheduler.exceptions import (
 )
 from lightning_bytescheduler.failures.messages import brief, is_communication_error
 from lightning_bytescheduler.scheduler.core import ByteCore
-from lightning_bytescheduler.scheduler.placement import Placement, chosen_placement
 from lightning_bytescheduler.scheduler.task import CommTask, TaskKey
 
 __all__ = ["PulledTensor", "PushPullStore"]
@@ -123,10 +123,10 @@ class PushPullStore:
             )
         self._timeout = timeout.total_seconds()
         self._keys: dict[str, _Key] = {}
-        self._closed = self._failed = self._order_is_closed = False
+        self._closed = self._failed = False
         # Pushes travel on the servers' group; the data group is for collectives of all ranks.
         self._groups = groups = SchedulerGroups.create(timeout=timeout, by_host=True)
-        self._servers = join_servers(groups, servers, each_alone(groups), placement=how, timeout=timeout, say=say)
+        self._servers = join_servers(groups, servers, placement=how, timeout=timeout, say=say)
         self._push_pull = self._servers.push_pull
         self._order = order_of(groups.control, self._on_error, direct=True)
         self._core = ByteCore(partition_size=partition_size, credit=credit, order=self._order)
@@ -249,7 +249,10 @@ class PushPullStore:
         try:
             if not self._closed and not self._failed:
                 self._core.drain(self._timeout)
-                self._meet()
+                try:  # those that are servers serve until all are done
+                    dist.barrier(self._groups.data)
+                except RuntimeError as error:
+                    raise self._on_error(error) from error
         except BaseException:
             self._failed = True
             raise
@@ -328,11 +331,12 @@ class PushPullStore:
             return
         self._closed = True
         atexit.unregister(self._stop)
+        in_order: list[bool] = []  # whether no rank waits for another decision
         steps: list[Callable[[], object]] = [
             lambda: self._core.shutdown(timeout=_STOP_S, drain=False),
-            lambda: self._close_order(failed),
+            lambda: in_order.append(self._order.end(_MOMENT_S if failed else self._timeout)),
             lambda: self._servers.leave(idle=not failed and not self._core.in_flight),
-            lambda: self._groups.destroy(data_idle=not failed, control_idle=self._order_is_closed),
+            lambda: self._groups.destroy(data_idle=not failed, control_idle=any(in_order)),
             lambda: self._route.stop(_STOP_S),
         ]
         for step in steps:
@@ -341,17 +345,6 @@ class PushPullStore:
             except Exception:
                 if not failed:
                     raise
-
-    def _meet(self) -> None:
-        """Wait for the other ranks: those that are servers serve until all are done."""
-        try:
-            work = reduce_with(self._groups.data, torch.zeros(1, dtype=torch.float32, device="cpu"), dist.ReduceOp.SUM)
-            work.wait()
-        except RuntimeError as error:
-            raise self._on_error(error) from error
-
-    def _close_order(self, failed: bool) -> None:
-        self._order_is_closed = self._order.end(_MOMENT_S if failed else self._timeout)
 
 
 def _facts(tensor: object) -> str:

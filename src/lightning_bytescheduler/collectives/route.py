@@ -6,7 +6,7 @@ each rank's shard goes straight to it, and its sum straight to all, and urgent p
 
 A task's ``launch`` is a method of the route. All but :class:`Served` also run the halves of an all-reduce, and those
 from host memory also send what is encoded. Parts of a GPU that travel from host memory are copied there as they are
-launched, and back before they are notified (``host_copies.py``).
+launched, and back before they are notified (``device_streams.py``).
 
 Encoding has a thread, ``bytescheduler-codec``, so that neither the training nor a launch waits. The route owns it and
 starts it with the first sub-task to encode. It works in the order of launches and holds no lock. The completion thread,
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
@@ -29,8 +29,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_bytescheduler.collectives.completion import CompletionThread, Place, naming
-from lightning_bytescheduler.collectives.device_streams import DeviceStreams, ReadyMark
-from lightning_bytescheduler.collectives.host_copies import PayloadCopies
+from lightning_bytescheduler.collectives.device_streams import DeviceStreams, PayloadCopies, ReadyMark
 from lightning_bytescheduler.collectives.operations import (
     Averaging,
     Operation,
@@ -62,6 +61,7 @@ class AllReduce:
         group: The data group, over all ranks.
         on_error: Finds the cause of a failure, and stops the scheduler.
         copies: Copies parts of a GPU; ``None`` if gradients are in host memory.
+        lanes: The group of each lane; the data group alone if left out.
 
     Attributes:
         wire_device: Where parts travel from.
@@ -77,7 +77,14 @@ class AllReduce:
     merges = True
     wire_device = torch.device("cpu")
 
-    def __init__(self, group: dist.ProcessGroup, on_error: OnError, copies: PayloadCopies | None = None) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        on_error: OnError,
+        copies: PayloadCopies | None = None,
+        *,
+        lanes: Sequence[dist.ProcessGroup] | None = None,
+    ) -> None:
         self.group = group
         self.copies = copies
         self.all_reduce: Averaging = all_reduce
@@ -88,11 +95,8 @@ class AllReduce:
         self._codec = WorkThread("codec")
         self._failing = threading.Lock()  # held while the cause of a failure is found; taken first
         self._telling = threading.Lock()  # held while a sub-task is notified; the launching lock is then only tried
-        self._lanes = self._make_lanes()
-
-    def _make_lanes(self) -> list[tuple[dist.ProcessGroup, CompletionThread]]:
-        """Return the group of each lane, and the thread that waits for it."""
-        return [(self.group, self._thread("completion", self.group))]
+        names = zip(("completion", "completion-1"), (group,) if lanes is None else lanes, strict=False)
+        self._lanes = [(one, self._thread(name, one)) for name, one in names]  # each with what waits for it
 
     def _thread(self, name: str, group: dist.ProcessGroup) -> CompletionThread:
         return CompletionThread(self._failed, group, name, self._telling)
@@ -216,12 +220,8 @@ class Sharded(AllReduce):
         overtaking: dist.ProcessGroup,
         copies: PayloadCopies | None = None,
     ) -> None:
-        self._overtaking = overtaking
-        super().__init__(group, on_error, copies)
+        super().__init__(group, on_error, copies, lanes=(group, overtaking))
         self.all_reduce = all_reduce_in_shards
-
-    def _make_lanes(self) -> list[tuple[dist.ProcessGroup, CompletionThread]]:
-        return [*super()._make_lanes(), (self._overtaking, self._thread("completion-1", self._overtaking))]
 
 
 class Served(AllReduce):
@@ -232,14 +232,11 @@ class Served(AllReduce):
     def __init__(
         self, group: dist.ProcessGroup, on_error: OnError, push_pull: PushPull, copies: PayloadCopies | None = None
     ) -> None:
-        super().__init__(group, on_error, copies)
+        super().__init__(group, on_error, copies, lanes=())
         self.all_reduce = push_pull.reduce
         self.wire_share = push_pull.wire_share
         self._push_pull = push_pull
         self._pulls: dict[int | str | None, CompletionThread] = {}
-
-    def _make_lanes(self) -> list[tuple[dist.ProcessGroup, CompletionThread]]:
-        return []
 
     def send(
         self, part: torch.Tensor, sub_task: SubCommTask, operation: Operation, ready: ReadyMark | None = None
@@ -255,7 +252,7 @@ class Served(AllReduce):
             raise self._failed(error) from error  # the connection has ended before the wait
         sub_task.passage, lane = started.passage, started.lane
         if lane not in self._pulls:
-            self._pulls[lane] = self._thread(f"pulls-{lane}", self._push_pull.group)
+            self._pulls[lane] = self._thread(f"pulls-{lane}", started.group or self.group)
         self._pulls[lane].watch(started, sub_task)
 
     def _waiting(self) -> list[CompletionThread | DeviceStreams]:
@@ -271,12 +268,9 @@ class OnDevice(AllReduce):
     streams: DeviceStreams
 
     def __init__(self, group: dist.ProcessGroup, on_error: OnError, device: torch.device) -> None:
-        super().__init__(group, on_error)
+        super().__init__(group, on_error, lanes=())
         self.wire_device = device
         self.streams = DeviceStreams(group, device, on_error)
-
-    def _make_lanes(self) -> list[tuple[dist.ProcessGroup, CompletionThread]]:
-        return []
 
     def send(
         self, part: torch.Tensor, sub_task: SubCommTask, operation: Operation, ready: ReadyMark | None = None

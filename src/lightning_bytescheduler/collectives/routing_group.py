@@ -90,13 +90,16 @@ class ForeignCollectives:
 
     Args:
         report: Called with the number submitted here, after each; rank 0 has to learn what all ranks have submitted.
+
+    Attributes:
+        launched: Number of collectives that are launched here.
     """
 
     def __init__(self, core: ByteCore, report: Callable[[int], None]) -> None:
         self._core = core
         self._report = report
         self._lock = threading.Lock()
-        self._submitted = 0
+        self._submitted = self.launched = 0
 
     @property
     def submitted(self) -> int:
@@ -119,6 +122,7 @@ class ForeignCollectives:
 
         def start(sub_task: SubCommTask) -> None:
             launch()
+            self.launched += 1
             sub_task.notify_finish()
 
         with self._lock:  # numbers are in the order of admission
@@ -190,6 +194,7 @@ class RoutingGroup(dist.ProcessGroup):
         self._order = order
         self._in_order = False
         self._calls = 0
+        self._lock = threading.Lock()  # guards works under way, which any thread may begin
         self._under_way: deque[dist.Work] = deque()
         self._coalescing = threading.local()
         self._said_sent: deque[dist.Work] = deque()
@@ -231,24 +236,35 @@ class RoutingGroup(dist.ProcessGroup):
             for facts in _facts(distributed_c10d._world):
                 facts.pop(self, None)
         deadline = time.monotonic() + timeout
-        while not failed and not self._nothing_under_way() and time.monotonic() < deadline:
+        while not failed and not self.idle and time.monotonic() < deadline:
             time.sleep(_LOOK_S)
-        self.idle = self._nothing_under_way()
         self._in_order = False
         self._stopping.set()
         self._listener.stop(max(0.1, deadline - time.monotonic()), drop=True)
         self.carrier = self.default  # for code that has kept this group
 
-    def _nothing_under_way(self) -> bool:
-        heard = not isinstance(self._order, DecidingOrder) or self._heard == self._foreign.submitted
-        return heard and all(work.is_completed() for work in [*self._under_way, *self._said_sent])
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is in flight, and all that was submitted has been launched here; for any thread."""
+        submitted = self._foreign.submitted
+        heard = not isinstance(self._order, DecidingOrder) or self._heard == submitted
+        return heard and self._foreign.launched == submitted and self._have_ended(self._under_way, self._said_sent)
 
-    idle = True
-    """Whether nothing was in flight when it was uninstalled."""
+    def _have_ended(self, *of: deque[dist.Work]) -> bool:
+        with self._lock:
+            return all(work.is_completed() for works in of for work in works)
+
+    def _keep(self, works: deque[dist.Work], work: dist.Work) -> dist.Work:
+        """Add ``work`` until it has ended. It has to be there before its caller waits: see :meth:`call_off`."""
+        with self._lock:
+            while works and works[0].is_completed():
+                works.popleft()
+            works.append(work)
+        return work
 
     def call_off(self) -> None:
         """End all waits for operations in flight, as another rank has failed; for any thread."""
-        if not all(work.is_completed() for work in list(self._under_way)):
+        if not self._have_ended(self._under_way):
             break_connections(self.carrier)
 
     def go_direct(self) -> None:
@@ -271,12 +287,7 @@ class RoutingGroup(dist.ProcessGroup):
         name: str = self.default._get_backend(self._device).name()
         return name
 
-    def name(self) -> str:
-        """See :meth:`getBackendName`."""
-        return self.getBackendName()
-
-    def _get_backend_name(self) -> str:
-        return self.getBackendName()
+    name = _get_backend_name = getBackendName
 
     def _get_sequence_number_for_group(self) -> int:
         """Return the number of collectives that this rank has begun; compared when ranks wait for each other."""
@@ -344,7 +355,7 @@ class RoutingGroup(dist.ProcessGroup):
     def _route(self, kind: str, start: Start) -> dist.Work:
         self._calls += 1
         if not self._in_order:
-            return start(self.carrier)
+            return self._keep(self._under_way, start(self.carrier))
         event = None
         if self._stream is not None:
             event = self._cuda.Event()
@@ -357,11 +368,7 @@ class RoutingGroup(dist.ProcessGroup):
                 with nullcontext() if self._stream is None else self._cuda.stream(self._stream):
                     if self._stream is not None:
                         self._stream.wait_event(event)
-                    work = start(self.carrier)
-                while self._under_way and self._under_way[0].is_completed():
-                    self._under_way.popleft()
-                self._under_way.append(work)  # before its caller waits: call_off() ends that wait
-                outcome.append(work)
+                    outcome.append(self._keep(self._under_way, start(self.carrier)))
             except BaseException as error:  # for the caller alone
                 outcome.append(error)
 
@@ -391,9 +398,7 @@ class RoutingGroup(dist.ProcessGroup):
         if isinstance(self._order, DecidingOrder):
             self._listener.put(partial(self._hear, self._order, work, count), self._deaf)
             return
-        while self._said_sent and self._said_sent[0].is_completed():
-            self._said_sent.popleft()
-        self._said_sent.append(work)
+        self._keep(self._said_sent, work)
 
     def _hear(self, order: DecidingOrder, work: dist.Work, count: int) -> None:
         if wait_in_slices(work, self._stopping):

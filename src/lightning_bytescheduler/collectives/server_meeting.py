@@ -1,4 +1,6 @@
-"""Where workers and parameter servers meet: a separate part of the rendezvous store.
+"""Where workers and parameter servers meet, and ``lightning-bytescheduler server``, which runs a server.
+
+They meet in a separate part of the rendezvous store.
 
 Each server signs on once and gets a number. Once all servers of a fit have signed on, rank 0 of the workers announces
 the fit: its workers, its number of servers, and the version of this package. Then all connect in one gloo group for
@@ -14,6 +16,7 @@ once if there are too many of them, so that strangers take no worker's place.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import hmac
 import os
@@ -23,17 +26,21 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import cast
 
 import torch
 import torch.distributed as dist
 
 from lightning_bytescheduler.__about__ import __version__
-from lightning_bytescheduler.collectives.groups import SchedulerGroups, abandon
-from lightning_bytescheduler.collectives.push_pull import NodePushPull, PlacedParts, PushPull
+from lightning_bytescheduler.checks import require_seconds, require_whole
+from lightning_bytescheduler.collectives.groups import SchedulerGroups, abandon, choose_interface
+from lightning_bytescheduler.collectives.operations import PATIENCE
+from lightning_bytescheduler.collectives.push_pull import NodePushPull, Nodes, PlacedParts, PushPull
+from lightning_bytescheduler.collectives.summing_server import SummingServer, await_goodbyes
 from lightning_bytescheduler.exceptions import (
+    OptionError,
     RankFailedError,
     RanksDifferError,
     SchedulerTimeoutError,
@@ -41,9 +48,9 @@ from lightning_bytescheduler.exceptions import (
     UnsupportedError,
 )
 from lightning_bytescheduler.failures.messages import StoreMessage, brief, is_communication_error, is_timeout
-from lightning_bytescheduler.failures.rendezvous import looks
+from lightning_bytescheduler.failures.rendezvous import StorePresence, looks
 from lightning_bytescheduler.scheduler.threads import short_turns
-from lightning_bytescheduler.serving import end_others
+from lightning_bytescheduler.serving import end_others, parse_bind
 
 PREFIX = "bytescheduler-servers"
 _LOOK_EVERY_S = 0.05
@@ -53,6 +60,10 @@ _REACHED_S = 15.0
 _ANSWERS_S = 5.0  # seconds; a working server answers at once
 _MOST_STRANGERS = 256
 _PATIENCE_S = 10.0  # seconds for a client to send its token
+_ALL_CONNECT_S = 120.0  # seconds to connect, after all have found each other
+_LINGER_S = 6.0  # seconds; longer than workers need to find a dead one
+_LOOK_FOR_FIT_S = 0.1
+_INTERRUPTED = 130  # a shell's exit code after Ctrl+C
 _WAITED = "Of the servers,"
 _WAY_OUT = "Leave group out: then each rank pushes for itself."
 
@@ -384,43 +395,10 @@ class JoinedServers:
             line.close()
 
 
-@dataclass(frozen=True, slots=True)
-class NodeLayout:
-    """The ranks of each node, the same on all ranks but for ``rank``.
-
-    Attributes:
-        nodes: The ranks of each node, equally many on each, by their number there; ordered by their first ranks.
-    """
-
-    nodes: tuple[tuple[int, ...], ...]
-    rank: int
-
-    @property
-    def node(self) -> int:
-        """This rank's node."""
-        return next(number for number, ranks in enumerate(self.nodes) if self.rank in ranks)
-
-    @property
-    def local_rank(self) -> int:
-        """This rank's number on its node, which is also its rail."""
-        return self.nodes[self.node].index(self.rank)
-
-    @property
-    def local_size(self) -> int:
-        """Ranks of each node."""
-        return len(self.nodes[0])
-
-    @property
-    def rails(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each rail, by node."""
-        return tuple(zip(*self.nodes, strict=True))
-
-
-def lay_out(rank: int, places: Sequence[tuple[int, int, int]]) -> NodeLayout:
-    """Return the layout of ranks from each rank's own statement.
+def lay_out(places: Sequence[tuple[int, int, int]]) -> Nodes:
+    """Return the ranks of each node, equally many by their number there; nodes are ordered by their first ranks.
 
     Args:
-        rank: This process's rank.
         places: By rank: its node, its number there, and the number of ranks started there.
 
     Raises:
@@ -442,16 +420,11 @@ def lay_out(rank: int, places: Sequence[tuple[int, int, int]]) -> NodeLayout:
                 "and devices=... and num_nodes=... of the Trainer are to be what it has started: see that these are "
                 f"right on each machine. {_WAY_OUT}"
             )
-    return NodeLayout(tuple(sorted(tuple(one for _, one in ranks) for ranks in nodes.values())), rank)
+    return tuple(sorted(tuple(one for _, one in ranks) for ranks in nodes.values()))
 
 
-def each_alone(groups: SchedulerGroups) -> NodeLayout:
-    """Return the layout in which each rank pushes for itself."""
-    return lay_out(groups.rank, [(one, 0, 1) for one in range(groups.world_size)])
-
-
-def agree_on_nodes(groups: SchedulerGroups, place: Sequence[int]) -> NodeLayout:
-    """Exchange the places of all ranks; every rank calls this at the same point.
+def agree_on_nodes(groups: SchedulerGroups, place: Sequence[int]) -> Nodes:
+    """Exchange the places of all ranks, see :func:`lay_out`; every rank calls this at the same point.
 
     Raises:
         UnsupportedError: See :func:`lay_out`.
@@ -460,13 +433,13 @@ def agree_on_nodes(groups: SchedulerGroups, place: Sequence[int]) -> NodeLayout:
     own = torch.tensor(place, device="cpu")
     places = [torch.zeros_like(own) for _ in range(groups.world_size)]
     dist.all_gather(places, own, group=groups.control)
-    return lay_out(groups.rank, [(node, local, size) for node, local, size in (one.tolist() for one in places)])
+    return lay_out([(node, local, size) for node, local, size in (one.tolist() for one in places)])
 
 
 def join_servers(
     groups: SchedulerGroups,
     spare: int,
-    layout: NodeLayout,
+    nodes: Nodes = (),
     *,
     placement: str,
     timeout: timedelta,
@@ -478,8 +451,8 @@ def join_servers(
     Args:
         groups: The workers' groups; their default group has the store.
         spare: Number of servers on separate machines; more than one per node are ignored.
-        layout: Which workers are on one node and push as one.
-        placement: One of ``scheduler.placement.PLACEMENTS``.
+        nodes: The ranks of each node, if they push as one; empty if each rank pushes for itself.
+        placement: One of ``push_pull.PLACEMENTS``.
         timeout: Longest wait for servers, and for each message.
         failure: Called while waiting; returns the reason if others will not come.
         say: Called on rank 0 with messages for the user.
@@ -489,20 +462,23 @@ def join_servers(
         RanksDifferError: If a server has another version of this package.
         ServerFailedError: If one has died.
     """
-    pushers, grouped = len(layout.nodes), layout.local_size > 1
+    nodes = nodes or tuple((rank,) for rank in range(groups.world_size))
+    node, here = next((node, ranks) for node, ranks in enumerate(nodes) if groups.rank in ranks)
+    number, rails = here.index(groups.rank), tuple(zip(*nodes, strict=True))  # a rank's number is its rail
+    pushers, grouped = len(nodes), len(here) > 1
     servers, each = min(spare, pushers), "node" if grouped else "worker"
     if servers < spare and groups.rank == 0:
         say(f"bytescheduler: servers={spare} counts as {servers}, as no more than one a {each} is of use.")
     store = meeting_store(dist.distributed_c10d._get_default_store())
     # Rank 0's number counts: a rank that failed early may have counted fewer fits.
-    number = torch.tensor([store.add("fits", 1) if groups.rank == 0 else 0], device="cpu")
-    dist.broadcast(number, src=0, group=groups.control)
-    fit, seconds = Announcement(fit=int(number), rails=layout.rails, servers=servers), timeout.total_seconds()
+    count = torch.tensor([store.add("fits", 1) if groups.rank == 0 else 0], device="cpu")
+    dist.broadcast(count, src=0, group=groups.control)
+    fit, seconds = Announcement(fit=int(count), rails=rails, servers=servers), timeout.total_seconds()
     lines = find_servers(store, fit, rank=groups.rank, timeout=seconds, failure=failure, say=say)
     joined = JoinedServers(lines)
-    places = [fit.rail(layout.local_rank, layout.node)]
+    places = [fit.rail(number, node)]
     if grouped:  # servers do not join a node's own group
-        places.append((f"node {layout.node}", layout.local_rank, layout.local_size))
+        places.append((f"node {node}", number, len(here)))
 
     def gone() -> BaseException | None:
         return joined.find_gone(within=0.0) or failure()
@@ -515,12 +491,11 @@ def join_servers(
         if cause is None:
             raise
         raise cause from error
-    nodes, ranks = layout.nodes if grouped else (), layout.rails[layout.local_rank]
-    placed = PlacedParts(placement, workers=pushers, servers=servers, nodes=nodes)
+    placed = PlacedParts(placement, workers=pushers, servers=servers, nodes=nodes if grouped else ())
     if grouped:
-        joined.push_pull = NodePushPull(made[0], made[1], ranks, placed, timeout)
+        joined.push_pull = NodePushPull(made[0], made[1], rails[number], placed, timeout)
     else:
-        joined.push_pull = PushPull(made[0], ranks, placed, timeout)
+        joined.push_pull = PushPull(made[0], rails[number], placed, timeout)
     return joined
 
 
@@ -588,3 +563,137 @@ class ServerPort:
             self._known.discard(one)
             self._strangers.pop(one, None)
             one.transport.abort()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments to its parser."""
+    parser.add_argument("--master-addr", metavar="HOST", help="of the training (default: MASTER_ADDR)")
+    parser.add_argument("--master-port", metavar="PORT", type=int, help="of the training (default: MASTER_PORT)")
+    parser.add_argument(
+        "--timeout", metavar="SECONDS", type=float, default=1800.0, help="wait so long for the training (default: 1800)"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Serve until the training is over; returns the exit code."""
+    place = {"MASTER_ADDR": options.master_addr, "MASTER_PORT": options.master_port}
+    for name, given in place.items():
+        place[name] = str(given or os.environ.get(name, ""))
+        if not place[name]:
+            option = f"--{name.lower().replace('_', '-')}"
+            says = f"Where is the training? Give {option}, or set {name}: that of the training's rank 0."
+            raise OptionError(option, None, "given", says=says)
+    host, port = parse_bind("MASTER_ADDR:MASTER_PORT", ":".join(place.values()))
+    torch.set_num_threads(1)  # sums of different parts run concurrently
+    code = 0
+    try:
+        serve(host, require_whole("MASTER_PORT", port, 1), timeout=options.timeout, say=_say)
+    except RankFailedError as error:
+        _say(f"The training has ended: {error}")
+        code = 1
+    except KeyboardInterrupt:
+        _say("Interrupted.")
+        code = _INTERRUPTED
+    if code:  # gloo would wait for messages that cannot come
+        os._exit(code)
+    return code
+
+
+_say = partial(print, flush=True)
+
+
+def serve(host: str, port: int, *, timeout: float = 1800.0, say: Callable[[str], object]) -> None:
+    """Serve one fit after the other, until the training's rendezvous store is gone.
+
+    Args:
+        host: ``MASTER_ADDR`` of the training.
+        port: ``MASTER_PORT`` of the training.
+        timeout: Longest wait for the training to begin, in seconds.
+        say: Called with messages for the user.
+
+    Raises:
+        SchedulerTimeoutError: If there is no training in time.
+        RanksDifferError: If the training has another version, or already has all its servers.
+        RankFailedError: If a worker has died.
+    """
+    require_seconds("timeout", timeout)
+    presence = _reach(host, port, timeout)
+    own = presence.own_address
+    choose_interface(host)
+    store = meeting_store(
+        dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=15))
+    )
+    begun = begun_after(store, 0)
+    last = 0 if begun is None else begun.fit  # a fit in progress already has its servers
+    door = ServerPort(own)
+    try:
+        number = sign_on(store, door.own)
+        say(f"Parameter server {number} at {own} is ready for the training at {host}:{port}.")
+        while (fit := _next_fit(store, presence, last)) is not None:
+            last = fit.fit
+            _check(number, fit)
+            try:
+                groups = _connect(store, presence, number, fit)
+            except (SchedulerTimeoutError, RuntimeError) as error:  # one does not come, or has died since
+                say(f"Fit {last} could not be connected to: {brief(error).rstrip('.')}. The next fit is waited for.")
+                continue
+            say(f"Fit {last}: serving {fit.workers} workers, with {fit.servers} servers in all.")
+            servers = [SummingServer(group, rail) for group, rail in zip(groups, fit.rails, strict=True)]
+            door.doing = partial(_doing, servers)
+            try:
+                await_goodbyes(servers, presence.gone)
+            except Exception as error:
+                door.leave_word(error)
+                time.sleep(_LINGER_S)
+                raise
+            finally:
+                door.doing = Doing
+        say("The training is over.")
+    finally:
+        door.close()
+        presence.close()
+
+
+def _reach(host: str, port: int, timeout: float) -> StorePresence:
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            return StorePresence(host, port)
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise SchedulerTimeoutError(
+                    f"There is no training at {host}:{port} within {timeout:g} s ({error}). Check MASTER_ADDR and "
+                    "MASTER_PORT; they are those of rank 0."
+                ) from error
+        time.sleep(0.2)
+
+
+def _next_fit(store: dist.Store, presence: StorePresence, last: int) -> Announcement | None:
+    while not presence.gone():
+        with suppress(RuntimeError):  # the store may just have gone
+            if (fit := begun_after(store, last)) is not None:
+                return fit
+        time.sleep(_LOOK_FOR_FIT_S)
+    return None
+
+
+def _check(number: int, fit: Announcement) -> None:
+    require_same_version(fit.version, "The training", f"parameter server {number}")
+    if number >= fit.servers:
+        raise RanksDifferError(
+            f"The training has servers={fit.servers}, and that many have joined before: this one, number "
+            f"{number}, is one too many. Was a server started twice?"
+        )
+
+
+def _connect(store: dist.Store, presence: StorePresence, number: int, fit: Announcement) -> list[dist.ProcessGroup]:
+    def gone() -> RankFailedError | None:
+        return RankFailedError(0, "the rendezvous store of the training is gone") if presence.gone() else None
+
+    places = [fit.rail(one, len(rail) + number) for one, rail in enumerate(fit.rails)]
+    return connect(store, fit, places, rank=fit.workers + number, wait=_ALL_CONNECT_S, timeout=PATIENCE, failure=gone)
+
+
+def _doing(servers: Sequence[SummingServer]) -> Doing:
+    lacks, since = max((server.waits_for for server in servers), key=lambda waits: waits[1])
+    return Doing(lacks=lacks, since=since)

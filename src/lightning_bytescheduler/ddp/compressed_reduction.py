@@ -28,9 +28,9 @@ thread, once everything sent in the same part is encoded. Residuals are created 
 and of buckets that travel exact, by the training thread before a bucket is sent, on a GPU before the event that marks
 the gradient as complete. Parts do not overlap, so threads share only counters, which have their own lock.
 
-On a GPU all arithmetic runs where gradients are, and only payloads are copied (``host_copies.py``). Decoding uses only
-operations with one correct result, so that different processors get the same bits; matrix products of factors are the
-exception.
+On a GPU all arithmetic runs where gradients are, and only payloads are copied (``device_streams.py``). Decoding uses
+only operations with one correct result, so that different processors get the same bits; matrix products of factors are
+the exception.
 """
 
 from __future__ import annotations
@@ -41,13 +41,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_bytescheduler.collectives.host_copies import HostPayloads, PayloadCopies
+from lightning_bytescheduler.collectives.device_streams import HostPayloads, PayloadCopies
 from lightning_bytescheduler.collectives.operations import (
     StartedOperation,
     all_reduce_direct,
@@ -72,7 +71,6 @@ from lightning_bytescheduler.timeline.timeline import CODEC
 
 __all__ = [
     "CompressedBucket",
-    "CompressedReduction",
     "GradientCompression",
     "LowRankBucket",
     "Piece",
@@ -373,7 +371,7 @@ class LowRankBucket:
     start (``CompressionRules.facts``).
 
     On a GPU the arithmetic runs where gradients are, and only what travels is copied to host memory and back
-    (``host_copies.py``).
+    (``device_streams.py``).
 
     Threads: :meth:`left` and :meth:`right` run on the codec thread. :meth:`place` runs on the thread that sees the last
     part of the right task arrive, before the task ends, so an error in it fails the task.
@@ -390,7 +388,6 @@ class LowRankBucket:
         buffer: Tensor,
         matrices: Sequence[Matrix],
         rest: Sequence[slice],
-        ranks: int,
         observer: GradientCompression,
         weight: StepWeight,
         copies: HostPayloads,
@@ -399,7 +396,6 @@ class LowRankBucket:
         self._rest = [buffer[place] for place in rest]
         self._copies = copies
         self._weight = weight
-        self._ranks = ranks
         self._observer = observer
         rows = [matrix.shape[0] * matrix.right.shape[1] for matrix in matrices]
         columns = [matrix.shape[1] * matrix.right.shape[1] for matrix in matrices]
@@ -421,6 +417,27 @@ class LowRankBucket:
     def right_size(self) -> int:
         """Elements of the right task."""
         return len(self._rights)
+
+    def reduce(self, reduction: Reduction, bucket: GradientBucket, on_end: OnEnd | None) -> CommTask:
+        """See :meth:`Reduction.reduce`."""
+        ready, launch, share = reduction.route.mark(), reduction.route.launch_encoded, reduction.world_size - 1
+        # Unencoded, the bucket would travel once to its owners and once to all.
+        half = share / reduction.world_size * self._buffer.nbytes
+
+        def ended(left: CommTask) -> None:
+            # If it failed, the core stops, and all waits end.
+            if left.error is None:
+                right.notify_ready()
+
+        def enqueue(name: str, phase: Phase, size: int, start: EncodedStart, on_end: OnEnd | None) -> CommTask:
+            return reduction.enqueue(
+                bucket, size, partial(launch, start), name=name, phase=phase, wire_bytes=half / size, on_end=on_end
+            )
+
+        left = enqueue(" left", Phase.LEFT, self.left_size, self.left, ended)
+        right = enqueue(" right", Phase.RIGHT, self.right_size, self.right, on_end)
+        reduction.notify_ready(left, ready)
+        return right
 
     def left(self, group: dist.ProcessGroup, sub_task: SubCommTask, number: int) -> StartedOperation:
         """Sum a part of all P and of the rest over the ranks; an ``EncodedStart``."""
@@ -444,9 +461,10 @@ class LowRankBucket:
                 for matrix, left, right in self._factors:
                     matrix.go_on(left, right)
                 self._sent_right = self._copies.to_host(self._rights)
-        return ending_with(_sum(group, self._sent_right, sub_task, number), partial(self.place, sub_task))
+        summed = _sum(group, self._sent_right, sub_task, number)
+        return ending_with(summed, partial(self.place, sub_task, group.size()))
 
-    def place(self, part: SubCommTask) -> None:
+    def place(self, part: SubCommTask, ranks: int) -> None:
         """Write the means of matrices into the buffer, once the last part of :meth:`right` has arrived."""
         with self._lock:
             self._missing -= part.size
@@ -455,7 +473,7 @@ class LowRankBucket:
         with self._observer.working("decode", part) as squares, self._copies.working():
             self._copies.bring_back(self._sent_right, self._rights)
             for matrix, left, right in self._factors:
-                squares.append(matrix.end_with(self._buffer, self._ranks, left, right))
+                squares.append(matrix.end_with(self._buffer, ranks, left, right))
 
 
 def _sum(group: dist.ProcessGroup, values: Tensor, sub_task: SubCommTask, number: int) -> StartedOperation:
@@ -531,10 +549,6 @@ class GradientCompression(Uncompressed):
         self.ratio = 1.0 if rules.auto else rules.ratio(parameters)
         self.left_out = residuals.begin_fit({name: parameters[name] for name in self.compressed}, may_drop=may_drop)
 
-    def reduction(self, *of: Any, norms: bool) -> Reduction:
-        """See ``Uncompressed``."""
-        return super().reduction(*of, norms=True) if norms else CompressedReduction(self, *of)
-
     def work_on(self, copies: PayloadCopies) -> None:
         """Encode where gradients are, from which ``copies`` copies payloads; nothing may be in flight."""
         self.copies = copies
@@ -578,8 +592,8 @@ class GradientCompression(Uncompressed):
         residual, before = self.residuals.to_change(piece.name, size)
         return replace(piece, residual=residual, before=before)
 
-    def in_factors(self, bucket: GradientBucket, ranks: int, weight: StepWeight) -> LowRankBucket | None:
-        """Return the form of a bucket whose matrices travel as factors; ``None`` if it has no such matrix."""
+    def in_factors(self, bucket: GradientBucket, weight: StepWeight) -> LowRankBucket | None:
+        """See ``Uncompressed``."""
         if not self._low_rank:
             return None
         matrices, rest = [], []
@@ -603,7 +617,7 @@ class GradientCompression(Uncompressed):
             at += size
         if not matrices:
             return None
-        return LowRankBucket(bucket.buffer, matrices, rest, ranks, self, weight, self.copies)
+        return LowRankBucket(bucket.buffer, matrices, rest, self, weight, self.copies)
 
     def _pieces(self, parameters: Iterable[nn.Parameter]) -> Iterator[Piece]:
         at = 0
@@ -628,49 +642,6 @@ class GradientCompression(Uncompressed):
                 with self._lock:
                     record.statistics.codec_s += now - start
                     record.statistics.residual_squares += sum(squares)
-
-
-class CompressedReduction(Reduction):
-    """Encoded reduce-scatter and all-gather by priority; an all-reduce for buckets that travel uncompressed.
-
-    Args:
-        compression: Has the codecs.
-        of: See :class:`~lightning_bytescheduler.ddp.reduction.Reduction`.
-    """
-
-    def __init__(self, compression: GradientCompression, *of: Any) -> None:
-        super().__init__(*of)
-        self._compression = compression
-
-    def reduce(self, bucket: GradientBucket, on_end: OnEnd | None = None) -> CommTask:
-        """See ``Reduction``."""
-        matrices = self._compression.in_factors(bucket, self.world_size, self.weight)
-        if matrices is not None:
-            return self._reduce_in_factors(bucket, matrices, on_end)
-        encoded = self._compression.encoded(bucket, self.weight)
-        if encoded is None:
-            return super().reduce(bucket, on_end)
-        return self.in_halves(bucket, bucket.buffer, encoded, scatter_priority=bucket.priority, on_end=on_end)
-
-    def _reduce_in_factors(self, bucket: GradientBucket, matrices: LowRankBucket, on_end: OnEnd | None) -> CommTask:
-        ready, buffer, launch = self.route.mark(), bucket.buffer, self.route.launch_encoded
-        # Unencoded, the bucket would travel once to its owners and once to all.
-        half = (self.world_size - 1) / self.world_size * buffer.numel() * buffer.element_size()
-
-        def ended(left: CommTask) -> None:
-            # If it failed, the core stops, and all waits end.
-            if left.error is None:
-                right.notify_ready()
-
-        def enqueue(name: str, phase: Phase, size: int, start: EncodedStart, on_end: OnEnd | None) -> CommTask:
-            return self.enqueue(
-                bucket, size, partial(launch, start), name=name, phase=phase, wire_bytes=half / size, on_end=on_end
-            )
-
-        left = enqueue(" left", Phase.LEFT, matrices.left_size, matrices.left, ended)
-        right = enqueue(" right", Phase.RIGHT, matrices.right_size, matrices.right, on_end)
-        self.notify_ready(left, ready)
-        return right
 
 
 def has_no_gradient(parameter: nn.Parameter) -> bool:

@@ -344,7 +344,7 @@ class CompressionRules:
             UnsupportedError: If they cannot be compressed there.
         """
         if device.type == "cuda" and not self.auto:
-            return  # see ``collectives/host_copies.py``
+            return  # see ``collectives/device_streams.py``
         if device.type != "cpu":
             others = " Other compressors work there." if device.type == "cuda" else ""
             raise UnsupportedError(

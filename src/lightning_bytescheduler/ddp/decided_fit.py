@@ -40,6 +40,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_bytescheduler.collectives.device_streams import travel_by_host
+from lightning_bytescheduler.collectives.groups import SchedulerGroups
 from lightning_bytescheduler.collectives.number_exchange import MOST, AgreedValues
 from lightning_bytescheduler.ddp.compiled_calls import compiled_calls_are_seen
 from lightning_bytescheduler.ddp.compression_rules import CompressionRules
@@ -52,14 +54,15 @@ from lightning_bytescheduler.ddp.deferred_optimizer import (
     whole_steps_for,
 )
 from lightning_bytescheduler.ddp.fit import Fit, StepMode, TrainingStep
-from lightning_bytescheduler.ddp.fit_report import OverlapPlan, milliseconds
+from lightning_bytescheduler.ddp.fit_report import OverlapPlan, Record, milliseconds
 from lightning_bytescheduler.ddp.gates import can_be_gated
 from lightning_bytescheduler.ddp.overlapped_step import OverlappedStep
 from lightning_bytescheduler.ddp.plain_step import MergedBuckets, PlainStep, ScheduledBuckets, merged_bytes
 from lightning_bytescheduler.ddp.reads import AliasDetector, SeenReads
 from lightning_bytescheduler.ddp.reduction import sparse_layers
 from lightning_bytescheduler.ddp.sample_weights import SampleCounter
-from lightning_bytescheduler.ddp.wire import AgreedSizes, ServerOptions, Wire
+from lightning_bytescheduler.ddp.wire import AgreedSizes, ServerOptions, Wire, agree_on_sizes
+from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.lightning_api import (
     DDPStrategy,
     FabricDDPStrategy,
@@ -72,6 +75,7 @@ from lightning_bytescheduler.lightning_api import (
 )
 from lightning_bytescheduler.scheduler.core import ByteCore
 from lightning_bytescheduler.scheduler.options import MODES, POLICIES, SchedulerOptions, SchedulingPolicy, policy_of
+from lightning_bytescheduler.timeline.timeline import Timeline
 from lightning_bytescheduler.tuning.credit_tuner import CreditTuner
 from lightning_bytescheduler.tuning.record import TuningIdentity
 from lightning_bytescheduler.tuning.sizes import (
@@ -625,6 +629,60 @@ class FitOptions:
         return None if self.rules is None or self.rules.auto else self.rules
 
 
+def trained_in_buckets(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the trained parameters by name, without those whose gradients are sparse."""
+    sparse = {id(module.get_submodule(name).weight) for name in sparse_layers(module)}
+    return {name: p for name, p in module.named_parameters() if p.requires_grad and id(p) not in sparse}
+
+
+def open_wire(
+    module: nn.Module, strategy: Any, options: FitOptions, board: FaultBoard, *, routed: bool, in_shards: bool = False
+) -> Wire:
+    """Agree on sizes with the other ranks, and open what the gradients of a fit travel with.
+
+    Every rank calls this at the same point, before DDP wraps the module.
+
+    Args:
+        module: What is trained.
+        strategy: The strategy of the Trainer, or Fabric's.
+        options: What all fits of the strategy have in common.
+        board: Tells failures to the other ranks.
+        routed: Whether other code's collectives are ordered with gradients where the backend needs that.
+        in_shards: Whether gradients are expected to be reduced in shards.
+    """
+    device, timeout, sure = strategy.root_device, options.timeout, options.sure_rules
+    served, path = options.servers.used, options.scheduler.timeline
+    groups = SchedulerGroups.create(
+        timeout=timeout,
+        counts=options.counter is not None,
+        routed_on=device if routed else None,
+        sparse=bool(sparse_layers(module)),
+        by_host=travel_by_host(device, compressed=options.rules is not None, served=served),
+    )
+    agreed = agree_on_sizes(
+        groups,
+        options.scheduler,
+        module.parameters(),
+        device,
+        in_shards=in_shards or sure is not None,
+        ratio=1.0 if sure is None else sure.ratio(trained_in_buckets(module)),
+        architecture="ps" if served else "allreduce",
+    )
+    if options.own_buckets and (chosen := strategy._ddp_kwargs.get("bucket_cap_mb")) is not None:
+        agreed = replace(agreed, sizes=replace(agreed.sizes, bucket_bytes=max(int(chosen * 2**20), 1)))
+    announce(options.scheduler, agreed)
+    return Wire(
+        groups,
+        board,
+        agreed,
+        options.scheduler,
+        device,
+        timeout=timeout,
+        record=Record(None if path is None else Timeline(path, rank=board.rank)),
+        servers=options.servers.join(groups, board, strategy, timeout=timeout, say=rank_zero_info),
+    )
+
+
 class DecidedFit(Fit):
     """A fit that decides with the other ranks how its steps are taken; until then they are synchronised.
 
@@ -646,12 +704,21 @@ class DecidedFit(Fit):
         **more: Any,
     ) -> None:
         by_first_use = options.scheduler.policy.by_first_use
-        super().__init__(wire, parameters, strategy.root_device, by_first_use=by_first_use, **more)
+        super().__init__(wire, parameters, strategy.root_device, wire.record, by_first_use=by_first_use, **more)
         self.plan: OverlapPlan | None = None
         self._strategy: Any = strategy
         self._options = options
         self._merged_bytes = 0
         self._processors = 1
+
+    def module(self) -> nn.Module | None:
+        """Return what is trained, while it exists."""
+        raise NotImplementedError
+
+    @property
+    def bucket_cap_mb(self) -> dict[str, float]:
+        """DDP's option of that name; empty if the user has chosen the size of buckets."""
+        return {} if self._options.own_buckets else {"bucket_cap_mb": self.wire.agreed.sizes.bucket_bytes / 2**20}
 
     def make_step(self, number: int, *, as_ddp: bool) -> TrainingStep:
         """See :class:`Fit`."""
@@ -756,9 +823,9 @@ class DecidedFit(Fit):
         if self.plan is not None:
             self.plan = replace(self.plan, as_ddp=point.is_plain_ddp)
 
-    def so_far(self, module: nn.Module | None) -> OverlapPlan | None:
+    def so_far(self) -> OverlapPlan | None:
         """Return the plan with its results so far; ``None`` before there is one."""
-        plan, reads, statistics = self.plan, self.reads, self.record.statistics
+        plan, reads, statistics, module = self.plan, self.reads, self.record.statistics, self.module()
         if plan is None:
             return None
         if self.wire.servers is not None:

@@ -31,20 +31,17 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_bytescheduler.collectives.groups import SchedulerGroups
 from lightning_bytescheduler.ddp.ddp_arguments import SAID_BY_THE_STRATEGY, check_hooks, check_module, check_options
 from lightning_bytescheduler.ddp.decided_fit import (
     DecidedFit,
     FitOptions,
     FitTuning,
-    announce,
+    open_wire,
     optimizer_reasons,
 )
 from lightning_bytescheduler.ddp.deferred_optimizer import is_enabled
-from lightning_bytescheduler.ddp.fit_report import OverlapPlan, Record, SchedulerStatistics
+from lightning_bytescheduler.ddp.fit_report import OverlapPlan, SchedulerStatistics
 from lightning_bytescheduler.ddp.rank_strategy import JoinedRanks, PublishesFailures, introduce, model_facts
-from lightning_bytescheduler.ddp.reduction import sparse_layers
-from lightning_bytescheduler.ddp.wire import Wire, agree_on_sizes
 from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.failures.rendezvous import Introduction
 from lightning_bytescheduler.lightning_api import (
@@ -55,7 +52,6 @@ from lightning_bytescheduler.lightning_api import (
     rank_zero_info,
 )
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
-from lightning_bytescheduler.timeline.timeline import Timeline
 
 # Options of Fabric's strategy that are not DDP's, with their defaults.
 _LAUNCH = {name: of.default for name, of in inspect.signature(FabricDDPStrategy).parameters.items() if name != "kwargs"}
@@ -96,27 +92,12 @@ class FabricFit(DecidedFit):
     """The fit of one module, from its wrapping to the last step; every rank begins it at the same point."""
 
     def __init__(self, module: nn.Module, strategy: ByteSchedulerFabricStrategy, board: FaultBoard) -> None:
-        timeout, options, device = strategy._timeout, strategy._options, strategy.root_device
         check_module(module)
         check_hooks(module)
+        wire = open_wire(module, strategy, strategy._fit_options, board, routed=False)
         parameters = [p for p in module.parameters() if p.requires_grad]
-        groups = SchedulerGroups.create(timeout=timeout, sparse=bool(sparse_layers(module)))
-        agreed = agree_on_sizes(groups, options, parameters, device)
-        announce(options, agreed)
-        record = Record(None if options.timeline is None else Timeline(options.timeline, rank=board.rank))
-        super().__init__(
-            strategy,
-            FitOptions(
-                scheduler=options,
-                timeout=timeout,
-                own_buckets=strategy._own_buckets,
-                tuning=FitTuning(options, timeout=timeout),
-            ),
-            Wire(groups, board, agreed, options, device, timeout=timeout, record=record),
-            parameters,
-            record=record,
-        )
-        self.module = weakref.ref(module)
+        super().__init__(strategy, strategy._fit_options, wire, parameters)
+        self._module = weakref.ref(module)
         self._wrapper: weakref.ref[ScheduledDataParallel] | None = None
         self._ids = set(map(id, module.parameters()))
         self._has_run = False  # whether a forward pass ran since the last backward pass
@@ -124,9 +105,7 @@ class FabricFit(DecidedFit):
 
     def wrap(self, module: nn.Module, device_ids: list[int] | None) -> ScheduledDataParallel:
         """Wrap the module with DDP whose gradients go to the scheduler."""
-        ddp = dict(self._strategy._ddp_kwargs)
-        if not self._options.own_buckets:
-            ddp["bucket_cap_mb"] = self.wire.agreed.sizes.bucket_bytes / 2**20
+        ddp = {**self._strategy._ddp_kwargs, **self.bucket_cap_mb}
         model = ScheduledDataParallel(self, module=module, device_ids=device_ids, **ddp)
         self.take_over(model)
         self._wrapper = weakref.ref(model)
@@ -138,6 +117,10 @@ class FabricFit(DecidedFit):
         wrapper = None if self._wrapper is None else self._wrapper()
         if wrapper is not None:
             wrapper.__dict__.pop("_bytescheduler", None)
+
+    def module(self) -> nn.Module | None:
+        """See :class:`DecidedFit`."""
+        return self._module()
 
     @property
     def is_gone(self) -> bool:
@@ -226,6 +209,8 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
         UnsupportedError: If an option cannot be honoured in Fabric.
     """
 
+    _launchers = _FabricLauncher, _PublishingLauncher
+
     def __init__(
         self,
         *args: Any,
@@ -244,7 +229,7 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
         named = {name: kwargs.pop(name) for name in _LAUNCH if name in kwargs}
         launch = {**_LAUNCH, **inspect.signature(FabricDDPStrategy).bind_partial(*args, **named).arguments}
         check_options(ByteSchedulerFabricStrategy, kwargs, ddp=buckets, launch=launch, elsewhere=_ELSEWHERE)
-        self._options = SchedulerOptions.resolve(
+        options = SchedulerOptions.resolve(
             partition_size=partition_size,
             credit=credit,
             cross_barrier=cross_barrier,
@@ -254,31 +239,30 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
             debug=debug,
             policy=policy,
         )
-        self._own_buckets = bucket_cap_mb is not None or kwargs.get("bucket_cap_mb_list") is not None
         self.fit: FabricFit | None = None
-        self._outcome: tuple[OverlapPlan | None, SchedulerStatistics | None] = None, None  # of what has ended
         self._until_end = ExitStack()  # what ends with the training
         self._trains = False
         super().__init__(**launch, **kwargs)
+        self._fit_options = FitOptions(
+            scheduler=options,
+            timeout=self._timeout,
+            own_buckets=bucket_cap_mb is not None or kwargs.get("bucket_cap_mb_list") is not None,
+            tuning=FitTuning(options, timeout=self._timeout),
+        )
         self._ddp_kwargs.update(buckets)
         self._ddp_kwargs = {k: v for k, v in self._ddp_kwargs.items() if k not in SAID_BY_THE_STRATEGY}
 
     @property
     def statistics(self) -> SchedulerStatistics | None:
         """Counters of the scheduled module; ``None`` before one is set up, and on one process."""
-        return self._outcome[1] if self.fit is None else self.fit.record.statistics
+        return self._so_far()[1]
 
     @property
     def plan(self) -> OverlapPlan | None:
         """What overlaps in that module, and why not; ``None`` before its first step."""
-        return self._outcome[0] if self.fit is None else self.fit.so_far(self.fit.module())
+        return self._so_far()[0]
 
     # ------------------------------------------------------------------ life cycle
-
-    def _configure_launcher(self) -> None:
-        super()._configure_launcher()
-        if isinstance(self._launcher, _FabricLauncher):
-            self._launcher = _PublishingLauncher(self, start_method=self._start_method)  # type: ignore[arg-type]
 
     def _setup_distributed(self) -> None:
         self._know_ranks()
@@ -287,7 +271,7 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
             return
         self._failed = False
         self._board = FaultBoard.open(rank=self.global_rank, world_size=self.world_size)
-        facts = {**self._facts_of(self._options), "precision": type(self.precision).__name__}
+        facts = {**self._facts_of(self._fit_options.scheduler), "precision": type(self.precision).__name__}
         own = introduce(self.global_rank, "bytescheduler in Fabric", facts)
         self._meet("options", own)
         self._until_end.enter_context(_uncaught_published(weakref.ref(self)))
@@ -313,20 +297,13 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
                 )
                 return super().setup_module(module)
             self.fit.flush()
-            self._close_fit(failed=False)
+            self.end_fit(failed=False)
         device_ids = self._determine_ddp_device_ids()
         with self._explained():
             self.fit = FabricFit(module, self, board)
             self._end_before_exit()
             with nullcontext() if device_ids is None else torch.cuda.stream(torch.cuda.Stream()):
                 return self.fit.wrap(module, device_ids)
-
-    def _close_fit(self, *, failed: bool) -> None:
-        fit = self.fit
-        if fit is not None:
-            self._outcome = self.plan, self.statistics
-            self.fit = None
-            fit.close(failed=failed)
 
     # ------------------------------------------------------------------ one step
 
@@ -373,9 +350,9 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
     def save_checkpoint(self, path: Any, state: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
         """See DDPStrategy. Another rank's failure does not end this process while it saves."""
         self.flush()
-        if self.fit is not None and self.fit.lost_weights is not None:
-            raise self.fit.lost_weights
-        with nullcontext() if self._board is None else self._board.patient():
+        if self.fit is not None:
+            self._require_whole_weights()
+        with self._patient():
             super().save_checkpoint(path, dict(state), *args, **kwargs)
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -410,7 +387,7 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
             self._until_end.close()
             self._board = None
             try:
-                self._close_fit(failed=not in_order)
+                self.end_fit(failed=not in_order)
             finally:
                 board.close()
 

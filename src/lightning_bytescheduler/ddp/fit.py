@@ -53,7 +53,7 @@ from lightning_bytescheduler.ddp.fit_report import Record
 from lightning_bytescheduler.ddp.gradient_transforms import PendingScale, Unscale
 from lightning_bytescheduler.ddp.own_gradients import OwnGradients
 from lightning_bytescheduler.ddp.reads import ForwardPass, Reads
-from lightning_bytescheduler.ddp.reduction import Reduction, SparseGradients, Uncompressed
+from lightning_bytescheduler.ddp.reduction import Reduction, ShardedReduction, SparseGradients, Uncompressed
 from lightning_bytescheduler.ddp.sample_weights import (
     NOTHING,
     NUMBERS,
@@ -377,8 +377,8 @@ class Fit:
 
     def reduction(self, number: int, *, overlaps: bool) -> Reduction:
         """Return the reduction of step ``number``."""
-        of = self.wire.core, self.wire.route, number, self.weight, self.record
-        return self.codec.reduction(*of, norms=overlaps and self.sharded)
+        kind = ShardedReduction if overlaps and self.sharded else Reduction
+        return kind(self.wire.core, self.wire.route, number, self.weight, self.record, self.codec)
 
     def wait(self, task: CommTask) -> None:
         """Wait for ``task``, and count the time.

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from lightning_bytescheduler.checks import some_of
-from lightning_bytescheduler.scheduler.placement import Placement
+from lightning_bytescheduler.collectives.push_pull import Placement
 from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask
 from lightning_bytescheduler.timeline.timeline import COMMUNICATION, COMPUTE, QUEUE, REPLY, Timeline
 from lightning_bytescheduler.tuning.sizes import LinkEstimate

@@ -28,7 +28,7 @@ import warnings
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, cast
@@ -274,6 +274,9 @@ class JoinedRanks:
     """What carries the gradients, while a fit runs and several ranks train together."""
     _board: FaultBoard | None = None
     _failed: bool = False
+    _lost_weights: SchedulerClosedError | None = None  # in the last fit
+    _outcome: tuple[OverlapPlan | None, SchedulerStatistics | None] = None, None  # of the last fit
+    _launchers: ClassVar[tuple[type, Any]]  # one of Lightning's, and what takes its place
 
     def __repr__(self) -> str:
         # The other Lightning package's Trainer takes this class for a wrong name, and shows only this.
@@ -287,6 +290,39 @@ class JoinedRanks:
 
     def end_of_worker(self) -> None:
         """Called when a process that a launcher started has finished its function."""
+
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()  # type: ignore[misc]
+        (lightnings, ours), of = self._launchers, cast(Any, self)
+        if isinstance(of._launcher, lightnings):
+            of._launcher = ours(self, start_method=of._start_method)
+
+    def _so_far(self) -> tuple[OverlapPlan | None, SchedulerStatistics | None]:
+        """Return plan and statistics of the current fit, or of the last one."""
+        return self._outcome if self.fit is None else (self.fit.so_far(), self.fit.record.statistics)
+
+    def end_fit(self, *, failed: bool | None = None) -> None:
+        """Stop every thread and make every parameter plain again; bounded, idempotent.
+
+        Args:
+            failed: Whether not to wait for other ranks; if left out, whether this rank has failed.
+        """
+        fit = self.fit
+        if fit is not None:
+            self._outcome = self._so_far()
+            self.fit = None
+            fit.close(failed=self._failed if failed is None else failed)
+            self._lost_weights = fit.lost_weights
+
+    def _require_whole_weights(self) -> None:
+        """Raise rather than save a checkpoint that lacks updates."""
+        lost = self._lost_weights if self.fit is None else self.fit.lost_weights
+        if lost is not None:
+            raise lost
+
+    def _patient(self) -> AbstractContextManager[None]:
+        """Return a context in which another rank's failure does not end this process, as it saves."""
+        return nullcontext() if self._board is None else self._board.patient()
 
     # ------------------------------------------------------------------ ranks
 
@@ -556,6 +592,7 @@ _said: set[str] = set()  # messages on environment variables, each shown once pe
 class RankStrategy(JoinedRanks, DDPStrategy):
     """Steps and failures of both of this package's strategies for Trainer."""
 
+    _launchers = _MultiProcessingLauncher, PublishingLauncher
     example_option: ClassVar[str] = ""
     """An option of the strategy with a value, for messages."""
 
@@ -564,8 +601,6 @@ class RankStrategy(JoinedRanks, DDPStrategy):
         self.fit: TrainerFit | None = None
         self._fit_options: FitOptions | None = None  # if ByteScheduler carries the gradients
         self._residuals = Residuals()  # kept for checkpoints until the next fit begins
-        self._lost_weights: SchedulerClosedError | None = None  # in the last fit
-        self._outcome: tuple[OverlapPlan | None, SchedulerStatistics | None] = None, None  # of the last fit
         self._checkpoint: tuple[Any, str] | None = None  # a checkpoint's path, and when it was written
         check_launch_options(options, strategy=type(self).__name__, example=self.example_option)
         for sentence in unknown_variables(os.environ):
@@ -573,11 +608,6 @@ class RankStrategy(JoinedRanks, DDPStrategy):
                 _said.add(sentence)
                 rank_zero_warn(sentence)
         super().__init__(**options)
-
-    def _configure_launcher(self) -> None:
-        super()._configure_launcher()
-        if isinstance(self._launcher, _MultiProcessingLauncher):
-            self._launcher = PublishingLauncher(self, start_method=self._start_method)  # type: ignore[arg-type]
 
     def outcome(self) -> Any:
         """Return the outcome of a fit for the main process, if it is not a rank itself."""
@@ -607,16 +637,11 @@ class RankStrategy(JoinedRanks, DDPStrategy):
             self._lost_weights = None
             self.fit = TrainerFit.begin(self, self._fit_options, self._board, self._residuals)
 
-    def end_fit(self) -> None:
-        """Stop every thread and make every parameter plain again; bounded, idempotent."""
+    def end_fit(self, *, failed: bool | None = None) -> None:
+        """See JoinedRanks."""
         if self._failed:  # ranks may have residuals of different steps
             self._residuals = Residuals()
-        fit = self.fit
-        if fit is not None:
-            self._outcome = fit.so_far(self.lightning_module), fit.record.statistics
-            self.fit = None
-            fit.close(failed=self._failed)
-            self._lost_weights = fit.lost_weights
+        super().end_fit(failed=failed)
 
     # ------------------------------------------------------------------ one step
 

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_bytescheduler.collectives.host_copies import HostPayloads
+from lightning_bytescheduler.collectives.device_streams import HostPayloads
 from lightning_bytescheduler.collectives.operations import (
     Averaging,
     Operation,
@@ -181,22 +181,34 @@ class EncodedBucket(Protocol):
         """Sends this rank's summed shard of a part to all ranks."""
 
 
-Encode = Callable[[GradientBucket, StepWeight], EncodedBucket | None]
+class FactoredBucket(Protocol):
+    """A bucket whose matrices travel as factors, in one step."""
+
+    def reduce(self, reduction: Reduction, bucket: GradientBucket, on_end: OnEnd | None) -> CommTask:
+        """See :meth:`Reduction.reduce`."""
 
 
 class Reduction:
-    """Turns the buckets of one backward pass into tasks: one all-reduce for each.
+    """Turns the buckets of one backward pass into tasks, as the codec says: one all-reduce for each without one.
 
     Args:
         route: How parts travel.
         step: Number of the step, the same on all ranks.
         weight: This rank's weight.
         record: Takes copies of parts that travel from host memory.
+        codec: Says which buckets travel encoded.
     """
 
     def __init__(
-        self, core: ByteCore, route: AllReduce, step: int, weight: StepWeight, record: Record | None = None
+        self,
+        core: ByteCore,
+        route: AllReduce,
+        step: int,
+        weight: StepWeight,
+        record: Record | None = None,
+        codec: Uncompressed | None = None,
     ) -> None:
+        self._codec = Uncompressed() if codec is None else codec
         self.route = route
         self.weight = weight
         self.rank = route.group.rank()
@@ -215,6 +227,10 @@ class Reduction:
         Returns:
             The task that ends when the buffer holds the mean.
         """
+        if (factors := self._codec.in_factors(bucket, self.weight)) is not None:
+            return factors.reduce(self, bucket, on_end)
+        if (encoded := self._codec.encoded(bucket, self.weight)) is not None:
+            return self.in_halves(bucket, bucket.buffer, encoded, scatter_priority=bucket.priority, on_end=on_end)
         ready, buffer, route = self.route.mark(), bucket.buffer, self.route
         task = self.enqueue(
             bucket,
@@ -382,18 +398,13 @@ class ShardedReduction(Reduction):
 
     A lock guards what both threads use; nothing is called with it held.
 
-    Args:
-        encode: Returns the encoded form of a bucket, see :meth:`Uncompressed.encoded`.
-        of: See :class:`Reduction`.
-
     Attributes:
         norms: The exchange; it ends when every parameter's norm is known. ``None`` before :meth:`close`.
     """
 
-    def __init__(self, encode: Encode, *of: Any) -> None:
-        super().__init__(*of)
+    def __init__(self, *of: Any, **more: Any) -> None:
+        super().__init__(*of, **more)
         self.norms: CommTask | None = None
-        self._encode = encode
         self._position: dict[int, int] = {}  # index of each parameter, by its id
         self._lock = threading.Lock()
         self._shard_norms: dict[int, float] = {}  # by index of the parameter
@@ -404,7 +415,7 @@ class ShardedReduction(Reduction):
     def reduce(self, bucket: GradientBucket, on_end: OnEnd | None = None) -> CommTask:
         """See :class:`Reduction`."""
         parameters, buffer = bucket.parameters, bucket.buffer
-        encoded = self._encode(bucket, self.weight)
+        encoded = self._codec.encoded(bucket, self.weight)
         first = len(self._position)
         for position, parameter in enumerate(parameters, first):
             self._position[id(parameter)] = position
@@ -524,14 +535,9 @@ class Uncompressed:
         self.layers = AllLayers()
         self.residuals = Residuals()
 
-    def reduction(self, *of: Any, norms: bool) -> Reduction:
-        """Return the reduction of one step.
-
-        Args:
-            of: See :class:`Reduction`.
-            norms: Whether the norms of all gradients are needed early.
-        """
-        return ShardedReduction(self.encoded, *of) if norms else Reduction(*of)
+    def in_factors(self, bucket: GradientBucket, weight: StepWeight) -> FactoredBucket | None:
+        """Return the form of a bucket whose matrices travel as factors; ``None`` if it has no such matrix."""
+        return None
 
     def encoded(self, bucket: GradientBucket, weight: StepWeight) -> EncodedBucket | None:
         """Return the encoded form of a bucket in a step with this rank's ``weight``; ``None`` if it travels exact."""

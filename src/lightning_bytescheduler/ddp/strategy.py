@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -242,13 +242,12 @@ class ByteSchedulerStrategy(RankStrategy):
     @property
     def statistics(self) -> SchedulerStatistics | None:
         """Counters of the current or last fit; ``None`` before the first and on one process."""
-        return self._outcome[1] if self.fit is None else self.fit.record.statistics
+        return self._so_far()[1]
 
     @property
     def plan(self) -> OverlapPlan | None:
         """What overlaps in the current or last fit, and why not; ``None`` before the first."""
-        plan = self._outcome[0] if self.fit is None else self.fit.so_far(self.lightning_module)
-        shares = self._sharing.balance
+        (plan, _), shares = self._so_far(), self._sharing.balance
         if plan is None or shares is None:
             return plan
         return replace(plan, batch_shares=shares.present, waiting_saved_ms=shares.saved_ms)
@@ -503,9 +502,7 @@ class ByteSchedulerStrategy(RankStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """See DDPStrategy. Raises rather than save a checkpoint that lacks updates."""
-        lost = self._lost_weights if self.fit is None else self.fit.lost_weights
-        if lost is not None:
-            raise lost
+        self._require_whole_weights()
         return super().lightning_module_state_dict()
 
     def load_model_state_dict(self, *args: Any, **kwargs: Any) -> None:
@@ -533,7 +530,7 @@ class ByteSchedulerStrategy(RankStrategy):
             checkpoint[COMPRESSION] = state
         if self.lightning_module is not None:
             self._sharing.note(checkpoint, self.lightning_module)  # it has no trainer after a fit elsewhere
-        with nullcontext() if self._board is None else self._board.patient():
+        with self._patient():
             super().save_checkpoint(checkpoint, *args, **kwargs)
 
 

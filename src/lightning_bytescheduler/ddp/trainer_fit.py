@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,8 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_bytescheduler.checks import some_of
-from lightning_bytescheduler.collectives.groups import SchedulerGroups
-from lightning_bytescheduler.collectives.host_copies import travel_by_host
 from lightning_bytescheduler.collectives.number_exchange import AgreedValues
 from lightning_bytescheduler.collectives.operations import shards_over
 from lightning_bytescheduler.ddp.batches import log_nothing, loss_of_nothing
@@ -30,22 +27,21 @@ from lightning_bytescheduler.ddp.ddp_arguments import check_hooks, check_module
 from lightning_bytescheduler.ddp.decided_fit import (
     DecidedFit,
     FitOptions,
-    announce,
     may_drop_gradients,
     norm_needed_by,
+    open_wire,
     optimizer_reasons,
     precision_reasons,
+    trained_in_buckets,
 )
 from lightning_bytescheduler.ddp.deferred_optimizer import deferring, loss_scale_of
-from lightning_bytescheduler.ddp.fit_report import Record, codec_cost, summary_of
-from lightning_bytescheduler.ddp.reduction import sparse_layers
+from lightning_bytescheduler.ddp.fit_report import codec_cost, summary_of
 from lightning_bytescheduler.ddp.residuals import Residuals
 from lightning_bytescheduler.ddp.sample_weights import NOTHING
-from lightning_bytescheduler.ddp.wire import Wire, agree_on_sizes
+from lightning_bytescheduler.ddp.wire import Wire
 from lightning_bytescheduler.exceptions import UnsupportedError
 from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.lightning_api import DDPStrategy, pl, rank_zero_info, rank_zero_warn
-from lightning_bytescheduler.timeline.timeline import Timeline
 
 __all__ = ["TrainerFit"]
 
@@ -61,7 +57,7 @@ class TrainerFit(DecidedFit):
 
     @classmethod
     def begin(cls, strategy: DDPStrategy, options: FitOptions, board: FaultBoard, residuals: Residuals) -> TrainerFit:
-        """Begin a fit: agree on sizes with the other ranks, before the model is wrapped.
+        """Begin a fit with the other ranks, before the model is wrapped.
 
         Args:
             strategy: The strategy, which has its module.
@@ -73,13 +69,13 @@ class TrainerFit(DecidedFit):
             UnsupportedError: If there is nothing to train, or a part of the model cannot be trained so.
             OptionError: If an option does not fit the model.
         """
-        module, device = strategy.lightning_module, strategy.root_device
+        module = strategy.lightning_module
         if module is None:
             raise RuntimeError("There is no module to train.")
         check_module(module)
-        rules, timeout, served = options.rules, options.timeout, options.servers.used
+        rules = options.rules
         if rules is not None:
-            rules.check_device(device)
+            rules.check_device(strategy.root_device)
         parameters = [p for p in module.parameters() if p.requires_grad]
         if not parameters:
             raise UnsupportedError(
@@ -88,53 +84,22 @@ class TrainerFit(DecidedFit):
             )
         if rules is not None:
             rules.check_patterns(names_that_count(module))
-        groups = SchedulerGroups.create(
-            timeout=timeout,
-            counts=options.counter is not None,
-            routed_on=device,
-            sparse=bool(sparse_layers(module)),
-            by_host=travel_by_host(device, compressed=rules is not None, served=served),
-        )
-        sure = options.sure_rules
-        agreed = agree_on_sizes(
-            groups,
-            options.scheduler,
-            parameters,
-            device,
-            in_shards=bool(norm_needed_by(module, strategy.precision_plugin)) or sure is not None,
-            ratio=1.0 if sure is None else sure.ratio(_trained(module)),
-            architecture="ps" if served else "allreduce",
-        )
-        ddp = strategy._ddp_kwargs
-        if not options.own_buckets:
-            ddp["bucket_cap_mb"] = agreed.sizes.bucket_bytes / 2**20
-        elif ddp.get("bucket_cap_mb") is not None:
-            chosen = max(int(ddp["bucket_cap_mb"] * 2**20), 1)
-            agreed = replace(agreed, sizes=replace(agreed.sizes, bucket_bytes=chosen))
-        announce(options.scheduler, agreed)
-        servers = options.servers.join(groups, board, strategy, timeout=timeout, say=rank_zero_info)
-        path = options.scheduler.timeline
-        record = Record(None if path is None else Timeline(path, rank=board.rank))
-        codec = None if rules is None else _codec(rules, module, strategy, options, residuals, record)
-        wire = Wire(
-            groups,
-            board,
-            agreed,
-            options.scheduler,
-            device,
-            timeout=timeout,
-            record=record,
-            servers=servers,
-        )
-        if codec is not None and wire.route.copies is not None:
-            codec.work_on(wire.route.copies)
-        counter = None if options.counter is None else options.counter(groups.rank)
-        fit = cls(strategy, options, wire, parameters, record=record, codec=codec, counter=counter)
+        in_shards = bool(norm_needed_by(module, strategy.precision_plugin))
+        wire = open_wire(module, strategy, options, board, routed=True, in_shards=in_shards)
+        codec = None if rules is None else _codec(rules, module, strategy, options, residuals, wire)
+        counter = None if options.counter is None else options.counter(wire.groups.rank)
+        fit = cls(strategy, options, wire, parameters, codec=codec, counter=counter)
+        strategy._ddp_kwargs.update(fit.bucket_cap_mb)
         fit._known = set(map(id, parameters))
         if codec is not None:
-            codec.failure, codec.seen = wire.failure, fit._say_cost
+            codec.seen = fit._say_cost
         fit.start()
         return fit
+
+    def module(self) -> nn.Module | None:
+        """See :class:`DecidedFit`."""
+        module: nn.Module | None = self._strategy.lightning_module
+        return module
 
     def _say_cost(self) -> None:
         line = codec_cost(self.record.statistics, self.wire.agreed.link, self.wire.groups.world_size)
@@ -270,32 +235,30 @@ def _codec(
     strategy: DDPStrategy,
     options: FitOptions,
     residuals: Residuals,
-    record: Record,
+    wire: Wire,
 ) -> GradientCompression:
-    trained = _trained(module)
+    trained, record, layers = trained_in_buckets(module), wire.record, None
+    if rules.auto:
+        layers = CompressedLayers(
+            rules.ratio(trained),
+            AgreedValues(1, timeout=options.timeout, failure=wire.failure),
+            decides=dist.get_rank() == 0,
+            statistics=record.statistics,
+        )
     codec = GradientCompression(
         rules,
         trained,
         residuals,
         record=record,
         loss_scale=partial(loss_scale_of, strategy),
+        layers=layers,
+        failure=wire.failure,
         idle=has_no_gradient,
         may_drop=may_drop_gradients(module),
     )
-    if rules.auto:
-        codec.layers = CompressedLayers(
-            rules.ratio(trained),
-            AgreedValues(1, timeout=options.timeout, failure=lambda: codec.failure()),
-            decides=dist.get_rank() == 0,
-            statistics=record.statistics,
-        )
+    if wire.route.copies is not None:
+        codec.work_on(wire.route.copies)
     return codec
-
-
-def _trained(module: pl.LightningModule) -> dict[str, nn.Parameter]:
-    # these are not reduced in buckets
-    sparse = {id(module.get_submodule(name).weight) for name in sparse_layers(module)}
-    return {name: p for name, p in module.named_parameters() if p.requires_grad and id(p) not in sparse}
 
 
 def _say_compressed(compression: GradientCompression) -> None:

@@ -21,14 +21,20 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_bytescheduler.checks import require_known, require_one_of, require_whole
-from lightning_bytescheduler.collectives.groups import SchedulerGroups, create_overtaking, leave
-from lightning_bytescheduler.collectives.host_copies import PayloadCopies
+from lightning_bytescheduler.collectives.device_streams import PayloadCopies
+from lightning_bytescheduler.collectives.groups import (
+    SchedulerGroups,
+    create_overtaking,
+    leave,
+    probe_link,
+    probe_start_up,
+)
 from lightning_bytescheduler.collectives.launch_order import order_of
-from lightning_bytescheduler.collectives.link_probe import probe_link, probe_start_up
 from lightning_bytescheduler.collectives.operations import shards_over
+from lightning_bytescheduler.collectives.push_pull import PLACEMENTS, chosen_placement
 from lightning_bytescheduler.collectives.route import AllReduce, OnDevice, Served, Sharded
 from lightning_bytescheduler.collectives.routing_group import RoutingGroup
-from lightning_bytescheduler.collectives.server_meeting import JoinedServers, agree_on_nodes, each_alone, join_servers
+from lightning_bytescheduler.collectives.server_meeting import JoinedServers, agree_on_nodes, join_servers
 from lightning_bytescheduler.ddp.compression_rules import CompressionRules
 from lightning_bytescheduler.ddp.fit_report import Record
 from lightning_bytescheduler.exceptions import (
@@ -43,7 +49,6 @@ from lightning_bytescheduler.failures.messages import is_communication_error
 from lightning_bytescheduler.lightning_api import DDPStrategy
 from lightning_bytescheduler.scheduler.core import ByteCore
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
-from lightning_bytescheduler.scheduler.placement import PLACEMENTS, chosen_placement
 from lightning_bytescheduler.scheduler.threads import InterpreterTurns
 from lightning_bytescheduler.tuning.sizes import LinkEstimate, SchedulerSizes, default_sizes
 
@@ -251,7 +256,7 @@ class ServerOptions:
             return join_servers(
                 groups,
                 self.spare,
-                agree_on_nodes(groups, place) if self.group == "node" else each_alone(groups),
+                agree_on_nodes(groups, place) if self.group == "node" else (),
                 placement=self.placement,
                 timeout=timeout or _TIMEOUT,
                 failure=board.no_hope,
@@ -298,6 +303,7 @@ class Wire:
         self.groups = groups
         self.board = board
         self.agreed = agreed
+        self.record = record
         self.timeout = _DEFAULT_TIMEOUT_S if timeout is None else timeout.total_seconds()
         self.servers = servers
         self._overtaking = create_overtaking(groups.wire_device(device), timeout=timeout) if agreed.far else None

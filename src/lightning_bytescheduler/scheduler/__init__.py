@@ -2,7 +2,6 @@
 
 from lightning_bytescheduler.scheduler.core import ByteCore
 from lightning_bytescheduler.scheduler.order import AnnouncedOrder, Decision, LaunchOrder, MixedOrder, PriorityOrder
-from lightning_bytescheduler.scheduler.placement import Placement
 from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask, TaskKey, TaskState
 
 __all__ = [
@@ -12,7 +11,6 @@ __all__ = [
     "Decision",
     "LaunchOrder",
     "MixedOrder",
-    "Placement",
     "PriorityOrder",
     "SubCommTask",
     "TaskKey",
