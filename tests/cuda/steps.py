@@ -29,9 +29,8 @@ from lightning_bytescheduler.ddp.compressed_reduction import GradientCompression
 from lightning_bytescheduler.ddp.compression_rules import CompressionRules
 from lightning_bytescheduler.ddp.fit import Fit, StepMode, TrainingStep
 from lightning_bytescheduler.ddp.fit_report import Record, SchedulerStatistics
-from lightning_bytescheduler.ddp.overlapped_step import OverlappedStep
-from lightning_bytescheduler.ddp.plain_step import MergedBuckets, PlainStep, ScheduledBuckets
 from lightning_bytescheduler.ddp.residuals import Residuals
+from lightning_bytescheduler.ddp.steps import MergedBuckets, OverlappedStep, PlainStep, ScheduledBuckets
 from lightning_bytescheduler.scheduler.core import ByteCore
 from tests.support.late_copies import LateCopies
 from tests.support.models import MeanOfAll

@@ -11,8 +11,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from lightning_bytescheduler.ddp.plain_step import MergedBuckets, merged_bytes
 from lightning_bytescheduler.ddp.sample_weights import StepWeight
+from lightning_bytescheduler.ddp.steps import MergedBuckets, merged_bytes
 from lightning_bytescheduler.exceptions import RankFailedError
 from lightning_bytescheduler.tuning.sizes import LinkEstimate
 from tests.support.waiting import WAIT, until

@@ -15,9 +15,9 @@ from torch import nn
 from lightning_bytescheduler.ddp.deferred_optimizer import DueStep
 from lightning_bytescheduler.ddp.fit import Fit
 from lightning_bytescheduler.ddp.fit_report import Record
-from lightning_bytescheduler.ddp.overlapped_step import BucketUpdate, OverlappedStep, UpdateState
 from lightning_bytescheduler.ddp.reads import SeenReads
 from lightning_bytescheduler.ddp.reduction import GradientBucket
+from lightning_bytescheduler.ddp.steps import BucketUpdate, OverlappedStep, UpdateState
 from lightning_bytescheduler.scheduler.task import CommTask, TaskKey
 from tests.ddp.routes import idle_wire
 

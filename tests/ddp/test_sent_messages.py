@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_bytescheduler.ddp import plain_step
+from lightning_bytescheduler.ddp import steps as steps_module
 from lightning_bytescheduler.ddp.fit_report import Record
-from lightning_bytescheduler.ddp.plain_step import MergedBuckets, SentMessages
 from lightning_bytescheduler.ddp.sample_weights import StepWeight
+from lightning_bytescheduler.ddp.steps import MergedBuckets, SentMessages
 from lightning_bytescheduler.timeline.timeline import COMMUNICATION, Span, Timeline, read_timeline
 
 
@@ -96,7 +96,7 @@ def test_what_fails_is_not_sent(tmp_path: Path) -> None:
 
 
 def test_on_a_gpu_it_is_the_device_that_comes_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plain_step, "ReadyMark", lambda device: None)
+    monkeypatch.setattr(steps_module, "ReadyMark", lambda device: None)
     streams = Streams()
     steps = Steps(tmp_path / "t.json", streams)
     steps.send(torch.zeros(10))

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_bytescheduler import ByteSchedulerStrategy, CreditTuner, LaunchOrderError, SchedulerClosedError
 from lightning_bytescheduler.collectives.push_pull import NodePushPull
 from lightning_bytescheduler.collectives.route import AllReduce, Served
-from lightning_bytescheduler.ddp import overlapped_step, wire
+from lightning_bytescheduler.ddp import steps, wire
 from lightning_bytescheduler.ddp.gates import GatedParameter
 from lightning_bytescheduler.failures import rendezvous
 from tests.faults.bounds import set_bounds
@@ -225,13 +225,13 @@ def kill_in_mid_communication(boom: Boom) -> None:
 
 def fail_in_mid_step(boom: Boom) -> None:
     """Let ``boom`` happen in an optimizer step of one bucket, when it has changed some of the weights."""
-    step = overlapped_step.step_partially
+    step = steps.step_partially
 
     def broken_off(*arguments: Any) -> None:
         step(*arguments)
         boom("stepping")
 
-    overlapped_step.step_partially = broken_off  # type: ignore[assignment]
+    steps.step_partially = broken_off  # type: ignore[assignment]
 
 
 def slow_down_checkpoints(seconds: float) -> None:

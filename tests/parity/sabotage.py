@@ -19,13 +19,13 @@ from torch.optim import Optimizer
 from lightning_bytescheduler.ddp import decided_fit as decided_module
 from lightning_bytescheduler.ddp import deferred_optimizer as loss_scaler_module
 from lightning_bytescheduler.ddp import fit as fit_module
-from lightning_bytescheduler.ddp import overlapped_step as overlapped_module
+from lightning_bytescheduler.ddp import steps as steps_module
 from lightning_bytescheduler.ddp import trainer_fit as trainer_module
 from lightning_bytescheduler.ddp.fit import Fit
 from lightning_bytescheduler.ddp.gradient_transforms import ClipNorm, ClipValue, Unscale
-from lightning_bytescheduler.ddp.overlapped_step import BucketUpdate, OverlappedStep, UpdateState
 from lightning_bytescheduler.ddp.reads import AliasDetector, Reads
 from lightning_bytescheduler.ddp.reduction import SparseGradients
+from lightning_bytescheduler.ddp.steps import BucketUpdate, OverlappedStep, UpdateState
 from lightning_bytescheduler.ddp.strategy import ByteSchedulerStrategy
 from lightning_bytescheduler.scheduler.core import ByteCore
 
@@ -101,7 +101,7 @@ def blind_between_steps(module: LightningModule) -> Iterator[None]:
 @contextmanager
 def no_gate_on_state(module: LightningModule) -> Iterator[None]:
     """Let the optimizer's state be read and replaced while updates are due."""
-    with patch.object(overlapped_module, "close_state", lambda *_: None):
+    with patch.object(steps_module, "close_state", lambda *_: None):
         yield
 
 
@@ -175,7 +175,7 @@ def everything_is_deferred(module: LightningModule) -> Iterator[None]:
     """Believe that any optimizer steps each parameter on its own."""
     with (
         patch.object(trainer_module, "optimizer_reasons", lambda _: []),
-        patch.object(overlapped_module, "wants_whole_steps", lambda *_: None),
+        patch.object(steps_module, "wants_whole_steps", lambda *_: None),
         patch.object(decided_module, "wants_whole_steps", lambda *_: None),
     ):
         yield
@@ -227,12 +227,12 @@ def nobody_sits_out(module: LightningModule) -> Iterator[None]:
 @contextmanager
 def only_buckets_step(module: LightningModule) -> Iterator[None]:
     """Forget the optimizer's parameters that are in no bucket."""
-    step, step_partially = Fit.take_step, overlapped_module.step_partially
+    step, step_partially = Fit.take_step, steps_module.step_partially
 
     def step_buckets(fit: Fit, *args: Any) -> Any:
-        with patch.object(overlapped_module, "step_partially", lambda *_: None):
+        with patch.object(steps_module, "step_partially", lambda *_: None):
             result = step(fit, *args)
-        assert overlapped_module.step_partially is step_partially
+        assert steps_module.step_partially is step_partially
         return result
 
     with patch.object(Fit, "take_step", step_buckets):
@@ -273,5 +273,5 @@ def blind_to_aliases(module: LightningModule) -> Iterator[None]:
 @contextmanager
 def blind_to_kept_state(module: LightningModule) -> Iterator[None]:
     """Believe that nobody keeps the optimizer's state."""
-    with patch.object(overlapped_module, "state_is_kept", lambda _: False):
+    with patch.object(steps_module, "state_is_kept", lambda _: False):
         yield

@@ -123,7 +123,7 @@ class Signals(Callback):
     ("owner", "name", "clips"),
     [
         pytest.param("fit:Fit", "hook", False, id="in-a-backward-pass"),
-        pytest.param("overlapped_step", "_why_whole", False, id="as-a-step-is-deferred"),
+        pytest.param("steps", "_why_whole", False, id="as-a-step-is-deferred"),
         pytest.param("gradient_transforms:StepTransforms", "apply", True, id="as-a-bucket-is-stepped"),
     ],
 )

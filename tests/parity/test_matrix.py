@@ -16,7 +16,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch import callbacks as lightning_callbacks
 from torch import nn
 
-from lightning_bytescheduler.ddp import overlapped_step as overlapped_module
+from lightning_bytescheduler.ddp import steps as steps_module
 from tests.parity import checks, rule
 from tests.parity.combined_models import CLIP
 from tests.parity.factors import FACTORS, FORBIDDEN, Combination, allowed, random_combination
@@ -153,12 +153,12 @@ def test_one_limit_clips_and_the_other_does_not(two_ranks: RankPool, model: str)
 @contextmanager
 def scaled_gradients(module: LightningModule) -> Iterator[None]:
     """Step with gradients that are a hundredth too large, as those of a norm that is not DDP's."""
-    step_partially = overlapped_module.step_partially
+    step_partially = steps_module.step_partially
 
     def step_scaled(due: Any, chosen: Any) -> None:
         step_partially(due, [(group, p, g * (1 + 1e-2)) for group, p, g in chosen])
 
-    with patch.object(overlapped_module, "step_partially", step_scaled):
+    with patch.object(steps_module, "step_partially", step_scaled):
         yield
 
 

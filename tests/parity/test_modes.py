@@ -11,7 +11,7 @@ import pytest
 from torch.optim import SGD, AdamW
 
 from lightning_bytescheduler.ddp.fit import Fit
-from lightning_bytescheduler.ddp.plain_step import MergedBuckets
+from lightning_bytescheduler.ddp.steps import MergedBuckets
 from lightning_bytescheduler.tuning import credit_tuner
 from lightning_bytescheduler.tuning.search import CreditTuning
 from lightning_bytescheduler.tuning.sizes import PLAIN_DDP

@@ -21,7 +21,7 @@ from torch.optim import AdamW
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_bytescheduler.ddp.fit import Fit
-from lightning_bytescheduler.ddp.overlapped_step import BucketUpdate, OverlappedStep, UpdateState
+from lightning_bytescheduler.ddp.steps import BucketUpdate, OverlappedStep, UpdateState
 from lightning_bytescheduler.scheduler.task import CommTask
 from tests.parity.checks import DDP, assert_same, assert_same_as_ddp, train_on
 from tests.support.fit import Recipe, Run, train

@@ -31,7 +31,7 @@ from lightning_bytescheduler.ddp.buffers import BufferBroadcast
 from lightning_bytescheduler.ddp.deferred_optimizer import is_closed
 from lightning_bytescheduler.ddp.fit_report import OverlapPlan
 from lightning_bytescheduler.ddp.gates import GatedParameter
-from lightning_bytescheduler.ddp.overlapped_step import OverlappedStep
+from lightning_bytescheduler.ddp.steps import OverlappedStep
 from lightning_bytescheduler.ddp.strategy import SchedulerHooks
 from tests.support.compare import bit_differences
 from tests.support.late_copies import by_host

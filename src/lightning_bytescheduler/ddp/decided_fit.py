@@ -56,11 +56,10 @@ from lightning_bytescheduler.ddp.deferred_optimizer import (
 from lightning_bytescheduler.ddp.fit import Fit, StepMode, TrainingStep
 from lightning_bytescheduler.ddp.fit_report import OverlapPlan, Record, milliseconds
 from lightning_bytescheduler.ddp.gates import can_be_gated
-from lightning_bytescheduler.ddp.overlapped_step import OverlappedStep
-from lightning_bytescheduler.ddp.plain_step import MergedBuckets, PlainStep, ScheduledBuckets, merged_bytes
 from lightning_bytescheduler.ddp.reads import AliasDetector, SeenReads
 from lightning_bytescheduler.ddp.reduction import sparse_layers
 from lightning_bytescheduler.ddp.sample_weights import SampleCounter
+from lightning_bytescheduler.ddp.steps import MergedBuckets, OverlappedStep, PlainStep, ScheduledBuckets, merged_bytes
 from lightning_bytescheduler.ddp.wire import AgreedSizes, ServerOptions, Wire, agree_on_sizes
 from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.lightning_api import (

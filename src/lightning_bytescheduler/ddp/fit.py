@@ -16,12 +16,12 @@ All pending updates land before the next backward pass writes the buckets (:meth
 pass is synchronised: in it DDP uses one large bucket, and it rebuilds its buckets and copies gradients afterwards.
 
 A step begins with the first bucket of its backward pass and ends before the next backward pass. It is of one of two
-kinds, and holds everything that belongs to it alone:
+kinds (``steps.py``), and holds everything that belongs to it alone:
 
-- *plain* (``plain_step.py``): its gradients are awaited at the end of the backward pass, as with DDP;
-- *overlapped* (``overlapped_step.py``): its updates are applied as parameters are used, in the next forward pass.
+- *plain*: its gradients are awaited at the end of the backward pass, as with DDP;
+- *overlapped*: its updates are applied as parameters are used, in the next forward pass.
 
-``overlapped_step.py`` describes threads and the order of locks. What a bucket becomes is decided when the fit begins:
+``steps.py`` describes threads and the order of locks. What a bucket becomes is decided when the fit begins:
 by the codec (:class:`~lightning_bytescheduler.ddp.reduction.Uncompressed` for none), by whether norms are needed early,
 and by the route. All threads are named ``bytescheduler-*``, and :meth:`Fit.stop` stops them within a bound.
 """
