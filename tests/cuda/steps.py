@@ -146,9 +146,14 @@ class Scheduled:
         self.order.start(self.core.update_order)
         self.routing = self.route.routing = self._ordered(device)
         wire: Any = SimpleNamespace(
-            core=self.core, route=self.route, groups=self.groups, timeout=_TIMEOUT_S, servers=None
+            core=self.core,
+            route=self.route,
+            groups=self.groups,
+            timeout=_TIMEOUT_S,
+            servers=None,
+            record=self.record,
         )
-        self.fit = _PlainFit(wire, parameters, device, self.record, codec=self.compression)
+        self.fit = _PlainFit(wire, parameters, device, codec=self.compression)
         self.fit.overlapped = case.mode != "synchronised"
         self.fit.mode = StepMode(case.mode == "ddp")
         self.fit.sharded = case.max_norm is not None

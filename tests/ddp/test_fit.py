@@ -10,14 +10,13 @@ import torch
 from torch import nn
 
 from lightning_bytescheduler.ddp.fit import Fit
-from lightning_bytescheduler.ddp.fit_report import Record
 from lightning_bytescheduler.ddp.own_gradients import OwnGradients
 from tests.ddp.routes import idle_wire
 
 
 @pytest.fixture
 def fit() -> Fit:
-    return Fit(idle_wire(Mock()), [nn.Parameter(torch.ones(3))], torch.device("cpu"), Record())
+    return Fit(idle_wire(Mock()), [nn.Parameter(torch.ones(3))], torch.device("cpu"))
 
 
 def test_updates_land_after_a_backward_pass_that_failed(fit: Fit) -> None:

@@ -14,7 +14,6 @@ from torch import nn
 
 from lightning_bytescheduler.ddp.deferred_optimizer import DueStep
 from lightning_bytescheduler.ddp.fit import Fit
-from lightning_bytescheduler.ddp.fit_report import Record
 from lightning_bytescheduler.ddp.reads import SeenReads
 from lightning_bytescheduler.ddp.reduction import GradientBucket
 from lightning_bytescheduler.ddp.steps import BucketUpdate, OverlappedStep, UpdateState
@@ -59,7 +58,7 @@ def parameter() -> nn.Parameter:
 def step(parameter: nn.Parameter) -> OverlappedStep:
     core: Any = SimpleNamespace(abort=lambda error: None)
     wire = idle_wire(core, join=lambda task, timeout: task.wait(timeout))
-    fit = Fit(wire, [parameter], torch.device("cpu"), Record())
+    fit = Fit(wire, [parameter], torch.device("cpu"))
     listener = Listener()
     listener.fit, fit.reads.seen = fit, listener
     return OverlappedStep(fit, 2)

@@ -703,7 +703,7 @@ class DecidedFit(Fit):
         **more: Any,
     ) -> None:
         by_first_use = options.scheduler.policy.by_first_use
-        super().__init__(wire, parameters, strategy.root_device, wire.record, by_first_use=by_first_use, **more)
+        super().__init__(wire, parameters, strategy.root_device, by_first_use=by_first_use, **more)
         self.plan: OverlapPlan | None = None
         self._strategy: Any = strategy
         self._options = options

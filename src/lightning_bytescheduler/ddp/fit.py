@@ -49,7 +49,6 @@ from lightning_bytescheduler.collectives.number_exchange import NumberExchange
 from lightning_bytescheduler.collectives.operations import profiled
 from lightning_bytescheduler.ddp.ddp_arguments import refuse_join, refuse_steps_in_backward
 from lightning_bytescheduler.ddp.entry_points import watch_entry_points
-from lightning_bytescheduler.ddp.fit_report import Record
 from lightning_bytescheduler.ddp.gradient_transforms import PendingScale, Unscale
 from lightning_bytescheduler.ddp.own_gradients import OwnGradients
 from lightning_bytescheduler.ddp.reads import ForwardPass, Reads
@@ -201,7 +200,6 @@ class Fit:
         wire: What gradients travel with.
         parameters: The trained parameters.
         device: Where they live.
-        record: Takes what is measured.
         codec: Decides which gradients travel encoded.
         counter: Counts a batch's samples, if ranks are weighted by them.
         by_first_use: Whether a bucket's priority is its first use in the forward pass; if false, its index.
@@ -221,7 +219,6 @@ class Fit:
         wire: Wire,
         parameters: Iterable[nn.Parameter],
         device: torch.device,
-        record: Record,
         *,
         codec: Uncompressed | None = None,
         counter: SampleCounter | None = None,
@@ -230,7 +227,7 @@ class Fit:
         parameters = list(parameters)
         self.wire = wire
         self.device = device
-        self.record = record
+        self.record = wire.record
         self.codec = Uncompressed() if codec is None else codec
         self.merges = codec is None and wire.route.merges
         self.sharded = False

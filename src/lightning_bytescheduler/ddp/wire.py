@@ -285,6 +285,7 @@ class Wire:
 
     Attributes:
         core: Its credit and partition size may be changed on rank 0 at any time.
+        record: Takes what is measured in the fit.
         timeout: In seconds.
     """
 
