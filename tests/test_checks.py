@@ -54,13 +54,6 @@ def test_paths_become_text() -> None:
     assert checks.require_new_file("timeline", Path("a/b")) == "a/b"
 
 
-def test_suffixes_count_in_any_case() -> None:
-    assert checks.require_suffix("out", "a/b.PNG", ["png", "svg"]) == Path("a/b.PNG")
-    for name in ("a", "a.", "png", "a.pdf"):
-        with pytest.raises(OptionError, match="out must be a file name with one of the suffixes png, svg"):
-            checks.require_suffix("out", name, ["png", "svg"])
-
-
 def test_truth_values_are_no_numbers() -> None:
     assert checks.is_whole(0)
     assert not checks.is_whole(0, 1)

@@ -150,7 +150,7 @@ def test_a_client_refuses_a_server_that_it_does_not_know_or_an_old_tls(certifica
 
 def test_without_a_token_pages_of_other_sites_are_refused():
     async def attempt():
-        async with served(ServerAccess(), any_host=False) as (port, refusals, reached):
+        async with served(ServerAccess()) as (port, refusals, reached):
             for headers in ({}, {"Host": f"localhost:{port}", "Origin": f"http://localhost:{port}"}):
                 assert (await ask(port, headers=headers))[0] == 200
             for headers in ({"Host": f"evil.example:{port}"}, {"Origin": "http://evil.example"}, {"Origin": "null"}):

@@ -13,8 +13,9 @@ import inspect
 import math
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, TypeGuard, TypeVar
 
@@ -123,13 +124,12 @@ def parse_size(option: str, value: object) -> int:
     Raises:
         OptionError: If it is none; names ``option``, and converts bytes.
     """
-    number: object = value
-    # A text that is no number stays as it is, and is refused below; int() of infinity or NaN raises.
-    with contextlib.suppress(ValueError, OverflowError):
-        number = _number(value) if isinstance(value, str) else value
-        if isinstance(number, float) and number == int(number):
-            number = int(number)
-    return require_size(option, number if is_whole(number, 1) else value)
+    # A text that is no number stays as it is, and is refused; int() of infinity or NaN raises.
+    with contextlib.suppress(ArithmeticError, ValueError):
+        number = Decimal(value) if isinstance(value, (str, float)) else Decimal()  # exact, also above 2**53
+        if 0 < number < 2**63 and number == int(number):
+            return int(number)
+    return require_size(option, value)
 
 
 def require_positive(option: str, value: object, *, of: str = "") -> float:
@@ -226,18 +226,6 @@ def require_new_file(option: str, value: object) -> str:
     return path
 
 
-def require_suffix(option: str, value: str | os.PathLike[str], suffixes: Iterable[str]) -> Path:
-    """Return ``value`` as a path if it ends in one of ``suffixes``, given without dots.
-
-    Raises:
-        OptionError: If it does not; names ``option`` and the suffixes.
-    """
-    path, allowed = Path(value), list(suffixes)
-    if path.suffix[1:].lower() not in allowed:
-        raise OptionError(option, os.fspath(value), f"a file name with one of the suffixes {', '.join(allowed)}")
-    return path
-
-
 def records_in(run: str | os.PathLike[str], name: str) -> list[Path]:
     """Find what a run has recorded, the newest first: in a folder, or below it as loggers number their versions.
 
@@ -258,6 +246,33 @@ def records_in(run: str | os.PathLike[str], name: str) -> list[Path]:
     if not found:
         raise OptionError("RUN", os.fspath(run), f"a folder with {name} in it, or in one of its folders version_*")
     return sorted(found, key=lambda file: (file.stat().st_mtime_ns, os.fspath(file)), reverse=True)
+
+
+def read_lines(file: str | os.PathLike[str], read: Callable[[bytes], _T], what: str) -> list[_T]:
+    """Read what a run has recorded, one thing to a line. A last line that a crash cut off is left out.
+
+    Args:
+        file: The record.
+        read: Reads a line.
+        what: What it should be, in words.
+
+    Raises:
+        OptionError: If the file is something else; names the line, and what is wrong with it.
+        OSError: If the file cannot be read.
+    """
+    import msgspec  # the other checks do without
+
+    lines = Path(file).read_bytes().split(b"\n")
+    found: list[_T] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            if line.strip():
+                found.append(read(line))
+        except (ValueError, msgspec.DecodeError) as error:
+            if number == len(lines) and found:
+                break  # no newline after it: it was cut off
+            raise OptionError("record", f"{os.fspath(file)}:{number}", f"{what}, one to a line ({error})") from error
+    return found
 
 
 def did_you_mean(value: object, known: Collection[str]) -> str:
@@ -377,13 +392,6 @@ def unknown_variables(environ: Mapping[str, str]) -> list[str]:
             hint = did_you_mean(name, known)
             sentences.append(f"The environment variable {name} has no meaning here. {hint}".rstrip())
     return sentences
-
-
-def _number(text: str) -> int | float:
-    try:
-        return int(text)  # exact, where a float would round above 2**53
-    except ValueError:
-        return float(text)
 
 
 def parameters_in(text: str, *, billions: bool = True) -> int | None:

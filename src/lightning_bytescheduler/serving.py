@@ -295,18 +295,16 @@ def warn_if_others_read(path: str, what: str) -> None:
         )
 
 
-def guard(
-    access: ServerAccess, refusals: Refusals, *, public: Collection[str] = (), any_host: bool = True
-) -> Middleware:
+def guard(access: ServerAccess, refusals: Refusals, *, public: Collection[str] = ()) -> Middleware:
     """An aiohttp middleware that accepts requests with the token.
+
+    A server without one answers only under the names of this machine. Otherwise a page of a foreign site in a browser
+    here could ask it for anything, once the site's name points to 127.0.0.1.
 
     Args:
         access: The server's access rules.
         refusals: Counts the other requests.
         public: Paths that need no token.
-        any_host: Whether a server without a token answers under every name. If not, it answers only under the names of
-            this machine. Otherwise a page of a foreign site in a browser here could ask it for anything, once the
-            site's name points to 127.0.0.1.
     """
     from aiohttp import web
 
@@ -316,7 +314,7 @@ def guard(
             refusals.count("token", who=str(request.remote or ""))
             said = "A token is needed: send it as 'Authorization: Bearer TOKEN'.\n"
             raise web.HTTPUnauthorized(text=said, headers={"WWW-Authenticate": "Bearer"})
-        if access.token is None and not any_host and not _is_for_this_machine(request):
+        if access.token is None and not _is_for_this_machine(request):
             refusals.count("host", who=str(request.remote or ""))
             said = "Without a token it answers only as localhost or 127.0.0.1, and to no other site's pages.\n"
             raise web.HTTPForbidden(text=said)
@@ -326,13 +324,9 @@ def guard(
 
 
 def _is_for_this_machine(request: web.Request) -> bool:
-    origin = request.headers.get("Origin")  # browsers say which site's page asks
-    return is_loopback(_name_of(request.host)) and (origin is None or origin.partition("://")[2] == request.host)
-
-
-def _name_of(host: str) -> str:
-    """The name in a header ``Host``, without the port."""
-    return host.partition("]")[0].removeprefix("[") if host.startswith("[") else host.partition(":")[0]
+    host, origin = request.host, request.headers.get("Origin")  # browsers say which site's page asks
+    name = host.partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+    return is_loopback(name) and (origin is None or origin.partition("://")[2] == host)
 
 
 # ── Serving ───────────────────────────────────────────────────────────

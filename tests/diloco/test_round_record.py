@@ -74,14 +74,14 @@ def test_what_is_no_record_is_named(tmp_path: Path, change: dict) -> None:
     lines = file.read_text().splitlines()
     lines[1] = json.dumps({**json.loads(lines[1]), **change})
     file.write_text("\n".join(lines) + "\n")
-    with pytest.raises(OptionError, match="one to a line, which line 2 is not"):
+    with pytest.raises(OptionError, match=r"rounds\.jsonl:2' .* a file of rounds, one to a line \("):
         read_rounds(file)
 
 
 @pytest.mark.parametrize("text", ["no JSON", "7", "null", "[1]", "{}"])
 def test_another_file_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "other").write_text(text)
-    with pytest.raises(OptionError, match="line 1 is not"):
+    with pytest.raises(OptionError, match="other:1' "):
         read_rounds(tmp_path / "other")
 
 

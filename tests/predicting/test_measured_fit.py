@@ -7,7 +7,6 @@ import itertools
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -18,8 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_bytescheduler import OptionError, UnsupportedError
-from lightning_bytescheduler.predicting import predict as predict_module
-from lightning_bytescheduler.predicting.predict import BETWEEN_STEPS, UNUSED, RepeatedData, measure_step
+from lightning_bytescheduler.predicting.predict import BETWEEN_STEPS, UNUSED, measure_step, repeated
 from lightning_bytescheduler.simulation.prediction import MeasuredStep
 from tests.ddp.stepping import Batches, Clock, Stepping
 from tests.support.models import Tower
@@ -68,7 +66,7 @@ def test_layers_bytes_and_times(clock: Clock) -> None:
     ]
     assert measured.profile.compute_seconds == pytest.approx(71.5)
     assert measured.profile.name == "Stepping"
-    assert measured.waiting == 0.5
+    assert measured.between_steps == 0.5
     assert measured.compressed_share == 0.5
     assert measured.unused == measured.synchronised_because == measured.norm_needed_by == ()
 
@@ -459,25 +457,9 @@ def test_what_cannot_be_measured(module: Any, data: Any, error: type[Exception],
 
 
 def test_batches_begin_again() -> None:
-    assert list(itertools.islice(RepeatedData([1, 2, 3]), 7)) == [1, 2, 3, 1, 2, 3, 1]
+    assert list(itertools.islice(repeated([1, 2, 3]), 7)) == [1, 2, 3, 1, 2, 3, 1]
 
 
 @pytest.mark.parametrize(("batches", "expected"), [([], []), (iter([1, 2]), [1, 2])])
 def test_batches_end_where_nothing_comes(batches: list[int], expected: list[int]) -> None:
-    assert list(RepeatedData(batches)) == expected
-
-
-def test_the_time_in_which_batches_are_made_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 0.0
-
-    def batches() -> Iterator[int]:
-        nonlocal now
-        for batch in range(3):
-            now += 2.0
-            yield batch
-
-    monkeypatch.setattr(predict_module, "time", SimpleNamespace(perf_counter=lambda: now))
-    data = RepeatedData(batches())
-    for _ in data:
-        now += 100.0  # training
-    assert data.waited == 6.0
+    assert list(repeated(batches)) == expected

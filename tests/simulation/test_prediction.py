@@ -263,11 +263,11 @@ def test_synchronised_steps_are_not_overlapped() -> None:
 
 def test_remarks_come_where_they_apply() -> None:
     text = str(of())
-    assert "wait for data" not in text
+    assert "between steps" not in text
     assert "Unused" not in text
     assert "processor time" in text
-    text = str(of(device="cuda", waiting=0.05, unused=("a", "b", "c", "d", "e")))
-    assert "of which 50.0 ms wait for data" in text
+    text = str(of(device="cuda", between_steps=0.05, unused=("a", "b", "c", "d", "e")))
+    assert "of which 50.0 ms pass between steps, as in waiting for data" in text
     assert "'a', 'b', 'c' and 2 more got no gradient" in text
     assert "processor time" not in text
 

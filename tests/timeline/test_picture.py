@@ -229,7 +229,11 @@ def test_steps_that_are_not_there_are_refused(tmp_path: Path, steps: tuple[int, 
         draw_timeline(simulated_trace(), tmp_path / "t.png", steps=steps)
 
 
-@pytest.mark.parametrize("name", ["t.xyz", "t"])
+def test_suffixes_count_in_any_case() -> None:
+    assert picture.require_picture("out", "a/b.PNG") == Path("a/b.PNG")
+
+
+@pytest.mark.parametrize("name", ["t.xyz", "t", "t.", "png"])
 def test_a_suffix_that_is_no_picture_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(OptionError, match="png") as caught:
         draw_timeline(simulated_trace(), tmp_path / name)

@@ -13,11 +13,9 @@ DEFAULTS = {
     "steps_per_trial": 100,
     "precision": 0.01,
     "plain_ddp": True,
-    "least_gain": 0.003,
     "cost_share": 0.02,
     "cost_steps": 500,
     "warm_up": 10,
-    "settle": 1,
     "lead": 1,
 }
 

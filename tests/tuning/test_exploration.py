@@ -26,8 +26,8 @@ def test_a_search_that_fails_ends_with_the_best_so_far(monkeypatch: pytest.Monke
 def test_plain_ddp_is_measured_again_however_many_points_are_faster_by_a_hair() -> None:
     explored = Exploration(SPACE, first=[START], options=TuningOptions())
     for number, seconds in enumerate((0.3, 0.3001, 0.3002, 0.3003)):
-        explored.take(trial(TuningPoint(credit=2**20 + number, partition_size=97_280), seconds, 0.0003))
-    explored.take(trial(PLAIN_DDP, 0.304, 0.0003, outcome="abandoned"))
+        explored.trials.append(trial(TuningPoint(credit=2**20 + number, partition_size=97_280), seconds, 0.0003))
+    explored.trials.append(trial(PLAIN_DDP, 0.304, 0.0003, outcome="abandoned"))
     assert [entry.step_seconds for entry in explored.contenders()] == [0.3, 0.3001, 0.304]
-    explored.take(trial(PLAIN_DDP, 0.3005, 0.0003))
+    explored.trials.append(trial(PLAIN_DDP, 0.3005, 0.0003))
     assert [entry.step_seconds for entry in explored.contenders()] == [0.3005, 0.3, 0.3001], "it wins a tie"

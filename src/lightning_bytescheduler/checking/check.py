@@ -37,7 +37,7 @@ from lightning_bytescheduler.checking.report import (
     keep,
     kept,
 )
-from lightning_bytescheduler.checks import is_whole, require_positive, require_whole
+from lightning_bytescheduler.checks import require_positive, require_whole
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 from lightning_bytescheduler.registration import CHECK_VARIABLE, require_same_package
 
@@ -73,7 +73,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help=f"end a run after so long; it counts as hanging (default: {_TIMEOUT:g})",
     )
-    parser.add_argument("--seed", type=int, default=20240, metavar="N", help="of all random numbers (default: 20240)")
     parser.add_argument(
         "command",
         nargs=argparse.REMAINDER,
@@ -96,7 +95,7 @@ def run(options: argparse.Namespace) -> int:
         UnsupportedError: If this process is one of several ranks.
         OSError: If the command cannot be started.
     """
-    _check_numbers(options.steps, options.devices, options.timeout, options.seed)
+    _check_numbers(options.steps, options.devices, options.timeout)
     command = options.command[1:] if options.command[:1] == ["--"] else list(options.command)
     if not command:
         raise OptionError("command", "", "the command that trains, such as `-- python train.py`")
@@ -110,7 +109,7 @@ def run(options: argparse.Namespace) -> int:
         command.insert(0, sys.executable)
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(_TERMINATED))
     try:
-        report = _report(partial(start_command, command), options.steps, options.devices, options.timeout, options.seed)
+        report = _report(partial(start_command, command), options.steps, options.devices, options.timeout)
     finally:
         signal.signal(signal.SIGTERM, before)
     print(report.text())
@@ -127,7 +126,6 @@ def check(
     steps: int = _STEPS,
     devices: int | None = None,
     timeout: float = _TIMEOUT,
-    seed: int = 20240,
     progress: bool = True,
 ) -> CheckReport:
     """Train for some steps with ``ddp`` and with ``bytescheduler``, and compare. Changes nothing in this process.
@@ -145,7 +143,6 @@ def check(
         steps: Optimizer steps of each run.
         devices: Number of devices to train on, instead of the Trainer's.
         timeout: Seconds after which a run is ended; it then counts as hanging.
-        seed: Seed of all random numbers.
         progress: Tell the progress on stderr.
 
     Returns:
@@ -156,7 +153,7 @@ def check(
         UnsupportedError: If this process is one of several ranks or cannot be forked, or if ``trainer`` is from the
             other package of Lightning.
     """
-    _check_numbers(steps, devices, timeout, seed)
+    _check_numbers(steps, devices, timeout)
     require_same_package(trainer, "check()")
     _refuse_ranks("check() starts the ranks itself: call it in one process, before any training with ddp.")
     if not hasattr(os, "fork"):
@@ -169,25 +166,21 @@ def check(
 
     data = {"train_dataloaders": train_dataloaders, "val_dataloaders": val_dataloaders, "datamodule": datamodule}
     start = partial(start_fork, partial(train_forked, trainer, model, data))
-    return _report(start, steps, devices, timeout, seed, quiet=not progress)
+    return _report(start, steps, devices, timeout, quiet=not progress)
 
 
-def _report(
-    start: Start, steps: int, devices: int | None, timeout: float, seed: int, *, quiet: bool = False
-) -> CheckReport:
+def _report(start: Start, steps: int, devices: int | None, timeout: float, *, quiet: bool = False) -> CheckReport:
     with tempfile.TemporaryDirectory(prefix="bytescheduler-check-", ignore_cleanup_errors=True) as root:
         launch = partial(make_run, start, Path(root), timeout=timeout, quiet=quiet)
-        return investigate(launch, steps=steps, seed=seed, devices=devices)
+        return investigate(launch, steps=steps, devices=devices)
 
 
-def _check_numbers(steps: object, devices: object, timeout: object, seed: object) -> None:
+def _check_numbers(steps: object, devices: object, timeout: object) -> None:
     """Refuse numbers that make no sense."""
     require_whole("steps", steps, 1)
     if devices is not None:
         require_whole("devices", devices, 2)
     require_positive("timeout", timeout, of="seconds")
-    if not is_whole(seed) or seed >= 2**31:
-        raise OptionError("seed", seed, "a whole number from 0 to 2147483647")
 
 
 def _refuse_ranks(instead: str) -> None:

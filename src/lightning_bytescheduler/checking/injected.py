@@ -26,6 +26,8 @@ from lightning_bytescheduler import registration
 from lightning_bytescheduler.checking.report import LEFT_OUT, OUTPUT, STARTED, RunSpec, kept, refuse
 from lightning_bytescheduler.exceptions import UnsupportedError
 
+_SEED = 20240  # of all random numbers; each rank adds its own number
+
 
 def install(pytorch: Any) -> None:
     """Change what Trainers do, as the environment says.
@@ -38,8 +40,8 @@ def install(pytorch: Any) -> None:
     (folder / STARTED).touch()
     # In case this process has to be ended: it may be in another process group than its parent.
     (folder / f"process{os.getpid()}.txt").touch()
-    _seed_everything(spec.seed, 0)
-    _seed_generators(spec.seed)
+    _seed_everything(0)
+    _seed_generators()
     package: Any = pytorch.__name__.partition(".")[0]
 
     def decided() -> None:
@@ -162,7 +164,7 @@ def _watch_fits(spec: RunSpec, folder: Path, trainer_class: Any, first: Callable
 
         recorder = Recorder(spec, folder)
         # A forked rank learns its number only later; on a single machine it is the local one.
-        _seed_everything(spec.seed, int(os.environ.get("LOCAL_RANK", trainer.global_rank)))
+        _seed_everything(int(os.environ.get("LOCAL_RANK", trainer.global_rank)))
         recorder.attach(trainer)
         try:
             original(trainer, model, *arguments, **options)
@@ -172,12 +174,12 @@ def _watch_fits(spec: RunSpec, folder: Path, trainer_class: Any, first: Callable
         recorder.finish(trainer, model)
 
 
-def _seed_everything(seed: int, rank: int) -> None:
+def _seed_everything(rank: int) -> None:
     """Make everything random in a training the same in each run from here on."""
-    random.seed(seed + rank)
-    numpy.random.seed((seed + rank) % 2**32)
-    torch.manual_seed(seed + rank)
-    os.environ["PL_GLOBAL_SEED"] = str(seed)  # Lightning's samplers use it, the same on all ranks
+    random.seed(_SEED + rank)
+    numpy.random.seed(_SEED + rank)
+    torch.manual_seed(_SEED + rank)
+    os.environ["PL_GLOBAL_SEED"] = str(_SEED)  # Lightning's samplers use it, the same on all ranks
     # An operation without a deterministic algorithm runs all the same; the check then finds that ddp is not
     # reproducible.
     warnings.filterwarnings("ignore", message=".*deterministic", category=UserWarning)
@@ -186,14 +188,14 @@ def _seed_everything(seed: int, rank: int) -> None:
     setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010  # no types; it only takes time
 
 
-def _seed_generators(seed: int) -> None:
+def _seed_generators() -> None:
     """Give numpy generators that would take a seed from the system a fixed one, each its own."""
     make, number = numpy.random.default_rng, itertools.count()
 
     @functools.wraps(make)
     def default_rng(*arguments: Any, **options: Any) -> Any:
         if arguments[:1] in ((), (None,)) and options.get("seed") is None:
-            return make([seed, next(number)])
+            return make([_SEED, next(number)])
         return make(*arguments, **options)
 
     numpy.random.default_rng = default_rng

@@ -57,14 +57,12 @@ class RunSpec:
             ``"strict"``, always overlapped, with a gate for each tensor and sizes that do not follow the link;
             ``"undeferred"``, the same with every update in the step itself, so that no read comes before it.
         steps: Optimizer steps after which the fit is stopped.
-        seed: Seed of all random numbers; each rank adds its own number.
         devices: Replaces the Trainer's ``devices``, if given.
         traced: Record a digest of every weight after each step.
     """
 
     strategy: StrategyName
     steps: int
-    seed: int = 20240
     devices: int | None = None
     traced: bool = False
 
@@ -455,21 +453,18 @@ class _Ended(Exception):
         self.report = report
 
 
-def investigate(
-    launch: Callable[[RunSpec, str], RunResult], *, steps: int, seed: int = 20240, devices: int | None = None
-) -> CheckReport:
+def investigate(launch: Callable[[RunSpec, str], RunResult], *, steps: int, devices: int | None = None) -> CheckReport:
     """Make the runs that are needed, and say what they show.
 
     Args:
         launch: Makes a run; its text says in a few words what the run is for.
         steps: Optimizer steps of each run.
-        seed: Seed of all random numbers.
         devices: Replaces the Trainer's ``devices``, if given.
     """
     runs: list[RunResult] = []
 
     def make(why: str, strategy: StrategyName = "ddp", *, traced: bool = False) -> RunResult:
-        spec = RunSpec(strategy=strategy, steps=steps, seed=seed, devices=devices, traced=traced)
+        spec = RunSpec(strategy=strategy, steps=steps, devices=devices, traced=traced)
         result = launch(spec, f"{why}, traced" if traced else why)
         runs.append(result)
         if result.ranks:

@@ -600,7 +600,7 @@ class CoordinatorServer(BackgroundServer):
         self._service = service = self._make(refusals=self.refusals)
         service.start(self._state)
         self._state = None
-        return service.application(guard(self._access, self.refusals, public=PUBLIC_PATHS, any_host=False))
+        return service.application(guard(self._access, self.refusals, public=PUBLIC_PATHS))
 
     async def stop(self) -> None:
         """End the run; its state is saved."""

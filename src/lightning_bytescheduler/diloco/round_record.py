@@ -14,6 +14,7 @@ from typing import IO, Annotated, Literal, TypeAlias
 
 import msgspec
 
+from lightning_bytescheduler.checks import read_lines
 from lightning_bytescheduler.exceptions import OptionError
 
 log = logging.getLogger(__name__)
@@ -105,29 +106,11 @@ def waiting_share(rounds: Iterable[RoundRecord]) -> float:
 
 
 def read_rounds(path: str | os.PathLike[str]) -> list[RoundRecord]:
-    """Read the rounds of a run. The last line may be cut short, as when the run has died.
-
-    Raises:
-        OptionError: If the file is not the record of a run; names the line, and what is wrong with it.
-        OSError: If it cannot be read.
-    """
-    text = Path(path).read_text(encoding="utf-8", errors="replace")
-    lines = text.split("\n")
-    records = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            records.append(_read(line))
-        except (msgspec.DecodeError, ValueError) as error:
-            if number == len(lines) and records:
-                break
-            allowed = f"a file of rounds, one to a line, which line {number} is not ({error})"
-            raise OptionError("record", os.fspath(path), allowed) from error
-    return records
+    """Read the rounds of a run; see ``read_lines``."""
+    return read_lines(path, _read, "a file of rounds")
 
 
-def _read(line: str) -> RoundRecord:
+def _read(line: bytes) -> RoundRecord:
     record = _DECODER.decode(line)
     if record.start > record.end:
         raise ValueError("it ends before it starts")

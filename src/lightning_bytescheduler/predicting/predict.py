@@ -132,30 +132,14 @@ def _device(device: str | torch.device | None) -> torch.device:
 # ── The fit ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-class RepeatedData:
-    """Batches that begin again when they end, so that no epoch ends. Ends only if there is no batch at all.
-
-    Args:
-        batches: An iterable that can be iterated again, unless it never ends.
-
-    Attributes:
-        waited: Seconds spent waiting for batches so far.
-    """
-
-    def __init__(self, batches: Iterable[Any]) -> None:
-        self._batches = batches
-        self.waited = 0.0
-
-    def __iter__(self) -> Iterator[Any]:
-        found = True
-        while found:
-            found = False
-            start = time.perf_counter()
-            for batch in self._batches:
-                self.waited += time.perf_counter() - start
-                found = True
-                yield batch
-                start = time.perf_counter()
+def repeated(batches: Iterable[Any]) -> Iterator[Any]:
+    """Batches that begin again when they end, so that no epoch ends. Ends only where there is no batch at all."""
+    found = True
+    while found:
+        found = False
+        for batch in batches:
+            found = True
+            yield batch
 
 
 class EnoughSteps(Exception):
@@ -182,16 +166,14 @@ def measure_step(
     trained = _copy_of(module)
     # A module's own callbacks may write checkpoints.
     trained.configure_callbacks = lambda: []  # type: ignore[method-assign]
-    batches: list[RepeatedData] = []
-    watch = StepWatch(device, trained, steps=steps, waited=lambda: sum(b.waited for b in batches))
+    watch = StepWatch(device, trained, steps=steps)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as restoring:
         _keep_quiet(restoring)
         _restore_random_state(restoring)
 
-        def repeat(loader: Any) -> RepeatedData:
+        def repeat(loader: Any) -> Iterator[Any]:
             _restore_generators(restoring, loader)
-            batches.append(RepeatedData(_iterable(loader)))
-            return batches[-1]
+            return repeated(_iterable(loader))
 
         trainer = pl.Trainer(
             accelerator=_ACCELERATORS[device.type],
@@ -223,7 +205,7 @@ def measure_step(
             profile=make_profile(
                 type(module).__name__, {name: p.nbytes for name, p in parameters.items()}, watched, times
             ),
-            waiting=times.waiting,
+            between_steps=times.rest,
             device=device.type,
             compressed_share=small / sum(p.nbytes for p in parameters.values()),
             unused=tuple(name for name in parameters if all(name not in step.gradient for step in watch.watched)),
@@ -285,7 +267,7 @@ def _gradients_kept(module: pl.LightningModule) -> Iterator[None]:
         )
 
 
-def _data_arguments(module: pl.LightningModule, data: Any, repeat: Callable[[Any], RepeatedData]) -> dict[str, Any]:
+def _data_arguments(module: pl.LightningModule, data: Any, repeat: Callable[[Any], Iterator[Any]]) -> dict[str, Any]:
     """Arguments of ``Trainer.fit``."""
     if isinstance(data, pl.LightningDataModule):
         data = copy.copy(data)
@@ -305,7 +287,7 @@ def _data_arguments(module: pl.LightningModule, data: Any, repeat: Callable[[Any
 
 
 def _repeat_loader_of(
-    owner: pl.LightningModule | pl.LightningDataModule, repeat: Callable[[Any], RepeatedData]
+    owner: pl.LightningModule | pl.LightningDataModule, repeat: Callable[[Any], Iterator[Any]]
 ) -> None:
     own = owner.train_dataloader
     owner.train_dataloader = lambda: repeat(own())  # type: ignore[method-assign]
@@ -383,7 +365,6 @@ class StepWatch(pl.Callback):
         device: The device to train on.
         module: The module to train.
         steps: Number of steps to time, and of steps to watch, after the warm-up.
-        waited: Returns the seconds spent waiting for data so far.
 
     Attributes:
         parameters: The trained parameters, each under its first name.
@@ -391,16 +372,12 @@ class StepWatch(pl.Callback):
         watched: The watched steps.
     """
 
-    def __init__(
-        self, device: torch.device, module: pl.LightningModule, *, steps: int, waited: Callable[[], float]
-    ) -> None:
+    def __init__(self, device: torch.device, module: pl.LightningModule, *, steps: int) -> None:
         self._clock = DeviceClock(device)
         self._wanted = steps
-        self._waited = waited
         self._begun = 0
         # The current step.
         self._moments: list[Any] = []
-        self._waited_before = 0.0
         self._watches = False
         self._first_use: dict[str, Any] = {}
         self._gradient: dict[str, Any] = {}
@@ -428,9 +405,9 @@ class StepWatch(pl.Callback):
             EnoughSteps: If enough steps were measured.
             UnsupportedError: If the steps so far did not consist of one forward pass, one backward pass and one update.
         """
-        now, waited = self._clock.moment(), self._waited()
+        now = self._clock.moment()
         if len(self._moments) == _MOMENTS and self._begun > _WARM_UP_STEPS:
-            (self.watched if self._watches else self.times).append(self._measured(now, waited))
+            (self.watched if self._watches else self.times).append(self._measured(now))
         if self.complete:
             raise EnoughSteps
         if self._begun > _WARM_UP_STEPS + 4 * self._wanted:
@@ -440,7 +417,7 @@ class StepWatch(pl.Callback):
             )
         self._begun += 1
         self._watches = self._begun > _WARM_UP_STEPS and len(self.watched) < len(self.times)
-        self._moments, self._waited_before, self._first_use, self._gradient = [now], waited, {}, {}
+        self._moments, self._first_use, self._gradient = [now], {}, {}
 
     def on_before_backward(self, *_: Any) -> None:
         """Note the end of the forward pass, and stop watching it: what is recomputed is not used first."""
@@ -466,19 +443,14 @@ class StepWatch(pl.Callback):
         if self._watches:
             self._gradient[name] = self._clock.moment()
 
-    def _measured(self, now: Any, waited: float) -> StepTimes:
+    def _measured(self, now: Any) -> StepTimes:
         seconds = self._clock.seconds
         begun, began, ended, updated = self._moments
-        step, forward, backward, update = (
-            seconds(one, other) for one, other in ((begun, now), (begun, began), (began, ended), (ended, updated))
-        )
         return StepTimes(
-            step=step,
-            forward=forward,
-            backward=backward,
-            update=update,
-            # If the device is behind, waiting for data may be hidden.
-            waiting=min(waited - self._waited_before, step - forward - backward - update),
+            step=seconds(begun, now),
+            forward=seconds(begun, began),
+            backward=seconds(began, ended),
+            update=seconds(ended, updated),
             first_use={name: seconds(begun, moment) for name, moment in self._first_use.items()},
             gradient={name: seconds(began, moment) for name, moment in self._gradient.items()},
         )
@@ -496,7 +468,6 @@ class StepTimes:
         forward: ``training_step``.
         backward: The backward pass.
         update: Clipping and the optimizer's step.
-        waiting: Waiting for data; a part of the time between steps.
         first_use: In a watched step, seconds from the start of the forward pass, by parameter; without parameters
             whose use was not seen.
         gradient: In a watched step, seconds from the start of the backward pass, by parameter; without parameters
@@ -507,9 +478,13 @@ class StepTimes:
     forward: float
     backward: float
     update: float
-    waiting: float = 0.0
     first_use: Mapping[str, float] = field(default_factory=dict)
     gradient: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def rest(self) -> float:
+        """The time between two steps: waiting for data, hooks, logging."""
+        return max(0.0, self.step - self.forward - self.backward - self.update)
 
 
 def typical(steps: Sequence[StepTimes], seconds: Callable[[StepTimes], float]) -> StepTimes:
@@ -561,8 +536,7 @@ def make_profile(name: str, parameters: Mapping[str, int], step: StepTimes, time
     ready = list(itertools.accumulate((layer.ready for layer in reversed(layers)), max))[::-1]
     forward_share = times.forward / forward if forward else 0.0
     backward_share = times.backward / backward if backward else 0.0
-    rest = max(0.0, times.step - times.forward - times.backward - times.update)
-    besides = {BETWEEN_STEPS: rest, UNUSED: 0.0}
+    besides = {BETWEEN_STEPS: times.rest, UNUSED: 0.0}
     made = (
         LayerProfile(
             name=layer.name,

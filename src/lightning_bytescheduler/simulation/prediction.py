@@ -66,7 +66,7 @@ class MeasuredStep:
 
     Attributes:
         profile: Its layers, which together take as long as the step.
-        waiting: Seconds of the step spent waiting for data.
+        between_steps: Seconds of it between two steps, such as waiting for data.
         device: Where it was measured, such as ``cpu`` or ``cuda``; empty if it was not.
         compressed_share: Bytes of the gradients as bf16, relative to their actual bytes.
         unused: Names of parameters that got no gradient.
@@ -75,7 +75,7 @@ class MeasuredStep:
     """
 
     profile: ModelProfile
-    waiting: float = 0.0
+    between_steps: float = 0.0
     device: str = ""
     compressed_share: float = 0.5
     unused: tuple[str, ...] = ()
@@ -197,29 +197,22 @@ class Prediction:
 
     def figures(self) -> dict[str, Any]:
         """The figures as what JSON can hold; times in seconds, bandwidth in bytes per second."""
-        measured, link = self.measured, self.link
+        measured = asdict(self.measured)
+        profile = measured.pop("profile")
         return {
-            "name": measured.profile.name,
-            "device": measured.device,
-            "parameter_bytes": measured.profile.parameter_bytes,
-            **{name: getattr(link, name) for name in ("workers", "bandwidth", "latency", "architecture", "servers")},
+            **profile,
+            **measured,
+            "parameter_bytes": self.measured.profile.parameter_bytes,
+            **asdict(self.link),
+            "architecture": self.link.architecture,
             **{f"{of}_seconds": getattr(self, f"{of}_seconds") for of in ("compute", "communication", "ceiling")},
-            "waiting_seconds": measured.waiting,
             "limited_by": self.limited_by,
             "recommended": ALONE if self.alone_is_faster else self.recommended.strategy,
             "line": self.line,
-            "unused_parameters": list(measured.unused),
-            "synchronised_because": list(measured.synchronised_because),
-            "norm_needed_by": list(measured.norm_needed_by),
             "strategies": [
-                {
-                    **asdict(expected),
-                    "bucket_bytes": expected.bucket_bytes,
-                    "speedup": self.speedup(expected.step_seconds),
-                }
-                for expected in self.expectations
+                {**asdict(one), "bucket_bytes": one.bucket_bytes, "speedup": self.speedup(one.step_seconds)}
+                for one in self.expectations
             ],
-            "layers": [asdict(layer) for layer in measured.profile.layers],
         }
 
     def save(self, file: str | os.PathLike[str]) -> None:
@@ -336,8 +329,8 @@ class Prediction:
         text = f"A step takes {_ms(self.compute_seconds)} on one worker"
         if measured.device:
             text += f" ({measured.device})"
-        if measured.waiting > (_EQUAL - 1) * self.compute_seconds:
-            text += f", of which {_ms(measured.waiting)} wait for data"
+        if measured.between_steps > (_EQUAL - 1) * self.compute_seconds:
+            text += f", of which {_ms(measured.between_steps)} pass between steps, as in waiting for data"
         return (
             f"{text}. Exchanging its {measured.profile.parameter_bytes / 1e6:,.4g} MB of gradients takes "
             f"{_ms(exchange)}, {exchange / self.compute_seconds:.2f} times as long ({network_in_words(self.link)})."

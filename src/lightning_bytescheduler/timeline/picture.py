@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from lightning_bytescheduler.checks import importing, require_suffix
+from lightning_bytescheduler.checks import importing
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.timeline.timeline import (
     COMMUNICATION,
@@ -66,7 +66,10 @@ def require_picture(option: str, out: str | os.PathLike[str], what: str = "A pic
     with importing(what, extra="plots"):
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
-    return require_suffix(option, out, FigureCanvasAgg(Figure()).get_supported_filetypes())
+    path, allowed = Path(out), FigureCanvasAgg(Figure()).get_supported_filetypes()
+    if path.suffix[1:].lower() not in allowed:
+        raise OptionError(option, os.fspath(out), f"a file name with one of the suffixes {', '.join(allowed)}")
+    return path
 
 
 @contextmanager
@@ -225,22 +228,19 @@ def _typical(known: Sequence[int], trace: Trace, durations: Mapping[int, float])
     most = max(counts, key=lambda kind: (counts[kind], kind == "overlapped"))
     # A wait outside of a pass is no part of a step: it is a validation, a checkpoint, or other code that reads weights.
     passes = covered(trace.select(COMPUTE))
-    outside = {gate.step for gate in trace.select(GATE) if not intersection(passes, intervals([gate]))}
-
-    def unlike(run: list[int]) -> int:
-        return sum(kinds.get(step, "") != most or step in outside for step in run)
-
+    odd = {gate.step for gate in trace.select(GATE) if not intersection(passes, intervals([gate]))}
+    odd |= {step for step in known if kinds.get(step, "") != most}
+    usual = median([durations[step] for step in known if step not in odd] or durations.values())
     size = min(_STEPS_SHOWN, len(known))
-    runs = [list(known[at : at + size]) for at in range(len(known) - size + 1)]
-    least = min(map(unlike, runs))
-    runs = [run for run in runs if unlike(run) == least]
-    typical = median(durations[step] for run in runs for step in run)
+    runs = [known[at : at + size] for at in range(len(known) - size + 1)]
+    least = min(len(odd.intersection(run)) for run in runs)
+    runs = [run for run in runs if len(odd.intersection(run)) == least]
 
-    def unsteadiness(run: int) -> tuple[float, int]:
-        deviation = sum(abs(durations[step] - typical) for step in runs[run]) / typical
-        return round(deviation, 2), abs(run - len(runs) // 2)  # rounded, so that the middle of equal ones wins
+    def unsteadiness(at: int) -> tuple[float, int]:
+        deviation = sum(abs(durations[step] - usual) for step in runs[at]) / usual
+        return round(deviation, 2), abs(at - len(runs) // 2)  # rounded, so that the middle of equal ones wins
 
-    return runs[min(range(len(runs)), key=unsteadiness)]
+    return list(runs[min(range(len(runs)), key=unsteadiness)])
 
 
 def _clip(trace: Trace, window: Interval) -> Trace:

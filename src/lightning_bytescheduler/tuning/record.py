@@ -20,12 +20,13 @@ import math
 import os
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 
+from lightning_bytescheduler.checks import read_lines
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.timeline.picture import INK, add_picture, add_record, headed, page, ruled
 from lightning_bytescheduler.tuning.sizes import LinkEstimate, TuningPoint
@@ -186,25 +187,8 @@ def append_entries(file: str | os.PathLike[str], entries: Iterable[TrialEntry]) 
 
 
 def read_record(file: str | os.PathLike[str]) -> tuple[TrialEntry, ...]:
-    """Read a record. A last line that a crash cut off is left out.
-
-    Raises:
-        OptionError: If the file is not a record; names the line.
-        OSError: If the file cannot be read.
-    """
-    lines = Path(file).read_bytes().split(b"\n")
-    entries = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            # A newer version may write more fields: unknown ones are ignored.
-            entries.append(msgspec.json.decode(line, type=TrialEntry))
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            if number == len(lines):
-                break  # no newline after it: it was cut off
-            raise OptionError("record", f"{os.fspath(file)}:{number}", f"lines of a tuning record ({error})") from error
-    return tuple(entries)
+    """Read a record, also one of a newer version with more fields; see ``read_lines``."""
+    return tuple(read_lines(file, msgspec.json.Decoder(TrialEntry).decode, "lines of a tuning record"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -229,9 +213,8 @@ class TuningIdentity:
 
     def matches(self, other: TuningIdentity) -> bool:
         """Whether results for one hold for the other. A link that was not measured matches any link."""
-        for field in fields(self):
-            if field.name != "link" and getattr(self, field.name) != getattr(other, field.name):
-                return False
+        if replace(self, link=None) != replace(other, link=None):
+            return False
         if self.link is None or other.link is None:
             return True
         # Start-up costs are tiny and noisy, so the times of messages of a typical size are compared.

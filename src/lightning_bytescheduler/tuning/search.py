@@ -87,6 +87,7 @@ if TYPE_CHECKING:
 
     Vector = NDArray[np.float64]
 
+_SETTLE = 1  # steps after a change that do not count, as they include communication of the step before it
 _LEAST_STEPS = 8  # measured steps of a trial that is not abandoned
 _WATCHED = 20  # last steps that are kept while nothing is tried, as a training is long
 _FIRST_LEAST_STEPS = 20  # of the first trial: it costs nothing, and the others are compared with it
@@ -115,6 +116,7 @@ _CERTAIN_DRIFT = 4.0  # standard errors of a window's median
 _UNKNOWN_LOSS = 0.25  # of the step time: what an unknown point may cost per step
 _OF_WHAT_IS_LEFT = 0.5  # one trial should not use up the budget
 _RESERVE = 0.2  # of the budget at the start: kept for measuring the best again
+_LEAST_GAIN = 0.003  # of the step time: the search ends when no point promises to save so much
 _LEAST_POINTS = 5  # with fewer, the search cannot know that there is nothing to gain
 _ASK_AGAIN = 50  # steps until a search that cannot afford a trial looks again
 _CONTENDERS = 3
@@ -139,11 +141,9 @@ class TuningOptions:
         steps_per_trial: Most steps of a trial; fewer if the step time is steady, or the point clearly worse.
         precision: A trial ends when the standard error of its step time is at most this share of it.
         plain_ddp: Whether plain DDP is among the candidates.
-        least_gain: The search ends when no point promises to save this share of the step time.
         cost_share: Time that may be lost, as a share of the time of the steps since the search began.
         cost_steps: The cost share of this many steps may be lost from the start.
         warm_up: First steps that do not count, unless they are plain DDP's.
-        settle: Steps after a change that do not count, as they include communication of the step before it.
         lead: Steps from a decision to the first step that it governs.
 
     Raises:
@@ -154,18 +154,16 @@ class TuningOptions:
     steps_per_trial: int = 100
     precision: float = 0.01
     plain_ddp: bool = True
-    least_gain: float = 0.003
     cost_share: float = 0.02
     cost_steps: int = 500
     warm_up: int = 10
-    settle: int = 1
     lead: int = 1
 
     def __post_init__(self) -> None:
-        least = {"trials": 1, "steps_per_trial": 4, "cost_steps": 1, "warm_up": 0, "settle": 0, "lead": 1}
+        least = {"trials": 1, "steps_per_trial": 4, "cost_steps": 1, "warm_up": 0, "lead": 1}
         for option in least:
             require_whole(option, getattr(self, option), least[option])
-        for option in ("precision", "least_gain", "cost_share"):
+        for option in ("precision", "cost_share"):
             if require_positive(option, getattr(self, option)) >= 1:
                 raise OptionError(option, getattr(self, option), "less than 1")
         require_bool("plain_ddp", self.plain_ddp)
@@ -173,7 +171,7 @@ class TuningOptions:
     @property
     def least_steps(self) -> int:
         """Steps at a point before it can be left with reason: two measured, and the first step of each change."""
-        return 2 + self.settle + self.lead
+        return 2 + _SETTLE + self.lead
 
 
 class Turn:
@@ -309,23 +307,6 @@ def is_worth_it(time: StepTimeEstimate, plain: StepTimeEstimate) -> bool:
     return time.seconds + _CERTAIN * math.hypot(time.error, plain.error) < _WORTH_IT * plain.seconds
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """The next thing to do.
-
-    Attributes:
-        point: The point of the next trial; ``None`` to stay at the best known point.
-        kind: The trial's kind.
-        done: Whether there is nothing left to try.
-        note: Why the search could not continue, if so.
-    """
-
-    point: TuningPoint | None = None
-    kind: Kind = "search"
-    done: bool = False
-    note: str = ""
-
-
 class Exploration:
     """The trials of one search after its first.
 
@@ -336,7 +317,10 @@ class Exploration:
         options: Limits.
 
     Attributes:
+        trials: All trials.
         lost: Seconds lost so far.
+        done: Whether there is nothing left to try.
+        note: Why the search could not continue, if so.
     """
 
     def __init__(
@@ -353,10 +337,8 @@ class Exploration:
         self._ask_at = 0
         self.trials = list(trials)
         self.lost = 0.0
-
-    def take(self, trial: TrialEntry) -> None:
-        """Add a trial."""
-        self.trials.append(trial)
+        self.done = False
+        self.note = ""
 
     @property
     def best(self) -> TrialEntry | None:
@@ -383,44 +365,48 @@ class Exploration:
         kept = reserve * options.cost_share * options.cost_steps * best.step_seconds
         return options.cost_share * max(options.cost_steps, steps) * best.step_seconds - self.lost - kept
 
-    def plan(self, steps: int) -> Plan:
-        """Say what to do, ``steps`` after the search began. Called again at each step of waiting."""
+    def plan(self, steps: int) -> tuple[Kind, TuningPoint] | None:
+        """The next trial, ``steps`` after the search began; ``None`` while it is better to stay at the best point."""
         best = self.best
         if best is None or len(self.trials) >= self._options.trials:
-            return Plan(done=True)
+            self.done = True
+            return None
         if steps < self._ask_at:
-            return Plan()
+            return None
         affordable = self.left_seconds(steps) * _OF_WHAT_IS_LEFT / (self._options.least_steps * best.step_seconds)
-        plan = Plan()
+        planned = None
         # A proposal's prediction may be wrong, so proposals need this much, too.
         if affordable >= _UNKNOWN_LOSS:
             if self._queue:
                 point = self._queue.pop(0)
-                return Plan(point, "ddp" if point.is_plain_ddp else "guess")
-            plan = self._proposed(best, affordable)
-        if plan.point is None and not plan.done:
+                return "ddp" if point.is_plain_ddp else "guess", point
+            planned = self._proposed(best, affordable)
+        if planned is None:
             self._ask_at = steps + _ASK_AGAIN
-        return plan
+        return planned
 
-    def _proposed(self, best: TrialEntry, affordable: float) -> Plan:
-        ddp = [trial for trial in self.trials if trial.point.is_plain_ddp]
+    def _proposed(self, best: TrialEntry, affordable: float) -> tuple[Kind, TuningPoint] | None:
         # A few disturbed steps in a row make even the fastest point look slow. Other points have neighbours that reveal
         # it. Plain DDP has none, so it gets another trial, if that is affordable even at the same step time as before.
-        if [trial.outcome for trial in ddp] == ["abandoned"] and ddp[
-            0
-        ].step_seconds / best.step_seconds < 1 + affordable:
-            return Plan(PLAIN_DDP, "ddp")
+        ddp = [trial for trial in self.trials if trial.point.is_plain_ddp]
+        slow = (
+            ddp[0].step_seconds / best.step_seconds if [trial.outcome for trial in ddp] == ["abandoned"] else math.inf
+        )
+        if slow < 1 + affordable:
+            return "ddp", PLAIN_DDP
         try:
             proposal = propose(self._space, self.trials, affordable=affordable)
         except Exception as error:
             # A matrix that is not positive definite, or another fault: no reason to stop a training. The record says
             # it.
-            return Plan(done=True, note=f"{type(error).__name__}: {error}")
+            self.done, self.note = True, f"{type(error).__name__}: {error}"
+            return None
         points = {trial.point for trial in self.trials} - {PLAIN_DDP}
-        least = self._options.least_gain if len(points) >= _LEAST_POINTS else 0.0
-        if proposal.gain_anywhere <= 0 or proposal.gain_anywhere < least:
-            return Plan(done=True)
-        return Plan(None if proposal.gain < least else proposal.point, "search")
+        least = _LEAST_GAIN if len(points) >= _LEAST_POINTS else 0.0
+        self.done = proposal.gain_anywhere <= 0 or proposal.gain_anywhere < least
+        if self.done or proposal.point is None or proposal.gain < least:
+            return None
+        return "search", proposal.point
 
     def contenders(self) -> list[TrialEntry]:
         """The fastest point and those that may be as fast, the preferred one first.
@@ -535,11 +521,6 @@ class CreditTuning:
         so = "overlap is tried soon" if self._share_hideable(time.seconds) >= _SOME else "too little"
         return f"{1e3 * hideable:.1f} ms of a step's {1e3 * time.seconds:.1f} ms could be hidden: {so}"
 
-    @property
-    def lost_seconds(self) -> float:
-        """The cost of this search so far, against the best point that was known."""
-        return self._exploration.lost
-
     def step_took(self, step: int, seconds: float, *, hideable: float | None = None) -> None:
         """Note the time of a step; ``current`` may be another point afterwards.
 
@@ -593,7 +574,7 @@ class CreditTuning:
         share = self._share_hideable(time.seconds)
         least = _MUCH if self._last_step < _AFFORDABLE_AFTER else _SOME
         if share >= least and self._last_step >= self._try_from:
-            self._exploration.take(self._enter("start", PLAIN_DDP, time))
+            self._exploration.trials.append(self._enter("start", PLAIN_DDP, time))
             self._next_trial()
 
     def _stay_as_ddp(self, ddp: TrialEntry) -> None:
@@ -619,7 +600,7 @@ class CreditTuning:
         best = self._exploration.best
         self._kind: Kind = "start"
         self._current = in_force
-        self._turn = Turn(settle=options.settle if 0 <= self._last_step < self.in_force_from else 0)
+        self._turn = Turn(settle=_SETTLE if 0 <= self._last_step < self.in_force_from else 0)
         if best is not None:
             self._phase = "waiting"
             self._drift = DriftDetector(best.step_time)
@@ -627,17 +608,17 @@ class CreditTuning:
             self._phase = "as ddp" if in_force.is_plain_ddp else "trial"
 
     def _next_trial(self) -> None:
-        plan = self._exploration.plan(self._steps)
-        best = self._exploration.best
-        if plan.note and best is not None:
-            self._enter("failed", best.point, best.step_time, note=plan.note)
-        if plan.done:
+        explored = self._exploration
+        planned, best = explored.plan(self._steps), explored.best
+        if explored.note and best is not None:
+            self._enter("failed", best.point, best.step_time, note=explored.note)
+        if explored.done:
             self._confirmation = Confirmation([entry.point for entry in self._exploration.contenders()])
             self._phase = "confirming"
             self._choose_or_go_on(enough=self._confirmation.is_done)
-        elif plan.point is not None:
-            self._phase, self._kind = "trial", plan.kind
-            self._go_to(plan.point)
+        elif planned is not None:
+            self._phase, (self._kind, point) = "trial", planned
+            self._go_to(point)
         elif best is not None and self._phase != "waiting":
             self._phase = "waiting"
             self._drift = DriftDetector(best.step_time)
@@ -670,7 +651,7 @@ class CreditTuning:
             outcome = "abandoned"
         lost = self._close_turn()
         entry = self._enter(self._kind, self._current, time, outcome=outcome, lost_seconds=lost)
-        self._exploration.take(entry)
+        self._exploration.trials.append(entry)
         first, *others = self._exploration.trials
         if first.point.is_plain_ddp and len(others) == 1:
             if entry.step_seconds >= _LEAVES_DDP * first.step_seconds:
@@ -733,7 +714,7 @@ class CreditTuning:
         if point != self._current:
             self._current = point
             self.in_force_from = self._last_step + self._options.lead
-            self._turn = Turn(settle=self._options.settle)
+            self._turn = Turn(settle=_SETTLE)
 
     def _close_turn(self) -> float:
         """Count what the steps at this point lose, once, with those until the next point is in force."""
