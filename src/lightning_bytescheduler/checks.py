@@ -127,7 +127,7 @@ def parse_size(option: str, value: object) -> int:
     # A text that is no number stays as it is, and is refused; int() of infinity or NaN raises.
     with contextlib.suppress(ArithmeticError, ValueError):
         number = Decimal(value) if isinstance(value, (str, float)) else Decimal()  # exact, also above 2**53
-        if 0 < number < 2**63 and number == int(number):
+        if 0 < number < 10**31 and number == int(number):  # of 1e999999, int() takes long
             return int(number)
     return require_size(option, value)
 
