@@ -53,6 +53,7 @@ _POLL_SECONDS = 0.1
 _LATE_SECONDS = 20.0  # for late ranks' records after rank 0 has ended, and for processes to end after all records
 _TERMINATION_SECONDS = 10.0
 _LOG_LINES = 15
+_PORT_TAKEN = "EADDRINUSE"
 _NO_FIT = "The script ended without a call of Trainer.fit; the check is for Lightning's Trainer."
 _NO_HOOK = (
     "The command ended without importing lightning, or in a Python that ignores PYTHONPATH (options -I and -E do). "
@@ -202,8 +203,13 @@ Start = Callable[[RunSpec, Path], tuple[int, Poll]]
 """Starts a run's first process as the leader of a new session. Takes the run and its folder; returns id and poll."""
 
 
-def make_run(start: Start, root: Path, spec: RunSpec, why: str, *, timeout: float, quiet: bool = False) -> RunResult:
+def make_run(
+    start: Start, root: Path, spec: RunSpec, why: str, *, timeout: float, quiet: bool = False, tries: int = 3
+) -> RunResult:
     """Make a run, and announce it on stderr.
+
+    Lightning's launcher asks the system for a free port, which another process may take before rank 0 listens there.
+    Such a run says nothing about the strategy, and is made again.
 
     Args:
         start: Starts the training.
@@ -212,6 +218,7 @@ def make_run(start: Start, root: Path, spec: RunSpec, why: str, *, timeout: floa
         why: The run's purpose, in a few words.
         timeout: In seconds.
         quiet: Print nothing.
+        tries: How often it is made at most.
     """
 
     def tell(text: str) -> None:
@@ -233,7 +240,11 @@ def make_run(start: Start, root: Path, spec: RunSpec, why: str, *, timeout: floa
     for written in folder.iterdir():
         if written.is_dir():  # made by the training; records stay until the end
             shutil.rmtree(written, ignore_errors=True)
-    return result_of(spec, folder, code=code, timeout=timeout)
+    result = result_of(spec, folder, code=code, timeout=timeout)
+    if tries > 1 and _PORT_TAKEN in (result.error or ""):
+        tell(f"{label}: its port was taken by another process, so it is made again")
+        return make_run(start, root, spec, why, timeout=timeout, quiet=quiet, tries=tries - 1)
+    return result
 
 
 def start_command(command: Sequence[str], _: RunSpec, folder: Path) -> tuple[int, Poll]:
