@@ -57,7 +57,7 @@ help:
 	@echo "make fuzz    compare 200 random trainings with DDP's, until one differs"
 	@echo "make lint    check style, format, types, which way imports go, and that no room grew"
 	@echo "make docs    build the documentation into build/docs (Python 3.11 or later)"
-	@echo "make bench   measure DDP and this package side by side on shaped links (root; an hour)"
+	@echo "make bench   measure DDP and this package side by side on shaped links (root; an hour); python -m benchmarks lists all"
 	@echo "make clean   remove what the others made"
 	@echo "make lightning-suite CHECKOUT=DIR   run Lightning's own tests of ddp with bytescheduler in its place"
 	@echo "make ray           train with both strategies on a real Ray, of two machines that are on this one"
@@ -97,7 +97,7 @@ docs: $(VENV)/.docs
 	@echo "The documentation is build/docs/index.html"
 
 bench: $(VENV)/.demo
-	$(RUN) -m benchmarks $(BENCH_ARGS)
+	$(RUN) -m benchmarks networks $(BENCH_ARGS)
 
 lightning-suite: $(SUITE)/.ready
 	$(SUITE)/bin/python -m tests.lightning_suite $(SUITE_ARGS) -- "$(CHECKOUT)"

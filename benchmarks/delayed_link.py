@@ -28,7 +28,7 @@ from pathlib import Path
 
 from benchmarks.shaped_link import LinkError, ShapedLink, _command
 
-__all__ = ["PAYLOAD_SHARE", "DelayedLink", "enter_network"]
+__all__ = ["PAYLOAD_SHARE", "DelayedLink", "enter_network", "processor_seconds"]
 
 _TUNSETIFF = 0x400454CA
 _IFF_TUN, _IFF_NO_PI = 0x0001, 0x1000
@@ -85,8 +85,7 @@ class DelayedLink(ShapedLink):
         """Processor seconds that the forwarder has used so far."""
         if self._forwarder is None:
             raise LinkError("The link has no forwarder outside of its block.")
-        fields = Path(f"/proc/{self._forwarder.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return processor_seconds(self._forwarder.pid)
 
     def _build(self) -> None:
         for host in range(self.hosts):
@@ -212,6 +211,12 @@ def _open_devices(hosts: Sequence[tuple[str, bytes]]) -> dict[bytes, int]:
     finally:
         os.close(home)
     return devices
+
+
+def processor_seconds(pid: int) -> float:
+    """That a process has computed for."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def enter_network(libc: ctypes.CDLL, namespace: int) -> None:

@@ -1,4 +1,4 @@
-"""DiLoCo against strategies that communicate in every step: ``python -m benchmarks.diloco FIGURE``.
+"""DiLoCo against strategies that communicate in every step.
 
 Two hosts of unequal speed train a GPT of 5.1 million parameters on real text. A step takes a fixed time on each, by
 sleeping for what its arithmetic does not take. Figures:
@@ -8,9 +8,8 @@ sleeping for what its arithmetic does not take. Figures:
   equal steps and by pace at each length of a grid, and for DiLoCo's defaults.
 - ``gap``: the loss at as many samples as ``ddp`` has processed in N steps, tuned and untuned.
 - ``wire``: the loss after N steps with each wire dtype.
-- ``sparse`` (root): on a link of a tenth of the rate, seconds to the loss that the best of int4 has after a minute.
-- ``overlap`` (root): on such a link, seconds to some losses for int4 in long rounds and sparse in short ones, each
-  without overlap and with ``overlap_steps="auto"``; no validation interrupts the training.
+- ``overlap`` (root): on a link of a tenth of the rate, seconds to some losses for int4 in long rounds and sparse in
+  short ones, each without overlap and with ``overlap_steps="auto"``; no validation interrupts the training.
 - ``stall`` (root): the share of their time that workers wait for communication on a slow link, with the whole model
   sent after each round, and with fragments that are sent beside training.
 
@@ -21,94 +20,91 @@ a benchmark that was interrupted goes on where it was.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import signal
-import subprocess
-import sys
+import itertools
+import statistics
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import track
 
-from benchmarks.diloco_figures import FIGURES
-from benchmarks.diloco_rank import MARK, RANKS, train
-from benchmarks.diloco_results import Kept, Row
-from benchmarks.diloco_summary import conclude, draw
-from benchmarks.measure import free_port
-from benchmarks.shaped_link import ShapedLink, stop_sessions
+from benchmarks.diloco_figures import FIGURES, SYNCHRONOUS
+from benchmarks.diloco_rank import RANKS, train
+from benchmarks.picture import Line, Panel
+from benchmarks.ranks import Job, MeasurementFailed, Place, ranks_of
+from benchmarks.record import Record, Results, append, read, record
+from benchmarks.shaped_link import ShapedLink
 
-_ON_A_LINK = ("race", "stall", "sparse", "overlap")
+__all__ = ["OUT", "add_options", "measure", "panels"]
+
+OUT = Path("benchmarks/results/diloco.jsonl")
+FIXED, PACED, DEFAULTS = "diloco, H=", "diloco by pace", "diloco, defaults"
+_ON_A_LINK = ("race", "stall", "overlap")
 _START_S = 90.0  # until all ranks train, and from their last step to their end
-_STEPS = {"race": 60, "gap": 200, "wire": 300, "stall": 1, "sparse": 1, "overlap": 1}
+_STEPS = {"race": 60, "gap": 200, "wire": 300, "stall": 1, "overlap": 1}
+_SLOWED = 1.2
+_LOSSES = (2.7, 2.65, 2.6)
+
+Times = dict[str, dict[int, float | None]]
+"""By contender and seed, seconds to a loss; ``None`` if it was not reached."""
 
 
-def measure(
-    contenders: Sequence[dict[str, Any]], ends: Sequence[dict[str, Any]], *, seed: int, folder: str
-) -> list[Row]:
-    """Train contenders at the same time, each on links of its own; returns a row for each.
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add this benchmark's options."""
+    parser.add_argument("figure", choices=list(FIGURES), nargs="?", default="race")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--steps", type=int, help="N (default: 60 in race, 200 in gap, 300 in wire)")
+    parser.add_argument(
+        "--grid", type=int, nargs="+", default=[8, 20, 40], metavar="H", help="steps of the slow worker"
+    )
+    parser.add_argument("--mbit", type=float, help="of each link (default: 5 in overlap, else 50)")
+    parser.add_argument("--ratio", type=float, default=3.0, help="of the two workers' steps (default: %(default)g)")
+    parser.add_argument("--step-s", type=float, default=0.05, help="a step of the fast one (default: %(default)g)")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--learning-rate", type=float, default=3e-4)
+    parser.add_argument("--outer-lr", type=float, default=0.7)
+    parser.add_argument("--outer-momentum", type=float, default=0.9)
+    parser.add_argument("--wire", default="int4")
+    parser.add_argument("--only", nargs="+", default=[""], help="contenders with this in their names")
+    parser.add_argument("--again", action="store_true", help="measure also what was measured before")
 
-    Args:
-        contenders: What their ranks are asked for.
-        ends: For each, when training may end.
-        seed: Of all.
-        folder: For files.
+
+def measure(options: argparse.Namespace) -> Iterator[Results]:
+    """Measure what is missing, and say what all of it comes to.
 
     Raises:
-        RuntimeError: If one has failed; says with what.
+        MeasurementFailed: If links are needed and cannot be shaped, or a rank fails.
     """
-    mbit = contenders[0]["mbit"]
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    shared = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(["src", "."]), "WORLD_SIZE": str(RANKS)}
-    places = [(number, rank) for number in range(len(contenders)) for rank in range(RANKS)]
-    ordered = [{**asked, **end, "seed": seed, "folder": folder} for asked, end in zip(contenders, ends, strict=True)]
-    commands = [[sys.executable, "-m", "benchmarks.diloco", "--rank", json.dumps(one)] for one in ordered]
-    own = [{**shared, "RANK": str(rank), "NODE_RANK": str(rank), "LOCAL_RANK": "0"} for _, rank in places]
-    if mbit is not None:
-        with ShapedLink(hosts=len(places), mbit=mbit) as link:
-            ranks = [
-                link.popen(
-                    RANKS * number + rank,
-                    commands[number],
-                    env={**own[rank], "MASTER_ADDR": link.address(RANKS * number)},
-                    **pipes,
-                )
-                for number, rank in places
-            ]
-            return _rows(ranks, contenders, seed)
-    ports = [str(free_port()) for _ in contenders]
-    loopback = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
-    ranks = []
-    try:
-        for number, rank in places:
-            environment = {**os.environ, **own[rank], **loopback, "MASTER_PORT": ports[number]}
-            ranks.append(subprocess.Popen(commands[number], env=environment, start_new_session=True, **pipes))
-        return _rows(ranks, contenders, seed)
-    finally:
-        stop_sessions(ranks)
+    options.mbit = options.mbit or (5.0 if options.figure == "overlap" else 50.0)
+    options.steps = options.steps or _STEPS[options.figure]
+    if options.figure in _ON_A_LINK:
+        available, reason = ShapedLink.available()
+        if not available:
+            raise MeasurementFailed(f"{reason} Nothing was measured.")
+    name = f"diloco {options.figure}"
+    kept = [one for one in read(options.out) if one.benchmark == name]
+    groups = [[_asked(options, contender) for contender in group] for group in FIGURES[options.figure](options)]
+    turns = list(itertools.product(options.seeds, groups))
+    rows: list[Record] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for seed, group in track(turns, name, console=Console(stderr=True), transient=True):
+            found = {asked["name"]: _kept(kept, {**asked, "seed": seed}) for asked in group}
+            wanted = [asked for asked in group if any(part in asked["name"] for part in options.only)]
+            missing = [asked for asked in wanted if options.again or found[asked["name"]] is None]
+            if missing:
+                ends = [_end(options, rows, seed, asked) for asked in missing]
+                new = rows_of(name, missing, ends, seed=seed, folder=folder)
+                append(options.out, new)
+                found |= {one.what: one for one in new}
+            rows += [one for one in found.values() if one is not None]
+    yield f"{options.figure}, each training", rows
+    for title, records in conclude(options, rows).items():
+        yield f"{options.figure}, {len(options.seeds)} seeds: {title}", records
 
 
-def _rows(ranks: Sequence[subprocess.Popen[bytes]], contenders: Sequence[dict[str, Any]], seed: int) -> list[Row]:
-    rows = []
-    for number, asked in enumerate(contenders):
-        results = []
-        for rank in ranks[RANKS * number : RANKS * (number + 1)]:
-            out, errors = rank.communicate(timeout=asked["seconds"] + _START_S)
-            lines = [line for line in out.decode().splitlines() if line.startswith(MARK)]
-            if not lines:
-                raise RuntimeError(f"{asked['name']} has failed:\n{errors.decode(errors='replace')[-3000:]}")
-            results.append(json.loads(lines[-1].removeprefix(MARK)))
-        results.sort(key=lambda result: int(result["rank"]))
-        parts = ("compute_s", "step_s", "waited", "waited_in_rounds")
-        row = {"seed": seed, "name": asked["name"], "asked": asked, "points": results[0]["points"]}
-        rows.append({**row, **{part: [result[part] for result in results] for part in parts}})
-    return rows
-
-
-def _asked(options: argparse.Namespace, contender: dict[str, Any]) -> dict[str, Any]:
+def _asked(options: argparse.Namespace, contender: Job) -> Job:
     """What is measured, seed apart."""
     return {
         "size": "5M",
@@ -120,85 +116,184 @@ def _asked(options: argparse.Namespace, contender: dict[str, Any]) -> dict[str, 
     }
 
 
-def _end(options: argparse.Namespace, reference: Row | None) -> dict[str, Any]:
+def _kept(kept: Sequence[Record], setting: Job) -> Record | None:
+    """What was measured last with this setting."""
+    return next((one for one in reversed(kept) if one.setting == setting), None)
+
+
+def _end(options: argparse.Namespace, rows: Sequence[Record], seed: int, asked: Job) -> Job:
     """When training may end: at the last loss and samples of a reference, or at its samples."""
+    until = (one for one in rows if (one.what, one.setting["seed"]) == (asked.get("until"), seed))
+    reference = next(until, None)
     if reference is None:
         return {}
-    _, samples, loss = reference["points"][-1]
+    _, samples, loss = reference.seen["points"][-1]
     return {"samples": samples, **({"loss": loss} if options.figure == "race" else {})}
 
 
-def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.diloco", description=__doc__.split("\n\n")[0])
-    parser.add_argument("figure", choices=list(FIGURES), nargs="?", default="race")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--steps", type=int, help="N (default: 60 in race, 200 in gap, 300 in wire)")
-    parser.add_argument(
-        "--grid", type=int, nargs="+", default=[8, 20, 40], metavar="H", help="steps of the slow worker"
-    )
-    parser.add_argument("--mbit", type=float, help="of each link (default: 5 in sparse and overlap, else 50)")
-    parser.add_argument("--ratio", type=float, default=3.0, help="of the two workers' steps (default: %(default)g)")
-    parser.add_argument("--step-s", type=float, default=0.05, help="a step of the fast one (default: %(default)g)")
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--learning-rate", type=float, default=3e-4)
-    parser.add_argument("--outer-lr", type=float, default=0.7)
-    parser.add_argument("--outer-momentum", type=float, default=0.9)
-    parser.add_argument("--wire", default="int4")
-    parser.add_argument("--only", nargs="+", default=[""], help="contenders with this in their names")
-    parser.add_argument("--again", action="store_true", help="measure also what was measured before")
-    parser.add_argument("--results", type=Path, default=Path("benchmarks/results/diloco.json"))
-    parser.add_argument("--rank", help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    options.mbit = options.mbit or (5.0 if options.figure in ("sparse", "overlap") else 50.0)
-    options.steps = options.steps or _STEPS[options.figure]
-    return options
+def rows_of(name: str, contenders: Sequence[Job], ends: Sequence[Job], *, seed: int, folder: str) -> list[Record]:
+    """Train contenders at the same time, each on links of its own; returns a record for each.
+
+    Args:
+        name: Of the figure.
+        contenders: What their ranks are asked for.
+        ends: For each, when training may end.
+        seed: Of all.
+        folder: For files.
+
+    Raises:
+        MeasurementFailed: If a rank fails.
+    """
+    settings = [{**asked, "seed": seed} for asked in contenders]
+    sets = [[{**asked, **end, "folder": folder}] for asked, end in zip(settings, ends, strict=True)]
+    seconds = max(asked["seconds"] for asked in contenders) + _START_S
+    rows = []
+    with ranks_of(Place(ranks=RANKS, mbit=contenders[0]["mbit"]), train, *sets, timeout=seconds) as ranks:
+        for number, setting in enumerate(settings):
+            (answers,) = ranks.results(number)
+            parts = ("compute_s", "step_s", "waited", "waited_in_rounds")
+            seen: dict[str, Any] = {part: [answer[part] for answer in answers] for part in parts}
+            trained, samples, loss = answers[0]["points"][-1]
+            waited = float(max(seen["waited_in_rounds"]))
+            values = {"trained [s]": trained, "samples": samples, "loss": loss, "waited": waited}
+            rows.append(record(name, setting["name"], setting, values, points=answers[0]["points"], **seen))
+    return rows
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure what was asked for; returns the exit code."""
-    options = _options(arguments)
-    console = Console()
-    if options.rank is not None:
-        train(json.loads(options.rank))
-        return 0
-    if options.figure in _ON_A_LINK:
-        available, reason = ShapedLink.available()
-        if not available:
-            console.print(f"{reason} Nothing was measured.")
-            return 1
-    # By default SIGTERM ends Python at once, and the ranks would be left.
-    previous = signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))
-    try:
-        _measure_all(options, console)
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-    return 0
+# ── What curves come to ────────────────────────────────────────────────
 
 
-def _measure_all(options: argparse.Namespace, console: Console) -> None:
-    kept = Kept(options.results, options.figure)
-    groups = [[_asked(options, contender) for contender in group] for group in FIGURES[options.figure](options)]
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress, tempfile.TemporaryDirectory() as folder:
-        task = progress.add_task("", total=len(groups) * len(options.seeds))
-        for seed in options.seeds:
-            for group in groups:
-                missing = [asked for asked in group if _is_missing(options, asked, kept.find(seed, asked["name"]))]
-                if missing:
-                    progress.update(task, description=f"seed {seed}: {' and '.join(one['name'] for one in missing)}")
-                    ends = [_end(options, kept.find(seed, asked.get("until", ""))) for asked in missing]
-                    for row in measure(missing, ends, seed=seed, folder=folder):
-                        kept.add(row)
-                progress.advance(task)
-    kept.conclude(conclude(console, options, kept.rows))
-    if options.figure == "race":
-        draw(options.results.with_suffix(".png"), kept.rows, seed=options.seeds[0])
+def at_loss(points: Sequence[Sequence[float]], loss: float) -> float | None:
+    """Seconds until the loss was reached, or ``None``."""
+    return next((seconds for seconds, _, reached in points if reached <= loss), None)
 
 
-def _is_missing(options: argparse.Namespace, asked: dict[str, Any], row: Row | None) -> bool:
-    wanted = any(part in asked["name"] for part in options.only)
-    return wanted and (options.again or row is None or row["asked"] != asked)
+def at_samples(points: Sequence[Sequence[float]], samples: float) -> float | None:
+    """The loss at so many samples, between the validations next to it; ``None`` before the first and after the last."""
+    for before, after in itertools.pairwise([points[0], *points]):
+        if before[1] <= samples <= after[1]:
+            share = (samples - before[1]) / max(after[1] - before[1], 1)
+            return float(before[2] + share * (after[2] - before[2]))
+    return None
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def times(rows: Sequence[Record], samples: float) -> Times:
+    """Seconds to the loss that ``ddp`` has at so many samples, with the same seed."""
+    targets = {row.setting["seed"]: at_samples(row.seen["points"], samples) for row in rows if row.what == "ddp"}
+    found: Times = {}
+    for row in rows:
+        target = targets.get(row.setting["seed"])
+        if target is not None:
+            found.setdefault(row.what, {})[row.setting["seed"]] = at_loss(row.seen["points"], target)
+    return found
+
+
+def best(taken: Times, beginning: str | tuple[str, ...]) -> str | None:
+    """Of the contenders whose names begin so, the one with the smallest median: the same one for all seeds.
+
+    Returns:
+        ``None`` if none gets there with every seed.
+    """
+    seeds = len(taken.get("ddp", {}))
+    medians = {
+        name: statistics.median(value for value in values.values() if value is not None)
+        for name, values in taken.items()
+        if name.startswith(beginning) and None not in values.values() and len(values) == seeds
+    }
+    return min(medians, key=lambda name: medians[name], default=None)
+
+
+def sooner(taken: Times, first: str | None, second: str | None) -> list[float]:
+    """How many times sooner than the second contender the first one gets there, with each seed."""
+    mine, theirs = taken.get(first or "", {}), taken.get(second or "", {})
+    pairs = [(mine[seed], theirs[seed]) for seed in sorted(mine.keys() & theirs.keys())]
+    return [slow / fast for fast, slow in pairs if fast and slow]
+
+
+def gaps(rows: Sequence[Record], samples: float) -> dict[str, list[float]]:
+    """By contender: for each seed, the loss at so many samples less that of ``ddp``."""
+    losses = {(row.what, row.setting["seed"]): at_samples(row.seen["points"], samples) for row in rows}
+    found: dict[str, list[float]] = {}
+    for (name, seed), loss in losses.items():
+        reference = losses.get(("ddp", seed))
+        if loss is not None and reference is not None and name != "ddp":
+            found.setdefault(name, []).append(loss - reference)
+    return found
+
+
+def slowed(row: Record) -> bool:
+    """Whether a rank that trains by itself took longer for its steps than it was asked to."""
+    if "diloco" not in row.setting:
+        return False
+    pairs = zip(row.seen["step_s"], row.setting["step_s"], strict=True)
+    return any(wanted and taken is not None and taken > _SLOWED * wanted for taken, wanted in pairs)
+
+
+def conclude(options: argparse.Namespace, rows: Sequence[Record]) -> dict[str, list[Record]]:
+    """What each contender comes to, over all seeds, and how much sooner the best of them are.
+
+    ``busy`` counts trainings whose machine had too much else to do.
+    """
+    samples = min((int(row.seen["points"][-1][1]) for row in rows if row.what == "ddp"), default=0)
+    of_a_step = RANKS * options.batch
+    marks = [part * samples // of_a_step // 3 for part in (1, 2, 3)] if options.figure == "race" else []
+    taken = {steps: times(rows, of_a_step * steps) for steps in marks}
+    apart = gaps(rows, samples) if options.figure in ("race", "gap") else {}
+    name = f"diloco {options.figure}, all seeds"
+    made = []
+    for what in dict.fromkeys(row.what for row in rows):
+        own = [row for row in rows if row.what == what]
+        values = {column: [row.medians[column] for row in own] for column in ("loss", "waited")}
+        for steps in marks:
+            values[f"s to ddp's loss after {steps}"] = _known(taken[steps].get(what, {}).values())
+        for loss in _LOSSES if options.figure == "overlap" else ():
+            values[f"s to a loss of {loss:.2f}"] = _known(at_loss(row.seen["points"], loss) for row in own)
+        values["samples/s"] = [row.medians["samples"] / row.medians["trained [s]"] for row in own]
+        values[f"loss less ddp's, at {samples} samples"] = apart.get(what, [])
+        values["busy"] = [float(len(busy))] if (busy := [row for row in own if slowed(row)]) else []
+        made.append(record(name, what, {**_without_seed(own[0]), "seeds": options.seeds}, values))
+    compared = [_compared(name, steps, values_at, made) for steps, values_at in taken.items()]
+    return {"medians": made, **({"how much sooner": compared} if compared else {})}
+
+
+def _compared(name: str, steps: int, taken: Times, contenders: Sequence[Record]) -> Record:
+    """How much sooner the best by pace, and the defaults, have the loss that ``ddp`` has after so many steps."""
+    synchronous, paced, fixed = best(taken, SYNCHRONOUS), best(taken, PACED), best(taken, FIXED)
+    speeds = {one.what: one.seen["samples/s"] for one in contenders if "samples/s" in one.seen}
+    faster = zip(speeds.get(paced or "", []), speeds.get(fixed or "", []), strict=False)
+    ratios = {
+        "pace, sooner than in every step": sooner(taken, paced, synchronous),
+        "pace, sooner than equal steps": sooner(taken, paced, fixed),
+        "defaults, sooner than in every step": sooner(taken, DEFAULTS, synchronous),
+        "pace, samples/s over equal steps": [mine / theirs for mine, theirs in faster],
+    }
+    chosen = {"in every step": synchronous, "by pace": paced, "of equal steps": fixed}
+    return record(name, f"N={steps}", {"best": chosen}, {}, ratios)
+
+
+def _known(values: Any) -> list[float]:
+    """Those that are there, if one is for each seed."""
+    found = list(values)
+    return [] if None in found else found
+
+
+def _without_seed(row: Record) -> Job:
+    return {key: value for key, value in row.setting.items() if key != "seed"}
+
+
+def panels(records: Sequence[Record]) -> list[list[Panel]]:
+    """A seed's losses over time, and the loss that is to be reached; of rounds of equal steps only the best."""
+    curves = [one for one in records if "points" in one.seen]
+    samples = min((int(row.seen["points"][-1][1]) for row in curves if row.what == "ddp"), default=0)
+    left_out = {one.what for one in curves if one.what.startswith(FIXED)} - {best(times(curves, samples), FIXED)}
+    shown = [one for one in curves if one.setting["seed"] == curves[0].setting["seed"] and one.what not in left_out]
+    lines = [
+        Line(
+            label=one.what,
+            points=[(seconds, loss) for seconds, _, loss in one.seen["points"]],
+            style={"linestyle": "-" if one.what.startswith("diloco") else "--"},
+        )
+        for one in shown
+    ]
+    level = next((one.medians["loss"] for one in shown if one.what == "ddp"), None)
+    return [[Panel(lines=lines, x="seconds of training", y="validation loss", level=level, logarithm=10)]]

@@ -1,4 +1,4 @@
-"""What each figure of ``benchmarks.diloco`` compares: contenders with all that their ranks are asked for."""
+"""What each figure of ``diloco.py`` compares: contenders with all that their ranks are asked for."""
 
 from __future__ import annotations
 
@@ -102,24 +102,6 @@ def stall(options: argparse.Namespace) -> list[Group]:
     return made
 
 
-def sparse(options: argparse.Namespace) -> list[Group]:
-    """Rounds by pace of each length on a very slow link, for as long: int4 with two outer optimizers, and sparse."""
-    averaging = {"outer_lr": 1.0, "outer_momentum": 0.0}
-    made: list[Group] = []
-    for length in options.grid:
-        samples = round(length * options.batch * (1 + options.ratio))
-        int4 = {"wire_dtype": "int4"}
-        for name, outer in (
-            ("int4", {**_tuned(options), **int4}),
-            ("int4, plain averaging", {**averaging, **int4}),
-            ("sparse", _SPARSE),
-        ):
-            strategy = {"samples_per_round": samples, **outer}
-            contender = _diloco(f"{name}, {samples} samples", round(length * options.ratio), strategy)
-            made.append([{**contender, "seconds": _SPARSE_S}])
-    return made
-
-
 def overlap(options: argparse.Namespace) -> list[Group]:
     """On a very slow link, int4 in long rounds and sparse in short ones, without and with overlap by itself.
 
@@ -146,7 +128,6 @@ FIGURES: dict[str, Callable[[argparse.Namespace], list[Group]]] = {
     "gap": gap,
     "wire": wire,
     "stall": stall,
-    "sparse": sparse,
     "overlap": overlap,
 }
 

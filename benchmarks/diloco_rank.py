@@ -1,28 +1,27 @@
-"""One rank of one contender of ``benchmarks.diloco``: trains, and notes time, samples and loss."""
+"""One rank of one contender of ``diloco.py``: trains, and notes time, samples and loss."""
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
 import lightning as L
 import torch
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import DataLoader, Dataset
 
-from benchmarks.contenders import CONTENDERS
+from benchmarks.contenders import contender
+from benchmarks.models import validation_windows
+from benchmarks.rank import fit
+from benchmarks.ranks import Job
 from examples.demo.model import CharacterGPT
 from examples.demo.size import SMALL, GPTSize
 from examples.demo.text import Windows, training_and_validation_text
 from lightning_bytescheduler import DiLoCoStrategy
 
-__all__ = ["MARK", "RANKS", "SIZES", "train"]
+__all__ = ["RANKS", "SIZES", "train"]
 
-MARK = "CURVE"
-"""Before the JSON that each rank prints."""
 RANKS = 2
 SIZES = {"5M": GPTSize(context=64, width=288, heads=8, layers=5), "example": SMALL}
 _WARM_UP_STEPS = 10
@@ -88,7 +87,7 @@ class Curve(L.Callback):
         if strategy.statistics.rounds == self.rounds:
             return
         self.rounds = strategy.statistics.rounds
-        state = strategy._runtime.state  # not public: whoever trains on needs no copy of the global weights
+        state = strategy._runtime.state  # not public: who trains on needs no copy of the global weights
         if state is not None and trained - (self.kept[-1][0] if self.kept else 0.0) >= self.asked["snapshot_s"]:
             weights = {name: tensor.clone() for name, tensor in state.weights.items()}
             self.kept.append((trained, strategy.statistics.merged_samples, weights))
@@ -129,47 +128,35 @@ def _waited(strategy: object) -> float:
     return 0.0 if known is None else known.exchange_s + known.start_s
 
 
-def train(asked: dict[str, Any]) -> None:
-    """Train as asked for; prints this rank's curve as JSON."""
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
+def train(asked: Job) -> Job:
+    """Train as asked for; returns this rank's curve."""
     size = SIZES[asked["size"]]
     training, validation = (Windows(text, size.context) for text in training_and_validation_text())
     compute_s = _compute_seconds(Model(size, asked["learning_rate"]), training, asked["batch"])
     L.seed_everything(asked["seed"], verbose=False)
-    strategy: Any = DiLoCoStrategy(**asked["diloco"]) if "diloco" in asked else CONTENDERS[asked["name"]].strategy()
+    strategy: Any = DiLoCoStrategy(**asked["diloco"]) if "diloco" in asked else contender(asked["name"]).strategy()
     curve = Curve(asked, compute_s)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        num_nodes=RANKS,
-        strategy=strategy,
+    validated = DataLoader(validation_windows(validation, _VALIDATION_WINDOWS), batch_size=16)
+    model = Model(size, asked["learning_rate"])
+    fit(
+        model,
+        strategy,
+        DataLoader(training, batch_size=asked["batch"], shuffle=True),
+        validated,
+        callbacks=[curve],
         max_steps=asked["steps"],
-        max_epochs=-1,
         val_check_interval=asked["validate"],
         check_val_every_n_epoch=None,
-        callbacks=[curve],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
         default_root_dir=asked["folder"],
     )
-    apart = max(len(validation) // _VALIDATION_WINDOWS, 1)
-    validated = DataLoader(Subset(validation, range(0, apart * _VALIDATION_WINDOWS, apart)), batch_size=16)
-    model = Model(size, asked["learning_rate"])
-    trainer.fit(model, DataLoader(training, batch_size=asked["batch"], shuffle=True), validated)
     curve.take_losses(model, validated)
-    result = {
-        "rank": trainer.global_rank,
+    return {
         "points": curve.points,
         "compute_s": compute_s,
         "step_s": statistics.median(curve.steps_s) if curve.steps_s else None,
         "waited": curve.waited / curve.trained if curve.trained else 0.0,
         "waited_in_rounds": curve.steady[1] / curve.steady[0] if curve.steady[0] else 0.0,
     }
-    print(MARK + json.dumps(result), flush=True)
 
 
 def _compute_seconds(model: Model, windows: Dataset[Any], batch: int) -> float:

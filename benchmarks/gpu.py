@@ -1,31 +1,32 @@
-"""Measures steps on one GPU: ``python -m benchmarks.gpu``, where one is at hand (minutes).
+"""Measures steps on one GPU, where one is at hand.
 
 Two ranks share the GPU over gloo, and one rank is alone on NCCL. Each trains a ResNet-50 or a GPT of 124 M parameters
-under ``ddp``, ``bytescheduler`` as it is by default, and ``mode="overlapped"``, with the same seed and data. A line for
-each gives the median of the last steps, over that of ``ddp``, and whether the weights are the same, bit for bit.
-Models are torchvision's and transformers'.
+under ``ddp``, ``bytescheduler`` as it is by default, and ``mode="overlapped"``, with the same seed and data. Steps are
+those after the first 15; weights are the same as ``ddp``'s where they are so bit for bit. Models are torchvision's and
+transformers'.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
-import json
-import os
 import statistics
-import subprocess
-import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch import LightningModule, seed_everything
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from benchmarks.measure import MeasurementFailed
+from benchmarks.rank import fit
+from benchmarks.ranks import Job, MeasurementFailed, Place, in_turns
+from benchmarks.record import Results, record
 from lightning_bytescheduler import ByteSchedulerStrategy
 from lightning_bytescheduler.lightning_api import DDPStrategy
+
+__all__ = ["add_options", "measure", "train"]
 
 _CONTENDERS = ("ddp", "bytescheduler", "overlapped")
 _SETTLED = 15  # steps before those that count
@@ -92,91 +93,52 @@ def _strategy(contender: str, backend: str) -> Any:
     )
 
 
-def _train(contender: str, network: str, backend: str, steps: int) -> None:
-    """One rank's training; rank 0 prints its times and the digest of its weights."""
+def train(job: Job) -> Job:
+    """One rank's training: its steps, and the digest of its weights."""
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.benchmark = False
     seed_everything(0)
+    network, world = job["network"], _WORLDS[job["backend"]]
     module = _Timed(network)
     batch_size = 8 if network == "gpt" else 32
-    world = _WORLDS[backend]
-    trainer = Trainer(
-        accelerator="gpu",
-        devices=[0],
-        num_nodes=world,
-        strategy=_strategy(contender, backend),
-        precision="bf16-mixed",
-        max_steps=steps,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(module, DataLoader(_Samples(network, steps * batch_size * world), batch_size, num_workers=4))
+    data = DataLoader(_Samples(network, job["steps"] * batch_size * world), batch_size, num_workers=4)
+    # Ranks share the one device.
+    place: dict[str, Any] = {"accelerator": "gpu", "devices": [0], "num_nodes": world}
+    strategy = _strategy(job["contender"], job["backend"])
+    fit(module, strategy, data, precision="bf16-mixed", max_steps=job["steps"], **place)
     torch.cuda.synchronize()
     digest = hashlib.sha256()
     for value in module.state_dict().values():
         digest.update(value.cpu().contiguous().view(torch.uint8).numpy().tobytes() if value.ndim else b"")
-    if trainer.is_global_zero:
-        print("FOUND", json.dumps({"steps": module.steps, "weights": digest.hexdigest()}), flush=True)
+    return {"steps": module.steps, "weights": digest.hexdigest()}
 
 
-def _measure(contender: str, network: str, backend: str, steps: int) -> dict[str, Any]:
-    world = _WORLDS[backend]
-    port = str(29600 + os.getpid() % 300)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.gpu", "--rank", contender, network, backend, "--steps", str(steps)],
-            env={
-                **os.environ,
-                "NODE_RANK": str(rank),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
-                "GLOO_SOCKET_IFNAME": "lo",
-                "OMP_NUM_THREADS": "2",
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    try:
-        said = [rank.communicate(timeout=300.0)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    lines = [line for line in said[0].splitlines() if line.startswith("FOUND ")]
-    if not lines:
-        raise MeasurementFailed(f"{contender}, {network}, {backend}: a rank failed:\n{said[0]}")
-    found: dict[str, Any] = json.loads(lines[0].partition(" ")[2])
-    return found
-
-
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add this benchmark's options."""
     parser.add_argument("--steps", type=int, default=60, help="of each training (default: %(default)s)")
-    parser.add_argument("--rank", nargs=3, help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    if options.rank:
-        contender, network, backend = options.rank
-        _train(contender, network, backend, options.steps)
-        return
+
+
+def measure(options: argparse.Namespace) -> Iterator[Results]:
+    """Measure all contenders, each in processes of its own.
+
+    Raises:
+        MeasurementFailed: If there is no GPU, or a rank fails.
+    """
     if not torch.cuda.is_available():
-        raise SystemExit("There is no CUDA device here.")
-    print(f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}", flush=True)
+        raise MeasurementFailed("There is no CUDA device here.")
+    device = torch.cuda.get_device_name(0)
     for backend, network in (("gloo", "resnet50"), ("gloo", "gpt"), ("nccl", "resnet50"), ("nccl", "gpt")):
-        found = {one: _measure(one, network, backend, options.steps) for one in _CONTENDERS}
-        ddp = statistics.median(found["ddp"]["steps"])
+        setting = {"network": network, "backend": backend, "ranks": _WORLDS[backend], "device": device}
+        place = Place(ranks=_WORLDS[backend], threads=2)
+        found = {}
+        for contender in _CONTENDERS:
+            job = {"contender": contender, "network": network, "backend": backend, "steps": options.steps}
+            ((found[contender], *_),) = in_turns(place, train, [job], title=f"{network}, {contender}", timeout=300.0)
+        ddp = found["ddp"]
+        records = []
         for contender, one in found.items():
-            median = statistics.median(one["steps"])
-            same = "the same weights" if one["weights"] == found["ddp"]["weights"] else "other weights"
-            print(
-                f"{backend}, {_WORLDS[backend]} ranks, {network}, {contender}: {1000 * median:.1f} ms, "
-                f"{median / ddp:.3f} of ddp's, {same}",
-                flush=True,
-            )
-
-
-if __name__ == "__main__":
-    main()
+            same = {"same weights": float(one["weights"] == ddp["weights"])}
+            steps = [1e3 * seconds for seconds in one["steps"]]
+            faster = statistics.median(one["steps"]) / statistics.median(ddp["steps"])
+            records.append(record("gpu", contender, setting, {"step [ms]": steps, **same}, {"/ ddp": faster}))
+        yield f"{network}, {backend}, {_WORLDS[backend]} ranks, {device}", records

@@ -7,13 +7,13 @@ from typing import Any
 import lightning as L
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from examples.demo.model import CharacterGPT
 from examples.demo.size import GPTSize
 from examples.demo.text import Windows, training_and_validation_text
 
-__all__ = ["REAL_MODELS", "ManyLayers"]
+__all__ = ["REAL_MODELS", "ManyLayers", "validation_windows"]
 
 _STEPS = 10_000  # of the learning-rate schedule; no benchmark trains to its end
 
@@ -67,3 +67,9 @@ REAL_MODELS = {
     "100 layers": lambda: ManyLayers(depth=100, width=256, batch_size=64, activation=nn.Tanh),
 }
 """What can be trained for real, by name."""
+
+
+def validation_windows(windows: Windows, count: int) -> Dataset[Any]:
+    """Some of the windows of a text, evenly spread."""
+    apart = max(len(windows) // count, 1)
+    return Subset(windows, range(0, apart * count, apart))

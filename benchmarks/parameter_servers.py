@@ -1,4 +1,4 @@
-"""Parameter servers on spare machines, beside all-reduces: ``python -m benchmarks.parameter_servers`` (root).
+"""Parameter servers on spare machines, beside all-reduces (root).
 
 Hosts are network namespaces on links of one rate: some train, the others are servers. An emulated accelerator leaves
 the processor free. Where communication takes eight times as long as computing, a step is about as long as its
@@ -8,28 +8,24 @@ communication, which is what BytePS's formula is about: ``2n(n-1)/(n^2+kn-2k)`` 
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, replace
-from pathlib import Path
-
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
+from collections.abc import Iterator
+from dataclasses import asdict
 
 from benchmarks.configuration import Configuration
 from benchmarks.contenders import ALONE
-from benchmarks.measure import MeasurementFailed
-from benchmarks.shaped_link import ShapedLink, stop_sessions
+from benchmarks.networks import train
+from benchmarks.ranks import FIRST_PORT, REPOSITORY, Job, Place, ranks_of
+from benchmarks.record import Record, Results, record
 from lightning_bytescheduler.collectives.push_pull import spare_share
 
-_REPOSITORY = Path(__file__).parents[1]
-_FIRST_PORT = 29_600
+__all__ = ["add_options", "crossings", "measure"]
+
 _SERVERS = re.compile(r"bytescheduler.*, (\d+) servers(, by node)?")
+_ALL_REDUCE = "bytescheduler, overlapped"
 
 
 def crossings(workers: int, each: int, servers: int, *, by_node: bool) -> float:
@@ -47,65 +43,8 @@ def crossings(workers: int, each: int, servers: int, *, by_node: bool) -> float:
     return own * (spare + (1 - spare) * 2 * away)
 
 
-def measured_steps(
-    link: ShapedLink, configuration: Configuration, contenders: Sequence[str], *, steps: int, rounds: int, each: int = 1
-) -> dict[str, list[tuple[float, float]]]:
-    """Seconds of a step, and of it those in which gradients travelled on rank 0, of each round by contender.
-
-    Of steps that is the median, of their communication the mean: from the first part that is sent to the last that has
-    arrived, without pauses.
-
-    Args:
-        link: Hosts for ranks, then for servers.
-        configuration: What is trained.
-        contenders: How.
-        steps: Of each fit, measured.
-        rounds: Fits of each contender.
-        each: Ranks of a host.
-
-    Raises:
-        MeasurementFailed: If a rank fails.
-    """
-    n = configuration.workers
-    work = {"emulated": asdict(configuration), "contenders": [*contenders] * rounds, "steps": steps}
-    hosts = n // each
-    environment = {"NODES": str(hosts), "WORLD_SIZE": str(n), "TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
-    environment |= {"MASTER_PORT": str(_FIRST_PORT), "RANKS_PER_NODE": str(each)}
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
-    children: list[subprocess.Popen[bytes]] = []
-    try:
-        for number in range(n):
-            host, local = divmod(number, each)
-            own = {**environment, "RANK": str(number), "LOCAL_RANK": str(local)}
-            command = [sys.executable, "-m", "benchmarks.rank", json.dumps(work)]
-            out = subprocess.PIPE if number == 0 else subprocess.DEVNULL
-            rank = link.popen(host, command, env=own, cwd=_REPOSITORY, stdin=subprocess.PIPE, stdout=out)
-            children.append(rank)
-        # Each fit has a rendezvous of its own, and its servers wait for it there.
-        for number, name in enumerate([*contenders] * rounds):
-            servers = _SERVERS.fullmatch(name)
-            for k in range(int(servers[1]) if servers else 0):
-                command = [sys.executable, "-m", "lightning_bytescheduler", "server", "--master-addr", link.address(0)]
-                command += ["--master-port", str(_FIRST_PORT + number), "--timeout", "600"]
-                children.append(
-                    link.popen(hosts + k, command, env=environment, cwd=_REPOSITORY, stdout=subprocess.DEVNULL)
-                )
-        output = children[0].stdout
-        for line in output or ():
-            if line.startswith(b"{"):
-                result = json.loads(line)
-                travelled = result["account"].get("communication", 0.0)
-                found[result["contender"]].append((statistics.median(result["seconds"]), travelled))
-        if children[0].wait() or not all(found.values()):
-            raise MeasurementFailed(f"Rank 0 ended with {children[0].returncode}.")
-    finally:
-        stop_sessions(children)
-    return found
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the benchmark."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.parameter_servers", description=__doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add this benchmark's options."""
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--ranks-per-node", type=int, default=1, help="which share a link (default: 1)")
     parser.add_argument("--servers", type=int, nargs="+", default=[0, 2, 4])
@@ -118,41 +57,78 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--partition", type=int, help="parameters, with servers (default: the strategy's)")
     parser.add_argument("--credit", type=int, help="parameters, with servers (default: the strategy's)")
     parser.add_argument("--congestion-control", help="of TCP, such as reno or bbr (default: the machine's)")
-    asked = parser.parse_args(arguments)
-    console = Console()
-    sizes = f", partition {asked.partition}, credit {asked.credit}" if asked.partition and asked.credit else ""
-    contenders, each = [ALONE, "bytescheduler, overlapped"], asked.ranks_per_node
-    for by_node in ("", ", by node") if each > 1 else ("",):
-        contenders += [f"bytescheduler{sizes}, {k} servers{by_node}" for k in asked.servers]
-    base = Configuration(
-        network=asked.network, ratio=1.0, workers=asked.workers, mbit=asked.mbit, megabytes=asked.megabytes
+
+
+def measure(options: argparse.Namespace) -> Iterator[Results]:
+    """Measure what was asked for.
+
+    Raises:
+        MeasurementFailed: If a rank fails.
+    """
+    sizes = f", partition {options.partition}, credit {options.credit}" if options.partition and options.credit else ""
+    each = options.ranks_per_node
+    kinds = ("", ", by node") if each > 1 else ("",)
+    served = [f"bytescheduler{sizes}, {k} servers{by_node}" for by_node in kinds for k in options.servers]
+    place = Place(
+        ranks=options.workers,
+        mbit=options.mbit,
+        each=each,
+        spare=max(options.servers),
+        congestion_control=options.congestion_control,
     )
-    n = asked.workers
-    with (
-        ShapedLink(
-            hosts=n // each + max(asked.servers), mbit=asked.mbit, congestion_control=asked.congestion_control
-        ) as link,
-        Progress(console=console, transient=True) as progress,
-    ):
-        for ratio in progress.track(asked.ratios, description="ratios"):
-            configuration = replace(base, ratio=ratio)
-            found = measured_steps(link, configuration, contenders, steps=asked.steps, rounds=asked.rounds, each=each)
-            table = Table(title=f"{n} workers, {each} on each host, {asked.mbit:g} Mbit/s, ratio {ratio:g}")
-            for column in ("", "step, ms", "all-reduce's step / this one", "communication, ms", "by formula, ms"):
-                table.add_column(column, justify="left" if not column else "right")
-            first = statistics.median(step for step, _ in found[contenders[1]])
-            for name in contenders:
-                step, travelled = (statistics.median(each) for each in zip(*found[name], strict=True))
-                servers = _SERVERS.fullmatch(name)
-                times = 2 * (n - 1) / n  # a ring crosses each host's link once
-                if servers:
-                    times = crossings(n, each, int(servers[1]), by_node=bool(servers[2]))
-                seconds = times * asked.megabytes * 1e6 / base.link.bandwidth
-                formula = "" if name == ALONE else f"{1e3 * seconds:.0f}"
-                seen = f"{1e3 * travelled:.0f}" if travelled else ""
-                table.add_row(name, f"{1e3 * step:.0f}", f"{first / step:.2f}", seen, formula)
-            console.print(table)
+    for ratio in options.ratios:
+        asked = Configuration(
+            network=options.network,
+            ratio=ratio,
+            workers=options.workers,
+            mbit=options.mbit,
+            megabytes=options.megabytes,
+        )
+        work = {"emulated": asdict(asked), "steps": options.steps}
+        turns = [ALONE, _ALL_REDUCE, *served] * options.rounds
+        answers = _answers(place, [{**work, "contender": name} for name in turns])
+        found: dict[str, list[Job]] = {}
+        for name, answer in zip(turns, answers, strict=True):
+            found.setdefault(name, []).append(answer)
+        yield (
+            f"{options.workers} workers, {each} on each host, {options.mbit:g} Mbit/s, ratio {ratio:g}",
+            [_record(name, found, asked, place) for name in found],
+        )
 
 
-if __name__ == "__main__":
-    main()
+def _answers(place: Place, jobs: list[Job]) -> list[Job]:
+    """What rank 0 answers to each job; each has servers of its own, which wait for it at its rendezvous."""
+    with ranks_of(place, train, jobs) as ranks:
+        link = ranks.link
+        if link is None:
+            raise ValueError("Parameter servers are measured on links.")
+        for number, job in enumerate(jobs):
+            servers = _SERVERS.fullmatch(job["contender"])
+            for k in range(int(servers[1]) if servers else 0):
+                command = [sys.executable, "-m", "lightning_bytescheduler", "server", "--master-addr", link.address(0)]
+                command += ["--master-port", str(FIRST_PORT + number), "--timeout", "600"]
+                # As the ranks know their job, and not as the rank that a link makes of a host.
+                link.popen(
+                    place.hosts + k,
+                    command,
+                    env=place.environment(0),
+                    cwd=REPOSITORY,
+                    stdout=subprocess.DEVNULL,
+                )
+        return [answers[0] for answers in ranks.results()]
+
+
+def _record(name: str, found: dict[str, list[Job]], asked: Configuration, place: Place) -> Record:
+    steps = {one: [statistics.median(answer["seconds"]) for answer in rounds] for one, rounds in found.items()}
+    servers, n = _SERVERS.fullmatch(name), asked.workers
+    # A ring crosses each host's link once.
+    times = crossings(n, place.each, int(servers[1]), by_node=bool(servers[2])) if servers else 2 * (n - 1) / n
+    travelled = [1e3 * answer["account"].get("communication", 0.0) for answer in found[name]]
+    values: dict[str, list[float]] = {
+        "step [ms]": [1e3 * seconds for seconds in steps[name]],
+        "communication [ms]": travelled if any(travelled) else [],
+        "by formula [ms]": [] if name == ALONE else [1e3 * times * asked.megabytes * 1e6 / asked.link.bandwidth],
+    }
+    faster = statistics.median(steps[_ALL_REDUCE]) / statistics.median(steps[name])
+    setting = {**asdict(asked), "each": place.each, "steps": len(found[name][0]["seconds"])}
+    return record("parameter_servers", name, setting, values, {"all-reduce's step / this one": faster})

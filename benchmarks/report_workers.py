@@ -14,6 +14,7 @@ import select
 import socket
 import struct
 import time
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 from lightning_bytescheduler.__about__ import __version__
@@ -23,7 +24,9 @@ from lightning_bytescheduler.diloco import messages
 __all__ = ["ReportWorker", "report"]
 
 _TEXT, _PING, _PONG, _CLOSE = 1, 9, 10, 8
-_JOIN_SECONDS = 60.0
+_WAIT_SECONDS = 60.0
+
+Message = TypeVar("Message", bound=messages.AnyMessage)
 
 
 class ReportWorker:
@@ -38,9 +41,10 @@ class ReportWorker:
     def __init__(self, url: str, name: str, model: tuple[protocol.ModelParameter, ...]) -> None:
         place = urlsplit(url)
         self._place = f"{place.hostname}:{place.port}"
-        self.socket = socket.create_connection((place.hostname or "127.0.0.1", place.port or 80), _JOIN_SECONDS)
+        self.socket = socket.create_connection((place.hostname or "127.0.0.1", place.port or 80), _WAIT_SECONDS)
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._buffer = b""
+        self._inbox: list[messages.AnyMessage] = []
         self._number = self._heard = 0
         self.steps = 0  # that are due
         self.sent = 0  # of these
@@ -57,12 +61,13 @@ class ReportWorker:
         self._send(protocol.encode_frame(hello).encode())
         welcome = protocol.decode_frame(self._one_frame(), sender="the coordinator")
         assert isinstance(welcome, protocol.Welcome), welcome
-        self.name, self._session = welcome.worker, welcome.session
+        self.name = welcome.worker
+        self.headers = {protocol.SESSION_HEADER: welcome.session}
 
     def provide(self, body: bytes) -> None:
         """Send the first weights."""
         connection = http.client.HTTPConnection(self._place)
-        connection.request("PUT", protocol.STATE_PATH, body, {protocol.SESSION_HEADER: self._session})
+        connection.request("PUT", protocol.STATE_PATH, body, self.headers)
         answer = connection.getresponse()
         assert answer.status == 200, answer.read()
         connection.close()
@@ -74,16 +79,17 @@ class ReportWorker:
             protocol.encode_frame(protocol.Batch(number=self._number, heard=self._heard, messages=(message,))).encode()
         )
 
-    def await_round(self) -> int:
-        """Wait for the first round."""
+    def wait_for(self, kind: type[Message]) -> Message:
+        """The next message of a kind; those before it are dropped."""
         while True:
+            while self._inbox:
+                message = self._inbox.pop(0)
+                if isinstance(message, kind):
+                    return message
             frame = protocol.decode_frame(self._one_frame(), sender="the coordinator")
             assert isinstance(frame, protocol.Batch)
             self._heard = frame.number
-            for message in frame.messages:
-                if isinstance(message, messages.StartRound):
-                    self.socket.setblocking(False)
-                    return message.round
+            self._inbox += frame.messages
 
     def report(self, round: int, seconds: float) -> None:
         """Report all steps that are due."""
@@ -162,8 +168,9 @@ def report(workers: list[ReportWorker], round: int, *, rate: float, seconds: flo
     """
     poll = select.epoll()
     numbers = {worker.socket.fileno(): number for number, worker in enumerate(workers)}
-    for file in numbers:
-        poll.register(file, select.EPOLLIN)
+    for worker in workers:
+        worker.socket.setblocking(False)
+        poll.register(worker.socket, select.EPOLLIN)
     count, pause = len(workers), 1 / rate
     apart = pause / count
     begin = time.perf_counter() + 0.5

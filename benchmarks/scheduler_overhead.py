@@ -1,22 +1,23 @@
 """What the scheduler itself costs: sub-tasks enqueued, ordered, started and finished on a transport that does nothing.
 
-``python -m benchmarks.scheduler_overhead`` prints processor time, on one core, and what stays in memory per step.
+Processor time is that of one core.
 """
 
 from __future__ import annotations
 
+import argparse
 import gc
 import queue
-import statistics
 import threading
 import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
+from benchmarks.record import Results, record
 from lightning_bytescheduler.scheduler.core import ByteCore
 from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask, TaskKey
 
-__all__ = ["NullTransport", "bytes_kept_per_step", "processor_seconds", "train_steps"]
+__all__ = ["add_options", "bytes_kept_per_step", "measure", "processor_seconds"]
 
 TASKS = 100
 PARTS = 100
@@ -86,12 +87,15 @@ def bytes_kept_per_step(steps: int = 200) -> float:
         transport.close()
 
 
-def main() -> None:
-    """Print both figures."""
-    seconds = statistics.median(processor_seconds() for _ in range(5))
-    print(f"{TASKS * PARTS:,} sub-tasks: {seconds:.3f} s of processor time")
-    print(f"kept in memory: {bytes_kept_per_step():.1f} bytes a step")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """This benchmark has no options."""
 
 
-if __name__ == "__main__":
-    main()
+def measure(options: argparse.Namespace) -> Iterator[Results]:
+    """Measure both."""
+    values: dict[str, float | list[float]] = {
+        "processor [s]": [processor_seconds() for _ in range(5)],
+        "kept in a step [B]": bytes_kept_per_step(),
+    }
+    what = f"{TASKS * PARTS:,} sub-tasks"
+    yield what, [record("scheduler_overhead", what, {"tasks": TASKS, "parts": PARTS}, values)]

@@ -9,30 +9,27 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import itertools
-import json
 import multiprocessing
 import os
-import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch.utils.data import DataLoader
 
+from benchmarks.ranks import MeasurementFailed
+from benchmarks.record import Record, record
 from lightning_bytescheduler import SliceDataModule
 from lightning_bytescheduler.slices.make import make_slices
 
-__all__ = ["SHAPES", "compare_loaders"]
+__all__ = ["compare_loaders"]
 
-SHAPES = ("tokens", "records")
-"""Blocks of 512 tokens of four bytes; and records in JSON, of a text of about 60 words and two numbers."""
-
-_BLOCK = 512
+_BLOCK = 512  # tokens of a sample, of four bytes each
 _ANSWER_SECONDS = 300.0
 _REQUIRES = {"slices": "lightning_bytescheduler", "litdata": "litdata", "streaming": "streaming"}
 
@@ -42,25 +39,11 @@ def _tokens(samples: int) -> Iterator[np.ndarray[Any, Any]]:
     return (generator.integers(0, 50_000, _BLOCK, dtype=np.int32) for _ in range(samples))
 
 
-def _records(samples: int) -> Iterator[dict[str, Any]]:
-    generator = np.random.default_rng(0)
-    words = np.array(["slice", "of", "the", "data", "worker", "a", "gradient", "and", "bytes", "in"])
-    for number in range(samples):
-        text = " ".join(words[generator.integers(0, len(words), generator.integers(30, 90))].tolist())
-        yield {"text": text, "label": number % 10, "weight": number / samples}
-
-
 class _Slices:
-    def __init__(self, shape: str, folder: Path, samples: int) -> None:
-        if shape == "tokens":
-            raw = folder / "tokens.npy"
-            np.save(raw, np.stack(list(_tokens(samples))))
-        else:
-            raw = folder / "records.jsonl"
-            with raw.open("w") as file:
-                file.writelines(json.dumps(record) + "\n" for record in _records(samples))
-        make_slices(str(raw), f"{folder}/slices", slice_bytes=16 * 1024 * 1024)
-        self.folder = f"{folder}/slices"
+    def __init__(self, folder: Path, samples: int) -> None:
+        raw, self.folder = folder / "tokens.npy", f"{folder}/slices"
+        np.save(raw, np.stack(list(_tokens(samples))))
+        make_slices(str(raw), self.folder, slice_bytes=16 * 1024 * 1024)
 
     def loader(self, batch_size: int, workers: int) -> Any:
         data = SliceDataModule(self.folder, batch_size=batch_size, num_workers=workers, shuffle="samples")
@@ -69,72 +52,43 @@ class _Slices:
 
 
 class _Litdata:
-    def __init__(self, shape: str, folder: Path, samples: int) -> None:
-        import torch
-
-        litdata: Any = importlib.import_module("litdata")
+    def __init__(self, folder: Path, samples: int) -> None:
+        self.litdata: Any = importlib.import_module("litdata")
         cached: Any = importlib.import_module("litdata.streaming").Cache
-
-        self.shape, self.folder = shape, f"{folder}/litdata"
-        if shape == "tokens":
-            loader = litdata.TokensLoader(block_size=_BLOCK)
-            cache = cached(self.folder, chunk_size=_BLOCK * 8192, item_loader=loader)  # in tokens: 16 MB
-            made: Iterator[Any] = map(torch.from_numpy, _tokens(samples))
-        else:
-            cache = cached(self.folder, chunk_bytes="64MB")
-            made = _records(samples)
-        for number, item in enumerate(made):
-            cache[number] = item
+        self.folder = f"{folder}/litdata"
+        item_loader = self.litdata.TokensLoader(block_size=_BLOCK)
+        cache = cached(self.folder, chunk_size=_BLOCK * 8192, item_loader=item_loader)  # in tokens: 16 MB
+        for number, block in enumerate(_tokens(samples)):
+            cache[number] = torch.from_numpy(block)
         cache.done()
         cache.merge()
 
     def loader(self, batch_size: int, workers: int) -> Any:
-        litdata: Any = importlib.import_module("litdata")
-        item_loader = litdata.TokensLoader(block_size=_BLOCK) if self.shape == "tokens" else None
-        data = litdata.StreamingDataset(self.folder, item_loader=item_loader, shuffle=True)
-        return litdata.StreamingDataLoader(
+        item_loader = self.litdata.TokensLoader(block_size=_BLOCK)
+        data = self.litdata.StreamingDataset(self.folder, item_loader=item_loader, shuffle=True)
+        return self.litdata.StreamingDataLoader(
             data, batch_size=batch_size, num_workers=workers, persistent_workers=workers > 0, drop_last=False
         )
 
 
 class _Streaming:
-    def __init__(self, shape: str, folder: Path, samples: int) -> None:
-        streaming: Any = importlib.import_module("streaming")
+    def __init__(self, folder: Path, samples: int) -> None:
+        self.streaming: Any = importlib.import_module("streaming")
         self.folder = f"{folder}/streaming"
-        if shape == "tokens":
-            columns = {"tokens": f"ndarray:int32:{_BLOCK}"}
-            made: Iterator[dict[str, Any]] = ({"tokens": block} for block in _tokens(samples))
-        else:
-            columns = {"text": "str", "label": "int", "weight": "float64"}
-            made = _records(samples)
-        with streaming.MDSWriter(out=self.folder, columns=columns) as writer:
-            for record in made:
-                writer.write(record)
+        with self.streaming.MDSWriter(out=self.folder, columns={"tokens": f"ndarray:int32:{_BLOCK}"}) as writer:
+            for block in _tokens(samples):
+                writer.write({"tokens": block})
 
     def loader(self, batch_size: int, workers: int) -> Any:
-        streaming: Any = importlib.import_module("streaming")
-        data = streaming.StreamingDataset(local=self.folder, shuffle=True, batch_size=batch_size)
+        data = self.streaming.StreamingDataset(local=self.folder, shuffle=True, batch_size=batch_size)
         return DataLoader(data, batch_size=batch_size, num_workers=workers, persistent_workers=workers > 0)
 
 
-_CONTENDERS: dict[str, Callable[[str, Path, int], Any]] = {
+_CONTENDERS: dict[str, Callable[[Path, int], Any]] = {
     "slices": _Slices,
     "litdata": _Litdata,
     "streaming": _Streaming,
 }
-
-
-def _private_megabytes() -> float:
-    """The most memory that a process that reads has for itself."""
-    most = 0.0
-    for child in multiprocessing.active_children():
-        try:
-            about = Path(f"/proc/{child.pid}/smaps_rollup").read_text()
-        except OSError:
-            continue
-        sizes = [int(line.split()[1]) for line in about.splitlines() if line.startswith("Private_")]
-        most = max(most, sum(sizes) / 1024)
-    return most
 
 
 def _samples_of(batch: Any) -> int:
@@ -143,92 +97,82 @@ def _samples_of(batch: Any) -> int:
     return len(batch)
 
 
-def _serve(contender: str, shape: str, folder: str, samples: int, pipe: Any) -> None:
+def _serve(contender: str, folder: str, samples: int, pipe: Any) -> None:
     """Prepare the data once, and then read an epoch for each batch size and number of workers that is asked for."""
-    import torch
-
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # of libraries, about processors and arrays
     multiprocessing.set_start_method("fork", force=True)  # of processes that read, as is the default on Linux
-    made = _CONTENDERS[contender](shape, Path(folder), samples)
+    made = _CONTENDERS[contender](Path(folder), samples)
     pipe.send("ready")
     loaders: dict[tuple[int, int], Any] = {}
     while (asked := pipe.recv()) is not None:
-        batch_size, workers, closes = asked
-        if asked[:2] not in loaders:
-            loaders[asked[:2]] = made.loader(batch_size, workers)
+        if asked not in loaders:
+            loaders = {asked: made.loader(*asked)}  # the last one's workers end
         started = time.perf_counter()
-        first = memory = 0.0
-        seen = 0
-        for number, batch in enumerate(loaders[asked[:2]]):
+        first, seen = 0.0, 0
+        for batch in loaders[asked]:
             seen += _samples_of(batch)
-            if number == 0:
-                first = time.perf_counter() - started
-        seconds = time.perf_counter() - started
-        if closes:  # once more, to look at memory
-            for number, _ in enumerate(itertools.islice(loaders[asked[:2]], samples // batch_size // 2)):
-                if number % 64 == 32:
-                    memory = max(memory, _private_megabytes())
-            del loaders[asked[:2]]
-        pipe.send({"seconds": seconds, "first batch [s]": first, "private [MB]": memory, "seen": seen})
+            first = first or time.perf_counter() - started
+        pipe.send({"seconds": time.perf_counter() - started, "first batch [s]": first, "seen": seen})
     os._exit(0)  # threads of the libraries need not end
 
 
 def compare_loaders(
-    shape: str, *, samples: int = 40_000, batch_size: int = 64, workers: tuple[int, ...] = (0, 2, 4), rounds: int = 5
-) -> dict[str, dict[str, float]]:
+    *, samples: int, batch_size: int = 64, workers: Sequence[int] = (0, 2, 4), rounds: int = 5
+) -> list[Record]:
     """Read the same samples by all loaders that are installed, in turns.
 
     Args:
-        shape: One of ``SHAPES``.
         samples: In an epoch.
         batch_size: Samples of a batch.
         workers: Numbers of processes that read.
         rounds: Epochs that are timed; one more comes first.
 
     Returns:
-        By loader and number of workers: samples a second (median), seconds to the first batch (median), the memory that
-        the largest process that reads has for itself, in MB, and what slices reach of the better of the others.
+        By loader and number of workers: samples a second, seconds to the first batch, and what slices reach of the
+        better of the others.
+
+    Raises:
+        MeasurementFailed: If a loader does not answer.
     """
     names = [name for name, module in _REQUIRES.items() if importlib.util.find_spec(module) is not None]
     context = multiprocessing.get_context("spawn")
-    results: dict[str, dict[str, float]] = {}
+    records: list[Record] = []
     with tempfile.TemporaryDirectory() as root:
         pipes, processes = {}, []
         for name in names:
             folder = Path(root) / name
             folder.mkdir()
             pipes[name], theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(name, shape, str(folder), samples, theirs))
+            process = context.Process(target=_serve, args=(name, str(folder), samples, theirs))
             process.start()
             theirs.close()
             processes.append(process)
             _answer(pipes[name])  # the data is there
         for number in workers:
             told: dict[str, list[dict[str, float]]] = {name: [] for name in names}
-            for turn in range(rounds + 1):
+            for turn in range(rounds + 1):  # the first does not count
                 for name in names[turn % len(names) :] + names[: turn % len(names)]:
-                    pipes[name].send((batch_size, number, turn == rounds))
+                    pipes[name].send((batch_size, number))
                     told[name].append(_answer(pipes[name]))
-            for name in names:
+            setting = {"samples": samples, "batch_size": batch_size, "workers": number}
+            best = 0.0
+            for name in reversed(names):  # slices last, beside the better of the others
                 timed = told[name][1:]
-                results[f"{name}, {number} workers"] = {
-                    "samples/s": statistics.median(one["seen"] / one["seconds"] for one in timed),
-                    "first batch [s]": statistics.median(one["first batch [s]"] for one in timed),
-                    "private [MB]": timed[-1]["private [MB]"],
-                    "samples": timed[-1]["seen"],
-                }
-            if len(names) > 1:
-                best = max(results[f"{name}, {number} workers"]["samples/s"] for name in names[1:])
-                ours = results[f"{names[0]}, {number} workers"]
-                ours["of the better of the others"] = ours["samples/s"] / best
+                values = {"samples/s": [one["seen"] / one["seconds"] for one in timed]}
+                values |= {key: [one[key] for one in timed] for key in ("first batch [s]", "seen")}
+                made = record("slices", f"{name}, {number} workers", setting, values)
+                if name == names[0] and best:
+                    made.ratios["/ better of the others"] = made.medians["samples/s"] / best
+                best = max(best, made.medians["samples/s"])
+                records.append(made)
         for name, process in zip(names, processes, strict=True):
             pipes[name].send(None)
             process.join(_ANSWER_SECONDS)
-    return results
+    return records
 
 
 def _answer(pipe: Any) -> Any:
     if not pipe.poll(_ANSWER_SECONDS):
-        raise TimeoutError(f"A loader has not answered for {_ANSWER_SECONDS:g} s.")
+        raise MeasurementFailed(f"A loader has not answered for {_ANSWER_SECONDS:g} s.")
     return pipe.recv()

@@ -1,35 +1,30 @@
-"""Balanced batches against equal ones, on machines of unequal speed: ``python -m benchmarks.unequal_machines``.
+"""Balanced batches against equal ones, on machines of unequal speed.
 
 Speeds are played by sleeping (``examples/unequal.py``); the text, the model's arithmetic and the communication are
-real. Samples a second are those of the median step of the second half of a fit. Contenders take turns in the same
-processes.
+real. A step is the median of the second half of a fit. Contenders take turns in the same processes.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
-import tempfile
-import time
-import warnings
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-import torch.multiprocessing as processes
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
-from benchmarks.measure import free_port
+from benchmarks.picture import Line, Panel
+from benchmarks.rank import Moments, fit
+from benchmarks.ranks import Job, Place, in_turns
+from benchmarks.record import Record, Results, record
 from examples.demo.text import Windows, training_and_validation_text
 from examples.unequal import LENGTH, Reader
 from lightning_bytescheduler import ByteSchedulerStrategy
 
-__all__: list[str] = []
+__all__ = ["CASES", "add_options", "measure", "panels", "train"]
 
 _CONTENDERS: dict[str, dict[str, Any]] = {
     "ranks": {},
@@ -47,7 +42,7 @@ class Case:
         sample_ms: What a sample takes a machine of speed 1.
         steps: Of a fit.
         slows: Step from which the last machine takes three times as long, if it does.
-        contenders: Who is measured.
+        contenders: What is measured.
     """
 
     speeds: tuple[float, ...]
@@ -70,137 +65,100 @@ CASES: dict[str, Case] = {
 }
 
 
-@dataclass(kw_only=True)
-class Fit:
-    """What a rank saw of a fit, by step: seconds, samples of all ranks, seconds in which it did not compute."""
+class _Watches(Moments):
+    """Also notes, by step, the samples of all ranks and how long this rank did not compute."""
 
-    seconds: list[float] = field(default_factory=list)
-    shares: list[tuple[int, ...]] = field(default_factory=list)
-    waited: list[float] = field(default_factory=list)
-
-
-class _Watches(Callback):
-    def __init__(self, case: Case, fit: Fit) -> None:
-        self.case, self.fit, self.before = case, fit, 0.0
-
-    def on_train_start(self, *_: Any) -> None:
-        self.before = time.perf_counter()
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.case = case
+        self.shares: list[Sequence[int]] = []
+        self.waited: list[float] = []
 
     def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        now, strategy = time.perf_counter(), trainer.strategy
+        super().on_train_batch_end()
+        strategy = trainer.strategy
         assert isinstance(strategy, ByteSchedulerStrategy)
-        self.fit.seconds.append(now - self.before)
-        self.before = now
         plan, equal = strategy.plan, (len(batch[0]),) * len(self.case.speeds)
-        self.fit.shares.append(plan.batch_shares if plan is not None and plan.batch_shares else equal)
+        self.shares.append(plan.batch_shares if plan is not None and plan.batch_shares else equal)
         # Where a rank waits for another one, Lightning's own collectives are among the places.
         computed = module.seconds[trainer.global_rank] * len(batch[0])
-        self.fit.waited.append(self.fit.seconds[-1] - computed)
+        self.waited.append(self.seen[-1] - self.seen[-2] - computed)
         if trainer.global_step == self.case.slows:
             module.seconds[-1] *= 3.0
 
 
-def _rank(rank: int, ranks: int, port: int, case: Case, rounds: int, out: str) -> None:
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        WORLD_SIZE=str(ranks),
-        NODE_RANK="0",
-        LOCAL_RANK=str(rank),
-        RANK=str(rank),
-        LOCAL_WORLD_SIZE=str(ranks),
-    )
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
+def train(job: Job) -> Job:
+    """One fit, on this rank."""
+    case = Case(**job["case"])
     data = Windows(training_and_validation_text()[0], LENGTH)
-    fits: dict[str, list[dict[str, Any]]] = {name: [] for name in case.contenders}
-    for number in range(rounds * len(case.contenders)):
-        name = case.contenders[number % len(case.contenders)]
-        fit = Fit()
-        torch.manual_seed(1)
-        trainer = Trainer(
-            accelerator="cpu",
-            devices=ranks,
-            strategy=ByteSchedulerStrategy(mode="overlapped", tuning=False, **_CONTENDERS[name]),
-            callbacks=[_Watches(case, fit)],
-            max_steps=case.steps,
-            max_epochs=-1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
-        seconds = [1e-3 * case.sample_ms / speed for speed in case.speeds]
-        trainer.fit(Reader(seconds), DataLoader(data, batch_size=32, shuffle=True))
-        fits[name].append(asdict(fit))
-    Path(out, f"{rank}.json").write_text(json.dumps(fits))
+    watches = _Watches(case)
+    torch.manual_seed(1)
+    strategy = ByteSchedulerStrategy(mode="overlapped", tuning=False, **_CONTENDERS[job["contender"]])
+    model = Reader([1e-3 * case.sample_ms / speed for speed in case.speeds])
+    loader = DataLoader(data, batch_size=32, shuffle=True)
+    fit(model, strategy, loader, callbacks=[watches], max_steps=case.steps)
+    seconds = [after - before for before, after in zip(watches.seen, watches.seen[1:], strict=False)]
+    return {"seconds": seconds, "shares": watches.shares, "waited": watches.waited}
 
 
-def measure(case: Case, rounds: int = 1) -> list[dict[str, list[Fit]]]:
-    """Fits by rank and contender."""
-    ranks = len(case.speeds)
-    with tempfile.TemporaryDirectory() as folder:
-        processes.start_processes(
-            _rank, args=(ranks, free_port(), case, rounds, folder), nprocs=ranks, start_method="spawn"
-        )
-        found = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(ranks)]
-    return [{name: [Fit(**fit) for fit in fits] for name, fits in of_rank.items()} for of_rank in found]
-
-
-def typical(fits: Sequence[Fit]) -> float:
-    """Seconds of a step: the median of the second halves."""
-    return statistics.median(s for fit in fits for s in fit.seconds[len(fit.seconds) // 2 :])
-
-
-def draw(case: Case, found: list[dict[str, list[Fit]]], path: Path) -> None:
-    """Shares and waiting over time, of the first balanced fit."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    figure, (above, below) = pyplot.subplots(2, 1, sharex=True, figsize=(8, 5), layout="constrained")
-    fits = [of_rank["balanced"][0] for of_rank in found]
-    steps = range(1, len(fits[0].shares) + 1)
-    for rank, fit in enumerate(fits):
-        above.step(steps, [shares[rank] for shares in fit.shares], where="mid", label=f"rank {rank}")
-        below.plot(steps, [1e3 * waited for waited in fit.waited], label=f"rank {rank}")
-    for axes in (above, below):
-        if case.slows is not None:
-            axes.axvline(case.slows + 0.5, color="grey", linestyle=":")
-        axes.legend(loc="upper left")
-    above.set_ylabel("samples of a batch")
-    below.set_ylabel("not computing (ms)")
-    below.set_xlabel("step")
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, and say what was seen."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.unequal_machines", description=__doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add this benchmark's options."""
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), metavar="CASE")
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--png", type=Path, help="picture of shares and waiting where one machine slows")
-    options = parser.parse_args(arguments)
+
+
+def measure(options: argparse.Namespace) -> Iterator[Results]:
+    """Measure what was asked for.
+
+    Raises:
+        MeasurementFailed: If a rank fails.
+    """
     for name in options.only:
         case = CASES[name]
-        found = measure(case, options.rounds)
-        seconds = {contender: typical(found[0][contender]) for contender in case.contenders}
-        first = case.contenders[0]
-        for contender, step in seconds.items():
-            print(
-                f"{name}: {contender}: {1e3 * step:.1f} ms a step, {seconds[first] / step:.3f}x {first} "
-                f"(ceiling {case.ceiling:.2f}), shares {found[0][contender][0].shares[-1]}",
-                flush=True,
-            )
+        ranks = len(case.speeds)
+        setting = {"case": name, **asdict(case)}
+        jobs = [{"case": asdict(case), "contender": one} for _ in range(options.rounds) for one in case.contenders]
+        found: dict[Any, list[list[Job]]] = {one: [] for one in case.contenders}
+        for job, answers in zip(jobs, in_turns(Place(ranks=ranks, each=ranks), train, jobs, title=name), strict=True):
+            found[job["contender"]].append(answers)
+        yield f"{name} (at most {case.ceiling:.2f} times faster)", _records(case, setting, found)
+
+
+def _records(case: Case, setting: Job, found: dict[str, list[list[Job]]]) -> list[Record]:
+    steps = {
+        contender: [s for answers in fits for s in answers[0]["seconds"][case.steps // 2 :]]
+        for contender, fits in found.items()
+    }
+    first = statistics.median(steps[case.contenders[0]])
+    records = []
+    for contender, fits in found.items():
+        first_fit = fits[0]
+        shares = first_fit[0]["shares"]
+        values: dict[str, float] = {"step [ms]": 1e3 * statistics.median(steps[contender])}
+        values |= {f"samples of rank {rank}": float(share) for rank, share in enumerate(shares[-1])}
         if case.slows is not None:
-            shares = found[0]["balanced"][0].shares
-            changed = next((n for n in range(case.slows, len(shares)) if shares[n] != shares[case.slows - 1]), None)
-            print(f"{name}: slowed after step {case.slows}, other shares from step {changed and changed + 1} on")
-            if options.png:
-                draw(case, found, options.png)
+            changed = [n for n in range(case.slows, len(shares)) if shares[n] != shares[case.slows - 1]]
+            values |= {"other shares after [steps]": float(changed[0] + 1 - case.slows)} if changed else {}
+        faster = {f"times faster than {case.contenders[0]}": first / statistics.median(steps[contender])}
+        waited = [[1e3 * seconds for seconds in of_rank["waited"]] for of_rank in first_fit]
+        seen = {"shares": shares, "waited_ms": waited}
+        records.append(record("unequal_machines", contender, setting, values, faster, **seen))
+    return records
 
 
-if __name__ == "__main__":
-    main()
+def panels(records: Sequence[Record]) -> list[list[Panel]]:
+    """Shares and waiting over time, of the first balanced fit in which a machine slows."""
+    one = next((one for one in records if one.what == "balanced" and one.setting["slows"] is not None), None)
+    if one is None:
+        return []
+    shares, waited, at = one.seen["shares"], one.seen["waited_ms"], one.setting["slows"] + 0.5
+    by_rank = {f"rank {rank}": [float(share[rank]) for share in shares] for rank in range(len(waited))}
+    style: dict[str, Any] = {"marker": "", "drawstyle": "steps-mid"}
+    above = [Line(label=label, points=list(enumerate(some, 1)), style=style) for label, some in by_rank.items()]
+    below = [
+        Line(label=f"rank {n}", points=list(enumerate(some, 1)), style={"marker": ""}) for n, some in enumerate(waited)
+    ]
+    return [
+        [Panel(lines=above, x="step", y="samples of a batch", at=at)],
+        [Panel(lines=below, x="step", y="not computing (ms)", at=at)],
+    ]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
 from benchmarks.configuration import Configuration
-from benchmarks.contenders import CONTENDERS
+from benchmarks.contenders import POLICIES, contender
 from benchmarks.emulation import Accelerator, EmulatedLayer, EmulatedModel, scaled
 from lightning_bytescheduler.ddp.reads import Reads
 from lightning_bytescheduler.simulation.profiles import NETWORKS, LayerProfile, network_profile
@@ -95,4 +97,34 @@ def test_what_is_predicted_lies_above_its_bound_and_in_its_order() -> None:
     assert bounds["any order"] < predicted["bytescheduler, overlapped"] < predicted["ddp, 1 MB buckets"]
     assert bounds["any order"] < predicted["bytescheduler, norm clipping"] < predicted["ddp, 1 MB buckets"]
     assert predicted["ddp, 1 MB buckets"] < predicted["ddp"]
-    assert predicted.keys() <= CONTENDERS.keys()
+    assert all(contender(name).strategy() for name in predicted)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("ddp", {}),
+        ("ddp, 2 MB buckets", {"bucket_cap_mb": 2, "gradient_as_bucket_view": True}),
+        ("bytescheduler", {}),
+        ("bytescheduler, as ddp", {"mode": "ddp"}),
+        ("bytescheduler, int8", {"mode": "overlapped", "compression": "int8"}),
+        ("bytescheduler, 2 servers, by node", {"mode": "overlapped", "servers": {"spare": 2, "group": "node"}}),
+        (
+            "bytescheduler, partition 65536, credit 131072, norm clipping",
+            {"mode": "overlapped", "partition_size": 65536, "credit": 131072},
+        ),
+        (POLICIES[0], {"mode": "overlapped", "policy": POLICIES[0].split()[-1]}),
+    ],
+)
+def test_names_of_contenders_say_how_they_train(name: str, options: dict[str, Any]) -> None:
+    chosen = contender(name)
+    assert isinstance(chosen.strategy, partial)
+    assert chosen.strategy.keywords == options
+    assert bool(chosen.trainer) == ("norm clipping" in name)
+    assert chosen.strategy() is not None
+
+
+@pytest.mark.parametrize("name", ["none", "ddp, int8", "bytescheduler, 2 MB buckets"])
+def test_what_no_contender_is_called_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="There is no contender"):
+        contender(name)

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import json
+import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks import __main__ as command
 from benchmarks import diloco
-from benchmarks.contenders import CONTENDERS
+from benchmarks.contenders import contender as contender_of
+from benchmarks.diloco import at_loss, at_samples, best, gaps, slowed, sooner, times
 from benchmarks.diloco_figures import FIGURES, SYNCHRONOUS
 from benchmarks.diloco_rank import SIZES
-from benchmarks.diloco_results import Kept, at_loss, at_samples
-from benchmarks.diloco_summary import best, gaps, slowed, sooner, times
+from benchmarks.record import Record, read, record
 from lightning_bytescheduler import DiLoCoStrategy
 
 
-def _row(name: str, points: list[tuple[float, int, float]], seed: int = 1) -> dict[str, Any]:
-    return {
-        "seed": seed,
-        "name": name,
-        "asked": {},
-        "points": points,
-        "step_s": [0.05, 0.15],
-        "waited_in_rounds": [0.1, 0.2],
-    }
+def _row(what: str, points: list[tuple[float, int, float]], seed: int = 1, **asked: Any) -> Record:
+    seconds, samples, loss = points[-1] if points else (1.0, 1, 1.0)
+    values = {"trained [s]": seconds, "samples": samples, "loss": loss, "waited": 0.2}
+    seen = {"points": points, "step_s": asked.pop("taken", [0.05, 0.15])}
+    return record("diloco race", what, {**asked, "seed": seed}, values, **seen)
 
 
 ROWS = [
@@ -67,17 +65,25 @@ def test_gaps_are_between_runs_of_one_seed() -> None:
 
 
 def test_a_busy_machine_is_noticed() -> None:
-    row = {**_row("diloco, H=8", []), "asked": {"diloco": {}, "step_s": [0.05, 0.15]}}
-    assert not slowed(row)
-    assert slowed({**row, "step_s": [0.05, 0.19]})
-    assert not slowed({**row, "step_s": [0.05, None]})
-    assert not slowed({**row, "asked": {"step_s": [0.05, 0.05]}})  # communicates in every step
+    asked = {"diloco": {}, "step_s": [0.05, 0.15]}
+    assert not slowed(_row("diloco, H=8", [], **asked))
+    assert slowed(_row("diloco, H=8", [], taken=[0.05, 0.19], **asked))
+    assert not slowed(_row("diloco, H=8", [], taken=[0.05, None], **asked))
+    assert not slowed(_row("ddp", [], step_s=[0.05, 0.05]))  # communicates in every step
+
+
+def _options(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    diloco.add_options(parser)
+    options = parser.parse_args(arguments)
+    options.steps = options.steps or 60
+    return options
 
 
 @pytest.mark.parametrize("figure", list(FIGURES))
 def test_every_contender_of_a_figure_can_be_made(figure: str) -> None:
     names = []
-    for group in FIGURES[figure](diloco._options([figure])):
+    for group in FIGURES[figure](_options(figure)):
         for contender in group:
             names.append(contender["name"])
             assert contender.get("size", "5M") in SIZES
@@ -85,7 +91,7 @@ def test_every_contender_of_a_figure_can_be_made(figure: str) -> None:
             if "diloco" in contender:
                 DiLoCoStrategy(**contender["diloco"])
             else:
-                assert contender["name"] in CONTENDERS
+                assert contender_of(contender["name"])
     assert len(set(names)) == len(names) > 2
     assert figure != "race" or set(SYNCHRONOUS) < set(names)
 
@@ -96,28 +102,29 @@ def test_what_was_measured_is_not_measured_again(
 ) -> None:
     measured: list[str] = []
 
-    def measure(contenders: Any, ends: Any, *, seed: int, folder: str) -> list[dict[str, Any]]:
+    def rows_of(name: str, contenders: Any, ends: Any, *, seed: int, folder: str) -> list[Record]:
         assert len(ends) == len(contenders)
         measured.extend(asked["name"] for asked in contenders)
         points = [(float(second), 20 * second, 5.0 - second / 10) for second in range(1, 40)]
-        return [{**_row(asked["name"], points, seed), "asked": asked} for asked in contenders]
+        return [replace(_row(asked["name"], points, seed, **asked), benchmark=name) for asked in contenders]
 
-    monkeypatch.setattr(diloco, "measure", measure)
+    monkeypatch.setattr(diloco, "rows_of", rows_of)
     monkeypatch.setattr(diloco.ShapedLink, "available", staticmethod(lambda: (True, "")))
-    results = tmp_path / "results.json"
-    arguments = [figure, "--seeds", "1", "2", "--results", str(results)]
-    assert diloco.main(arguments) == 0
+    results, picture = tmp_path / "results.jsonl", tmp_path / "picture.png"
+    arguments = ["diloco", figure, "--seeds", "1", "2", "--out", str(results)]
+    assert command.main([*arguments, "--png", str(picture)]) == 0
     assert len(set(measured)) == len(measured) / 2
-    first = json.loads(results.read_text())
-    assert first["machine"]["torch"]
-    assert first[figure]["summary"]
+    assert picture.stat().st_size > 1000
+    first = read(results)
+    assert {one.benchmark for one in first} == {f"diloco {figure}", f"diloco {figure}, all seeds"}
     measured.clear()
-    assert diloco.main(arguments) == 0
+    assert command.main(arguments) == 0
     assert not measured
-    assert diloco.main([*arguments, "--again", "--only", "ddp"]) == 0
+    assert read(results) == first
+    assert command.main([*arguments, "--again", "--only", "ddp"]) == 0
     assert all("ddp" in name for name in measured)
     measured.clear()
-    assert diloco.main([*arguments, "--batch", "2"]) == 0
+    assert command.main([*arguments, "--batch", "2"]) == 0
     assert bool(measured) == (figure != "stall")
     assert "Traceback" not in capsys.readouterr().out
 
@@ -126,17 +133,15 @@ def test_nothing_is_measured_where_links_cannot_be_shaped(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(diloco.ShapedLink, "available", staticmethod(lambda: (False, "No root.")))
-    assert diloco.main(["race", "--results", str(tmp_path / "results.json")]) == 1
+    assert command.main(["diloco", "race", "--out", str(tmp_path / "results.jsonl")]) == 1
     assert "No root. Nothing was measured." in capsys.readouterr().out
-    assert not (tmp_path / "results.json").exists()
+    assert not (tmp_path / "results.jsonl").exists()
 
 
-def test_rows_survive_and_are_replaced(tmp_path: Path) -> None:
-    path = tmp_path / "results.json"
-    Kept(path, "race").add(_row("ddp", [(1.0, 2, 3.0)]))
-    Kept(path, "gap").add(_row("ddp", [(5.0, 2, 3.0)]))
-    Kept(path, "race").add(_row("ddp", [(2.0, 2, 3.0)]))
-    (row,) = Kept(path, "race").rows
-    assert row["points"] == [[2.0, 2, 3.0]]
-    assert Kept(path, "gap").find(1, "ddp") is not None
-    assert Kept(path, "gap").find(2, "ddp") is None
+def test_the_race_says_how_much_sooner_the_best_are() -> None:
+    options = _options("race", "--seeds", "1", "2")
+    compared = diloco.conclude(options, ROWS)["how much sooner"]
+    assert [one.what for one in compared] == ["N=6", "N=13", "N=20"]
+    medians = {one.what: one.medians for one in diloco.conclude(options, ROWS)["medians"]}
+    assert medians["ddp"]["s to ddp's loss after 20"] == 20.0
+    assert "s to ddp's loss after 20" not in medians["diloco, H=9"]  # not with every seed

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.never_slower import order, ratios, rows_of, windows_of
+from benchmarks.never_slower import order, ratios, records_of, windows_of
 
 
 def fit(contender: str, step_s: float, steps: int = 100) -> dict[str, Any]:
@@ -32,7 +32,10 @@ def test_windows_that_a_fit_shows() -> None:
 def test_neighbours_are_compared() -> None:
     fits = [fit("ddp", 0.1), fit("ours", 0.2), fit("ours", 0.3), fit("ddp", 0.3)]
     assert ratios(fits, (10, 20)) == pytest.approx([2.0, 1.0])
-    rows = dict(rows_of(fits, 100))
-    assert rows["steps 0 to 100"].startswith("1.500 (1.000 to 2.000), 200.00 and 250.00 ms")
-    assert rows["steps overlapped"] == "3, 3"
-    assert rows["plan"] == "as it is"
+    records = {one.what: one for one in records_of(fits, {"steps": 100})}
+    whole = records["a step, 0 to 100"]
+    assert whole.medians == pytest.approx({"ddp [ms]": 200.0, "ours [ms]": 250.0})
+    assert whole.ratios == pytest.approx({"ours / ddp": 1.5})
+    assert whole.seen["overlapped_steps"] == [3, 3]
+    assert whole.seen["plan"] == "as it is"
+    assert records["before the first step"].medians == {"ddp [ms]": 500.0, "ours [ms]": 500.0}

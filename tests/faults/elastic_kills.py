@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from benchmarks.measure import free_port
+from benchmarks.ranks import free_port
 from examples import elastic_torchrun
 from lightning_bytescheduler.ddp.batches import EpochOrder
 from tests.support.rank_pool import end_with_parent

@@ -139,7 +139,7 @@ class Codec(NamedTuple):
 
 
 CODECS = {"int8": Codec(3.94, 0.83e-9), "int4": Codec(7.53, 1.14e-9)}
-"""As ``python -m benchmarks.codecs`` measured them on one core with AVX-512, rounded to nearest."""
+"""As ``python -m benchmarks codecs`` measured them on one core with AVX-512, rounded to nearest."""
 
 
 def compressed_link(link: LinkModel, codec: Codec, share: float = 1.0) -> LinkModel:
