@@ -150,17 +150,18 @@ class SliceDataModule(pl.LightningDataModule):
             raise OptionError("shuffle", shuffle, "True, False or 'samples'")
         require_function("transform", transform, "sample")
         require_function("collate", collate, "samples")
-        self._skips = require_one_of("on_bad_sample", on_bad_sample, ("raise", "skip")) == "skip"
-        self._shuffle_samples = shuffle == "samples"
-        self._transform, self._collate = transform, collate
-        self._num_workers = require_whole("num_workers", num_workers, 0)
+        require_function("reader", reader, "stream", "first")
+        processes = require_whole("num_workers", num_workers, 0)
+        skips = require_one_of("on_bad_sample", on_bad_sample, ("raise", "skip")) == "skip"
         given_cache = dict(cache) if isinstance(cache, Mapping) else {"dir": cache}
         if given_cache.get("dir") is None and CAN_CACHE:
             given_cache["dir"] = default_cache_dir()
         self._storing = StoreOptions(cache=given_cache, timeout=timeout)
         self._tracking = TrackerOptions(seed=seed, shuffle=bool(shuffle))
-        require_function("reader", reader, "stream", "first")
-        self._reader = reader
+        self._shuffle_samples = shuffle == "samples"
+        self._reads = partial(BatchReader, transform=transform, seed=seed, skip=skips)
+        self._loads = partial(SliceLoader, collate=collate or collate_samples, num_workers=processes)
+        self._opens = partial(open_source, reader=reader, timeout=timeout)
         every = [url for urls in self._urls.values() for url in urls]
         self._storage_options = require_storage_options(every, storage_options)
         self._sources: dict[str, SliceSource] = {}
@@ -168,9 +169,7 @@ class SliceDataModule(pl.LightningDataModule):
         self._loaders: dict[str, SliceLoader] = {}
         self._host: TrackerHost | None = None
         self._training: Plan | None = None
-        self._mixture: Mixture | None = None
         self._pending: dict[str, Any] | None = None
-        self._reload_epochs: int | None = None  # the Trainer's own value, during a fit
         self._counters = SliceCounters()
         self._warned: set[str] = set()
         self._skipped: set[tuple[str, str, int]] = set()  # split, slice and number
@@ -243,8 +242,7 @@ class SliceDataModule(pl.LightningDataModule):
     def _open(self, split: str) -> SliceSource:
         urls, options = self._urls[split], self._storage_options  # each option is for some of the URLs
         taken = {name: value for name, value in options.items() if any(takes(url, name) for url in urls)}
-        timeout = self._storing.timeout
-        return open_source(urls, option=split, reader=self._reader, storage_options=taken, timeout=timeout)
+        return self._opens(urls, option=split, storage_options=taken)
 
     def teardown(self, stage: str) -> None:
         """Stop fetching and release what is held; see LightningDataModule."""
@@ -265,11 +263,10 @@ class SliceDataModule(pl.LightningDataModule):
     def _leave_trainer(self) -> None:
         if self.trainer is None:
             return
-        callbacks: list[pl.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
-        callbacks[:] = [callback for callback in callbacks if not isinstance(callback, SliceSteps)]
-        if self._reload_epochs is not None:
-            self.trainer.reload_dataloaders_every_n_epochs = self._reload_epochs  # type: ignore[attr-defined]
-            self._reload_epochs = None
+        callbacks: list[pl.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+        for steps in [callback for callback in callbacks if isinstance(callback, SliceSteps)]:
+            callbacks.remove(steps)
+            self.trainer.reload_dataloaders_every_n_epochs = steps.reload_epochs  # type: ignore[attr-defined]
 
     def _end_processes(self) -> None:
         loaders, self._loaders = self._loaders, {}
@@ -278,10 +275,9 @@ class SliceDataModule(pl.LightningDataModule):
 
     def _set_up_training(self) -> None:
         before = self._training
-        self._mixture = None if self._weights is None else self._mixed(self._weights)
         training = self._together() if self._host is None else self._tracked(self._host)
         if self.trainer is not None:
-            shares = "" if self._mixture is None else f" in shares of {self._mixture.shares}"
+            shares = "" if training.mixture is None else f" in shares of {training.mixture.shares}"
             require_same(self.trainer, "train", f"{self._sources['train'].catalogue!r}{shares}")
         if before is not None:  # a further fit continues where the last one stopped
             training.load_state_dict(before.state_dict())
@@ -290,21 +286,15 @@ class SliceDataModule(pl.LightningDataModule):
             self._training.load_state_dict(self._pending)
             self._pending = None
         if self.trainer is not None:
-            callbacks: list[pl.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-            others = [callback for callback in callbacks if not isinstance(callback, SliceSteps)]
-            callbacks[:] = [SliceSteps(self), *others]
-            if self._host is None and self._reload_epochs is None:
+            self._leave_trainer()
+            own: int = self.trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
+            self.trainer.callbacks.insert(0, SliceSteps(self, own))  # type: ignore[attr-defined]
+            if self._host is None:
                 # An epoch that is resumed in the middle, or whose slices were quarantined, has another number of steps
                 # than the next one. Lightning asks each new loader, which costs nothing until its first batch.
-                self._reload_epochs = self.trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
                 self.trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]
 
     def _mixed(self, weights: Sequence[float]) -> Mixture:
-        if self._host is not None:
-            raise UnsupportedError(
-                "Workers that take slices from a tracker, as under 'diloco', take them of all sources alike: give "
-                "train one URL or a list, or mix sources with strategy='bytescheduler' or 'ddp'."
-            )
         source = self._sources["train"]
         missing = [url for number, url in enumerate(self._urls["train"]) if number not in source.places]
         if missing:
@@ -326,7 +316,7 @@ class SliceDataModule(pl.LightningDataModule):
         return EpochPlan(
             self._sources["train"].catalogue,
             batch_sizes=batch_sizes,
-            mixture=self._mixture,
+            mixture=None if self._weights is None else self._mixed(self._weights),
             rank=rank,
             seed=self._tracking.seed,
             shuffle=self._tracking.shuffle,
@@ -334,6 +324,11 @@ class SliceDataModule(pl.LightningDataModule):
         )
 
     def _tracked(self, host: TrackerHost) -> TrackedTraining:
+        if self._weights is not None:
+            raise UnsupportedError(
+                "Workers that take slices from a tracker, as under 'diloco', take them of all sources alike: give "
+                "train one URL or a list, or mix sources with strategy='bytescheduler' or 'ddp'."
+            )
         rank, ranks = self._rank_and_ranks()
         if host.waits and self.trainer is not None and self.trainer.reload_dataloaders_every_n_epochs:  # type: ignore[attr-defined]
             raise UnsupportedError(
@@ -348,7 +343,9 @@ class SliceDataModule(pl.LightningDataModule):
             )
         if ranks > 1 and self.trainer is not None:
             batch_sizes = batch_sizes_of("batch_size", self.batch_size, ranks)
-            require_same(self.trainer, "num_workers", str(self._num_workers))  # as they get parts of one batch
+            require_same(
+                self.trainer, "num_workers", str(self._loads.keywords["num_workers"])
+            )  # as they get parts of one batch
         else:
             batch_sizes = (batch_sizes_of("batch_size", self.batch_size, host.workers)[host.worker],)
             rank = 0  # of its own world, whatever its number among all workers
@@ -405,21 +402,16 @@ class SliceDataModule(pl.LightningDataModule):
             return loader
         if loader is not None:
             loader.close()
-        reader = BatchReader(
+        reader = self._reads(
             store,
-            transform=self._transform,
             shuffle_samples=self._shuffle_samples and is_training,
-            seed=self._tracking.seed,
             fill=plan.fills,
-            skip=self._skips,
             rank=self._rank_and_ranks()[0],
-            source_of=self._mixture.source_of if is_training and self._mixture is not None else None,
+            source_of=None if plan.mixture is None else plan.mixture.source_of,
         )
-        self._loaders[split] = loader = SliceLoader(
+        self._loaders[split] = loader = self._loads(
             plan,
             reader,
-            collate=self._collate or collate_samples,
-            num_workers=self._num_workers,
             pin_memory=self.trainer is not None and self.trainer.strategy.root_device.type == "cuda",
             on_report=partial(self._heed, split),
             is_alone=self.trainer is None,
@@ -474,10 +466,15 @@ class SliceSteps(pl.Callback):
 
     A data module puts it before all other callbacks of a fit, so that a checkpoint saved after a step has a position
     that includes the step.
+
+    Args:
+        data: The data module.
+        reload_epochs: The Trainer's own ``reload_dataloaders_every_n_epochs``, to be restored after the fit.
     """
 
-    def __init__(self, data: SliceDataModule) -> None:
+    def __init__(self, data: SliceDataModule, reload_epochs: int) -> None:
         self._data = data
+        self.reload_epochs = reload_epochs
         self._logged, self._steps = data.statistics, 0
 
     def on_train_batch_end(

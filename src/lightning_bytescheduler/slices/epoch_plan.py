@@ -436,6 +436,7 @@ class EpochPlan:
         epoch: The current epoch, from 0.
         left: What was left of it where it began or was resumed.
         batch_size: Samples of a full batch of all ranks.
+        mixture: As given.
     """
 
     fills = True
@@ -453,6 +454,7 @@ class EpochPlan:
         is_shared: bool = False,
     ) -> None:
         self.catalogue = catalogue
+        self.mixture = mixture
         self._mixture = mixture or Mixture([1.0], np.zeros(len(catalogue), np.int64))
         self._batch_sizes = tuple(batch_sizes)
         self.batch_size = sum(self._batch_sizes)

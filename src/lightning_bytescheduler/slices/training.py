@@ -206,6 +206,25 @@ class _Held:
         return not (self.todo or self.out or self.unmerged)
 
 
+@dataclass(eq=False, slots=True)
+class _Pass:
+    """One pass of a plan over its data.
+
+    Attributes:
+        repeats: Whether it trains on what has come back of the last pass's epoch.
+        may_end: Whether it waits for nothing.
+        goes_on: Where it is of the epoch after its own if it finds no batch.
+        has_ended: Whether all until its epoch was given out.
+        is_cut: Whether it ended before that, as the tracker was taken back.
+    """
+
+    repeats: bool = False
+    may_end: bool = False
+    goes_on: Sequence[WaitReason] = ()
+    has_ended: bool = False
+    is_cut: bool = False
+
+
 class EpochOfRun(NamedTuple):
     """An epoch of the data, and the tracker that counts it."""
 
@@ -245,7 +264,6 @@ class TrackerPlan:
     Attributes:
         batch_size: Samples of the batches from the next one on; may be changed at any time.
         epoch: The epoch of the data that is requested; each batch has its own.
-        is_cut: Whether the last pass ended before all of its epoch was given out, as the tracker was taken back.
     """
 
     def __init__(
@@ -273,15 +291,10 @@ class TrackerPlan:
         self._waits = waits
         self._counts_merged = counts_merged
         self._clock = clock
-        self._is_fresh = not resumes
+        self._lags: int | None = waits and not resumes  # behind the tracker's epoch where it joins first
         self._run = None if begins is None else begins.run
-        self._has_joined = False
         self._last_epoch = -1 if begins is None else begins.epoch - 1  # that a pass is to come to
-        self._has_ended = True  # the pass, as all until that epoch was given out
-        self._repeats = False  # this pass trains on what has come back of the last epoch
-        self._goes_on: Sequence[WaitReason] = ()  # where a pass without a batch is of the epoch after that
-        self.is_cut = False
-        self._may_end = False  # this pass does not wait
+        self._pass = _Pass(has_ended=True)  # before the first one
         self._session = 0  # 0: not joined
         self._lease = 0.0
         self._heard = 0.0  # when the tracker last heard of this worker
@@ -299,35 +312,39 @@ class TrackerPlan:
         is_through = self._is_through
         for held in self._held.values():
             held.todo, held.out = joined([*held.todo, *held.out]), []
-        self._goes_on = ()
+        last, self._pass = self._pass, _Pass(repeats, may_end=repeats or not self._waits)
         if self._waits and not repeats:
             if is_through:
                 self._last_epoch += 1
-            elif self._may_end and not self.is_cut:  # a limit has ended the pass, maybe just where its epoch ended
-                self._goes_on = _GIVEN_OUT
-        self._may_end = repeats or not self._waits
-        self._repeats, self.is_cut, self._has_ended = repeats, False, False
+            elif last.may_end and not last.is_cut:  # a limit has ended the pass, maybe just where its epoch ended
+                self._pass.goes_on = _GIVEN_OUT
 
     def poll(self) -> SliceBatch | float | None:
         """Return the next batch, the seconds after which to ask again, or ``None`` if the pass is over."""
+        own = self._pass
         while (batch := self._next()) is None:
             is_given_out = self._reason in _GIVEN_OUT
-            if (is_given_out and self.epoch < self._last_epoch) or self._reason in self._goes_on:
+            if (is_given_out and self.epoch < self._last_epoch) or self._reason in own.goes_on:
                 self._go_on()
                 continue
             # Others may say in a moment, after a restart of the tracker, that they hold less than it knows.
-            if is_given_out or (self._may_end and self._reason is not WaitReason.SOON):
-                self._has_ended = is_given_out
-                self.is_cut = self._waits and not self._repeats and not is_given_out
+            if is_given_out or (own.may_end and self._reason is not WaitReason.SOON):
+                own.has_ended = is_given_out
+                own.is_cut = self._waits and not own.repeats and not is_given_out
                 return None
             return max(self._ask_at - self._clock(), 0.0)
-        self._may_end, self._goes_on = True, ()
+        own.may_end, own.goes_on = True, ()
         return batch
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the last pass ended before all of its epoch was given out, as the tracker was taken back."""
+        return self._pass.is_cut
 
     @property
     def _is_through(self) -> bool:
         """Whether the pass was trained to its end; a limit may leave a batch that was handed out ahead."""
-        return self._has_ended and not any(held.out for held in self._held.values())
+        return self._pass.has_ended and not any(held.out for held in self._held.values())
 
     @property
     def position(self) -> EpochOfRun | None:
@@ -496,12 +513,11 @@ class TrackerPlan:
         holds = tuple(HeldSlice(*place, held.begun) for place, held in former.items())
         joined = self._call(msgspec.structs.replace(self._joins, holds=holds), Joined)
         self._session, self._lease, self._reason, self._ask_at = joined.session, joined.lease, None, 0.0
-        if not self._has_joined and joined.run != self._run:
-            # Others may have begun the next epoch since this worker's training began.
-            first = joined.epoch - (self._waits and self._is_fresh)
-            self._last_epoch = max(first, 0) - (self._waits and self._has_ended)  # one less where no pass has begun
-            self._goes_on = (WaitReason.OVER,) if self._waits else ()
-        self._has_joined, self._run = True, joined.run
+        if self._lags is not None and joined.run != self._run:
+            first = max(joined.epoch - self._lags, 0)
+            self._last_epoch = first - (self._waits and self._pass.has_ended)  # one less where no pass has begun
+            self._pass.goes_on = (WaitReason.OVER,) if self._waits else ()
+        self._lags, self._run = None, joined.run
         self.epoch = max(min(joined.epoch, self._last_epoch), 0)
         self._held.clear()
         for answer in joined.held:
@@ -542,8 +558,8 @@ class TrackerPlan:
 
 
 @dataclass(eq=False, slots=True)
-class _Pass:
-    """One pass of the training over its data.
+class _Ahead:
+    """What is made ahead of one pass of the training.
 
     Attributes:
         ready: Batches that were made and not taken.
@@ -571,7 +587,7 @@ class _PlanThread:
         self._changed = threading.Condition()
         # Guarded by the condition above.
         self._notes: deque[Callable[[TrackerPlan], object]] = deque()
-        self._pass = _Pass(is_over=True)
+        self._pass = _Ahead(is_over=True)
         self._depth = _FEWEST
         self._error: BaseException | None = None
         self._stopping = False
@@ -607,10 +623,10 @@ class _PlanThread:
             is_halted = self._stopping and (self._thread is None or not self._thread.is_alive())
         return self.plan.position if is_halted else self.ask(lambda plan: plan.position)
 
-    def begin(self, *, repeats: bool) -> _Pass:
+    def begin(self, *, repeats: bool) -> _Ahead:
         """Begin a pass, which ends the one before."""
         with self._changed:
-            own = self._pass = _Pass()
+            own = self._pass = _Ahead()
 
         def begin(plan: TrackerPlan) -> None:
             if self._pass is own:
@@ -620,7 +636,7 @@ class _PlanThread:
         self.note(begin)
         return own
 
-    def take(self, own: _Pass, *, has_given: bool, timeout: float) -> SliceBatch | str | None:
+    def take(self, own: _Ahead, *, has_given: bool, timeout: float) -> SliceBatch | str | None:
         """Return the next batch of a pass, the news that there is none now, or ``None`` if the pass is over."""
         with self._changed:
             if has_given and not own.ready and not own.is_over:
@@ -639,7 +655,7 @@ class _PlanThread:
     def leave(self) -> None:
         """Give back the worker's slices, while the tracker can be reached."""
         with self._changed:
-            self._pass = _Pass(is_over=True)
+            self._pass = _Ahead(is_over=True)
             if self._thread is None or self._error is not None:
                 return
         with suppress(SchedulerTimeoutError):  # otherwise the lease runs out
@@ -703,6 +719,7 @@ class TrackedTraining:
     """
 
     batches = None  # unknown in advance
+    mixture = None
 
     def __init__(
         self,
@@ -788,7 +805,7 @@ class TrackedTraining:
             known = corrupt_on_any(self._store.source.slices, found, self._ranks.total)
             self._note(lambda plan: plan.quarantine(known.items()))
 
-    def _turn(self, own: _Pass | None, has_given: bool) -> SliceBatch | str | None:
+    def _turn(self, own: _Ahead | None, has_given: bool) -> SliceBatch | str | None:
         """Return the next batch of all ranks, the news that there is none now, or the end; the same on all of them."""
         turn = None
         if self._thread is not None and own is not None:
