@@ -108,8 +108,8 @@ class Fit:
         runs, self.pending = self.pending, []
         if not runs:
             return
-        assert self.run.tracker.fits((self.name,), runs)
-        self.run.tracker.book((self.name,), runs)
+        assert self.run.tracker.fits(self.name, runs)
+        self.run.tracker.book(self.name, runs)
         self.run.tracker.settle(runs, merged=True)
         for run in runs:
             self.run.merged.update((run.epoch, run.slice_index, sample) for sample in range(run.start, run.stop))

@@ -31,8 +31,8 @@ from lightning_bytescheduler.slices.training import TrackerPlan
 from tests.slices.tracker_workers import Clock, slices
 
 
-def make(counts: list[int], *, shuffle: bool = False, prefetch: int = 2) -> SliceTracker:
-    options = TrackerOptions(shuffle=shuffle, prefetch=prefetch, lease=1e9)
+def make(counts: list[int], *, shuffle: bool = False) -> SliceTracker:
+    options = TrackerOptions(shuffle=shuffle, lease=1e9)
     return SliceTracker(SliceCatalogue(slices(counts)), options, clock=Clock(), counts_merged=True)
 
 
@@ -63,8 +63,8 @@ def test_what_a_worker_reports_does_not_count_before_it_is_merged() -> None:
     assert tracker.report().trained == 0
     answer = tracker.request(RequestSlice(session=session, epoch=0, holding=(held.grant,)))
     assert getattr(answer, "reason", None) is WaitReason.MERGING
-    assert tracker.fits(("a",), [run(0, 8)])
-    tracker.book(("a",), [run(0, 8)])
+    assert tracker.fits("a", [run(0, 8)])
+    tracker.book("a", [run(0, 8)])
     assert tracker.report().trained == 0
     tracker.settle([run(0, 8)], merged=True)
     assert tracker.report().trained == 8
@@ -76,7 +76,7 @@ def test_what_a_worker_reports_does_not_count_before_it_is_merged() -> None:
 def test_what_a_dead_worker_had_not_sent_comes_back_and_what_it_had_sent_does_not() -> None:
     tracker = make([8])
     held_by(tracker, "a", trained=6)
-    tracker.book(("a",), [run(0, 3)])
+    tracker.book("a", [run(0, 3)])
     tracker.release("a")
     assert held_by(tracker, "b")[1].todo == ((3, 8),)
     tracker.settle([run(0, 3)], merged=True)
@@ -86,7 +86,7 @@ def test_what_a_dead_worker_had_not_sent_comes_back_and_what_it_had_sent_does_no
 def test_a_sum_that_is_dropped_gives_a_dead_workers_samples_back() -> None:
     tracker = make([8])
     held_by(tracker, "a", trained=8)
-    tracker.book(("a",), [run(0, 8)])
+    tracker.book("a", [run(0, 8)])
     tracker.release("a")
     session = tracker.join(JoinTracker(worker="b", incarnation="1")).session
     waits = tracker.request(RequestSlice(session=session, epoch=0))
@@ -100,11 +100,11 @@ def test_a_sum_that_is_dropped_gives_a_dead_workers_samples_back() -> None:
 def test_the_rest_of_a_slice_whose_first_part_was_dropped_is_handed_out_again() -> None:
     tracker = make([8])
     held_by(tracker, "a", trained=4)
-    tracker.book(("a",), [run(0, 4)])
+    tracker.book("a", [run(0, 4)])
     tracker.release("a")
     held_by(tracker, "b", trained=8)
     tracker.settle([run(0, 4)], merged=False)
-    tracker.book(("b",), [run(4, 8)])
+    tracker.book("b", [run(4, 8)])
     tracker.settle([run(4, 8)], merged=True)
     assert held_by(tracker, "c")[1].todo == ((0, 4),)
 
@@ -128,13 +128,13 @@ def test_an_update_with_a_sample_that_is_not_its_senders_does_not_fit(runs: list
     tracker = make([8, 8])
     held_by(tracker, "a", trained=4)
     for part in ([run(0, 2)], [run(2, 4)]):
-        tracker.book(("a",), part)
+        tracker.book("a", part)
     tracker.settle([run(0, 2)], merged=True)
     tracker.release("a")
     held_by(tracker, "b")
-    assert not tracker.fits(("a",), runs)
-    assert tracker.fits(("b",), [run(4, 6)])
-    assert tracker.fits(("a",), [run(0, 8, index=1)])  # it is left to anybody
+    assert not tracker.fits("a", runs)
+    assert tracker.fits("b", [run(4, 6)])
+    assert tracker.fits("a", [run(0, 8, index=1)])  # it is left to anybody
 
 
 def test_a_slice_that_another_worker_has_not_begun_is_taken_from_it() -> None:
@@ -144,8 +144,8 @@ def test_a_slice_that_another_worker_has_not_begun_is_taken_from_it() -> None:
     session = tracker.join(JoinTracker(worker="b", incarnation="1")).session
     found = tracker.request(RequestSlice(session=session, epoch=0))
     assert isinstance(found, Assignment)
-    assert tracker.fits(("a",), [run(0, 5)])
-    tracker.book(("a",), [run(0, 5)])
+    assert tracker.fits("a", [run(0, 5)])
+    tracker.book("a", [run(0, 5)])
     assert tracker.progress(ReportProgress(session=session, grant=found.grant, trained=0)) == Receipt(accepted=False)
 
 
@@ -166,8 +166,8 @@ def test_a_quarantined_slice_of_an_update_does_not_matter() -> None:
     tracker = make([8, 8])
     session, _ = held_by(tracker, "a", trained=8)
     tracker.quarantine(QuarantineSlice(session=session, key="slice0", reason="broken"))
-    assert tracker.fits(("a",), [run(0, 8)])
-    tracker.book(("a",), [run(0, 8)])
+    assert tracker.fits("a", [run(0, 8)])
+    tracker.book("a", [run(0, 8)])
     tracker.settle([run(0, 8)], merged=True)
     report = tracker.report()
     assert (report.trained, report.dropped) == (0, 8)
@@ -195,7 +195,7 @@ class MergedMachine(RuleBasedStateMachine):
     )
     def start(self, counts, prefetch, shuffle):
         self.counts, self.prefetch, self.shuffle = counts, prefetch, shuffle
-        self.tracker = make(counts, shuffle=shuffle, prefetch=prefetch)
+        self.tracker = make(counts, shuffle=shuffle)
         self.merged: Counter = Counter()
         self.round = 1
         self.booked: list[tuple[str, list[TrainedRun]]] = []
@@ -270,8 +270,8 @@ class MergedMachine(RuleBasedStateMachine):
         if worker.sent is not None or not worker.pending:
             return
         runs, worker.pending = worker.pending, []
-        if self.tracker.fits((worker.name,), runs):
-            self.tracker.book((worker.name,), runs)
+        if self.tracker.fits(worker.name, runs):
+            self.tracker.book(worker.name, runs)
             self.booked.append((worker.name, runs))
             worker.sent, worker.seen = runs, self.round
         else:  # it is dropped, and the worker is told
@@ -327,7 +327,7 @@ class MergedMachine(RuleBasedStateMachine):
         """The tracker is killed. Weights and state are those of the last save; what was sent is sent again."""
         state, self.merged, _ = self.saved
         self.merged = Counter(self.merged)
-        self.tracker = make(self.counts, shuffle=self.shuffle, prefetch=self.prefetch)
+        self.tracker = make(self.counts, shuffle=self.shuffle)
         self.tracker.load_state_dict(state)
         self.booked = []
         for worker in self.workers.values():
@@ -363,8 +363,8 @@ class MergedMachine(RuleBasedStateMachine):
         for _ in range(200):
             self.advance(worker, 5)
             runs, worker.pending = worker.pending, []
-            if runs and self.tracker.fits(("a",), runs):
-                self.tracker.book(("a",), runs)
+            if runs and self.tracker.fits("a", runs):
+                self.tracker.book("a", runs)
                 self.booked.append(("a", runs))
                 worker.sent = (worker.sent or []) + runs
             elif runs:

@@ -31,7 +31,7 @@ from lightning_bytescheduler.slices.tracker import (
 
 PIECE = Slice(key="a\n\u00e4", url="memory://a", start=3, size=8, samples=2, checksum=None)
 MESSAGES: list[Call | Reply] = [
-    JoinTracker(worker="worker-1", incarnation="x", keeps=3, prefetch=None),
+    JoinTracker(worker="worker-1", incarnation="x", keeps=3, prefetch=1),
     JoinTracker(worker="worker-1", incarnation="x", holds=(HeldSlice(epoch=1, slice_index=4, begun=True),)),
     Joined(session=3, run="a", epoch=1, lease=2.5),
     RequestSlice(session=3, epoch=1, holding=(1, 2), looks=True),

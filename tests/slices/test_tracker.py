@@ -88,12 +88,12 @@ def test_a_late_copy_of_a_request_hands_nothing_begun_out_again():
 
 
 def test_a_worker_holds_no_more_ahead_than_it_may():
-    tracker = make_tracker([5] * 5, prefetch=2)
+    tracker = make_tracker([5] * 5)
     usual, greedy = Worker(tracker, "0", Counter()), Worker(tracker, "1", Counter(), prefetch=3)
     assert [isinstance(usual.ask(), Assignment) for _ in range(3)] == [True, True, False]
     assert usual.ask().reason is WaitReason.LIMIT
     assert [isinstance(greedy.ask(), Assignment) for _ in range(4)] == [True, True, True, False]
-    tracker = make_tracker([5] * 5, prefetch=2)
+    tracker = make_tracker([5] * 5)
     worker = Worker(tracker, "0", Counter())
     worker.ask()
     worker.ask()
@@ -194,7 +194,7 @@ def test_repeated_and_late_reports_change_nothing():
 
 def test_at_the_end_a_slice_ahead_of_who_has_most_to_do_goes_to_who_has_nothing():
     clock, trained = Clock(), Counter[tuple[str, int]]()
-    tracker = make_tracker([100] * 5, clock, prefetch=2, shuffle=False)
+    tracker = make_tracker([100] * 5, clock, shuffle=False)
     slow, slower, fast = (Worker(tracker, name, trained) for name in ("slow", "slower", "fast"))
     for worker in (slow, slower):
         worker.ask()
@@ -215,7 +215,7 @@ def test_at_the_end_a_slice_ahead_of_who_has_most_to_do_goes_to_who_has_nothing(
 
 
 def test_a_slice_ahead_is_taken_also_if_it_is_not_of_the_worker_with_most_to_do():
-    tracker = make_tracker([50, 50, 100, 1], prefetch=2, shuffle=False)
+    tracker = make_tracker([50, 50, 100, 1], shuffle=False)
     busy, full, idle = (Worker(tracker, name, Counter()) for name in ("busy", "full", "idle"))
     busy.ask()
     busy.ask()
@@ -318,8 +318,8 @@ def test_nobody_waits_for_the_last_slice_of_an_epoch_until_all_of_the_next_one_i
 
 def test_what_comes_back_of_an_epoch_is_handed_out_before_anything_of_the_next_one():
     counts, clock, trained = [4, 4, 4], Clock(), Counter[tuple[str, int]]()
-    tracker = make_tracker(counts, clock, prefetch=1)
-    dead, *others = (Worker(tracker, name, trained) for name in "abc")
+    tracker = make_tracker(counts, clock)
+    dead, *others = (Worker(tracker, name, trained, prefetch=1) for name in "abc")
     for worker in (dead, *others):
         worker.ask()
     dead.train(1)
@@ -412,8 +412,6 @@ def test_a_request_looks_at_no_more_slices_than_there_are(monkeypatch):
         ("lease", 0),
         ("lease", float("nan")),
         ("lease", True),
-        ("prefetch", 0),
-        ("prefetch", 1.5),
     ],
 )
 def test_options_that_are_not_allowed(option, value):
@@ -430,6 +428,4 @@ def test_messages_that_are_not_allowed():
             tracker.progress(ReportProgress(session=worker.session, grant=grant, trained=trained))
     with pytest.raises(OptionError, match="key='elsewhere'"):
         tracker.quarantine(QuarantineSlice(session=worker.session, key="elsewhere", reason="?"))
-    with pytest.raises(OptionError, match="prefetch="):
-        tracker.join(JoinTracker(worker="1", incarnation="a", prefetch=0))
     assert tracker.report().workers == 1

@@ -35,8 +35,8 @@ class TrackerMachine(RuleBasedStateMachine):
         seed=st.integers(0, 5),
     )
     def start(self, counts, prefetch, seed):
-        self.counts = counts
-        self.options = {"prefetch": prefetch, "seed": seed, "lease": LEASE}
+        self.counts, self.prefetch = counts, prefetch
+        self.options = {"seed": seed, "lease": LEASE}
         self.clock = Clock()
         self.tracker = make_tracker(counts, self.clock, **self.options)
         self.trained: Counter = Counter()
@@ -83,6 +83,7 @@ class TrackerMachine(RuleBasedStateMachine):
             self.trained,
             incarnation=f"process {self.processes}",
             keeps=keeps,
+            prefetch=self.prefetch,
         )
 
     @rule(data=st.data(), lose=st.booleans())

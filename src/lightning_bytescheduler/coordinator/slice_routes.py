@@ -25,8 +25,6 @@ from lightning_bytescheduler.slices.tracker import (
     decode,
 )
 
-_MOST_NAMES = 1024  # that one member's processes read slices under
-
 
 class SliceRoutes:
     """A tracker whose workers are members of the run. For one thread.
@@ -43,12 +41,9 @@ class SliceRoutes:
         source = open_source(urls, option="train")
         self.tracker = SliceTracker(source.catalogue, options, clock=time.monotonic, counts_merged=True)
         self._sessions: dict[int, str] = {}  # of the tracker: the member's digest
-        self._names: dict[str, set[str]] = {}  # of the tracker's workers, by member's name
 
     def answer(self, member: Member, text: str | bytes) -> Reply:
-        """Answer a message of a member.
-
-        A member's name at the tracker is its own, or its own with ``/`` and more, where several of its processes read.
+        """Answer a message of a member, whose name at the tracker is its own.
 
         Raises:
             OptionError: If it is no message of a worker, or speaks for another one.
@@ -63,28 +58,19 @@ class SliceRoutes:
         return self.tracker.answer(message)
 
     def _join(self, member: Member, message: JoinTracker) -> Joined:
-        if message.worker != member.name and not message.worker.startswith(f"{member.name}/"):
-            raise OptionError("worker", message.worker, f"{member.name!r}, or {member.name + '/...'!r}")
-        if any(message.worker in names for name, names in self._names.items() if name != member.name):
-            # Names of members may have a "/" too. It would take that one's slices, which is alive.
-            raise OptionError(
-                "worker", message.worker, "one that no other member reads slices under: rename one of them"
-            )
-        own = self._names.get(member.name, ())
-        if message.worker not in own and len(own) >= _MOST_NAMES:
-            raise OptionError("worker", message.worker, f"one of the {_MOST_NAMES} that {member.name} reads under")
+        if message.worker != member.name:
+            raise OptionError("worker", message.worker, f"{member.name!r}, the name of this worker")
         joined = self.tracker.join(message)
         self._sessions[joined.session] = member.digest
-        self._names.setdefault(member.name, set()).add(message.worker)
         return joined
 
     def fits(self, member: Member, runs: Sequence[TrainedRun]) -> bool:
         """See ``TrackedSlices``."""
-        return self.tracker.fits({member.name, *self._names.get(member.name, ())}, runs)
+        return self.tracker.fits(member.name, runs)
 
     def book(self, member: Member, runs: Sequence[TrainedRun]) -> None:
         """See ``TrackedSlices``."""
-        self.tracker.book({member.name, *self._names.get(member.name, ())}, runs)
+        self.tracker.book(member.name, runs)
 
     def settle(self, runs: Sequence[TrainedRun], *, merged: bool) -> None:
         """See ``TrackedSlices``."""
@@ -101,8 +87,7 @@ class SliceRoutes:
 
     def release(self, member: Member) -> None:
         """Take back what a member holds that has gone."""
-        for name in self._names.pop(member.name, ()):
-            self.tracker.release(name)
+        self.tracker.release(member.name)
         self._sessions = {session: owner for session, owner in self._sessions.items() if owner != member.digest}
 
     def take_back(
@@ -134,7 +119,7 @@ class SliceRoutes:
 
     def held(self, name: str) -> int:
         """Slices that a member holds."""
-        return sum(self.tracker.held(worker) for worker in self._names.get(name, ()))
+        return self.tracker.held(name)
 
     def status(self) -> TrackerReport:
         """How far the epoch is."""

@@ -72,7 +72,6 @@ class TrackerOptions:
         seed: Seed of the order of slices, from 0 to 2**64 - 1.
         shuffle: False keeps the catalogue's order.
         lease: Seconds without a message after which a worker counts as dead.
-        prefetch: Slices a worker may hold that it has not begun.
 
     Raises:
         OptionError: If a value is not allowed.
@@ -81,13 +80,11 @@ class TrackerOptions:
     seed: int = 0
     shuffle: bool = True
     lease: float = 300.0
-    prefetch: int = 2
 
     def __post_init__(self) -> None:
         require_seed("seed", self.seed)
         require_bool("shuffle", self.shuffle)
         require_positive("lease", self.lease, of="seconds")
-        require_whole("prefetch", self.prefetch, 1)
 
 
 def require_packages(feature: str) -> None:

@@ -36,7 +36,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import wraps
@@ -48,7 +48,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lightning_bytescheduler.checks import is_whole, require_whole
+from lightning_bytescheduler.checks import is_whole
 from lightning_bytescheduler.exceptions import OptionError, TrackerStateError
 from lightning_bytescheduler.slices.catalogue import DataOrder, SliceCatalogue, slice_order
 from lightning_bytescheduler.slices.options import TrackerOptions
@@ -116,14 +116,14 @@ class JoinTracker(_Message, frozen=True):
         incarnation: Any text that no other process of that name uses. A process that joins again after ``JoinAgain``
             may repeat its own.
         keeps: Number of fetched slices that it keeps. It is given these first in the next epochs.
-        prefetch: Slices it may hold that it has not begun; ``None`` for the tracker's own option.
+        prefetch: Slices it may hold that it has not begun.
         holds: What it held before, and would go on with.
     """
 
     worker: Name
     incarnation: Name
     keeps: Natural = 0
-    prefetch: _Positive | None = None
+    prefetch: _Positive = 2
     holds: tuple[HeldSlice, ...] = ()
 
 
@@ -375,11 +375,7 @@ class SliceTracker:
 
         A process that repeats its own join keeps its session. Another process of the same name replaces the former one,
         which must be dead. After a state was loaded, a joining worker continues what its name held.
-
-        Raises:
-            OptionError: If ``prefetch`` is not allowed.
         """
-        prefetch = self.options.prefetch if message.prefetch is None else require_whole("prefetch", message.prefetch, 1)
         record = self._workers.get(message.worker)
         if record is not None and record.session is not None and record.incarnation != message.incarnation:
             self._remove(record)
@@ -387,7 +383,7 @@ class SliceTracker:
         if record is None:
             record = self._workers[message.worker] = TrackedWorker(message.worker)
         record.incarnation = message.incarnation
-        record.prefetch, record.keeps = prefetch, message.keeps
+        record.prefetch, record.keeps = message.prefetch, message.keeps
         record.deadline = self._clock() + self.options.lease
         if record.session is None:
             record.session = self._next_session
@@ -506,11 +502,11 @@ class SliceTracker:
     # Called by the tracker's owner.
 
     @_alone
-    def fits(self, workers: Collection[str], runs: Iterable[TrainedRun]) -> bool:
+    def fits(self, worker: str, runs: Iterable[TrainedRun]) -> bool:
         """Whether an update may become part of the weights: each of its samples is for its sender to train on.
 
         Args:
-            workers: Names under which its sender takes slices.
+            worker: Its sender.
             runs: The samples that the update was made of, each once. Those of quarantined slices do not matter.
         """
         for (epoch, index), own in by_slice(runs).items():
@@ -525,17 +521,17 @@ class SliceTracker:
             if without(whole, one.covered(index)) != whole:
                 return False
             grant = one.holders.get(index)
-            if grant and grant.begun and grant.worker.name not in workers and without(whole, grant.todo) != whole:
+            if grant and grant.begun and grant.worker.name != worker and without(whole, grant.todo) != whole:
                 return False
         return True
 
     @_alone
-    def book(self, workers: Collection[str], runs: Iterable[TrainedRun]) -> None:
+    def book(self, worker: str, runs: Iterable[TrainedRun]) -> None:
         """An update that :meth:`fits` is to become part of the weights: its samples are handed out no more."""
         for (epoch, index), own in by_slice(runs).items():
             one = self._epochs[epoch - self.epoch]
             grant = one.holders.get(index)
-            if grant is not None and not grant.begun and grant.worker.name not in workers:
+            if grant is not None and not grant.begun and grant.worker.name != worker:
                 self._take_away(grant)
             one.book(index, own)
 
@@ -570,9 +566,9 @@ class SliceTracker:
         return record is not None
 
     def held(self, worker: str) -> int:
-        """Return the number of slices that a worker holds; 0 for an unknown one."""
+        """Return the number of slices that a worker holds; 0 for one that has not joined since a state was loaded."""
         record = self._workers.get(worker)
-        return 0 if record is None else len(record.grants)
+        return 0 if record is None or record.session is None else len(record.grants)
 
     @_alone
     def expire(self) -> tuple[str, ...]:
