@@ -72,10 +72,7 @@ def kept(*, loss_scale: float | None = None, may_be_dropped: bool = False) -> Re
     residuals.begin_fit(parameters if may_be_dropped else {}, may_drop=may_be_dropped)
     begin_step(residuals, loss_scale, not_applied=())
     for name in ("one", "other"):
-        residual, before = residuals.to_change(name, 2)
-        if before is not None:
-            before.copy_(residual)
-        residual.fill_(5.0)
+        residuals.to_change(name, 2).fill_(5.0)
     return residuals
 
 
@@ -89,10 +86,24 @@ def test_what_a_dropped_gradient_left_is_taken_back() -> None:
 
 def send(residuals: Residuals, name: str, left: float) -> None:
     """What a step sends of a parameter, and leaves."""
-    residual, before = residuals.to_change(name, 2)
-    if before is not None:
-        before.copy_(residual)
-    residual.fill_(left)
+    residuals.to_change(name, 2).fill_(left)
+
+
+def test_what_is_kept_is_of_this_step_also_where_it_does_not_change() -> None:
+    residuals = kept(loss_scale=8.0)
+    begin_step(residuals, 8.0)
+    residuals.to_change("one", 2)
+    begin_step(residuals, 4.0)  # the step was left out
+    assert residuals.of("one", 2).tolist() == [2.5, 2.5]
+
+
+def test_what_parts_of_a_step_change_one_by_one_is_taken_back_as_a_whole() -> None:
+    residuals = kept(loss_scale=8.0)
+    begin_step(residuals, 8.0)
+    for part in range(2):
+        residuals.to_change("one", 2)[part] = 9.0
+    begin_step(residuals, 4.0)
+    assert residuals.of("one", 2).tolist() == [2.5, 2.5]
 
 
 def test_what_is_pending_is_taken_back_as_a_whole() -> None:

@@ -88,7 +88,6 @@ class Piece:
     Attributes:
         codec: Their codec; ``None`` for uncompressed.
         residual: Flat, fp32, as long as the piece; ``None`` if nothing was left out so far.
-        before: Receives a copy of the residual at the beginning of the step, if it may have to be restored.
         idle: Whether the parameter has no gradient on this rank. If that holds on all ranks, no optimizer applies what
             is sent, so no residual may be sent with it.
     """
@@ -97,7 +96,6 @@ class Piece:
     end: int
     codec: Compressor | None
     residual: Tensor | None = None
-    before: Tensor | None = None
     name: str = ""
     idle: bool = False
 
@@ -108,8 +106,7 @@ class Piece:
             return None
         here = slice(start - self.first, stop - self.first)
         residual = None if self.residual is None else self.residual[here]
-        before = None if self.before is None else self.before[here]
-        return Piece(start, stop, self.codec, residual, before, self.name, self.idle)
+        return Piece(start, stop, self.codec, residual, self.name, self.idle)
 
     def nbytes(self, width: int) -> int:
         """Return the bytes on the wire; an uncompressed element takes ``width`` bytes."""
@@ -179,11 +176,7 @@ class CompressedBucket:
         for piece in self._pieces:
             piece = self._observer.with_residual(piece, make=False)
             residual = piece.residual
-            if residual is None:
-                continue
-            if piece.before is not None:
-                piece.before.copy_(residual)
-            if residual.any():
+            if residual is not None and residual.any():
                 self._weight.wait(self._observer.failure)
                 self._add_left(piece, residual, self._weight.factor)
 
@@ -242,14 +235,11 @@ class CompressedBucket:
         return self._messages(group, sub_task, senders, sent, number, place)
 
     def _take_residuals(self, sub_task: SubCommTask) -> None:
-        """Give each piece of a part its residual, and save it in case the step is skipped."""
+        """Give each piece of a part its residual."""
         edges = sub_task.offset, sub_task.offset + sub_task.size
         for at, piece in enumerate(self._pieces):
             if piece.within(*edges) is not None:
-                self._pieces[at] = piece = self._observer.with_residual(piece)
-                inside = piece.within(*edges)
-                if inside is not None and inside.before is not None and inside.residual is not None:
-                    inside.before.copy_(inside.residual)
+                self._pieces[at] = self._observer.with_residual(piece)
 
     # ------------------------------------------------------------------ messages
 
@@ -589,8 +579,7 @@ class GradientCompression(Uncompressed):
         size = piece.end - piece.first
         if piece.codec is None or not (make or self.residuals.knows(piece.name)):
             return piece
-        residual, before = self.residuals.to_change(piece.name, size)
-        return replace(piece, residual=residual, before=before)
+        return replace(piece, residual=self.residuals.to_change(piece.name, size))
 
     def in_factors(self, bucket: GradientBucket, weight: StepWeight) -> LowRankBucket | None:
         """See ``Uncompressed``."""
@@ -607,9 +596,7 @@ class GradientCompression(Uncompressed):
                 rest.append(slice(at, at + size))
             else:
                 right = self.residuals.right_of(name, shape[1], codec)
-                residual, before = self.residuals.to_change(name, size)
-                if before is not None:
-                    before.copy_(residual)
+                residual = self.residuals.to_change(name, size)
                 if self._idle(parameter):
                     matrices.append(Matrix(at, shape, torch.zeros_like(residual), right, later=residual))
                 else:

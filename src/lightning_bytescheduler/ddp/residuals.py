@@ -104,20 +104,20 @@ class Residuals:
         """Whether a parameter has, or may have, a residual."""
         return name in self._tensors or name in self._loaded
 
-    def to_change(self, name: str, size: int) -> tuple[Tensor, Tensor | None]:
-        """Return a parameter's residual, and the tensor for its value before the step if that may be restored.
+    def to_change(self, name: str, size: int) -> Tensor:
+        """Return a parameter's residual; at its first call in a step, keep the value if that may be restored.
 
-        There is no such tensor while an earlier step's gradient is pending, as its older value is kept.
+        While an earlier step's gradient is pending, the older value is kept.
         """
         residual = self.of(name, size)
-        if not self._may_be_left_out or name in self._pending:
-            return residual, None
-        before = self._before.get(name)
-        if before is None or before.numel() != size:
-            before = self._before[name] = residual.clone()
-        if name not in self._changed:
+        if self._may_be_left_out and name not in self._pending and name not in self._changed:
+            before = self._before.get(name)
+            if before is None or before.numel() != size:
+                self._before[name] = residual.clone()
+            else:
+                before.copy_(residual)
             self._changed.add(name)
-        return residual, before
+        return residual
 
     # ------------------------------------------------------------------ one fit
 
