@@ -300,6 +300,21 @@ def test_a_module_that_was_compiled_in_place() -> None:
     assert all(p.grad is None for p in module.parameters())
 
 
+def test_parts_that_are_compiled_have_a_place_too() -> None:
+    """Their hooks run in compiled code, where no moment can be noted; it is one graph all the same."""
+
+    class Compiled(Tower):
+        def __init__(self) -> None:
+            super().__init__(depth=2)
+            self.first = torch.compile(self.first, backend="eager", fullgraph=True)  # type: ignore[assignment]
+
+    measured = measure(Compiled())
+    names = [layer.name for layer in measured.profile.layers]
+    assert names[0] == BETWEEN_STEPS
+    assert set(names[1:]) == {"first._orig_mod", "layers.0", "layers.1", "last"}
+    assert measured.profile.parameter_bytes == sum(p.nbytes for p in Compiled().parameters())
+
+
 class LogsByHand(Noisy):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
         self.logger.experiment.add_scalar("noise", 1.0, self.global_step)
