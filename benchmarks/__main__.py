@@ -1,6 +1,8 @@
 """Benchmarks: ``python -m benchmarks NAME``; ``NAME --help`` says what it measures. Without a name, all are listed.
 
-Each prints tables and writes what it has measured, as lines of JSON with the same keys (see ``record.py``).
+Each prints tables and writes what it has measured, as lines of JSON with the same keys (see ``record.py``). A benchmark
+is a module with ``add_options`` and ``measure``, which gives tables as they are there, and raises ``MeasurementFailed``
+or ``LinkError`` where it cannot go on; with ``panels`` it has a picture.
 """
 
 from __future__ import annotations

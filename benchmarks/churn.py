@@ -40,21 +40,17 @@ from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor, nn
 
+from benchmarks.rank import fit
 from benchmarks.ranks import REPOSITORY, MeasurementFailed, free_port
 from benchmarks.record import Record, Results, record
 from benchmarks.shaped_link import stop_sessions
 from lightning_bytescheduler import DiLoCoStrategy, SliceDataModule
-
-__all__ = ["add_options", "measure"]
 
 _SILENT_S = 20.0
 _START_S = 180.0
 _STEPS = 10_000_000
 _FEATURES = 16
 _COORDINATOR = "coordinator"
-
-
-# ── A worker ───────────────────────────────────────────────────────────
 
 
 class _Network(L.LightningModule):
@@ -73,12 +69,7 @@ class _Network(L.LightningModule):
 
 
 class _Journal(L.Callback):
-    """Makes steps as slow as asked for, and writes down which weights each round began with.
-
-    Args:
-        file: Of lines of JSON.
-        step_s: Of a step.
-    """
+    """Makes steps as slow as asked for, and writes down which weights each round began with."""
 
     def __init__(self, file: IO[str], step_s: float) -> None:
         self.file, self.step_s = file, step_s
@@ -109,20 +100,10 @@ def work(*, url: str, rows: str, folder: str, name: str, step_s: float, batch: i
     torch.set_num_threads(1)
     torch.manual_seed(1)
     with Path(folder, f"{name}.jsonl").open("a", encoding="utf-8") as file:
-        trainer = L.Trainer(
-            accelerator="cpu",
-            devices=1,
-            strategy=DiLoCoStrategy(coordinator={"url": url, "name": name}),
-            callbacks=[_Journal(file, step_s)],
-            max_epochs=-1,
-            max_steps=_STEPS,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=folder,
-        )
-        trainer.fit(_Network(), datamodule=SliceDataModule(rows, batch_size=batch, cache=f"{folder}/cache/{name}"))
+        data = SliceDataModule(rows, batch_size=batch, cache=f"{folder}/cache/{name}")
+        strategy = DiLoCoStrategy(coordinator={"url": url, "name": name})
+        journal = _Journal(file, step_s)
+        fit(_Network(), strategy, data, callbacks=[journal], max_steps=_STEPS, default_root_dir=folder)
 
 
 def make_rows(folder: Path, *, slices: int, samples: int) -> str:
@@ -135,9 +116,6 @@ def make_rows(folder: Path, *, slices: int, samples: int) -> str:
         target = np.tanh(features @ mixing).prod(axis=1) + 0.01 * rng.normal(size=samples)
         np.save(folder / f"rows-{number:04}.npy", np.column_stack([features, target]))
     return f"{folder}/*.npy"
-
-
-# ── The run ────────────────────────────────────────────────────────────
 
 
 class _Run:
@@ -160,15 +138,10 @@ class _Run:
             asked = {"url": f"http://{self.address}", "rows": self.rows, "folder": str(self.folder), "name": name}
             asked |= {"step_s": self.asked.step_s, "batch": self.asked.batch}
             words = ["benchmarks.churn", json.dumps(asked)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         with (self.folder / f"{name}.log").open("ab") as log:
-            self.running[name] = subprocess.Popen(
-                [sys.executable, "-m", *words],
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-                start_new_session=True,
-                stdout=log,
-                stderr=log,
-                cwd=REPOSITORY,
-            )
+            place: dict[str, Any] = {"stdout": log, "stderr": log, "cwd": REPOSITORY, "env": environment}
+            self.running[name] = subprocess.Popen([sys.executable, "-m", *words], start_new_session=True, **place)
 
     def signal(self, name: str, number: int) -> None:
         """Send a signal to a process and its children."""
@@ -196,11 +169,7 @@ class _Run:
 
 
 class _Faults:
-    """Which fault comes when.
-
-    Args:
-        run: That they happen to.
-    """
+    """Which fault of a run comes when."""
 
     def __init__(self, run: _Run) -> None:
         self.run, self.kind = run, run.asked.fault
@@ -231,11 +200,7 @@ class _Faults:
 
 
 def watch(run: _Run, asked: argparse.Namespace) -> Record:
-    """Run calmly, then with faults; returns what was seen.
-
-    Raises:
-        MeasurementFailed: If nothing is trained.
-    """
+    """Run calmly, then with faults; returns what was seen."""
     for name in (_COORDINATOR, *run.names):
         run.start(name)
     began = time.monotonic()
@@ -287,7 +252,6 @@ def _different(run: _Run) -> Sequence[int]:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add this benchmark's options."""
     parser.add_argument("fault", choices=["kill", "stop", "coordinator"])
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--minutes", type=float, default=10.0, help="with faults (default: %(default)s)")
@@ -304,11 +268,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: argparse.Namespace) -> Iterator[Results]:
-    """Run workers with a coordinator.
-
-    Raises:
-        MeasurementFailed: If nothing is trained.
-    """
+    """Run workers with a coordinator."""
     with ExitStack() as stack:
         folder = (options.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))) / "churn"
         shutil.rmtree(folder, ignore_errors=True)

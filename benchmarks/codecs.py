@@ -21,8 +21,6 @@ from lightning_bytescheduler.compression import WireFormat, make_compressor
 from lightning_bytescheduler.compression.wire_format import WIRE_DTYPES
 from lightning_bytescheduler.diloco.weighted_mean import WeightedMean
 
-__all__ = ["add_options", "measure"]
-
 SPECS = (*("bf16", "fp16", "int8", "int8:nearest", "int4", "int4:nearest", "onebit", "topk:0.01", "topk:0.01:int4"),)
 _ROUNDS = 5
 
@@ -102,7 +100,6 @@ def speed_of_mean(wire: WireFormat, elements: int) -> Speeds:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add this benchmark's options."""
     parser.add_argument("--elements", type=int, default=1 << 23, help="of the gradient (default: %(default)s)")
     parser.add_argument("--part", type=int, default=1 << 20, help="elements of a part (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="of torch (default: %(default)s)")

@@ -19,29 +19,17 @@ _PAYLOAD_SHARE = 1448 / 1514  # of an Ethernet frame: what a token bucket lets t
 
 @dataclass(frozen=True, kw_only=True)
 class Configuration:
-    """What is emulated.
+    """What is emulated."""
 
-    Attributes:
-        network: Name of a profile, see ``simulation.NETWORKS``.
-        ratio: Communication time over compute time.
-        workers: How many.
-        mbit: Rate of each worker's link.
-        megabytes: Size of all gradients.
-        round_trip_seconds: Between two workers; 0 for that of the machine itself.
-        runs_ahead: Whether the accelerator is given work while it computes, see :class:`Accelerator`.
-        raw_kernels: Whether only a custom autograd function gets the weights.
-        statistics: Whether layers have buffers as those of a batch normalization.
-    """
-
-    network: str
-    ratio: float
+    network: str  # name of a profile, see ``simulation.NETWORKS``
+    ratio: float  # communication time over compute time
     workers: int = 4
-    mbit: float = 500.0
-    megabytes: float = 30.0
-    round_trip_seconds: float = 0.0
-    runs_ahead: bool = True
-    raw_kernels: bool = False
-    statistics: bool = False
+    mbit: float = 500.0  # of each worker's link
+    megabytes: float = 30.0  # of all gradients
+    round_trip_seconds: float = 0.0  # between two workers; 0: that of the machine itself
+    runs_ahead: bool = True  # whether the accelerator is given work while it computes
+    raw_kernels: bool = False  # whether only a custom autograd function gets the weights
+    statistics: bool = False  # whether layers have buffers as those of a batch normalization
 
     @property
     def name(self) -> str:
@@ -84,11 +72,7 @@ class Configuration:
         }
 
     def predictions(self, compute_seconds: float) -> dict[str, float]:
-        """What the simulator expects of contenders, in seconds a step; nothing in it is fitted to measured steps.
-
-        Args:
-            compute_seconds: Of all layers, as measured.
-        """
+        """What the simulator expects of contenders, in seconds a step; nothing is fitted to measured steps."""
         profile, link = self.profile.scaled_to(compute_seconds), self.link
         schedules = {
             "ddp": Schedule.ddp(),

@@ -33,17 +33,11 @@ _CLIP = {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "norm"}
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """One way to train.
-
-    Attributes:
-        name: In tables.
-        strategy: Makes it.
-        trainer: Further arguments of the Trainer.
-    """
+    """One way to train."""
 
     name: str
-    strategy: Callable[[], Strategy]
-    trainer: dict[str, Any] = field(default_factory=dict)
+    strategy: Callable[..., Strategy]  # makes it, with further options of its own
+    trainer: dict[str, Any] = field(default_factory=dict)  # further arguments of the Trainer
 
 
 class _HookedDDP(DDPStrategy):
@@ -98,7 +92,7 @@ _OURS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "as ddp": lambda _: {"mode": "ddp"},
     r"partition (\d+)": lambda size: {"partition_size": int(size)},
     r"credit (\d+)": lambda size: {"credit": int(size)},
-    "(bf16|int8|int4|powersgd|auto)": lambda wire: {"compression": wire},
+    r"((?:bf16|fp16|int8|int4|onebit|topk|powersgd|auto)\b.*)": lambda wire: {"compression": wire},
     # The first layers of the forward pass of an emulated network; the others travel as they are.
     r"first (\d+) layers int4": lambda count: {"compression": {f"layers.{n}.*": "int4" for n in range(int(count))}},
     r"(\d+) servers": lambda servers: {"servers": int(servers)},
@@ -108,16 +102,11 @@ _TRAINER: dict[str, dict[str, Any]] = {"norm clipping": _CLIP, "bf16-true": {"pr
 
 
 def contender(name: str) -> Contender:
-    """What a name stands for.
+    """What a name stands for, or a ``ValueError``.
 
-    Args:
-        name: ``"alone"``, ``"ddp"`` or ``"bytescheduler"``, and words after commas, such as ``"ddp, 4 MB buckets"`` or
-            ``"bytescheduler, partition 65536, credit 131072, norm clipping"``. With any word of its own
-            ``bytescheduler`` overlaps, but for ``"as ddp"``. ``"bf16-true"`` trains with weights and gradients of two
-            bytes.
-
-    Raises:
-        ValueError: If there is no such contender.
+    It is ``"alone"``, ``"ddp"`` or ``"bytescheduler"``, and words after commas, such as ``"ddp, 4 MB buckets"`` or
+    ``"bytescheduler, partition 65536, credit 131072, norm clipping"``. With any word ``bytescheduler`` overlaps, but
+    for ``"as ddp"``. ``"bf16-true"`` trains with weights and gradients of two bytes.
     """
     kind, *words = name.split(", ")
     trainer = {key: value for word in words for key, value in _TRAINER.get(word, {}).items()}

@@ -15,13 +15,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import json
+import multiprocessing
 import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,6 @@ from aiohttp import web
 from safetensors.torch import save
 
 from benchmarks.delayed_link import processor_seconds
-from benchmarks.ranks import REPOSITORY
 from benchmarks.record import Record, Results, record
 from benchmarks.report_workers import ReportWorker, report
 from lightning_bytescheduler.compression.wire_format import WIRE_DTYPES, WireDtype, WireFormat
@@ -44,8 +43,6 @@ from lightning_bytescheduler.diloco import messages
 from lightning_bytescheduler.diloco.coordinator_protocol import run_options
 from lightning_bytescheduler.diloco.round_end import RoundOptions
 
-__all__ = ["add_options", "measure"]
-
 _CHUNK = 1 << 20
 _MADE = 9  # first rounds, which make the memory: means of 8 are kept
 _PARAMETERS_IN_TENSOR = 1 << 22
@@ -54,7 +51,6 @@ Model = tuple[protocol.ModelParameter, ...]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add this benchmark's options."""
     parser.add_argument("what", choices=("updates", "reports"))
     parser.add_argument("--workers", type=int, nargs="+", help="default: 2 for updates, 1000 for reports")
     parser.add_argument("--parameters", type=int, default=100_000_000, help="of updates (default: %(default)s)")
@@ -67,7 +63,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: argparse.Namespace) -> Iterator[Results]:
-    """Measure what was asked for."""
     if options.what == "reports":
         for workers in options.workers or [1000]:
             yield f"{options.rate:g} steps a second of each worker", [reports(workers, options)]
@@ -76,29 +71,21 @@ def measure(options: argparse.Namespace) -> Iterator[Results]:
         yield f"{options.parameters:,} parameters up and down", [updates(dtype, workers, options)]
 
 
-# ── Servers ───────────────────────────────────────────────────────────
+Options = dict[str, Any]
 
 
-def serve(
-    *,
-    workers: int,
-    wire_dtype: WireDtype = "fp32",
-    inner_steps: int | None = None,
-    samples_per_round: int | None = None,
-    payload_bytes: int = 1,
-    core: int | None = None,
-) -> None:
-    """Run a coordinator and a server without work, until stdin is closed."""
+def _serve(pipe: Connection, options: Options, core: int | None, payload_bytes: int) -> None:
+    """Run a coordinator and a server without work on the same event loop, until something comes through the pipe."""
     if core is not None:
         os.sched_setaffinity(0, {core})
     torch.set_num_threads(1)
-    run = run_options(wire_dtype=wire_dtype, inner_steps=inner_steps, samples_per_round=samples_per_round)
-    rounds = RoundOptions(start_workers=workers, quorum=0.0, grace=600.0, silent_after=600.0)
-    with CoordinatorServer(CoordinatorOptions(run=run, rounds=rounds, lease=600.0)) as server, collected_rarely():
-        # On the same event loop.
+    rounds = RoundOptions(start_workers=options.pop("workers"), quorum=0.0, grace=600.0, silent_after=600.0)
+    own = CoordinatorOptions(run=run_options(**options), rounds=rounds, lease=600.0)
+    with CoordinatorServer(own) as server, collected_rarely():
         idle = asyncio.run_coroutine_threadsafe(_idle(memoryview(bytearray(payload_bytes))), server._loop).result(10)
-        print(json.dumps({"coordinator": server.url, "idle": idle}), flush=True)
-        sys.stdin.read()
+        pipe.send((server.url, idle))
+        with suppress(EOFError):
+            pipe.recv()
 
 
 async def _idle(payload: memoryview) -> str:
@@ -127,57 +114,50 @@ async def _idle(payload: memoryview) -> str:
     return f"http://127.0.0.1:{runner.addresses[0][1]}/"
 
 
-class _Server:
-    """A process that serves."""
-
-    def __init__(self, **options: Any) -> None:
-        command = [sys.executable, "-m", "benchmarks.coordinator", json.dumps(options)]
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self.process = subprocess.Popen(command, cwd=REPOSITORY, **pipes)
-        assert self.process.stdout is not None
-        self.urls: dict[str, str] = json.loads(self.process.stdout.readline())
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most memory that it has had."""
-        lines = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
-        return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) * 1024
-
-    def __enter__(self) -> _Server:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with self.process as process:
-            assert process.stdin is not None
-            process.stdin.close()
-            process.wait(60)
+@contextmanager
+def _served(options: Options, *, core: int | None = None, payload_bytes: int = 1) -> Iterator[tuple[int, str, str]]:
+    """Serve in a process of its own; gives its number, and where the coordinator and the server without work are."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(theirs, options, core, payload_bytes))
+    process.start()
+    theirs.close()
+    try:
+        url, idle = ours.recv()
+        yield process.pid or 0, url, idle
+    finally:
+        ours.close()  # ends what the process waits for
+        process.join(60)
 
 
-# ── Updates ───────────────────────────────────────────────────────────
+def _peak_gb(pid: int) -> float:
+    """The most memory that a process has had."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) * 1024 / 1e9
 
 
 def updates(wire_dtype: WireDtype, workers: int, options: argparse.Namespace) -> Record:
     """Measure a push and a pull, with and without work."""
     payload_bytes = WireFormat(dtype=wire_dtype).payload_bytes(options.parameters)
-    asked = {"wire_dtype": wire_dtype, "inner_steps": 1, "workers": workers, "payload_bytes": payload_bytes}
-    with _Server(**asked) as server:
+    asked: Options = {"wire_dtype": wire_dtype, "inner_steps": 1, "workers": workers}
+    with _served(asked, payload_bytes=payload_bytes) as (pid, url, idle):
         values = torch.randn(options.parameters)
         if options.spread:
             values.mul_(torch.randn(options.parameters).mul_(4.0).exp2_())
         body = view_of(WireFormat(dtype=wire_dtype).encode(values))
         del values
-        times = asyncio.run(_rounds(server.urls, body, workers, options))
-        peak = server.peak_bytes
+        times = asyncio.run(_rounds(url, idle, body, workers, options))
+        peak = _peak_gb(pid)
     ratio = statistics.median(times["idle server [s]"]) / statistics.median(times["coordinator [s]"])
     setting = {**asked, "parameters": options.parameters, "rounds": options.rounds, "spread": options.spread}
-    numbers: dict[str, Any] = {**times, "peak [GB]": peak / 1e9}
+    numbers: dict[str, Any] = {**times, "peak [GB]": peak}
     return record("coordinator", f"{wire_dtype}, {workers} workers", setting, numbers, {"idle / coordinator": ratio})
 
 
 async def _rounds(
-    urls: dict[str, str], body: memoryview, count: int, options: argparse.Namespace
+    url: str, idle: str, body: memoryview, count: int, options: argparse.Namespace
 ) -> dict[str, list[float]]:
-    model, url = _model(options.parameters), urls["coordinator"]
+    model = _model(options.parameters)
     workers = [ReportWorker(url, "w0", model)]
     workers[0].provide(_first_weights(model))
     workers += [ReportWorker(url, f"w{n}", model) for n in range(1, count)]
@@ -194,9 +174,9 @@ async def _rounds(
                 worker.say(messages.RoundStarted(worker=worker.name, round=number))
             began = time.perf_counter()
             for _ in workers:
-                await _push(http, urls["idle"], body, {})
-                await _pull(http, urls["idle"], {})
-            idle = time.perf_counter() - began
+                await _push(http, idle, body, {})
+                await _pull(http, idle, {})
+            without = time.perf_counter() - began
             path = url + protocol.update_path(number, 0)
             counts = {protocol.DIGEST_HEADER: digest, protocol.SAMPLES_HEADER: "100", protocol.STEPS_HEADER: "1"}
             began = time.perf_counter()
@@ -209,7 +189,7 @@ async def _rounds(
             for worker in workers:
                 await _pull(http, path, worker.headers)
             done = time.perf_counter()
-            found = (idle, done - began, pushed - began, ended - pushed, done - ended)
+            found = (without, done - began, pushed - began, ended - pushed, done - ended)
             for some, seconds in zip(times.values(), found, strict=True):
                 some.append(seconds)
             await asyncio.sleep(options.pause)
@@ -246,25 +226,22 @@ def _first_weights(model: Model) -> bytes:
     return save({f"weights.{one.name}": torch.zeros(one.shape) for one in model})
 
 
-# ── Reports ───────────────────────────────────────────────────────────
-
-
 def reports(workers: int, options: argparse.Namespace) -> Record:
     """Measure how long workers wait for answers to their reports."""
-    asked = {"workers": workers, "samples_per_round": 10**9, "core": 0}
-    with _Server(**asked) as server:
+    asked: Options = {"workers": workers, "samples_per_round": 10**9}
+    with _served(asked, core=0) as (pid, url, _):
         os.sched_setaffinity(0, {1})
-        url, model = server.urls["coordinator"], _model(1000)
+        model = _model(1000)
         simulated = [ReportWorker(url, "w0", model)]
         simulated[0].provide(_first_weights(model))
         simulated += [ReportWorker(url, f"w{n}", model) for n in range(1, workers)]
         for worker in simulated:
             worker.say(messages.JoinRounds(worker=worker.name))
         rounds = [worker.wait_for(messages.StartRound).round for worker in simulated]
-        used, own, began = processor_seconds(server.process.pid), time.process_time(), time.perf_counter()
+        used, own, began = processor_seconds(pid), time.process_time(), time.perf_counter()
         latencies, frames = report(simulated, rounds[0], rate=options.rate, seconds=options.seconds)
         wall = time.perf_counter() - began
-        used, own = processor_seconds(server.process.pid) - used, time.process_time() - own
+        used, own = processor_seconds(pid) - used, time.process_time() - own
     latencies.sort()
     values = {
         "reports/s": len(latencies) / options.seconds,
@@ -277,7 +254,3 @@ def reports(workers: int, options: argparse.Namespace) -> Record:
     }
     setting = {**asked, "rate": options.rate, "seconds": options.seconds}
     return record("coordinator", f"reports of {workers:,} workers", setting, values)
-
-
-if __name__ == "__main__":
-    serve(**json.loads(sys.argv[1]))

@@ -34,8 +34,6 @@ _TUNSETIFF = 0x400454CA
 _IFF_TUN, _IFF_NO_PI = 0x0001, 0x1000
 _CLONE_NEWNET = 0x40000000
 _MTU = 65520
-_BURST = "128kb"
-_QUEUE = "20ms"
 _MOST_WAITING = 64 * 2**20
 PAYLOAD_SHARE = (_MTU - 52) / _MTU
 """Of a full packet: what is not IP's and TCP's."""
@@ -45,16 +43,9 @@ _DESTINATION = slice(16, 20)  # of an IPv4 packet
 
 
 class DelayedLink(ShapedLink):
-    """Hosts joined by links of limited rate and a round-trip time, from ``with`` to its end.
+    """Hosts joined by links of limited rate, from ``with`` to its end, see `ShapedLink`.
 
-    Args:
-        hosts: How many hosts, 1 to 250.
-        mbit: Rate of each host's link in Mbit/s (10^6 bits), for each direction.
-        round_trip_seconds: Time that a packet and its answer are under way, besides what they occupy links for.
-
-    Raises:
-        ValueError: If an argument is out of range.
-        LinkError: On entry, if the system refuses; ask `available` beforehand for the reason.
+    A packet and its answer are under way for ``round_trip_seconds``, besides what they occupy links for.
     """
 
     def __init__(self, hosts: int = 2, mbit: float = 500.0, *, round_trip_seconds: float = 0.02) -> None:
@@ -63,9 +54,6 @@ class DelayedLink(ShapedLink):
             raise ValueError(f"round_trip_seconds must be from 0 to 60, not {round_trip_seconds}.")
         self.round_trip_seconds = round_trip_seconds
         self._forwarder: subprocess.Popen[bytes] | None = None
-
-    def __repr__(self) -> str:
-        return f"DelayedLink(hosts={self.hosts}, mbit={self.mbit}, round_trip_seconds={self.round_trip_seconds})"
 
     @staticmethod
     def available() -> tuple[bool, str]:
@@ -81,12 +69,6 @@ class DelayedLink(ShapedLink):
         except (LinkError, OSError) as error:
             return False, f"This system refuses to build a delayed link: {error}"
 
-    def forwarder_seconds(self) -> float:
-        """Processor seconds that the forwarder has used so far."""
-        if self._forwarder is None:
-            raise LinkError("The link has no forwarder outside of its block.")
-        return processor_seconds(self._forwarder.pid)
-
     def _build(self) -> None:
         for host in range(self.hosts):
             _command("ip", "netns", "add", self.namespace(host))
@@ -96,8 +78,7 @@ class DelayedLink(ShapedLink):
             inside = ("-n", self.namespace(host))
             _command("ip", *inside, "link", "set", "dev", "eth0", "addrgenmode", "none", "mtu", str(_MTU))
             _command("ip", *inside, "addr", "add", f"{self.address(host)}/24", "dev", "eth0")
-            limit = ("root", "tbf", "rate", f"{round(self.mbit * 1e6)}bit", "burst", _BURST, "latency", _QUEUE)
-            _command("tc", *inside, "qdisc", "add", "dev", "eth0", *limit)
+            _command("tc", *inside, "qdisc", "add", "dev", "eth0", *self._limit())
             _command("ip", *inside, "link", "set", "dev", "eth0", "up")
 
     def _start_forwarder(self) -> None:
@@ -128,13 +109,7 @@ class DelayedLink(ShapedLink):
 
 
 class _Forwarder:
-    """Reads packets from devices and writes each to its receiver's, when it is due.
-
-    Args:
-        devices: By IPv4 address, non-blocking descriptors of TUN devices.
-        bytes_per_second: At which each of them receives.
-        delay: Seconds from the end of sending to arrival.
-    """
+    """Reads packets from devices (TUN, non-blocking, by IPv4 address) and writes each to its receiver's, when due."""
 
     def __init__(self, devices: dict[bytes, int], *, bytes_per_second: float, delay: float) -> None:
         self._devices = devices

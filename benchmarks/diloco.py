@@ -10,8 +10,6 @@ sleeping for what its arithmetic does not take. Figures:
 - ``wire``: the loss after N steps with each wire dtype.
 - ``overlap`` (root): on a link of a tenth of the rate, seconds to some losses for int4 in long rounds and sparse in
   short ones, each without overlap and with ``overlap_steps="auto"``; no validation interrupts the training.
-- ``stall`` (root): the share of their time that workers wait for communication on a slow link, with the whole model
-  sent after each round, and with fragments that are sent beside training.
 
 Time is that of training: validations are left out. What was measured is kept in a file and not measured again, so that
 a benchmark that was interrupted goes on where it was.
@@ -37,14 +35,11 @@ from benchmarks.ranks import Job, MeasurementFailed, Place, ranks_of
 from benchmarks.record import Record, Results, append, read, record
 from benchmarks.shaped_link import ShapedLink
 
-__all__ = ["OUT", "add_options", "measure", "panels"]
-
 OUT = Path("benchmarks/results/diloco.jsonl")
 FIXED, PACED, DEFAULTS = "diloco, H=", "diloco by pace", "diloco, defaults"
-_ON_A_LINK = ("race", "stall", "overlap")
+_ON_A_LINK = ("race", "overlap")
 _START_S = 90.0  # until all ranks train, and from their last step to their end
-_STEPS = {"race": 60, "gap": 200, "wire": 300, "stall": 1, "overlap": 1}
-_SLOWED = 1.2
+_STEPS = {"race": 60, "gap": 200, "wire": 300, "overlap": 1}
 _LOSSES = (2.7, 2.65, 2.6)
 
 Times = dict[str, dict[int, float | None]]
@@ -52,13 +47,10 @@ Times = dict[str, dict[int, float | None]]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add this benchmark's options."""
     parser.add_argument("figure", choices=list(FIGURES), nargs="?", default="race")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--steps", type=int, help="N (default: 60 in race, 200 in gap, 300 in wire)")
-    parser.add_argument(
-        "--grid", type=int, nargs="+", default=[8, 20, 40], metavar="H", help="steps of the slow worker"
-    )
+    parser.add_argument("--grid", type=int, nargs="+", default=[8, 20, 40], help="steps of the slow worker")
     parser.add_argument("--mbit", type=float, help="of each link (default: 5 in overlap, else 50)")
     parser.add_argument("--ratio", type=float, default=3.0, help="of the two workers' steps (default: %(default)g)")
     parser.add_argument("--step-s", type=float, default=0.05, help="a step of the fast one (default: %(default)g)")
@@ -72,11 +64,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: argparse.Namespace) -> Iterator[Results]:
-    """Measure what is missing, and say what all of it comes to.
-
-    Raises:
-        MeasurementFailed: If links are needed and cannot be shaped, or a rank fails.
-    """
+    """Measure what is missing, and say what all of it comes to."""
     options.mbit = options.mbit or (5.0 if options.figure == "overlap" else 50.0)
     options.steps = options.steps or _STEPS[options.figure]
     if options.figure in _ON_A_LINK:
@@ -107,7 +95,6 @@ def measure(options: argparse.Namespace) -> Iterator[Results]:
 def _asked(options: argparse.Namespace, contender: Job) -> Job:
     """What is measured, seed apart."""
     return {
-        "size": "5M",
         "batch": options.batch,
         "learning_rate": options.learning_rate,
         "step_s": [options.step_s, options.ratio * options.step_s],
@@ -132,18 +119,7 @@ def _end(options: argparse.Namespace, rows: Sequence[Record], seed: int, asked: 
 
 
 def rows_of(name: str, contenders: Sequence[Job], ends: Sequence[Job], *, seed: int, folder: str) -> list[Record]:
-    """Train contenders at the same time, each on links of its own; returns a record for each.
-
-    Args:
-        name: Of the figure.
-        contenders: What their ranks are asked for.
-        ends: For each, when training may end.
-        seed: Of all.
-        folder: For files.
-
-    Raises:
-        MeasurementFailed: If a rank fails.
-    """
+    """Train contenders until each may end, at the same time and on links of their own; gives a record for each."""
     settings = [{**asked, "seed": seed} for asked in contenders]
     sets = [[{**asked, **end, "folder": folder}] for asked, end in zip(settings, ends, strict=True)]
     seconds = max(asked["seconds"] for asked in contenders) + _START_S
@@ -156,11 +132,12 @@ def rows_of(name: str, contenders: Sequence[Job], ends: Sequence[Job], *, seed: 
             trained, samples, loss = answers[0]["points"][-1]
             waited = float(max(seen["waited_in_rounds"]))
             values = {"trained [s]": trained, "samples": samples, "loss": loss, "waited": waited}
+            pairs = zip(seen["step_s"], setting["step_s"], strict=True)
+            # Where a rank trains by itself and took longer, the machine had too much else to do.
+            longer = max((taken / wanted for taken, wanted in pairs if taken and wanted), default=0.0)
+            values |= {"a step / asked": longer} if "diloco" in setting and longer else {}
             rows.append(record(name, setting["name"], setting, values, points=answers[0]["points"], **seen))
     return rows
-
-
-# ── What curves come to ────────────────────────────────────────────────
 
 
 def at_loss(points: Sequence[Sequence[float]], loss: float) -> float | None:
@@ -189,11 +166,7 @@ def times(rows: Sequence[Record], samples: float) -> Times:
 
 
 def best(taken: Times, beginning: str | tuple[str, ...]) -> str | None:
-    """Of the contenders whose names begin so, the one with the smallest median: the same one for all seeds.
-
-    Returns:
-        ``None`` if none gets there with every seed.
-    """
+    """Of the contenders whose names begin so and that get there with every seed, the one with the smallest median."""
     seeds = len(taken.get("ddp", {}))
     medians = {
         name: statistics.median(value for value in values.values() if value is not None)
@@ -221,19 +194,8 @@ def gaps(rows: Sequence[Record], samples: float) -> dict[str, list[float]]:
     return found
 
 
-def slowed(row: Record) -> bool:
-    """Whether a rank that trains by itself took longer for its steps than it was asked to."""
-    if "diloco" not in row.setting:
-        return False
-    pairs = zip(row.seen["step_s"], row.setting["step_s"], strict=True)
-    return any(wanted and taken is not None and taken > _SLOWED * wanted for taken, wanted in pairs)
-
-
 def conclude(options: argparse.Namespace, rows: Sequence[Record]) -> dict[str, list[Record]]:
-    """What each contender comes to, over all seeds, and how much sooner the best of them are.
-
-    ``busy`` counts trainings whose machine had too much else to do.
-    """
+    """What each contender comes to, over all seeds, and how much sooner the best of them are."""
     samples = min((int(row.seen["points"][-1][1]) for row in rows if row.what == "ddp"), default=0)
     of_a_step = RANKS * options.batch
     marks = [part * samples // of_a_step // 3 for part in (1, 2, 3)] if options.figure == "race" else []
@@ -250,8 +212,7 @@ def conclude(options: argparse.Namespace, rows: Sequence[Record]) -> dict[str, l
             values[f"s to a loss of {loss:.2f}"] = _known(at_loss(row.seen["points"], loss) for row in own)
         values["samples/s"] = [row.medians["samples"] / row.medians["trained [s]"] for row in own]
         values[f"loss less ddp's, at {samples} samples"] = apart.get(what, [])
-        values["busy"] = [float(len(busy))] if (busy := [row for row in own if slowed(row)]) else []
-        made.append(record(name, what, {**_without_seed(own[0]), "seeds": options.seeds}, values))
+        made.append(record(name, what, {**own[0].setting, "seed": options.seeds}, values))
     compared = [_compared(name, steps, values_at, made) for steps, values_at in taken.items()]
     return {"medians": made, **({"how much sooner": compared} if compared else {})}
 
@@ -275,10 +236,6 @@ def _known(values: Any) -> list[float]:
     """Those that are there, if one is for each seed."""
     found = list(values)
     return [] if None in found else found
-
-
-def _without_seed(row: Record) -> Job:
-    return {key: value for key, value in row.setting.items() if key != "seed"}
 
 
 def panels(records: Sequence[Record]) -> list[list[Panel]]:

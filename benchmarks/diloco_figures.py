@@ -14,8 +14,6 @@ _WIRE_LENGTH = 20
 _SPARSE_S = 60
 _SPARSE = {"wire_dtype": "sparse"}
 _SNAPSHOT_S = 1.0
-_STALL_SAMPLES = 320  # of a round of the example
-_STALLS = (("example", 8, 0.5, 1, 0), ("example", 8, 0.5, 4, 2), ("5M", 1, 0.05, 1, 0), ("5M", 1, 0.05, 4, 10))
 
 Group = list[dict[str, Any]]
 """Contenders that are measured at the same time."""
@@ -85,23 +83,6 @@ def wire(options: argparse.Namespace) -> list[Group]:
     return [[{**_diloco(f"diloco, {name}", _WIRE_LENGTH, asked), **own}] for name, asked in compared]
 
 
-def stall(options: argparse.Namespace) -> list[Group]:
-    """Rounds as in ``examples/diloco.py``, and those of steps ten times as short; without and with fragments."""
-    made: list[Group] = []
-    for size, batch, seconds, fragments, overlap in _STALLS:
-        fast = round(_STALL_SAMPLES / batch / (1 + 1 / options.ratio))
-        strategy = {
-            "samples_per_round": _STALL_SAMPLES,
-            "wire_dtype": "bf16",
-            "fragments": fragments,
-            "overlap_steps": overlap,
-        }
-        name = f"{size}, steps of {seconds:g} s, fragments={fragments}, overlap_steps={overlap}"
-        own = {"size": size, "batch": batch, "step_s": [seconds, options.ratio * seconds]}
-        made.append([{**_diloco(name, 2, strategy), **own, "steps": 4 * fast, "validate": 4 * fast, "seconds": 300}])
-    return made
-
-
 def overlap(options: argparse.Namespace) -> list[Group]:
     """On a very slow link, int4 in long rounds and sparse in short ones, without and with overlap by itself.
 
@@ -127,7 +108,6 @@ FIGURES: dict[str, Callable[[argparse.Namespace], list[Group]]] = {
     "race": race,
     "gap": gap,
     "wire": wire,
-    "stall": stall,
     "overlap": overlap,
 }
 

@@ -16,14 +16,14 @@ from benchmarks.models import validation_windows
 from benchmarks.rank import fit
 from benchmarks.ranks import Job
 from examples.demo.model import CharacterGPT
-from examples.demo.size import SMALL, GPTSize
+from examples.demo.size import GPTSize
 from examples.demo.text import Windows, training_and_validation_text
 from lightning_bytescheduler import DiLoCoStrategy
 
-__all__ = ["RANKS", "SIZES", "train"]
+__all__ = ["RANKS", "train"]
 
 RANKS = 2
-SIZES = {"5M": GPTSize(context=64, width=288, heads=8, layers=5), "example": SMALL}
+_SIZE = GPTSize(context=64, width=288, heads=8, layers=5)  # 5.1 million parameters
 _WARM_UP_STEPS = 10
 _VALIDATION_WINDOWS = 64
 _TRIAL_STEPS = 12
@@ -32,8 +32,8 @@ _TRIAL_STEPS = 12
 class Model(CharacterGPT):
     """With a learning rate that does not depend on how long the training will be."""
 
-    def __init__(self, size: GPTSize, learning_rate: float) -> None:
-        super().__init__(size, steps=1)
+    def __init__(self, learning_rate: float) -> None:
+        super().__init__(_SIZE, steps=1)
         self.learning_rate = learning_rate
 
     def configure_optimizers(self) -> Any:
@@ -46,10 +46,6 @@ class Curve(L.Callback):
     """Makes steps as slow as asked for, and notes time, samples, loss and waiting until the training is good enough.
 
     Time is that of training: what a validation takes is left out, and so is what happens before the first step.
-
-    Args:
-        asked: What the rank was asked for.
-        compute_s: What a step takes that does not sleep.
     """
 
     def __init__(self, asked: dict[str, Any], compute_s: float) -> None:
@@ -130,14 +126,13 @@ def _waited(strategy: object) -> float:
 
 def train(asked: Job) -> Job:
     """Train as asked for; returns this rank's curve."""
-    size = SIZES[asked["size"]]
-    training, validation = (Windows(text, size.context) for text in training_and_validation_text())
-    compute_s = _compute_seconds(Model(size, asked["learning_rate"]), training, asked["batch"])
+    training, validation = (Windows(text, _SIZE.context) for text in training_and_validation_text())
+    compute_s = _compute_seconds(Model(asked["learning_rate"]), training, asked["batch"])
     L.seed_everything(asked["seed"], verbose=False)
     strategy: Any = DiLoCoStrategy(**asked["diloco"]) if "diloco" in asked else contender(asked["name"]).strategy()
     curve = Curve(asked, compute_s)
     validated = DataLoader(validation_windows(validation, _VALIDATION_WINDOWS), batch_size=16)
-    model = Model(size, asked["learning_rate"])
+    model = Model(asked["learning_rate"])
     fit(
         model,
         strategy,

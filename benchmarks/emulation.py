@@ -51,31 +51,14 @@ def scaled(profile: ModelProfile, *, parameter_bytes: int, compute_seconds: floa
 
 
 class Accelerator:
-    """Keeps the time of a device that does one thing after the other.
-
-    Args:
-        runs_ahead: Whether work is queued while it computes.
-
-    Attributes:
-        late_s: By how much sleeps were too long, in seconds, in all.
-        between_s: How long the training thread took from one layer to the next, in seconds, by which pass it was in;
-            ``"end"`` from the end of a backward pass to the first layer of the next forward pass.
-        worked_s: The part of that for which it had a processor.
-    """
+    """Keeps the time of a device that does one thing after the other; if it runs ahead, work is queued for it."""
 
     def __init__(self, *, runs_ahead: bool = True) -> None:
         self.runs_ahead = runs_ahead
-        self.late_s = 0.0
-        self.between_s = {"forward": 0.0, "backward": 0.0, "end": 0.0}
-        self.worked_s = dict(self.between_s)
-        self._pass = "end"
-        self._returned_at = time.perf_counter()
-        self._worked_until = time.thread_time()
         self._free_at = 0.0
 
     def begin(self, seconds: float) -> None:
         """Return when ``seconds`` of work have begun, which was asked for now; without running ahead, have ended."""
-        self._account("forward")
         begins = max(self._free_at, time.perf_counter()) if self.runs_ahead else time.perf_counter()
         self._free_at = begins + seconds
         self._sleep_until(begins if self.runs_ahead else self._free_at)
@@ -83,7 +66,6 @@ class Accelerator:
     def finish(self, seconds: float, *, asked_before: bool) -> None:
         """Return when ``seconds`` of work have ended, which was asked for now, or before what is under way began."""
         asked_before = asked_before and self.runs_ahead
-        self._account("backward")
         begins = self._free_at if asked_before else max(self._free_at, time.perf_counter())
         self._free_at = begins + seconds
         self._sleep_until(self._free_at)
@@ -92,16 +74,6 @@ class Accelerator:
         left = moment - time.perf_counter()
         if left > 0:
             time.sleep(left)
-        self._returned_at = time.perf_counter()
-        self._worked_until = time.thread_time()
-        if left > 0:
-            self.late_s += self._returned_at - moment
-
-    def _account(self, now_in: str) -> None:
-        between = "end" if (self._pass, now_in) == ("backward", "forward") else now_in
-        self.between_s[between] += time.perf_counter() - self._returned_at
-        self.worked_s[between] += time.thread_time() - self._worked_until
-        self._pass = now_in
 
 
 class _Compute(torch.autograd.Function):
@@ -129,13 +101,7 @@ class EmulatedLayer(nn.Module):
     """One layer of a profile."""
 
     def __init__(
-        self,
-        profile: LayerProfile,
-        accelerator: Accelerator,
-        *,
-        last: bool,
-        raw: bool = False,
-        statistics: bool = False,
+        self, profile: LayerProfile, device: Accelerator, *, last: bool, raw: bool = False, statistics: bool = False
     ) -> None:
         super().__init__()
         if statistics:
@@ -143,7 +109,7 @@ class EmulatedLayer(nn.Module):
             self.register_buffer("running_var", torch.ones(_CHANNELS))
             self.register_buffer("num_batches_tracked", torch.tensor(0))
         self.raw = raw
-        self.accelerator = accelerator
+        self.accelerator = device
         self.last = last
         count = profile.parameter_bytes // _BYTES
         rows = math.isqrt(count) if count >= _MATRIX else 1
@@ -164,23 +130,12 @@ class EmulatedLayer(nn.Module):
 class EmulatedModel(L.LightningModule):
     """A model of the profile's shape, trained by SGD with momentum."""
 
-    def __init__(
-        self,
-        profile: ModelProfile,
-        *,
-        runs_ahead: bool = True,
-        raw_kernels: bool = False,
-        statistics: bool = False,
-    ) -> None:
+    def __init__(self, profile: ModelProfile, *, runs_ahead: bool = True, **kind: bool) -> None:
         super().__init__()
         self.accelerator = Accelerator(runs_ahead=runs_ahead)
-        end = len(profile.layers) - 1
-        self.layers = nn.Sequential(
-            *(
-                EmulatedLayer(layer, self.accelerator, last=position == end, raw=raw_kernels, statistics=statistics)
-                for position, layer in enumerate(profile.layers)
-            )
-        )
+        end = profile.layers[-1]
+        layers = [EmulatedLayer(layer, self.accelerator, last=layer is end, **kind) for layer in profile.layers]
+        self.layers = nn.Sequential(*layers)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss: Tensor = self.layers(batch[0].requires_grad_()).sum()

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import statistics
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,15 +19,12 @@ from lightning.pytorch import LightningModule, seed_everything
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from benchmarks.rank import fit
+from benchmarks.contenders import contender
+from benchmarks.rank import Moments, fit
 from benchmarks.ranks import Job, MeasurementFailed, Place, in_turns
 from benchmarks.record import Results, record
-from lightning_bytescheduler import ByteSchedulerStrategy
-from lightning_bytescheduler.lightning_api import DDPStrategy
 
-__all__ = ["add_options", "measure", "train"]
-
-_CONTENDERS = ("ddp", "bytescheduler", "overlapped")
+_CONTENDERS = ("ddp", "bytescheduler", "bytescheduler, overlapped")
 _SETTLED = 15  # steps before those that count
 _WORLDS = {"gloo": 2, "nccl": 1}
 
@@ -52,8 +48,6 @@ class _Timed(LightningModule):
     def __init__(self, network: str) -> None:
         super().__init__()
         self.network = network
-        self.steps: list[float] = []
-        self._began = 0.0
         if network == "gpt":
             from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -73,25 +67,6 @@ class _Timed(LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-4)
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx >= _SETTLED and not self._began:
-            torch.cuda.synchronize()
-            self._began = time.perf_counter()
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        now = time.perf_counter()
-        if self._began:
-            self.steps.append(now - self._began)
-            self._began = now
-
-
-def _strategy(contender: str, backend: str) -> Any:
-    if contender == "ddp":
-        return DDPStrategy(process_group_backend=backend)
-    return ByteSchedulerStrategy(
-        process_group_backend=backend, mode="overlapped" if contender == "overlapped" else "auto"
-    )
-
 
 def train(job: Job) -> Job:
     """One rank's training: its steps, and the digest of its weights."""
@@ -104,26 +79,22 @@ def train(job: Job) -> Job:
     data = DataLoader(_Samples(network, job["steps"] * batch_size * world), batch_size, num_workers=4)
     # Ranks share the one device.
     place: dict[str, Any] = {"accelerator": "gpu", "devices": [0], "num_nodes": world}
-    strategy = _strategy(job["contender"], job["backend"])
-    fit(module, strategy, data, precision="bf16-mixed", max_steps=job["steps"], **place)
+    strategy = contender(job["contender"]).strategy(process_group_backend=job["backend"])
+    moments = Moments()
+    fit(module, strategy, data, callbacks=[moments], precision="bf16-mixed", max_steps=job["steps"], **place)
     torch.cuda.synchronize()
     digest = hashlib.sha256()
     for value in module.state_dict().values():
         digest.update(value.cpu().contiguous().view(torch.uint8).numpy().tobytes() if value.ndim else b"")
-    return {"steps": module.steps, "weights": digest.hexdigest()}
+    return {"steps": moments.steps(_SETTLED), "weights": digest.hexdigest()}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add this benchmark's options."""
     parser.add_argument("--steps", type=int, default=60, help="of each training (default: %(default)s)")
 
 
 def measure(options: argparse.Namespace) -> Iterator[Results]:
-    """Measure all contenders, each in processes of its own.
-
-    Raises:
-        MeasurementFailed: If there is no GPU, or a rank fails.
-    """
+    """Measure all contenders, each in processes of its own."""
     if not torch.cuda.is_available():
         raise MeasurementFailed("There is no CUDA device here.")
     device = torch.cuda.get_device_name(0)
@@ -131,14 +102,14 @@ def measure(options: argparse.Namespace) -> Iterator[Results]:
         setting = {"network": network, "backend": backend, "ranks": _WORLDS[backend], "device": device}
         place = Place(ranks=_WORLDS[backend], threads=2)
         found = {}
-        for contender in _CONTENDERS:
-            job = {"contender": contender, "network": network, "backend": backend, "steps": options.steps}
-            ((found[contender], *_),) = in_turns(place, train, [job], title=f"{network}, {contender}", timeout=300.0)
+        for name in _CONTENDERS:
+            job = {"contender": name, "network": network, "backend": backend, "steps": options.steps}
+            ((found[name], *_),) = in_turns(place, train, [job], title=f"{network}, {name}", timeout=300.0)
         ddp = found["ddp"]
         records = []
-        for contender, one in found.items():
+        for name, one in found.items():
             same = {"same weights": float(one["weights"] == ddp["weights"])}
             steps = [1e3 * seconds for seconds in one["steps"]]
             faster = statistics.median(one["steps"]) / statistics.median(ddp["steps"])
-            records.append(record("gpu", contender, setting, {"step [ms]": steps, **same}, {"/ ddp": faster}))
+            records.append(record("gpu", name, setting, {"step [ms]": steps, **same}, {"/ ddp": faster}))
         yield f"{network}, {backend}, {_WORLDS[backend]} ranks, {device}", records

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from typing import Any
 
 import lightning as L
 from torch.utils.data import DataLoader
 
-from benchmarks.contenders import PowerSGDHook
+from benchmarks.contenders import contender
 from benchmarks.models import validation_windows
 from benchmarks.rank import fit
 from benchmarks.ranks import Job, Place, in_turns
@@ -22,21 +21,16 @@ from benchmarks.record import Results, record
 from examples.demo.model import CharacterGPT
 from examples.demo.size import GPTSize
 from examples.demo.text import Windows, training_and_validation_text
-from lightning_bytescheduler import ByteSchedulerStrategy
-
-__all__ = ["add_options", "measure", "train"]
 
 _SIZE = GPTSize(context=48, width=96, heads=4, layers=3)
-_EXACT = "exact"
-_TORCHS = "torch's powersgd"
+_EXACT = "bytescheduler, overlapped"
 
 
 def train(job: Job) -> Job:
     """One training, on this rank."""
     L.seed_everything(job["seed"], verbose=False)
     training, validation = (Windows(text, _SIZE.context) for text in training_and_validation_text())
-    wire = None if job["wire"] == _EXACT else job["wire"]
-    strategy: Any = PowerSGDHook() if wire == _TORCHS else ByteSchedulerStrategy(mode="overlapped", compression=wire)
+    strategy = contender(job["contender"]).strategy()
     trainer = fit(
         CharacterGPT(_SIZE, job["steps"]),
         strategy,
@@ -53,27 +47,23 @@ def train(job: Job) -> Job:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add this benchmark's options."""
-    parser.add_argument("--wires", nargs="+", default=["int8", "int4"], metavar="SPEC", help=f"also {_TORCHS!r}")
+    compressed = ["bytescheduler, int8", "bytescheduler, int4"]
+    parser.add_argument("--contenders", nargs="+", default=compressed, metavar="NAME", help="also 'ddp, powersgd'")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--steps", type=int, default=200)
 
 
 def measure(options: argparse.Namespace) -> Iterator[Results]:
-    """Train what was asked for.
-
-    Raises:
-        MeasurementFailed: If a rank fails.
-    """
-    wires = [_EXACT, *options.wires]
-    jobs = [{"seed": seed, "wire": wire, "steps": options.steps} for seed in options.seeds for wire in wires]
+    """Train what was asked for."""
+    names = [_EXACT, *options.contenders]
+    jobs = [{"seed": seed, "contender": name, "steps": options.steps} for seed in options.seeds for name in names]
     answers = [answers[0] for answers in in_turns(Place(ranks=2, each=2), train, jobs, title="trainings")]
-    found = {wire: [one for job, one in zip(jobs, answers, strict=True) if job["wire"] == wire] for wire in wires}
+    found = {name: [one for job, one in zip(jobs, answers, strict=True) if job["contender"] == name] for name in names}
     exact = [one["loss"] for one in found[_EXACT]]
     setting = {"seeds": options.seeds, "steps": options.steps}
     records = []
-    for wire, some in found.items():
-        values = {name: [one[name] for one in some] for name in some[0]}
+    for name, some in found.items():
+        values = {column: [one[column] for one in some] for column in some[0]}
         over = [one["loss"] / reference for one, reference in zip(some, exact, strict=True)]
-        records.append(record("gradient_compression", wire, setting, values, {"loss / exact": over}))
+        records.append(record("gradient_compression", name, setting, values, {"loss / exact": over}))
     yield f"a GPT after {options.steps} steps, {len(options.seeds)} seeds", records

@@ -32,14 +32,7 @@ class TextTransformer(CharacterGPT):
 
 
 class ManyLayers(L.LightningModule):
-    """A perceptron of many equal layers.
-
-    Args:
-        depth: Number of layers.
-        width: Of each.
-        batch_size: Rows per step.
-        activation: Of each layer.
-    """
+    """A perceptron of many equal layers."""
 
     def __init__(self, depth: int, width: int, batch_size: int, activation: type[nn.Module] = nn.ReLU) -> None:
         super().__init__()

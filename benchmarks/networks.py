@@ -11,8 +11,7 @@ import itertools
 import os
 import statistics
 import time
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,14 +23,11 @@ from benchmarks.contenders import ALONE, DDP_BUCKETS, POLICIES, contender
 from benchmarks.delayed_link import DelayedLink
 from benchmarks.emulation import EmulatedModel
 from benchmarks.models import REAL_MODELS
-from benchmarks.picture import Line, Panel
 from benchmarks.rank import Moments, fit
-from benchmarks.ranks import Job, MeasurementFailed, Place, in_turns
+from benchmarks.ranks import Job, MeasurementFailed, Place, by_contender
 from benchmarks.record import Record, Results, record
 from benchmarks.shaped_link import ShapedLink
 from lightning_bytescheduler.simulation.profiles import NETWORKS
-
-__all__ = ["add_options", "measure", "panels", "records_of", "train"]
 
 _WARM_UP_STEPS = 5
 _DDP = ["ddp", *(f"ddp, {size} MB buckets" for size in DDP_BUCKETS)]
@@ -52,34 +48,24 @@ class _Steps(Moments):
     def on_train_batch_end(self, trainer: L.Trainer, model: L.LightningModule, *_: Any) -> None:
         super().on_train_batch_end()
         if len(self.seen) > 1 + _WARM_UP_STEPS:
-            self.accounts.append(_account(trainer, model))
+            self.accounts.append(_account(trainer))
 
     def answer(self) -> Job:
         """Seconds of each step, and what a step came to on average."""
-        ends = self.seen[1 + _WARM_UP_STEPS :]
         first, last = self.accounts[0], self.accounts[-1]
         steps = max(len(self.accounts) - 1, 1)
         account = {name: (last[name] - first[name]) / steps for name in first}
-        return {"seconds": [after - before for before, after in itertools.pairwise(ends)], "account": account}
+        return {"seconds": self.steps(1 + _WARM_UP_STEPS), "account": account}
 
 
-def _account(trainer: L.Trainer, model: L.LightningModule) -> dict[str, float]:
-    """What this rank has sent, and what its training thread has done besides computing, so far."""
+def _account(trainer: L.Trainer) -> dict[str, float]:
+    """What this rank has sent, how long it has computed, and what its strategy has counted, so far."""
     found = {"sent": _sent_bytes(), "processor": time.process_time()}
-    if isinstance(model, EmulatedModel):
-        accelerator = model.accelerator
-        found["woken late"] = accelerator.late_s
-        for where, seconds in accelerator.between_s.items():
-            found[f"{where}, between layers"] = seconds
-            found[f"{where}, of that on a processor"] = accelerator.worked_s[where]
     known = getattr(trainer.strategy, "statistics", None)
     if known is not None:
-        found["deferred steps"] = known.deferred_step_s
-        found["gates"] = known.gate_wait_s
-        found["exposed"] = known.exposed_s
-        found["communication"] = known.communication_s
-        found["gradient bytes"] = known.bytes_uncompressed
-        found["gradient bytes compressed"] = known.bytes_compressed
+        seconds = {"gates": known.gate_wait_s, "exposed": known.exposed_s, "communication": known.communication_s}
+        sent = {"gradient bytes": known.bytes_uncompressed, "gradient bytes compressed": known.bytes_compressed}
+        found |= {"deferred steps": known.deferred_step_s, **seconds, **sent}
     return found
 
 
@@ -97,7 +83,7 @@ def train(job: Job) -> Job:
     model: L.LightningModule
     if "emulated" in job:
         asked = Configuration(**job["emulated"])
-        kind = {"runs_ahead": asked.runs_ahead, "raw_kernels": asked.raw_kernels, "statistics": asked.statistics}
+        kind = {"runs_ahead": asked.runs_ahead, "raw": asked.raw_kernels, "statistics": asked.statistics}
         model = EmulatedModel(asked.profile, **kind)
     else:
         model = REAL_MODELS[job["model"]]()
@@ -115,7 +101,6 @@ def train(job: Job) -> Job:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add this benchmark's options."""
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
     parser.add_argument("--ratios", nargs="+", type=float, default=[0.25, 0.5, 1.0, 2.0, 4.0], metavar="RATIO")
     parser.add_argument("--workers", nargs="+", type=int, default=[2, 4], metavar="N")
@@ -125,14 +110,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--statistics", action="store_true", help="layers have buffers, as of a batch normalization")
     parser.add_argument("--contenders", nargs="+", metavar="NAME", help="of emulated networks, beside 'alone'")
     parser.add_argument("--mbit", type=float, default=500.0, help="rate of each worker's link (default: %(default)g)")
-    parser.add_argument(
-        "--round-trip-ms",
-        type=float,
-        default=20.0,
-        metavar="MS",
-        help="round trip of one configuration more: the first network at ratio 1, with the most workers (default: "
-        "%(default)g; 0: none)",
-    )
+    far = "round trip of one more: the first network at ratio 1, most workers; 0: none (default: %(default)g)"
+    parser.add_argument("--round-trip-ms", type=float, default=20.0, metavar="MS", help=far)
     parser.add_argument("--real", nargs="*", choices=REAL_MODELS, default=list(REAL_MODELS), help="real models")
     parser.add_argument("--real-mbit", type=float, default=700.0, help="link of the real models (default: %(default)g)")
     parser.add_argument("--steps", type=int, default=15, help="measured steps a round (default: %(default)s)")
@@ -140,27 +119,23 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: argparse.Namespace) -> Iterator[Results]:
-    """Measure what was asked for.
-
-    Raises:
-        MeasurementFailed: If nothing can be measured, or a rank fails.
-    """
     available, reason = ShapedLink.available()
     if not available and not options.real:
         raise MeasurementFailed(reason)
+    turns: dict[str, Any] = {"rounds": options.rounds, "steps": options.steps}
     for asked in _configurations(options) if available else ():
-        place = Place(
-            ranks=asked.workers, mbit=asked.mbit, round_trip_seconds=asked.round_trip_seconds, own_processors=True
-        )
-        found = _measured({"emulated": asdict(asked)}, _contenders(asked, options), place, options, asked.name)
+        link: dict[str, Any] = {"mbit": asked.mbit, "round_trip_seconds": asked.round_trip_seconds}
+        place = Place(ranks=asked.workers, own_processors=True, **link)
+        work: dict[str, Any] = {"emulated": asdict(asked), "title": asked.name}
+        found = by_contender(place, train, _contenders(asked, options), **work, **turns)
         yield asked.name, records_of(asdict(asked), found, asked)
     for model in options.real:
         for mbit in (None, options.real_mbit) if available else (None,):
-            setting = {"network": model, "workers": 2, "mbit": mbit}
             place = Place(ranks=2, each=2) if mbit is None else Place(ranks=2, mbit=mbit, own_processors=True)
             name = f"{model}, 2 workers, {'loopback' if mbit is None else f'{mbit:g} Mbit/s'}"
             contenders = _LOOPBACK if mbit is None else _REAL
-            yield name, records_of(setting, _measured({"model": model}, contenders, place, options, name))
+            found = by_contender(place, train, contenders, model=model, title=name, **turns)
+            yield name, records_of({"network": model, "workers": 2, "mbit": mbit}, found)
 
 
 def _configurations(options: argparse.Namespace) -> Iterator[Configuration]:
@@ -183,27 +158,16 @@ def _contenders(asked: Configuration, options: argparse.Namespace) -> list[str]:
     return [*_EMULATED, *POLICIES] if decides and not asked.round_trip_seconds else _EMULATED
 
 
-def _measured(
-    work: Job, contenders: Sequence[str], place: Place, options: argparse.Namespace, title: str
-) -> dict[str, list[Job]]:
-    """What rank 0 answered in each round, by contender."""
-    jobs = [{**work, "contender": name, "steps": options.steps} for _ in range(options.rounds) for name in contenders]
-    found: dict[str, list[Job]] = defaultdict(list)
-    for job, answers in zip(jobs, in_turns(place, train, jobs, title=title), strict=True):
-        found[job["contender"]].append(answers[0])
-    return found
-
-
-def records_of(setting: Job, found: dict[str, list[Job]], asked: Configuration | None = None) -> list[Record]:
+def records_of(setting: Job, found: dict[str, list[list[Job]]], asked: Configuration | None = None) -> list[Record]:
     """A record for each contender; with the bound and what the simulator expects, where an accelerator was emulated."""
-    steps = {name: [seconds for one in rounds for seconds in one["seconds"]] for name, rounds in found.items()}
+    steps = {name: [seconds for ranks in rounds for seconds in ranks[0]["seconds"]] for name, rounds in found.items()}
     medians = {name: statistics.median(seconds) for name, seconds in steps.items()}
     best = min((seconds for name, seconds in medians.items() if name in _DDP), default=None)
     bound = None if asked is None else asked.bounds(medians[ALONE])["any order"]
     expected = {} if asked is None else asked.predictions(medians[ALONE])
     made = []
     for name, seconds in medians.items():
-        last = found[name][-1]["account"]
+        last = found[name][-1][0]["account"]
         values: dict[str, Any] = {
             "step [ms]": [1e3 * one for one in steps[name]],
             "processor [ms]": 1e3 * last["processor"],
@@ -222,34 +186,3 @@ def records_of(setting: Job, found: dict[str, list[Job]], asked: Configuration |
             ratios["predicted / it"] = expected[name] / seconds
         made.append(record("networks", name, setting, values, ratios, account=last))
     return made
-
-
-def panels(records: Sequence[Record]) -> list[list[Panel]]:
-    """Step times as multiples of the bound, and speed-ups over DDP, over the ratio."""
-    bounded = [one for one in records if "/ bound" in one.ratios and not one.setting["round_trip_seconds"]]
-    networks = dict.fromkeys(one.setting["network"] for one in bounded)
-    rows = []
-    for key, y in (("/ bound", "step time / bound"), ("/ ddp", "speed-up over ddp")):
-        row = []
-        for network in networks:
-            lines = [
-                Line(label=f"{label}, {workers} workers", points=points, style={"color": colour, "linestyle": style})
-                for workers, style in ((2, "--"), (4, "-"))
-                for label, colour in (("ddp", "tab:gray"), ("ddp, best buckets", "tab:blue"), (_OURS, "tab:orange"))
-                if (points := _points(bounded, key, network=network, workers=workers, label=label))
-            ]
-            row.append(Panel(lines=lines, x="communication / compute", y=y, title=network, level=1.0, logarithm=2))
-        rows.append(row)
-    return rows if networks else []
-
-
-def _points(
-    records: Sequence[Record], key: str, *, network: str, workers: int, label: str
-) -> list[tuple[float, float]]:
-    """Over the ratio, the least step of a contender, or of DDP with all its bucket sizes."""
-    names = _DDP if label.startswith("ddp,") else [label]
-    found: dict[float, list[float]] = defaultdict(list)
-    for one in records:
-        if one.what in names and (one.setting["network"], one.setting["workers"]) == (network, workers):
-            found[one.setting["ratio"]].append(one.ratios[key])
-    return [(ratio, min(some) if key == "/ bound" else 1 / min(some)) for ratio, some in sorted(found.items())]

@@ -13,34 +13,27 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
-from lightning.pytorch.strategies import DDPStrategy
-
+from benchmarks.contenders import contender
 from benchmarks.models import REAL_MODELS
 from benchmarks.rank import Moments, fit
 from benchmarks.ranks import Job, Place, in_turns
 from benchmarks.record import Record, Results, record
 from lightning_bytescheduler import ByteSchedulerStrategy
 
-__all__ = ["add_options", "measure", "order", "ratios", "records_of", "train", "windows_of"]
-
 _WINDOWS = ((0, 60), (0, 100), (0, 500), (200, 450))
 _WARM_UP_STEPS = 20
-_MODES: dict[str, Literal["auto", "overlapped", "ddp"]] = {
-    "bytescheduler": "auto",
-    "as ddp": "ddp",
-    "overlapped": "overlapped",
-}
 
 
 def train(job: Job) -> Job:
     """Do one fit on this rank; says when each step ended, from the call of ``fit`` on."""
     moments = Moments()
-    ours = None if job["contender"] == "ddp" else ByteSchedulerStrategy(mode=_MODES[job["contender"]])
+    strategy = contender(job["contender"]).strategy()
+    ours = strategy if isinstance(strategy, ByteSchedulerStrategy) else None
     model, start = REAL_MODELS[job["model"]](), time.perf_counter()
     steps: dict[str, Any] = {"max_steps": job["steps"], "use_distributed_sampler": False}
-    fit(model, ours or DDPStrategy(), callbacks=[moments], **steps)
+    fit(model, strategy, callbacks=[moments], **steps)
     ended = time.perf_counter() - start
     plan = None if ours is None else ours.plan
     return {
@@ -53,35 +46,27 @@ def train(job: Job) -> Job:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add this benchmark's options."""
     parser.add_argument("--model", choices=REAL_MODELS, default="100 layers")
     parser.add_argument("--steps", type=int, default=500, help="of each fit (default: %(default)s)")
     parser.add_argument("--pairs", type=int, default=8, help="fits of each (default: %(default)s)")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument(
-        "--mode", choices=_MODES, default="bytescheduler", help="what is compared with ddp (default: %(default)s)"
-    )
+    parser.add_argument("--contender", default="bytescheduler", help="what is compared with ddp (default: %(default)s)")
 
 
 def measure(options: argparse.Namespace) -> Iterator[Results]:
-    """Measure what was asked for.
-
-    Raises:
-        MeasurementFailed: If a rank fails.
-    """
-    turns = [(name, _WARM_UP_STEPS) for name in ("ddp", options.mode)]
-    turns += [(name, options.steps) for name in order(options.mode, options.pairs)]
-    jobs = [{"contender": name, "steps": steps, "model": options.model} for name, steps in turns]
+    turns = [(name, _WARM_UP_STEPS) for name in ("ddp", options.contender)]
+    turns += [(name, options.steps) for name in order(options.contender, options.pairs)]
+    jobs = [{"contender": name, "steps": steps, "model": options.contenderl} for name, steps in turns]
     place = Place(ranks=options.workers, each=options.workers, own_processors=True)
     fits = [answers[0] for answers in in_turns(place, train, jobs, title="fits")]
-    setting = {name: getattr(options, name) for name in ("model", "steps", "pairs", "workers", "mode")}
-    title = f"{options.mode} / ddp: {options.model}, {options.workers} ranks, {options.pairs} pairs"
+    setting = {name: getattr(options, name) for name in ("model", "steps", "pairs", "workers", "contender")}
+    title = f"{options.contender} / ddp: {options.contenderl}, {options.workers} ranks, {options.pairs} pairs"
     yield title, records_of(fits[2:], setting)
 
 
-def order(contender: str, pairs: int) -> list[str]:
+def order(ours: str, pairs: int) -> list[str]:
     """Whose turn it is, without the first pair."""
-    return [name for n in range(pairs) for name in (("ddp", contender) if n % 2 == 0 else (contender, "ddp"))]
+    return [name for n in range(pairs) for name in (("ddp", ours) if n % 2 == 0 else (ours, "ddp"))]
 
 
 def windows_of(steps: int) -> list[tuple[int, int]]:

@@ -22,8 +22,6 @@ from benchmarks.ranks import FIRST_PORT, REPOSITORY, Job, Place, ranks_of
 from benchmarks.record import Record, Results, record
 from lightning_bytescheduler.collectives.push_pull import spare_share
 
-__all__ = ["add_options", "crossings", "measure"]
-
 _SERVERS = re.compile(r"bytescheduler.*, (\d+) servers(, by node)?")
 _ALL_REDUCE = "bytescheduler, overlapped"
 
@@ -31,11 +29,7 @@ _ALL_REDUCE = "bytescheduler, overlapped"
 def crossings(workers: int, each: int, servers: int, *, by_node: bool) -> float:
     """How often a byte of gradients leaves a host, on average; for one rank on each, BytePS's formula.
 
-    Args:
-        workers: Ranks.
-        each: Ranks of a host.
-        servers: Spare ones.
-        by_node: Whether the ranks of a host add up gradients first.
+    A host has ``each`` of the ranks; with ``by_node`` these add up gradients first. Servers are spare ones.
     """
     pushers, own = (workers // each, 1) if by_node else (workers, each)
     spare = spare_share(pushers, servers)
@@ -44,7 +38,6 @@ def crossings(workers: int, each: int, servers: int, *, by_node: bool) -> float:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add this benchmark's options."""
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--ranks-per-node", type=int, default=1, help="which share a link (default: 1)")
     parser.add_argument("--servers", type=int, nargs="+", default=[0, 2, 4])
@@ -60,30 +53,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: argparse.Namespace) -> Iterator[Results]:
-    """Measure what was asked for.
-
-    Raises:
-        MeasurementFailed: If a rank fails.
-    """
     sizes = f", partition {options.partition}, credit {options.credit}" if options.partition and options.credit else ""
     each = options.ranks_per_node
     kinds = ("", ", by node") if each > 1 else ("",)
     served = [f"bytescheduler{sizes}, {k} servers{by_node}" for by_node in kinds for k in options.servers]
-    place = Place(
-        ranks=options.workers,
-        mbit=options.mbit,
-        each=each,
-        spare=max(options.servers),
-        congestion_control=options.congestion_control,
-    )
+    link = {"mbit": options.mbit, "spare": max(options.servers), "congestion_control": options.congestion_control}
+    place = Place(ranks=options.workers, each=each, **link)
+    kind = {"network": options.network, "mbit": options.mbit, "megabytes": options.megabytes}
     for ratio in options.ratios:
-        asked = Configuration(
-            network=options.network,
-            ratio=ratio,
-            workers=options.workers,
-            mbit=options.mbit,
-            megabytes=options.megabytes,
-        )
+        asked = Configuration(ratio=ratio, workers=options.workers, **kind)
         work = {"emulated": asdict(asked), "steps": options.steps}
         turns = [ALONE, _ALL_REDUCE, *served] * options.rounds
         answers = _answers(place, [{**work, "contender": name} for name in turns])
@@ -107,13 +85,8 @@ def _answers(place: Place, jobs: list[Job]) -> list[Job]:
             for k in range(int(servers[1]) if servers else 0):
                 command = [sys.executable, "-m", "lightning_bytescheduler", "server", "--master-addr", link.address(0)]
                 command += ["--master-port", str(FIRST_PORT + number), "--timeout", "600"]
-                # As the ranks know their job, and not as the rank that a link makes of a host.
                 link.popen(
-                    place.hosts + k,
-                    command,
-                    env=place.environment(0),
-                    cwd=REPOSITORY,
-                    stdout=subprocess.DEVNULL,
+                    place.hosts + k, command, env=place.environment(0), cwd=REPOSITORY, stdout=subprocess.DEVNULL
                 )
         return [answers[0] for answers in ranks.results()]
 

@@ -12,40 +12,24 @@ __all__ = ["Line", "Panel", "draw"]
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """Points that are joined.
-
-    Attributes:
-        label: In the legend.
-        points: Of x and y.
-        style: Further arguments of matplotlib's ``plot``.
-    """
+    """Points that are joined."""
 
     label: str
     points: Sequence[tuple[float, float]]
-    style: dict[str, Any] = field(default_factory=dict)
+    style: dict[str, Any] = field(default_factory=dict)  # further arguments of matplotlib's plot
 
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """Lines with the same axes.
-
-    Attributes:
-        lines: What is drawn.
-        x: Name of the axis across.
-        y: Name of the axis upwards.
-        title: Above.
-        level: Where a thin line goes across.
-        at: Where a dotted line goes upwards.
-        logarithm: Base of the axis across; 0 where it has none.
-    """
+    """Lines with the same axes."""
 
     lines: Sequence[Line]
     x: str
     y: str
     title: str = ""
-    level: float | None = None
-    at: float | None = None
-    logarithm: int = 0
+    level: float | None = None  # of a thin line across
+    at: float | None = None  # of a dotted line upwards
+    logarithm: int = 0  # base of the axis across; 0: it has none
 
 
 def draw(path: Path, rows: Sequence[Sequence[Panel]]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import itertools
 import json
 import logging
 import os
@@ -40,23 +41,19 @@ class Moments(L.Callback):
     def on_train_batch_end(self, *_: Any) -> None:
         self.seen.append(time.perf_counter())
 
+    def steps(self, warm_up: int = 0) -> list[float]:
+        """Seconds of each step after the first ones."""
+        return [after - before for before, after in itertools.pairwise(self.seen[warm_up:])]
+
 
 def fit(
     model: L.LightningModule, strategy: Strategy, *data: Any, callbacks: Sequence[L.Callback] = (), **options: Any
 ) -> L.Trainer:
-    """Train with all other ranks, without anything that only takes time.
-
-    Args:
-        model: To train.
-        strategy: How.
-        data: Loaders, if the model has none.
-        callbacks: Of the Trainer.
-        options: Others of the Trainer.
-    """
+    """Train with all other ranks, without anything that only takes time; data may be loaders or a data module."""
     chosen: dict[str, Any] = {
         "accelerator": "cpu",
-        "devices": int(os.environ["LOCAL_WORLD_SIZE"]),
-        "num_nodes": int(os.environ["NODES"]),
+        "devices": int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        "num_nodes": int(os.environ.get("NODES", "1")),
         "max_epochs": -1,
         "logger": False,
         "enable_checkpointing": False,

@@ -26,7 +26,7 @@ from benchmarks.delayed_link import DelayedLink
 from benchmarks.rank import MARK
 from benchmarks.shaped_link import ShapedLink, stop_sessions
 
-__all__ = ["FIRST_PORT", "Job", "MeasurementFailed", "Place", "Ranks", "free_port", "in_turns", "ranks_of"]
+__all__ = ["FIRST_PORT", "Job", "MeasurementFailed", "Place", "by_contender", "free_port", "in_turns", "ranks_of"]
 
 REPOSITORY = Path(__file__).parents[1]
 FIRST_PORT = 29_500
@@ -42,28 +42,16 @@ class MeasurementFailed(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where ranks run.
-
-    Attributes:
-        ranks: How many.
-        mbit: Rate of each host's link, in Mbit/s; ``None`` for loopback.
-        round_trip_seconds: Between two hosts; 0 for that of the machine itself.
-        each: Ranks of a host. On loopback, more than one are as torchrun starts them on one machine.
-        spare: Further hosts.
-        congestion_control: Of TCP, such as ``"reno"``; the machine's own if ``None``.
-        own_processors: Whether each host has its share of the processors, if there is at least one for each. As ranks
-            of one host they would take them from each other.
-        threads: Of OpenMP, for each rank. Idle ones spin, and take the processor from other ranks.
-    """
+    """Where ranks run."""
 
     ranks: int = 2
-    mbit: float | None = None
-    round_trip_seconds: float = 0.0
-    each: int = 1
-    spare: int = 0
-    congestion_control: str | None = None
-    own_processors: bool = False
-    threads: int = 1
+    mbit: float | None = None  # rate of each host's link; None: loopback
+    round_trip_seconds: float = 0.0  # between two hosts; 0: that of the machine itself
+    each: int = 1  # ranks of a host; on loopback, more than one are as torchrun starts them on one machine
+    spare: int = 0  # further hosts
+    congestion_control: str | None = None  # of TCP, such as "reno"; None: the machine's own
+    own_processors: bool = False  # each host, or rank on loopback, has its share, if there is one for each
+    threads: int = 1  # of OpenMP, for each rank: idle ones spin, and take the processor from other ranks
 
     @property
     def hosts(self) -> int:
@@ -92,13 +80,7 @@ class Place:
 
 
 class Ranks:
-    """Ranks that train.
-
-    Args:
-        sets: The processes of each set, in the order of their ranks.
-        jobs: How many each has to do.
-        link: That they are on, if any.
-    """
+    """Ranks that train: the processes of each set, how many jobs each has, and the link that they are on, if any."""
 
     def __init__(self, sets: Sequence[Sequence[subprocess.Popen[bytes]]], jobs: int, link: ShapedLink | None) -> None:
         self.sets = sets
@@ -106,11 +88,7 @@ class Ranks:
         self.link = link
 
     def results(self, number: int = 0) -> Iterator[list[Job]]:
-        """For each job of a set, in turn, what each rank answers.
-
-        Raises:
-            MeasurementFailed: If a rank fails.
-        """
+        """For each job of a set, in turn, what each rank answers; raises if a rank fails."""
         ranks = self.sets[number]
         for job in range(self.jobs):
             found = [_answer(rank) for rank in ranks]
@@ -131,14 +109,9 @@ class Ranks:
 def ranks_of(
     place: Place, work: Callable[[Job], Job], *sets: Sequence[Job], timeout: float | None = None
 ) -> Iterator[Ranks]:
-    """Start ranks.
+    """Start ranks that call ``work``, a function of a module, for each job; after ``timeout`` seconds they are ended.
 
-    Args:
-        place: Where.
-        work: What each of them calls for each job; a function of a module.
-        sets: Jobs, of as many for each set. Each set has ranks and hosts of its own, which train at the same time as
-            those of the other sets.
-        timeout: Seconds after which they are ended.
+    Each set of jobs, of as many as the others, has ranks and hosts of its own, which train at the same time.
     """
     link: ShapedLink | None = None
     started: list[list[subprocess.Popen[bytes]]] = [[] for _ in sets]
@@ -186,21 +159,21 @@ def ranks_of(
 def in_turns(
     place: Place, work: Callable[[Job], Job], jobs: Sequence[Job], *, title: str = "", timeout: float | None = None
 ) -> Iterator[list[Job]]:
-    """Do jobs one after the other in the same processes; gives what each rank answers, and shows how far it is.
-
-    Args:
-        place: Where.
-        work: What each rank calls for each job; a function of a module.
-        jobs: What it is called with.
-        title: For the bar.
-        timeout: Seconds after which the ranks are ended.
-
-    Raises:
-        MeasurementFailed: If a rank fails.
-    """
+    """Do jobs one after the other in the same processes; gives what each rank answers, and shows how far it is."""
     with ranks_of(place, work, jobs, timeout=timeout) as ranks:
         bar: dict[str, Any] = {"total": len(jobs), "console": Console(stderr=True), "transient": True}
         yield from track(ranks.results(), title or "measuring", **bar)
+
+
+def by_contender(
+    place: Place, work: Callable[[Job], Job], contenders: Sequence[str], *, rounds: int = 1, title: str, **job: Any
+) -> dict[str, list[list[Job]]]:
+    """The same job for each contender, in turn and in rounds; what all ranks answered in each round, by contender."""
+    jobs = [{**job, "contender": name} for _ in range(rounds) for name in contenders]
+    found: dict[str, list[list[Job]]] = {name: [] for name in contenders}
+    for one, answers in zip(jobs, in_turns(place, work, jobs, title=title), strict=True):
+        found[one["contender"]].append(answers)
+    return found
 
 
 def free_port() -> int:

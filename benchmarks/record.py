@@ -24,24 +24,14 @@ __all__ = ["Record", "Results", "append", "machine", "read", "record", "show"]
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """One thing that was measured.
-
-    Attributes:
-        benchmark: Which one.
-        what: What was measured, such as the name of a contender.
-        setting: All that it was asked for, and what is compared has in common.
-        medians: By name, with the unit.
-        ratios: Medians of ratios to something else of the same run, by name.
-        seen: All that was seen: the numbers of a median or a ratio under its name, and more.
-        machine: What results depend on.
-    """
+    """One thing that was measured."""
 
     benchmark: str
-    what: str
-    setting: dict[str, Any]
-    medians: dict[str, float]
-    ratios: dict[str, float]
-    seen: dict[str, Any]
+    what: str  # such as the name of a contender
+    setting: dict[str, Any]  # all that it was asked for
+    medians: dict[str, float]  # by name, with the unit
+    ratios: dict[str, float]  # medians of ratios to something else of the same run
+    seen: dict[str, Any]  # the numbers of a median or a ratio under its name, and more
     machine: dict[str, Any] = field(default_factory=lambda: machine())
 
 

@@ -30,13 +30,7 @@ Message = TypeVar("Message", bound=messages.AnyMessage)
 
 
 class ReportWorker:
-    """One worker.
-
-    Args:
-        url: Of the coordinator.
-        name: Its name.
-        model: What it trains.
-    """
+    """One worker, of a coordinator's run."""
 
     def __init__(self, url: str, name: str, model: tuple[protocol.ModelParameter, ...]) -> None:
         place = urlsplit(url)
@@ -121,10 +115,8 @@ class ReportWorker:
         length = len(text)
         if length < 126:
             header = struct.pack("!BB4x", 0x80 | _TEXT, 0x80 | length)
-        elif length < 1 << 16:
+        else:  # none of these messages has 64 KiB
             header = struct.pack("!BBH4x", 0x80 | _TEXT, 0x80 | 126, length)
-        else:
-            header = struct.pack("!BBQ4x", 0x80 | _TEXT, 0x80 | 127, length)
         self.socket.send(header + text)
 
     def _one_frame(self) -> bytes:
@@ -155,13 +147,7 @@ class ReportWorker:
 
 
 def report(workers: list[ReportWorker], round: int, *, rate: float, seconds: float) -> tuple[list[float], int]:
-    """Let all workers report.
-
-    Args:
-        workers: That are in the round.
-        round: The round.
-        rate: Steps a second of each.
-        seconds: For how long.
+    """Let all workers of a round report at a rate of steps a second each, for some seconds.
 
     Returns:
         How long each report waited for its answer, and the number of frames that were sent.

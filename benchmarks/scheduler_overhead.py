@@ -17,14 +17,12 @@ from benchmarks.record import Results, record
 from lightning_bytescheduler.scheduler.core import ByteCore
 from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask, TaskKey
 
-__all__ = ["add_options", "bytes_kept_per_step", "measure", "processor_seconds"]
-
 TASKS = 100
 PARTS = 100
 _WAIT_S = 30.0
 
 
-class NullTransport:
+class _NullTransport:
     """Ends each sub-task on a thread of its own, as a real transport does, and at once."""
 
     def __init__(self) -> None:
@@ -60,7 +58,7 @@ def train_steps(core: ByteCore, launch: Callable[[SubCommTask], None], steps: in
 
 def processor_seconds(*, tasks: int = TASKS, parts: int = PARTS) -> float:
     """Processor time of all threads for ``tasks * parts`` sub-tasks, under a window of four."""
-    transport = NullTransport()
+    transport = _NullTransport()
     try:
         with ByteCore(partition_size=1000, credit=4000) as core:
             began = time.process_time()
@@ -72,7 +70,7 @@ def processor_seconds(*, tasks: int = TASKS, parts: int = PARTS) -> float:
 
 def bytes_kept_per_step(steps: int = 200) -> float:
     """What a step leaves in memory."""
-    transport = NullTransport()
+    transport = _NullTransport()
     tracemalloc.start()
     try:
         with ByteCore(partition_size=1000, credit=4000) as core:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
 import re
 import shutil
@@ -23,7 +22,7 @@ import subprocess
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType, TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 # The bucket must hold the largest packet that reaches it. With segmentation offload that is 64 KiB, not 1500
 # bytes: the kernel would split or drop packets larger than the bucket, and the rate fall far below the limit.
@@ -42,16 +41,6 @@ class LinkError(RuntimeError):
     """A command that builds or reads the shaped link failed; the message quotes it and its complaint."""
 
 
-class InterfaceBytes(NamedTuple):
-    """Bytes that passed a host's ``eth0`` since the link was built.
-
-    With segmentation offload, up to 64 KiB count their headers once, so this is close to the payload.
-    """
-
-    sent: int
-    received: int
-
-
 class ShapedLink:
     """Hosts joined by links of limited rate, from ``with`` to its end.
 
@@ -67,11 +56,6 @@ class ShapedLink:
     Raises:
         ValueError: If ``hosts`` or ``mbit`` is out of range.
         LinkError: On entry, if the system refuses; ask `available` beforehand for the reason.
-
-    Example:
-        >>> with ShapedLink(hosts=2, mbit=500.0) as link:  # doctest: +SKIP
-        ...     ranks = [link.popen(host, [sys.executable, "train.py"]) for host in range(2)]
-        ...     codes = [rank.wait() for rank in ranks]
     """
 
     def __init__(self, hosts: int = 2, mbit: float = 500.0, *, congestion_control: str | None = None) -> None:
@@ -89,16 +73,9 @@ class ShapedLink:
         self._children: list[subprocess.Popen[bytes]] = []
         self._restore_sigterm = False
 
-    def __repr__(self) -> str:
-        return f"ShapedLink(hosts={self.hosts}, mbit={self.mbit})"
-
     @staticmethod
     def available() -> tuple[bool, str]:
-        """Says whether this process may build a shaped link, by building and removing the smallest one.
-
-        Returns:
-            Whether it may, and if not, the reason in one sentence (else an empty string).
-        """
+        """Whether this process may build a shaped link, by building the smallest one; if not, also the reason."""
         if not hasattr(os, "geteuid") or os.geteuid() != 0:
             return False, "Shaping a link needs root, and this process does not run as root."
         missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
@@ -144,20 +121,11 @@ class ShapedLink:
     def popen(
         self, host: int, argv: Sequence[str], env: Mapping[str, str] | None = None, **options: Any
     ) -> subprocess.Popen[bytes]:
-        """Starts a process inside a host.
+        """Starts a process inside a host; its ``pid`` is the command's own.
 
         The process gets this process's environment, the variables by which torch and Lightning find the
         other hosts (as the only rank of its host), and ``env`` on top of both. It leads a session of its
         own, so Ctrl-C reaches the owner of the link alone, which then stops it.
-
-        Args:
-            host: Number of the host, from 0.
-            argv: The command and its arguments.
-            env: Further environment variables.
-            **options: Passed to `subprocess.Popen`.
-
-        Returns:
-            The running process; its ``pid`` is the command's own.
         """
         variables = {
             "GLOO_SOCKET_IFNAME": "eth0",
@@ -177,30 +145,8 @@ class ShapedLink:
         self._children.append(child)
         return child
 
-    def reshape(self, mbit: float) -> None:
-        """Gives all links another rate, while they are in use.
-
-        Args:
-            mbit: As for the class.
-
-        Raises:
-            LinkError: If the system refuses.
-        """
-        if not 0 < mbit < float("inf"):
-            raise ValueError(f"mbit must be a positive rate in Mbit/s, not {mbit}.")
-        self.mbit = mbit
-        for host in range(self.hosts):
-            for place, device in ((self.namespace(host), "eth0"), (self._bridge, f"port{host}")):
-                _command("tc", "-n", place, "qdisc", "change", "dev", device, *self._limit())
-
     def _limit(self) -> tuple[str, ...]:
         return ("root", "tbf", "rate", f"{round(self.mbit * 1e6)}bit", "burst", _BURST, "latency", _QUEUE)
-
-    def interface_bytes(self, host: int) -> InterfaceBytes:
-        """Reads the byte counters of a host's ``eth0``."""
-        shown = _command("ip", "-n", self.namespace(host), "-j", "-s", "link", "show", "dev", "eth0")
-        counters = json.loads(shown)[0]["stats64"]
-        return InterfaceBytes(sent=counters["tx"]["bytes"], received=counters["rx"]["bytes"])
 
     def _build(self) -> None:
         _command("ip", "netns", "add", self._bridge)
@@ -264,26 +210,19 @@ def _namespaces() -> list[str]:
 
 
 def _remove_leftovers() -> None:
-    """Removes the namespaces of owners that no longer exist.
-
-    One in which processes still run is left alone, as they are not ours to stop.
-    """
+    """Removes the namespaces of owners that are gone, but none in which processes run: they are not ours to stop."""
     for name in _namespaces():
         match = _NAME.fullmatch(name)
         if match is None or os.path.exists(f"/proc/{match['pid']}"):
             continue
-        # Another link that starts now may remove the same leftovers; whoever comes second finds nothing.
+        # Another link that starts now may remove the same leftovers; the second one finds nothing.
         with contextlib.suppress(LinkError):
             if not _command("ip", "netns", "pids", name).strip():
                 _command("ip", "netns", "delete", name)
 
 
 def stop_sessions(children: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Ends those of these processes that still run and what they started, first politely.
-
-    Args:
-        children: Processes of ours that were started with ``start_new_session=True``.
-    """
+    """Ends those of these processes of ours, each a session's leader, that still run, and what they started."""
     # The pid of a session's leader names its process group. Only groups whose leader has not been reaped are
     # signalled: until then the pid cannot have gone to a stranger.
     running = [child for child in children if child.poll() is None]

@@ -18,13 +18,11 @@ from torch.utils.data import DataLoader
 
 from benchmarks.picture import Line, Panel
 from benchmarks.rank import Moments, fit
-from benchmarks.ranks import Job, Place, in_turns
+from benchmarks.ranks import Job, Place, by_contender
 from benchmarks.record import Record, Results, record
 from examples.demo.text import Windows, training_and_validation_text
 from examples.unequal import LENGTH, Reader
 from lightning_bytescheduler import ByteSchedulerStrategy
-
-__all__ = ["CASES", "add_options", "measure", "panels", "train"]
 
 _CONTENDERS: dict[str, dict[str, Any]] = {
     "ranks": {},
@@ -35,20 +33,12 @@ _CONTENDERS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Machines, and how long they are watched.
-
-    Attributes:
-        speeds: Of the machines.
-        sample_ms: What a sample takes a machine of speed 1.
-        steps: Of a fit.
-        slows: Step from which the last machine takes three times as long, if it does.
-        contenders: What is measured.
-    """
+    """Machines, and how long they are watched."""
 
     speeds: tuple[float, ...]
-    sample_ms: float = 3.0
+    sample_ms: float = 3.0  # what a sample takes a machine of speed 1
     steps: int = 80
-    slows: int | None = None
+    slows: int | None = None  # step from which the last machine takes three times as long
     contenders: tuple[str, ...] = ("samples", "balanced")
 
     @property
@@ -97,30 +87,21 @@ def train(job: Job) -> Job:
     model = Reader([1e-3 * case.sample_ms / speed for speed in case.speeds])
     loader = DataLoader(data, batch_size=32, shuffle=True)
     fit(model, strategy, loader, callbacks=[watches], max_steps=case.steps)
-    seconds = [after - before for before, after in zip(watches.seen, watches.seen[1:], strict=False)]
-    return {"seconds": seconds, "shares": watches.shares, "waited": watches.waited}
+    return {"seconds": watches.steps(), "shares": watches.shares, "waited": watches.waited}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add this benchmark's options."""
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), metavar="CASE")
     parser.add_argument("--rounds", type=int, default=1)
 
 
 def measure(options: argparse.Namespace) -> Iterator[Results]:
-    """Measure what was asked for.
-
-    Raises:
-        MeasurementFailed: If a rank fails.
-    """
     for name in options.only:
         case = CASES[name]
-        ranks = len(case.speeds)
+        place = Place(ranks=len(case.speeds), each=len(case.speeds))
+        work = {"case": asdict(case), "rounds": options.rounds}
+        found = by_contender(place, train, case.contenders, title=name, **work)
         setting = {"case": name, **asdict(case)}
-        jobs = [{"case": asdict(case), "contender": one} for _ in range(options.rounds) for one in case.contenders]
-        found: dict[Any, list[list[Job]]] = {one: [] for one in case.contenders}
-        for job, answers in zip(jobs, in_turns(Place(ranks=ranks, each=ranks), train, jobs, title=name), strict=True):
-            found[job["contender"]].append(answers)
         yield f"{name} (at most {case.ceiling:.2f} times faster)", _records(case, setting, found)
 
 

@@ -13,7 +13,6 @@ import pytest
 
 from benchmarks import delayed_link
 from benchmarks.delayed_link import DelayedLink, _Forwarder
-from benchmarks.shaped_link import LinkError
 
 ECHO = """
 import socket, sys
@@ -94,9 +93,6 @@ def test_bytes_arrive_as_they_were_sent(round_trip_seconds: float) -> None:
             sender.stdin.close()
         digests = [receiver.communicate(timeout=60)[0].decode().strip() for receiver in receivers]
         assert [sender.wait(timeout=30) for sender in senders] == [0, 0, 0]
-        assert link.interface_bytes(0).sent > 3_000_000
-        assert link.interface_bytes(0).received > 3_000_000
-        assert link.forwarder_seconds() > 0
     expected = [hashlib.sha256(content).hexdigest() for content in sent]
     assert digests == [expected[2], expected[0], expected[1]]
 
@@ -111,8 +107,6 @@ def test_nothing_remains() -> None:
     assert forwarder.poll() is not None
     remaining = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
     assert not any(name in remaining for name in names)
-    with pytest.raises(LinkError, match="outside of its block"):
-        link.forwarder_seconds()
 
 
 @pytest.mark.root
@@ -129,12 +123,6 @@ def test_the_forwarder_ends_with_its_owner() -> None:
 def test_impossible_round_trips_are_refused(seconds: float) -> None:
     with pytest.raises(ValueError, match="round_trip_seconds must be from 0 to 60"):
         DelayedLink(round_trip_seconds=seconds)
-
-
-def test_it_says_what_it_is() -> None:
-    assert repr(DelayedLink(4, 100, round_trip_seconds=0.5)) == (
-        "DelayedLink(hosts=4, mbit=100, round_trip_seconds=0.5)"
-    )
 
 
 class Network:

@@ -12,9 +12,8 @@ import pytest
 from benchmarks import __main__ as command
 from benchmarks import diloco
 from benchmarks.contenders import contender as contender_of
-from benchmarks.diloco import at_loss, at_samples, best, gaps, slowed, sooner, times
+from benchmarks.diloco import at_loss, at_samples, best, gaps, sooner, times
 from benchmarks.diloco_figures import FIGURES, SYNCHRONOUS
-from benchmarks.diloco_rank import SIZES
 from benchmarks.record import Record, read, record
 from lightning_bytescheduler import DiLoCoStrategy
 
@@ -22,8 +21,7 @@ from lightning_bytescheduler import DiLoCoStrategy
 def _row(what: str, points: list[tuple[float, int, float]], seed: int = 1, **asked: Any) -> Record:
     seconds, samples, loss = points[-1] if points else (1.0, 1, 1.0)
     values = {"trained [s]": seconds, "samples": samples, "loss": loss, "waited": 0.2}
-    seen = {"points": points, "step_s": asked.pop("taken", [0.05, 0.15])}
-    return record("diloco race", what, {**asked, "seed": seed}, values, **seen)
+    return record("diloco race", what, {**asked, "seed": seed}, values, points=points)
 
 
 ROWS = [
@@ -64,14 +62,6 @@ def test_gaps_are_between_runs_of_one_seed() -> None:
     assert "ddp" not in found
 
 
-def test_a_busy_machine_is_noticed() -> None:
-    asked = {"diloco": {}, "step_s": [0.05, 0.15]}
-    assert not slowed(_row("diloco, H=8", [], **asked))
-    assert slowed(_row("diloco, H=8", [], taken=[0.05, 0.19], **asked))
-    assert not slowed(_row("diloco, H=8", [], taken=[0.05, None], **asked))
-    assert not slowed(_row("ddp", [], step_s=[0.05, 0.05]))  # communicates in every step
-
-
 def _options(*arguments: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     diloco.add_options(parser)
@@ -86,7 +76,6 @@ def test_every_contender_of_a_figure_can_be_made(figure: str) -> None:
     for group in FIGURES[figure](_options(figure)):
         for contender in group:
             names.append(contender["name"])
-            assert contender.get("size", "5M") in SIZES
             assert contender["validate"] > 0
             if "diloco" in contender:
                 DiLoCoStrategy(**contender["diloco"])
@@ -125,7 +114,7 @@ def test_what_was_measured_is_not_measured_again(
     assert all("ddp" in name for name in measured)
     measured.clear()
     assert command.main([*arguments, "--batch", "2"]) == 0
-    assert bool(measured) == (figure != "stall")
+    assert measured
     assert "Traceback" not in capsys.readouterr().out
 
 

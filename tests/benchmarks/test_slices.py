@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.slice_loaders import compare_loaders
-from benchmarks.slices import fit_stall
+from benchmarks.slices import compare_loaders, fit_stall
 
 
 def test_loaders_read_every_sample() -> None:

@@ -100,18 +100,6 @@ def test_receiving_is_limited_too(tidy: None) -> None:
 
 
 @pytest.mark.root
-def test_interface_bytes_count_a_transfer(tidy: None) -> None:
-    with ShapedLink(hosts=2, mbit=500.0) as link:
-        before = link.interface_bytes(0), link.interface_bytes(1)
-        _seconds(link, 1, [0])
-        after = link.interface_bytes(0), link.interface_bytes(1)
-    payload = MEGABYTES << 20
-    assert payload <= after[0].sent - before[0].sent <= 1.1 * payload
-    assert payload <= after[1].received - before[1].received <= 1.1 * payload
-    assert after[0].received - before[0].received < 0.1 * payload
-
-
-@pytest.mark.root
 def test_process_finds_the_other_hosts_in_its_environment(tidy: None) -> None:
     names = ["MASTER_ADDR", "NODE_RANK", "GLOO_SOCKET_IFNAME", "X"]
     code = f"import os; print(*(os.environ[name] for name in {names}))"
