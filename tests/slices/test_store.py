@@ -242,7 +242,7 @@ def test_planned_slices_are_local_before_they_are_wanted(options):
 
 def test_what_is_planned_stays_in_a_cache_that_others_fill(options, tmp_path):
     source = FaultySource(5)
-    small = StoreOptions(cache={"dir": tmp_path / "small", "bytes": 3 * SLICE_BYTES}, prefetch=1)
+    small = StoreOptions(cache={"dir": tmp_path / "small", "bytes": 3 * SLICE_BYTES})
     with SliceStore(source, small) as store:
         store.prefetch(source.slices[:1])
         until(lambda: store.statistics.prefetched == 1)
@@ -380,7 +380,7 @@ def test_a_cache_smaller_than_a_slice_is_an_error_at_start(tmp_path):
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("cache", 3), ("cache", {"bytes": 0}), ("prefetch", -1), ("timeout", 0), ("timeout", float("inf"))],
+    [("cache", 3), ("cache", {"bytes": 0}), ("timeout", 0), ("timeout", float("inf"))],
 )
 def test_misuse(option, value):
     with pytest.raises(OptionError, match=option):

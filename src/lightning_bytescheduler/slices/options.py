@@ -15,7 +15,6 @@ from lightning_bytescheduler.checks import (
     is_whole,
     require_bool,
     require_positive,
-    require_whole,
 )
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.slices.catalogue import require_seed
@@ -37,7 +36,6 @@ class StoreOptions:
     Attributes:
         cache: Folder of the cache, on a disk of this machine, or ``{"dir": ..., "bytes": ...}`` with its limit;
             ``None`` for no cache and no prefetching.
-        prefetch: Slices to keep ahead of the one being read; fewer if these were more than a quarter of the cache.
         timeout: Seconds that a source may be unavailable.
 
     Raises:
@@ -45,7 +43,6 @@ class StoreOptions:
     """
 
     cache: str | os.PathLike[str] | Mapping[str, Any] | None = None
-    prefetch: int = 8
     timeout: float = TIMEOUT
     cache_dir: str | None = field(init=False)
     cache_bytes: int = field(init=False)
@@ -60,7 +57,6 @@ class StoreOptions:
             raise OptionError("cache", self.cache, allowed)
         object.__setattr__(self, "cache_dir", folder)
         object.__setattr__(self, "cache_bytes", size)
-        require_whole("prefetch", self.prefetch, 0)
         require_positive("timeout", self.timeout, of="seconds")
 
 

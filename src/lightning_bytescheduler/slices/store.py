@@ -49,6 +49,7 @@ class SliceStore:
     that the store is sent to, it begins anew. Several threads may read slices at once.
 
     Attributes:
+        depth: Slices to keep ahead of the one being read, a quarter of the cache; 0 without one.
         keeps: Number of slices of the largest size that the cache holds; 0 without one.
         prefetcher: Fetches into the cache, if there is one.
 
@@ -174,7 +175,7 @@ class SliceStore:
             return
         # Several processes keep slices in the cache, and those being read need room.
         self.keeps = options.cache_bytes // self._largest[0]
-        self.depth = min(options.prefetch, max(self.keeps // 4, 1))
+        self.depth = max(self.keeps // 4, 1)
         self.prefetcher = SlicePrefetcher(self, SliceCache(options.cache_dir, options.cache_bytes))
 
     def _begin_in_this_process(self) -> None:
