@@ -56,11 +56,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def measure(options: argparse.Namespace) -> Iterator[Results]:
     turns = [(name, _WARM_UP_STEPS) for name in ("ddp", options.contender)]
     turns += [(name, options.steps) for name in order(options.contender, options.pairs)]
-    jobs = [{"contender": name, "steps": steps, "model": options.contenderl} for name, steps in turns]
+    jobs = [{"contender": name, "steps": steps, "model": options.model} for name, steps in turns]
     place = Place(ranks=options.workers, each=options.workers, own_processors=True)
     fits = [answers[0] for answers in in_turns(place, train, jobs, title="fits")]
     setting = {name: getattr(options, name) for name in ("model", "steps", "pairs", "workers", "contender")}
-    title = f"{options.contender} / ddp: {options.contenderl}, {options.workers} ranks, {options.pairs} pairs"
+    title = f"{options.contender} / ddp: {options.model}, {options.workers} ranks, {options.pairs} pairs"
     yield title, records_of(fits[2:], setting)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 from typing import Any
 
 import pytest
 
+from benchmarks import never_slower
 from benchmarks.never_slower import order, ratios, records_of, windows_of
 
 
@@ -39,3 +41,26 @@ def test_neighbours_are_compared() -> None:
     assert whole.seen["overlapped_steps"] == [3, 3]
     assert whole.seen["plan"] == "as it is"
     assert records["before the first step"].medians == {"ddp [ms]": 500.0, "ours [ms]": 500.0}
+
+
+def test_a_first_pair_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def in_turns(place: Any, work: Any, jobs: list[dict[str, Any]], **_: Any) -> list[list[dict[str, Any]]]:
+        asked.extend(jobs)
+        return [[fit(job["contender"], 9.0 if number < 2 else 0.1, job["steps"])] for number, job in enumerate(jobs)]
+
+    monkeypatch.setattr(never_slower, "in_turns", in_turns)
+    parser = argparse.ArgumentParser()
+    never_slower.add_options(parser)
+    arguments = ["--steps", "30", "--pairs", "1", "--contender", "bytescheduler, as ddp"]
+    ((title, records),) = never_slower.measure(parser.parse_args(arguments))
+    assert title == "bytescheduler, as ddp / ddp: 100 layers, 2 ranks, 1 pairs"
+    assert [(job["contender"], job["steps"]) for job in asked] == [
+        ("ddp", 20),
+        ("bytescheduler, as ddp", 20),
+        ("ddp", 30),
+        ("bytescheduler, as ddp", 30),
+    ]
+    assert {job["model"] for job in asked} == {"100 layers"}
+    assert records[0].medians == pytest.approx({"ddp [ms]": 100.0, "ours [ms]": 100.0})
